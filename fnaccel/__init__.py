@@ -1,0 +1,1 @@
+"""fnaccel: functional, JAX-style transformations over PyTorch."""

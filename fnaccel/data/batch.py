@@ -1,0 +1,38 @@
+"""What the data side hands to a train step: a batch that knows its place, and a window of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from fnaccel.state import Position
+
+
+@attrs.frozen(kw_only=True)
+class Batch:
+    """One rank's part of a global batch; unwrapped before the user's function sees it.
+
+    Attributes:
+        data: what the loader made.
+        valid: how many of its rows count; 0 marks a filler, run so that all ranks run the same
+            number of forwards and masked out of loss, weight and metrics.
+        rows: how many rows a full batch has on this rank.
+        position: where the data stands after this batch.
+    """
+
+    data: Any
+    valid: int
+    rows: int
+    position: Position
+
+
+class Window(tuple[Any, ...]):
+    """Batches that make one update together: its members are the micro-batches as they stand.
+
+    A tuple type of its own, so that it is never mistaken for a batch.
+
+    Example: `train_step(state, fa.Window([first, second]))`.
+    """
+
+    __slots__ = ()

@@ -1,0 +1,89 @@
+"""What a loss or a metric function returns, and how parts of it combine.
+
+A loss is a total and its weight, so that micro-batches and ranks of any size combine exactly.
+The three classes are frozen dataclasses, not attrs: a loss builds them inside compiled code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fnaccel.errors import LossError
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A sum over examples and how many there were; combines to `sum(totals) / sum(weights)`.
+
+    Args:
+        total: 0-d tensor, the sum over this micro-batch's examples (or tokens).
+        weight: how many, as an int, a float or a 0-d tensor.
+        aux: any pytree to report beside the loss; its leaves combine as their type says
+            (`Mean`, `Sum`, `Concat`; a bare tensor is averaged).
+
+    Example: `fa.Mean(F.cross_entropy(logits, y, reduction="sum"), weight=y.numel())`.
+    """
+
+    total: Any
+    weight: Any
+    aux: Any = None
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A value that adds up over micro-batches and ranks, such as a count of errors."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Concat:
+    """Rows that are put together in the order of the samples; tensor of shape `[rows, ...]`."""
+
+    value: Any
+
+
+def is_combinable(leaf: Any) -> bool:
+    """Whether a leaf of `aux` says itself how it combines."""
+    return isinstance(leaf, Mean | Sum | Concat)
+
+
+def read_loss(output: Any, where: str) -> tuple[torch.Tensor, Any, Any, bool]:
+    """(total, weight, aux, weighted) of what a loss function returned.
+
+    Raises:
+        LossError: nothing was returned, or the total is no scalar tensor.
+    """
+    weighted = isinstance(output, Mean)
+    if isinstance(output, Mean):
+        total, weight, aux = output.total, output.weight, output.aux
+    elif isinstance(output, tuple) and len(output) == 2:  # pyright: ignore[reportUnknownArgumentType]
+        (total, aux), weight = output, 1
+    else:
+        total, weight, aux = output, 1, None
+    if not isinstance(total, torch.Tensor):
+        raise LossError(
+            f"the loss function returned {'nothing' if total is None else type(total).__name__}",
+            where=where,
+            fix="return a scalar tensor, (scalar, aux), or fa.Mean(total, weight=...)",
+        )
+    if total.dim() != 0:
+        raise LossError(
+            f"the loss is not a scalar: it has shape {list(total.shape)}",
+            where=where,
+            fix="sum it and say how many: fa.Mean(loss.sum(), weight=loss.numel())",
+        )
+    return total, weight, aux, weighted
+
+
+def check_attached(total: torch.Tensor, where: str) -> None:
+    """Raise LossError where a loss carries no gradient."""
+    if not total.requires_grad:
+        raise LossError(
+            "the loss is detached: no parameter would get a gradient",
+            where=where,
+            fix="remove .detach(), .item() or torch.no_grad() between the model and the loss",
+        )

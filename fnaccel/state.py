@@ -1,0 +1,177 @@
+"""What a train step owns: one pytree, leased to one user at a time.
+
+`TrainState` holds handles to parameters that are updated in place. Calling a train step donates
+the state, as `jax.jit(..., donate_argnums=0)` does: what was donated raises when it is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import tree
+from fnaccel.errors import StaleStateError, UnleasedStateError
+
+_MASK = (1 << 64) - 1
+
+
+@attrs.frozen
+class Position:
+    """Where in the data a run stands, counted in global samples: the same on any ranks.
+
+    Attributes:
+        epoch: passes over the data that are complete.
+        samples: samples of this epoch that were used, on all ranks together.
+    """
+
+    epoch: int = 0
+    samples: int = 0
+
+
+@attrs.frozen
+class Seed:
+    """The root of a run's randomness; every other seed is folded from it."""
+
+    root: int = 0
+
+
+tree.register(Position)
+tree.register(Seed)
+
+
+def fold(root: int, *parts: int) -> int:
+    """Mix integers into one 63-bit seed (splitmix64, Steele et al. 2014), without a generator."""
+    value = root & _MASK
+    for part in parts:
+        value = (value ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+        value ^= value >> 31
+    return value >> 1
+
+
+class Lease:
+    """Who owns the tensors of a state, and which state is the live one. Not part of the tree."""
+
+    __slots__ = ("live", "owner")
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.live: TrainState | None = None
+
+
+@attrs.frozen(kw_only=True)
+class TrainState:
+    """Everything a run needs to go on; a frozen pytree.
+
+    Attributes:
+        step: calls of the train step so far (int).
+        updates: updates applied; a 0-d float32 tensor where an update may be skipped on the device.
+        params: parameters by canonical name; by model first where there are several.
+        buffers: buffers, likewise.
+        opt: optimizer slots: name -> slot -> tensor.
+        scale: dynamic loss scale (fp16), or None.
+        ema: averaged parameters by name, or None.
+        rng: the root seed.
+        data: the position in the data.
+        extras: the user's own pytree.
+        transforms: the state of transforms, by name.
+    """
+
+    step: int
+    updates: Any
+    params: Any
+    buffers: Any
+    opt: Any
+    scale: Any = None
+    ema: Any = None
+    rng: Seed = attrs.field(factory=Seed)
+    data: Position = attrs.field(factory=Position)
+    extras: Any = None
+    transforms: Any = attrs.field(factory=dict)
+    _lease: Lease | None = attrs.field(default=None, init=False, repr=False, eq=False)
+
+    def __getattr__(self, name: str) -> Any:
+        # reached only for a field that `donate` deleted
+        if name in _TENSOR_FIELDS:
+            raise StaleStateError(
+                f"state.{name} was used after the state was donated",
+                where="a state that a train step, restore or close() has consumed",
+                fix="use the state that was returned: state, metrics = train_step(state, batch); "
+                "fa.snapshot(state) before the call keeps a copy",
+            )
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        if is_stale(self):
+            return f"TrainState(step={self.step}, donated)"
+        count = sum(1 for leaf in tree.leaves(self.params) if isinstance(leaf, torch.Tensor))
+        return f"TrainState(step={self.step}, updates={self.updates}, {count} parameter tensors, {self.data})"
+
+
+_TENSOR_FIELDS = ("params", "buffers", "opt", "scale", "ema", "extras", "transforms", "updates")
+
+
+def is_stale(state: TrainState) -> bool:
+    """Whether a state was donated."""
+    try:
+        object.__getattribute__(state, "params")
+    except AttributeError:
+        return True
+    return False
+
+
+def check_live(state: TrainState) -> None:
+    """Raise StaleStateError where a state was donated."""
+    state.params  # noqa: B018 - reading a donated field raises
+
+
+tree.register(TrainState, check=check_live)
+
+
+def lease(state: TrainState, to: Lease) -> TrainState:
+    """Make `state` the live one of a lease. (Trailing work of a train step, not for users.)"""
+    object.__setattr__(state, "_lease", to)
+    to.live = state
+    return state
+
+
+def lease_of(state: TrainState, where: str) -> Lease:
+    """The lease under which a state is live.
+
+    Raises:
+        StaleStateError: it was donated.
+        UnleasedStateError: it was made by hand (`evolve`, a tree map).
+    """
+    check_live(state)
+    held: Lease | None = object.__getattribute__(state, "_lease")
+    if held is None or held.live is not state:
+        raise UnleasedStateError(
+            "this state was made by hand, so it is not tied to the parameters that are trained",
+            where=where,
+            fix="state = train_step.adopt(state) copies its values in and returns one that is",
+        )
+    return held
+
+
+def donate(state: TrainState) -> None:
+    """Kill a state: from here on its tensors belong to its successor."""
+    for name in _TENSOR_FIELDS:
+        object.__delattr__(state, name)
+    object.__setattr__(state, "_lease", None)
+
+
+def snapshot(state: TrainState) -> TrainState:
+    """An independent copy of a state, on the same devices; it survives any number of steps.
+
+    The copy is not leased: `train_step.adopt(copy)` goes back to it.
+
+    Raises:
+        StaleStateError: the state was donated already.
+
+    Example: `best = fa.snapshot(state)`.
+    """
+    copied: TrainState = tree.map_tensors(lambda x: x.detach().clone(), state)
+    return copied

@@ -1,0 +1,181 @@
+"""Pytrees, as fnaccel sees them: optree bound to one namespace.
+
+Dictionaries are traversed by sorted key, so two ranks that filled a dict in different order
+agree. `None` holds no leaves. Only this file imports optree. See
+https://optree.readthedocs.io for what a node and a leaf are.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import attrs
+import optree
+import torch
+
+NAMESPACE = "fnaccel"
+
+Tree = Any
+"""Any nesting of dicts, lists, tuples, named tuples and registered classes around leaves."""
+
+IsLeaf = Callable[[Any], bool]
+_T = TypeVar("_T", bound=type)
+
+
+def map(  # noqa: A001 - the name of this operation in every pytree library
+    fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None
+) -> Tree:
+    """Apply `fn` to each leaf of `tree` (and the matching leaves of `rest`); same structure back.
+
+    Raises ValueError where the structures differ.
+    """
+    return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def map_with_path(
+    fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None
+) -> Tree:
+    """Like `map`, with the leaf's path (`"params/weight"`) as the first argument of `fn`."""
+    return optree.tree_map_with_path(
+        lambda path, *leaves: fn(join(path), *leaves),
+        tree,
+        *rest,
+        is_leaf=is_leaf,
+        namespace=NAMESPACE,
+    )
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
+    """Apply `fn` to tensor leaves and leave everything else alone."""
+    return map(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def flatten(tree: Tree, *, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
+    """The leaves of `tree` in traversal order, and its structure for `unflatten`."""
+    leaves, structure = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+    return leaves, structure
+
+
+def unflatten(structure: Any, leaves: Iterable[Any]) -> Tree:
+    """The inverse of `flatten`."""
+    return optree.tree_unflatten(structure, leaves)
+
+
+def leaves(tree: Tree, *, is_leaf: IsLeaf | None = None) -> list[Any]:
+    """The leaves of `tree` in traversal order."""
+    return optree.tree_leaves(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def structure(tree: Tree, *, is_leaf: IsLeaf | None = None) -> Any:
+    """The structure of `tree`: comparable, hashable, printable."""
+    return optree.tree_structure(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def join(path: Iterable[Any]) -> str:
+    """One string for a path of keys and attribute names: `("a", 0, "b") -> "a/0/b"`."""
+    return "/".join(str(entry) for entry in path)
+
+
+def paths(tree: Tree, *, is_leaf: IsLeaf | None = None) -> list[str]:
+    """The path of each leaf, in traversal order."""
+    return [
+        join(path) for path in optree.tree_paths(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+    ]
+
+
+def items(tree: Tree, *, is_leaf: IsLeaf | None = None) -> Iterator[tuple[str, Any]]:
+    """Pairs of (path, leaf), in traversal order."""
+    return zip(paths(tree, is_leaf=is_leaf), leaves(tree, is_leaf=is_leaf), strict=True)
+
+
+def select(tree: Tree, pattern: str | Iterable[str]) -> dict[str, Any]:
+    """The leaves whose path matches a shell pattern (or one of several), keyed by path.
+
+    Example: `select(state, "params/*.bias")`.
+    """
+    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
+    return {
+        path: leaf
+        for path, leaf in items(tree)
+        if any(fnmatch.fnmatchcase(path, one) for one in patterns)
+    }
+
+
+def partition(keep: Callable[[Any], bool], tree: Tree) -> tuple[Tree, Tree]:
+    """Two trees shaped like `tree`: leaves for which `keep` holds, and the others.
+
+    A leaf that went to the other side is `None`; `combine` puts the two together again.
+    """
+    return (
+        map(lambda leaf: leaf if keep(leaf) else None, tree),
+        map(lambda leaf: None if keep(leaf) else leaf, tree),
+    )
+
+
+def combine(first: Tree, second: Tree) -> Tree:
+    """The inverse of `partition`: where `first` holds `None`, take from `second`."""
+    return optree.tree_map(
+        lambda a, b: b if a is None else a,
+        first,
+        second,
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )
+
+
+def cast(tree: Tree, dtype: torch.dtype) -> Tree:
+    """Floating-point tensors in another dtype; integers, bools and non-tensors as they are."""
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+def to(tree: Tree, device: torch.device | str, *, non_blocking: bool = False) -> Tree:
+    """Tensors on another device; non-tensors as they are."""
+    return map_tensors(lambda x: x.to(device, non_blocking=non_blocking), tree)
+
+
+def allclose(first: Tree, second: Tree, *, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
+    """Whether two trees have one structure and all their leaves agree (tensors to tolerance)."""
+    if structure(first) != structure(second):
+        return False
+    for a, b in zip(leaves(first), leaves(second), strict=True):
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            if a.shape != b.shape or not torch.allclose(a, b, rtol=rtol, atol=atol):
+                return False
+        elif a != b:
+            return False
+    return True
+
+
+def register(
+    cls: _T,
+    *,
+    children: tuple[str, ...] | None = None,
+    check: Callable[[Any], None] | None = None,
+) -> _T:
+    """Make a frozen attrs class a pytree node; fields not in `children` are compared, not walked.
+
+    Args:
+        cls: the attrs class.
+        children: names of the fields to walk; all of the init fields by default.
+        check: called with the instance before it is flattened; may raise.
+    """
+    fields = [f.name for f in attrs.fields(cls) if f.init]
+    walked = tuple(children) if children is not None else tuple(fields)
+    static = tuple(name for name in fields if name not in walked)
+
+    def flatten_node(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
+        if check is not None:
+            check(node)
+        return (
+            tuple(getattr(node, name) for name in walked),
+            tuple(getattr(node, name) for name in static),
+            walked,
+        )
+
+    def unflatten_node(metadata: tuple[Any, ...], values: Iterable[Any]) -> Any:
+        return cls(**dict(zip(walked, values, strict=True)), **dict(zip(static, metadata, strict=True)))
+
+    optree.register_pytree_node(cls, flatten_node, unflatten_node, namespace=NAMESPACE)  # pyright: ignore[reportArgumentType]
+    return cls

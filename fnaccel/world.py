@@ -1,0 +1,370 @@
+"""The world: which process this is, among how many, and on which device.
+
+`start()` is the only reader of the environment besides the launcher. What it returns is a value;
+functions that need one take `world=`, or the one that `start()` set in this context.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar, Token
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from fnaccel.errors import NoWorldError, WorldError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_RUNNING = "a running process group"
+_current: ContextVar[World | None] = ContextVar("fnaccel_world", default=None)
+
+
+@attrs.frozen(kw_only=True)
+class Ranks:
+    """What the environment says about this process, before anything is started."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    machine: int = 0
+    machines: int = 1
+    source: str = "plain python"
+
+
+@attrs.frozen(kw_only=True)
+class World:
+    """One process among `size`; frozen, a context manager that frees what `start()` began.
+
+    Attributes:
+        rank: this process, 0 to size - 1.
+        size: the number of processes.
+        local_rank, local_size: the same, on this machine.
+        machine, machines: this machine, and how many there are.
+        device: where this process computes.
+        backend: the name of the collective backend (`"gloo"`, `"nccl"`), or `"none"` on one rank.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    machine: int
+    machines: int
+    device: torch.device
+    backend: str
+    source: str = "plain python"
+    _owns_group: bool = attrs.field(default=False, repr=False)
+    _tokens: list[Token[World | None]] = attrs.field(factory=list, repr=False, eq=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_rank == 0
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_main:
+            builtins.print(*values, **options)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        if self.size > 1:
+            dist.barrier()
+
+    @contextlib.contextmanager
+    def main_first(self, *, local: bool = False) -> Iterator[None]:
+        """Rank 0 runs the body before the others (`local=True`: the first of each machine).
+
+        Example: `with world.main_first(): download()`.
+        """
+        first = self.is_local_main if local else self.is_main
+        if not first:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if first:
+                self.barrier()
+
+    def on_main(self, fn: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorator: run on rank 0 only; the other ranks get None."""
+        return self.on_process(0)(fn)
+
+    def on_local_main(self, fn: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorator: run on the first process of each machine only."""
+        return _only(fn, self.is_local_main)
+
+    def on_process(self, rank: int) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+        """Decorator: run on one rank only; the other ranks get None.
+
+        Raises:
+            WorldError: there is no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise WorldError(
+                f"there is no rank {rank} among {self.size}",
+                where="world.on_process",
+                fix=f"choose a rank from 0 to {self.size - 1}",
+            )
+        return lambda fn: _only(fn, self.rank == rank)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(clean=kind is None)
+
+    def close(self, *, clean: bool = True) -> None:
+        """Leave the world; ranks wait for each other where `clean`, so that none is cut off."""
+        while self._tokens:
+            token = self._tokens.pop()
+            with contextlib.suppress(ValueError):  # closed in another context than it began
+                _current.reset(token)
+        alone = self.size == 1 and self.source != _RUNNING  # a mesh of one began its own group
+        if (self._owns_group or alone) and dist.is_initialized():
+            if clean and self.size > 1:
+                with contextlib.suppress(RuntimeError):  # a peer that failed has left already
+                    dist.barrier()
+            dist.destroy_process_group()
+
+
+def _only(fn: Callable[P, R], here: bool) -> Callable[P, R | None]:
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return fn(*args, **kwargs) if here else None
+
+    return run
+
+
+def current(world: World | None = None) -> World:
+    """`world` itself, or the one that `start()` set in this context.
+
+    Raises:
+        NoWorldError: there is none (threads start with an empty context).
+    """
+    found = world if world is not None else _current.get()
+    if found is None:
+        raise NoWorldError(
+            "no world was started in this context",
+            where="a function that needs to know the ranks",
+            fix="call it inside `with fa.start() as world:`, or pass world=",
+        )
+    return found
+
+
+def start(
+    *,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    timeout: float = 600.0,
+) -> World:
+    """Join the other processes and return the `World`; use it as a context manager.
+
+    Reads what `fnaccel launch`, torchrun, mpirun, SLURM or plain `python` set. A process group
+    that already runs is used, and left running.
+
+    Args:
+        device: where to compute; the accelerator of this local rank, or the CPU, by default.
+        backend: collective backend; chosen from the device by default.
+        timeout: seconds that a collective may take.
+
+    Raises:
+        WorldError: the environment contradicts itself, or has fewer devices than processes.
+    """
+    if dist.is_initialized():
+        found = _ranks_of_running_group()
+    else:
+        found = detect(os.environ)
+    chosen = _choose_device(device, found)
+    owns = False
+    if not dist.is_initialized() and found.size > 1:
+        _join(found, chosen, backend, timeout)
+        owns = True
+    if chosen.type != "cpu":
+        torch.accelerator.set_device_index(chosen.index or 0)
+    world = World(
+        rank=found.rank,
+        size=found.size,
+        local_rank=found.local_rank,
+        local_size=found.local_size,
+        machine=found.machine,
+        machines=found.machines,
+        device=chosen,
+        backend=str(dist.get_backend()) if dist.is_initialized() else "none",
+        source=found.source,
+        owns_group=owns,
+    )
+    world._tokens.append(_current.set(world))  # pyright: ignore[reportPrivateUsage]
+    return world
+
+
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def detect(environ: Mapping[str, str]) -> Ranks:
+    """Read the ranks from environment variables: torchrun's names, mpirun's, SLURM's, or none.
+
+    Raises:
+        WorldError: a rank outside the world, or half of the variables.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        if not {"RANK", "WORLD_SIZE"} <= environ.keys():
+            missing = "WORLD_SIZE" if "RANK" in environ else "RANK"
+            raise WorldError(
+                f"the environment sets one of RANK and WORLD_SIZE, but not {missing}",
+                where="fa.start",
+                fix="start with `fnaccel launch` or torchrun, or unset both",
+            )
+        return _ranks(environ, names, "fnaccel launch" if "FNACCEL_LAUNCHED" in environ else "torchrun")
+    for names in _MPI:
+        if names[0] in environ and names[1] in environ:
+            return _ranks(environ, names, "mpirun")
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+        return _ranks(environ, names, "srun")
+    return Ranks()
+
+
+def _ranks(environ: Mapping[str, str], names: tuple[str, str, str, str], source: str) -> Ranks:
+    def number(name: str, default: int) -> int:
+        text = environ.get(name, str(default))
+        if not re.fullmatch(r"\d+", text):
+            raise WorldError(
+                f"{name}={text!r} is not a number", where="fa.start", fix=f"set {name} to a count"
+            )
+        return int(text)
+
+    rank, size = number(names[0], 0), number(names[1], 1)
+    if rank >= size:
+        raise WorldError(
+            f"{names[0]}={rank} is outside a world of {names[1]}={size}",
+            where="fa.start",
+            fix=f"ranks run from 0 to {size - 1}",
+        )
+    local_size = number(names[3], size)
+    local_rank = number(names[2], rank % max(local_size, 1))
+    machines = max(1, -(-size // max(local_size, 1)))
+    machine = number("GROUP_RANK", rank // max(local_size, 1))
+    return Ranks(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        machine=machine,
+        machines=machines,
+        source=source,
+    )
+
+
+def _ranks_of_running_group() -> Ranks:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        said = detect(os.environ)
+    except WorldError:
+        said = Ranks()
+    if (said.rank, said.size) == (rank, size):
+        return attrs.evolve(said, source=_RUNNING)
+    return Ranks(rank=rank, size=size, local_rank=rank, local_size=size, source=_RUNNING)
+
+
+def _choose_device(device: torch.device | str | None, ranks: Ranks) -> torch.device:
+    wanted = device if device is not None else os.environ.get("FNACCEL_DEVICE") or None
+    if wanted is not None:
+        chosen = torch.device(wanted)
+    else:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        chosen = found if found is not None else torch.device("cpu")
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    index = chosen.index if chosen.index is not None else ranks.local_rank
+    if index >= count:
+        raise WorldError(
+            f"local rank {ranks.local_rank} needs {chosen.type}:{index}, and there are {count}",
+            where="fa.start",
+            fix=f"start at most {count} processes on this machine, or pass device='cpu'",
+        )
+    return torch.device(chosen.type, index)
+
+
+def _join(ranks: Ranks, device: torch.device, backend: str | None, timeout: float) -> None:
+    environ = os.environ
+    if ranks.source == "srun":
+        environ.setdefault("MASTER_ADDR", first_host(environ.get("SLURM_NODELIST", "127.0.0.1")))
+        environ.setdefault("MASTER_PORT", str(20_000 + int(environ.get("SLURM_JOB_ID", "0")) % 10_000))
+    if ranks.machines == 1:
+        environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing:
+        raise WorldError(
+            f"{ranks.size} ranks were announced by {ranks.source}, and {' and '.join(missing)} are not set",
+            where="fa.start",
+            fix="start with `fnaccel launch`, or export the address and port of rank 0",
+        )
+    if backend is None:
+        native = dist.Backend.default_device_backend_map.get(device.type, "gloo")
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{native}"
+    limit = timedelta(seconds=timeout)
+    store: dist.Store | None = None
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # every attempt of torchrun shares one store: without a prefix, a restart reads the
+        # addresses of processes that are gone, and half of the restarts fail
+        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        tcp = dist.TCPStore(
+            environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), ranks.size, is_master=False, timeout=limit
+        )
+        store = dist.PrefixStore(f"attempt_{attempt}", tcp)
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            init_method=None if store is not None else "env://",
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=limit,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise WorldError(
+            f"rank {ranks.rank} could not join {ranks.size} ranks at "
+            f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}: {str(error).splitlines()[0]}",
+            where="fa.start",
+            fix="check that every rank runs and reaches that address (several machines: GLOO_SOCKET_IFNAME)",
+        ) from error
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a SLURM node list: `"node[07-09,12],gpu1" -> "node07"`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,]*)", nodelist)
+    if match is None:
+        return nodelist
+    prefix, inside, suffix = match.group(1), match.group(2), match.group(3)
+    if inside is None:
+        return prefix
+    return prefix + re.split(r"[,-]", inside)[0] + suffix
+
+
+def say(message: str) -> None:
+    """One line on standard error, for progress that is not a result."""
+    builtins.print(message, file=sys.stderr, flush=True)
