@@ -1,1 +1,82 @@
-"""fnaccel: functional, JAX-style transformations over PyTorch."""
+"""fnaccel: functional, JAX-style transformations over PyTorch.
+
+Write one pure function `loss_fn(model, batch)`; transform it; distribute a model under a strategy;
+get `train_step(state, batch) -> (state, metrics)`, which runs unchanged on one process or many.
+"""
+
+from fnaccel import errors as errors
+from fnaccel import tree as tree
+from fnaccel.batch_size import fit_batch_size as fit_batch_size
+from fnaccel.collectives import any_process as any_process
+from fnaccel.collectives import broadcast as broadcast
+from fnaccel.collectives import broadcast_objects as broadcast_objects
+from fnaccel.collectives import concatenate as concatenate
+from fnaccel.collectives import gather as gather
+from fnaccel.collectives import gather_objects as gather_objects
+from fnaccel.collectives import pad_across_processes as pad_across_processes
+from fnaccel.collectives import reduce as reduce
+from fnaccel.collectives import split_between_processes as split_between_processes
+from fnaccel.data import Batch as Batch
+from fnaccel.data import Shards as Shards
+from fnaccel.data import Window as Window
+from fnaccel.data import shard as shard
+from fnaccel.errors import FnaccelError as FnaccelError
+from fnaccel.loss import Concat as Concat
+from fnaccel.loss import Mean as Mean
+from fnaccel.loss import Sum as Sum
+from fnaccel.mesh import Mesh as Mesh
+from fnaccel.optim import Optimizer as Optimizer
+from fnaccel.optim import adafactor as adafactor
+from fnaccel.optim import adam as adam
+from fnaccel.optim import adamw as adamw
+from fnaccel.optim import constant as constant
+from fnaccel.optim import cosine as cosine
+from fnaccel.optim import from_torch as from_torch
+from fnaccel.optim import from_torch_scheduler as from_torch_scheduler
+from fnaccel.optim import inverse_sqrt as inverse_sqrt
+from fnaccel.optim import joined as joined
+from fnaccel.optim import linear as linear
+from fnaccel.optim import one_cycle as one_cycle
+from fnaccel.optim import piecewise as piecewise
+from fnaccel.optim import sgd as sgd
+from fnaccel.optim import warmup_constant as warmup_constant
+from fnaccel.optim import warmup_cosine as warmup_cosine
+from fnaccel.optim import warmup_linear as warmup_linear
+from fnaccel.plan import Plan as Plan
+from fnaccel.program import TrainStep as TrainStep
+from fnaccel.program import train_step as train_step
+from fnaccel.running import evaluate as evaluate
+from fnaccel.running import scan as scan
+from fnaccel.state import Position as Position
+from fnaccel.state import Seed as Seed
+from fnaccel.state import TrainState as TrainState
+from fnaccel.state import snapshot as snapshot
+from fnaccel.step import Capability as Capability
+from fnaccel.step import Info as Info
+from fnaccel.step import Phase as Phase
+from fnaccel.step import Step as Step
+from fnaccel.step import Transform as Transform
+from fnaccel.strategies import Distributed as Distributed
+from fnaccel.strategies import Strategy as Strategy
+from fnaccel.strategies import ddp as ddp
+from fnaccel.strategies import distribute as distribute
+from fnaccel.strategies import fsdp as fsdp
+from fnaccel.strategies import hsdp as hsdp
+from fnaccel.strategies import local as local
+from fnaccel.strategies import powersgd as powersgd
+from fnaccel.strategies import strategy as strategy
+from fnaccel.tracking import Tracker as Tracker
+from fnaccel.transforms import Precision as Precision
+from fnaccel.transforms import accumulate as accumulate
+from fnaccel.transforms import clip_norm as clip_norm
+from fnaccel.transforms import clip_value as clip_value
+from fnaccel.transforms import compile as compile  # noqa: A004 - jax.jit's place, torch.compile's name
+from fnaccel.transforms import remat as remat
+from fnaccel.transforms import skip_nonfinite as skip_nonfinite
+from fnaccel.transforms import with_ema as with_ema
+from fnaccel.transforms import with_precision as with_precision
+from fnaccel.transforms import with_weight as with_weight
+from fnaccel.world import World as World
+from fnaccel.world import start as start
+
+__version__ = "0.1.0"

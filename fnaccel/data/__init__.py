@@ -1,0 +1,15 @@
+"""Data: how a loader is shared between ranks, and the position that a run has in it.
+
+`shard` describes, `open_epoch` reads. Index arithmetic is in `fnaccel.data.order`.
+"""
+
+from fnaccel.data.batch import Batch as Batch
+from fnaccel.data.batch import Window as Window
+from fnaccel.data.cut import cut as cut
+from fnaccel.data.cut import join as join
+from fnaccel.data.cut import rows_of as rows_of
+from fnaccel.data.cut import split_sizes as split_sizes
+from fnaccel.data.shard import Shards as Shards
+from fnaccel.data.shard import open_epoch as open_epoch
+from fnaccel.data.shard import shard as shard
+from fnaccel.data.shard import steps_per_epoch as steps_per_epoch

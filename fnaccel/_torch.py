@@ -1,0 +1,59 @@
+"""Every private or version-dependent torch name, with the versions each was checked on.
+
+Nothing else lives here: a name that is public and the same in torch 2.9 to 2.13 is used where needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# `all_gather_into_tensor` warns in favour of `all_gather_single` from 2.13 on; 2.9 to 2.11 lack the
+# new name. Checked on 2.13.
+_NAMES = ("all_gather_single", "all_gather_into_tensor")
+all_gather_single: Callable[..., Any] = next(getattr(dist, name) for name in _NAMES if hasattr(dist, name))
+
+# torch.ops-level fused updates; the public torch.optim classes call the same ones. (2.9 to 2.13)
+fused_sgd_: Any = torch._fused_sgd_  # pyright: ignore[reportAttributeAccessIssue]
+fused_adam_: Any = torch._fused_adam_  # pyright: ignore[reportAttributeAccessIssue]
+fused_adamw_: Any = torch._fused_adamw_  # pyright: ignore[reportAttributeAccessIssue]
+
+# the loss-scale rule of torch.amp.GradScaler, on the device (2.9 to 2.13)
+amp_update_scale_: Any = torch._amp_update_scale_
+
+# list kernels that have no public name (2.9 to 2.13)
+foreach_norm: Any = torch._foreach_norm
+foreach_mul_: Any = torch._foreach_mul_
+foreach_add_: Any = torch._foreach_add_
+foreach_lerp_: Any = torch._foreach_lerp_
+foreach_clamp_min_: Any = torch._foreach_clamp_min_
+foreach_clamp_max_: Any = torch._foreach_clamp_max_
+
+
+def local_of(value: Any) -> torch.Tensor:
+    """The local part of a DTensor without an autograd view; a plain tensor as it is. (2.9 to 2.13)"""
+    return getattr(value, "_local_tensor", value)
+
+
+def compiled_graphs() -> int:
+    """How many graphs dynamo has captured in this process. (2.11, 2.13)"""
+    from torch._dynamo.utils import counters  # noqa: PLC0415 - slow to import
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def trace_autograd_ops() -> Any:
+    """Context in which torch.compile captures `torch.autograd.grad`. (2.11, 2.13)"""
+    from torch._dynamo import config  # noqa: PLC0415 - slow to import
+
+    return config.patch(trace_autograd_ops=True)
+
+
+def buffer_sync(sync: bool) -> dict[str, bool]:  # noqa: FBT001
+    """DistributedDataParallel's argument for buffers: renamed in 2.13, the old name warns. (2.11, 2.13)"""
+    names = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": sync}

@@ -1,0 +1,54 @@
+"""`broadcast`: the tensors of one rank, on all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fnaccel import tree
+from fnaccel.collectives.bucket import layout, pack, unpack
+from fnaccel.collectives.scope import Over, carrier_of, scope
+from fnaccel.collectives.signature import Call, agree, bad_source, tensor_leaves
+from fnaccel.world import World
+
+
+def broadcast(value: tree.Tree, *, src: int = 0, over: Over = None, world: World | None = None) -> tree.Tree:
+    """The tensors of rank `src` on every rank; nothing is changed in place.
+
+    One collective moves all leaves. On one rank nothing is copied, so results share memory with
+    what was passed.
+
+    Args:
+        value: a tree of tensors; on the other ranks only structure, shapes and dtypes matter.
+        src: the rank, counted within `over`.
+        over: which ranks; all by default.
+        world: the world, where none was started in this context.
+
+    Returns:
+        The same tree of new tensors, without gradients, on the devices of the leaves passed.
+
+    Raises:
+        RankMismatchError: ranks pass different structures, shapes or dtypes; on every rank.
+        ArgumentError: a leaf is no plain tensor, or there is no rank `src`.
+
+    Example: `mask = fa.broadcast(torch.rand(8) < 0.15)`.
+    """
+    where = scope(over, world, "broadcast")
+    leaves, structure, problem = tensor_leaves(value, "broadcast")
+    shapes = tuple(leaf.shape for leaf in leaves)
+    dtypes = tuple(leaf.dtype for leaf in leaves)
+    carrier = carrier_of(where, leaves)
+    call = Call("broadcast", f"{carrier.type}, src={src}", value, structure, shapes, dtypes)
+    agree(where, call, problem=problem or bad_source(src, where.size, "broadcast"))
+    if where.size == 1:
+        return tree.unflatten(structure, [leaf.detach() for leaf in leaves])
+    plan = layout(shapes, dtypes)
+    with torch.no_grad():
+        buffer = pack([leaf.to(carrier) for leaf in leaves], plan)
+        if plan.nbytes:
+            dist.broadcast(buffer, group_src=src, group=where.group)
+        parts = unpack(buffer.view(1, plan.nbytes), plan)
+        found = [
+            part.to(leaf.device, copy=True).view(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)
+        ]
+    return tree.unflatten(structure, found)

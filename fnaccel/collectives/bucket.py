@@ -1,0 +1,81 @@
+"""Many tensors as one flat buffer and back, so that a tree costs one collective and not one per leaf.
+
+No communication here. Buffers of one dtype are for arithmetic; buffers of bytes hold any mixture.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+
+_ALIGNMENT = 16  # the largest item: complex128
+
+
+@attrs.frozen
+class Run:
+    """Leaves of one dtype that lie side by side in a buffer; `start` and `stop` are bytes."""
+
+    dtype: torch.dtype
+    leaves: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@attrs.frozen
+class Layout:
+    """Where each leaf lies in a buffer of bytes: `nbytes`, padded so that copies can follow copies."""
+
+    runs: tuple[Run, ...]
+    padding: int
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=256)
+def layout(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]) -> Layout:
+    """Lay leaves out by dtype, larger items first, so that every item is aligned to its size."""
+    runs: list[Run] = []
+    at = 0
+    for dtype in sorted(dict.fromkeys(dtypes), key=lambda one: (-one.itemsize, str(one))):
+        members = tuple(leaf for leaf, its in enumerate(dtypes) if its == dtype)
+        sizes = tuple(torch.Size(shapes[leaf]).numel() for leaf in members)
+        stop = at + sum(sizes) * dtype.itemsize
+        runs.append(Run(dtype, members, sizes, at, stop))
+        at = stop
+    padding = -at % _ALIGNMENT
+    return Layout(tuple(runs), padding, at + padding)
+
+
+def flat(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Leaves of one dtype, one after the other: a new tensor of shape `[items]`."""
+    return torch.cat([leaf.reshape(-1) for leaf in leaves])
+
+
+def pack(leaves: Sequence[torch.Tensor], where: Layout) -> torch.Tensor:
+    """The bytes of all leaves: uint8 of shape `[nbytes]`."""
+    if not leaves:
+        return torch.empty(0, dtype=torch.uint8)
+    parts = [flat([leaves[leaf] for leaf in run.leaves]).view(torch.uint8) for run in where.runs]
+    if where.padding:
+        parts.append(parts[0].new_zeros(where.padding))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def runs(buffer: torch.Tensor, where: Layout) -> Iterator[tuple[Run, torch.Tensor]]:
+    """Each dtype of `buffer`, uint8 of shape `[copies, nbytes]`: a view of shape `[copies, items]`."""
+    for run in where.runs:
+        if run.start == run.stop:  # bytes without a stride can't be viewed as anything
+            yield run, buffer.new_empty((buffer.shape[0], 0), dtype=run.dtype)
+        else:
+            yield run, buffer[:, run.start : run.stop].view(run.dtype)
+
+
+def unpack(buffer: torch.Tensor, where: Layout) -> list[torch.Tensor]:
+    """The leaves of `buffer`, uint8 of shape `[copies, nbytes]`: each `[copies, items]`, as views."""
+    found: dict[int, torch.Tensor] = {}
+    for run, part in runs(buffer, where):
+        found.update(zip(run.leaves, part.split(run.sizes, dim=1), strict=True))
+    return [found[leaf] for leaf in range(len(found))]

@@ -1,0 +1,123 @@
+"""`gather`: the rows of all ranks, on all ranks, in rank order."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from fnaccel import tree
+from fnaccel.collectives.bucket import layout, pack, unpack
+from fnaccel.collectives.exchange import exchange
+from fnaccel.collectives.scope import Over, Scope, carrier_of, scope
+from fnaccel.collectives.signature import Call, agree, fits, tensor_leaves
+from fnaccel.errors import ArgumentError
+from fnaccel.world import World
+
+
+def gather(
+    value: tree.Tree, *, valid: int | None = None, over: Over = None, world: World | None = None
+) -> tree.Tree:
+    """Concatenate each tensor of a tree over the ranks, along dim 0, in rank order.
+
+    One collective moves all leaves, whatever their dtypes; small trees travel with the signature.
+    Results carry no gradient; on one rank nothing is copied, so they share memory with what was passed.
+
+    Args:
+        value: a tree of tensors of shape `[rows, ...]`; a 0-d tensor becomes `[ranks]`.
+        valid: only the first `valid` rows of each tensor count; ranks may differ in it, and in how
+            many rows they pass.
+        over: which ranks; all by default.
+        world: the world, where none was started in this context.
+
+    Returns:
+        The same tree, of tensors `[sum of rows, ...]`, on the devices of the leaves passed.
+
+    Raises:
+        RankMismatchError: ranks pass different structures, shapes or dtypes; on every rank.
+        ArgumentError: a leaf is no plain tensor, or has fewer rows than `valid`.
+
+    Example: `fa.gather({"loss": loss, "hits": hits}, valid=batch.valid)`.
+    """
+    where = scope(over, world, "gather")
+    leaves, structure, problem = tensor_leaves(value, "gather")
+    if valid is None:
+        rows = _even(where, value, leaves, structure, problem)
+    else:
+        count = operator.index(valid)
+        problem = problem or _too_few_rows(value, leaves, count)
+        rows = _uneven(where, value, leaves, structure, problem, count)
+    return tree.unflatten(structure, rows)
+
+
+def _even(
+    where: Scope,
+    value: tree.Tree,
+    leaves: Sequence[torch.Tensor],
+    structure: object,
+    problem: ArgumentError | None,
+) -> list[torch.Tensor]:
+    shapes = tuple(leaf.shape for leaf in leaves)
+    dtypes = tuple(leaf.dtype for leaf in leaves)
+    carrier = carrier_of(where, leaves)
+    plan = layout(shapes, dtypes)
+    with torch.no_grad():
+        payload = pack(leaves, plan) if fits(where, carrier, plan) and problem is None else None
+    call = Call("gather", carrier.type, value, structure, shapes, dtypes)
+    payloads = agree(where, call, payload=payload, problem=problem).payloads
+    if where.size == 1:
+        return [leaf.detach().reshape(shape or (1,)) for leaf, shape in zip(leaves, shapes, strict=True)]
+    if payload is None or payloads is None:
+        payloads = exchange(where, leaves, plan, carrier)
+    return [
+        part.reshape(where.size * shape[0] if shape else where.size, *shape[1:]).to(leaf.device)
+        for part, shape, leaf in zip(unpack(payloads, plan), shapes, leaves, strict=True)
+    ]
+
+
+def _uneven(
+    where: Scope,
+    value: tree.Tree,
+    leaves: Sequence[torch.Tensor],
+    structure: object,
+    problem: ArgumentError | None,
+    count: int,
+) -> list[torch.Tensor]:
+    shapes = tuple((None, *leaf.shape[1:]) for leaf in leaves)
+    dtypes = tuple(leaf.dtype for leaf in leaves)
+    carrier = carrier_of(where, leaves)
+    call = Call("gather", f"{carrier.type}, valid=...", value, structure, shapes, dtypes)
+    counts = agree(where, call, number=count, problem=problem).numbers
+    if where.size == 1:
+        return [leaf.detach()[:count] for leaf in leaves]
+    most = max(counts)
+    padded = [_rows(leaf.detach(), count, most) for leaf in leaves]
+    plan = layout(tuple(leaf.shape for leaf in padded), dtypes)
+    found: list[torch.Tensor] = []
+    for part, leaf in zip(unpack(exchange(where, padded, plan, carrier), plan), padded, strict=True):
+        ranks = part.reshape(where.size, *leaf.shape)
+        rows = torch.cat([rows[:their] for rows, their in zip(ranks, counts, strict=True)])
+        found.append(rows.to(leaf.device))
+    return found
+
+
+def _rows(leaf: torch.Tensor, count: int, most: int) -> torch.Tensor:
+    if count == most:
+        return leaf[:count]
+    return torch.cat([leaf[:count], leaf.new_zeros(most - count, *leaf.shape[1:])])
+
+
+def _too_few_rows(value: tree.Tree, leaves: Sequence[torch.Tensor], count: int) -> ArgumentError | None:
+    for at, leaf in enumerate(leaves):
+        rows = leaf.shape[0] if leaf.dim() else 0
+        if leaf.dim() == 0 or not 0 <= count <= rows:
+            path = tree.paths(value)[at] or "(root)"
+            return ArgumentError(
+                f"{path} has {rows} rows, and valid={count}"
+                if leaf.dim()
+                else f"{path} is 0-d: it has no rows",
+                where="fa.gather(valid=...)",
+                fix="pass tensors with a first dimension of at least `valid` rows, and valid of 0 or more",
+            )
+    return None

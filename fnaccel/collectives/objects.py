@@ -1,0 +1,98 @@
+"""`gather_objects` and `broadcast_objects`: Python objects between the ranks of one job.
+
+Objects travel pickled, and unpickling executes code: this is for the processes of one job, which run
+the same program anyway, and never for data that came from elsewhere.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fnaccel import _torch
+from fnaccel.collectives.scope import Over, scope
+from fnaccel.collectives.signature import Call, agree, bad_source
+from fnaccel.errors import NotSerializableError
+from fnaccel.world import World
+
+
+def gather_objects(value: Any, *, over: Over = None, world: World | None = None) -> list[Any]:
+    """The objects of all ranks, on all ranks, as a list in rank order.
+
+    Objects are pickled between the ranks of this job only.
+
+    Args:
+        value: anything that pickles; it may be of another kind and size on each rank.
+        over: which ranks; all by default.
+        world: the world, where none was started in this context.
+
+    Raises:
+        NotSerializableError: `value` does not pickle; the other ranks raise RankMismatchError.
+        RankMismatchError: another rank makes another call.
+
+    Example: `names = fa.gather_objects({"file": path, "lines": 12})`.
+    """
+    where = scope(over, world, "gather_objects")
+    if where.size == 1:
+        return [value]
+    data, problem = _dumped(value, "gather_objects")
+    sizes = agree(where, Call("gather_objects"), number=len(data), problem=problem).numbers
+    device, most = where.signature_device(), max(sizes)
+    mine = torch.frombuffer(data.ljust(most, b"\0"), dtype=torch.uint8).to(device)
+    everyone = mine.new_empty(where.size * most)
+    _torch.all_gather_single(everyone, mine, group=where.group)
+    parts = everyone.cpu().view(where.size, most)
+    return [_loaded(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def broadcast_objects(value: Any, *, src: int = 0, over: Over = None, world: World | None = None) -> Any:
+    """The object of rank `src`, on every rank.
+
+    Objects are pickled between the ranks of this job only.
+
+    Args:
+        value: anything that pickles; what the other ranks pass is not looked at.
+        src: the rank, counted within `over`.
+        over: which ranks; all by default.
+        world: the world, where none was started in this context.
+
+    Raises:
+        NotSerializableError: `value` does not pickle; the other ranks raise RankMismatchError.
+        RankMismatchError: another rank makes another call.
+        ArgumentError: there is no rank `src`.
+
+    Example: `run_id = fa.broadcast_objects(new_id() if world.is_main else None)`.
+    """
+    where = scope(over, world, "broadcast_objects")
+    problem = bad_source(src, where.size, "broadcast_objects")
+    if where.size == 1:
+        agree(where, Call("broadcast_objects"), problem=problem)
+        return value
+    data = bytearray()
+    trouble: NotSerializableError | None = None
+    if where.rank == src:
+        data, trouble = _dumped(value, "broadcast_objects")
+    call = Call("broadcast_objects", f"src={src}")
+    sizes = agree(where, call, number=len(data), problem=problem or trouble).numbers
+    device = where.signature_device()
+    buffer = torch.frombuffer(data.ljust(sizes[src], b"\0"), dtype=torch.uint8).to(device)
+    dist.broadcast(buffer, group_src=src, group=where.group)
+    return value if where.rank == src else _loaded(buffer.cpu())
+
+
+def _dumped(value: Any, name: str) -> tuple[bytearray, NotSerializableError | None]:
+    try:
+        return bytearray(pickle.dumps(value)), None
+    except Exception as error:  # anything at all may be raised by a user's __reduce__
+        return bytearray(), NotSerializableError(
+            f"{type(value).__name__} does not pickle: {error}",
+            where=f"fa.{name}",
+            fix="pass plain data: numbers, strings, lists, dicts, tensors, functions of a module",
+        )
+
+
+def _loaded(part: torch.Tensor) -> Any:
+    return pickle.loads(part.numpy().tobytes())

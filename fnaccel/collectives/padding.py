@@ -1,0 +1,135 @@
+"""`pad_across_processes` and `concatenate`: making tensors of different sizes fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fnaccel import tree
+from fnaccel.collectives.scope import Over, Scope, scope
+from fnaccel.collectives.signature import Call, agree, room, tensor_leaves
+from fnaccel.errors import ArgumentError, TreeMismatchError
+from fnaccel.world import World
+
+
+def pad_across_processes(
+    value: tree.Tree,
+    *,
+    dim: int = 0,
+    pad_value: float = 0,
+    first: bool = False,
+    over: Over = None,
+    world: World | None = None,
+) -> tree.Tree:
+    """Pad each tensor of a tree along `dim` to its largest size on any rank.
+
+    A leaf that has no such dim, or that is the largest, comes back as it is.
+
+    Args:
+        value: a tree of tensors; ranks may differ in the size of `dim` only.
+        dim: the dimension; negative ones count from the end.
+        pad_value: what is filled in.
+        first: pad at the beginning and not at the end.
+        over: which ranks; all by default.
+        world: the world, where none was started in this context.
+
+    Returns:
+        The same tree, whose shapes are equal on every rank.
+
+    Raises:
+        RankMismatchError: ranks differ in more than the size of `dim`; on every rank.
+        ArgumentError: a leaf is no plain tensor.
+
+    Example: `fa.gather(fa.pad_across_processes(tokens, dim=1, pad_value=-100))`.
+    """
+    where = scope(over, world, "pad_across_processes")
+    leaves, structure, problem = tensor_leaves(value, "pad_across_processes")
+    at = [dim if dim >= 0 else dim + leaf.dim() for leaf in leaves]
+    shapes: list[tuple[int | None, ...]] = []
+    sizes: list[int] = []
+    for leaf, axis in zip(leaves, at, strict=True):
+        if 0 <= axis < leaf.dim():
+            shapes.append((*leaf.shape[:axis], None, *leaf.shape[axis + 1 :]))
+            sizes.append(leaf.shape[axis])
+        else:
+            shapes.append(leaf.shape)
+            sizes.append(-1)
+    call = Call(
+        "pad_across_processes",
+        f"dim={dim}, pad_value={float(pad_value)}, first={first}",
+        value,
+        structure,
+        tuple(shapes),
+        tuple(leaf.dtype for leaf in leaves),
+    )
+    goals = _largest(where, call, sizes, problem)
+    if goals == sizes:
+        return value
+    return tree.unflatten(
+        structure,
+        [
+            leaf if size == goal else _padded(leaf, axis, goal, pad_value, first)
+            for leaf, axis, size, goal in zip(leaves, at, sizes, goals, strict=True)
+        ],
+    )
+
+
+def _largest(where: Scope, call: Call, sizes: list[int], problem: ArgumentError | None) -> list[int]:
+    mine = torch.tensor(sizes, dtype=torch.int64)
+    payload = mine.view(torch.uint8) if mine.nbytes <= room(where) else None
+    payloads = agree(where, call, payload=payload, problem=problem).payloads
+    if payloads is None or not sizes:
+        return sizes
+    if payload is not None:
+        return payloads.view(torch.int64).amax(0).tolist()
+    largest = mine.to(where.signature_device())
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=where.group)
+    return largest.tolist()
+
+
+def concatenate(trees: Sequence[tree.Tree], dim: int = 0) -> tree.Tree:
+    """Concatenate the tensors of several trees along `dim`; local, nothing is communicated.
+
+    Args:
+        trees: trees of one structure; 0-d tensors count as one row.
+        dim: the dimension.
+
+    Returns:
+        One tree of that structure.
+
+    Raises:
+        ArgumentError: there are no trees, or a leaf is not a tensor.
+        TreeMismatchError: their structures differ; names the paths that do.
+
+    Example: `predictions = fa.concatenate([fa.gather(p) for p in parts])`.
+    """
+    if not trees:
+        raise ArgumentError(
+            "there are no trees to put together", where="fa.concatenate", fix="pass one or more"
+        )
+    expected = tree.structure(trees[0])
+    for index, one in enumerate(trees):
+        if tree.structure(one) != expected:
+            paths = sorted(set(tree.paths(one)) ^ set(tree.paths(trees[0])))
+            raise TreeMismatchError(
+                f"tree {index} is not built like tree 0; " + (", ".join(paths) or "the containers differ"),
+                where=f"fa.concatenate(trees), trees[{index}]",
+                fix="pass trees with the same keys and lengths",
+            )
+        _, _, problem = tensor_leaves(one, "concatenate")
+        if problem is not None:
+            raise problem
+    return tree.map(lambda *parts: _joined(parts, dim), *trees)
+
+
+def _joined(parts: tuple[Any, ...], dim: int) -> torch.Tensor:
+    return torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts], dim)
+
+
+def _padded(leaf: torch.Tensor, axis: int, goal: int, pad_value: float, first: bool) -> torch.Tensor:
+    size = leaf.shape[axis]
+    fill = leaf.new_full((*leaf.shape[:axis], goal - size, *leaf.shape[axis + 1 :]), pad_value)
+    return torch.cat([fill, leaf] if first else [leaf, fill], axis)

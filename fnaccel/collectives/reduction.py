@@ -1,0 +1,153 @@
+"""`reduce` and `any_process`: one value out of those of all ranks, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from fnaccel import tree
+from fnaccel.collectives.bucket import flat, layout, pack, runs
+from fnaccel.collectives.exchange import exchange
+from fnaccel.collectives.scope import Over, Scope, carrier_of, scope
+from fnaccel.collectives.signature import Call, agree, fits, tensor_leaves
+from fnaccel.errors import ArgumentError, FnaccelError, UnknownNameError, nearest
+from fnaccel.world import World
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+def reduce(
+    value: tree.Tree,
+    op: Literal["sum", "mean", "max", "min"] = "sum",
+    *,
+    scale: float = 1.0,
+    over: Over = None,
+    world: World | None = None,
+) -> tree.Tree:
+    """Combine each tensor of a tree with those of the other ranks; nothing is changed in place.
+
+    One collective a dtype (in all, between two ranks on CPUs); small trees travel with the signature.
+    bf16 and fp16 are added up in fp32 and rounded once, integers and bools in int64, so leaves of these
+    share theirs.
+
+    Args:
+        value: a tree of tensors, of the same shapes on every rank.
+        op: `"sum"`, `"mean"`, `"max"` or `"min"`.
+        scale: the result is multiplied by this.
+        over: which ranks; all by default.
+        world: the world, where none was started in this context.
+
+    Returns:
+        A new tree of the same shapes and dtypes, without gradients; but the sum of bools is their
+        count (int64), and integers or bools become float32 under `"mean"` or a `scale`.
+
+    Raises:
+        UnknownNameError: there is no such `op`.
+        RankMismatchError: ranks pass different structures, shapes or dtypes; on every rank.
+        ArgumentError: a leaf is no plain tensor; or is complex, under `"max"` or `"min"`.
+
+    Example: `fa.reduce({"loss": loss, "count": count}, "mean")`.
+    """
+    where = scope(over, world, "reduce")
+    leaves, structure, problem = tensor_leaves(value, "reduce")
+    shapes = tuple(leaf.shape for leaf in leaves)
+    dtypes = tuple(leaf.dtype for leaf in leaves)
+    trouble = problem or _bad_op(op, dtypes)
+    carrier = carrier_of(where, leaves)
+    plan = layout(shapes, dtypes)
+    call = Call("reduce", f"{carrier.type}, op={op}, scale={float(scale)}", value, structure, shapes, dtypes)
+    found = list(leaves)
+    with torch.no_grad():
+        payload = pack(leaves, plan) if fits(where, carrier, plan) and trouble is None else None
+        payloads = agree(where, call, payload=payload, problem=trouble).payloads
+        if payload is None and where.size == 2 and carrier.type == "cpu":
+            # between two ranks a gather moves no more bytes than a reduction, in one phase and not two
+            payload = payloads = exchange(where, leaves, plan, carrier)
+        if payload is None or payloads is None:
+            totals = _communicated(where, leaves, op, carrier)
+        else:
+            totals = ((run.leaves, _fold(part, op)) for run, part in runs(payloads, plan))
+        for members, total in totals:
+            total = _scaled(total, scale / where.size if op == "mean" else scale)
+            parts = total.split([leaves[at].numel() for at in members])
+            for at, part in zip(members, parts, strict=True):
+                dtype = _result(dtypes[at], op, scale)
+                # a copy: a view would keep the whole bucket alive, and be saved as shared memory
+                found[at] = part.to(leaves[at].device, dtype, copy=True).view(shapes[at])
+    return tree.unflatten(structure, found)
+
+
+def _communicated(
+    where: Scope, leaves: Sequence[torch.Tensor], op: str, carrier: torch.device
+) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
+    buckets: dict[torch.dtype, list[int]] = {}
+    for at, leaf in enumerate(leaves):
+        buckets.setdefault(_wire(leaf.dtype), []).append(at)
+    for wire, members in buckets.items():
+        total = flat([leaves[at].to(carrier, wire) for at in members])
+        if where.size > 1 and total.numel():
+            dist.all_reduce(total, _OPS[op], group=where.group)
+        yield members, total
+
+
+def _fold(part: torch.Tensor, op: str) -> torch.Tensor:
+    """The same result, from the items of all ranks, `[ranks, items]`."""
+    ranks = part.to(_wire(part.dtype))
+    if op == "max":
+        return ranks.amax(0)
+    return ranks.amin(0) if op == "min" else ranks.sum(0)
+
+
+def any_process(flag: bool, *, over: Over = None, world: World | None = None) -> bool:
+    """Whether `flag` is true on any rank: what lets all ranks stop together.
+
+    Raises:
+        RankMismatchError: another rank makes another call.
+
+    Example: `if fa.any_process(loss_is_flat or out_of_time): break`.
+    """
+    where = scope(over, world, "any_process")
+    return any(agree(where, Call("any_process"), number=int(bool(flag))).numbers)
+
+
+def _wire(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a leaf is added up: gloo lacks int16, and low precisions lose bits."""
+    if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize >= torch.float32.itemsize):
+        return dtype
+    return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+def _scaled(total: torch.Tensor, factor: float) -> torch.Tensor:
+    if factor == 1.0:
+        return total
+    if total.dtype == torch.int64:
+        return total.double().mul_(factor)
+    return total.mul_(factor)
+
+
+def _result(dtype: torch.dtype, op: str, scale: float) -> torch.dtype:
+    if dtype.is_complex or dtype.is_floating_point:
+        return dtype
+    if op == "mean" or scale != 1.0:
+        return torch.float32
+    return torch.int64 if dtype == torch.bool and op == "sum" else dtype
+
+
+def _bad_op(op: str, dtypes: Sequence[torch.dtype]) -> FnaccelError | None:
+    if op not in _OPS:
+        return UnknownNameError(f"can't reduce by {op!r}", where="fa.reduce", fix=nearest(op, _OPS))
+    if op in ("max", "min") and any(dtype.is_complex for dtype in dtypes):
+        return ArgumentError(
+            f"complex numbers have no {op}",
+            where=f"fa.reduce(op={op!r})",
+            fix="reduce torch.view_as_real(x), or x.abs()",
+        )
+    return None

@@ -1,0 +1,259 @@
+"""What a rank brings to a collective, compared with the other ranks before any data moves.
+
+Each call exchanges one block of fixed size: a digest of the operation, its arguments, structure, shapes
+and dtypes, one free integer, and room for a little data, so that small trees need no second round.
+Only where digests differ do the ranks exchange the full table, and then every one of them raises.
+Remembering that a call agreed last time would save the exchange and hang on the first ragged batch, so
+nothing is remembered.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from fnaccel import _torch, tree
+from fnaccel.collectives.bucket import Layout
+from fnaccel.collectives.scope import Scope
+from fnaccel.errors import ArgumentError, FnaccelError, RankMismatchError
+
+Shape = tuple[int | None, ...]
+"""A shape; None where ranks may differ."""
+
+_LISTED = 10  # differing leaves that a message shows
+_HEAD = 32  # bytes: three words of digest, and the number
+_WORDS = struct.Struct("<3q")
+
+
+@attrs.frozen
+class Call:
+    """One call of a collective on one rank.
+
+    Attributes:
+        name: the function, as users call it.
+        arguments: the arguments that must be equal on all ranks, as text.
+        value: the tree that was passed.
+        structure: its structure.
+        shapes: of its leaves.
+        dtypes: of its leaves.
+    """
+
+    name: str
+    arguments: str = ""
+    value: tree.Tree = attrs.field(default=None, repr=False)
+    structure: Any = None
+    shapes: tuple[Shape, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+
+
+@attrs.frozen
+class _Row:
+    """What one rank tells the others once signatures differ."""
+
+    call: str
+    leaves: dict[str, tuple[Shape, str]]
+    problem: tuple[str, str] | None
+
+
+@attrs.frozen
+class Agreed:
+    """What the ranks said: their numbers, and their payloads, uint8 `[ranks, bytes]` (None on one)."""
+
+    numbers: list[int]
+    payloads: torch.Tensor | None
+
+
+def room(where: Scope) -> int:
+    """How many bytes of payload fit in a signature: fewer, the more ranks receive them."""
+    return max(512, min(4096, 2**18 // where.size)) // 16 * 16
+
+
+def fits(where: Scope, carrier: torch.device, plan: Layout) -> bool:
+    """Whether data laid out by `plan` can travel with the signature."""
+    return where.size > 1 and carrier.type == "cpu" and plan.nbytes <= room(where)
+
+
+def agree(
+    where: Scope,
+    call: Call,
+    *,
+    number: int = 0,
+    payload: torch.Tensor | None = None,
+    problem: FnaccelError | None = None,
+) -> Agreed:
+    """Make sure that all ranks make the same call.
+
+    Args:
+        where: the ranks.
+        call: what this rank is about to do.
+        number: an integer of 63 bits that may differ between ranks.
+        payload: uint8 on the CPU, at most `room(where)` bytes, of the same length on every rank.
+        problem: why this rank can't take part. The others learn it, instead of waiting for ever.
+
+    Raises:
+        FnaccelError: `problem`, if there is one.
+        RankMismatchError: the ranks differ; raised on every rank.
+    """
+    if where.size == 1:
+        if problem is not None:
+            raise problem
+        return Agreed([number], None)
+    words = _digest(call) if problem is None else _PROBLEM
+    block = torch.zeros(_HEAD + room(where), dtype=torch.uint8)
+    block[:_HEAD].view(torch.int64).copy_(torch.tensor([*words, number]))
+    if payload is not None:
+        block[_HEAD : _HEAD + payload.numel()] = payload
+    mine = block.to(where.signature_device())
+    everyone = mine.new_empty(where.size * mine.numel())
+    _torch.all_gather_single(everyone, mine, group=where.group)
+    blocks = everyone.cpu().view(where.size, mine.numel())
+    heads: list[list[int]] = blocks[:, :_HEAD].view(torch.int64).tolist()
+    if any(tuple(head[:3]) != words for head in heads):
+        _explain(where, call, problem)
+    if problem is not None:
+        raise problem
+    held = 0 if payload is None else payload.numel()
+    return Agreed([head[3] for head in heads], blocks[:, _HEAD : _HEAD + held])
+
+
+def tensor_leaves(value: tree.Tree, name: str) -> tuple[list[torch.Tensor], Any, ArgumentError | None]:
+    """The leaves of a tree of plain tensors, its structure, and what is wrong with it (or None)."""
+    leaves, structure = tree.flatten(value)
+    for at, leaf in enumerate(leaves):
+        if type(leaf) is not torch.Tensor and (problem := _not_plain(value, at, leaf, name)):
+            return [], structure, problem
+    return leaves, structure, None
+
+
+def bad_source(src: int, size: int, name: str) -> ArgumentError | None:
+    """What is wrong with `src=` among `size` ranks (or None)."""
+    if 0 <= src < size:
+        return None
+    return ArgumentError(
+        f"there is no rank {src} among {size}",
+        where=f"fa.{name}(src={src})",
+        fix=f"choose a rank from 0 to {size - 1}, counted within over=",
+    )
+
+
+def _not_plain(value: tree.Tree, at: int, leaf: Any, name: str) -> ArgumentError | None:
+    tensors = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only once that is imported
+    if not isinstance(leaf, torch.Tensor):
+        what = f"{type(leaf).__name__}, not a tensor"
+        other = "broadcast_objects" if name == "broadcast" else "gather_objects"
+        fix = f"wrap it as torch.tensor(...), or use fa.{other} for Python objects"
+    elif tensors is not None and isinstance(leaf, tensors.DTensor):
+        what = "a DTensor: it is spread over ranks already"
+        fix = "pass leaf.full_tensor() for the whole, or leaf.to_local() for this rank's part"
+    elif leaf.layout is not torch.strided or leaf.is_quantized:
+        what, fix = f"a {leaf.layout} tensor", "pass leaf.to_dense(), or leaf.dequantize()"
+    else:
+        return None
+    path = tree.paths(value)[at] or "(root)"
+    return ArgumentError(f"{path} is {what}", where=f"fa.{name}", fix=fix)
+
+
+def _digest(call: Call) -> tuple[int, int, int]:
+    try:
+        return _cached_digest(call.name, call.arguments, call.structure, call.shapes, call.dtypes)
+    except TypeError:  # a node of the tree carries something unhashable
+        return _cached_digest.__wrapped__(call.name, call.arguments, call.structure, call.shapes, call.dtypes)
+
+
+@functools.lru_cache(maxsize=256)
+def _cached_digest(
+    name: str, arguments: str, structure: Any, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...]
+) -> tuple[int, int, int]:
+    # objects in a node print their address, which differs between processes
+    drawn = re.sub(r" at 0x[0-9a-f]+", "", str(structure))
+    text = repr((name, arguments, drawn, [tuple(shape) for shape in shapes], dtypes))
+    first, second, third = _WORDS.unpack(hashlib.blake2b(text.encode(), digest_size=24).digest())
+    return first, second, third
+
+
+_PROBLEM = (0, 0, 0)
+
+
+def _explain(where: Scope, call: Call, problem: FnaccelError | None) -> None:
+    rows = _exchange(where, call, problem)
+    if problem is not None:
+        raise problem
+    troubled = [(rank, row.problem) for rank, row in enumerate(rows) if row.problem is not None]
+    if troubled:
+        rank, (what, fix) = troubled[0]
+        raise RankMismatchError(f"rank {rank} can't take part: {what}", where=f"fa.{call.name}", fix=fix)
+    calls = [row.call for row in rows]
+    if len(set(calls)) > 1:
+        raise RankMismatchError(
+            f"ranks make different calls: {_who(calls)}",
+            where=f"fa.{call.name}",
+            fix="make the same call, with the same arguments, on every rank",
+        )
+    raise RankMismatchError(
+        f"ranks hold different trees: {_differing([row.leaves for row in rows])}",
+        where=f"fa.{call.name}",
+        fix=_fix(call.name, [row.leaves for row in rows]),
+    )
+
+
+def _exchange(where: Scope, call: Call, problem: FnaccelError | None) -> list[_Row]:
+    paths = tree.paths(call.value) if call.shapes else []
+    mine = _Row(
+        f"{call.name}({call.arguments})",
+        {
+            path or "(root)": (tuple(shape), str(dtype).removeprefix("torch."))
+            for path, shape, dtype in zip(paths, call.shapes, call.dtypes, strict=True)
+        },
+        None if problem is None else (problem.what, problem.fix),
+    )
+    rows: list[Any] = [None] * where.size
+    dist.all_gather_object(rows, mine, group=where.group)
+    return rows
+
+
+def _who(said: Sequence[str]) -> str:
+    """`"x on ranks 0, 2; y on rank 1"`."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(said):
+        groups.setdefault(text, []).append(rank)
+    return ", ".join(
+        f"{text} on rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
+        for text, ranks in groups.items()
+    )
+
+
+def _differing(leaves: Sequence[dict[str, tuple[Shape, str]]]) -> str:
+    lines: list[str] = []
+    for path in dict.fromkeys(path for one in leaves for path in one):
+        said = [_leaf_text(one.get(path)) for one in leaves]
+        if len(set(said)) > 1:
+            lines.append(f"{path} is {_who(said)}")
+    if not lines:
+        return "the leaves agree, the containers around them do not"
+    more = len(lines) - _LISTED
+    return "; ".join(lines[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _leaf_text(leaf: tuple[Shape, str] | None) -> str:
+    if leaf is None:
+        return "missing"
+    sizes = ", ".join("*" if size is None else str(size) for size in leaf[0])
+    return f"[{sizes}] {leaf[1]}"
+
+
+def _fix(name: str, leaves: Sequence[dict[str, tuple[Shape, str]]]) -> str:
+    kinds = {tuple((path, len(leaf[0]), leaf[1]) for path, leaf in one.items()) for one in leaves}
+    if len(kinds) > 1 or name == "broadcast":
+        return "pass the same structure, shapes and dtypes on every rank"
+    if name == "gather":
+        return "pad them first, fa.gather(fa.pad_across_processes(tree)), or say how many rows count: valid="
+    return f"pad them first: fa.{name}(fa.pad_across_processes(tree))"

@@ -1,0 +1,125 @@
+"""Cutting a batch along its rows, counting them, and putting parts together again.
+
+Rows are dim 0 of every tensor (or array) leaf. A list or tuple of strings or numbers is a column
+too. Scalars and strings belong to the whole batch: each part gets them as they are. A list *of
+tensors* is a record of columns, as PyTorch's collate functions make it, never a list of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fnaccel import tree
+from fnaccel.data.order import split_sizes as split_sizes
+from fnaccel.errors import LoaderError, MicroBatchError
+
+
+def _is_column(node: Any) -> bool:
+    """Whether a node is a list with one plain value a row, as collate makes it of strings."""
+    return type(node) in (list, tuple) and len(node) > 0 and not any(_is_nested(item) for item in node)
+
+
+def _is_nested(item: Any) -> bool:
+    return item is None or isinstance(item, list | tuple | dict) or hasattr(item, "shape")
+
+
+def _length(leaf: Any) -> int | None:
+    """Rows of a leaf; None for one that belongs to the whole batch."""
+    if _is_column(leaf):
+        return len(leaf)
+    shape = getattr(leaf, "shape", None)
+    return int(shape[0]) if isinstance(shape, Sequence) and len(shape) > 0 else None
+
+
+def rows_of(batch: tree.Tree, *, where: str = "shard(loader)") -> int:
+    """How many rows a batch has: the size of dim 0, which all of its columns share.
+
+    Args:
+        batch: any pytree with at least one tensor (or column of plain values) in it.
+        where: what to name in an error.
+
+    Raises:
+        LoaderError: the columns differ in length, or there is none; every path is listed.
+
+    Example: `rows_of({"x": torch.ones(3, 2), "name": ["a", "b", "c"], "scale": 0.5}) == 3`.
+    """
+    if isinstance(batch, torch.Tensor) and batch.dim() > 0:
+        return batch.shape[0]
+    columns = tree.leaves(batch, is_leaf=_is_column)
+    lengths = {length for leaf in columns if (length := _length(leaf)) is not None}
+    if len(lengths) == 1:
+        return lengths.pop()
+    if not lengths:
+        raise LoaderError(
+            f"a batch holds no tensor to count rows of: {type(batch).__name__}",
+            where=where,
+            fix="yield tensors whose dim 0 is the batch (a collate_fn makes them)",
+        )
+    sizes = {path: _length(leaf) for path, leaf in tree.items(batch, is_leaf=_is_column)}
+    listed = ", ".join(f"{path or 'batch'}: {size}" for path, size in sizes.items() if size is not None)
+    raise LoaderError(
+        f"the columns of a batch have different numbers of rows ({listed})",
+        where=where,
+        fix="give each tensor and list one entry a row; use 0-d tensors, numbers or strings for the rest",
+    )
+
+
+def cut(batch: tree.Tree, sizes: Sequence[int], *, where: str = "cut(batch, sizes)") -> list[tree.Tree]:
+    """Cut a batch into consecutive parts of the given numbers of rows; tensors become views.
+
+    Args:
+        batch: any pytree whose columns have the same number of rows.
+        sizes: rows of each part; 0 is allowed. `split_sizes(n, parts)` makes even ones.
+        where: what to name in an error.
+
+    Raises:
+        LoaderError: the columns differ in length.
+        MicroBatchError: the sizes don't add up to the rows of the batch.
+
+    Example: `cut({"x": torch.arange(5)}, [3, 2])[1]["x"].tolist() == [3, 4]`.
+    """
+    rows = rows_of(batch, where=where)
+    if sum(sizes) != rows or min(sizes, default=0) < 0:
+        raise MicroBatchError(
+            f"a batch of {rows} rows can't be cut into parts of {list(sizes)}",
+            where=where,
+            fix=f"choose sizes that add up to {rows}: split_sizes({rows}, parts)",
+        )
+    columns, structure = tree.flatten(batch, is_leaf=_is_column)
+    parts = [_cut_leaf(leaf, sizes) for leaf in columns]
+    return [tree.unflatten(structure, [part[i] for part in parts]) for i in range(len(sizes))]
+
+
+def _cut_leaf(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    if _length(leaf) is None:
+        return [leaf] * len(sizes)
+    if isinstance(leaf, torch.Tensor):
+        return leaf.split(list(sizes))
+    cuts: list[Any] = []
+    first = 0
+    for size in sizes:
+        cuts.append(leaf[first : first + size])
+        first += size
+    return cuts
+
+
+def join(parts: Sequence[tree.Tree]) -> tree.Tree:
+    """The inverse of `cut`: tensors concatenated along dim 0, columns appended, the rest of the first.
+
+    Example: `join([{"x": torch.ones(2)}, {"x": torch.ones(1)}])["x"].shape == (3,)`.
+    """
+    return tree.map(lambda *leaves: _join_leaves(leaves), *parts, is_leaf=_is_column)
+
+
+def _join_leaves(leaves: tuple[Any, ...]) -> Any:
+    first = leaves[0]
+    if _length(first) is None:
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat(leaves)
+    if _is_column(first):
+        return type(first)(item for leaf in leaves for item in leaf)
+    return torch.cat([torch.as_tensor(leaf) for leaf in leaves]).numpy()

@@ -1,0 +1,141 @@
+"""Reading the samples that index lists name, with the user's own settings of the DataLoader.
+
+Without workers samples are read right here; with workers a DataLoader over our index lists does
+it. Which lists there are is decided in `indexed.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import attrs
+import torch
+import torch.utils.data as torch_data
+
+from fnaccel import tree
+from fnaccel.data.seeding import SeededDataset
+from fnaccel.state import fold
+
+_WORKERS = 0x776F726B657273  # "workers": their base seeds are no other part's seeds
+
+_SETTINGS = ("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+
+
+@attrs.frozen
+class FirstOf:
+    """A collate function for items that are whole batches: the only one of its list, converted."""
+
+    convert: Callable[[Any], Any]
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """Convert the batch that is the only row."""
+        return self.convert(rows[0])
+
+
+@attrs.define
+class KeyFeed:
+    """The index lists of the epoch at hand, as workers that live on are handed them."""
+
+    keys: Iterable[list[Any]] = ()
+    epoch: int = 0
+
+    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+        return ((self.epoch, keys) for keys in self.keys)
+
+
+@attrs.frozen
+class Reopenable:
+    """A DataLoader of ours and what it takes to begin another epoch on it."""
+
+    loader: torch_data.DataLoader[Any]
+    feed: KeyFeed
+    generator: torch.Generator
+
+    def open(self, keys: Iterable[list[Any]], *, seed: int, epoch: int) -> Iterator[Any]:
+        """Begin to read an epoch."""
+        self.feed.keys, self.feed.epoch = keys, epoch
+        self.generator.manual_seed(fold(seed, _WORKERS, epoch))
+        return iter(self.loader)
+
+
+def settings_of(loader: torch_data.DataLoader[Any], device: torch.device) -> dict[str, Any]:
+    """How a loader reads, as arguments for another one; its batches are decided elsewhere.
+
+    The generator is our own: workers are seeded from it, so ranks agree and PyTorch's global
+    stream does not move.
+    """
+    settings = {name: getattr(loader, name) for name in _SETTINGS}
+    return settings | {
+        "pin_memory": loader.pin_memory and device.type != "cpu",
+        "persistent_workers": loader.persistent_workers,
+        "generator": torch.Generator(),
+    }
+
+
+def read(
+    loader: torch_data.DataLoader[Any],
+    keys: Iterable[list[Any]],
+    *,
+    seed: int,
+    epoch: int,
+    device: torch.device,
+    kept: dict[str, Any],
+    one_by_one: bool = False,
+) -> Iterator[Any]:
+    """The batch of each index list, in order.
+
+    Args:
+        loader: whose dataset, collate function and workers to use.
+        keys: index lists; read ahead of the batches where there are workers.
+        seed, epoch: what workers are seeded from.
+        device: where batches go in the end; memory is pinned only for an accelerator.
+        kept: where persistent workers live between epochs.
+        one_by_one: each list holds one key, whose item is a whole batch.
+    """
+    collate: Any = FirstOf(loader.collate_fn) if one_by_one else loader.collate_fn
+    if loader.num_workers == 0:
+        return map(_reader(loader.dataset, collate, one_by_one), keys)
+    name = "items" if one_by_one else "batches"
+    opened: Reopenable | None = kept.get(name)
+    if opened is None:
+        feed = KeyFeed()
+        dataset = SeededDataset(loader.dataset, seed, one_by_one=one_by_one)
+        settings = settings_of(loader, device)
+        own: Any = torch_data.DataLoader(dataset, batch_sampler=feed, collate_fn=collate, **settings)  # pyright: ignore[reportArgumentType]
+        opened = Reopenable(own, feed, settings["generator"])
+        if loader.persistent_workers:
+            kept[name] = opened
+    return opened.open(keys, seed=seed, epoch=epoch)
+
+
+def _reader(dataset: Any, collate: Any, one_by_one: bool) -> Callable[[list[Any]], Any]:
+    """The quickest way to read one index list."""
+    if not one_by_one and type(dataset) is torch_data.TensorDataset:
+        columns = _Columns(dataset.tensors)
+        if collate is torch_data.default_collate and _same(columns([0]), collate([dataset[0]])):
+            return columns
+    lists: Any = getattr(dataset, "__getitems__", None)
+    if not one_by_one and callable(lists):
+        return lambda keys: collate(lists(keys))
+    return lambda keys: collate([dataset[key] for key in keys])
+
+
+@attrs.frozen
+class _Columns:
+    """Rows of a TensorDataset, gathered a tensor at a time instead of a sample at a time."""
+
+    tensors: tuple[torch.Tensor, ...]
+
+    def __call__(self, keys: list[int]) -> list[torch.Tensor]:
+        """The batch of the given rows, as PyTorch's default collate function makes it."""
+        index = torch.tensor(keys)
+        return [column.index_select(0, index) for column in self.tensors]
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two batches are equal in all that a user can see; collate functions can be changed."""
+    if tree.structure(first) != tree.structure(second):
+        return False
+    pairs = zip(tree.leaves(first), tree.leaves(second), strict=True)
+    return all(type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)

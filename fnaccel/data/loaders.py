@@ -1,0 +1,157 @@
+"""What kind of loader a person handed over: how it makes batches, and what is known beforehand.
+
+Only attributes are looked at; nothing is read. Turning a kind into batches is in `indexed.py`
+and `stream.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from typing import Any, TypeAlias
+
+import attrs
+import torch.utils.data as torch_data
+
+from fnaccel.errors import LoaderError
+
+_WHERE = "shard(loader)"
+
+
+@attrs.frozen(kw_only=True)
+class Indexed:
+    """A map-style loader with a batch size: which samples are whose is arithmetic."""
+
+    loader: Any
+    sampler: Any
+    batch_size: int
+    drop_last: bool
+
+
+@attrs.frozen(kw_only=True)
+class Grouped:
+    """A map-style loader with a batch sampler of its own: index lists of any sizes."""
+
+    loader: Any
+    batch_sampler: Any
+    drop_last: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class Stream:
+    """Whole batches that can only be read in order.
+
+    Attributes:
+        loader: the iterable.
+        batch_size: rows of a full batch, where it is known.
+        drop_last: whether the loader was told to leave out a batch that is not full.
+        sampler: of a map-style loader with `batch_size=None`, whose items are whole batches.
+    """
+
+    loader: Any
+    batch_size: int | None = None
+    drop_last: bool = False
+    sampler: Any = None
+
+
+Source: TypeAlias = Indexed | Grouped | Stream
+
+
+def classify(loader: Any) -> Source:
+    """Say how a loader makes its batches.
+
+    Raises:
+        LoaderError: it is not iterable, holds nothing, or is split between ranks already.
+    """
+    if not isinstance(loader, Iterable):
+        raise LoaderError(
+            f"a {type(loader).__name__} can't be read: it is not iterable",
+            where=_WHERE,
+            fix="pass a torch DataLoader, or any iterable of batches",
+        )
+    if not isinstance(loader, torch_data.DataLoader) or _iterates_itself(loader):
+        _check_not_empty(loader)
+        return Stream(loader=loader)
+    batching: Any = loader.batch_sampler
+    if isinstance(loader.dataset, torch_data.IterableDataset):
+        return Stream(loader=loader, batch_size=loader.batch_size, drop_last=loader.drop_last)
+    _check_not_empty(loader.dataset)
+    for sampler in (loader.sampler, batching, getattr(batching, "sampler", None)):
+        _check_not_split(sampler)
+    if batching is None:
+        return Stream(loader=loader, sampler=loader.sampler)
+    if type(batching) is torch_data.BatchSampler:
+        return Indexed(
+            loader=loader,
+            sampler=batching.sampler,
+            batch_size=batching.batch_size,
+            drop_last=batching.drop_last,
+        )
+    return Grouped(loader=loader, batch_sampler=batching)
+
+
+def _iterates_itself(loader: torch_data.DataLoader[Any]) -> bool:
+    """Whether a subclass of DataLoader makes batches in a way of its own.
+
+    torchdata's StatefulDataLoader overrides `__iter__` too, but only to count what it gave out,
+    which a `Position` does here.
+    """
+    kind = type(loader)
+    return kind.__iter__ is not torch_data.DataLoader.__iter__ and not kind.__module__.startswith(
+        "torchdata."
+    )
+
+
+def _check_not_empty(data: Any) -> None:
+    if length_of(data) == 0:
+        raise LoaderError(
+            "the loader holds nothing",
+            where=_WHERE,
+            fix="check the path and the filters of the dataset; it needs one item or more",
+        )
+
+
+def _check_not_split(sampler: Any) -> None:
+    if isinstance(sampler, torch_data.DistributedSampler):
+        raise LoaderError(
+            "the loader has a DistributedSampler, so each rank would see a part of a part",
+            where=_WHERE,
+            fix="give the loader the whole data: remove sampler=, and set shuffle=True where it shuffled",
+        )
+
+
+def length_of(data: Any) -> int | None:
+    """`len(data)`, or None where there is no saying."""
+    if not isinstance(data, Sized):
+        return None
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):  # a DataLoader has __len__ where its dataset has none
+        return None
+
+
+def order_of(sampler: Any) -> tuple[int, bool] | None:
+    """(samples, whether shuffled) where the order is ours to make; None for a sampler of another kind."""
+    if type(sampler) is torch_data.SequentialSampler:
+        return len(sampler.data_source), False
+    if type(sampler) is torch_data.RandomSampler and not sampler.replacement:
+        n = len(sampler.data_source)  # pyright: ignore[reportArgumentType]
+        return (n, True) if sampler.num_samples == n else None
+    return None
+
+
+def announce(source: Source, epoch: int) -> None:
+    """Tell samplers and datasets that shuffle by epoch (`set_epoch`) which one begins."""
+    loader = source.loader
+    batching = getattr(loader, "batch_sampler", None)
+    listeners = [
+        getattr(loader, "sampler", None),
+        batching,
+        getattr(batching, "sampler", None),
+        getattr(loader, "dataset", loader),
+    ]
+    told: set[int] = set()
+    for listener in listeners:
+        set_epoch = getattr(listener, "set_epoch", None)
+        if callable(set_epoch) and id(listener) not in told:
+            told.add(id(listener))
+            set_epoch(epoch)

@@ -1,0 +1,241 @@
+"""Which rows of the data are whose: index arithmetic, and nothing that talks to other ranks.
+
+Every function here is pure. What a rank reads follows from its arguments alone, so ranks agree
+without a message, and any rank can say what another one reads. Reading is in `fetch.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeAlias, overload
+
+import attrs
+import torch
+
+from fnaccel.errors import ArgumentError, UnknownNameError, nearest
+from fnaccel.state import fold
+
+ORDER_VERSION = "randperm-splitmix64/1"
+"""The algorithm of `permutation`. It changes whenever the order of one (seed, epoch) would."""
+
+_ORDER = 0x6F72646572  # "order": seeds of the order are no other part's seeds
+
+Remainder = Literal["wrap", "drop", "keep"]
+"""What becomes of rows that fill no whole global batch: repeat from the start, leave out, or use."""
+
+REMAINDERS = ("wrap", "drop", "keep")
+
+Order: TypeAlias = Sequence[Any]
+"""The samples of one epoch, in order."""
+
+
+def check_remainder(remainder: str, where: str) -> None:
+    """Raise UnknownNameError unless `remainder` is one of "wrap", "drop" and "keep"."""
+    if remainder not in REMAINDERS:
+        raise UnknownNameError(
+            f"there is no remainder {remainder!r}", where=where, fix=nearest(str(remainder), REMAINDERS)
+        )
+
+
+def split_sizes(n: int, parts: int) -> list[int]:
+    """Sizes of `parts` parts of `n` rows, as even as can be; the first ones get one more.
+
+    Raises:
+        ArgumentError: there is no part to cut into, or less than no row.
+
+    Example: `split_sizes(7, 3) == [3, 2, 2]`.
+    """
+    if parts < 1 or n < 0:
+        raise ArgumentError(
+            f"{n} rows can't be cut into {parts} parts",
+            where="fnaccel.data.split_sizes",
+            fix="ask for one part or more",
+        )
+    size, extra = divmod(n, parts)
+    return [size + 1] * extra + [size] * (parts - extra)
+
+
+def span(rows: int, *, rank: int, ranks: int) -> tuple[int, int]:
+    """(first row, how many) of a rank's part of `rows` rows that are cut as `split_sizes` cuts.
+
+    Example: `span(7, rank=1, ranks=3) == (3, 2)`.
+    """
+    size, extra = divmod(rows, ranks)
+    return rank * size + min(rank, extra), size + (rank < extra)
+
+
+def permutation(n: int, seed: int, epoch: int) -> list[int]:
+    """The shuffled order of `n` samples, a pure function of (seed, epoch).
+
+    It reads and moves no global random stream; the algorithm is named by `ORDER_VERSION`.
+
+    Example: `sorted(permutation(4, seed=0, epoch=0)) == [0, 1, 2, 3]`.
+    """
+    generator = torch.Generator().manual_seed(fold(seed, _ORDER, epoch))
+    return torch.randperm(n, generator=generator).tolist()
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Batches(Sequence[list[Any]]):
+    """One rank's index lists of one epoch, each computed when it is asked for.
+
+    Attributes:
+        order: the samples of the epoch, in order.
+        n: how many there are.
+        start: the row of the epoch at which the first global batch begins.
+        step: rows from one global batch to the next, on all ranks together.
+        offset, size: where this rank's rows begin in a global batch, and how many they are.
+        length: how many batches this rank has.
+        wraps: whether rows past the end are taken from the beginning.
+    """
+
+    order: Order
+    n: int
+    start: int
+    step: int
+    offset: int
+    size: int
+    length: int
+    wraps: bool
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, index: int) -> list[Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[Any]]: ...
+    def __getitem__(self, index: int | slice) -> list[Any] | list[list[Any]]:
+        chosen = range(self.length)[index]
+        return self._rows(chosen) if isinstance(chosen, int) else [self._rows(j) for j in chosen]
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return map(self._rows, range(self.length))
+
+    def _rows(self, j: int) -> list[Any]:
+        first = self.start + j * self.step + self.offset
+        stop = first + self.size
+        if self.wraps and stop > self.n:
+            return [self.order[row % self.n] for row in range(first, stop)]
+        return list(self.order[first : min(stop, self.n)])
+
+
+def batches(
+    n: int,
+    batch_size: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    remainder: Remainder = "keep",
+    split: bool = True,
+    start: int = 0,
+    order: Order | None = None,
+) -> Batches:
+    """The index lists that one rank reads, as a sequence that computes them when asked.
+
+    Batch `j` of the epoch begins at row `start + j * g`, where `g` is the size of the global
+    batch, and this rank has `size` rows of it from `offset` on:
+
+    - `"drop"`: only global batches that are full.
+    - `"wrap"`: rows past the end are taken from the beginning.
+    - `"keep"`: rows past the end are left out, and so is a batch that has none.
+
+    Args:
+        n: how many samples an epoch has.
+        batch_size: rows of a global batch, or of each rank's where `split` is False.
+        rank, ranks: which part, of how many.
+        remainder: what becomes of a last global batch that is not full.
+        split: whether `batch_size` is global; cut by divmod, the first ranks get one more.
+        start: rows of the epoch that were read before, on all ranks together.
+        order: the samples in order; `range(n)` by default.
+
+    Raises:
+        UnknownNameError: no such remainder.
+        ArgumentError: a count, rank or start that is out of range.
+
+    Example: `batches(22, 3, rank=1, ranks=2, remainder="wrap", split=False)[-1] == [21, 0, 1]`.
+    """
+    check_remainder(remainder, "fnaccel.data.order.batches")
+    if n < 0 or batch_size < 1 or not 0 <= rank < ranks or not 0 <= start <= n:
+        raise ArgumentError(
+            f"n={n}, batch_size={batch_size}, rank={rank}, ranks={ranks}, start={start} describe no batches",
+            where="fnaccel.data.order.batches",
+            fix="n >= 0, batch_size >= 1, 0 <= rank < ranks, 0 <= start <= n",
+        )
+    step = batch_size if split else batch_size * ranks
+    offset, size = span(step, rank=rank, ranks=ranks)
+    left = n - start
+    if size == 0:
+        count = 0
+    elif remainder == "drop":
+        count = left // step
+    elif remainder == "wrap":
+        count = -(-left // step)
+    else:
+        count = max(0, -(-(left - offset) // step))
+    return Batches(
+        order=range(n) if order is None else order,
+        n=n,
+        start=start,
+        step=step,
+        offset=offset,
+        size=size,
+        length=count,
+        wraps=remainder == "wrap",
+    )
+
+
+def skip(batches: Sequence[Sequence[Any]], start: int) -> list[Sequence[Any]]:
+    """What is left of `batches` after `start` samples; a batch that was begun is cut.
+
+    Example: `skip([[0, 1, 2], [3, 4]], 2) == [[2], [3, 4]]`.
+    """
+    seen = 0
+    for place, batch in enumerate(batches):
+        if seen + len(batch) > start:
+            return [batch[start - seen :], *batches[place + 1 :]]
+        seen += len(batch)
+    return []
+
+
+def deal(
+    batches: Sequence[Sequence[Any]],
+    *,
+    rank: int,
+    ranks: int,
+    per_rank: bool = False,
+    remainder: Remainder = "keep",
+    start: int = 0,
+) -> list[Sequence[Any]]:
+    """One rank's part of batches of any sizes, such as a custom batch sampler makes.
+
+    By default each batch is cut by divmod between the ranks; a batch with fewer rows than ranks
+    leaves some of them an empty part. With `per_rank` whole batches are dealt in turn, and
+    `remainder` says what becomes of a last round that has too few: `"wrap"` deals the first
+    batches again, `"keep"` gives the last ranks one batch less, `"drop"` leaves the round out.
+
+    Args:
+        batches: index lists (or anything that can be sliced), in order.
+        rank, ranks: which part, of how many.
+        per_rank: deal whole batches instead of cutting each.
+        remainder: only read with `per_rank`.
+        start: samples of the epoch that were read before, on all ranks together.
+
+    Raises:
+        UnknownNameError: no such remainder.
+
+    Example: `deal([[0, 1, 2], [3, 4]], rank=1, ranks=2) == [[2], [4]]`.
+    """
+    check_remainder(remainder, "fnaccel.data.order.deal")
+    left = skip(batches, start)
+    if not per_rank:
+        spans = [span(len(batch), rank=rank, ranks=ranks) for batch in left]
+        return [batch[first : first + size] for batch, (first, size) in zip(left, spans, strict=True)]
+    count = len(left)
+    if remainder == "drop":
+        return left[: count // ranks * ranks][rank::ranks]
+    mine = left[rank::ranks]
+    if remainder == "wrap" and len(mine) < -(-count // ranks):
+        turn = len(mine) * ranks + rank - count
+        mine.append(batches[turn % len(batches)])
+    return mine

@@ -1,0 +1,69 @@
+"""Moving batches to the device, one ahead, so that the copy runs beside the computation.
+
+On the CPU nothing is done at all. What a batch holds is decided before it comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import torch
+
+from fnaccel import tree
+from fnaccel.data.batch import Batch
+
+_STREAMED = ("cuda", "xpu")  # devices that copy from pinned memory on a stream of their own
+
+
+def place(batches: Iterator[Batch], device: torch.device, *, prefetch: bool = True) -> Iterator[Batch]:
+    """The same batches with their tensors on `device`.
+
+    Args:
+        batches: batches whose tensors are anywhere.
+        device: where to put them; on the CPU `batches` itself is returned.
+        prefetch: whether to begin the copy of a batch while the one before it is in use.
+    """
+    if device.type == "cpu":
+        return batches
+    if prefetch and device.type in _STREAMED:
+        return _ahead(batches, device)
+    return (attrs.evolve(batch, data=tree.to(batch.data, device)) for batch in batches)
+
+
+def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    side = torch.Stream(device=device)
+    ready: tuple[Batch, torch.Event] | None = None
+    for batch in batches:
+        following = _begin(batch, device, side)
+        if ready is not None:
+            yield _await(*ready, device)
+        ready = following
+    if ready is not None:
+        yield _await(*ready, device)
+
+
+def _begin(batch: Batch, device: torch.device, side: torch.Stream) -> tuple[Batch, torch.Event]:
+    """Queue the copy of a batch on the side stream; the event says when it is done."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":  # made on the current stream, so it is moved there too
+            return tensor
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    with side:
+        moved = attrs.evolve(batch, data=tree.map_tensors(copy, batch.data))
+        return moved, side.record_event()
+
+
+def _await(batch: Batch, copied: torch.Event, device: torch.device) -> Batch:
+    """Let the current stream wait for the copy, and tell the allocator who uses its memory."""
+    current = torch.accelerator.current_stream(device)
+    current.wait_event(copied)
+
+    def hand_over(tensor: torch.Tensor) -> torch.Tensor:
+        placed = tensor.to(device)
+        placed.record_stream(current)
+        return placed
+
+    return attrs.evolve(batch, data=tree.map_tensors(hand_over, batch.data))

@@ -1,0 +1,273 @@
+"""`shard`: how a loader is shared between ranks, written down; and the opening of one epoch of it.
+
+`Shards` is a description that reads nothing. `open_epoch` binds it to a rank, a device and a
+group and decides which reader serves the loader; the readers are `indexed.py`, `stream.py` and
+`dispatch.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from fnaccel import world as worlds
+from fnaccel.data import loaders, order
+from fnaccel.data.batch import Batch, Window
+from fnaccel.data.dispatch import dispatch as dispatched
+from fnaccel.data.indexed import Reading, open_indexed
+from fnaccel.data.link import Link
+from fnaccel.data.loaders import Indexed, Source, Stream
+from fnaccel.data.order import Remainder
+from fnaccel.data.placement import place
+from fnaccel.data.stream import open_stream
+from fnaccel.errors import ArgumentError, LoaderError
+from fnaccel.state import Position
+
+
+@attrs.frozen(kw_only=True)
+class Shards:
+    """A loader and how ranks share it; made by `fa.shard`, read by `fa.scan` or a loop of yours.
+
+    Iterating reads from `start` to the end of that epoch, shared between all ranks of the world:
+    `for batch in shards.at(state.data): ...`
+
+    Attributes:
+        loader: what batches come from.
+        window: how many batches make one update together; None for batches one by one.
+        remainder: what becomes of a global batch that is not full.
+        seed: the root seed of the sample order and of workers.
+        per_rank: whether a batch of the loader is one rank's, not all ranks'.
+        dispatch: whether rank 0 reads for all.
+        shuffle: overrides what the loader's sampler does; None leaves it.
+        prefetch: whether batches are copied to the device one ahead.
+        start: where iteration begins.
+    """
+
+    loader: Any
+    window: int | None = None
+    remainder: Remainder = "keep"
+    seed: int = 0
+    per_rank: bool = False
+    dispatch: bool = False
+    shuffle: bool | None = None
+    prefetch: bool = True
+    start: Position = attrs.field(factory=Position)
+    _kept: dict[str, Any] = attrs.field(factory=dict[str, Any], eq=False, repr=False)
+
+    def at(self, position: Position) -> Shards:
+        """The same, beginning at a position: `shards.at(state.data)` goes on where a state stands."""
+        return attrs.evolve(self, start=position)
+
+    def __iter__(self) -> Iterator[Batch | Window]:
+        world = worlds.current()
+        batches = open_epoch(self, rank=world.rank, ranks=world.size, device=world.device)
+        nothing = True
+        for batch in batches:
+            nothing = False
+            yield batch
+        if nothing:
+            raise LoaderError(
+                f"nothing is left of epoch {self.start.epoch} after {self.start.samples} samples",
+                where=f"shards.at({self.start})",
+                fix=f"go on with shards.at(Position({self.start.epoch + 1}))",
+            )
+
+
+def shard(
+    loader: Any,
+    *,
+    window: int | None = None,
+    remainder: Remainder | None = None,
+    seed: int = 0,
+    per_rank: bool = False,
+    dispatch: bool = False,
+    shuffle: bool | None = None,
+    prefetch: bool = True,
+) -> Shards:
+    """Describe how ranks share a loader; nothing is read yet.
+
+    The order of samples is a function of (seed, epoch) alone, and the loader's batch is the
+    *global* batch: it is cut by divmod, so that the same run on more ranks sees the same batches.
+    All ranks get the same number of batches; one that has no row left gets rank 0's rows again
+    with `valid=0`.
+
+    Args:
+        loader: a torch DataLoader of any kind, or any iterable of batches. Its dataset, collate
+            function, workers and pinning are kept. A RandomSampler gives way to our own order;
+            any other sampler is iterated on rank 0, which tells the rest. An iterable is read
+            whole by every rank and has to yield the same on all of them. A StatefulDataLoader's
+            own place is not used: the position stands in the train state.
+        window: yield `fa.Window`s of 1 to `window` batches, for one update of several.
+        remainder: `"keep"` uses the rows of a last batch that is not full, `"drop"` leaves them
+            out, `"wrap"` fills up from the beginning. By default `"drop"` where the loader has
+            `drop_last=True`, else `"keep"`.
+        seed: the root seed of the order and of the workers' randomness.
+        per_rank: a batch of the loader is one rank's; the global batch is `ranks` times as large.
+        dispatch: rank 0 alone reads, and sends each rank its rows.
+        shuffle: True or False overrides the sampler of a map-style loader.
+        prefetch: copy batches to the device one ahead.
+
+    Raises:
+        UnknownNameError: no such remainder.
+        ArgumentError: a window below 1, or dispatch together with per_rank.
+        LoaderError: not iterable, empty, split between ranks already, or can't be shuffled.
+
+    Example:
+        shards = fa.shard(DataLoader(dataset, batch_size=32, shuffle=True), seed=1)
+    """
+    where = "shard(loader)"
+    if remainder is not None:
+        order.check_remainder(remainder, where)
+    if window is not None and window < 1:
+        raise ArgumentError(
+            f"window={window} batches make no update",
+            where=where,
+            fix="pass window=1 or more, or leave it out",
+        )
+    if dispatch and per_rank:
+        raise ArgumentError(
+            "with dispatch=True a batch is cut between ranks, with per_rank=True it is one rank's",
+            where=where,
+            fix="leave one of the two out",
+        )
+    source = loaders.classify(loader)
+    if shuffle is not None and not _has_order(source):
+        raise LoaderError(
+            f"shuffle={shuffle} can't change the order in which a {type(loader).__name__} makes batches",
+            where=where,
+            fix="leave shuffle out, and shuffle where the batches are made",
+        )
+    return Shards(
+        loader=loader,
+        window=window,
+        remainder=remainder or ("drop" if source.drop_last else "keep"),
+        seed=seed,
+        per_rank=per_rank,
+        dispatch=dispatch,
+        shuffle=shuffle,
+        prefetch=prefetch,
+    )
+
+
+def _has_order(source: Source) -> bool:
+    return isinstance(source, Indexed) or (isinstance(source, Stream) and source.sampler is not None)
+
+
+def open_epoch(
+    shards: Shards,
+    *,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    remainder: Remainder | None = None,
+) -> Iterator[Batch | Window]:
+    """Read one rank's part from `shards.start` to the end of that epoch.
+
+    Every rank gets the same number of batches. Each carries the position after it; the last one
+    stands at the beginning of the next epoch. Nothing is yielded where nothing is left.
+
+    Args:
+        shards: what to read.
+        rank, ranks: which part, of how many (the `batch` axis of a mesh).
+        device: where tensors go.
+        group: the ranks' process group; by default the world's, where one runs and has `ranks` ranks.
+        remainder: in place of what `shards` says (`fa.evaluate` keeps every row).
+
+    Raises:
+        LoaderError: while reading: the loader is empty, or its batches can't be cut.
+        ArgumentError: dispatch without a process group to send over.
+    """
+    if group is None and ranks > 1 and dist.is_initialized() and dist.get_world_size() == ranks:
+        group = dist.group.WORLD
+    link = Link(rank=rank, ranks=ranks, device=device, group=group if ranks > 1 else None)
+    reading = Reading(
+        epoch=shards.start.epoch,
+        start=shards.start.samples,
+        remainder=remainder or shards.remainder,
+        per_rank=shards.per_rank,
+        shuffle=shards.shuffle,
+        seed=shards.seed,
+        kept=shards._kept,  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    )
+    if shards.dispatch:
+        if ranks > 1 and link.group is None:
+            raise ArgumentError(
+                f"dispatch=True sends rows to {ranks} ranks, and no process group joins them",
+                where="shard(loader, dispatch=True)",
+                fix="read inside `with fa.start():`, or pass group=",
+            )
+        alone = Link(rank=0, ranks=1, device=device)
+        batches = dispatched(_lazily(shards, reading, alone) if rank == 0 else None, link)
+    else:
+        batches = _lazily(shards, reading, link)
+    placed = place(batches, device, prefetch=shards.prefetch)
+    return placed if shards.window is None else _windows(placed, shards.window)
+
+
+def _lazily(shards: Shards, reading: Reading, link: Link) -> Iterator[Batch]:
+    """Look at the loader when the first batch is asked for, where dispatch can pass an error on."""
+    source = loaders.classify(shards.loader)
+    loaders.announce(source, reading.epoch)
+    if isinstance(source, Stream):
+        yield from open_stream(source, reading, link)
+    else:
+        yield from open_indexed(source, reading, link)
+
+
+def _windows(batches: Iterator[Batch], size: int) -> Iterator[Window]:
+    while members := tuple(islice(batches, size)):
+        yield Window(members)
+
+
+def steps_per_epoch(shards: Shards, ranks: int) -> int | None:
+    """How many batches (or windows) a whole epoch yields, the same on each rank; None if unknown.
+
+    Asks for lengths only, so a sampler, batch sampler or dataset that misstates its own is believed.
+
+    Example: `steps_per_epoch(fa.shard(DataLoader(range(10), batch_size=4)), ranks=2) == 3`.
+    """
+    count = _batches_per_epoch(shards, loaders.classify(shards.loader), ranks)
+    if count is None or shards.window is None:
+        return count
+    return -(-count // shards.window)
+
+
+def _batches_per_epoch(shards: Shards, source: Source, ranks: int) -> int | None:
+    if isinstance(source, Stream):
+        return _rounds_per_epoch(shards, source, ranks)
+    if not isinstance(source, Indexed):
+        return _dealt(loaders.length_of(source.batch_sampler), shards, ranks)
+    known = loaders.order_of(source.sampler)
+    n = known[0] if known is not None else loaders.length_of(source.sampler)
+    if known is None and shards.shuffle is not None:
+        n = len(source.loader.dataset)
+    if n is None:
+        return None
+    whole = order.batches(
+        n, source.batch_size, ranks=ranks, remainder=shards.remainder, split=not shards.per_rank
+    )
+    return len(whole)
+
+
+def _rounds_per_epoch(shards: Shards, source: Stream, ranks: int) -> int | None:
+    if source.sampler is not None:
+        return _dealt(loaders.length_of(source.sampler), shards, ranks)
+    if source.batch_size is None:
+        return _dealt(loaders.length_of(source.loader), shards, ranks)
+    samples = loaders.length_of(source.loader.dataset)
+    if samples is None:
+        return None
+    size = source.batch_size
+    return _dealt(samples // size if shards.remainder == "drop" else -(-samples // size), shards, ranks)
+
+
+def _dealt(count: int | None, shards: Shards, ranks: int) -> int | None:
+    if count is None or not shards.per_rank:
+        return count
+    return count // ranks if shards.remainder == "drop" else -(-count // ranks)

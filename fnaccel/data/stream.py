@@ -1,0 +1,179 @@
+"""Loaders that can only be read in order: iterables, `IterableDataset`, `batch_size=None`.
+
+Every rank reads the same stream and keeps its part of each batch, so all of them know where it
+ends without a message. An `IterableDataset` must therefore yield the same on all ranks; one that
+can't (a queue, a socket) is for `dispatch=True`. A position inside it is reached by reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import attrs
+import torch.utils.data as torch_data
+
+from fnaccel import tree
+from fnaccel.data.batch import Batch
+from fnaccel.data.cut import cut, join, rows_of, split_sizes
+from fnaccel.data.fetch import KeyFeed, Reopenable, read, settings_of
+from fnaccel.data.indexed import Reading, check_any, check_start, epoch_order
+from fnaccel.data.link import Link
+from fnaccel.data.loaders import Stream
+from fnaccel.data.order import Remainder, span
+from fnaccel.errors import LoaderError
+from fnaccel.state import Position
+
+
+@attrs.frozen
+class Piece:
+    """A batch of the stream, its rows, and the samples of the epoch that were read up to its end."""
+
+    data: tree.Tree
+    rows: int
+    after: int
+
+
+def open_stream(source: Stream, reading: Reading, link: Link) -> Iterator[Batch]:
+    """This rank's batches from where the epoch stands to its end.
+
+    Raises:
+        LoaderError: the stream is empty, ends before the position, or leaves no batch.
+    """
+    for lot, position in _placed(rounds(source, reading, link), reading.epoch):
+        if reading.per_rank:
+            mine = lot[link.rank] if link.rank < len(lot) else None
+            lent = lot[0] if mine is None else mine
+            data, valid, rows = lent.data, 0 if mine is None else mine.rows, source.batch_size or lent.rows
+        else:
+            whole = lot[0]
+            data, valid = part(whole.data, whole.rows, rank=link.rank, ranks=link.ranks)
+            rows = span(source.batch_size or whole.rows, rank=link.rank, ranks=link.ranks)[1]
+        yield Batch(data=data, valid=valid, rows=rows, position=position)
+
+
+def part(data: tree.Tree, rows: int, *, rank: int, ranks: int) -> tuple[tree.Tree, int]:
+    """(this rank's rows of a global batch, how many); rank 0's rows and 0 where there are none."""
+    if ranks == 1:
+        return data, rows
+    parts, sizes = shares(data, rows, ranks)
+    return parts[rank], sizes[rank]
+
+
+def shares(data: tree.Tree, rows: int, ranks: int) -> tuple[list[tree.Tree], list[int]]:
+    """Every rank's part of a global batch and how many of its rows count."""
+    sizes = split_sizes(rows, ranks)
+    parts = cut(data, sizes, where="shard(loader)")
+    return [one if size else parts[0] for one, size in zip(parts, sizes, strict=True)], sizes
+
+
+def rounds(source: Stream, reading: Reading, link: Link) -> Iterator[list[Piece]]:
+    """The batches that the ranks use at a time: one to be cut, or with `per_rank` one for each."""
+    each = link.ranks if reading.per_rank else 1
+    head: list[Piece] = []
+    pieces = _counted(_trees(source, reading, link), source.batch_size, reading, head, each)
+    count = 0
+    while lot := list(islice(pieces, each)):
+        if len(lot) < each and reading.remainder == "drop":
+            break
+        if len(lot) < each and reading.remainder == "wrap":
+            end = lot[-1].after
+            lot += [attrs.evolve(head[i % len(head)], after=end) for i in range(each - len(lot))]
+        count += 1
+        yield lot
+    check_any(count, reading, "the stream fills no global batch")
+
+
+def _placed(lots: Iterator[list[Piece]], epoch: int) -> Iterator[tuple[list[Piece], Position]]:
+    """Each round with the position after it; reads one ahead, to know which is the last."""
+    lot = next(lots, None)
+    while lot is not None:
+        following = next(lots, None)
+        yield lot, Position(epoch + 1, 0) if following is None else Position(epoch, lot[-1].after)
+        lot = following
+
+
+def _counted(
+    trees: Iterable[tree.Tree], nominal: int | None, reading: Reading, head: list[Piece], keep: int
+) -> Iterator[Piece]:
+    """Batches from the position on, counted, those that are not full treated as `remainder` says.
+
+    The first `keep` of the epoch go into `head`, from which "wrap" repeats.
+    """
+    after = 0
+    for data in trees:
+        rows = rows_of(data)
+        if rows == 0:
+            continue
+        begin, after = after, after + rows
+        if reading.remainder == "wrap" and len(head) < keep:
+            whole = _complete(data, rows, nominal, head[0].data if head else data, "wrap")
+            head.append(Piece(*(whole or (data, rows)), after))
+        if after <= reading.start:
+            continue
+        whole = _complete(data, rows, nominal, head[0].data if head else data, reading.remainder)
+        if whole is None:
+            continue
+        data, rows = whole
+        used = reading.start - begin
+        if used > 0:
+            data, rows = cut(data, [used, rows - used], where="shard(loader)")[1], rows - used
+        yield Piece(data, rows, after)
+    check_start(after, reading)
+
+
+def _complete(
+    data: tree.Tree, rows: int, nominal: int | None, first: tree.Tree, remainder: Remainder
+) -> tuple[tree.Tree, int] | None:
+    """A batch that has less than its nominal rows: left out, filled up from `first`, or as it is."""
+    if nominal is None or rows >= nominal or remainder == "keep":
+        return data, rows
+    if remainder == "drop":
+        return None
+    parts = [data]
+    missing = nominal - rows
+    available = rows_of(first)
+    while missing > 0:
+        taken = min(missing, available)
+        parts.append(cut(first, [taken, available - taken])[0])
+        missing -= taken
+    return join(parts), nominal
+
+
+def _trees(source: Stream, reading: Reading, link: Link) -> Iterable[tree.Tree]:
+    loader = source.loader
+    if source.sampler is not None:
+        samples = epoch_order(source.sampler, reading, link, loader.dataset)
+        return read(
+            loader,
+            [[key] for key in samples],
+            seed=reading.seed,
+            epoch=reading.epoch,
+            device=link.device,
+            kept=reading.kept,
+            one_by_one=True,
+        )
+    if type(loader) is torch_data.DataLoader:
+        return _reopened(loader, reading, link)
+    if source.drop_last and reading.remainder != "drop":
+        raise LoaderError(
+            f"the loader drops its last batch by itself, and remainder={reading.remainder!r} was asked for",
+            where="shard(loader)",
+            fix="make the loader with drop_last=False",
+        )
+    return loader
+
+
+def _reopened(loader: torch_data.DataLoader[Any], reading: Reading, link: Link) -> Iterator[tree.Tree]:
+    """An `IterableDataset` through a DataLoader that drops nothing by itself and is seeded by epoch."""
+    opened: Reopenable | None = reading.kept.get("stream")
+    if opened is None:
+        settings = settings_of(loader, link.device)
+        own: Any = torch_data.DataLoader(
+            loader.dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn, **settings
+        )
+        opened = Reopenable(own, KeyFeed(), settings["generator"])
+        if loader.persistent_workers:
+            reading.kept["stream"] = opened
+    return opened.open((), seed=reading.seed, epoch=reading.epoch)

@@ -1,0 +1,251 @@
+"""An engine: a strategy made real. A frozen table of functions, and the shared micro-batch loop.
+
+The primitive is *gradients of a loss over micro-batches*, because some runtimes can't separate
+forward from backward. What an engine does not fill in itself, the functions here do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch
+from fnaccel.gradients import Gradients
+from fnaccel.loss import check_attached, read_loss
+from fnaccel.mesh import Mesh, MeshAxis
+from fnaccel.reports import Report
+from fnaccel.state import fold
+from fnaccel.step import Capability
+
+
+@attrs.frozen
+class Leaf:
+    """A trainable parameter: its canonical name, the parameter, this rank's part of it."""
+
+    name: str
+    param: Any
+    shard: torch.Tensor
+    like: Callable[[torch.Tensor], Any]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks hold different parts."""
+        return self.param is not self.shard and hasattr(self.param, "placements")
+
+
+@attrs.frozen(kw_only=True)
+class Micro:
+    """One micro-batch of this rank; `valid` 0 marks a filler."""
+
+    data: Any
+    valid: int
+
+
+@attrs.frozen(kw_only=True)
+class Loss:
+    """What an engine needs to know of the loss.
+
+    Attributes:
+        fn: the loss function under its FORWARD transforms.
+        where: its name, for messages.
+        weight_fn: weight from the batch alone, or None.
+        scaled: whether there is a loss scale.
+        sync_each: average over ranks after each micro-batch, not once.
+    """
+
+    fn: Callable[..., Any]
+    where: str
+    weight_fn: Callable[[Any], Any] | None = None
+    scaled: bool = False
+    sync_each: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class Call:
+    """What changes from one call to the next: seeds, the loss scale, lent models."""
+
+    root: int
+    step: int
+    scale: Any = None
+    last_weight: Any = None
+    given: Any = None
+
+
+@attrs.frozen(kw_only=True)
+class Engine:
+    """A strategy made real.
+
+    Attributes:
+        name, mesh, capabilities: what it is, where it lies, what it can do.
+        delegates: phases that the runtime carries out itself; empty for ours.
+        model: what the loss sees: a module, or a dict of modules.
+        leaves: the trainable parameters.
+        parameters, buffers: by canonical name, as the state shows them.
+        run: `run(fn, *args)` calls `fn(model, *args)` with the strategy's forward hooks armed.
+        lend: the same without the hooks that average gradients, for models of other train steps.
+        sync: `sync(communicate)` is the context of a micro-batch; None where there is nothing to do.
+        settle: undoes what a forward without a backward leaves; None where there is nothing.
+        averaged: what the engine's own averaging divides gradients by.
+        norm_axes: the axes over which `leaves` are sharded, for norms.
+        finish: called after the last backward, before gradients are read; None where not needed.
+        averages: the shards of the EMA, where there is one.
+        whole: forward and backward of one micro-batch as one compiled program, where asked for.
+        free: what `close()` undoes besides dropping references.
+    """
+
+    name: str
+    mesh: Mesh
+    capabilities: frozenset[Capability]
+    delegates: frozenset[str] = frozenset()
+    model: Any
+    leaves: tuple[Leaf, ...]
+    parameters: dict[str, Any]
+    buffers: dict[str, torch.Tensor]
+    run: Callable[..., Any]
+    lend: Callable[..., Any]
+    sync: Callable[[bool], contextlib.AbstractContextManager[Any]] | None = None
+    settle: Callable[[], None] | None = None
+    averaged: int = 1
+    norm_axes: tuple[MeshAxis, ...] = ()
+    finish: Callable[[], None] | None = None
+    averages: list[torch.Tensor] = attrs.field(factory=list)
+    whole: Callable[..., None] | None = None
+    free: Callable[[], None] = lambda: None
+    modules: tuple[Any, ...] = ()
+
+    def grads(self, loss: Loss, micros: Sequence[Micro], call: Call) -> tuple[Gradients, Report]:
+        """Gradients of the sum of totals over all micro-batches and ranks, not yet divided.
+
+        Changes no parameter. An exception leaves no gradient behind.
+        """
+        try:
+            return _run_micro_batches(self, loss, micros, call)
+        except BaseException:
+            self.clear()
+            if self.settle is not None:
+                self.settle()
+            raise
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for leaf in self.leaves:
+            leaf.param.grad = None
+
+    def look(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """`fn(model, *args)` without gradients: evaluation, sampling."""
+        with torch.no_grad():
+            try:
+                return self.lend(fn, *args)
+            finally:
+                if self.settle is not None:
+                    self.settle()
+
+    def export(self) -> dict[str, Any]:
+        """Parameters and buffers by canonical name, as they lie."""
+        return {"params": self.parameters, "buffers": self.buffers}
+
+    def close(self) -> None:
+        """Free what the strategy holds."""
+        self.clear()
+        self.free()
+
+
+_BACKENDS = {"cuda": "cuda", "xpu": "xpu"}
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed torch's default generators of the CPU and of `device` themselves (1 us each)."""
+    torch.default_generator.manual_seed(seed)
+    if device.type in _BACKENDS:
+        generators = getattr(torch, _BACKENDS[device.type]).default_generators
+        generators[device.index or 0].manual_seed(seed)
+
+
+def _run_micro_batches(
+    engine: Engine, loss: Loss, micros: Sequence[Micro], call: Call
+) -> tuple[Gradients, Report]:
+    mesh = engine.mesh
+    group = mesh.group("batch")
+    device = mesh.world.device
+    report = Report(group, device)
+    up_front = _up_front(loss, micros, call, report, engine.averaged, device)
+    last = len(micros) - 1
+    batch_rank = mesh.batch_rank
+    stream = call.root >= 0
+    for index, micro in enumerate(micros):
+        if stream:
+            seed_generators(device, fold(call.root, call.step, index, batch_rank))
+        if engine.whole is not None:
+            engine.whole(micro, up_front, report, index == last)
+        elif engine.sync is None:
+            total = _forward(engine, loss, micro, call, report)
+            _backward(total, micro, up_front, report, index == last)
+        else:
+            with engine.sync(index == last or loss.sync_each):
+                total = _forward(engine, loss, micro, call, report)
+                _backward(total, micro, up_front, report, index == last)
+    if engine.finish is not None:
+        engine.finish()
+    grads = [_torch.local_of(g) if (g := leaf.param.grad) is not None else None for leaf in engine.leaves]
+    report.wait()
+    weight = report.weight
+    if loss.weight_fn is not None:
+        multiplier = None if call.scale is None else 1.0 / call.scale
+    else:
+        multiplier = _ratio(engine.averaged, weight)
+        if up_front is not None:
+            multiplier = multiplier / up_front
+        if isinstance(multiplier, float) and multiplier == 1.0:
+            multiplier = None
+    return Gradients(engine.leaves, grads, multiplier, engine.norm_axes, device), report
+
+
+def _up_front(
+    loss: Loss, micros: Sequence[Micro], call: Call, report: Report, averaged: int, device: torch.device
+) -> Any:
+    """What totals are multiplied by before backward: the loss scale, over a weight known by now."""
+    if loss.weight_fn is not None:
+        weights = [loss.weight_fn(m.data) if m.valid else 0 for m in micros]
+        report.know_weights(weights)
+        factor = _ratio(averaged, report.weight)
+        return factor if call.scale is None else call.scale * factor
+    if call.scale is None:
+        return None
+    # the last global weight stands in for this one, so that a raw sum does not overflow fp16
+    return call.scale / call.last_weight.to(device)
+
+
+def _ratio(numerator: int, weight: Any) -> Any:
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight > 0, numerator / weight, torch.zeros_like(weight)).float()
+    return numerator / weight if weight else 0.0
+
+
+def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Report) -> torch.Tensor:
+    def entry(model: Any, *args: Any) -> torch.Tensor:
+        # only the total leaves the hooks' sight as an output; the rest is kept beside it
+        total, weight, aux, weighted = read_loss(loss.fn(model, *args), loss.where)
+        report.take(total, weight, aux, weighted=weighted, valid=micro.valid > 0)
+        return total
+
+    args = (micro.data,) if call.given is None else (micro.data, call.given.models)
+    if call.given is None:
+        total = engine.run(entry, *args)
+    else:
+        total = call.given.within(lambda: engine.run(entry, *args))
+    check_attached(total, loss.where)
+    return total
+
+
+def _backward(total: torch.Tensor, micro: Micro, up_front: Any, report: Report, last: bool) -> None:  # noqa: FBT001
+    if last:
+        report.send()  # overlaps with the backward pass
+    if not micro.valid:
+        total = total * 0.0
+    if up_front is not None:
+        total = total * up_front
+    total.backward()

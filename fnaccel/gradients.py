@@ -1,0 +1,102 @@
+"""The gradient of one step as GRADS transforms see it: where it lies, with one deferred multiply.
+
+Averaging, unscaling and clipping only change `multiplier`; the optimizer's kernel applies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fnaccel import _torch
+from fnaccel.mesh import MeshAxis
+
+
+class Gradients:
+    """Local gradients of each leaf (None where it got none) and what they are multiplied by."""
+
+    __slots__ = ("_axes", "_device", "_leaves", "_norm", "multiplier", "shards", "skip")
+
+    def __init__(
+        self,
+        leaves: Sequence[Any],
+        shards: list[torch.Tensor | None],
+        multiplier: Any,
+        axes: tuple[MeshAxis, ...],
+        device: torch.device,
+    ) -> None:
+        self._leaves = leaves
+        self._axes = axes
+        self._device = device
+        self._norm: torch.Tensor | None = None
+        self.shards = shards
+        self.multiplier = multiplier
+        self.skip: torch.Tensor | None = None
+
+    def present(self) -> list[torch.Tensor]:
+        """The local gradients that exist and have elements."""
+        return [g for g in self.shards if g is not None and g.numel()]
+
+    def norm(self) -> torch.Tensor:
+        """The Euclidean norm of the whole gradient, a 0-d tensor, equal on all ranks."""
+        if self._norm is None:
+            raw = self._raw_norm()
+            self._norm = raw if self.multiplier is None else raw * abs(self.multiplier)
+        return self._norm
+
+    def _raw_norm(self) -> torch.Tensor:
+        if not self._axes:
+            return self._local_norm(self.present())
+        sharded: list[torch.Tensor] = []
+        whole: list[torch.Tensor] = []
+        for leaf, grad in zip(self._leaves, self.shards, strict=True):
+            if grad is not None and grad.numel():
+                (sharded if leaf.sharded else whole).append(grad)
+        square = self._local_norm(sharded).float().square().to(self._device)
+        for axis in self._axes:
+            if axis.group is not None:
+                dist.all_reduce(square, group=axis.group)
+        if whole:
+            square = square + self._local_norm(whole).square().to(self._device)
+        return square.sqrt()
+
+    def _local_norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        if not grads:
+            return torch.zeros((), device=self._device)
+        norms = _torch.foreach_norm(grads, 2.0)
+        return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+    def scale_by(self, factor: Any) -> None:
+        """Multiply the whole gradient, at no cost now."""
+        self.multiplier = factor if self.multiplier is None else self.multiplier * factor
+        self._norm = None if self._norm is None else self._norm * factor
+
+    def materialise(self) -> None:
+        """Carry out the deferred multiply, for transforms that need the values."""
+        if self.multiplier is not None:
+            present = self.present()
+            if present:
+                _torch.foreach_mul_(present, self.multiplier)
+            self.multiplier = None
+
+    def skip_where_nonfinite(self) -> None:
+        """Mark the update as skipped where the norm is NaN or infinite (decided on the device)."""
+        bad = (~torch.isfinite(self.norm())).float()
+        self.skip = bad if self.skip is None else torch.maximum(self.skip, bad)
+
+    def by_name(self) -> dict[str, Any]:
+        """The gradients as a user's transform sees them: by name, DTensors where sharded."""
+        self.materialise()
+        return {
+            leaf.name: leaf.param.grad for leaf in self._leaves if leaf.param.grad is not None
+        }
+
+    def replace(self, named: dict[str, Any]) -> None:
+        """Take what a user's transform returned."""
+        for index, leaf in enumerate(self._leaves):
+            if leaf.name in named:
+                self.shards[index] = _torch.local_of(named[leaf.name]).detach()
+        self._norm = None

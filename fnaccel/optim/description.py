@@ -1,0 +1,162 @@
+"""An optimizer is a description: nothing is made before the parameters are sharded.
+
+`Optimizer` holds the choice; its `kernel` knows how to make slots and apply an update.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+import torch
+
+from fnaccel.errors import ArgumentError, ConfigError, nearest
+from fnaccel.optim.schedules import Schedule, as_schedule
+
+Options = tuple[tuple[str, Any], ...]
+
+
+class Leaf(Protocol):
+    """A trainable parameter as an engine hands it over."""
+
+    name: str
+    param: Any
+    shard: torch.Tensor
+
+    def like(self, local: torch.Tensor) -> Any:
+        """`local`, laid out over ranks as the parameter is."""
+        ...
+
+
+@attrs.frozen
+class Member:
+    """One parameter of an optimizer group: its index among the leaves, and the leaf."""
+
+    index: int
+    leaf: Leaf
+
+
+@attrs.frozen
+class Group:
+    """Parameters that share options, and the schedule of their rate (None: the optimizer's)."""
+
+    members: tuple[Member, ...]
+    options: dict[str, Any]
+    lr: Schedule | None
+
+
+class Bound(Protocol):
+    """An optimizer over real parameters."""
+
+    slots: dict[str, dict[str, Any]]
+    reads_host: bool
+
+    def apply(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        rates: Sequence[Any],
+        multiplier: Any,
+        skip: torch.Tensor | None,
+        updates: torch.Tensor,
+    ) -> None:
+        """Update the parameters in place.
+
+        Args:
+            grads: local gradient of each leaf; None where a leaf got none.
+            rates: the learning rate of each group, a float or a 0-d tensor.
+            multiplier: what gradients are multiplied by first; None means 1.
+            skip: 0-d float tensor, 1 where nothing may change; None where that can't be.
+            updates: 0-d float32 tensor, the number of this update, from 1.
+        """
+        ...
+
+
+class Kernel(Protocol):
+    """How one optimizer makes its slots and applies an update; a frozen record."""
+
+    def bind(self, groups: Sequence[Group]) -> Bound:
+        """Make all slots for these parameters, before step 0."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class Optimizer:
+    """A frozen choice of optimizer, rate, options and groups.
+
+    Attributes:
+        name: what the plan prints.
+        lr: the schedule of the rate.
+        options: options of every group, by name.
+        groups: (pattern, options) pairs; the first pattern that matches a parameter's name holds.
+        kernel: how it is carried out.
+        elementwise: whether an element's update depends on that element alone, so that a shard
+            can be updated by itself.
+    """
+
+    name: str
+    lr: Schedule = attrs.field(converter=as_schedule)
+    options: Options
+    groups: tuple[tuple[str, Options], ...] = ()
+    kernel: Any
+    elementwise: bool = True
+
+    def describe(self) -> str:
+        """One line for the plan."""
+        parts = [f"lr={self.lr!r}", *(f"{name}={value!r}" for name, value in self.options)]
+        parts += [f"{pattern!r}: {dict(options)}" for pattern, options in self.groups]
+        return f"{self.name}({', '.join(parts)})"
+
+
+def options_of(where: str, known: Mapping[str, Any], groups: Any) -> tuple[Options, tuple[tuple[str, Options], ...]]:
+    """Check the options of groups against the names an optimizer knows.
+
+    Raises:
+        ConfigError: an option that it has not; names the nearest.
+    """
+    checked: list[tuple[str, Options]] = []
+    for pattern, options in dict(groups or {}).items():
+        for name in options:
+            if name != "lr" and name not in known:
+                raise ConfigError(
+                    f"{where} has no option {name!r}",
+                    where=f"groups[{pattern!r}]",
+                    fix=nearest(name, [*known, "lr"]),
+                )
+        made = {k: as_schedule(v) if k == "lr" else v for k, v in options.items()}
+        checked.append((pattern, tuple(made.items())))
+    return tuple(known.items()), tuple(checked)
+
+
+def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf]) -> list[Group]:
+    """Sort leaves into groups by the first pattern that matches, then by dtype and device.
+
+    Raises:
+        ArgumentError: a pattern matches no parameter.
+    """
+    unused = {pattern for pattern, _ in optimizer.groups}
+    sorted_leaves: dict[tuple[int, torch.dtype, str], list[Member]] = {}
+    everything = list(leaves)
+    for index, leaf in enumerate(everything):
+        which = -1
+        for number, (pattern, _) in enumerate(optimizer.groups):
+            if fnmatch.fnmatchcase(leaf.name, pattern):
+                which = number
+                break
+        unused.discard(optimizer.groups[which][0] if which >= 0 else "")
+        key = (which, leaf.shard.dtype, str(leaf.shard.device))
+        sorted_leaves.setdefault(key, []).append(Member(index, leaf))
+    if unused:
+        pattern = sorted(unused)[0]
+        raise ArgumentError(
+            f"the pattern {pattern!r} matches no trainable parameter",
+            where=f"groups of {optimizer.name}",
+            fix=nearest(pattern, [leaf.name for leaf in everything]),
+        )
+    groups: list[Group] = []
+    for (which, _, _), members in sorted_leaves.items():
+        extra = dict(optimizer.groups[which][1]) if which >= 0 else {}
+        lr = extra.pop("lr", None)
+        groups.append(Group(tuple(members), {**dict(optimizer.options), **extra}, lr))
+    return groups

@@ -1,0 +1,165 @@
+"""`from_torch`: any torch.optim optimizer as a description, its state made before step 0."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch
+
+from fnaccel.errors import CapabilityError
+from fnaccel.optim.description import Group, Optimizer, options_of
+from fnaccel.optim.fused import Groups
+from fnaccel.step import require
+
+
+class _Recorder(dict[str, Any]):
+    """Optimizer state that remembers a copy of what was first put in each slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, Any] = {}
+
+    def __setitem__(self, slot: str, value: Any) -> None:
+        if slot not in self.first:
+            self.first[slot] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        super().__setitem__(slot, value)
+
+
+@attrs.frozen
+class TorchKernel:
+    """A class of torch optimizers."""
+
+    cls: type[torch.optim.Optimizer]
+
+    def bind(self, groups: Sequence[Group]) -> BoundTorch:
+        """Make the optimizer over the real parameters, with state found on clones."""
+        return BoundTorch(self.cls, groups)
+
+
+class BoundTorch:
+    """A torch optimizer over real parameters (DTensors where they are sharded)."""
+
+    reads_host = True
+
+    def __init__(self, cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> None:
+        self._members = [[m.index for m in group.members] for group in groups]
+        self._params = {m.index: m.leaf.param for group in groups for m in group.members}
+        self.slots: dict[str, dict[str, Any]] = {}
+        initial = _probe(cls, groups)
+        self._optimizer = cls(
+            [{"params": [m.leaf.param for m in g.members], **g.options} for g in groups], lr=0.0
+        )
+        for group in groups:
+            for member in group.members:
+                state = initial[member.index]
+                if state:
+                    self._optimizer.state[member.leaf.param] = state
+                self.slots[member.leaf.name] = state
+
+    def apply(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        rates: Sequence[Any],
+        multiplier: Any,
+        skip: torch.Tensor | None,
+        updates: torch.Tensor,  # noqa: ARG002 - torch optimizers count by themselves
+    ) -> None:
+        """One update in place: see `Bound.apply`; `skip` costs one host read."""
+        if skip is not None and bool(skip):
+            return
+        present = [g for g in grads if g is not None]
+        if multiplier is not None and present:
+            _torch.foreach_mul_(present, multiplier)
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = float(rate)
+        self._optimizer.step()
+
+
+def _probe(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
+    clones: dict[int, torch.nn.Parameter] = {}
+    for group in groups:
+        for member in group.members:
+            clone = torch.nn.Parameter(member.leaf.param.detach().clone())
+            clone.grad = torch.zeros_like(clone)
+            clones[member.index] = clone
+    try:
+        probe = cls(
+            [{"params": [clones[m.index] for m in g.members], **g.options} for g in groups], lr=1e-3
+        )
+        probe.state = defaultdict(_Recorder)
+        probe.step()
+    except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise CapabilityError(
+            f"torch.optim.{cls.__name__} can't update these parameters: {str(error).splitlines()[0]}",
+            where="fa.from_torch",
+            fix="use fa.sgd, fa.adam or fa.adamw, or an unsharded strategy (local, ddp)",
+        ) from error
+    return {index: dict(probe.state[clone].first) for index, clone in clones.items()}
+
+
+def from_torch(cls: type[torch.optim.Optimizer], *, lr: Any, groups: Groups = None, **options: Any) -> Optimizer:
+    """Any optimizer of `torch.optim` (or one that follows its rules).
+
+    Its state is found on clones of the parameters before step 0, so that consecutive states have
+    one structure. Under `skip_nonfinite` or fp16 each step reads one number on the host.
+
+    Args:
+        cls: the optimizer class, not an instance: it is made after the parameters are sharded.
+        lr: a number, or a schedule `updates -> rate`.
+        groups: `{pattern: options}`, as for `fa.sgd`.
+        options: what the class takes besides.
+
+    Raises:
+        ArgumentError: not an optimizer class.
+        CapabilityError: at `init`, where it can't run on these parameters.
+
+    Example: `fa.from_torch(torch.optim.RMSprop, lr=1e-3, alpha=0.9)`.
+    """
+    require(
+        isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer),
+        f"{cls!r} is not an optimizer class",
+        "fa.from_torch",
+        "pass the class: fa.from_torch(torch.optim.RMSprop, lr=1e-3)",
+    )
+    require(
+        cls is not torch.optim.LBFGS,
+        "LBFGS evaluates the loss several times in a step",
+        "fa.from_torch",
+        "choose an optimizer that needs one gradient for an update",
+    )
+    require(
+        not options.get("dampening"),
+        "dampening treats the first update apart, which a state made before step 0 can't tell",
+        "fa.from_torch",
+        "leave dampening at 0",
+    )
+    known, checked = options, {k: dict(v) for k, v in dict(groups or {}).items()}
+    for extra in checked.values():
+        known = {**{name: None for name in extra if name != "lr"}, **known}
+    _, made = options_of(cls.__name__, known, checked)
+    return Optimizer(
+        name=cls.__name__,
+        lr=lr,
+        options=tuple(options.items()),
+        groups=made,
+        kernel=TorchKernel(cls),
+        elementwise=False,
+    )
+
+
+def adafactor(lr: Any = 1e-2, *, groups: Groups = None, **options: Any) -> Optimizer:
+    """Adafactor (Shazeer and Stern 2018), `torch.optim.Adafactor`: second moments by row and column.
+
+    Args:
+        lr: a number, or a schedule `updates -> rate`.
+        groups: `{pattern: options}`, as for `fa.sgd`.
+        options: as `torch.optim.Adafactor` takes them.
+
+    Example: `fa.adafactor(1e-2)`.
+    """
+    return from_torch(torch.optim.Adafactor, lr=lr, groups=groups, **options)

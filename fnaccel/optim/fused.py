@@ -1,0 +1,255 @@
+"""`sgd`, `adam`, `adamw`: explicit state on torch's fused kernels.
+
+Averaging over the weight, unscaling and clipping arrive as one multiplier, which the kernel
+applies as it reads the gradient. Skipping is decided on the device, by `found_inf`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch
+from fnaccel.errors import CapabilityError
+from fnaccel.optim.description import Group, Optimizer, options_of
+from fnaccel.step import require
+
+_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
+
+
+@attrs.frozen
+class FusedKernel:
+    """One of torch's fused optimizers, by name: `"sgd"`, `"adam"` or `"adamw"`."""
+
+    name: str
+
+    def bind(self, groups: Sequence[Group]) -> BoundFused:
+        """Make zeroed slots beside each parameter shard."""
+        return BoundFused(self.name, groups)
+
+
+class _Work:
+    """One group, as the fused kernel takes it; shards without elements are left out."""
+
+    __slots__ = ("first", "indices", "options", "second", "shards", "whole")
+
+    def __init__(self, name: str, group: Group, total: int, slots: dict[str, dict[str, Any]]) -> None:
+        self.options = dict(group.options)
+        kept = [m for m in group.members if m.leaf.shard.numel()]
+        self.indices = [m.index for m in kept]
+        self.whole = self.indices == list(range(total))
+        self.shards = [m.leaf.shard for m in kept]
+        kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+        if name == "sgd":
+            kinds = ("momentum_buffer",) if self.options["momentum"] else ()
+        lists: list[list[torch.Tensor]] = [[], []]
+        for member in group.members:
+            made = slots.setdefault(member.leaf.name, {})
+            for place, kind in enumerate(kinds):
+                zeros = torch.zeros_like(member.leaf.shard)
+                made[kind] = member.leaf.like(zeros)
+                if zeros.numel():
+                    lists[place].append(zeros)
+        self.first, self.second = lists
+
+
+class BoundFused:
+    """A fused optimizer over the shards of real parameters."""
+
+    reads_host = False
+
+    def __init__(self, name: str, groups: Sequence[Group]) -> None:
+        self.slots: dict[str, dict[str, Any]] = {}
+        total = sum(len(group.members) for group in groups)
+        self._work = [_Work(name, group, total, self.slots) for group in groups]
+        self._run = _sgd if name == "sgd" else _ADAMS[name]
+        for work in self._work:
+            for shard in work.shards:
+                if shard.device.type not in _DEVICES:
+                    raise CapabilityError(
+                        f"torch has no fused {name} on {shard.device.type}",
+                        where=f"fa.{name}",
+                        fix=f"fa.from_torch(torch.optim.{name.upper() if name == 'sgd' else 'AdamW'}, lr=...)",
+                    )
+
+    def apply(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        rates: Sequence[Any],
+        multiplier: Any,
+        skip: torch.Tensor | None,
+        updates: torch.Tensor,
+    ) -> None:
+        """One update in place: see `Bound.apply`."""
+        divisor: torch.Tensor | None = None
+        if multiplier is not None:
+            # the kernels divide by their `grad_scale`
+            inverse = 1.0 / multiplier
+            divisor = inverse if isinstance(inverse, torch.Tensor) else torch.tensor(inverse)
+        for work, rate in zip(self._work, rates, strict=True):
+            if work.whole and None not in grads:
+                taken, chosen = grads, None
+            else:
+                chosen = [i for i, index in enumerate(work.indices) if grads[index] is not None]
+                taken = [grads[work.indices[i]] for i in chosen]
+                if len(chosen) == len(work.indices):
+                    chosen = None
+            if not taken:
+                continue
+            shards, first, second = work.shards, work.first, work.second
+            if chosen is not None:
+                shards = [shards[i] for i in chosen]
+                first = [first[i] for i in chosen] if first else first
+                second = [second[i] for i in chosen] if second else second
+            scale = divisor.to(shards[0].device) if divisor is not None else None
+            self._run(shards, taken, first, second, updates, rate, work.options, scale, skip)
+
+
+def _sgd(
+    shards: list[torch.Tensor],
+    grads: Sequence[Any],
+    first: list[torch.Tensor],
+    second: list[torch.Tensor],  # noqa: ARG001 - one signature for all kernels
+    updates: torch.Tensor,  # noqa: ARG001
+    rate: Any,
+    options: Mapping[str, Any],
+    scale: torch.Tensor | None,
+    skip: torch.Tensor | None,
+) -> None:
+    _torch.fused_sgd_(
+        shards,
+        grads,
+        first,
+        weight_decay=options["weight_decay"],
+        momentum=options["momentum"],
+        lr=rate,
+        dampening=0.0,
+        nesterov=options["nesterov"],
+        maximize=False,
+        is_first_step=False,
+        grad_scale=scale,
+        found_inf=skip,
+    )
+
+
+def _adam_like(kernel: Any) -> Any:
+    def run(
+        shards: list[torch.Tensor],
+        grads: Sequence[Any],
+        first: list[torch.Tensor],
+        second: list[torch.Tensor],
+        updates: torch.Tensor,
+        rate: Any,
+        options: Mapping[str, Any],
+        scale: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> None:
+        beta1, beta2 = options["betas"]
+        kernel(
+            shards,
+            grads,
+            first,
+            second,
+            [],
+            [updates] * len(shards),
+            lr=rate,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scale,
+            found_inf=skip,
+        )
+
+    return run
+
+
+_ADAMS = {"adam": _adam_like(_torch.fused_adam_), "adamw": _adam_like(_torch.fused_adamw_)}
+
+Groups = Mapping[str, Mapping[str, Any]] | None
+
+
+def sgd(
+    lr: Any,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    groups: Groups = None,
+) -> Optimizer:
+    """Stochastic gradient descent, as `torch.optim.SGD` without dampening.
+
+    Args:
+        lr: a number, or a schedule `updates -> rate`.
+        momentum, nesterov, weight_decay: as in torch.
+        groups: `{pattern: options}`; patterns match parameter names as a shell does, the first that
+            matches holds, and `"lr"` may be among the options.
+
+    Raises:
+        ArgumentError: Nesterov without momentum, or a rate that is none.
+
+    Example: `fa.sgd(0.1, momentum=0.9, groups={"*bias": {"weight_decay": 0.0}})`.
+    """
+    require(not nesterov or momentum > 0, "Nesterov needs momentum", "fa.sgd", "momentum=0.9")
+    known = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    options, checked = options_of("sgd", known, groups)
+    return Optimizer(name="sgd", lr=lr, options=options, groups=checked, kernel=FusedKernel("sgd"))
+
+
+def adam(
+    lr: Any,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    groups: Groups = None,
+) -> Optimizer:
+    """Adam (Kingma and Ba 2015), as `torch.optim.Adam`; `weight_decay` is added to the gradient.
+
+    Args:
+        lr: a number, or a schedule `updates -> rate`.
+        betas, eps, weight_decay: as in torch.
+        groups: `{pattern: options}`, as for `sgd`.
+
+    Example: `fa.adam(1e-3)`.
+    """
+    return _make_adam("adam", lr, betas, eps, weight_decay, groups)
+
+
+def adamw(
+    lr: Any,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    groups: Groups = None,
+) -> Optimizer:
+    """AdamW (Loshchilov and Hutter 2019), as `torch.optim.AdamW`: decay apart from the gradient.
+
+    Args:
+        lr: a number, or a schedule `updates -> rate`.
+        betas, eps, weight_decay: as in torch.
+        groups: `{pattern: options}`, as for `sgd`.
+
+    Example: `fa.adamw(3e-4, groups={"*norm*": {"weight_decay": 0.0}})`.
+    """
+    return _make_adam("adamw", lr, betas, eps, weight_decay, groups)
+
+
+def _make_adam(
+    name: str, lr: Any, betas: tuple[float, float], eps: float, weight_decay: float, groups: Groups
+) -> Optimizer:
+    require(
+        len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        f"betas={betas} are not two numbers in [0, 1)",
+        f"fa.{name}",
+        "betas=(0.9, 0.999)",
+    )
+    known = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+    options, checked = options_of(name, known, groups)
+    return Optimizer(name=name, lr=lr, options=options, groups=checked, kernel=FusedKernel(name))

@@ -1,0 +1,290 @@
+"""Learning-rate schedules: pure functions of the number of updates applied.
+
+A schedule keeps no state, so neither world size nor accumulation can change what it says. Each
+takes an int, or a 0-d tensor where updates are counted on the device, and gives the same back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel.errors import ArgumentError
+from fnaccel.step import require
+
+Schedule = Callable[[Any], Any]
+"""`schedule(updates) -> learning rate`, for an int or a 0-d tensor."""
+
+_WHERE = "a learning-rate schedule"
+
+
+def _cos(x: Any) -> Any:
+    return torch.cos(x) if isinstance(x, torch.Tensor) else math.cos(x)
+
+
+def _clip(x: Any, low: float, high: float) -> Any:
+    return torch.clamp(x, low, high) if isinstance(x, torch.Tensor) else min(max(x, low), high)
+
+
+def _where(condition: Any, yes: Any, no: Any) -> Any:
+    if isinstance(condition, torch.Tensor):
+        return torch.where(condition, torch.as_tensor(yes), torch.as_tensor(no))
+    return yes if condition else no
+
+
+def _check(ok: bool, what: str, fix: str) -> None:  # noqa: FBT001
+    require(ok, what, _WHERE, fix)
+
+
+@attrs.frozen
+class constant:  # noqa: N801 - used as a function; a class so that it prints, hashes and pickles
+    """The same rate always. Example: `constant(1e-3)`."""
+
+    value: float
+
+    def __call__(self, updates: Any) -> Any:
+        """The rate after `updates` updates."""
+        return torch.full_like(updates, self.value) if isinstance(updates, torch.Tensor) else self.value
+
+
+@attrs.frozen
+class linear:  # noqa: N801
+    """From `start` to `end` over `total` updates, then `end`. Example: `linear(1e-3, 0.0, 1_000)`."""
+
+    start: float
+    end: float
+    total: int
+
+    def __attrs_post_init__(self) -> None:
+        _check(self.total > 0, f"linear over {self.total} updates", "total is 1 or more")
+
+    def __call__(self, updates: Any) -> Any:
+        """The rate after `updates` updates."""
+        return self.start + (self.end - self.start) * _clip(updates / self.total, 0.0, 1.0)
+
+
+@attrs.frozen
+class cosine:  # noqa: N801
+    """From `start` to `end` along half a cosine over `total` updates (Loshchilov and Hutter 2017).
+
+    Example: `cosine(3e-4, total=1_000)`.
+    """
+
+    start: float
+    total: int
+    end: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        _check(self.total > 0, f"cosine over {self.total} updates", "total is 1 or more")
+
+    def __call__(self, updates: Any) -> Any:
+        """The rate after `updates` updates."""
+        share = _clip(updates / self.total, 0.0, 1.0)
+        return self.end + (self.start - self.end) * 0.5 * (1.0 + _cos(math.pi * share))
+
+
+@attrs.frozen
+class inverse_sqrt:  # noqa: N801
+    """Linear warm-up to `peak`, then `peak * sqrt(warmup / updates)` (Vaswani et al. 2017).
+
+    Example: `inverse_sqrt(1e-3, warmup=4_000)`.
+    """
+
+    peak: float
+    warmup: int
+
+    def __attrs_post_init__(self) -> None:
+        _check(self.warmup > 0, f"a warm-up of {self.warmup} updates", "warmup is 1 or more")
+
+    def __call__(self, updates: Any) -> Any:
+        """The rate after `updates` updates."""
+        late = _clip(updates, self.warmup, math.inf)
+        return _where(
+            updates < self.warmup,
+            self.peak * ((updates + 1) / self.warmup),
+            self.peak * (self.warmup / late) ** 0.5,
+        )
+
+
+@attrs.frozen
+class joined:  # noqa: N801
+    """Several schedules one after the other, each counting from its own start.
+
+    `boundaries[i]` is the update at which `parts[i + 1]` takes over.
+
+    Example: `joined((linear(0.0, 1e-3, 100), cosine(1e-3, total=900)), boundaries=(100,))`.
+    """
+
+    parts: tuple[Schedule, ...] = attrs.field(converter=tuple)
+    boundaries: tuple[int, ...] = attrs.field(converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        _check(
+            len(self.parts) == len(self.boundaries) + 1,
+            f"{len(self.parts)} schedules are joined at {len(self.boundaries)} boundaries",
+            "give one boundary fewer than schedules",
+        )
+        _check(
+            all(a < b for a, b in pairwise(self.boundaries)),
+            f"the boundaries {self.boundaries} do not rise",
+            "list the updates in rising order",
+        )
+
+    def __call__(self, updates: Any) -> Any:
+        """The rate after `updates` updates."""
+        rate = self.parts[0](updates)
+        for boundary, part in zip(self.boundaries, self.parts[1:], strict=True):
+            later = _clip(updates - boundary, 0, math.inf)
+            rate = _where(updates >= boundary, part(later), rate)
+        return rate
+
+
+def _warmup(peak: float, warmup: int, after: Schedule) -> joined:
+    _check(warmup > 0, f"a warm-up of {warmup} updates", "warmup is 1 or more; without one, use the plain schedule")
+    # the first update already has a rate above zero, and the last of the warm-up has the peak
+    return joined((linear(peak / warmup, peak * (1 + 1 / warmup), warmup), after), (warmup,))
+
+
+def warmup_constant(peak: float, *, warmup: int) -> joined:
+    """Linear warm-up to `peak` over `warmup` updates, then `peak`."""
+    return _warmup(peak, warmup, constant(peak))
+
+
+def warmup_linear(peak: float, *, warmup: int, total: int, end: float = 0.0) -> joined:
+    """Linear warm-up to `peak`, then linearly to `end` at update `total`.
+
+    Raises:
+        ArgumentError: the warm-up is not shorter than `total`.
+    """
+    _check_total(warmup, total)
+    return _warmup(peak, warmup, linear(peak, end, total - warmup))
+
+
+def warmup_cosine(peak: float, *, warmup: int, total: int, end: float = 0.0) -> joined:
+    """Linear warm-up to `peak`, then along half a cosine to `end` at update `total`.
+
+    Raises:
+        ArgumentError: the warm-up is not shorter than `total`.
+
+    Example: `fa.adamw(lr=fa.warmup_cosine(3e-4, warmup=100, total=1_000))`.
+    """
+    _check_total(warmup, total)
+    return _warmup(peak, warmup, cosine(peak, total - warmup, end))
+
+
+def one_cycle(peak: float, *, total: int, warmup: float = 0.3, start_div: float = 25.0, end_div: float = 1e4) -> joined:
+    """Up along half a cosine for a share `warmup` of `total` updates, then down (Smith and Topin 2018).
+
+    Starts at `peak / start_div` and ends at `peak / start_div / end_div`.
+    """
+    up = max(1, int(total * warmup))
+    _check_total(up, total)
+    low = peak / start_div
+    return joined((cosine(low, up, peak), cosine(peak, total - up, low / end_div)), (up,))
+
+
+@attrs.frozen
+class piecewise:  # noqa: N801
+    """`start`, multiplied by `factors[i]` from update `boundaries[i]` on.
+
+    Example: `piecewise(0.1, boundaries=(30, 60), factors=(0.1, 0.1))`.
+    """
+
+    start: float
+    boundaries: tuple[int, ...] = attrs.field(converter=tuple)
+    factors: tuple[float, ...] = attrs.field(converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        _check(
+            len(self.boundaries) == len(self.factors),
+            f"{len(self.boundaries)} boundaries have {len(self.factors)} factors",
+            "give one factor for each boundary",
+        )
+
+    def __call__(self, updates: Any) -> Any:
+        """The rate after `updates` updates."""
+        rate: Any = constant(self.start)(updates)
+        for boundary, factor in zip(self.boundaries, self.factors, strict=True):
+            rate = _where(updates >= boundary, rate * factor, rate)
+        return rate
+
+
+def _check_total(warmup: int, total: int) -> None:
+    if not 0 < warmup < total:
+        raise ArgumentError(
+            f"a warm-up of {warmup} updates does not fit in {total}",
+            where=_WHERE,
+            fix="both count updates (not batches, not samples), and warmup < total",
+        )
+
+
+class FromTorch:
+    """A torch LRScheduler as a pure function: its values are replayed once and remembered.
+
+    It works on ints only: where updates are counted on the device it costs one host read a step,
+    and the plan says so.
+    """
+
+    host_only = True
+
+    def __init__(self, factory: Callable[[Any], Any], lr: float) -> None:
+        self.factory = factory
+        self.lr = lr
+        self._restart()
+
+    def _restart(self) -> None:
+        self._optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=self.lr)
+        self._scheduler = self.factory(self._optimizer)
+        self._values = [float(self._optimizer.param_groups[0]["lr"])]
+
+    def __call__(self, updates: int) -> float:
+        """The rate after `updates` updates."""
+        while len(self._values) <= updates:
+            self._optimizer.step()
+            self._scheduler.step()
+            self._values.append(float(self._optimizer.param_groups[0]["lr"]))
+        return self._values[updates]
+
+    def __repr__(self) -> str:
+        return f"from_torch_scheduler({getattr(self.factory, '__qualname__', self.factory)}, lr={self.lr})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"factory": self.factory, "lr": self.lr}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.factory, self.lr = state["factory"], state["lr"]
+        self._restart()
+
+
+def from_torch_scheduler(factory: Callable[[Any], Any], *, lr: float) -> FromTorch:
+    """A schedule from a torch `LRScheduler`, stepped once per applied update.
+
+    Args:
+        factory: `factory(optimizer) -> LRScheduler`; schedulers that need a metric don't fit.
+        lr: the optimizer's base rate.
+
+    Example: `from_torch_scheduler(lambda opt: torch.optim.lr_scheduler.StepLR(opt, 30), lr=0.1)`.
+    """
+    return FromTorch(factory, lr)
+
+
+def as_schedule(lr: Any) -> Schedule:
+    """A schedule of a number or of a callable.
+
+    Raises:
+        ArgumentError: it is neither, or a negative number.
+    """
+    if callable(lr):
+        return lr
+    if isinstance(lr, int | float) and not isinstance(lr, bool) and lr >= 0:
+        return constant(float(lr))
+    raise ArgumentError(
+        f"a learning rate is a number or a function of updates, not {lr!r}",
+        where="lr=",
+        fix="lr=3e-4, or lr=fa.warmup_cosine(3e-4, warmup=100, total=1_000)",
+    )

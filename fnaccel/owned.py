@@ -1,0 +1,270 @@
+"""What a train step owns between calls: the engine, the optimizers, the trees that states show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch, tree
+from fnaccel.engine import Engine
+from fnaccel.errors import CapabilityError, TreeMismatchError
+from fnaccel.lowering import Lowered
+from fnaccel.mesh import Mesh
+from fnaccel.state import Seed, TrainState
+from fnaccel.strategies.construct import Built, freeze, release
+from fnaccel.strategies.distribute import Distributed
+from fnaccel.strategies.engines import Interpreter, Request
+from fnaccel.transforms.compilation import Compile
+from fnaccel.updating import Optimizers, Updater
+from fnaccel.whole_step import whole_step
+
+
+class Owned:
+    """Engine, optimizers and the trees of handles, between one call and the next."""
+
+    def __init__(self, engine: Engine, built: Built, lowered: Lowered, optimizers: Optimizers | None) -> None:
+        self.engine = engine
+        self._built = built
+        self._lowered = lowered
+        self._trains = optimizers is not None
+        self._nested = None not in built.modules
+        self._mode: bool | None = None
+        self._empty = built.empty and any(
+            bool(torch.isnan(_torch.local_of(p)).all()) for p in engine.parameters.values() if p.numel()
+        )
+        self.updater = Updater(engine, optimizers or {}, on_device=lowered.skips)
+        if lowered.ema is not None:
+            engine.averages.extend(leaf.shard.clone() for leaf in engine.leaves)
+        self.params = self._show(engine.parameters)
+        self.opt = self._show(self.updater.slots)
+        self.ema = self._show_averages() if lowered.ema is not None else None
+        self._buffer_slots = [
+            (module, attribute, name if key is None else f"{key}/{name}")
+            for key, root in built.modules.items()
+            for name, module, attribute in _buffers_of(root)
+        ]
+        self.buffers = self._show(engine.buffers)
+
+    def _show(self, flat: dict[str, Any]) -> dict[str, Any]:
+        """Names as the state shows them: by model first where there are several."""
+        if not self._nested:
+            return dict(flat)
+        found: dict[str, dict[str, Any]] = {str(key): {} for key in self._built.modules}
+        for name, value in flat.items():
+            key, _, rest = name.partition("/")
+            found[key][rest] = value
+        return found
+
+    def _show_averages(self) -> dict[str, Any]:
+        pairs = zip(self.engine.leaves, self.engine.averages, strict=True)
+        return self._show({leaf.name: leaf.like(average) for leaf, average in pairs})
+
+    def first_state(self, seed: int, extras: Any) -> TrainState:
+        """The state before step 0."""
+        device = self.engine.mesh.world.device
+        scale: dict[str, torch.Tensor] | None = None
+        if self._lowered.precision.scaled:
+            scale = {
+                "scale": torch.tensor(self._lowered.precision.init_scale, device=device),
+                "growth": torch.zeros((), dtype=torch.int32, device=device),
+                "weight": torch.ones((), device=device),
+            }
+        updates: Any = torch.zeros((), device=device) if self._lowered.skips else 0
+        return TrainState(
+            step=0,
+            updates=updates,
+            params=self.params,
+            buffers=self.buffers,
+            opt=self.opt,
+            scale=scale,
+            ema=self.ema,
+            rng=Seed(seed),
+            extras=extras,
+            transforms={name: init(self.engine.parameters) for name, init in self._lowered.inits},
+        )
+
+    def check_ready(self) -> None:
+        """Raise CapabilityError where there is nothing to train, or with what."""
+        if not self._trains:
+            raise CapabilityError(
+                "this train step has no optimizer, so it can't be called",
+                where="fa.train_step(optimizer=None)",
+                fix="give an optimizer; or use train_step.look(state, fn), or lend it with given={...}",
+            )
+        if self._empty:
+            raise CapabilityError(
+                'the model was built without values (init="meta") and none were restored',
+                where="train_step(state, batch)",
+                fix="state = fa.restore(directory, like=state), or fa.fsdp(init='seeded')",
+            )
+
+    def train(self, mode: bool = True) -> None:  # noqa: FBT001, FBT002 - as nn.Module.train
+        """Put the modules in training or evaluation mode, where they are not."""
+        mode = mode and self._trains
+        if self._mode is not mode:
+            for module in self.engine.modules:
+                module.train(mode)
+            self._mode = mode
+
+    def current_buffers(self) -> dict[str, Any]:
+        """The buffers; a module may have put a new tensor in the place of an old one."""
+        flat = self.engine.buffers
+        changed = False
+        for module, attribute, name in self._buffer_slots:
+            value = module._buffers[attribute]  # noqa: SLF001 - nn.Module has no public way to read one slot
+            if value is not flat[name]:
+                flat[name] = value
+                changed = True
+        if changed:
+            self.buffers = self._show(flat)
+        return self.buffers
+
+    def move_scale(self, scale: dict[str, torch.Tensor], skip: Any, weight: Any) -> None:
+        """Grow or shrink the loss scale in place, and keep the weight for the next step."""
+        policy = self._lowered.precision
+        _torch.amp_update_scale_(
+            scale["scale"], scale["growth"], skip, policy.growth, policy.backoff, policy.interval
+        )
+        scale["weight"].copy_(torch.as_tensor(weight).clamp(min=1e-12))
+
+    def absorb(self, state: TrainState) -> TrainState:
+        """Copy a state's values into the tensors owned here; a state that shows those tensors.
+
+        Raises:
+            TreeMismatchError: every path that differs; nothing was changed.
+        """
+        mine = self.shown(state)
+        pairs = _matched(mine, state)
+        with torch.no_grad():
+            for target, source in pairs:
+                if target is not source:
+                    target.copy_(source)
+        self.restored()
+        return mine
+
+    def shown(self, state: TrainState) -> TrainState:
+        """A state with the values of `state` on the host, and the tensors owned here."""
+        first = self.first_state(state.rng.root, state.extras)
+        return TrainState(
+            step=state.step,
+            updates=first.updates if isinstance(first.updates, torch.Tensor) else int(state.updates),
+            params=self.params,
+            buffers=self.current_buffers(),
+            opt=self.opt,
+            scale=first.scale,
+            ema=self.ema,
+            rng=state.rng,
+            data=state.data,
+            extras=state.extras,
+            transforms=tree.map_tensors(torch.clone, state.transforms),
+        )
+
+    def restored(self) -> None:
+        """Note that the parameters hold values now."""
+        self._empty = False
+
+    def swap_averages(self) -> None:
+        """Exchange parameters and their averages in place; twice puts them back."""
+        with torch.no_grad():
+            for leaf, average in zip(self.engine.leaves, self.engine.averages, strict=True):
+                kept = leaf.shard.clone()
+                leaf.shard.copy_(average)
+                average.copy_(kept)
+
+    def close(self) -> None:
+        """Free the engine and let others own the modules."""
+        self.engine.close()
+        release(self._built)
+
+
+def _buffers_of(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
+    wanted = dict(root.named_buffers())
+    found: list[tuple[str, torch.nn.Module, str]] = []
+    for prefix, module in root.named_modules():
+        for attribute in module._buffers:  # noqa: SLF001
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if name in wanted:
+                found.append((name, module, attribute))
+    return found
+
+
+def _matched(mine: TrainState, other: TrainState) -> list[tuple[Any, Any]]:
+    """Pairs of tensors to copy.
+
+    Raises:
+        TreeMismatchError: paths, shapes or dtypes differ.
+    """
+    targets, sources = dict(tree.items(mine)), dict(tree.items(other))
+    problems = [f"{path} is missing" for path in targets.keys() - sources.keys()]
+    problems += [f"{path} is unknown" for path in sources.keys() - targets.keys()]
+    pairs: list[tuple[Any, Any]] = []
+    for path in targets.keys() & sources.keys():
+        target, source = targets[path], sources[path]
+        if not isinstance(target, torch.Tensor) or target is source:
+            continue
+        if not isinstance(source, torch.Tensor):
+            problems.append(f"{path} is {type(source).__name__}, not a tensor")
+        elif target.shape != source.shape or target.dtype != source.dtype:
+            problems.append(
+                f"{path} is {list(source.shape)} {source.dtype}, not {list(target.shape)} {target.dtype}"
+            )
+        else:
+            pairs.append((target, source))
+    if problems:
+        raise TreeMismatchError(
+            f"the state differs from what this train step holds: {'; '.join(sorted(problems))}",
+            where="train_step.adopt",
+            fix="adopt a state of the same models, optimizer and transforms",
+        )
+    return pairs
+
+
+def assemble(
+    interpret: Interpreter,
+    distributed: Distributed,
+    optimizers: Optimizers | None,
+    lowered: Lowered,
+    mesh: Mesh,
+    frozen: tuple[str, ...],
+    seed: int,
+) -> Owned:
+    """Build modules, engine and optimizers; what fails leaves the modules free."""
+    made: list[Built] = []
+
+    def prepare(built: Built) -> None:
+        made.append(built)
+        if optimizers is None:
+            for _, param in built.named("parameters"):
+                param.requires_grad_(False)
+        freeze(built, frozen)
+        for module in built.modules.values():
+            if lowered.precision.param is not torch.float32:
+                module.to(lowered.precision.param)
+            for name, hook in lowered.modules:
+                hook.on_module(module, f"transform {name}")
+
+    try:
+        engine, built = interpret(
+            Request(
+                strategy=distributed.strategy,
+                mesh=mesh,
+                model=distributed.model,
+                seed=seed,
+                precision=lowered.precision,
+                prepare=prepare,
+            )
+        )
+        if lowered.compile is not None and lowered.compile.scope == "step":
+            engine = _whole(engine, lowered, lowered.compile)
+        return Owned(engine, built, lowered, optimizers)
+    except BaseException:
+        for built in made:
+            release(built)
+        raise
+
+
+def _whole(engine: Engine, lowered: Lowered, settings: Compile) -> Engine:
+    return attrs.evolve(engine, whole=whole_step(engine, lowered.loss, settings))
+

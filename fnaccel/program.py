@@ -1,0 +1,363 @@
+"""`train_step`: a step lowered on an engine, as a function `(state, batch) -> (state, metrics)`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import attrs
+import torch
+
+from fnaccel import _torch
+from fnaccel.collectives import gather_objects
+from fnaccel.engine import Call, Engine
+from fnaccel.errors import ArgumentError, CapabilityError, OwnershipError, UnleasedStateError
+from fnaccel.lending import Given, lend
+from fnaccel.lowering import Lowered, lower, micro_batches
+from fnaccel.mesh import Mesh, build, resolve
+from fnaccel.owned import Owned, assemble
+from fnaccel.plan import Plan, compare, host_reads, make_plan
+from fnaccel.state import Lease, Position, TrainState, donate, lease, lease_of
+from fnaccel.step import Info, Step, as_step, freeze
+from fnaccel.strategies.distribute import Distributed
+from fnaccel.strategies.engines import interpreter_of
+from fnaccel.transforms.compilation import check_compiled
+from fnaccel.updating import Optimizers, by_model, takes_tensors
+from fnaccel.world import World, current
+
+Rng = Literal["fold", "stream"]
+
+
+@attrs.frozen(kw_only=True)
+class Description:
+    """What a train step was made of."""
+
+    step: Step
+    distributed: Distributed
+    optimizers: Optimizers | None
+    frozen: tuple[str, ...]
+    rng: Rng
+
+
+class TrainStep:
+    """A compiled `train_step(state, batch) -> (state, metrics)`; made by `fa.train_step`.
+
+    Attributes:
+        plan: what it will do, in order; print it.
+        mesh: how the ranks lie; `train_step.mesh["batch"]` goes where `over=` is asked for.
+    """
+
+    def __init__(self, described: Description, lowered: Lowered, plan: Plan, mesh: Mesh) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self._described = described
+        self._lowered = lowered
+        self._owned: Owned | None = None
+        self._lease = Lease(self)
+        self._compiled_before: int | None = None
+        self._closed = False
+        self._call: Callable[..., Any] = self._run
+        for wrap in lowered.calls:
+            self._call = wrap(self._call)
+
+    def __repr__(self) -> str:
+        return f"TrainStep({self.plan.title}, {self._described.distributed.strategy})"
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs it.
+
+        Raises:
+            OwnershipError: before `init`, or after `close`.
+        """
+        return self._parts().engine
+
+    def _parts(self) -> Owned:
+        if self._owned is None:
+            raise OwnershipError(
+                "this train step was closed" if self._closed else "this train step has no parameters yet",
+                where=repr(self),
+                fix="make a new one" if self._closed else "state = train_step.init(seed=0) first",
+            )
+        return self._owned
+
+    def init(self, seed: int = 0, *, extras: Any = None) -> TrainState:
+        """Build the model, shard it, make all optimizer state, and lease the first state.
+
+        Values are those of `torch.manual_seed(seed)` and the factory, on every strategy.
+
+        Args:
+            seed: root of initial values and of all later randomness.
+            extras: any pytree of yours to keep in the state.
+
+        Raises:
+            PlanMismatchError: ranks hold different plans; nothing was built.
+            OwnershipError: the model is in use, or this train step holds a built module already.
+        """
+        if self._closed:
+            self._parts()
+        world = self.mesh.world
+        if world.size > 1:
+            compare(self.plan, functools.partial(gather_objects, world=world))
+        if self._owned is not None:
+            self._forget()
+        described = self._described
+        self._owned = assemble(
+            interpreter_of(described.distributed.strategy),
+            described.distributed,
+            described.optimizers,
+            self._lowered,
+            self.mesh,
+            described.frozen,
+            seed,
+        )
+        self._compiled_before = None
+        return lease(self._owned.first_state(seed, extras), self._lease)
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Copy a state's values into the parameters that are trained, and lease the result.
+
+        Takes any state of the same architecture: made by `evolve` or a tree map, or a snapshot.
+        The state that was live before is donated.
+
+        Raises:
+            TreeMismatchError: every path, shape and dtype that differs; nothing was changed.
+            StaleStateError: `state` was donated.
+        """
+        owned = self._parts()
+        if state is self._lease.live:
+            return state
+        made = owned.absorb(state)
+        return self.succeed(made)
+
+    def succeed(self, state: TrainState) -> TrainState:
+        """Lease a state that holds this train step's own tensors; the one before is donated."""
+        if self._lease.live is not None and self._lease.live is not state:
+            donate(self._lease.live)
+        return lease(state, self._lease)
+
+    def __call__(
+        self, state: TrainState, batch: Any, *, given: Mapping[str, TrainState] | None = None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """One update.
+
+        Args:
+            state: the live state; it is donated.
+            batch: this rank's rows (any pytree), a `fa.Batch`, or a `fa.Window` of micro-batches.
+            given: states of other train steps; the loss gets their models as its third argument.
+
+        Returns:
+            The next state, and metrics: `loss`, `weight`, `lr`, what transforms record, and aux.
+            Tensors among them stay on the device until they are read.
+
+        Raises:
+            StaleStateError, UnleasedStateError: not the live state.
+            MicroBatchError, LossError: see there; the state stays live.
+        """
+        return self._call(state, batch, given=given)
+
+    def _run(
+        self, state: TrainState, batch: Any, *, given: Mapping[str, TrainState] | None = None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        owned = self._parts()
+        if lease_of(state, "train_step(state, batch)") is not self._lease:
+            raise UnleasedStateError(
+                "this state belongs to another train step",
+                where=repr(self),
+                fix="pass each train step its own state; lend others with given={...}",
+            )
+        owned.check_ready()
+        lowered = self._lowered
+        micros, position = micro_batches(batch, lowered.micro_batches, self.mesh.world.device)
+        if lowered.compile is not None and self._compiled_before is None:
+            self._compiled_before = _torch.compiled_graphs()
+        owned.train()
+        lent = None if given is None else lend(given, self)
+        grads, report = self._gradients(owned, state, micros, lent)
+        metrics = report.finish()
+        info = Info(
+            step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__
+        )
+        transforms = state.transforms
+        if lowered.gradients:
+            transforms = dict(transforms)
+            for name, hook in lowered.gradients:
+                transforms[name] = hook.on_gradients(grads, transforms.get(name), info)
+        if lowered.precision.scaled:
+            grads.skip_where_nonfinite()
+        return self._update(owned, state, position, grads, metrics, info, transforms)
+
+    def _gradients(self, owned: Owned, state: TrainState, micros: Any, lent: Given | None) -> Any:
+        scale = state.scale
+        call = Call(
+            root=-1 if self._described.rng == "stream" else state.rng.root,
+            step=state.step,
+            scale=None if scale is None else scale["scale"],
+            last_weight=None if scale is None else scale["weight"],
+            given=lent,
+        )
+        if lent is None:
+            found = owned.engine.grads(self._lowered.loss, micros, call)
+        else:
+            with lent.frozen():
+                found = owned.engine.grads(self._lowered.loss, micros, call)
+        if self._compiled_before is not None and state.step == 0:
+            check_compiled(self._compiled_before, repr(self))
+        return found
+
+    def _update(
+        self,
+        owned: Owned,
+        state: TrainState,
+        position: Position | None,
+        grads: Any,
+        metrics: dict[str, Any],
+        info: Info,
+        transforms: Any,
+    ) -> tuple[TrainState, dict[str, Any]]:
+        step, updates, scale, extras = state.step, state.updates, state.scale, state.extras
+        data = state.data if position is None else position
+        rng = state.rng
+        donate(state)
+        metrics.update(owned.updater.apply(grads, updates))
+        if grads.skip is None:
+            after = updates + 1
+        else:
+            after = updates + (1.0 - grads.skip)
+            metrics["skipped"] = grads.skip
+            info = attrs.evolve(info, skip=grads.skip)
+        if scale is not None:
+            metrics["loss_scale"] = scale["scale"].clone()
+            owned.move_scale(scale, grads.skip, metrics["weight"])
+        owned.engine.clear()
+        if self._lowered.updates:
+            transforms = dict(transforms)
+            for name, hook in self._lowered.updates:
+                transforms[name] = hook.on_update(owned.engine, transforms.get(name), info)
+        following = TrainState(
+            step=step + 1,
+            updates=after,
+            params=owned.params,
+            buffers=owned.current_buffers(),
+            opt=owned.opt,
+            scale=scale,
+            ema=owned.ema,
+            rng=rng,
+            data=data,
+            extras=extras,
+            transforms=transforms,
+        )
+        return lease(following, self._lease), metrics
+
+    def look(self, state: TrainState, fn: Callable[..., Any], *args: Any, train: bool = False) -> Any:
+        """`fn(model, *args)` without gradients, under the step's precision; nothing is donated.
+
+        Every rank must call it: a sharded model is gathered for it.
+
+        Args:
+            state: the live state.
+            fn: any function of the model, such as sampling.
+            args: what it takes besides.
+            train: run the model in training mode (dropout on).
+
+        Raises:
+            StaleStateError, UnleasedStateError: not the live state.
+        """
+        owned = self._parts()
+        lease_of(state, "train_step.look(state, fn)")
+        owned.train(train)
+        policy = self._lowered.precision
+        chosen = policy(fn) if policy.autocast else fn
+        return owned.engine.look(chosen, *args)
+
+    @contextlib.contextmanager
+    def averaged(self, state: TrainState) -> Iterator[None]:
+        """In the body the model holds the averages of `with_ema`; afterwards its own values again."""
+        owned = self._parts()
+        lease_of(state, "train_step.averaged(state)")
+        owned.swap_averages()
+        try:
+            yield
+        finally:
+            owned.swap_averages()
+
+    def close(self) -> None:
+        """Free everything: the live state is donated, gradients and hooks go, modules are released."""
+        self._forget()
+        self._closed = True
+
+    def _forget(self) -> None:
+        if self._lease.live is not None:
+            donate(self._lease.live)
+            self._lease.live = None
+        if self._owned is not None:
+            self._owned.close()
+            self._owned = None
+
+
+def train_step(
+    step: Any,
+    *,
+    model: Distributed,
+    optimizer: Any,
+    frozen: Any = (),
+    rng: Rng = "fold",
+    world: World | None = None,
+) -> TrainStep:
+    """Lower a step on a strategy: validate, order, plan. Nothing is built before `init`.
+
+    Args:
+        step: a loss function `loss_fn(model, batch[, given])`, or a Step made of one by transforms.
+        model: what `fa.distribute` returned.
+        optimizer: a description such as `fa.adamw(3e-4)`, a dict of them for a dict of models, or
+            None for a model that is only looked at or lent.
+        frozen: patterns of parameter names that are not trained.
+        rng: `"fold"` seeds each micro-batch from (seed, step, micro-batch, rank); `"stream"` leaves
+            PyTorch's generators alone.
+        world: the world; the one that `fa.start()` set by default.
+
+    Raises:
+        AxisProductError: the strategy's degrees don't make up the ranks.
+        CapabilityError: a transform that the strategy can't carry out.
+        ArgumentError: a model that was not distributed, or no optimizer description.
+
+    Example: see `fnaccel`'s README.
+    """
+    if not isinstance(model, Distributed):
+        raise ArgumentError(
+            f"model= is {type(model).__name__}, and nothing says how it lies over the ranks",
+            where="fa.train_step",
+            fix="model=fa.distribute(model, fa.local())",
+        )
+    found = current(world)
+    described = as_step(step, "fa.train_step")
+    strategy = model.strategy
+    interpreter_of(strategy)
+    mesh = build(found, resolve(strategy.degrees(), found.size, str(strategy)))
+    keys: list[str | None] = list(model.model) if isinstance(model.model, dict) else [None]
+    optimizers = None if optimizer is None else by_model(optimizer, keys)
+    patterns = freeze(frozen)
+    lowered = lower(described)
+    _check_mps(found, lowered)
+    rates = [one.lr for one in (optimizers or {}).values()]
+    notes = host_reads(described, optimizer, not all(takes_tensors(rate) for rate in rates))
+    if rng == "stream":
+        notes.append("randomness is PyTorch's own stream: it depends on the number of ranks")
+    shown = optimizers if optimizers and None not in optimizers else optimizer
+    plan = make_plan(described, model, shown, mesh, patterns, notes)
+    return TrainStep(
+        Description(step=described, distributed=model, optimizers=optimizers, frozen=patterns, rng=rng),
+        lowered,
+        plan,
+        mesh,
+    )
+
+
+def _check_mps(world: World, lowered: Lowered) -> None:
+    if world.device.type == "mps" and lowered.precision.compute is torch.float64:
+        raise CapabilityError(
+            "this device has no float64", where="fa.with_precision", fix="compute in fp32 or bf16"
+        )
+

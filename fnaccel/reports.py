@@ -1,0 +1,157 @@
+"""What a step reports: totals, weights and aux, summed over micro-batches and ranks.
+
+Everything travels in one flat all-reduce, sent before the last backward so that it overlaps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fnaccel import tree
+from fnaccel.collectives import gather
+from fnaccel.errors import LossError
+from fnaccel.loss import Concat, Mean, Sum, is_combinable
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+class Report:
+    """Collects one step's totals; `weight` and `finish()` are global once `wait()` returned."""
+
+    __slots__ = (
+        "_aux", "_concats", "_device", "_group", "_known", "_packed", "_structure", "_total",
+        "_work", "weight", "weighted",
+    )  # fmt: skip
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._total: Any = 0.0
+        self._aux: list[tuple[Any, Any]] = []
+        self._concats: list[list[torch.Tensor]] = []
+        self._structure: Any = None
+        self._packed: torch.Tensor | None = None
+        self._work: Any = None
+        self._known = False
+        self.weight: Any = 0
+        self.weighted = False
+
+    def know_weights(self, weights: list[Any]) -> None:
+        """Take the weights of all micro-batches before any forward, and sum them over ranks."""
+        total: Any = sum(weights[1:], start=weights[0])
+        if self._group is not None:
+            summed = self._double(total)
+            dist.all_reduce(summed, group=self._group)
+            total = summed
+        self.weight = total
+        self._known = True
+
+    def take(self, total: torch.Tensor, weight: Any, aux: Any, *, weighted: bool, valid: bool) -> None:
+        """Add one micro-batch; a filler counts for nothing but gives its structure."""
+        self.weighted = weighted
+        if valid:
+            self._total = _plain(total) if isinstance(self._total, float) else self._total + _plain(total)
+            if not self._known:
+                weight = _plain(weight)
+                self.weight = weight if isinstance(self.weight, int) and self.weight == 0 else self.weight + weight
+        if aux is not None:
+            self._take_aux(aux, valid=valid)
+
+    def _take_aux(self, aux: Any, *, valid: bool) -> None:
+        leaves, structure = tree.flatten(aux, is_leaf=is_combinable)
+        if self._structure is None:
+            self._structure = [leaf if isinstance(leaf, Concat) else type(leaf) for leaf in leaves], structure
+            self._aux = [(0.0, 0.0)] * len(leaves)
+            self._concats = [[] for _ in leaves]
+        elif structure != self._structure[1]:
+            raise LossError(
+                f"aux changed its structure between micro-batches: {structure} after {self._structure[1]}",
+                where="the loss function's aux",
+                fix="return the same keys for every micro-batch",
+            )
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Concat):
+                rows = _plain(leaf.value)
+                self._concats[index].append(rows if valid else rows[:0])
+            elif valid:
+                total, weight = _pair(leaf)
+                old_total, old_weight = self._aux[index]
+                self._aux[index] = (old_total + _plain(total), old_weight + _plain(weight))
+
+    def _double(self, value: Any) -> torch.Tensor:
+        dtype = torch.float32 if self._device.type == "mps" else torch.float64
+        if isinstance(value, torch.Tensor):
+            return value.detach().to(self._device, dtype, copy=True)
+        return torch.tensor(float(value), dtype=dtype, device=self._device)
+
+    def send(self) -> None:
+        """Start the all-reduce of everything collected; nothing to do on one rank."""
+        if self._group is None:
+            return
+        values = [self._total, 0.0 if self._known else self.weight]
+        for pair in self._aux:
+            values.extend(pair)
+        if any(isinstance(v, torch.Tensor) for v in values):
+            self._packed = torch.stack([self._double(v) for v in values])
+        else:
+            self._packed = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self._device)
+        self._work = dist.all_reduce(self._packed, group=self._group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the all-reduce and take the global sums."""
+        if self._work is None:
+            return
+        self._work.wait()
+        packed = self._packed
+        assert packed is not None  # noqa: S101 - sent together with the work
+        parts = packed.unbind()
+        self._total = parts[0]
+        if not self._known:
+            self.weight = parts[1]
+        self._aux = [(parts[2 + 2 * i], parts[3 + 2 * i]) for i in range(len(self._aux))]
+
+    def finish(self) -> dict[str, Any]:
+        """`{"loss": ..., "weight": ...}` and aux, as device tensors; call after `wait()`."""
+        loss = _divide(self._total, self.weight, self._device)
+        metrics: dict[str, Any] = {"loss": loss, "weight": self.weight}
+        if self._structure is None:
+            return metrics
+        kinds, structure = self._structure
+        values: list[Any] = []
+        for index, kind in enumerate(kinds):
+            total, weight = self._aux[index]
+            if isinstance(kind, Concat):
+                rows = torch.cat(self._concats[index])
+                values.append(rows if self._group is None else gather(rows, over=self._group, valid=len(rows)))
+            elif kind is Sum:
+                values.append(total)
+            else:
+                values.append(_divide(total, weight, self._device))
+        aux = tree.unflatten(structure, values)
+        return {**metrics, **aux} if isinstance(aux, dict) else {**metrics, "aux": aux}
+
+
+def _pair(leaf: Any) -> tuple[Any, Any]:
+    if isinstance(leaf, Mean):
+        return leaf.total, leaf.weight
+    if isinstance(leaf, Sum):
+        return leaf.value, 1
+    if isinstance(leaf, torch.Tensor) and leaf.dim() != 0:
+        raise LossError(
+            f"a tensor of shape {list(leaf.shape)} in aux says nothing of how it combines",
+            where="the loss function's aux",
+            fix="return fa.Concat(rows), fa.Sum(value) or fa.Mean(total, weight)",
+        )
+    return leaf, 1
+
+
+def _divide(total: Any, weight: Any, device: torch.device) -> torch.Tensor:
+    if not isinstance(total, torch.Tensor):
+        total = torch.tensor(float(total), device=device)
+    result = total if isinstance(weight, int) and weight == 1 else total / weight
+    return result.float() if result.dtype in (torch.float64, torch.bfloat16, torch.float16) else result

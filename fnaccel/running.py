@@ -1,0 +1,205 @@
+"""`scan` and `evaluate`: the two loops over data that every script writes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from fnaccel.data import Shards, open_epoch, steps_per_epoch
+from fnaccel.errors import ArgumentError, LoaderError
+from fnaccel.program import TrainStep
+from fnaccel.scoring import Scores
+from fnaccel.state import Position, TrainState
+from fnaccel.step import require
+from fnaccel.tracking import Log, Tracker
+
+
+def _check_shards(shards: Any, where: str) -> None:
+    if not isinstance(shards, Shards):
+        raise ArgumentError(
+            f"a {type(shards).__name__} says nothing of how ranks share it", where=where, fix="fa.shard(loader)"
+        )
+
+
+def scan(
+    train_step: TrainStep,
+    state: TrainState,
+    shards: Shards,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    progress: bool = False,
+    trackers: Tracker | Iterable[Tracker] = (),
+    log_every: int = 1,
+    config: Mapping[str, Any] | None = None,
+) -> Iterator[tuple[TrainState, dict[str, Any]]]:
+    """Train over the data from where the state stands, and yield each `(state, metrics)`.
+
+    Args:
+        train_step: what `fa.train_step` made.
+        state: its live state; the data goes on at `state.data`.
+        shards: what `fa.shard` made.
+        steps: stop when `state.step` reaches this, passing over the data as often as needed.
+        epochs: stop when this many epochs are complete. Without both: the rest of this epoch.
+        progress: show a bar with loss, rate and time left, on rank 0.
+        trackers: where metrics are written, by rank 0.
+        log_every: write each so many steps.
+        config: what trackers show beside the run; the plan is added.
+
+    Raises:
+        LoaderError: an epoch holds nothing.
+        ArgumentError: not shards, or bad counts.
+
+    Example: `for state, metrics in fa.scan(train_step, state, fa.shard(loader), progress=True): ...`
+    """
+    _check_shards(shards, "fa.scan")
+    require(log_every >= 1, f"log_every={log_every}", "fa.scan", "log_every is 1 or more")
+    several = (trackers,) if isinstance(trackers, Tracker) else tuple(trackers)
+    return _scan(train_step, state, shards, steps, epochs, progress, several, log_every, config or {})
+
+
+def _scan(
+    train_step: TrainStep,
+    state: TrainState,
+    shards: Shards,
+    steps: int | None,
+    epochs: int | None,
+    progress: bool,  # noqa: FBT001
+    trackers: tuple[Tracker, ...],
+    log_every: int,
+    config: Mapping[str, Any],
+) -> Iterator[tuple[TrainState, dict[str, Any]]]:
+    world = train_step.mesh.world
+    if epochs is None and steps is None:
+        epochs = state.data.epoch + 1
+    total = _total(train_step, state, shards, steps, epochs)
+    with contextlib.ExitStack() as stack:
+        show: Callable[[dict[str, float]], None] | None = None
+        bar: Any = None
+        if progress and world.is_main:
+            bar = stack.enter_context(_bar(total, state.step))
+            show = _shower(bar)
+        log: Log | None = None
+        if world.is_main and (trackers or show is not None):
+            log = Log(trackers, {**config, "plan": str(train_step.plan)}, show)
+            stack.callback(log.close)
+        while (steps is None or state.step < steps) and (epochs is None or state.data.epoch < epochs):
+            started = state.step
+            for batch in _epoch(train_step, shards, state.data):
+                state, metrics = train_step(state, batch)
+                if bar is not None:
+                    bar.update()
+                if log is not None and state.step % log_every == 0:
+                    log.put(state.step, metrics)
+                yield state, metrics
+                if steps is not None and state.step >= steps:
+                    break
+            if state.step == started:
+                state = _next_epoch(state, train_step)
+
+
+def _next_epoch(state: TrainState, train_step: TrainStep) -> TrainState:
+    """A state that stands at the end of an epoch's data goes on with the next one."""
+    if state.data.samples == 0:
+        raise LoaderError(
+            f"epoch {state.data.epoch} of the data holds no batch",
+            where="fa.scan",
+            fix='give a loader with one item or more (with remainder="drop": one full batch or more)',
+        )
+    return train_step.succeed(attrs.evolve(state, data=Position(state.data.epoch + 1)))
+
+
+def _epoch(train_step: TrainStep, shards: Shards, position: Position, **options: Any) -> Iterator[Any]:
+    mesh = train_step.mesh
+    return open_epoch(
+        shards.at(position),
+        rank=mesh.batch_rank,
+        ranks=mesh.batch_size,
+        device=mesh.world.device,
+        group=mesh.group("batch"),
+        **options,
+    )
+
+
+def _total(
+    train_step: TrainStep, state: TrainState, shards: Shards, steps: int | None, epochs: int | None
+) -> int | None:
+    if steps is not None:
+        return steps
+    each = steps_per_epoch(shards, train_step.mesh.batch_size)
+    if each is None or epochs is None or state.data.samples:
+        return None
+    return state.step + each * (epochs - state.data.epoch)
+
+
+def _bar(total: int | None, initial: int) -> Any:
+    from tqdm.auto import tqdm  # noqa: PLC0415 - only where a bar is shown
+
+    return tqdm(total=total, initial=initial, unit="step", dynamic_ncols=True)
+
+
+def _shower(bar: Any) -> Callable[[dict[str, float]], None]:
+    def show(values: dict[str, float]) -> None:
+        shown = {name: f"{values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values}
+        bar.set_postfix(shown, refresh=False)
+
+    return show
+
+
+def evaluate(
+    train_step: TrainStep,
+    state: TrainState,
+    metric_fn: Callable[[Any, Any], Any],
+    shards: Shards,
+    *,
+    ema: bool = False,
+    progress: bool = False,
+) -> Any:
+    """Metrics over all of a data set: every row counts once, whatever the ranks and the remainder.
+
+    Args:
+        train_step: whose model is evaluated (in evaluation mode, without gradients).
+        state: its live state; nothing is donated.
+        metric_fn: `metric_fn(model, batch) -> pytree` of `fa.Mean`, `fa.Sum`, `fa.Concat` (rows in
+            the order of the samples); a bare scalar is averaged over rows.
+        shards: what `fa.shard` made; its remainder rule gives way to `"keep"`.
+        ema: use the averaged parameters of `with_ema`.
+        progress: show a bar on rank 0.
+
+    Returns:
+        The pytree of `metric_fn`, combined; equal on all ranks.
+
+    Raises:
+        LoaderError: no data.
+        ArgumentError: `ema` without `with_ema`, or not shards.
+
+    Example: `fa.evaluate(train_step, state, lambda m, b: fa.Mean(correct(m, b), weight=len(b["y"])), test)`
+    """
+    _check_shards(shards, "fa.evaluate")
+    if ema and state.ema is None:
+        raise ArgumentError(
+            "there are no averaged parameters to evaluate",
+            where="fa.evaluate(ema=True)",
+            fix="step = fa.with_ema(step, 0.999)",
+        )
+    scores = Scores(train_step.mesh)
+    every = attrs.evolve(shards, window=None)
+    with contextlib.ExitStack() as stack:
+        if ema:
+            stack.enter_context(train_step.averaged(state))
+        batches: Iterable[Any] = _epoch(train_step, every, Position(), remainder="keep")
+        if progress and train_step.mesh.world.is_main:
+            bar = stack.enter_context(_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))
+            batches = _ticking(batches, bar)
+        for batch in batches:
+            scores.take(train_step.look(state, metric_fn, batch.data), batch)
+    return scores.finish()
+
+
+def _ticking(batches: Iterable[Any], bar: Any) -> Iterator[Any]:
+    for batch in batches:
+        yield batch
+        bar.update()

@@ -1,0 +1,109 @@
+"""Metrics collected over batches and ranks, exact for any remainder: the inside of `evaluate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fnaccel import tree
+from fnaccel.collectives import gather
+from fnaccel.data import Batch
+from fnaccel.errors import LoaderError, LossError
+from fnaccel.loss import Concat, Mean, Sum, is_combinable
+from fnaccel.mesh import Mesh
+
+
+class Scores:
+    """Totals, weights and rows of each leaf of what a metric function returns."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._structure: Any = None
+        self._kinds: list[type] = []
+        self._totals: list[Any] = []
+        self._weights: list[Any] = []
+        self._rows: list[list[torch.Tensor]] = []
+
+    def take(self, metrics: Any, batch: Batch) -> None:
+        """Add one batch; a filler counts for nothing."""
+        leaves, structure = tree.flatten(metrics, is_leaf=is_combinable)
+        if self._structure is None:
+            self._structure = structure
+            self._kinds = [type(leaf) for leaf in leaves]
+            self._totals = [0.0] * len(leaves)
+            self._weights = [0.0] * len(leaves)
+            self._rows = [[] for _ in leaves]
+        elif structure != self._structure:
+            raise LossError(
+                f"the metrics changed their structure between batches: {structure} after {self._structure}",
+                where="fa.evaluate",
+                fix="return the same keys for every batch",
+            )
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Concat):
+                # rows of a filler are kept out, but their shape tells ranks without rows what to send
+                self._rows[index].append(leaf.value[: batch.valid])
+            elif batch.valid:
+                total, weight = _parts(leaf, batch.valid)
+                self._totals[index] = self._totals[index] + total
+                self._weights[index] = self._weights[index] + weight
+
+    def finish(self) -> Any:
+        """The combined metrics, equal on all ranks.
+
+        Raises:
+            LoaderError: there was no batch.
+        """
+        if self._structure is None:
+            raise LoaderError("the data holds no batch", where="fa.evaluate", fix="give one item or more")
+        totals, weights = self._summed()
+        values: list[Any] = []
+        for index, kind in enumerate(self._kinds):
+            if kind is Concat:
+                values.append(self._in_order(self._rows[index]))
+            elif kind is Sum:
+                values.append(totals[index])
+            else:
+                values.append(totals[index] / weights[index])
+        return tree.unflatten(self._structure, values)
+
+    def _summed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self._mesh.world.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        flat = [torch.as_tensor(x, dtype=dtype, device=device) for x in (*self._totals, *self._weights)]
+        packed = torch.stack(flat)
+        group = self._mesh.group("batch")
+        if group is not None:
+            dist.all_reduce(packed, group=group)
+        totals, weights = packed.split(len(self._totals))
+        return totals, weights
+
+    def _in_order(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Rows in the order of the samples: batch by batch, and within a batch rank by rank."""
+        rows = torch.cat(parts)
+        group = self._mesh.group("batch")
+        if group is None:
+            return rows
+        counts = torch.tensor([[len(part) for part in parts]], device=rows.device)
+        every = gather(counts, over=group)
+        gathered = gather(rows, over=group, valid=len(rows))
+        by_rank = [ranks.split(sizes) for ranks, sizes in zip(
+            gathered.split(every.sum(dim=1).tolist()), every.tolist(), strict=True
+        )]  # fmt: skip
+        return torch.cat([part for batch in zip(*by_rank, strict=True) for part in batch])
+
+
+def _parts(leaf: Any, rows: int) -> tuple[Any, Any]:
+    if isinstance(leaf, Mean):
+        return leaf.total, leaf.weight
+    if isinstance(leaf, Sum):
+        return leaf.value, 1
+    if isinstance(leaf, torch.Tensor) and leaf.dim() != 0:
+        raise LossError(
+            f"a metric of shape {list(leaf.shape)} says nothing of how it combines",
+            where="fa.evaluate",
+            fix="return fa.Concat(rows), fa.Sum(value) or fa.Mean(total, weight)",
+        )
+    return leaf * rows, rows

@@ -1,0 +1,228 @@
+"""A step is data: a loss function and the frozen transforms that were applied to it.
+
+Only description lives here. Validation and order are in `plan`, lowering is in `program`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+
+from fnaccel.errors import ArgumentError, RepeatedTransformError
+
+
+class Phase(enum.IntEnum):
+    """When a transform acts. Across phases the library orders; within one, written order holds."""
+
+    MODULE = 0
+    FORWARD = 1
+    BACKWARD = 2
+    GRADS = 3
+    UPDATE = 4
+    CALL = 5
+
+
+class Capability(enum.StrEnum):
+    """What a transform may need of a strategy."""
+
+    MODULES = "modules"
+    GRADIENTS = "gradients"
+    PARAMETERS = "parameters"
+    COMPILE_BLOCK = "compile block"
+    COMPILE_LOSS = "compile loss"
+    COMPILE_STEP = "compile step"
+
+
+EVERYTHING = frozenset(Capability)
+
+
+@runtime_checkable
+class ModuleHook(Protocol):
+    """A MODULE record: changes modules in place, before they are sharded."""
+
+    def on_module(self, module: Any, where: str) -> None:
+        """Change `module`; `where` is for messages."""
+        ...
+
+
+@runtime_checkable
+class GradientHook(Protocol):
+    """A GRADS record of the library: works on the gradients where they lie."""
+
+    def on_gradients(self, grads: Any, own: Any, info: Any) -> Any:
+        """Change `grads` (an `engine.Gradients`) and return the transform's next state."""
+        ...
+
+
+@runtime_checkable
+class UpdateHook(Protocol):
+    """An UPDATE record of the library: acts after the parameters changed."""
+
+    def on_update(self, engine: Any, own: Any, info: Any) -> Any:
+        """Return the transform's next state; `info.skip` is 1 where the update was skipped."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class Info:
+    """What a GRADS or UPDATE transform is told of the call it acts in.
+
+    Attributes:
+        step: calls before this one.
+        updates: updates applied before this one (an int, or a tensor where they may be skipped).
+        params: parameters by canonical name.
+        record: `record(name, value)` puts a value into the metrics.
+        skip: 0-d tensor, 1 where the update is skipped; None where that can't be.
+    """
+
+    step: int
+    updates: Any
+    params: Any
+    record: Callable[[str, Any], None]
+    skip: Any = None
+
+
+@attrs.frozen
+class Transform:
+    """One record in the description of a step; also how users add transforms of their own.
+
+    Args:
+        name: unique in a step, unless `repeatable`; its state is `state.transforms[name]`.
+        phase: when it acts, and so what `apply` is:
+            MODULE   `apply(model) -> None`, in place, before the model is sharded;
+            FORWARD  `apply(loss_fn) -> loss_fn`;
+            GRADS    `apply(grads, own, info) -> (grads, own)`, dicts of tensors by parameter name;
+            UPDATE   `apply(params, own, info) -> own`, after the update, parameters by name;
+            CALL     `apply(call) -> call`, around `call(state, batch) -> (state, metrics)`.
+        init: `init(params) -> own`, the transform's own state, a pytree of tensors and numbers.
+        needs: what the strategy must be able to do.
+        repeatable: whether a step may hold several.
+
+    Raises:
+        ArgumentError: a phase that is the engine's own (BACKWARD).
+
+    Example:
+        noise = fa.Transform("noise", fa.Phase.GRADS, apply=add_noise)
+        step = noise(step)
+    """
+
+    name: str
+    phase: Phase = attrs.field(converter=Phase)
+    apply: Any = attrs.field(kw_only=True)
+    init: Callable[[Any], Any] | None = attrs.field(default=None, kw_only=True)
+    needs: frozenset[Capability] = attrs.field(
+        factory=frozenset, converter=lambda names: frozenset(map(Capability, names)), kw_only=True
+    )
+    repeatable: bool = attrs.field(default=False, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        if self.phase is Phase.BACKWARD and not attrs.has(type(self.apply)):
+            raise ArgumentError(
+                f"transform {self.name!r} asks for the BACKWARD phase, which is the engine's own",
+                where="fa.Transform",
+                fix="act on the loss (FORWARD) or on the gradients (GRADS)",
+            )
+
+    def __call__(self, step: Any) -> Step:
+        """Append this record to a step or to a plain loss function."""
+        return append(step, self)
+
+    def describe(self) -> str:
+        """What the plan prints beside the name."""
+        if hasattr(self.apply, "describe"):
+            return str(self.apply.describe())
+        if attrs.has(type(self.apply)):
+            return describe_fields(self.apply)
+        return f"{getattr(self.apply, '__module__', '?')}:{getattr(self.apply, '__qualname__', self.apply)}"
+
+
+def describe_fields(record: Any) -> str:
+    """`a=1, b='x'` for a frozen record."""
+    pairs = ((f.name.lstrip("_"), getattr(record, f.name)) for f in attrs.fields(type(record)))
+    return ", ".join(f"{name}={_short(value)}" for name, value in pairs)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    return str(value) if str(value).startswith("torch.") else repr(value)
+
+
+@attrs.frozen
+class Step:
+    """A loss function and its transforms, in the order they were written.
+
+    Calling it runs the forward under its FORWARD transforms, for debugging.
+    """
+
+    loss_fn: Callable[..., Any]
+    transforms: tuple[Transform, ...] = ()
+
+    def __call__(self, model: Any, batch: Any, *given: Any) -> Any:
+        """The loss of one batch on a plain module: no gradients are averaged, nothing is updated."""
+        return self.forward()(model, batch, *given)
+
+    def forward(self) -> Callable[..., Any]:
+        """The loss function under its FORWARD transforms, the first written innermost."""
+        fn = self.loss_fn
+        for transform in self.transforms:
+            if transform.phase is Phase.FORWARD:
+                fn = transform.apply(fn)
+        return fn
+
+    def find(self, kind: type) -> Any:
+        """The record of one class among the transforms, or None."""
+        return next((t.apply for t in self.transforms if isinstance(t.apply, kind)), None)
+
+    def in_phase(self, phase: Phase) -> tuple[Transform, ...]:
+        """The transforms of one phase, in written order."""
+        return tuple(t for t in self.transforms if t.phase is phase)
+
+
+def as_step(step: Any, where: str) -> Step:
+    """A Step of a Step or of a plain function.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if isinstance(step, Step):
+        return step
+    if not callable(step):
+        raise ArgumentError(
+            f"a step is a function loss_fn(model, batch), not {type(step).__name__}",
+            where=where,
+            fix="pass the loss function itself, before any call",
+        )
+    return Step(step)
+
+
+def append(step: Any, transform: Transform) -> Step:
+    """A step with one more transform.
+
+    Raises:
+        RepeatedTransformError: it is there already and not repeatable.
+    """
+    base = as_step(step, f"fa.{transform.name}")
+    if any(t.name == transform.name for t in base.transforms) and not transform.repeatable:
+        raise RepeatedTransformError(
+            f"{transform.name} was applied twice",
+            where=f"step with {', '.join(t.name for t in base.transforms)}",
+            fix=f"apply {transform.name} once, with the setting you want",
+        )
+    return Step(base.loss_fn, (*base.transforms, transform))
+
+
+def require(condition: bool, what: str, where: str, fix: str) -> None:  # noqa: FBT001
+    """Raise ArgumentError unless `condition` holds."""
+    if not condition:
+        raise ArgumentError(what, where=where, fix=fix)
+
+
+def freeze(names: Iterable[str] | str) -> tuple[str, ...]:
+    """A tuple of names from one name or several."""
+    return (names,) if isinstance(names, str) else tuple(names)

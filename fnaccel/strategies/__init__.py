@@ -1,0 +1,15 @@
+"""Strategies: products of axes, one axis a file, and the interpreters that make engines of them."""
+
+from fnaccel.strategies import fsdp_engine as _fsdp_engine
+from fnaccel.strategies import local as _local
+from fnaccel.strategies.ddp import ddp as ddp
+from fnaccel.strategies.distribute import Distributed as Distributed
+from fnaccel.strategies.distribute import distribute as distribute
+from fnaccel.strategies.fsdp import fsdp as fsdp
+from fnaccel.strategies.fsdp import hsdp as hsdp
+from fnaccel.strategies.hooks import powersgd as powersgd
+from fnaccel.strategies.local import local as local
+from fnaccel.strategies.strategy import Strategy as Strategy
+from fnaccel.strategies.strategy import strategy as strategy
+
+_INTERPRETERS = (_local, _fsdp_engine)  # importing them registers them

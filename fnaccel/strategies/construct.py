@@ -1,0 +1,136 @@
+"""From a model or a factory to modules on a device: seeded, from rank 0, or without values."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+from unittest import mock
+
+import attrs
+import torch
+from torch import nn
+
+from fnaccel.errors import ArgumentError, OwnershipError, nearest
+
+Init = Literal["seeded", "rank0", "meta"]
+
+_owned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class Host(nn.Module):
+    """The module whose forward runs any function of the model.
+
+    A strategy arms its hooks on this one forward, so a loss may call what it likes on the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.target = nn.ModuleDict(model) if isinstance(model, dict) else model
+        self._view = model
+
+    def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """`fn(model, *args)`, where model is the user's module or dict of modules."""
+        return fn(self._view, *args)
+
+
+@attrs.frozen(kw_only=True)
+class Built:
+    """Modules ready for a strategy: `model` as the loss sees it, and by key (`None`: only one)."""
+
+    model: Any
+    modules: dict[str | None, nn.Module]
+    host: Host
+    empty: bool = False
+
+    def named(self, what: str) -> Iterator[tuple[str, Any]]:
+        """(canonical name, tensor) of `"parameters"` or `"buffers"`, the model's key first."""
+        for key, module in self.modules.items():
+            for name, value in getattr(module, f"named_{what}")():
+                yield (name if key is None else f"{key}/{name}"), value
+
+
+def construct(model: Any, seed: int, *, empty: bool = False) -> Built:
+    """Build the modules on the CPU, as `torch.manual_seed(seed)` and the factory would.
+
+    Args:
+        model: a factory, a module, or a dict of them.
+        seed: what torch's generator is seeded with while factories run.
+        empty: make parameters on the meta device (buffers keep their values).
+
+    Raises:
+        OwnershipError: a module that another train step owns, or one module under two keys.
+        ArgumentError: a factory that returns no module.
+    """
+    parts = model if isinstance(model, dict) else {None: model}
+    modules: dict[str | None, nn.Module] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for key, source in parts.items():
+            modules[key] = _one(source, key, empty=empty)
+    seen: set[int] = set()
+    for module in modules.values():
+        if module in _owned or id(module) in seen:
+            raise OwnershipError(
+                f"this {type(module).__name__} is owned by another train step",
+                where="train_step.init",
+                fix="give a factory (a class or lambda), or call close() on the train step that owns it",
+            )
+        seen.add(id(module))
+    for module in modules.values():
+        _owned.add(module)
+    whole: Any = modules[None] if None in modules else dict(modules)
+    return Built(model=whole, modules=modules, host=Host(whole), empty=empty)
+
+
+def _one(source: Any, key: str | None, *, empty: bool) -> nn.Module:
+    if isinstance(source, nn.Module):
+        return source
+    with _meta_parameters() if empty else contextlib.nullcontext():
+        made = source()
+    if not isinstance(made, nn.Module):
+        raise ArgumentError(
+            f"the factory of model {key or ''} returned {type(made).__name__}, not a module".replace("  ", " "),
+            where="train_step.init",
+            fix="return the torch.nn.Module from the factory",
+        )
+    return made
+
+
+@contextlib.contextmanager
+def _meta_parameters() -> Iterator[None]:
+    """Send parameters to the meta device as they are registered; buffers stay real."""
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = type(param)(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    with mock.patch.object(nn.Module, "register_parameter", register_empty):
+        yield
+
+
+def freeze(built: Built, patterns: tuple[str, ...]) -> None:
+    """Take the gradient from parameters whose canonical name matches a pattern.
+
+    Raises:
+        ArgumentError: a pattern matches nothing.
+    """
+    named = dict(built.named("parameters"))
+    for pattern in patterns:
+        matched = fnmatch.filter(named, pattern)
+        if not matched:
+            raise ArgumentError(
+                f"the pattern {pattern!r} matches no parameter", where="frozen=", fix=nearest(pattern, named)
+            )
+        for name in matched:
+            named[name].requires_grad_(False)
+
+
+def release(built: Built) -> None:
+    """Let another train step own these modules."""
+    for module in built.modules.values():
+        _owned.discard(module)

@@ -1,0 +1,141 @@
+"""`ddp()`: every rank holds the whole model, gradients are averaged in buckets during backward.
+
+torch's DistributedDataParallel does the work (https://docs.pytorch.org/docs/stable/notes/ddp.html);
+it wraps the host module, so the loss may call any method of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fnaccel import _torch
+from fnaccel.engine import Engine
+from fnaccel.errors import CapabilityError, UnknownNameError, nearest
+from fnaccel.mesh import ensure_group
+from fnaccel.step import Capability, require
+from fnaccel.strategies.construct import Built, construct
+from fnaccel.strategies.engines import Request, interpreter
+from fnaccel.strategies.hooks import HOOKS, Hook, register
+from fnaccel.strategies.local import place, whole_engine
+from fnaccel.strategies.strategy import Strategy, check_degree, maker
+
+_REDUCE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@attrs.frozen
+class Ddp:
+    """The axis `dp_replicate`; see `ddp`."""
+
+    axis: ClassVar[str] = "dp_replicate"
+    maker: ClassVar[str] = "ddp"
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {Capability.COMPILE_STEP}
+
+    degree: int = -1
+    bucket_mb: float | None = None
+    static_graph: bool = False
+    unused_parameters: bool = False
+    sync_buffers: bool = True
+    hook: Hook | None = None
+
+
+@maker
+def ddp(
+    degree: int = -1,
+    *,
+    bucket_mb: float | None = None,
+    static_graph: bool = False,
+    unused_parameters: bool = False,
+    sync_buffers: bool = True,
+    hook: Any = None,
+) -> Strategy:
+    """Replicate the model and average gradients (Li et al. 2020).
+
+    Args:
+        degree: how many replicas; -1 takes the ranks that are left.
+        bucket_mb: size of a gradient bucket in MiB; torch's choice by default.
+        static_graph: the same parameters get gradients every step (allows more overlap).
+        unused_parameters: search each step for parameters that get no gradient.
+        sync_buffers: broadcast buffers from the first replica before each forward.
+        hook: communication hook: `"fp16"`, `"bf16"`, `"powersgd"`, `"batched_powersgd"`, a wrapper
+            such as `"fp16+powersgd"`, or `fa.powersgd(...)` with its settings.
+
+    Raises:
+        ArgumentError: a degree or bucket size that can't be.
+        UnknownNameError: no such hook.
+
+    Example: `fa.distribute(GPT, fa.ddp(hook="bf16"))`.
+    """
+    check_degree(degree, "fa.ddp")
+    require(
+        bucket_mb is None or bucket_mb > 0,
+        f"a bucket can't hold {bucket_mb} MiB",
+        "fa.ddp",
+        "bucket_mb is positive, or None",
+    )
+    if isinstance(hook, str):
+        if hook not in HOOKS:
+            raise UnknownNameError(f"no hook is called {hook!r}", where="fa.ddp", fix=nearest(hook, HOOKS))
+        hook = Hook(hook)
+    require(
+        hook is None or isinstance(hook, Hook), f"a hook is not {type(hook).__name__}", "fa.ddp", 'hook="bf16"'
+    )
+    return Strategy((Ddp(degree, bucket_mb, static_graph, unused_parameters, sync_buffers, hook),))
+
+
+@interpreter(Ddp)
+def build_ddp(request: Request) -> tuple[Engine, Built]:
+    """The engine of replicas; without a wrapper where there is one replica and no hook."""
+    options: Ddp = request.strategy.find(Ddp)
+    mesh = request.mesh
+    built = construct(request.model, request.seed)
+    place(built, request)
+    hook = options.hook
+    if hook is None and request.precision.reduce in _REDUCE:
+        hook = Hook(_REDUCE[request.precision.reduce])
+    trainable = any(p.requires_grad for _, p in built.named("parameters"))
+    if not trainable or (mesh.batch_size == 1 and hook is None):
+        return whole_engine("ddp", built, request), built
+    ensure_group(mesh.world)
+    wrapped = DistributedDataParallel(
+        built.host,
+        process_group=mesh.group("batch") or dist.group.WORLD,
+        bucket_cap_mb=options.bucket_mb,
+        static_graph=options.static_graph,
+        find_unused_parameters=options.unused_parameters,
+        **_torch.buffer_sync(options.sync_buffers),
+        gradient_as_bucket_view=True,
+    )
+    if hook is not None:
+        register(hook, wrapped)
+    engine = whole_engine(
+        "ddp",
+        built,
+        request,
+        run=_guarded(wrapped),
+        sync=lambda communicate: contextlib.nullcontext() if communicate else wrapped.no_sync(),
+        averaged=mesh.batch_size,
+    )
+    return engine, built
+
+
+def _guarded(wrapped: DistributedDataParallel) -> Callable[..., Any]:
+    def run(fn: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return wrapped(fn, *args)
+        except RuntimeError as error:
+            if "finished reduction in the prior iteration" not in str(error):
+                raise
+            raise CapabilityError(
+                "some parameters got no gradient in the last step, and ddp waits for them",
+                where="fa.ddp()",
+                fix="fa.ddp(unused_parameters=True), or use every parameter in the loss",
+            ) from error
+
+    return run

@@ -1,0 +1,54 @@
+"""`distribute(model, strategy)`: a pure record of what is trained and how it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+from torch import nn
+
+from fnaccel.errors import ArgumentError, OwnershipError
+from fnaccel.strategies.strategy import Strategy, strategy
+
+Model = nn.Module | Callable[[], nn.Module]
+
+
+@attrs.frozen
+class Distributed:
+    """A model (or a dict of models) and the strategy it is trained under; nothing is built yet."""
+
+    model: Any
+    strategy: Strategy
+
+
+def distribute(model: Any, strategy_: Strategy | str, /) -> Distributed:
+    """Say how a model lies over the ranks; pure, nothing is built or moved.
+
+    Args:
+        model: a factory (a class or a function without arguments, preferred), a module, or a dict
+            of either, which gives `model["name"]` in the loss.
+        strategy_: a strategy such as `fa.fsdp()`, or its name or text.
+
+    Raises:
+        ArgumentError: not a model.
+        OwnershipError: a model that is distributed already.
+        UnknownNameError: no such strategy.
+
+    Example: `fa.distribute(lambda: GPT(config), fa.fsdp())`.
+    """
+    chosen = strategy(strategy_)
+    for value in model.values() if isinstance(model, Mapping) else (model,):
+        if isinstance(value, Distributed):
+            raise OwnershipError(
+                "this model is distributed already",
+                where=f"fa.distribute(..., {chosen})",
+                fix="call distribute once, on the module or factory itself",
+            )
+        if not isinstance(value, nn.Module) and not callable(value):
+            raise ArgumentError(
+                f"a model is a module or a factory, not {type(value).__name__}",
+                where="fa.distribute",
+                fix="fa.distribute(lambda: GPT(config), fa.fsdp())",
+            )
+    return Distributed(dict(model) if isinstance(model, Mapping) else model, chosen)

@@ -1,0 +1,73 @@
+"""Which interpreter makes an engine of which axes; the extension point for a user's own axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from fnaccel.engine import Engine, Leaf
+from fnaccel.errors import CapabilityError
+from fnaccel.mesh import Mesh
+from fnaccel.strategies.construct import Built
+from fnaccel.strategies.strategy import Strategy
+from fnaccel.transforms.precision import Precision
+
+
+@attrs.frozen(kw_only=True)
+class Request:
+    """What an interpreter is asked for."""
+
+    strategy: Strategy
+    mesh: Mesh
+    model: Any
+    seed: int
+    precision: Precision
+    prepare: Callable[[Built], None]
+    """Freezes parameters, casts them and applies MODULE transforms, in that order."""
+
+
+Interpreter = Callable[[Request], tuple[Engine, Built]]
+
+_interpreters: dict[frozenset[type], Interpreter] = {}
+
+
+def interpreter(*axes: type) -> Callable[[Interpreter], Interpreter]:
+    """Decorator: this function makes the engine of a product of exactly these axis records."""
+
+    def register(fn: Interpreter) -> Interpreter:
+        _interpreters[frozenset(axes)] = fn
+        return fn
+
+    return register
+
+
+def interpreter_of(strategy: Strategy) -> Interpreter:
+    """The interpreter of a strategy.
+
+    Raises:
+        CapabilityError: no interpreter takes these axes together.
+    """
+    kinds = frozenset(type(axis) for axis in strategy.axes)
+    if kinds not in _interpreters:
+        raise CapabilityError(
+            f"nothing runs {strategy}: these axes have no interpreter together",
+            where="fa.train_step",
+            fix="combine ddp and fsdp, or register one with fnaccel.strategies.engines.interpreter",
+        )
+    return _interpreters[kinds]
+
+
+def same(local: Any) -> Any:
+    """The layout of a parameter that every rank holds whole: the local tensor itself."""
+    return local
+
+
+def whole_leaves(built: Built) -> tuple[Leaf, ...]:
+    """Leaves of an unsharded model: the shard is the parameter."""
+    return tuple(
+        Leaf(name, param, param.detach(), same)
+        for name, param in built.named("parameters")
+        if param.requires_grad
+    )

@@ -1,0 +1,105 @@
+"""`fsdp()` and `hsdp()`: what the axis `dp_shard` may be told. Its engine is in `fsdp_engine`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, get_args
+
+import attrs
+
+from fnaccel.errors import UnknownNameError, nearest
+from fnaccel.step import Capability, freeze, require
+from fnaccel.strategies.construct import Init
+from fnaccel.strategies.ddp import ddp
+from fnaccel.strategies.strategy import Strategy, check_degree, maker
+from fnaccel.units import Units
+
+
+@attrs.frozen
+class Fsdp:
+    """The axis `dp_shard`; see `fsdp`."""
+
+    axis: ClassVar[str] = "dp_shard"
+    maker: ClassVar[str] = "fsdp"
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {
+        Capability.COMPILE_LOSS,
+        Capability.COMPILE_STEP,
+    }
+
+    degree: int = -1
+    units: Units = "block"
+    reshard_after_forward: bool | int = True
+    policy: Any = None
+    offload: bool = False
+    ignore: tuple[str, ...] = ()
+    init: Init = "seeded"
+    methods: tuple[str, ...] = ()
+
+
+@maker
+def fsdp(
+    degree: int = -1,
+    *,
+    units: Units = "block",
+    reshard_after_forward: bool | int = True,
+    policy: Any = None,
+    offload: bool = False,
+    ignore: Any = (),
+    init: Init = "seeded",
+    methods: Any = (),
+) -> Strategy:
+    """Shard parameters, gradients and optimizer slots over ranks with FSDP2 (Zhao et al. 2023).
+
+    Args:
+        degree: over how many ranks; -1 takes the ranks that are left.
+        units: what is gathered as one: `"block"`, class names, a least size in parameters, or a
+            function; see `fnaccel.units`. What no unit holds is gathered with the root.
+        reshard_after_forward: True frees a unit's parameters after its forward (ZeRO-3), False
+            keeps them until backward (ZeRO-2), an int reshards over that many ranks.
+        policy: a `torch.distributed.fsdp.MixedPrecisionPolicy` for all units, instead of the one
+            that follows from `with_precision`.
+        offload: keep parameters, gradients and optimizer slots on the CPU.
+        ignore: patterns of parameter names to leave unsharded; their gradients are averaged.
+        init: `"seeded"` builds the whole model on each rank, so that values equal any other
+            strategy's; `"rank0"` builds it on rank 0 only and sends the parts (needs a factory);
+            `"meta"` makes no values at all: restore or adopt a state before the first step.
+        methods: names of methods other than `forward` that the loss calls on units.
+
+    Raises:
+        ArgumentError: a degree that can't be.
+        UnknownNameError: no such `init`.
+
+    Example: `fa.distribute(GPT, fa.fsdp(units=("Block",)))`; ZeRO-2: `reshard_after_forward=False`.
+    """
+    check_degree(degree, "fa.fsdp")
+    if init not in get_args(Init):
+        raise UnknownNameError(
+            f"no init is called {init!r}", where="fa.fsdp", fix=nearest(str(init), get_args(Init))
+        )
+    require(
+        isinstance(reshard_after_forward, int) and reshard_after_forward >= 0,
+        f"reshard_after_forward={reshard_after_forward!r}",
+        "fa.fsdp",
+        "True, False, or a number of ranks",
+    )
+    chosen = tuple(units) if isinstance(units, list | tuple) else units
+    return Strategy(
+        (
+            Fsdp(
+                degree, chosen, reshard_after_forward, policy, offload, freeze(ignore), init, freeze(methods)
+            ),
+        )
+    )
+
+
+@maker
+def hsdp(replicate: int, shard: int = -1, **options: Any) -> Strategy:
+    """Shard within groups of `shard` ranks and replicate over `replicate` groups: `ddp(r) * fsdp(s)`.
+
+    Args:
+        replicate: how many groups hold the whole model.
+        shard: over how many ranks each group shards it; -1 takes the ranks that are left.
+        options: as for `fsdp`.
+
+    Example: `fa.distribute(GPT, fa.hsdp(2, 4))` on 8 ranks.
+    """
+    return ddp(replicate) * fsdp(shard, **options)

@@ -1,0 +1,262 @@
+"""The engine of `fsdp`: torch's FSDP2 (`fully_shard`) on each unit and on the host module.
+
+The host is the root, so its parameters are whole during all of the loss function, and a loss may
+call any method of the model. https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fnaccel import _torch
+from fnaccel.engine import Engine, Leaf
+from fnaccel.errors import ArgumentError, CapabilityError, nearest
+from fnaccel.mesh import Mesh, ensure_group
+from fnaccel.strategies.construct import Built, construct
+from fnaccel.strategies.ddp import Ddp
+from fnaccel.strategies.engines import Request, interpreter, same
+from fnaccel.strategies.fsdp import Fsdp
+from fnaccel.transforms.precision import Precision
+from fnaccel.units import find_units
+
+_CAST_SAFE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@interpreter(Ddp, Fsdp)
+def build_hsdp(request: Request) -> tuple[Engine, Built]:
+    """The engine of replicated groups of shards: FSDP2 on a mesh of two axes."""
+    plain = Ddp(request.strategy.find(Ddp).degree)
+    if request.strategy.find(Ddp) != plain:
+        raise CapabilityError(
+            "the options of ddp have no meaning where fsdp averages the gradients",
+            where=f"strategy {request.strategy}",
+            fix=f"write ddp({plain.degree}) without options beside fsdp",
+        )
+    return build_fsdp(request)
+
+
+@interpreter(Fsdp)
+def build_fsdp(request: Request) -> tuple[Engine, Built]:
+    """The engine of shards."""
+    options: Fsdp = request.strategy.find(Fsdp)
+    mesh = request.mesh
+    ensure_group(mesh.world)
+    built, values = _construct(request, options)
+    ignored = _ignored(built, options.ignore)
+    # what FSDP2 does not move by itself: ignored parameters live on the device like any other
+    for param in ignored:
+        param.data = param.data.to(mesh.world.device)
+    _shard(built, request, options, ignored)
+    if options.init != "seeded":
+        _fill(built, mesh, options, values)
+    host: Any = built.host
+    parameters = dict(built.named("parameters"))
+    engine = Engine(
+        name="fsdp",
+        mesh=mesh,
+        capabilities=request.strategy.capabilities(),
+        model=built.model,
+        leaves=tuple(_leaf(name, p) for name, p in parameters.items() if p.requires_grad),
+        parameters=parameters,
+        buffers=dict(built.named("buffers")),
+        run=_runner(host),
+        lend=_runner(host),
+        sync=_syncer(host),
+        settle=_settler(host),
+        averaged=mesh.batch_size,
+        norm_axes=(mesh["dp_shard"],),
+        finish=_averager(ignored, mesh) if any(p.requires_grad for p in ignored) else None,
+        modules=tuple(built.modules.values()),
+    )
+    return engine, built
+
+
+def _construct(request: Request, options: Fsdp) -> tuple[Built, dict[str, Any]]:
+    """The modules, and on rank 0 the values to send where only it builds them."""
+    world = request.mesh.world
+    sources = request.model.values() if isinstance(request.model, dict) else (request.model,)
+    given = any(isinstance(source, nn.Module) for source in sources)
+    if options.init != "seeded" and given:
+        raise ArgumentError(
+            f'init="{options.init}" builds modules without values, and a built module was given',
+            where="fa.fsdp",
+            fix="give a factory: fa.distribute(lambda: GPT(config), fa.fsdp(...))",
+        )
+    values: dict[str, Any] = {}
+    if options.init == "rank0" and world.is_main:
+        full = construct(request.model, request.seed)
+        request.prepare(full)
+        values = full.host.state_dict()
+    built = construct(request.model, request.seed, empty=options.init != "seeded")
+    request.prepare(built)
+    if given and world.size > 1:
+        # the ranks' own copies may differ: rank 0's counts, as under ddp
+        with torch.no_grad():
+            for _, value in [*built.named("parameters"), *built.named("buffers")]:
+                sent = value.detach().to(world.device)
+                dist.broadcast(sent, 0)
+                value.copy_(sent)
+    return built, values
+
+
+def _ignored(built: Built, patterns: tuple[str, ...]) -> set[Any]:
+    named = dict(built.named("parameters"))
+    for pattern in patterns:
+        if not fnmatch.filter(named, pattern):
+            raise ArgumentError(
+                f"the pattern {pattern!r} matches no parameter",
+                where="fa.fsdp(ignore=...)",
+                fix=nearest(pattern, named),
+            )
+    return {p for name, p in named.items() if any(fnmatch.fnmatchcase(name, one) for one in patterns)}
+
+
+def _shard(built: Built, request: Request, options: Fsdp, ignored: set[Any]) -> None:
+    from torch.distributed.fsdp import (  # noqa: PLC0415 - slow to import
+        CPUOffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
+    mesh = request.mesh
+    shared: dict[str, Any] = {
+        "mesh": mesh.device,
+        "reshard_after_forward": options.reshard_after_forward,
+        "ignored_params": ignored or None,
+    }
+    if options.offload:
+        shared["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.world.device.type != "cpu")
+    for module in built.modules.values():
+        units = find_units(module, options.units, "fa.fsdp(units=...)")
+        for _, unit in reversed(units):
+            if any(p not in ignored for p in unit.parameters()):
+                fully_shard(unit, **shared, mp_policy=options.policy or _policy(request.precision))
+        for _, unit in units:
+            for method in options.methods:
+                if hasattr(unit, method):
+                    register_fsdp_forward_method(unit, method)
+    root = options.policy or _policy(request.precision, root=built.host, ignored=ignored)
+    fully_shard(built.host, **shared, mp_policy=root)
+
+
+def _policy(precision: Precision, root: nn.Module | None = None, ignored: Any = ()) -> Any:
+    """What follows from `with_precision`: gather in the compute dtype, reduce in the reduce dtype."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 - slow to import
+
+    cast = precision.compute if precision.autocast else None
+    if cast is not None and root is not None:
+        # the root's inputs are the batch, which autocast casts where it must: only modules that
+        # autocast covers may have their parameters gathered in the compute dtype
+        owned = [m for m in root.modules() if _owns(m, ignored)]
+        cast = cast if all(isinstance(m, _CAST_SAFE) for m in owned) else None
+    reduce = precision.reduce if precision.reduce is not precision.param or cast is not None else None
+    return MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=reduce, cast_forward_inputs=root is None)
+
+
+def _owns(module: nn.Module, ignored: Any) -> bool:
+    """Whether a module has parameters of its own that no unit has taken."""
+    own = list(module.parameters(recurse=False))
+    return any(not hasattr(p, "placements") and p not in ignored for p in own)
+
+
+def _fill(built: Built, mesh: Mesh, options: Fsdp, values: dict[str, Any]) -> None:
+    """Allocate the shards of a model built without values, and fill them from rank 0 or with NaN."""
+    buffers = {name: value.clone() for name, value in built.named("buffers")}
+    where = torch.device("cpu") if options.offload else mesh.world.device
+    built.host.to_empty(device=where)
+    with torch.no_grad():
+        for name, value in built.named("buffers"):
+            value.copy_(buffers[name])
+        if options.init == "meta":
+            for _, param in built.named("parameters"):
+                _torch.local_of(param).fill_(float("nan"))  # loud, where nothing was restored
+            return
+    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415 - slow to import
+        StateDictOptions,
+        set_model_state_dict,
+    )
+
+    how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=options.offload)
+    set_model_state_dict(built.host, values, options=how)
+
+
+def _leaf(name: str, param: Any) -> Leaf:
+    if not hasattr(param, "placements"):
+        return Leaf(name, param, param.detach(), same)
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
+
+    def like(local: torch.Tensor) -> Any:
+        return DTensor.from_local(
+            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+
+    return Leaf(name, param, _torch.local_of(param).detach(), like)
+
+
+def _runner(host: Any) -> Callable[..., Any]:
+    def run(fn: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return host(fn, *args)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise CapabilityError(
+                "the loss used the parameters of a sharded unit outside its forward",
+                where="fa.fsdp()",
+                fix='name the method it calls: fa.fsdp(methods=("encode",)); or choose larger units',
+            ) from error
+
+    return run
+
+
+def _settler(host: Any) -> Callable[[], None]:
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - slow to import
+
+    units = [module for module in host.modules() if isinstance(module, FSDPModule)]
+
+    def settle() -> None:
+        # ZeRO-2 and the root keep gathered parameters after a forward: without a backward they
+        # would go stale at the next update
+        for unit in units:
+            unit.reshard()
+
+    return settle
+
+
+def _syncer(host: Any) -> Callable[[bool], contextlib.AbstractContextManager[Any]]:
+    communicating = True
+
+    @contextlib.contextmanager
+    def sync(communicate: bool) -> Iterator[None]:  # noqa: FBT001
+        nonlocal communicating
+        if communicate is not communicating:
+            host.set_requires_gradient_sync(communicate)
+            host.set_is_last_backward(communicate)
+            communicating = communicate
+        yield
+
+    return sync
+
+
+def _averager(ignored: set[Any], mesh: Mesh) -> Callable[[], None]:
+    params = [p for p in ignored if p.requires_grad]
+    group = mesh.group("batch")
+
+    def average() -> None:
+        grads = [p.grad for p in params if p.grad is not None]
+        if group is None or not grads:
+            return
+        flat = torch.cat([g.flatten() for g in grads])
+        dist.all_reduce(flat, group=group)
+        flat /= mesh.batch_size
+        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+    return average

@@ -1,0 +1,164 @@
+"""A strategy: a product of axes, each a frozen record; and its names and its text.
+
+`ddp(2) * fsdp(4)` is a value: it prints as the text that makes it, and `strategy(text)` reads it.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import attrs
+
+from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest
+from fnaccel.step import Capability
+
+
+class Axis(Protocol):
+    """One axis of a strategy: a frozen record that names its mesh axis."""
+
+    axis: ClassVar[str]
+    maker: ClassVar[str]
+    capabilities: ClassVar[frozenset[Capability]]
+    degree: int
+
+
+@attrs.frozen
+class Strategy:
+    """A product of axes; the empty product is `local()`."""
+
+    axes: tuple[Any, ...] = ()
+
+    def __mul__(self, other: Strategy) -> Strategy:
+        if not isinstance(other, Strategy):
+            return NotImplemented
+        return Strategy((*self.axes, *other.axes))
+
+    def degrees(self) -> list[tuple[str, int]]:
+        """(mesh axis, degree) pairs, -1 where the number of ranks decides."""
+        return [(axis.axis, axis.degree) for axis in self.axes]
+
+    def find(self, kind: type) -> Any:
+        """The axis of one class, or None."""
+        return next((axis for axis in self.axes if isinstance(axis, kind)), None)
+
+    def capabilities(self) -> frozenset[Capability]:
+        """What transforms may ask of it: what all of its axes can do."""
+        if not self.axes:
+            return frozenset(Capability)
+        return frozenset.intersection(*(axis.capabilities for axis in self.axes))
+
+    def __str__(self) -> str:
+        return " * ".join(_text(axis) for axis in self.axes) or "local()"
+
+
+def _text(axis: Any) -> str:
+    parts: list[str] = []
+    for field in attrs.fields(type(axis)):
+        value = getattr(axis, field.name)
+        if value != field.default:
+            parts.append(repr(value) if field.name == "degree" else f"{field.name}={_value(value)}")
+    return f"{axis.maker}({', '.join(parts)})"
+
+
+def _value(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+MAKERS: dict[str, Callable[..., Strategy]] = {}
+"""What a strategy's text may call, by name; user code may add to it with `maker`."""
+
+PRESETS: dict[str, str] = {
+    "local": "local()",
+    "ddp": "ddp()",
+    "fsdp": "fsdp()",
+    "zero3": "fsdp()",
+    "fsdp_zero3": "fsdp()",
+    "zero2": "fsdp(reshard_after_forward=False)",
+    "fsdp_zero2": "fsdp(reshard_after_forward=False)",
+}
+"""Short names of strategies."""
+
+
+def maker(fn: Callable[..., Strategy]) -> Callable[..., Strategy]:
+    """Decorator: let `strategy("name(...)")` call this function."""
+    MAKERS[fn.__name__] = fn
+    return fn
+
+
+def strategy(text: str | Strategy) -> Strategy:
+    """A strategy from its name or text: `"fsdp"`, `"zero2"`, `"ddp(2) * fsdp(2)"`.
+
+    Only calls of known strategies with literal arguments are read; nothing is evaluated.
+
+    Raises:
+        UnknownNameError: no such strategy; names the nearest.
+        ConfigError: the text is no product of strategies, or an argument is unknown.
+    """
+    if isinstance(text, Strategy):
+        return text
+    if not isinstance(text, str):
+        raise ArgumentError(
+            f"a strategy is not {type(text).__name__}",
+            where="strategy",
+            fix='fa.ddp(), fa.fsdp(), or a name such as "fsdp"',
+        )
+    source = PRESETS.get(text.strip(), text)
+    try:
+        parsed = ast.parse(source.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{text!r} is no strategy",
+            where="strategy",
+            fix='write a product of calls, such as "ddp(2) * fsdp(4)"',
+        ) from error
+    return _evaluate(parsed, text)
+
+
+def _evaluate(node: ast.expr, text: str) -> Strategy:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _evaluate(node.left, text) * _evaluate(node.right, text)
+    name = node.id if isinstance(node, ast.Name) else None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        name = node.func.id
+    if name is None:
+        raise ConfigError(
+            f"{text!r} is no strategy",
+            where="strategy",
+            fix='write a product of calls, such as "ddp(2) * fsdp(4)"',
+        )
+    if name in PRESETS and not isinstance(node, ast.Call):
+        return strategy(name)
+    if name not in MAKERS:
+        raise UnknownNameError(
+            f"no strategy is called {name!r}", where=f"strategy {text!r}", fix=nearest(name, {*MAKERS, *PRESETS})
+        )
+    if not isinstance(node, ast.Call):
+        return MAKERS[name]()
+    try:
+        args = [ast.literal_eval(arg) for arg in node.args]
+        kwargs = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg is not None}
+        return MAKERS[name](*args, **kwargs)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, ArgumentError | UnknownNameError):
+            raise
+        raise ConfigError(
+            f"{name} can't be called as in {text!r}: {error}",
+            where="strategy",
+            fix=f"see the arguments of fa.{name}",
+        ) from error
+
+
+def check_degree(degree: int, where: str) -> None:
+    """Raise ArgumentError unless `degree` is positive or -1."""
+    if not isinstance(degree, int) or isinstance(degree, bool) or (degree < 1 and degree != -1):
+        raise ArgumentError(
+            f"an axis can't have degree {degree!r}", where=where, fix="a positive number, or -1 for the rest"
+        )
+
+
+def ranks_of(degrees: dict[str, int]) -> int:
+    """How many ranks a layout takes."""
+    return math.prod(degrees.values())

@@ -1,0 +1,116 @@
+"""Count the collectives of this process: a wrong gradient sync is numerically right, but it costs.
+
+What is counted is what reaches torch's c10d operators, so plain calls, DDP's reducer (which is C++),
+FSDP2, DTensor and compiled code count alike. torch's profiler records them: a dispatch mode sees them
+too, but `torch.compile` compiles nothing under one, so it would change what it measures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Generator, Mapping
+from types import MappingProxyType
+
+import attrs
+from torch.autograd.profiler import profile
+
+from fnaccel.errors import ArgumentError
+
+_PREFIX = "c10d::"
+_KINDS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "recv_any_source": "recv",
+    "monitored_barrier": "barrier",
+}
+
+
+def _no_counts() -> Mapping[str, int]:
+    return MappingProxyType({})
+
+
+@attrs.frozen
+class CollectiveCounts:
+    """How many collectives of each kind this process issued.
+
+    Attributes:
+        counts: kind -> number; kinds are `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`,
+            `scatter`, `gather`, `reduce`, `all_to_all`, `send`, `recv` and `barrier`.
+    """
+
+    counts: Mapping[str, int] = attrs.field(factory=_no_counts, converter=dict[str, int])
+
+    @property
+    def total(self) -> int:
+        """Collectives of all kinds."""
+        return sum(self.counts.values())
+
+    def __getitem__(self, kind: str) -> int:
+        return self.counts.get(kind, 0)
+
+
+class CollectiveCounter:
+    """What `count_collectives` yields; `result` is there once the block has ended."""
+
+    def __init__(self) -> None:
+        self._result: CollectiveCounts | None = None
+
+    @property
+    def result(self) -> CollectiveCounts:
+        """The counts.
+
+        Raises:
+            ArgumentError: the block has not ended.
+        """
+        if self._result is None:
+            raise ArgumentError(
+                "the collectives are still being counted",
+                where="count_collectives().result",
+                fix="read it after the `with` block",
+            )
+        return self._result
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Kind -> number, of `result`."""
+        return self.result.counts
+
+    @property
+    def total(self) -> int:
+        """Collectives of all kinds, of `result`."""
+        return self.result.total
+
+
+@contextlib.contextmanager
+def count_collectives() -> Generator[CollectiveCounter]:
+    """Count the collectives that this process issues inside the block, by kind.
+
+    Blocks do not nest, and none may run under another profiler: torch has one at a time.
+
+    Example:
+        with count_collectives() as counted:
+            fa.gather(tree)
+        assert counted.counts == {"all_gather": 2}  # the signature, and all leaves in one
+    """
+    counter = CollectiveCounter()
+    profiler = profile(use_kineto=False)
+    with profiler:
+        yield counter
+    names = (event.name for event in profiler.function_events or ())
+    counts = Counter(_kind(name) for name in names if name.startswith(_PREFIX))
+    counter._result = CollectiveCounts(dict(sorted(counts.items())))  # pyright: ignore[reportPrivateUsage] # noqa: SLF001
+
+
+def _kind(name: str) -> str:
+    bare = name.removeprefix(_PREFIX).strip("_")
+    return _KINDS.get(bare, bare)

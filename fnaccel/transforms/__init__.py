@@ -1,0 +1,12 @@
+"""Transforms of a step: pure functions `Step -> Step`, one a file."""
+
+from fnaccel.transforms.accumulation import accumulate as accumulate
+from fnaccel.transforms.averaging import with_ema as with_ema
+from fnaccel.transforms.clipping import clip_norm as clip_norm
+from fnaccel.transforms.clipping import clip_value as clip_value
+from fnaccel.transforms.compilation import compile as compile  # noqa: A004
+from fnaccel.transforms.precision import Precision as Precision
+from fnaccel.transforms.precision import with_precision as with_precision
+from fnaccel.transforms.rematerialisation import remat as remat
+from fnaccel.transforms.skipping import skip_nonfinite as skip_nonfinite
+from fnaccel.transforms.weighting import with_weight as with_weight

@@ -1,0 +1,48 @@
+"""`accumulate`: one update from several micro-batches. It changes memory, never meaning."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import attrs
+
+from fnaccel.errors import UnknownNameError, nearest
+from fnaccel.step import Phase, Step, Transform, append, require
+
+Sync = Literal["last", "each"]
+
+
+@attrs.frozen
+class Accumulate:
+    """Cut a batch in `n` micro-batches; average over ranks after the `"last"`, or after `"each"`."""
+
+    n: int
+    sync: Sync = "last"
+
+
+def accumulate(step: Any, n: int, *, sync: Sync = "last") -> Step:
+    """Run a batch as `n` micro-batches (dim 0, sizes by divmod) and make one update of them.
+
+    Args:
+        step: a step or a loss function.
+        n: how many micro-batches; a batch needs at least that many rows on each rank.
+        sync: `"last"` communicates gradients once a step; `"each"` after each micro-batch, which
+            under fsdp never holds an unsharded gradient longer than one micro-batch.
+
+    Raises:
+        ArgumentError: `n` is below 1.
+        UnknownNameError: no such `sync`.
+
+    Example: `step = fa.accumulate(loss_fn, 4)`.
+    """
+    require(
+        isinstance(n, int) and n >= 1,
+        f"a step can't be accumulated over {n!r} micro-batches",
+        "fa.accumulate",
+        "n is an int, 1 or more",
+    )
+    if sync not in get_args(Sync):
+        raise UnknownNameError(
+            f"no sync is called {sync!r}", where="fa.accumulate", fix=nearest(str(sync), get_args(Sync))
+        )
+    return append(step, Transform("accumulate", Phase.BACKWARD, apply=Accumulate(n, sync)))

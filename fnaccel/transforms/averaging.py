@@ -1,0 +1,51 @@
+"""`with_ema`: an exponential moving average of the parameters, in `state.ema`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch
+
+from fnaccel.step import Capability, Phase, Step, Transform, append, require
+
+
+@attrs.frozen
+class Ema:
+    """`ema = decay * ema + (1 - decay) * params` after each applied update."""
+
+    decay: float
+
+    def on_update(self, engine: Any, own: Any, info: Any) -> Any:
+        """Move the averages, sharded as the parameters are; frozen where the update was skipped."""
+        averages = engine.averages
+        shards = [leaf.shard for leaf in engine.leaves]
+        if info.skip is None:
+            _torch.foreach_lerp_(averages, shards, 1.0 - self.decay)
+        else:
+            weight = (1.0 - self.decay) * (1.0 - info.skip)
+            _torch.foreach_lerp_(averages, shards, [weight] * len(shards))
+        return own
+
+
+def with_ema(step: Any, decay: float = 0.999) -> Step:
+    """Keep an average of the parameters (Polyak and Juditsky 1992) in `state.ema`.
+
+    Args:
+        step: a step or a loss function.
+        decay: the share of the old average kept at each update, in [0, 1).
+
+    Raises:
+        ArgumentError: `decay` is outside [0, 1).
+
+    Example: `step = fa.with_ema(loss_fn, 0.999)`; `fa.evaluate(..., ema=True)` uses the average.
+    """
+    require(0 <= decay < 1, f"an average can't decay by {decay}", "fa.with_ema", "decay is in [0, 1)")
+    return append(
+        step,
+        Transform(
+            "with_ema", Phase.UPDATE, apply=Ema(float(decay)), needs=frozenset({Capability.PARAMETERS})
+        ),
+    )

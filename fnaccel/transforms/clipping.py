@@ -1,0 +1,79 @@
+"""`clip_norm` and `clip_value`: bound the gradient of the whole model, sharded or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch
+
+from fnaccel.step import Capability, Phase, Step, Transform, append, require
+
+_NEEDS = frozenset({Capability.GRADIENTS})
+
+
+@attrs.frozen
+class ClipNorm:
+    """Scale the gradient down to a Euclidean norm of at most `max_norm`."""
+
+    max_norm: float
+
+    def on_gradients(self, grads: Any, own: Any, info: Any) -> Any:
+        """Fold the clip into the one multiply of the update; records `grad_norm`, before the clip."""
+        norm = grads.norm()
+        info.record("grad_norm", norm)
+        grads.scale_by(torch.clamp(self.max_norm / (norm + 1e-6), max=1.0))
+        return own
+
+
+@attrs.frozen
+class ClipValue:
+    """Clamp each element of the gradient to at most `max_value` in size."""
+
+    max_value: float
+
+    def on_gradients(self, grads: Any, own: Any, info: Any) -> Any:  # noqa: ARG002
+        """Clamp in place, after averaging and unscaling."""
+        grads.materialise()
+        shards = grads.present()
+        _torch.foreach_clamp_max_(shards, self.max_value)
+        _torch.foreach_clamp_min_(shards, -self.max_value)
+        return own
+
+
+def clip_norm(step: Any, max_norm: float) -> Step:
+    """Clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_` does (Pascanu et al. 2013).
+
+    Args:
+        step: a step or a loss function.
+        max_norm: the largest norm allowed; the norm before clipping is `metrics["grad_norm"]`.
+
+    Raises:
+        ArgumentError: `max_norm` is not positive.
+
+    Example: `step = fa.clip_norm(loss_fn, 1.0)`.
+    """
+    require(max_norm > 0, f"a norm can't be clipped to {max_norm}", "fa.clip_norm", "max_norm is positive")
+    return append(
+        step, Transform("clip_norm", Phase.GRADS, apply=ClipNorm(float(max_norm)), needs=_NEEDS)
+    )
+
+
+def clip_value(step: Any, max_value: float) -> Step:
+    """Clamp each element of the gradient to `[-max_value, max_value]`.
+
+    Args:
+        step: a step or a loss function.
+        max_value: the largest size of an element.
+
+    Raises:
+        ArgumentError: `max_value` is not positive.
+
+    Example: `step = fa.clip_value(loss_fn, 0.5)`.
+    """
+    require(max_value > 0, f"values can't be clipped to {max_value}", "fa.clip_value", "max_value is positive")
+    return append(
+        step, Transform("clip_value", Phase.GRADS, apply=ClipValue(float(max_value)), needs=_NEEDS)
+    )

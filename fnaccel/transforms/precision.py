@@ -1,0 +1,142 @@
+"""`with_precision`: the dtypes of parameters, compute, reduction and output, and the loss scale.
+
+Compute runs under autocast around the whole loss function, so methods that the loss calls are
+covered as `forward` is. What a strategy adds (gathering in bf16) is in that strategy's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import tree
+from fnaccel.errors import CapabilityError, UnknownNameError, nearest
+from fnaccel.step import Phase, Step, Transform, append, require
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def dtype_of(name: str | torch.dtype, where: str) -> torch.dtype:
+    """A dtype by its short name.
+
+    Raises:
+        UnknownNameError: there is none of that name; names the nearest.
+    """
+    if isinstance(name, torch.dtype):
+        return name
+    long = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+    short = long.get(name.removeprefix("torch."), name)
+    if short not in DTYPES:
+        raise UnknownNameError(f"no precision is called {name!r}", where=where, fix=nearest(name, DTYPES))
+    return DTYPES[short]
+
+
+def _to_dtype(name: str | torch.dtype) -> torch.dtype:
+    return dtype_of(name, "fa.Precision")
+
+
+@attrs.frozen(kw_only=True)
+class Precision:
+    """An explicit policy; each field a dtype or one of "fp32", "bf16", "fp16", "fp64".
+
+    Attributes:
+        param: how parameters are kept and updated.
+        compute: what matrix products run in (autocast, where it differs from `param`).
+        reduce: what gradients are averaged over ranks in.
+        output: what the loss is returned in.
+        init_scale, growth, backoff, interval: the dynamic loss scale, used where compute is fp16:
+            its first value, the factors up and down, and how many good steps make it grow
+            (https://docs.pytorch.org/docs/stable/amp.html).
+    """
+
+    param: torch.dtype = attrs.field(default=torch.float32, converter=_to_dtype)
+    compute: torch.dtype = attrs.field(default=torch.float32, converter=_to_dtype)
+    reduce: torch.dtype = attrs.field(default=torch.float32, converter=_to_dtype)
+    output: torch.dtype = attrs.field(default=torch.float32, converter=_to_dtype)
+    init_scale: float = 65_536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2_000
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a loss scale is needed."""
+        return self.compute is torch.float16
+
+    @property
+    def autocast(self) -> bool:
+        """Whether compute needs casts that the parameters' dtype does not give."""
+        return self.compute is not self.param
+
+    def describe(self) -> str:
+        """What the plan prints."""
+        short = {dtype: name for name, dtype in DTYPES.items()}
+        parts = {"parameters": self.param, "compute": self.compute, "reduce": self.reduce, "output": self.output}
+        text = ", ".join(f"{what} {short.get(dtype, dtype)}" for what, dtype in parts.items())
+        return f"{text}, loss scale from {self.init_scale:g}" if self.scaled else text
+
+    def __call__(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`loss_fn` under this policy (what `Phase.FORWARD` asks of a transform)."""
+        return Cast(loss_fn, self) if self.autocast else loss_fn
+
+
+@attrs.frozen
+class Cast:
+    """A loss function under autocast."""
+
+    loss_fn: Callable[..., Any]
+    policy: Precision
+
+    def __call__(self, model: Any, batch: Any, *given: Any) -> Any:
+        """The loss, its floating-point tensors in the policy's output dtype."""
+        with torch.autocast(device_of(batch), dtype=self.policy.compute):
+            out = self.loss_fn(model, batch, *given)
+        return out
+
+
+def device_of(batch: Any) -> str:
+    """The device type of the first tensor of a batch; the CPU where there is none."""
+    if isinstance(batch, torch.Tensor):
+        return batch.device.type
+    if isinstance(batch, dict | list | tuple):
+        for value in batch.values() if isinstance(batch, dict) else batch:
+            if isinstance(value, torch.Tensor):
+                return value.device.type
+    first = next((x for x in tree.leaves(batch) if isinstance(x, torch.Tensor)), None)
+    return "cpu" if first is None else first.device.type
+
+
+def with_precision(step: Any, precision: str | Precision) -> Step:
+    """Choose the dtypes a step computes in; means the same on every strategy.
+
+    Args:
+        step: a step or a loss function.
+        precision: `"fp32"`, `"bf16"`, `"fp16"` (parameters stay fp32, compute is cast, fp16 keeps a
+            dynamic loss scale in the state), or a `Precision` policy.
+
+    Raises:
+        UnknownNameError: no such dtype.
+        CapabilityError: a compute dtype that autocast can't cast to.
+
+    Example: `step = fa.with_precision(loss_fn, "bf16")`.
+    """
+    policy = precision
+    if not isinstance(policy, Precision):
+        require(
+            isinstance(policy, str),
+            f"a precision is a name or a Precision, not {type(precision).__name__}",
+            "fa.with_precision",
+            'with_precision(step, "bf16")',
+        )
+        compute = dtype_of(precision, "fa.with_precision")  # pyright: ignore[reportArgumentType]
+        policy = Precision(compute=compute)
+    if policy.autocast and policy.compute not in (torch.bfloat16, torch.float16):
+        raise CapabilityError(
+            f"compute in {policy.compute} with parameters in {policy.param} would need casts up",
+            where="fa.with_precision",
+            fix="compute in bf16 or fp16, or keep the parameters in the compute dtype",
+        )
+    return append(step, Transform("with_precision", Phase.FORWARD, apply=policy))

@@ -1,0 +1,41 @@
+"""`with_weight`: the weight of a batch from the batch alone, known before any forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from fnaccel.step import Phase, Step, Transform, append, require
+
+
+@attrs.frozen
+class Weigh:
+    """The function that weighs a micro-batch."""
+
+    weight_fn: Callable[[Any], Any]
+
+
+def with_weight(step: Any, weight_fn: Callable[[Any], Any]) -> Step:
+    """Divide totals by the global weight up front, instead of dividing gradients afterwards.
+
+    The loss function then returns a bare total (or a `Mean`, whose weight is replaced). Better
+    scaled in fp16, and needed where an engine clips inside its own step.
+
+    Args:
+        step: a step or a loss function.
+        weight_fn: `weight_fn(batch) -> int, float or 0-d tensor`, without the model.
+
+    Raises:
+        ArgumentError: `weight_fn` can't be called.
+
+    Example: `step = fa.with_weight(loss_fn, lambda batch: batch["labels"].numel())`.
+    """
+    require(
+        callable(weight_fn),
+        f"weight_fn is {type(weight_fn).__name__}, which can't be called",
+        "fa.with_weight",
+        "pass a function weight_fn(batch)",
+    )
+    return append(step, Transform("with_weight", Phase.BACKWARD, apply=Weigh(weight_fn)))

@@ -1,0 +1,81 @@
+"""Which modules of a model are its blocks: what is sharded, recomputed or compiled as one.
+
+Used by `remat`, `compile` and `fsdp`, so that one word means the same in all three.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fnaccel.errors import ArgumentError, nearest
+
+Units = Any
+"""`"block"`, a class name or several, an int (fewest parameters), or `fn(name, module) -> bool`."""
+
+
+def find_units(model: nn.Module, units: Units, where: str) -> list[tuple[str, nn.Module]]:
+    """The (name, module) pairs that `units` chooses, outer before inner.
+
+    Args:
+        model: where to look; the model itself is never one of its units.
+        units: `"block"` takes the repeated members of the outermost ModuleList or Sequential;
+            other strings are class names; an int takes the largest modules of at least that many
+            parameters which hold no smaller such module; a function chooses by name and module.
+        where: for the message.
+
+    Raises:
+        ArgumentError: a class name that no module has; names the nearest.
+    """
+    if units == "block":
+        return blocks(model)
+    named = [(name, module) for name, module in model.named_modules() if name]
+    if isinstance(units, int):
+        return _by_size(named, units)
+    if callable(units):
+        chosen: Callable[[str, nn.Module], bool] = units
+        return [(name, module) for name, module in named if chosen(name, module)]
+    wanted = {units} if isinstance(units, str) else set(units)
+    classes = {type(module).__name__ for _, module in named}
+    for name in sorted(wanted - classes):
+        raise ArgumentError(f"the model has no module of class {name!r}", where=where, fix=nearest(name, classes))
+    return [(name, module) for name, module in named if type(module).__name__ in wanted]
+
+
+def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The members of each outermost ModuleList or Sequential in which a class repeats."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        members = list(module.named_children())
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            count = Counter(type(child).__name__ for _, child in members if any(True for _ in child.parameters()))
+            repeated = {kind for kind, times in count.items() if times > 1}
+            if repeated:
+                found.extend(
+                    (f"{name}.{key}" if name else key, child)
+                    for key, child in members
+                    if type(child).__name__ in repeated
+                )
+                return
+        for key, child in members:
+            visit(f"{name}.{key}" if name else key, child)
+
+    visit("", model)
+    return found
+
+
+def _by_size(named: list[tuple[str, nn.Module]], least: int) -> list[tuple[str, nn.Module]]:
+    def size(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    containers = nn.ModuleList | nn.ModuleDict
+    large = [(n, m) for n, m in named if size(m) >= least and not isinstance(m, containers)]
+    return [
+        (name, module)
+        for name, module in large
+        if not any(other.startswith(f"{name}.") for other, _ in large)
+    ]

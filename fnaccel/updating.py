@@ -1,0 +1,117 @@
+"""Optimizers over an engine's leaves: slots, schedules, and the update of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel.engine import Engine, Leaf
+from fnaccel.errors import ArgumentError
+from fnaccel.gradients import Gradients
+from fnaccel.optim.description import Bound, Optimizer, group_leaves
+
+Optimizers = dict[str | None, Optimizer]
+
+
+def by_model(optimizer: Any, keys: Sequence[str | None]) -> Optimizers:
+    """One optimizer per model: a dict with the models' keys, or one for all.
+
+    Raises:
+        ArgumentError: not an optimizer, or keys that differ from the models'.
+    """
+    named: dict[str | None, Any] = dict(optimizer) if isinstance(optimizer, dict) else dict.fromkeys(keys, optimizer)
+    if set(named) != set(keys):
+        raise ArgumentError(
+            f"optimizers are keyed {sorted(map(str, named))}, and the models {sorted(map(str, keys))}",
+            where="fa.train_step(optimizer=...)",
+            fix="give one optimizer for each model, under the same key",
+        )
+    for key, one in named.items():
+        if not isinstance(one, Optimizer):
+            kind = f"a {type(one).__name__}" if not isinstance(one, type) else f"the class {one.__name__}"
+            raise ArgumentError(
+                f"the optimizer{'' if key is None else f' of {key!r}'} is {kind}, not a description",
+                where="fa.train_step(optimizer=...)",
+                fix="fa.adamw(lr=3e-4), or fa.from_torch(torch.optim.RMSprop, lr=1e-3): "
+                "it is made after the parameters are sharded",
+            )
+    return named
+
+
+@attrs.frozen
+class _Part:
+    """One optimizer, the indices of its leaves, and the schedule of each of its groups."""
+
+    key: str | None
+    bound: Bound
+    indices: tuple[int, ...]
+    base: Callable[[Any], Any]
+    own: tuple[Callable[[Any], Any] | None, ...]
+    whole: bool
+
+
+class Updater:
+    """Applies all optimizers of a train step."""
+
+    def __init__(self, engine: Engine, optimizers: Optimizers, *, on_device: bool) -> None:
+        self.slots: dict[str, dict[str, Any]] = {}
+        self._parts: list[_Part] = []
+        self._on_device = on_device
+        leaves = engine.leaves
+        for key, optimizer in optimizers.items():
+            mine = [i for i, leaf in enumerate(leaves) if key is None or leaf.name.startswith(f"{key}/")]
+            own: list[Leaf] = [leaves[i] for i in mine]
+            groups = group_leaves(optimizer, own) if own else []
+            bound = optimizer.kernel.bind(groups)
+            self.slots.update(bound.slots)
+            self._parts.append(
+                _Part(
+                    key,
+                    bound,
+                    tuple(mine),
+                    optimizer.lr,
+                    tuple(group.lr for group in groups),
+                    len(mine) == len(leaves),
+                )
+            )
+        where = leaves[0].shard.device if leaves else engine.mesh.world.device
+        self._count = torch.zeros((), dtype=torch.float32, device=where)
+
+    def apply(self, grads: Gradients, updates: Any) -> dict[str, Any]:
+        """Update the parameters in place; the rates, to report.
+
+        Args:
+            grads: the gradient of this step; its multiplier and skip are applied by the kernels.
+            updates: updates applied before this one: an int, or a tensor where they may be skipped.
+        """
+        if self._on_device:
+            number = updates + 1.0
+        else:
+            number = self._count.fill_(updates + 1)
+        rates: dict[str, Any] = {}
+        for part in self._parts:
+            base = self._rate(part.base, updates)
+            rates["lr" if part.key is None else f"lr/{part.key}"] = base
+            each = [base if own is None else self._rate(own, updates) for own in part.own]
+            shards = grads.shards if part.whole else [grads.shards[i] for i in part.indices]
+            part.bound.apply(shards, each, grads.multiplier, grads.skip, number)
+        return rates
+
+    def _rate(self, schedule: Callable[[Any], Any], updates: Any) -> Any:
+        if self._on_device and not takes_tensors(schedule):
+            return schedule(int(updates))
+        return schedule(updates)
+
+
+def takes_tensors(schedule: Callable[[Any], Any]) -> bool:
+    """Whether a schedule gives a tensor for a tensor, so that no host read is needed."""
+    known = getattr(schedule, "host_only", None)
+    if known is not None:
+        return not known
+    try:
+        return isinstance(schedule(torch.zeros(())), torch.Tensor)
+    except (TypeError, ValueError, RuntimeError):
+        return False

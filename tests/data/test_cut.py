@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fnaccel import tree
+from fnaccel.data import cut, join, rows_of, split_sizes
+from fnaccel.errors import LoaderError, MicroBatchError
+
+
+def record(rows):
+    return {
+        "x": torch.arange(rows * 2.0).reshape(rows, 2),
+        "pair": [torch.arange(rows), (torch.ones(rows), 7)],
+        "names": [str(i) for i in range(rows)],
+        "scale": torch.tensor(0.5),
+        "split": "train",
+    }
+
+
+@given(st.integers(1, 9), st.integers(1, 4))
+def test_join_undoes_cut(rows, parts):
+    whole = record(rows)
+    sizes = split_sizes(rows, parts)
+    cuts = cut(whole, sizes)
+    assert [rows_of(one) for one, size in zip(cuts, sizes, strict=True) if size] == [s for s in sizes if s]
+    assert tree.allclose(join([one for one, size in zip(cuts, sizes, strict=True) if size]), whole)
+
+
+def test_what_is_no_row_goes_to_each_part():
+    first, second = cut(record(3), [1, 2])
+    assert (first["split"], second["split"], second["scale"].item()) == ("train", "train", 0.5)
+    assert (first["names"], second["names"]) == (["0"], ["1", "2"])
+    assert second["pair"][1][1] == 7
+
+
+def test_cut_makes_views():
+    x = torch.zeros(4)
+    cut(x, [2, 2])[1].fill_(1)
+    assert x.tolist() == [0, 0, 1, 1]
+
+
+def test_arrays_are_rows_too():
+    numpy = pytest.importorskip("numpy")
+    first, second = cut({"a": numpy.arange(3)}, [1, 2])
+    assert second["a"].tolist() == [1, 2]
+    assert join([first, second])["a"].tolist() == [0, 1, 2]
+
+
+def test_columns_without_tensors():
+    assert rows_of(["a", "b"]) == 2
+    assert cut(("a", "b", "c"), [2, 1]) == [("a", "b"), ("c",)]
+
+
+def test_columns_that_differ_are_named():
+    with pytest.raises(LoaderError, match=r"x: 3, y/0: 2.*\n.*where: here"):
+        rows_of({"x": torch.ones(3), "y": [torch.ones(2)]}, where="here")
+    with pytest.raises(LoaderError, match="names: 2, x: 3"):
+        cut({"x": torch.ones(3), "names": ["a", "b"]}, [1, 2])
+
+
+def test_no_rows_at_all():
+    with pytest.raises(LoaderError, match="no tensor to count rows of: dict"):
+        rows_of({"a": 1})
+
+
+@pytest.mark.parametrize("sizes", [[1, 1], [4, -1], []])
+def test_sizes_that_do_not_fit(sizes):
+    with pytest.raises(MicroBatchError, match="a batch of 3 rows can't be cut"):
+        cut(torch.ones(3), sizes)

@@ -1,0 +1,104 @@
+"""The pytree functions (law 10: structure is kept, non-tensors are left alone)."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from hypothesis import given
+
+from fnaccel import tree
+from tests.strategies import mixed_trees
+
+
+@attrs.frozen
+class Node:
+    value: object
+    tag: str = "tag"
+
+
+tree.register(Node, children=("value",))
+
+
+def same(first, second):
+    """Equal structures, and equal leaves, tensors by value and dtype."""
+    pairs = zip(tree.leaves(first), tree.leaves(second), strict=True)
+    return tree.structure(first) == tree.structure(second) and all(
+        a.dtype == b.dtype and torch.equal(a, b)
+        if isinstance(a, torch.Tensor)
+        else a == b and type(a) is type(b)
+        for a, b in pairs
+    )
+
+
+@given(value=mixed_trees)
+def test_structure_is_kept(value):
+    expected = tree.structure(value)
+    for changed in (
+        tree.map(lambda leaf: leaf, value),
+        tree.map_tensors(lambda x: x + 1 if x.dtype != torch.bool else ~x, value),
+        tree.map_with_path(lambda _, leaf: leaf, value),
+        tree.cast(value, torch.float64),
+        tree.to(value, "cpu"),
+    ):
+        assert tree.structure(changed) == expected
+
+
+@given(value=mixed_trees)
+def test_non_tensors_are_left_alone(value):
+    changed = tree.map_tensors(torch.zeros_like, tree.cast(value, torch.float64))
+    for before, after in zip(tree.leaves(value), tree.leaves(changed), strict=True):
+        if isinstance(before, torch.Tensor):
+            assert after.dtype == (torch.float64 if before.is_floating_point() else before.dtype)
+            assert not after.any()
+        else:
+            assert after is before
+
+
+@given(value=mixed_trees)
+def test_flatten_and_unflatten(value):
+    leaves, structure = tree.flatten(value)
+    assert same(tree.unflatten(structure, leaves), value)
+    assert tree.structure(value) == structure
+    assert [path for path, _ in tree.items(value)] == tree.paths(value)
+    assert len(set(tree.paths(value))) == len(leaves)
+
+
+@given(value=mixed_trees)
+def test_partition_and_combine(value):
+    tensors, others = tree.partition(lambda leaf: isinstance(leaf, torch.Tensor), value)
+    assert all(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(tensors))
+    assert not any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(others))
+    assert same(tree.combine(tensors, others), value)
+
+
+@given(value=mixed_trees)
+def test_a_tree_is_close_to_itself(value):
+    assert tree.allclose(value, value)
+
+
+def test_allclose_sees_structure_shape_value_and_objects():
+    one = {"a": torch.ones(2), "b": 1}
+    assert not tree.allclose(one, {"a": torch.ones(2)})
+    assert not tree.allclose(one, {"a": torch.ones(2, 1), "b": 1})
+    assert not tree.allclose(one, {"a": torch.ones(2) + 1e-3, "b": 1})
+    assert not tree.allclose(one, {"a": torch.ones(2), "b": 2})
+    assert tree.allclose(one, {"a": torch.ones(2) + 1e-3, "b": 1}, atol=1e-2)
+
+
+def test_dicts_are_walked_by_sorted_key():
+    assert tree.paths({"b": 1, "a": {"d": 2, "c": [3, 4]}}) == ["a/c/0", "a/c/1", "a/d", "b"]
+    assert tree.leaves({"b": 1, "a": 2}) == tree.leaves({"a": 2, "b": 1}) == [2, 1]
+
+
+def test_registered_classes_show_their_children_only():
+    node = {"n": Node(torch.ones(2), "kept")}
+    assert tree.paths(node) == ["n/value"]
+    doubled = tree.map_tensors(lambda x: x * 2, node)
+    assert (doubled["n"].value.tolist(), doubled["n"].tag) == ([2.0, 2.0], "kept")
+    assert tree.structure(node) != tree.structure({"n": Node(torch.ones(2), "other")})
+
+
+def test_select():
+    value = {"params": {"weight": 1, "bias": 2}, "opt": {"bias": 3}}
+    assert tree.select(value, "params/*") == {"params/bias": 2, "params/weight": 1}
+    assert tree.select(value, ["*/bias", "opt/*"]) == {"opt/bias": 3, "params/bias": 2}

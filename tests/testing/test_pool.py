@@ -1,0 +1,142 @@
+"""RankPool: results in rank order, failures with their rank, no process left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fnaccel import world
+from fnaccel.errors import ArgumentError, LaunchError, WorldError
+from fnaccel.testing import RankPool, RankPools
+
+
+def who(greeting, *, mark):
+    here = world.current()
+    total = torch.tensor([here.rank])
+    dist.all_reduce(total)
+    return f"{greeting} {here.rank} of {here.size}{mark}", total.item(), torch.get_num_threads()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_rank_is_in_a_world(pools, size):
+    expected = [(f"rank {rank} of {size}!", size * (size - 1) // 2, 1) for rank in range(size)]
+    assert pools.run(size, who, "rank", mark="!") == expected
+
+
+def process_id():
+    return os.getpid()
+
+
+def test_processes_are_kept(pools):
+    first, second = pools.run(2, process_id), pools.run(2, process_id)
+    assert first == second == pools.pool(2).pids
+    assert os.getpid() not in first
+
+
+def train():
+    x = torch.ones(3, requires_grad=True)
+    (x * 2).sum().backward()
+    return x.grad, x
+
+
+def test_tensors_and_gradients_come_back(pools):
+    torch.ones(1, requires_grad=True).sum().backward()  # a parent that has run a backward may fork
+    with RankPool(1) as pool:
+        [(grad, x)] = pool.run(train)
+    assert grad.tolist() == [2.0, 2.0, 2.0]
+    assert x.requires_grad
+
+
+def fail(ranks, kind):
+    rank = world.current().rank
+    if rank in ranks:
+        if kind == "fnaccel":
+            raise WorldError(f"no rank {rank}", where="here", fix="there")
+        if kind == "unpicklable":
+            raise OSError(threading.Lock())
+        if kind == "pytest":
+            pytest.fail("said so")
+        raise KeyError(rank)
+    return rank
+
+
+def test_the_lowest_rank_that_failed_is_raised(pools):
+    with pytest.raises(WorldError) as caught:
+        pools.run(3, fail, [1, 2], "fnaccel")
+    assert (caught.value.what, caught.value.fix) == ("no rank 1", "there")
+    assert "on rank 1:\nTraceback" in caught.value.__notes__[0]
+    with pytest.raises(KeyError, match="2"):
+        pools.run(3, fail, [2], "key")
+    for kind in ("unpicklable", "pytest"):
+        with pytest.raises(LaunchError, match="a rank failed on rank 0"):
+            pools.run(3, fail, [0, 1, 2], kind)
+    assert pools.run(3, fail, [], "none") == [0, 1, 2]
+
+
+def one_ahead():
+    if world.current().rank == 0:
+        raise KeyError("before the collective")
+    return dist.all_reduce(torch.ones(1), async_op=True) is not None
+
+
+def test_a_failed_run_leaves_nothing_for_the_next(pools):
+    pools.run(2, process_id)
+    with pytest.raises(KeyError, match="before the collective"):
+        pools.run(2, one_ahead)
+    assert pools.run(2, who, "rank", mark="")[1][:2] == ("rank 1 of 2", 1)
+
+
+def hang():
+    if world.current().rank == 1:
+        threading.Event().wait()
+
+
+def die():
+    if world.current().rank == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"), [(hang, "rank 1 did not return from hang"), (die, "rank . died in die|")]
+)
+def test_a_pool_survives_its_ranks(fn, message):
+    with RankPool(2, timeout=5.0 if fn is die else 0.5) as pool:
+        before = pool.run(process_id)
+        with pytest.raises((LaunchError, RuntimeError), match=message):
+            pool.run(fn)
+        assert not any(alive(pid) for pid in before) or fn is die
+        after = pool.run(process_id)
+        assert before[1] != after[1]
+    assert not any(alive(pid) for pid in [*before, *after])
+
+
+def test_ranks_are_not_forked_from_a_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(LaunchError, match="part of a process group"), RankPool(1):
+            pass
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sizes_and_reuse():
+    with pytest.raises(ArgumentError, match="0 ranks"):
+        RankPool(0)
+    with RankPools([1]) as started:
+        assert len(started.pool(1).pids) == 1
+        first = started.run(1, process_id)
+        started.close()
+        assert started.run(1, process_id) != first
