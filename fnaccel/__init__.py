@@ -16,6 +16,15 @@ from fnaccel.collectives import gather_objects as gather_objects
 from fnaccel.collectives import pad_across_processes as pad_across_processes
 from fnaccel.collectives import reduce as reduce
 from fnaccel.collectives import split_between_processes as split_between_processes
+from fnaccel.config import CheckpointRecipe as CheckpointRecipe
+from fnaccel.config import DataRecipe as DataRecipe
+from fnaccel.config import OptimizerRecipe as OptimizerRecipe
+from fnaccel.config import Recipe as Recipe
+from fnaccel.config import apply as apply
+from fnaccel.config import from_yaml as from_yaml
+from fnaccel.config import recipe as recipe
+from fnaccel.config import shard_options as shard_options
+from fnaccel.config import to_yaml as to_yaml
 from fnaccel.data import Batch as Batch
 from fnaccel.data import Shards as Shards
 from fnaccel.data import Window as Window

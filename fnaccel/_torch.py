@@ -3,6 +3,8 @@
 Nothing else lives here: a name that is public and the same in torch 2.9 to 2.13 is used where needed.
 """
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# ruff: noqa: SLF001
 from __future__ import annotations
 
 import inspect
@@ -24,6 +26,11 @@ fused_adamw_: Any = torch._fused_adamw_  # pyright: ignore[reportAttributeAccess
 
 # the loss-scale rule of torch.amp.GradScaler, on the device (2.9 to 2.13)
 amp_update_scale_: Any = torch._amp_update_scale_
+
+# stores, which torch's stubs leave out of torch.distributed (2.9 to 2.13)
+TCPStore: Any = dist.TCPStore
+PrefixStore: Any = dist.PrefixStore
+HashStore: Any = dist.HashStore
 
 # list kernels that have no public name (2.9 to 2.13)
 foreach_norm: Any = torch._foreach_norm
@@ -53,7 +60,12 @@ def trace_autograd_ops() -> Any:
     return config.patch(trace_autograd_ops=True)
 
 
-def buffer_sync(sync: bool) -> dict[str, bool]:  # noqa: FBT001
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The slots of a module's own buffers; nn.Module has no public way to read one. (2.9 to 2.13)"""
+    return module._buffers
+
+
+def buffer_sync(sync: bool) -> dict[str, Any]:
     """DistributedDataParallel's argument for buffers: renamed in 2.13, the old name warns. (2.11, 2.13)"""
     names = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": sync}

@@ -13,7 +13,12 @@ from fnaccel.errors import ArgumentError
 from fnaccel.step import require
 from fnaccel.world import World, current
 
-_SAYINGS = ("out of memory", "can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_ALLOC_FAILED")
+_SAYINGS = (
+    "out of memory",
+    "can't allocate memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

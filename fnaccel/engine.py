@@ -15,26 +15,12 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.gradients import Gradients
+from fnaccel.leaf import Leaf
 from fnaccel.loss import check_attached, read_loss
 from fnaccel.mesh import Mesh, MeshAxis
 from fnaccel.reports import Report
 from fnaccel.state import fold
 from fnaccel.step import Capability
-
-
-@attrs.frozen
-class Leaf:
-    """A trainable parameter: its canonical name, the parameter, this rank's part of it."""
-
-    name: str
-    param: Any
-    shard: torch.Tensor
-    like: Callable[[torch.Tensor], Any]
-
-    @property
-    def sharded(self) -> bool:
-        """Whether ranks hold different parts."""
-        return self.param is not self.shard and hasattr(self.param, "placements")
 
 
 @attrs.frozen(kw_only=True)
@@ -241,7 +227,7 @@ def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Repor
     return total
 
 
-def _backward(total: torch.Tensor, micro: Micro, up_front: Any, report: Report, last: bool) -> None:  # noqa: FBT001
+def _backward(total: torch.Tensor, micro: Micro, up_front: Any, report: Report, last: bool) -> None:
     if last:
         report.send()  # overlaps with the backward pass
     if not micro.valid:

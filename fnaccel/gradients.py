@@ -42,10 +42,11 @@ class Gradients:
 
     def norm(self) -> torch.Tensor:
         """The Euclidean norm of the whole gradient, a 0-d tensor, equal on all ranks."""
-        if self._norm is None:
+        norm = self._norm
+        if norm is None:
             raw = self._raw_norm()
-            self._norm = raw if self.multiplier is None else raw * abs(self.multiplier)
-        return self._norm
+            norm = self._norm = raw if self.multiplier is None else raw * abs(self.multiplier)
+        return norm
 
     def _raw_norm(self) -> torch.Tensor:
         if not self._axes:
@@ -90,9 +91,7 @@ class Gradients:
     def by_name(self) -> dict[str, Any]:
         """The gradients as a user's transform sees them: by name, DTensors where sharded."""
         self.materialise()
-        return {
-            leaf.name: leaf.param.grad for leaf in self._leaves if leaf.param.grad is not None
-        }
+        return {leaf.name: leaf.param.grad for leaf in self._leaves if leaf.param.grad is not None}
 
     def replace(self, named: dict[str, Any]) -> None:
         """Take what a user's transform returned."""

@@ -6,7 +6,7 @@ Their parameters take no gradient while they are lent; gradients flow through th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import attrs
@@ -30,7 +30,7 @@ class Given:
         return run()
 
     @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
+    def frozen(self) -> Generator[None]:
         """The lent parameters take no gradient in the body, and end as they were."""
         leaves = [leaf.param for engine in self.engines for leaf in engine.leaves]
         for param in leaves:

@@ -97,7 +97,9 @@ def lower(step: Step) -> Lowered:
         if t.phase is Phase.MODULE:
             modules.append((t.name, t.apply if isinstance(t.apply, ModuleHook) else UserModule(t.apply)))
         elif t.phase is Phase.GRADS:
-            gradients.append((t.name, t.apply if isinstance(t.apply, GradientHook) else UserGradients(t.apply)))
+            gradients.append(
+                (t.name, t.apply if isinstance(t.apply, GradientHook) else UserGradients(t.apply))
+            )
         elif t.phase is Phase.UPDATE:
             updates.append((t.name, t.apply if isinstance(t.apply, UpdateHook) else UserUpdate(t.apply)))
         elif t.phase is Phase.CALL and not isinstance(t.apply, Compile):

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
+from fnaccel import _torch
 from fnaccel.errors import AxisProductError
 from fnaccel.world import World
 
@@ -64,9 +65,7 @@ def _suggest(degrees: Sequence[tuple[str, int]], size: int) -> str:
     pairs = [(d, size // d) for d in range(1, size + 1) if size % d == 0]
     pairs.sort(key=lambda pair: (abs(pair[0] - first), pair))
     if len(degrees) == 2:
-        layouts = ", ".join(
-            f"{degrees[0][0]}={a} * {degrees[1][0]}={b}" for a, b in pairs[:3]
-        )
+        layouts = ", ".join(f"{degrees[0][0]}={a} * {degrees[1][0]}={b}" for a, b in pairs[:3])
         return f"nearest layouts of {size} ranks: {layouts}"
     return f"make one degree -1, or choose degrees whose product is {size}"
 
@@ -152,9 +151,7 @@ def build(world: World, degrees: dict[str, int]) -> Mesh:
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import
 
     ensure_group(world)
-    device = init_device_mesh(
-        world.device.type, tuple(ordered.values()), mesh_dim_names=tuple(ordered)
-    )
+    device = init_device_mesh(world.device.type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
     return Mesh(world=world, degrees=ordered, device=device)
 
 
@@ -162,4 +159,4 @@ def ensure_group(world: World) -> None:
     """Begin a process group of one where a single process needs a mesh and none runs."""
     if not dist.is_initialized():
         backend = dist.Backend.default_device_backend_map.get(world.device.type, "gloo")
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=_torch.HashStore(), rank=0, world_size=1)

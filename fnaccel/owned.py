@@ -100,7 +100,7 @@ class Owned:
                 fix="state = fa.restore(directory, like=state), or fa.fsdp(init='seeded')",
             )
 
-    def train(self, mode: bool = True) -> None:  # noqa: FBT001, FBT002 - as nn.Module.train
+    def train(self, mode: bool = True) -> None:
         """Put the modules in training or evaluation mode, where they are not."""
         mode = mode and self._trains
         if self._mode is not mode:
@@ -113,8 +113,8 @@ class Owned:
         flat = self.engine.buffers
         changed = False
         for module, attribute, name in self._buffer_slots:
-            value = module._buffers[attribute]  # noqa: SLF001 - nn.Module has no public way to read one slot
-            if value is not flat[name]:
+            value = _torch.buffers_of(module)[attribute]
+            if value is not None and value is not flat[name]:
                 flat[name] = value
                 changed = True
         if changed:
@@ -183,7 +183,7 @@ def _buffers_of(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]
     wanted = dict(root.named_buffers())
     found: list[tuple[str, torch.nn.Module, str]] = []
     for prefix, module in root.named_modules():
-        for attribute in module._buffers:  # noqa: SLF001
+        for attribute in _torch.buffers_of(module):
             name = f"{prefix}.{attribute}" if prefix else attribute
             if name in wanted:
                 found.append((name, module, attribute))
@@ -267,4 +267,3 @@ def assemble(
 
 def _whole(engine: Engine, lowered: Lowered, settings: Compile) -> Engine:
     return attrs.evolve(engine, whole=whole_step(engine, lowered.loss, settings))
-

@@ -67,7 +67,9 @@ def order(step: Step) -> tuple[Transform, ...]:
     for transform in step.transforms:
         if transform.name in seen and not transform.repeatable:
             raise RepeatedTransformError(
-                f"{transform.name} was applied twice", where=f"step of {title(step.loss_fn)}", fix="apply it once"
+                f"{transform.name} was applied twice",
+                where=f"step of {title(step.loss_fn)}",
+                fix="apply it once",
             )
         seen.add(transform.name)
     return tuple(sorted(step.transforms, key=lambda transform: transform.phase))
@@ -105,7 +107,12 @@ def digest(fn: Any) -> str:
 
 
 def make_plan(
-    step: Step, distributed: Distributed, optimizer: Any, mesh: Mesh, frozen: tuple[str, ...], notes: list[str]
+    step: Step,
+    distributed: Distributed,
+    optimizer: Any,
+    mesh: Mesh,
+    frozen: tuple[str, ...],
+    notes: list[str],
 ) -> Plan:
     """Validate a step against a strategy and describe it.
 
@@ -136,7 +143,10 @@ def make_plan(
     rows += [Row(t.phase.name, t.name, t.describe()) for t in ordered if t.phase == Phase.GRADS]
     rows += _optimizer_rows(optimizer, frozen)
     rows += [Row(t.phase.name, t.name, t.describe()) for t in ordered if t.phase > Phase.GRADS]
-    functions = [("loss", step.loss_fn), *((t.name, t.apply) for t in ordered if not attrs.has(type(t.apply)))]
+    functions = [
+        ("loss", step.loss_fn),
+        *((t.name, t.apply) for t in ordered if not attrs.has(type(t.apply))),
+    ]
     world = mesh.world
     axes = ", ".join(f"{name}={degree}" for name, degree in mesh.degrees.items())
     size = f"{world.size} rank{'s' if world.size > 1 else ''} ({world.device.type})"
@@ -153,7 +163,9 @@ def _optimizer_rows(optimizer: Any, frozen: tuple[str, ...]) -> list[Row]:
     if optimizer is None:
         return [Row("UPDATE", "none", "inference only: this train step can't be called")]
     named = optimizer if isinstance(optimizer, dict) else {"": optimizer}
-    rows = [Row("UPDATE", f"{key}: {one.name}" if key else one.name, one.describe()) for key, one in named.items()]
+    rows = [
+        Row("UPDATE", f"{key}: {one.name}" if key else one.name, one.describe()) for key, one in named.items()
+    ]
     if frozen:
         rows.append(Row("UPDATE", "frozen", ", ".join(frozen)))
     return rows
@@ -171,15 +183,16 @@ def _way_out(transform: Transform, able: frozenset[Capability]) -> str:
     return f"remove {transform.name}, or choose another strategy"
 
 
-def host_reads(step: Step, optimizer: Any, rates_on_host: bool) -> list[str]:  # noqa: FBT001
+def host_reads(step: Step, optimizer: Any, rates_on_host: bool) -> list[str]:
     """Notes on what a step reads on the host, and what weighs the loss."""
     notes: list[str] = []
     precision: Precision | None = step.find(Precision)
     skips = step.find(SkipNonfinite) is not None or (precision is not None and precision.scaled)
     named = optimizer.values() if isinstance(optimizer, dict) else [optimizer]
-    for one in named:
-        if isinstance(one, Optimizer) and skips and not one.elementwise:
-            notes.append(f"{one.name} reads one number on the host each step, to know whether to skip")
+    reading = [one.name for one in named if isinstance(one, Optimizer) and skips and not one.elementwise]
+    notes.extend(
+        f"{name} reads one number on the host each step, to know whether to skip" for name in reading
+    )
     if skips and rates_on_host:
         notes.append("the schedule takes no tensors: one host read each step, to know the update")
     return notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal
 
 import attrs
@@ -177,9 +177,7 @@ class TrainStep:
         lent = None if given is None else lend(given, self)
         grads, report = self._gradients(owned, state, micros, lent)
         metrics = report.finish()
-        info = Info(
-            step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__
-        )
+        info = Info(step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__)
         transforms = state.transforms
         if lowered.gradients:
             transforms = dict(transforms)
@@ -273,7 +271,7 @@ class TrainStep:
         return owned.engine.look(chosen, *args)
 
     @contextlib.contextmanager
-    def averaged(self, state: TrainState) -> Iterator[None]:
+    def averaged(self, state: TrainState) -> Generator[None]:
         """In the body the model holds the averages of `with_ema`; afterwards its own values again."""
         owned = self._parts()
         lease_of(state, "train_step.averaged(state)")
@@ -347,12 +345,14 @@ def train_step(
         notes.append("randomness is PyTorch's own stream: it depends on the number of ranks")
     shown = optimizers if optimizers and None not in optimizers else optimizer
     plan = make_plan(described, model, shown, mesh, patterns, notes)
-    return TrainStep(
+    made = TrainStep(
         Description(step=described, distributed=model, optimizers=optimizers, frozen=patterns, rng=rng),
         lowered,
         plan,
         mesh,
     )
+    found.close_with(made)
+    return made
 
 
 def _check_mps(world: World, lowered: Lowered) -> None:
@@ -360,4 +360,3 @@ def _check_mps(world: World, lowered: Lowered) -> None:
         raise CapabilityError(
             "this device has no float64", where="fa.with_precision", fix="compute in fp32 or bf16"
         )
-

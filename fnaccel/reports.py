@@ -58,7 +58,9 @@ class Report:
             self._total = _plain(total) if isinstance(self._total, float) else self._total + _plain(total)
             if not self._known:
                 weight = _plain(weight)
-                self.weight = weight if isinstance(self.weight, int) and self.weight == 0 else self.weight + weight
+                self.weight = (
+                    weight if isinstance(self.weight, int) and self.weight == 0 else self.weight + weight
+                )
         if aux is not None:
             self._take_aux(aux, valid=valid)
 
@@ -108,7 +110,7 @@ class Report:
             return
         self._work.wait()
         packed = self._packed
-        assert packed is not None  # noqa: S101 - sent together with the work
+        assert packed is not None
         parts = packed.unbind()
         self._total = parts[0]
         if not self._known:
@@ -127,7 +129,9 @@ class Report:
             total, weight = self._aux[index]
             if isinstance(kind, Concat):
                 rows = torch.cat(self._concats[index])
-                values.append(rows if self._group is None else gather(rows, over=self._group, valid=len(rows)))
+                values.append(
+                    rows if self._group is None else gather(rows, over=self._group, valid=len(rows))
+                )
             elif kind is Sum:
                 values.append(total)
             else:

@@ -20,7 +20,9 @@ from fnaccel.tracking import Log, Tracker
 def _check_shards(shards: Any, where: str) -> None:
     if not isinstance(shards, Shards):
         raise ArgumentError(
-            f"a {type(shards).__name__} says nothing of how ranks share it", where=where, fix="fa.shard(loader)"
+            f"a {type(shards).__name__} says nothing of how ranks share it",
+            where=where,
+            fix="fa.shard(loader)",
         )
 
 
@@ -67,7 +69,7 @@ def _scan(
     shards: Shards,
     steps: int | None,
     epochs: int | None,
-    progress: bool,  # noqa: FBT001
+    progress: bool,
     trackers: tuple[Tracker, ...],
     log_every: int,
     config: Mapping[str, Any],

@@ -217,7 +217,7 @@ def append(step: Any, transform: Transform) -> Step:
     return Step(base.loss_fn, (*base.transforms, transform))
 
 
-def require(condition: bool, what: str, where: str, fix: str) -> None:  # noqa: FBT001
+def require(condition: bool, what: str, where: str, fix: str) -> None:
     """Raise ArgumentError unless `condition` holds."""
     if not condition:
         raise ArgumentError(what, where=where, fix=fix)

@@ -44,7 +44,9 @@ class Fetcher:
         """Take one step's metrics; values that are no scalars are left out."""
         names: list[str] = []
         values: list[torch.Tensor] = []
-        device = next((v.device for v in metrics.values() if isinstance(v, torch.Tensor)), torch.device("cpu"))
+        device = next(
+            (v.device for v in metrics.values() if isinstance(v, torch.Tensor)), torch.device("cpu")
+        )
         for name, value in metrics.items():
             if isinstance(value, torch.Tensor):
                 if value.numel() == 1:
@@ -81,7 +83,10 @@ class Log:
     """Sends metrics to trackers and to a progress bar, on the main rank."""
 
     def __init__(
-        self, trackers: Iterable[Tracker], config: Mapping[str, Any], show: Callable[[dict[str, float]], None] | None
+        self,
+        trackers: Iterable[Tracker],
+        config: Mapping[str, Any],
+        show: Callable[[dict[str, float]], None] | None,
     ) -> None:
         self._trackers = tuple(trackers)
         self._show = show

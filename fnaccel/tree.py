@@ -34,9 +34,7 @@ def map(  # noqa: A001 - the name of this operation in every pytree library
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
-def map_with_path(
-    fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None
-) -> Tree:
+def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None) -> Tree:
     """Like `map`, with the leaf's path (`"params/weight"`) as the first argument of `fn`."""
     return optree.tree_map_with_path(
         lambda path, *leaves: fn(join(path), *leaves),
@@ -80,9 +78,7 @@ def join(path: Iterable[Any]) -> str:
 
 def paths(tree: Tree, *, is_leaf: IsLeaf | None = None) -> list[str]:
     """The path of each leaf, in traversal order."""
-    return [
-        join(path) for path in optree.tree_paths(tree, is_leaf=is_leaf, namespace=NAMESPACE)
-    ]
+    return [join(path) for path in optree.tree_paths(tree, is_leaf=is_leaf, namespace=NAMESPACE)]
 
 
 def items(tree: Tree, *, is_leaf: IsLeaf | None = None) -> Iterator[tuple[str, Any]]:
@@ -97,9 +93,7 @@ def select(tree: Tree, pattern: str | Iterable[str]) -> dict[str, Any]:
     """
     patterns = [pattern] if isinstance(pattern, str) else list(pattern)
     return {
-        path: leaf
-        for path, leaf in items(tree)
-        if any(fnmatch.fnmatchcase(path, one) for one in patterns)
+        path: leaf for path, leaf in items(tree) if any(fnmatch.fnmatchcase(path, one) for one in patterns)
     }
 
 

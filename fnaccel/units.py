@@ -6,7 +6,6 @@ Used by `remat`, `compile` and `fsdp`, so that one word means the same in all th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -36,12 +35,13 @@ def find_units(model: nn.Module, units: Units, where: str) -> list[tuple[str, nn
     if isinstance(units, int):
         return _by_size(named, units)
     if callable(units):
-        chosen: Callable[[str, nn.Module], bool] = units
-        return [(name, module) for name, module in named if chosen(name, module)]
+        return [(name, module) for name, module in named if units(name, module)]
     wanted = {units} if isinstance(units, str) else set(units)
     classes = {type(module).__name__ for _, module in named}
     for name in sorted(wanted - classes):
-        raise ArgumentError(f"the model has no module of class {name!r}", where=where, fix=nearest(name, classes))
+        raise ArgumentError(
+            f"the model has no module of class {name!r}", where=where, fix=nearest(name, classes)
+        )
     return [(name, module) for name, module in named if type(module).__name__ in wanted]
 
 
@@ -52,7 +52,9 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     def visit(name: str, module: nn.Module) -> None:
         members = list(module.named_children())
         if isinstance(module, nn.ModuleList | nn.Sequential):
-            count = Counter(type(child).__name__ for _, child in members if any(True for _ in child.parameters()))
+            count = Counter(
+                type(child).__name__ for _, child in members if any(True for _ in child.parameters())
+            )
             repeated = {kind for kind, times in count.items() if times > 1}
             if repeated:
                 found.extend(

@@ -8,9 +8,10 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel.engine import Engine, Leaf
+from fnaccel.engine import Engine
 from fnaccel.errors import ArgumentError
 from fnaccel.gradients import Gradients
+from fnaccel.leaf import Leaf
 from fnaccel.optim.description import Bound, Optimizer, group_leaves
 
 Optimizers = dict[str | None, Optimizer]
@@ -22,7 +23,9 @@ def by_model(optimizer: Any, keys: Sequence[str | None]) -> Optimizers:
     Raises:
         ArgumentError: not an optimizer, or keys that differ from the models'.
     """
-    named: dict[str | None, Any] = dict(optimizer) if isinstance(optimizer, dict) else dict.fromkeys(keys, optimizer)
+    named: dict[str | None, Any] = (
+        dict(optimizer) if isinstance(optimizer, dict) else dict.fromkeys(keys, optimizer)
+    )
     if set(named) != set(keys):
         raise ArgumentError(
             f"optimizers are keyed {sorted(map(str, named))}, and the models {sorted(map(str, keys))}",
@@ -87,10 +90,7 @@ class Updater:
             grads: the gradient of this step; its multiplier and skip are applied by the kernels.
             updates: updates applied before this one: an int, or a tensor where they may be skipped.
         """
-        if self._on_device:
-            number = updates + 1.0
-        else:
-            number = self._count.fill_(updates + 1)
+        number = updates + 1.0 if self._on_device else self._count.fill_(updates + 1)
         rates: dict[str, Any] = {}
         for part in self._parts:
             base = self._rate(part.base, updates)

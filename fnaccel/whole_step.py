@@ -26,7 +26,7 @@ def whole_step(engine: Engine, loss: Loss, settings: Compile) -> Callable[..., N
 
     compiled = settings.compiled(forward_backward, fullgraph=True)
 
-    def run(micro: Micro, up_front: Any, report: Report, last: bool) -> None:  # noqa: FBT001
+    def run(micro: Micro, up_front: Any, report: Report, last: bool) -> None:
         factor = torch.as_tensor(1.0 if up_front is None else up_front, dtype=torch.float32)
         with _torch.trace_autograd_ops():
             total, weight, aux, weighted, grads = compiled(micro.data, factor * float(micro.valid > 0))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Mapping
 from contextvars import ContextVar, Token
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
@@ -21,6 +23,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from fnaccel import _torch
 from fnaccel.errors import NoWorldError, WorldError
 
 P = ParamSpec("P")
@@ -65,8 +68,9 @@ class World:
     device: torch.device
     backend: str
     source: str = "plain python"
-    _owns_group: bool = attrs.field(default=False, repr=False)
+    _owns_group: bool = attrs.field(default=False, repr=False, alias="owns_group")
     _tokens: list[Token[World | None]] = attrs.field(factory=list, repr=False, eq=False)
+    _guests: weakref.WeakSet[Any] = attrs.field(factory=weakref.WeakSet, repr=False, eq=False)
 
     @property
     def is_main(self) -> bool:
@@ -89,7 +93,7 @@ class World:
             dist.barrier()
 
     @contextlib.contextmanager
-    def main_first(self, *, local: bool = False) -> Iterator[None]:
+    def main_first(self, *, local: bool = False) -> Generator[None]:
         """Rank 0 runs the body before the others (`local=True`: the first of each machine).
 
         Example: `with world.main_first(): download()`.
@@ -131,8 +135,19 @@ class World:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(clean=kind is None)
 
+    def enter(self) -> None:
+        """Be the world of this context, until `close`."""
+        self._tokens.append(_current.set(self))
+
+    def close_with(self, guest: Any) -> None:
+        """Call `guest.close()` before the processes part: it holds what talks between them."""
+        self._guests.add(guest)
+
     def close(self, *, clean: bool = True) -> None:
-        """Leave the world; ranks wait for each other where `clean`, so that none is cut off."""
+        """Leave the world; ranks wait for each other where `clean`, so that none is cut off.
+
+        Train steps that span several ranks are closed with it.
+        """
         while self._tokens:
             token = self._tokens.pop()
             with contextlib.suppress(ValueError):  # closed in another context than it began
@@ -142,7 +157,12 @@ class World:
             if clean and self.size > 1:
                 with contextlib.suppress(RuntimeError):  # a peer that failed has left already
                     dist.barrier()
+            if self.size > 1:
+                for guest in list(self._guests):
+                    guest.close()
             dist.destroy_process_group()
+            # the threads of a group that outlives this run into the interpreter's end, and abort
+            gc.collect()
 
 
 def _only(fn: Callable[P, R], here: bool) -> Callable[P, R | None]:
@@ -188,10 +208,7 @@ def start(
     Raises:
         WorldError: the environment contradicts itself, or has fewer devices than processes.
     """
-    if dist.is_initialized():
-        found = _ranks_of_running_group()
-    else:
-        found = detect(os.environ)
+    found = _ranks_of_running_group() if dist.is_initialized() else detect(os.environ)
     chosen = _choose_device(device, found)
     owns = False
     if not dist.is_initialized() and found.size > 1:
@@ -211,12 +228,17 @@ def start(
         source=found.source,
         owns_group=owns,
     )
-    world._tokens.append(_current.set(world))  # pyright: ignore[reportPrivateUsage]
+    world.enter()
     return world
 
 
 _MPI = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
@@ -327,15 +349,15 @@ def _join(ranks: Ranks, device: torch.device, backend: str | None, timeout: floa
         native = dist.Backend.default_device_backend_map.get(device.type, "gloo")
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{native}"
     limit = timedelta(seconds=timeout)
-    store: dist.Store | None = None
+    store: Any = None
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # every attempt of torchrun shares one store: without a prefix, a restart reads the
         # addresses of processes that are gone, and half of the restarts fail
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        tcp = dist.TCPStore(
+        tcp = _torch.TCPStore(
             environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), ranks.size, is_master=False, timeout=limit
         )
-        store = dist.PrefixStore(f"attempt_{attempt}", tcp)
+        store = _torch.PrefixStore(f"attempt_{attempt}", tcp)
     try:
         dist.init_process_group(
             backend,
@@ -356,13 +378,8 @@ def _join(ranks: Ranks, device: torch.device, backend: str | None, timeout: floa
 
 def first_host(nodelist: str) -> str:
     """The first host of a SLURM node list: `"node[07-09,12],gpu1" -> "node07"`."""
-    match = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,]*)", nodelist)
-    if match is None:
-        return nodelist
-    prefix, inside, suffix = match.group(1), match.group(2), match.group(3)
-    if inside is None:
-        return prefix
-    return prefix + re.split(r"[,-]", inside)[0] + suffix
+    first = re.split(r",(?![^\[]*\])", nodelist)[0]  # commas inside brackets do not part hosts
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
 def say(message: str) -> None:

@@ -130,7 +130,7 @@ class _Columns:
     def __call__(self, keys: list[int]) -> list[torch.Tensor]:
         """The batch of the given rows, as PyTorch's default collate function makes it."""
         index = torch.tensor(keys)
-        return [column.index_select(0, index) for column in self.tensors]
+        return [column[index].contiguous() for column in self.tensors]
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -12,18 +12,25 @@ from typing import Any
 
 import attrs
 
-from fnaccel.data import loaders, order
+from fnaccel.data import order
 from fnaccel.data.batch import Batch
 from fnaccel.data.fetch import read
 from fnaccel.data.link import Link
 from fnaccel.data.loaders import Grouped, Indexed
-from fnaccel.errors import LoaderError
+from fnaccel.data.reading import Reading, check_any, check_start, epoch_order
 from fnaccel.state import Position
 
 
 @attrs.frozen
 class Turn:
-    """One forward of this rank: what to read, and what of it counts."""
+    """One forward of this rank: what to read, and what of it counts.
+
+    Attributes:
+        keys: the samples to read.
+        valid: how many of them count.
+        rows: how many a full batch has on this rank.
+        after: samples of the epoch that are used after it, on all ranks; unread in the last turn.
+    """
 
     keys: list[Any]
     valid: int
@@ -43,44 +50,10 @@ class _EvenTurns:
     first: order.Batches
 
     def __iter__(self) -> Iterator[Turn]:
-        after = self.first.start
         for j in range(len(self.first)):
-            after = min(after + self.first.step, self.first.n)
             keys = self.mine[j] if j < len(self.mine) else []
+            after = self.first.start + (j + 1) * self.first.step
             yield Turn(keys or self.first[j], len(keys), self.mine.size, after)
-
-
-@attrs.frozen(kw_only=True)
-class Reading:
-    """What `open_epoch` decided about the reading of one epoch.
-
-    Attributes:
-        epoch, start: which epoch, and how many of its samples were read before.
-        remainder: what becomes of a global batch that is not full.
-        per_rank: whether a batch of the loader is one rank's.
-        shuffle: overrides what the loader's sampler does; None leaves it.
-        seed: the root seed of order and workers.
-        kept: where persistent workers live between epochs.
-    """
-
-    epoch: int
-    start: int
-    remainder: order.Remainder
-    per_rank: bool
-    shuffle: bool | None
-    seed: int
-    kept: dict[str, Any]
-
-
-def epoch_order(sampler: Any, reading: Reading, link: Link, dataset: Any = None) -> order.Order:
-    """The samples of an epoch in order; a sampler of the user's own is iterated on rank 0."""
-    known = loaders.order_of(sampler)
-    if known is None and reading.shuffle is None:
-        return link.agree(lambda: list(sampler))
-    n, shuffled = known if known is not None else (len(dataset), False)
-    if reading.shuffle is not None:
-        shuffled = reading.shuffle
-    return order.permutation(n, reading.seed, reading.epoch) if shuffled else range(n)
 
 
 def open_indexed(source: Indexed | Grouped, reading: Reading, link: Link) -> Iterator[Batch]:
@@ -169,30 +142,3 @@ def _ragged(source: Grouped, reading: Reading, link: Link) -> Sequence[Turn]:
         seen = after[min((j + 1) * each, len(after)) - 1]
         turns.append(Turn(keys or list(lent), len(keys), len(keys or lent), seen))
     return turns
-
-
-def check_start(n: int, reading: Reading) -> None:
-    """Raise LoaderError where an epoch is empty, or shorter than where it is to be taken up."""
-    if n == 0:
-        raise LoaderError(
-            "the loader holds nothing",
-            where=f"epoch {reading.epoch} of shard(loader)",
-            fix="check the dataset and the sampler; a generator can be read once only: pass a list, or an "
-            "object whose __iter__ begins anew",
-        )
-    if reading.start > n:
-        raise LoaderError(
-            f"the position is {reading.start} samples into an epoch of {n}",
-            where=f"epoch {reading.epoch} of shard(loader)",
-            fix="resume with the data the position was saved with, or begin at Position(epoch)",
-        )
-
-
-def check_any(count: int, reading: Reading, described: str) -> None:
-    """Raise LoaderError where a whole epoch would give no batch at all."""
-    if count == 0 and reading.start == 0:
-        raise LoaderError(
-            f"remainder={reading.remainder!r} leaves no batch: {described}",
-            where=f"epoch {reading.epoch} of shard(loader)",
-            fix="make the batch smaller, or pass remainder='keep'",
-        )

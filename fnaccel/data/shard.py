@@ -19,11 +19,12 @@ from fnaccel import world as worlds
 from fnaccel.data import loaders, order
 from fnaccel.data.batch import Batch, Window
 from fnaccel.data.dispatch import dispatch as dispatched
-from fnaccel.data.indexed import Reading, open_indexed
+from fnaccel.data.indexed import open_indexed
 from fnaccel.data.link import Link
 from fnaccel.data.loaders import Indexed, Source, Stream
 from fnaccel.data.order import Remainder
 from fnaccel.data.placement import place
+from fnaccel.data.reading import Reading
 from fnaccel.data.stream import open_stream
 from fnaccel.errors import ArgumentError, LoaderError
 from fnaccel.state import Position

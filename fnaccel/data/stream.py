@@ -18,10 +18,10 @@ from fnaccel import tree
 from fnaccel.data.batch import Batch
 from fnaccel.data.cut import cut, join, rows_of, split_sizes
 from fnaccel.data.fetch import KeyFeed, Reopenable, read, settings_of
-from fnaccel.data.indexed import Reading, check_any, check_start, epoch_order
 from fnaccel.data.link import Link
 from fnaccel.data.loaders import Stream
 from fnaccel.data.order import Remainder, span
+from fnaccel.data.reading import Reading, check_any, check_start, epoch_order
 from fnaccel.errors import LoaderError
 from fnaccel.state import Position
 

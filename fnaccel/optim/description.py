@@ -13,21 +13,10 @@ import attrs
 import torch
 
 from fnaccel.errors import ArgumentError, ConfigError, nearest
+from fnaccel.leaf import Leaf
 from fnaccel.optim.schedules import Schedule, as_schedule
 
 Options = tuple[tuple[str, Any], ...]
-
-
-class Leaf(Protocol):
-    """A trainable parameter as an engine hands it over."""
-
-    name: str
-    param: Any
-    shard: torch.Tensor
-
-    def like(self, local: torch.Tensor) -> Any:
-        """`local`, laid out over ranks as the parameter is."""
-        ...
 
 
 @attrs.frozen
@@ -109,7 +98,9 @@ class Optimizer:
         return f"{self.name}({', '.join(parts)})"
 
 
-def options_of(where: str, known: Mapping[str, Any], groups: Any) -> tuple[Options, tuple[tuple[str, Options], ...]]:
+def options_of(
+    where: str, known: Mapping[str, Any], groups: Any
+) -> tuple[Options, tuple[tuple[str, Options], ...]]:
     """Check the options of groups against the names an optimizer knows.
 
     Raises:
@@ -148,7 +139,7 @@ def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf]) -> list[Group]:
         key = (which, leaf.shard.dtype, str(leaf.shard.device))
         sorted_leaves.setdefault(key, []).append(Member(index, leaf))
     if unused:
-        pattern = sorted(unused)[0]
+        pattern = min(unused)
         raise ArgumentError(
             f"the pattern {pattern!r} matches no trainable parameter",
             where=f"groups of {optimizer.name}",

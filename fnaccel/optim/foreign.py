@@ -10,7 +10,6 @@ import attrs
 import torch
 
 from fnaccel import _torch
-
 from fnaccel.errors import CapabilityError
 from fnaccel.optim.description import Group, Optimizer, options_of
 from fnaccel.optim.fused import Groups
@@ -34,7 +33,7 @@ class _Recorder(dict[str, Any]):
 class TorchKernel:
     """A class of torch optimizers."""
 
-    cls: type[torch.optim.Optimizer]
+    cls: Any
 
     def bind(self, groups: Sequence[Group]) -> BoundTorch:
         """Make the optimizer over the real parameters, with state found on clones."""
@@ -46,7 +45,7 @@ class BoundTorch:
 
     reads_host = True
 
-    def __init__(self, cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> None:
+    def __init__(self, cls: Any, groups: Sequence[Group]) -> None:
         self._members = [[m.index for m in group.members] for group in groups]
         self._params = {m.index: m.leaf.param for group in groups for m in group.members}
         self.slots: dict[str, dict[str, Any]] = {}
@@ -80,7 +79,7 @@ class BoundTorch:
         self._optimizer.step()
 
 
-def _probe(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
+def _probe(cls: Any, groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
     clones: dict[int, torch.nn.Parameter] = {}
     for group in groups:
         for member in group.members:
@@ -88,9 +87,7 @@ def _probe(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> dict[in
             clone.grad = torch.zeros_like(clone)
             clones[member.index] = clone
     try:
-        probe = cls(
-            [{"params": [clones[m.index] for m in g.members], **g.options} for g in groups], lr=1e-3
-        )
+        probe = cls([{"params": [clones[m.index] for m in g.members], **g.options} for g in groups], lr=1e-3)
         probe.state = defaultdict(_Recorder)
         probe.step()
     except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:
@@ -102,7 +99,9 @@ def _probe(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> dict[in
     return {index: dict(probe.state[clone].first) for index, clone in clones.items()}
 
 
-def from_torch(cls: type[torch.optim.Optimizer], *, lr: Any, groups: Groups = None, **options: Any) -> Optimizer:
+def from_torch(
+    cls: type[torch.optim.Optimizer], *, lr: Any, groups: Groups = None, **options: Any
+) -> Optimizer:
     """Any optimizer of `torch.optim` (or one that follows its rules).
 
     Its state is found on clones of the parameters before step 0, so that consecutive states have

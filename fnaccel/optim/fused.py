@@ -72,7 +72,7 @@ class BoundFused:
                     raise CapabilityError(
                         f"torch has no fused {name} on {shard.device.type}",
                         where=f"fa.{name}",
-                        fix=f"fa.from_torch(torch.optim.{name.upper() if name == 'sgd' else 'AdamW'}, lr=...)",
+                        fix="fa.from_torch(...) with the class of torch.optim",
                     )
 
     def apply(

@@ -37,7 +37,7 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
     return yes if condition else no
 
 
-def _check(ok: bool, what: str, fix: str) -> None:  # noqa: FBT001
+def _check(ok: bool, what: str, fix: str) -> None:
     require(ok, what, _WHERE, fix)
 
 
@@ -145,7 +145,11 @@ class joined:  # noqa: N801
 
 
 def _warmup(peak: float, warmup: int, after: Schedule) -> joined:
-    _check(warmup > 0, f"a warm-up of {warmup} updates", "warmup is 1 or more; without one, use the plain schedule")
+    _check(
+        warmup > 0,
+        f"a warm-up of {warmup} updates",
+        "warmup is 1 or more; without one, use the plain schedule",
+    )
     # the first update already has a rate above zero, and the last of the warm-up has the peak
     return joined((linear(peak / warmup, peak * (1 + 1 / warmup), warmup), after), (warmup,))
 
@@ -177,7 +181,9 @@ def warmup_cosine(peak: float, *, warmup: int, total: int, end: float = 0.0) -> 
     return _warmup(peak, warmup, cosine(peak, total - warmup, end))
 
 
-def one_cycle(peak: float, *, total: int, warmup: float = 0.3, start_div: float = 25.0, end_div: float = 1e4) -> joined:
+def one_cycle(
+    peak: float, *, total: int, warmup: float = 0.3, start_div: float = 25.0, end_div: float = 1e4
+) -> joined:
     """Up along half a cosine for a share `warmup` of `total` updates, then down (Smith and Topin 2018).
 
     Starts at `peak / start_div` and ends at `peak / start_div / end_div`.

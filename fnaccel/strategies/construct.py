@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Literal
 from unittest import mock
 
@@ -92,7 +92,9 @@ def _one(source: Any, key: str | None, *, empty: bool) -> nn.Module:
         made = source()
     if not isinstance(made, nn.Module):
         raise ArgumentError(
-            f"the factory of model {key or ''} returned {type(made).__name__}, not a module".replace("  ", " "),
+            f"the factory of model {key or ''} returned {type(made).__name__}, not a module".replace(
+                "  ", " "
+            ),
             where="train_step.init",
             fix="return the torch.nn.Module from the factory",
         )
@@ -100,7 +102,7 @@ def _one(source: Any, key: str | None, *, empty: bool) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _meta_parameters() -> Iterator[None]:
+def _meta_parameters() -> Generator[None]:
     """Send parameters to the meta device as they are registered; buffers stay real."""
     register = nn.Module.register_parameter
 

@@ -84,7 +84,10 @@ def ddp(
             raise UnknownNameError(f"no hook is called {hook!r}", where="fa.ddp", fix=nearest(hook, HOOKS))
         hook = Hook(hook)
     require(
-        hook is None or isinstance(hook, Hook), f"a hook is not {type(hook).__name__}", "fa.ddp", 'hook="bf16"'
+        hook is None or isinstance(hook, Hook),
+        f"a hook is not {type(hook).__name__}",
+        "fa.ddp",
+        'hook="bf16"',
     )
     return Strategy((Ddp(degree, bucket_mb, static_graph, unused_parameters, sync_buffers, hook),))
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import attrs
 
-from fnaccel.engine import Engine, Leaf
+from fnaccel.engine import Engine
 from fnaccel.errors import CapabilityError
+from fnaccel.leaf import Leaf
 from fnaccel.mesh import Mesh
 from fnaccel.strategies.construct import Built
 from fnaccel.strategies.strategy import Strategy

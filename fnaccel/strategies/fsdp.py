@@ -83,11 +83,7 @@ def fsdp(
     )
     chosen = tuple(units) if isinstance(units, list | tuple) else units
     return Strategy(
-        (
-            Fsdp(
-                degree, chosen, reshard_after_forward, policy, offload, freeze(ignore), init, freeze(methods)
-            ),
-        )
+        (Fsdp(degree, chosen, reshard_after_forward, policy, offload, freeze(ignore), init, freeze(methods)),)
     )
 
 

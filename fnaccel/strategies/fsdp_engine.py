@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fnaccel import _torch
-from fnaccel.engine import Engine, Leaf
+from fnaccel.engine import Engine
 from fnaccel.errors import ArgumentError, CapabilityError, nearest
+from fnaccel.leaf import Leaf
 from fnaccel.mesh import Mesh, ensure_group
 from fnaccel.strategies.construct import Built, construct
 from fnaccel.strategies.ddp import Ddp
@@ -127,7 +128,8 @@ def _shard(built: Built, request: Request, options: Fsdp, ignored: set[Any]) -> 
 
     mesh = request.mesh
     shared: dict[str, Any] = {
-        "mesh": mesh.device,
+        # one replica has nobody to average with: on both axes FSDP2 would talk to itself
+        "mesh": mesh.device if mesh.degrees.get("dp_replicate", 1) > 1 else mesh.device["dp_shard"],
         "reshard_after_forward": options.reshard_after_forward,
         "ignored_params": ignored or None,
     }
@@ -143,7 +145,8 @@ def _shard(built: Built, request: Request, options: Fsdp, ignored: set[Any]) -> 
                 if hasattr(unit, method):
                     register_fsdp_forward_method(unit, method)
     root = options.policy or _policy(request.precision, root=built.host, ignored=ignored)
-    fully_shard(built.host, **shared, mp_policy=root)
+    # backward begins with the root: freed after forward, it would be gathered again at once
+    fully_shard(built.host, **{**shared, "reshard_after_forward": False}, mp_policy=root)
 
 
 def _policy(precision: Precision, root: nn.Module | None = None, ignored: Any = ()) -> Any:
@@ -194,7 +197,12 @@ def _leaf(name: str, param: Any) -> Leaf:
 
     def like(local: torch.Tensor) -> Any:
         return DTensor.from_local(
-            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+            local,
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
         )
 
     return Leaf(name, param, _torch.local_of(param).detach(), like)
@@ -234,7 +242,7 @@ def _syncer(host: Any) -> Callable[[bool], contextlib.AbstractContextManager[Any
     communicating = True
 
     @contextlib.contextmanager
-    def sync(communicate: bool) -> Iterator[None]:  # noqa: FBT001
+    def sync(communicate: bool) -> Generator[None]:
         nonlocal communicating
         if communicate is not communicating:
             host.set_requires_gradient_sync(communicate)

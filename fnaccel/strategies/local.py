@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fnaccel.engine import Engine
@@ -35,7 +36,9 @@ def build_local(request: Request) -> tuple[Engine, Built]:
     return whole_engine("local", built, request), built
 
 
-def whole_engine(name: str, built: Built, request: Request, **fields: Any) -> Engine:
+def whole_engine(
+    name: str, built: Built, request: Request, *, run: Callable[..., Any] | None = None, **fields: Any
+) -> Engine:
     """An engine whose every rank holds the whole model; by itself it averages nothing."""
     model = built.model
 
@@ -52,5 +55,6 @@ def whole_engine(name: str, built: Built, request: Request, **fields: Any) -> En
         buffers=dict(built.named("buffers")),
         modules=tuple(built.modules.values()),
         lend=direct,
-        **{"run": direct, **fields},
+        run=run or direct,
+        **fields,
     )

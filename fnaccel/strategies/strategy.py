@@ -133,7 +133,9 @@ def _evaluate(node: ast.expr, text: str) -> Strategy:
         return strategy(name)
     if name not in MAKERS:
         raise UnknownNameError(
-            f"no strategy is called {name!r}", where=f"strategy {text!r}", fix=nearest(name, {*MAKERS, *PRESETS})
+            f"no strategy is called {name!r}",
+            where=f"strategy {text!r}",
+            fix=nearest(name, {*MAKERS, *PRESETS}),
         )
     if not isinstance(node, ast.Call):
         return MAKERS[name]()

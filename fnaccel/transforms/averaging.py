@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
-import torch
 
 from fnaccel import _torch
-
 from fnaccel.step import Capability, Phase, Step, Transform, append, require
 
 

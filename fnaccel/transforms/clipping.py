@@ -8,7 +8,6 @@ import attrs
 import torch
 
 from fnaccel import _torch
-
 from fnaccel.step import Capability, Phase, Step, Transform, append, require
 
 _NEEDS = frozenset({Capability.GRADIENTS})
@@ -56,9 +55,7 @@ def clip_norm(step: Any, max_norm: float) -> Step:
     Example: `step = fa.clip_norm(loss_fn, 1.0)`.
     """
     require(max_norm > 0, f"a norm can't be clipped to {max_norm}", "fa.clip_norm", "max_norm is positive")
-    return append(
-        step, Transform("clip_norm", Phase.GRADS, apply=ClipNorm(float(max_norm)), needs=_NEEDS)
-    )
+    return append(step, Transform("clip_norm", Phase.GRADS, apply=ClipNorm(float(max_norm)), needs=_NEEDS))
 
 
 def clip_value(step: Any, max_value: float) -> Step:
@@ -73,7 +70,7 @@ def clip_value(step: Any, max_value: float) -> Step:
 
     Example: `step = fa.clip_value(loss_fn, 0.5)`.
     """
-    require(max_value > 0, f"values can't be clipped to {max_value}", "fa.clip_value", "max_value is positive")
-    return append(
-        step, Transform("clip_value", Phase.GRADS, apply=ClipValue(float(max_value)), needs=_NEEDS)
+    require(
+        max_value > 0, f"values can't be clipped to {max_value}", "fa.clip_value", "max_value is positive"
     )
+    return append(step, Transform("clip_value", Phase.GRADS, apply=ClipValue(float(max_value)), needs=_NEEDS))

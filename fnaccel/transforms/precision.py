@@ -74,7 +74,12 @@ class Precision:
     def describe(self) -> str:
         """What the plan prints."""
         short = {dtype: name for name, dtype in DTYPES.items()}
-        parts = {"parameters": self.param, "compute": self.compute, "reduce": self.reduce, "output": self.output}
+        parts = {
+            "parameters": self.param,
+            "compute": self.compute,
+            "reduce": self.reduce,
+            "output": self.output,
+        }
         text = ", ".join(f"{what} {short.get(dtype, dtype)}" for what, dtype in parts.items())
         return f"{text}, loss scale from {self.init_scale:g}" if self.scaled else text
 
@@ -93,8 +98,7 @@ class Cast:
     def __call__(self, model: Any, batch: Any, *given: Any) -> Any:
         """The loss, its floating-point tensors in the policy's output dtype."""
         with torch.autocast(device_of(batch), dtype=self.policy.compute):
-            out = self.loss_fn(model, batch, *given)
-        return out
+            return self.loss_fn(model, batch, *given)
 
 
 def device_of(batch: Any) -> str:

@@ -200,6 +200,18 @@ def test_tensor_datasets_read_as_the_plain_loader_does():
             assert torch.equal(a, b)
 
 
+def test_a_changed_default_collate_is_kept(monkeypatch):
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda rows, **_: torch.stack(rows) + 1)
+    assert samples([read(shard(loader(3)))]) == [1, 2, 3]
+
+
+def test_samplers_may_count_from_the_end():
+    sampled = torch_data.DataLoader(numbers(4), batch_size=2, sampler=[-1, 0, -2])
+    assert samples([read(shard(sampled))]) == [3, 0, 2]
+
+
 def test_reading_does_not_expose_the_dataset():
     source = torch.arange(4)
     (batch,) = read(shard(torch_data.DataLoader(torch_data.TensorDataset(source), batch_size=4)))

@@ -64,8 +64,22 @@ def test_every_row_is_used_and_ranks_keep_step(n, batch_size, ranks, remainder, 
 def test_wrap_fills_from_the_beginning():
     parts = read_all(shard(stream(6, 4), remainder="wrap"), 2)
     assert [[counted(batch) for batch in one] for one in parts] == [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]
+    dealt = read_all(shard(stream(7, 2), remainder="wrap", per_rank=True), 3)
+    assert [[counted(batch) for batch in one] for one in dealt] == [
+        [[0, 1], [6, 0]],
+        [[2, 3], [0, 1]],
+        [[4, 5], [2, 3]],
+    ]
     (only,) = read(shard(stream(3, 8), remainder="wrap"))
     assert counted(only) == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_rows_are_those_of_a_full_batch():
+    parts = read_all(shard(stream(5, 4)), 2)
+    assert [[(batch.valid, batch.rows) for batch in one] for one in parts] == [
+        [(2, 2), (1, 2)],
+        [(2, 2), (0, 2)],
+    ]
 
 
 def test_thirty_rows_are_thirty():

@@ -88,7 +88,10 @@ def test_a_stream_through_workers_is_the_same_on_all_ranks():
             return iter(torch.randperm(9).tolist())
 
     shards = shard(torch_data.DataLoader(Shuffling(), batch_size=4, num_workers=1))
-    assert sorted(samples([read(shards, rank, 2) for rank in range(2)])) == list(range(9))
+    first = samples([read(shards, rank, 2) for rank in range(2)])
+    second = samples([read(shards.at(Position(1)), rank, 2) for rank in range(2)])
+    assert sorted(first) == sorted(second) == list(range(9))
+    assert first != second
 
 
 def test_lists_are_seeded_from_their_first_key():

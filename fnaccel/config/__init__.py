@@ -1,0 +1,11 @@
+"""A run's choices as a frozen value, from and to YAML, and applied."""
+
+from fnaccel.config.apply import apply as apply
+from fnaccel.config.apply import recipe as recipe
+from fnaccel.config.apply import shard_options as shard_options
+from fnaccel.config.recipe import CheckpointRecipe as CheckpointRecipe
+from fnaccel.config.recipe import DataRecipe as DataRecipe
+from fnaccel.config.recipe import OptimizerRecipe as OptimizerRecipe
+from fnaccel.config.recipe import Recipe as Recipe
+from fnaccel.config.yaml import from_yaml as from_yaml
+from fnaccel.config.yaml import to_yaml as to_yaml

@@ -1,0 +1,163 @@
+"""`apply`: a recipe, a loss and a model become a train step; `recipe`: the launcher's hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fnaccel import optim
+from fnaccel.config.recipe import OptimizerRecipe, Recipe
+from fnaccel.config.references import load
+from fnaccel.config.yaml import from_yaml, override
+from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest
+from fnaccel.launch import overrides
+from fnaccel.optim import Optimizer
+from fnaccel.program import TrainStep, train_step
+from fnaccel.step import Step, as_step
+from fnaccel.strategies import distribute
+from fnaccel.transforms import (
+    accumulate,
+    clip_norm,
+    clip_value,
+    compile,  # noqa: A004
+    remat,
+    skip_nonfinite,
+    with_ema,
+    with_precision,
+)
+from fnaccel.world import World
+
+_OPTIMIZERS = {"sgd": optim.sgd, "adam": optim.adam, "adamw": optim.adamw, "adafactor": optim.adafactor}
+_SCHEDULES = {
+    name: getattr(optim, name)
+    for name in (
+        "constant", "linear", "cosine", "inverse_sqrt", "one_cycle", "piecewise",
+        "warmup_constant", "warmup_cosine", "warmup_linear",
+    )
+}  # fmt: skip
+
+
+def recipe(default: Recipe | str | None = None) -> Recipe:
+    """The recipe of this run: the script's own, with what the launcher was told put over it.
+
+    This is the hook of `fnaccel launch --strategy fsdp --precision bf16 --set optimizer.lr=1e-4`.
+    A launcher that was told something and a script that never calls this is an error.
+
+    Args:
+        default: the script's recipe, a YAML file of one, or None for the defaults.
+
+    Raises:
+        ConfigError: an override that a recipe has no place for.
+
+    Example: `recipe = fa.recipe(Recipe(strategy="ddp", clip_norm=1.0))`.
+    """
+    base = from_yaml(default) if isinstance(default, str) else default or Recipe()
+    return override(base, overrides.take())
+
+
+def make_optimizer(described: OptimizerRecipe) -> Optimizer:
+    """The optimizer that a recipe describes.
+
+    Raises:
+        UnknownNameError: no such optimizer or schedule.
+        ConfigError: options that it does not take.
+    """
+    rate = _make_schedule(described)
+    options: dict[str, Any] = {**described.options, "groups": described.groups or None}
+    try:
+        if described.name in _OPTIMIZERS:
+            return _OPTIMIZERS[described.name](rate, **options)
+        if ":" in described.name:
+            return optim.from_torch(load(described.name, "optimizer.name"), lr=rate, **options)
+    except TypeError as error:
+        raise _wrong_options("optimizer.options", described.name, error) from error
+    raise UnknownNameError(
+        f"no optimizer is called {described.name!r}",
+        where="optimizer.name",
+        fix=nearest(described.name, _OPTIMIZERS) + ', or "module:Class"',
+    )
+
+
+def _make_schedule(described: OptimizerRecipe) -> Any:
+    name, options = described.schedule, described.schedule_options
+    if callable(name):
+        return name
+    if ":" in name:
+        return load(name, "optimizer.schedule")
+    if name not in _SCHEDULES:
+        raise UnknownNameError(
+            f"no schedule is called {name!r}", where="optimizer.schedule", fix=nearest(name, _SCHEDULES)
+        )
+    try:
+        return _SCHEDULES[name](described.lr, **options)
+    except TypeError as error:
+        raise _wrong_options("optimizer.schedule_options", name, error) from error
+
+
+def _wrong_options(where: str, name: str, error: TypeError) -> ConfigError:
+    return ConfigError(
+        f"{name} can't take these options: {error}", where=where, fix="see the options of fa." + name
+    )
+
+
+def transformed(recipe_: Recipe, loss_fn: Any) -> Step:
+    """The loss function under the transforms that a recipe names, in the recipe's order."""
+    step: Any = as_step(loss_fn, "fa.apply")
+    if recipe_.precision != "fp32":
+        step = with_precision(step, recipe_.precision)
+    if recipe_.accumulate > 1:
+        step = accumulate(step, recipe_.accumulate)
+    if recipe_.skip_nonfinite:
+        step = skip_nonfinite(step)
+    if recipe_.clip_norm is not None:
+        step = clip_norm(step, recipe_.clip_norm)
+    if recipe_.clip_value is not None:
+        step = clip_value(step, recipe_.clip_value)
+    if recipe_.ema is not None:
+        step = with_ema(step, recipe_.ema)
+    if recipe_.remat:
+        step = remat(step)
+    if recipe_.compile is not None:
+        step = compile(step, recipe_.compile)  # pyright: ignore[reportArgumentType]
+    for reference in recipe_.transforms:
+        step = load(reference, "transforms")(step)
+    return step
+
+
+def apply(recipe_: Recipe, loss_fn: Any, model: Any, *, world: World | None = None) -> TrainStep:
+    """The train step that a recipe describes.
+
+    Args:
+        recipe_: the choices.
+        loss_fn: `loss_fn(model, batch)`, or a step with transforms of its own.
+        model: a factory, a module, or a dict of them: what `fa.distribute` takes.
+        world: the world; the one that `fa.start()` set by default.
+
+    Raises:
+        ConfigError, UnknownNameError: a choice that does not exist.
+
+    Example: `train_step = fa.apply(fa.recipe(), loss_fn, GPT)`.
+    """
+    if not isinstance(recipe_, Recipe):
+        raise ArgumentError(
+            f"a recipe is not {type(recipe_).__name__}",
+            where="fa.apply",
+            fix="fa.apply(fa.Recipe(...), loss_fn, model)",
+        )
+    return train_step(
+        transformed(recipe_, loss_fn),
+        model=distribute(model, recipe_.strategy),
+        optimizer=make_optimizer(recipe_.optimizer),
+        world=world,
+    )
+
+
+def shard_options(recipe_: Recipe) -> dict[str, Any]:
+    """What `fa.shard(loader, **options)` takes of a recipe."""
+    data = recipe_.data
+    return {
+        "window": data.window,
+        "remainder": data.remainder,
+        "seed": data.seed,
+        "per_rank": data.per_rank,
+        "dispatch": data.dispatch,
+    }

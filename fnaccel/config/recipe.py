@@ -1,0 +1,92 @@
+"""`Recipe`: a run's choices as one frozen value, the same in Python, in YAML and on the command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from fnaccel.errors import ConfigError
+from fnaccel.step import require
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerRecipe:
+    """Which optimizer, its rate and its options.
+
+    Attributes:
+        name: `"sgd"`, `"adam"`, `"adamw"`, `"adafactor"`, or `"module:Class"` of a torch optimizer.
+        lr: the rate, or a schedule's peak.
+        schedule: `"constant"`, or `"warmup_cosine"`, `"warmup_linear"`, `"cosine"`, ..., or a
+            reference `"module:function"` to a schedule of yours.
+        schedule_options: what the schedule takes besides, such as `warmup` and `total`, in updates.
+        options: what the optimizer takes besides, such as `weight_decay`.
+        groups: pattern -> options.
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-3
+    schedule: Any = "constant"
+    schedule_options: dict[str, Any] = attrs.field(factory=dict)
+    options: dict[str, Any] = attrs.field(factory=dict)
+    groups: dict[str, dict[str, Any]] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class DataRecipe:
+    """How loaders are shared: what `fa.shard` takes."""
+
+    window: int | None = None
+    remainder: str | None = None
+    seed: int = 0
+    per_rank: bool = False
+    dispatch: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class CheckpointRecipe:
+    """Where and how often states are saved; None: not at all."""
+
+    directory: str | None = None
+    every: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Recipe:
+    """Everything about a run but its model, its loss and its data.
+
+    Attributes:
+        strategy: a name or text, such as `"fsdp"` or `"ddp(2) * fsdp(4)"`.
+        precision: `"fp32"`, `"bf16"` or `"fp16"`.
+        accumulate: micro-batches in an update.
+        clip_norm, clip_value: bounds of the gradient, or None.
+        skip_nonfinite: whether updates with NaN or infinite gradients are skipped.
+        ema: decay of the average of parameters, or None.
+        remat: whether blocks are recomputed in backward.
+        compile: `"block"`, `"loss"`, `"step"`, or None.
+        transforms: references `"module:name"` to transforms of yours (`Step -> Step`), applied last.
+        optimizer, data, checkpoint: see there.
+
+    Example: `Recipe(strategy="fsdp", precision="bf16", clip_norm=1.0)`.
+    """
+
+    strategy: str = attrs.field(default="local", converter=str)
+    precision: str = "fp32"
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    skip_nonfinite: bool = False
+    ema: float | None = None
+    remat: bool = False
+    compile: str | None = None
+    transforms: tuple[Any, ...] = attrs.field(default=(), converter=tuple)
+    optimizer: OptimizerRecipe = attrs.field(factory=OptimizerRecipe)
+    data: DataRecipe = attrs.field(factory=DataRecipe)
+    checkpoint: CheckpointRecipe = attrs.field(factory=CheckpointRecipe)
+
+    def __attrs_post_init__(self) -> None:
+        require(self.accumulate >= 1, f"accumulate={self.accumulate}", "Recipe", "accumulate is 1 or more")
+        if self.compile not in (None, "block", "loss", "step"):
+            raise ConfigError(
+                f"compile={self.compile!r} is no scope", where="Recipe", fix="block, loss, step, or nothing"
+            )

@@ -1,0 +1,145 @@
+"""Recipes to and from YAML, by cattrs; what is unknown or of the wrong kind is named."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import attrs
+import yaml
+
+from fnaccel.config.recipe import Recipe
+from fnaccel.config.references import dump
+from fnaccel.errors import ConfigError, nearest
+
+
+@functools.cache
+def _converter() -> Any:
+    import cattrs  # noqa: PLC0415 - slow to import
+    from cattrs.strategies import configure_union_passthrough  # noqa: PLC0415
+
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    configure_union_passthrough(int | float | str | bool | None, converter)
+    return converter
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """A recipe as YAML; what stands at its default is left out.
+
+    Raises:
+        NotSerializableError: it holds a lambda or a closure.
+
+    Example: `print(fa.to_yaml(recipe))`.
+    """
+    plain = _plain(recipe, "Recipe")
+    return yaml.safe_dump(plain, sort_keys=False)
+
+
+def _plain(record: Any, where: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in attrs.fields(type(record)):
+        value = getattr(record, field.name)
+        default = field.default
+        if isinstance(default, attrs.Factory):  # pyright: ignore[reportArgumentType]
+            default = default.factory()  # pyright: ignore[reportOptionalMemberAccess]
+        if value == default:
+            continue
+        path = f"{where}.{field.name}"
+        if attrs.has(type(value)):
+            found[field.name] = _plain(value, path)
+        elif isinstance(value, tuple | list):
+            found[field.name] = [dump(item, path) for item in value]
+        elif isinstance(value, dict):
+            found[field.name] = {key: dump(item, f"{path}.{key}") for key, item in value.items()}
+        else:
+            found[field.name] = dump(value, path)
+    return found
+
+
+def from_yaml(source: str | Path) -> Recipe:
+    """A recipe from YAML text or from a file (a `Path`, or a string that ends in .yaml or .yml).
+
+    Raises:
+        ConfigError: no such file, no mapping, a key that is unknown (the nearest is named), or a
+            value of the wrong kind.
+
+    Example: `recipe = fa.from_yaml("runs/gpt.yaml")`.
+    """
+    where = "a recipe"
+    text = str(source)
+    if isinstance(source, Path) or text.endswith((".yaml", ".yml")):
+        where = text
+        path = Path(source)
+        if not path.is_file():
+            raise ConfigError(f"there is no file {text}", where="fa.from_yaml", fix="check the path")
+        text = path.read_text(encoding="utf-8")
+    try:
+        plain = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"this is not YAML: {' '.join(str(error).split())}", where=where, fix="mend the line it names"
+        ) from error
+    return read(plain, where)
+
+
+def read(plain: Any, where: str) -> Recipe:
+    """A recipe from plain dicts and values.
+
+    Raises:
+        ConfigError: as `from_yaml`.
+    """
+    _check_keys(plain, Recipe, where)
+    try:
+        return _converter().structure(plain, Recipe)
+    except Exception as error:
+        if isinstance(error, ConfigError):
+            raise
+        from cattrs import transform_error  # noqa: PLC0415 - slow to import
+
+        said = "; ".join(transform_error(error, path="recipe"))
+        raise ConfigError(
+            f"a value is of the wrong kind: {said}",
+            where=where,
+            fix="see fnaccel.config.Recipe for the kinds",
+        ) from error
+
+
+def _check_keys(plain: Any, cls: type, where: str) -> None:
+    if not isinstance(plain, dict):
+        raise ConfigError(
+            f"{where} holds {type(plain).__name__}, not keys and values",
+            where=where,
+            fix="write `key: value` lines",
+        )
+    hints = get_type_hints(cls)
+    names = [field.name for field in attrs.fields(cls)]
+    for key, value in plain.items():
+        if key not in names:
+            raise ConfigError(f"{cls.__name__} has no key {key!r}", where=where, fix=nearest(str(key), names))
+        if attrs.has(hints[key]):
+            _check_keys(value, hints[key], f"{where}: {key}")
+
+
+def override(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:
+    """A recipe with dotted fields replaced: `{"strategy": "fsdp", "optimizer.lr": 1e-4}`.
+
+    Raises:
+        ConfigError: as `from_yaml`.
+    """
+    plain = _unstructured(recipe)
+    for dotted, value in overrides.items():
+        *parents, last = dotted.split(".")
+        inner = plain
+        for parent in parents:
+            if not isinstance(inner.get(parent), dict):
+                raise ConfigError(
+                    f"a recipe has no part {parent!r}", where=f"override {dotted}", fix=nearest(parent, inner)
+                )
+            inner = inner[parent]
+        inner[last] = value
+    return read(plain, "overrides")
+
+
+def _unstructured(recipe: Recipe) -> dict[str, Any]:
+    return attrs.asdict(recipe)

@@ -1,0 +1,1 @@
+"""Starting processes: what `fnaccel launch` does, and the variables it sets for `fa.start`."""

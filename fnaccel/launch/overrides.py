@@ -1,0 +1,38 @@
+"""What the launcher was told and a script's recipe takes over; one variable carries it.
+
+`fa.recipe()` takes overrides. The launcher raises at the end of a script that never did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from fnaccel.errors import UnusedOverrideError
+
+VARIABLE = "FNACCEL_OVERRIDES"
+_TAKEN = "FNACCEL_OVERRIDES_TAKEN"
+
+
+def pack(overrides: dict[str, Any]) -> dict[str, str]:
+    """The environment that carries overrides (dotted field -> value) to the ranks."""
+    return {VARIABLE: json.dumps(overrides)} if overrides else {}
+
+
+def take() -> dict[str, Any]:
+    """The overrides, which count as used from here on."""
+    os.environ[_TAKEN] = "1"
+    return json.loads(os.environ.get(VARIABLE, "{}"))
+
+
+def check_taken() -> None:
+    """Raise UnusedOverrideError where overrides were given and never taken."""
+    given = json.loads(os.environ.get(VARIABLE, "{}"))
+    if given and _TAKEN not in os.environ:
+        flags = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise UnusedOverrideError(
+            f"the launcher was told {flags}, and the script never used it",
+            where="fnaccel launch",
+            fix="build the step from recipe = fa.recipe(), or drop the flags",
+        )
