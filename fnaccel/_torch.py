@@ -69,3 +69,13 @@ def buffer_sync(sync: bool) -> dict[str, Any]:
     """DistributedDataParallel's argument for buffers: renamed in 2.13, the old name warns. (2.11, 2.13)"""
     names = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": sync}
+
+
+def local_offset(value: Any) -> tuple[int, ...]:
+    """Where the local part of a DTensor starts along each dimension, uneven and empty ones too. (2.13)"""
+    from torch.distributed.tensor._utils import (  # noqa: PLC0415 - slow to import
+        compute_local_shape_and_global_offset,
+    )
+
+    _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return tuple(int(start) for start in offset)

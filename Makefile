@@ -1,0 +1,54 @@
+# Two commands set everything up: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint types check format bench clean
+
+demo: .venv/.demo  ## train the main job, with a progress bar, a plot of the loss and a sample of text
+	$(BIN)/python examples/train_gpt.py --steps 600 --precision bf16 --plot runs/loss.png --sample 400 --dir runs/gpt
+
+test: .venv/.dev  ## the whole suite
+	$(BIN)/python -m pytest
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.dev
+	$(BIN)/pyright
+
+check: lint types test  ## what has to pass before a change lands
+
+format: .venv/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/results
+	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/collectives.py
+
+# torch by itself first: the constraints pin the build that the rest must accept
+.venv/.torch: constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	touch $@
+
+.venv/.demo: .venv/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[demo]"
+	mkdir -p runs
+	touch $@
+
+.venv/.dev: .venv/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	mkdir -p runs
+	touch $@
+
+.venv/.bench: .venv/.dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"
+	touch $@
+
+clean:
+	rm -rf .venv runs build *.egg-info

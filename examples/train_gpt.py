@@ -1,0 +1,180 @@
+"""Train a byte-level GPT on Python's own standard-library sources.
+
+    python examples/train_gpt.py --steps 200 --plot loss.png --sample 400
+    fnaccel launch -n 2 --strategy fsdp --precision bf16 examples/train_gpt.py --steps 200
+
+The strategy is one flag; the loss curve is the same for the same global batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import fnaccel as fa
+
+CONTEXT = 128
+
+
+class Sources(Dataset):
+    """Windows of the standard library's source files, as bytes."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        files = sorted(Path(os.__file__).parent.glob("*.py"))
+        text = bytearray(b"\n".join(file.read_bytes() for file in files))[:limit]
+        self.tokens = torch.frombuffer(text, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // CONTEXT
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        piece = self.tokens[index * CONTEXT : (index + 1) * CONTEXT + 1].long()
+        return {"tokens": piece[:-1], "labels": piece[1:]}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int = 96, layers: int = 3, heads: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.position = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_fn(model, batch):
+    logits = model(batch["tokens"]).flatten(0, 1)
+    nll = F.cross_entropy(logits.float(), batch["labels"].flatten(), reduction="sum")
+    return fa.Mean(nll, weight=batch["labels"].numel())
+
+
+def sample(model, prompt: bytes, length: int, temperature: float = 0.7) -> bytes:
+    """Continue `prompt`; every rank draws the same bytes."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+    for _ in range(length):
+        logits = model(tokens[:, -CONTEXT:])[0, -1].float().cpu()
+        drawn = torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)
+        tokens = torch.cat([tokens, drawn[None].to(tokens.device)], dim=1)
+    return bytes(tokens[0].tolist())
+
+
+def digest(state: fa.TrainState) -> str:
+    """One number for all parameters, whatever their layout."""
+    found = hashlib.sha256()
+    for name, value in sorted(state.params.items()):
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        found.update(name.encode() + whole.detach().cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def plot(losses: list[float], path: str) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    axes.plot(losses, linewidth=1, alpha=0.4, label="each step")
+    width = max(1, len(losses) // 20)
+    smooth = [sum(losses[max(0, i - width) : i + 1]) / len(losses[max(0, i - width) : i + 1])
+              for i in range(len(losses))]  # fmt: skip
+    axes.plot(smooth, linewidth=2, label=f"mean of {width + 1} steps")
+    axes.set(xlabel="step", ylabel="nats per byte", title="byte-level GPT on Python's standard library")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--strategy", default="local", help='such as "ddp", "fsdp", "hsdp(2, 2)"')
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--global-batch", type=int, default=16, help="rows in an update, on all ranks")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches in an update")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dir", help="save the final state here")
+    parser.add_argument("--json", help="write losses and a digest of the parameters here")
+    parser.add_argument("--plot", help="draw the loss here (PNG)")
+    parser.add_argument("--sample", type=int, default=0, help="bytes of text to draw at the end")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    recipe = fa.recipe(
+        fa.Recipe(
+            strategy=args.strategy,
+            precision=args.precision,
+            accumulate=args.accumulate,
+            clip_norm=1.0,
+            optimizer=fa.OptimizerRecipe(
+                name="adamw",
+                lr=2e-3,
+                schedule="warmup_cosine",
+                schedule_options={"warmup": max(1, args.steps // 20), "total": max(2, args.steps)},
+                groups={"*norm*": {"weight_decay": 0.0}, "*bias": {"weight_decay": 0.0}},
+            ),
+            data=fa.DataRecipe(seed=args.seed),
+        )
+    )
+    loader = DataLoader(Sources(), batch_size=args.global_batch, shuffle=True)
+    with fa.start() as world:
+        train_step = fa.apply(recipe, loss_fn, GPT)
+        world.print(train_step.plan)
+        state = train_step.init(seed=args.seed)
+        losses = []
+        shards = fa.shard(loader, **fa.shard_options(recipe))
+        for state, metrics in fa.scan(train_step, state, shards, steps=args.steps, progress=not args.quiet):
+            losses.append(metrics["loss"])
+        losses = [float(loss) for loss in losses]
+        world.print(f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte over {len(losses)} steps")
+        if args.sample:
+            text = train_step.look(state, sample, b"def ", args.sample)
+            world.print("sample:\n" + text.decode("utf-8", "replace"))
+        if args.dir:
+            world.print(f"saved {fa.save(args.dir, state)}")
+        mark = digest(state)
+        if world.is_main and args.json:
+            Path(args.json).write_text(json.dumps({"losses": losses, "digest": mark}))
+        if world.is_main and args.plot:
+            plot(losses, args.plot)
+            print(f"plot: {args.plot}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""Checkpoints: a state on disk, written by any layout of ranks and read by any other.
+
+A root holds one directory for each step; in it, safetensors files hold the tensors and
+`manifest.json` everything else. Reading one executes nothing.
+"""
+
+from fnaccel.checkpoint.commit import Checkpoint as Checkpoint
+from fnaccel.checkpoint.commit import checkpoints as checkpoints
+from fnaccel.checkpoint.commit import latest as latest
+from fnaccel.checkpoint.load import restore as restore
+from fnaccel.checkpoint.saving import save as save

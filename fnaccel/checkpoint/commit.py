@@ -1,0 +1,161 @@
+"""Which checkpoints exist, and how one begins to: a directory that is filled beside them, then renamed.
+
+    root/step-0000000010          committed
+    root/step-0000000010.old      committed: what a second save of step 10 replaces, until it has
+    root/.saving-step-…           being written, or what a crash left; nobody reads it
+
+Whoever fills a directory holds a lock on it, which the system drops with the process. So what nobody
+holds is a leftover, and the next save that succeeds removes it; where the file system has no locks, after
+a day without changes. Ranks are not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Generator
+from pathlib import Path
+
+import attrs
+
+from fnaccel.checkpoint import durable, manifest
+
+_COMMITTED = re.compile(r"step-(\d{10,19})(\.old)?")
+_UNFINISHED = ".saving-"
+_FORGOTTEN = 24 * 3600.0  # seconds
+
+
+@attrs.frozen
+class Checkpoint:
+    """A committed checkpoint: of which step, and where."""
+
+    step: int
+    path: Path
+
+
+def checkpoints(directory: str | os.PathLike[str]) -> list[Checkpoint]:
+    """The committed checkpoints under a root, oldest step first.
+
+    Args:
+        directory: the root that `fa.save` was given; it need not exist.
+
+    Raises:
+        OSError: the root can't be listed.
+
+    Example: `[one.step for one in fa.checkpoints("runs/gpt")]`.
+    """
+    found: dict[int, Path] = {}
+    with contextlib.suppress(FileNotFoundError):
+        # sorted, so that step-N.old comes after step-N, which hides it
+        for path in sorted(Path(directory).iterdir()):
+            matched = _COMMITTED.fullmatch(path.name)
+            if matched and (path / manifest.FILE).is_file():
+                found.setdefault(int(matched[1]), path)
+    return [Checkpoint(step, path) for step, path in sorted(found.items())]
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """The committed checkpoint of the highest step under a root; None where there is none.
+
+    Args:
+        directory: the root that `fa.save` was given; it need not exist.
+
+    Raises:
+        OSError: the root can't be listed.
+
+    Example: `state = fa.restore("runs/gpt", like=state) if fa.latest("runs/gpt") else state`.
+    """
+    found = checkpoints(directory)
+    return found[-1].path if found else None
+
+
+def name_of(step: int) -> str:
+    """The name of the checkpoint of one step."""
+    return f"step-{step:010d}"
+
+
+def stage(root: Path, step: int) -> Path:
+    """A new directory in which the checkpoint of one step can be filled."""
+    durable.make_directory(root, parents=True)
+    made = root / f"{_UNFINISHED}{name_of(step)}-{uuid.uuid4().hex[:12]}"
+    durable.make_directory(made)
+    return made
+
+
+def commit(staged: Path, root: Path, step: int) -> Path:
+    """Make a filled directory the checkpoint of its step, atomically; its path.
+
+    One that exists is replaced: whatever happens in between, one of the two is found.
+    """
+    final = root / name_of(step)
+    aside = root / f"{final.name}.old"
+    durable.sync_directory(staged)
+    if final.exists():
+        if aside.exists():
+            discard(aside)
+        durable.rename(final, aside)
+    durable.rename(staged, final)
+    durable.sync_directory(root)
+    return final
+
+
+def sweep(root: Path, step: int) -> None:
+    """Remove what the checkpoint of `step` replaced, and leftovers of saves that nobody finishes."""
+    with contextlib.suppress(OSError):  # what can't be removed now is tried again by the next save
+        aside = root / f"{name_of(step)}.old"
+        if aside.exists():
+            discard(aside)
+        for path in root.glob(f"{_UNFINISHED}*"):
+            if _forgotten(path):
+                durable.remove(path)
+
+
+def discard(path: Path) -> None:
+    """Remove a committed checkpoint; at no moment does half of it look committed."""
+    hidden = path.with_name(f"{_UNFINISHED}{path.name}-{uuid.uuid4().hex[:12]}")
+    durable.rename(path, hidden)
+    durable.remove(hidden)
+
+
+@contextlib.contextmanager
+def held(staged: Path) -> Generator[None]:
+    """Mark a directory as being filled, while the body runs and its process lives."""
+    with _locked(staged, wait=True):
+        yield
+
+
+def _forgotten(path: Path) -> bool:
+    with _locked(path, wait=False) as free:
+        if free is not None:
+            return free
+    with contextlib.suppress(OSError):
+        newest = max(one.stat().st_mtime for one in (path, *path.iterdir()))
+        return time.time() - newest > _FORGOTTEN
+    return False
+
+
+@contextlib.contextmanager
+def _locked(path: Path, *, wait: bool) -> Generator[bool | None]:
+    """Lock a directory; whether it could be, None where the system can't tell."""
+    if sys.platform == "win32":
+        yield None
+        return
+    import fcntl  # noqa: PLC0415 - not on every system
+
+    file = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            # shared for the holder: network file systems give no more to what is open for reading
+            fcntl.flock(file, fcntl.LOCK_SH if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free: bool | None = True
+        except BlockingIOError:
+            free = False
+        except OSError:
+            free = None
+        yield free
+    finally:
+        os.close(file)

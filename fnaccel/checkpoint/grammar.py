@@ -1,0 +1,240 @@
+"""Which values a checkpoint may hold, and how those that are no tensors look in JSON.
+
+    None, bool, int, str, finite float    themselves
+    inf, -inf, nan                        {"float": "inf"}
+    bytes                                 {"bytes": base64}
+    list                                  an array
+    tuple                                 {"tuple": array}
+    dict with string keys                 {"dict": object}
+    a tensor                              {"tensor": path}, the path at which it was first met
+    TrainState, Position, Seed            {its name: object of its fields}
+
+A path joins keys with "/", where "~" and "/" inside a key become "~0" and "~1" (RFC 6901).
+Nothing is ever pickled, and reading builds no class but the three named here. No files here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch
+from fnaccel.checkpoint.dtypes import CODES
+from fnaccel.checkpoint.pieces import is_sharded
+from fnaccel.errors import CheckpointError, NotSerializableError
+from fnaccel.state import Position, Seed, TrainState
+
+NODES: dict[str, type[Any]] = {"TrainState": TrainState, "Position": Position, "Seed": Seed}
+"""The classes of the library that a checkpoint may hold."""
+
+_NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_RESERVED = "__metadata__"  # what a safetensors header keeps for itself
+
+
+def child(path: str, key: str | int) -> str:
+    """The path of one entry of the node at `path` (the root is `""`)."""
+    escaped = str(key).replace("~", "~0").replace("/", "~1")
+    return f"{path}/{escaped}" if path else escaped
+
+
+def shown(path: str) -> str:
+    """A path as messages print it."""
+    return path or "(the root)"
+
+
+def fields_of(node: Any) -> list[str]:
+    """The fields of a node of the library that a checkpoint keeps."""
+    return [field.name for field in attrs.fields(type(node)) if field.init]
+
+
+@attrs.frozen
+class Encoded:
+    """A tree as JSON, and its tensors by path; a tensor that occurs twice stands once."""
+
+    structure: Any
+    tensors: dict[str, torch.Tensor]
+
+
+def encode(value: Any) -> Encoded:
+    """Turn a tree into JSON and tensors; changes nothing and reads no tensor.
+
+    Raises:
+        NotSerializableError: a value has no place in a checkpoint; names its path.
+        StaleStateError: a state in it was donated.
+    """
+    encoder = _Encoder()
+    try:
+        return Encoded(encoder.value("", value), encoder.tensors)
+    except RecursionError:
+        raise _refused("", "is nested too deep", "put less inside one another") from None
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._paths: dict[Any, str] = {}
+        self._open: set[int] = set()
+
+    def value(self, path: str, value: Any) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or kind is int:
+            return value
+        if kind is str:
+            return _text(path, value)
+        if kind is float:
+            return value if math.isfinite(value) else {"float": str(value)}
+        if kind is bytes:
+            return {"bytes": base64.b64encode(value).decode("ascii")}
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._tensor(path, value)}
+        return self._container(path, value)
+
+    def _container(self, path: str, value: Any) -> Any:
+        if id(value) in self._open:
+            raise _refused(path, "contains itself", "save a tree without cycles")
+        self._open.add(id(value))
+        try:
+            if type(value) in (list, tuple):
+                entries = [self.value(child(path, i), entry) for i, entry in enumerate(value)]
+                return entries if type(value) is list else {"tuple": entries}
+            if type(value) in (dict, OrderedDict):
+                return {"dict": {self._key(path, k): self.value(child(path, k), v) for k, v in value.items()}}
+            name = type(value).__name__
+            if NODES.get(name) is type(value):
+                return {
+                    name: {f: self.value(child(path, f), getattr(value, f)) for f in fields_of(value)}
+                }
+        finally:
+            self._open.discard(id(value))
+        raise _refused(
+            path,
+            f"is a {type(value).__module__}.{type(value).__qualname__}",
+            "keep plain data there: tensors, numbers, strings, bytes, lists, tuples, dicts "
+            "(float(x) for a NumPy number, torch.from_numpy(x) for an array, x.state_dict() for an object)",
+        )
+
+    def _key(self, path: str, key: Any) -> str:
+        if type(key) is not str:
+            raise _refused(path, f"has the key {key!r}, which is no string", "use str(key)")
+        return _text(path, key)
+
+    def _tensor(self, path: str, value: torch.Tensor) -> str:
+        problem = _unfit(value)
+        if problem is not None:
+            raise _refused(path, *problem)
+        if path == _RESERVED:
+            raise _refused(path, "has a name that safetensors keeps for itself", "choose another key")
+        known = self._paths.setdefault(_identity(value), path)
+        if known == path:
+            self.tensors[path] = value
+        return known
+
+
+def _text(path: str, value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _refused(path, "holds text that is not Unicode", "keep it as bytes") from None
+    return value
+
+
+def _unfit(value: torch.Tensor) -> tuple[str, str] | None:
+    """Why a tensor can't be stored, and what to do; None where it can."""
+    if value.dtype not in CODES:
+        return f"has dtype {value.dtype}", "convert it, for complex128: torch.view_as_real(x)"
+    if is_sharded(value):
+        spread: Any = value
+        # by exact class: a strided shard's place is not one block
+        odd = [one for one in spread.placements if type(one).__name__ not in ("Shard", "Replicate")]
+        if odd:
+            return f"is a DTensor placed {odd[0]}", "redistribute it to Shard(dim) or Replicate() placements"
+    elif type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return f"is a {type(value).__qualname__}", "x.as_subclass(torch.Tensor) keeps the plain values"
+    if value.is_meta:
+        return "is on the meta device, so it has no values", "materialise it: module.to_empty(device=...)"
+    if value.layout is not torch.strided or value.is_quantized:
+        return f"is stored as {value.layout}", "x.to_dense() (or x.dequantize()) before saving"
+    return None
+
+
+def _identity(value: torch.Tensor) -> Any:
+    """Equal for two tensors that are the same memory seen in the same way."""
+    local = _torch.local_of(value)
+    if not local.numel():
+        return id(value)
+    placed = tuple(map(str, getattr(value, "placements", ())))
+    where = (local.device, local.data_ptr(), local.dtype)
+    return (*where, tuple(local.shape), local.stride(), tuple(value.shape), placed)
+
+
+def _refused(path: str, why: str, fix: str) -> NotSerializableError:
+    return NotSerializableError(
+        f"{shown(path)} {why}, and has no place in a checkpoint", where="fa.save", fix=fix
+    )
+
+
+def decode(structure: Any, tensor: Callable[[str], Any]) -> Any:
+    """The tree that a JSON structure describes, with `tensor(path)` in the place of its tensors.
+
+    Args:
+        structure: JSON as `encode` makes it, from a source that need not be trusted.
+        tensor: what stands for the tensor stored at a path.
+
+    Raises:
+        CheckpointError: the structure is not of this grammar.
+    """
+    try:
+        return _decode(structure, tensor)
+    except RecursionError:
+        raise _malformed("is nested too deep") from None
+
+
+def _decode(found: Any, tensor: Callable[[str], Any]) -> Any:
+    if found is None or isinstance(found, bool | int | float | str):
+        return found
+    if isinstance(found, list):
+        return [_decode(entry, tensor) for entry in found]
+    if not isinstance(found, dict) or len(found) != 1:
+        raise _malformed(f"holds {str(found)[:60]!r}, which is no value")
+    [(tag, content)] = found.items()
+    if tag == "tensor" and isinstance(content, str):
+        return tensor(content)
+    if tag == "float" and isinstance(content, str) and content in _NONFINITE:
+        return _NONFINITE[content]
+    if tag == "bytes" and isinstance(content, str):
+        try:
+            return base64.b64decode(content, validate=True)
+        except binascii.Error:
+            raise _malformed("holds bytes that are not base64") from None
+    if tag == "tuple" and isinstance(content, list):
+        return tuple(_decode(entry, tensor) for entry in content)
+    if tag == "dict" and isinstance(content, dict):
+        return {key: _decode(entry, tensor) for key, entry in content.items()}
+    if tag in NODES and isinstance(content, dict):
+        return _node(NODES[tag], {key: _decode(entry, tensor) for key, entry in content.items()})
+    raise _malformed(f"holds a {tag[:60]!r} that this version does not know")
+
+
+def _node(cls: type[Any], values: dict[str, Any]) -> Any:
+    known = {field.name: field for field in attrs.fields(cls) if field.init}
+    extra = values.keys() - known.keys()
+    missing = [n for n, field in known.items() if field.default is attrs.NOTHING and n not in values]
+    if extra or missing:
+        what = f"has the field {min(extra)!r}" if extra else f"lacks the field {missing[0]!r}"
+        raise _malformed(f"holds a {cls.__name__} that {what}")
+    return cls(**values)
+
+
+def _malformed(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the tree in the manifest {what}",
+        where="fa.restore",
+        fix="restore another checkpoint, or read this one with the version of fnaccel that wrote it",
+    )

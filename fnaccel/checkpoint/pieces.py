@@ -1,0 +1,83 @@
+"""Which part of a tensor lies on this rank, and whether this rank is the one that writes it.
+
+Where the bytes go is not known here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch
+
+
+@attrs.frozen
+class Box:
+    """A block of a tensor: where it starts along each dimension, and how far it goes."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements lie in it."""
+        return torch.Size(self.shape).numel()
+
+    def within(self, other: Box) -> tuple[slice, ...]:
+        """Indices that cut this block out of a tensor that holds `other`."""
+        return tuple(
+            slice(start - base, start - base + size)
+            for start, size, base in zip(self.offset, self.shape, other.offset, strict=True)
+        )
+
+
+def overlap(first: Box, second: Box) -> Box | None:
+    """What two blocks of one tensor share; None where that is nothing."""
+    starts = tuple(map(max, first.offset, second.offset))
+    ends = [
+        min(a + m, b + n)
+        for a, m, b, n in zip(first.offset, first.shape, second.offset, second.shape, strict=True)
+    ]
+    shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return Box(starts, shape) if all(size > 0 for size in shape) else None
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The block that is all of a tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+@attrs.frozen
+class Part:
+    """This rank's part of a tensor: its place, its values, whether this rank writes it."""
+
+    box: Box
+    local: torch.Tensor
+    writes: bool
+
+
+def part_of(value: torch.Tensor, rank: int) -> Part:
+    """The part of `value` on this rank.
+
+    Of copies, one is written: a plain tensor by rank 0, a replicated shard by the ranks with
+    coordinate 0 on every replicated mesh dimension.
+    """
+    if not is_sharded(value):
+        plain = value.detach()
+        return Part(whole(tuple(plain.shape)), plain, rank == 0)
+    spread: Any = value
+    local = _torch.local_of(value).detach()
+    coordinate = spread.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in the mesh
+        dims = value.dim()
+        return Part(Box((0,) * dims, (0,) * dims), local, False)
+    pairs = zip(spread.placements, coordinate, strict=True)
+    writes = all(at == 0 for placement, at in pairs if placement.is_replicate())
+    return Part(Box(_torch.local_offset(value), tuple(local.shape)), local, writes)
+
+
+def is_sharded(value: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(value, "placements")
