@@ -44,7 +44,7 @@ def main() -> None:
     with fa.start() as world:
         teach = fa.train_step(loss_fn, model=fa.distribute(CNN, args.teacher), optimizer=fa.adamw(3e-3))
         teacher = teach.init(seed=0)
-        for teacher, _ in fa.scan(teach, teacher, shards, epochs=args.epochs):  # noqa: B007
+        for teacher, _ in fa.scan(teach, teacher, shards, epochs=args.epochs):
             pass
         learn = fa.train_step(
             distillation_loss, model=fa.distribute(Small, args.student), optimizer=fa.adamw(3e-3)

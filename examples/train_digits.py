@@ -57,7 +57,7 @@ def main() -> None:
         train_step = fa.apply(recipe, loss_fn, CNN)
         state = train_step.init(seed=0)
         shards = fa.shard(DataLoader(train, batch_size=64, shuffle=True))
-        for state, _ in fa.scan(train_step, state, shards, epochs=args.epochs, progress=True):  # noqa: B007
+        for state, _ in fa.scan(train_step, state, shards, epochs=args.epochs, progress=True):
             pass
         scores = fa.evaluate(train_step, state, metrics_fn, fa.shard(DataLoader(test, batch_size=50)))
         world.print(f"accuracy {float(scores['accuracy']):.4f} on {int(scores['rows'])} held-out digits")

@@ -138,6 +138,25 @@ class TrainStep:
             donate(self._lease.live)
         return lease(state, self._lease)
 
+    def refill(self, state: TrainState, fill: Callable[[TrainState], TrainState]) -> TrainState:
+        """Let `fill` write into the tensors of the live state; what it returns is leased in its place.
+
+        Where `fill` fails, these tensors may be part old, part new, so `state` is donated all the same.
+
+        Raises:
+            StaleStateError, UnleasedStateError: not the live state; `fill` was not called.
+        """
+        owned = self._parts()
+        lease_of(state, "train_step.refill(state, fill)")
+        try:
+            made = fill(attrs.evolve(state, buffers=owned.current_buffers()))
+        except BaseException:
+            donate(state)
+            self._lease.live = None
+            raise
+        owned.restored()
+        return self.succeed(made)
+
     def __call__(
         self, state: TrainState, batch: Any, *, given: Mapping[str, TrainState] | None = None
     ) -> tuple[TrainState, dict[str, Any]]:
@@ -178,11 +197,9 @@ class TrainStep:
         grads, report = self._gradients(owned, state, micros, lent)
         metrics = report.finish()
         info = Info(step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__)
-        transforms = state.transforms
-        if lowered.gradients:
-            transforms = dict(transforms)
-            for name, hook in lowered.gradients:
-                transforms[name] = hook.on_gradients(grads, transforms.get(name), info)
+        transforms = dict(state.transforms)
+        for name, hook in lowered.gradients:
+            _keep(transforms, name, hook.on_gradients(grads, transforms.get(name), info))
         if lowered.precision.scaled:
             grads.skip_where_nonfinite()
         return self._update(owned, state, position, grads, metrics, info, transforms)
@@ -230,10 +247,8 @@ class TrainStep:
             metrics["loss_scale"] = scale["scale"].clone()
             owned.move_scale(scale, grads.skip, metrics["weight"])
         owned.engine.clear()
-        if self._lowered.updates:
-            transforms = dict(transforms)
-            for name, hook in self._lowered.updates:
-                transforms[name] = hook.on_update(owned.engine, transforms.get(name), info)
+        for name, hook in self._lowered.updates:
+            _keep(transforms, name, hook.on_update(owned.engine, transforms.get(name), info))
         following = TrainState(
             step=step + 1,
             updates=after,
@@ -353,6 +368,18 @@ def train_step(
     )
     found.close_with(made)
     return made
+
+
+def _keep(transforms: dict[str, Any], name: str, own: Any) -> None:
+    """Keep the next state of a transform, where it has one: states keep their structure."""
+    if name in transforms:
+        transforms[name] = own
+    elif own is not None:
+        raise ArgumentError(
+            f"transform {name!r} returned a state of its own and began without one",
+            where=f"transform {name}",
+            fix="give its first state: fa.Transform(..., init=lambda params: first)",
+        )
 
 
 def _check_mps(world: World, lowered: Lowered) -> None:

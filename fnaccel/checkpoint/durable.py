@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Buffer, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import attrs
@@ -28,7 +28,7 @@ def make_directory(path: Path, *, parents: bool = False) -> None:
     path.mkdir(parents=parents, exist_ok=parents)
 
 
-def write_file(path: Path, chunks: Iterable[Buffer]) -> FileRecord:
+def write_file(path: Path, chunks: Iterable[memoryview]) -> FileRecord:
     """Write a new file and wait until the device holds it.
 
     Raises:
@@ -36,8 +36,7 @@ def write_file(path: Path, chunks: Iterable[Buffer]) -> FileRecord:
     """
     size = checksum = 0
     with path.open("xb", buffering=0) as file:
-        for chunk in chunks:
-            view = memoryview(chunk).cast("B")
+        for view in chunks:
             checksum = zlib.crc32(view, checksum)
             size += len(view)
             while view:  # the kernel takes at most 2 GiB at a time

@@ -108,9 +108,7 @@ class _Encoder:
                 return {"dict": {self._key(path, k): self.value(child(path, k), v) for k, v in value.items()}}
             name = type(value).__name__
             if NODES.get(name) is type(value):
-                return {
-                    name: {f: self.value(child(path, f), getattr(value, f)) for f in fields_of(value)}
-                }
+                return {name: {f: self.value(child(path, f), getattr(value, f)) for f in fields_of(value)}}
         finally:
             self._open.discard(id(value))
         raise _refused(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 
 from fnaccel.checkpoint import commit, durable, grammar, manifest
 from fnaccel.checkpoint.durable import FileRecord
+from fnaccel.checkpoint.grammar import Encoded, encode
 from fnaccel.checkpoint.manifest import Manifest, Piece, Stored
 from fnaccel.checkpoint.meeting import together
-from fnaccel.checkpoint.pieces import Box, part_of
+from fnaccel.checkpoint.pieces import part_of
 from fnaccel.checkpoint.shard_file import file_name, write_shard
-from fnaccel.errors import ArgumentError, NotSerializableError
+from fnaccel.errors import ArgumentError, CheckpointError, NotSerializableError
 from fnaccel.state import TrainState
 from fnaccel.world import World, current
 
@@ -26,11 +28,11 @@ _WHERE = "fa.save"
 
 @attrs.frozen
 class _Written:
-    """What one rank put in its file: the block of each tensor, by path."""
+    """What one rank put in its file: of each tensor, one piece."""
 
     file: str
     record: FileRecord
-    boxes: dict[str, Box]
+    tensors: tuple[Stored, ...]
 
 
 def save(
@@ -69,22 +71,113 @@ def save(
     """
     found = current(world)
     root = Path(directory)
-    encoded, notes = _encode(state, step, metadata, found)
-    with _staged(root, _number(root, state, step), found) as (staged, number):
-        parts = together(found, _WHERE, lambda: _write(staged, encoded.tensors, found))
+    encoded: list[Encoded] = []  # tensors stay here: what ranks tell each other is pickled
+    together(found, _WHERE, lambda: encoded.extend((encode(state), _notes(metadata))))
+    tree, notes = encoded
+    with _staged(root, state, step, found) as (staged, number):
+        parts = together(found, _WHERE, lambda: _write(staged, tree.tensors, found))
 
-        def finish() -> Path | None:
-            if not found.is_main:
+        def finish() -> None:
+            if found.is_main:
+                text = _describe(number, tree, notes, parts).encode()
+                durable.write_file(staged / manifest.FILE, [memoryview(text)])
+                commit.commit(staged, root, number)
+                commit.sweep(root, number)
+
+        together(found, _WHERE, finish)
+    return root / commit.name_of(number)
+
+
+def _notes(metadata: Any) -> Encoded:
+    notes = encode(metadata)
+    if notes.tensors:
+        raise NotSerializableError(
+            f"metadata holds a tensor: {grammar.shown(next(iter(notes.tensors)))}",
+            where=_WHERE,
+            fix="put tensors in the state, or numbers in metadata: x.tolist()",
+        )
+    return notes
+
+
+@contextlib.contextmanager
+def _staged(root: Path, state: Any, step: int | None, world: World) -> Generator[tuple[Path, int]]:
+    """The directory to fill, equal on all ranks, and the step; it goes where the body fails."""
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> tuple[Path, int] | None:
+            if not world.is_main:
                 return None
-            written = [part for part in parts if part is not None]
-            made = _describe(number, encoded, notes, written, found)
-            text = manifest.dump(made).encode()
-            manifest.parse(text, _WHERE)  # nothing is committed that a reader would refuse
-            durable.write_file(staged / manifest.FILE, [text])
-            path = commit.commit(staged, root, number)
-            commit.sweep(root, number)
-            return path
+            number = _number(root, state, step)
+            made = commit.stage(root, number)
+            stack.enter_context(commit.held(made))
+            return made, number
 
-        path = together(found, _WHERE, finish)[0]
-    assert path is not None
-    return path
+        begun = next(one for one in together(world, _WHERE, begin) if one is not None)
+        try:
+            yield begun
+        except Exception:
+            # all ranks have met, so none writes in it any more
+            if world.is_main:
+                with contextlib.suppress(OSError):
+                    durable.remove(begun[0])
+            raise
+
+
+def _number(root: Path, state: Any, step: int | None) -> int:
+    if step is None and isinstance(state, TrainState):
+        step = state.step
+    if step is None:
+        newest = commit.checkpoints(root)
+        return newest[-1].step + 1 if newest else 0
+    if type(step) is not int or not 0 <= step < 10**19:
+        raise ArgumentError(f"step={step!r} can't number a checkpoint", where=_WHERE, fix="an int from 0 on")
+    return step
+
+
+def _write(staged: Path, tensors: dict[str, torch.Tensor], world: World) -> _Written | None:
+    """Write this rank's file; None where it has nothing to write."""
+    parts = {path: part_of(value, world.rank) for path, value in tensors.items()}
+    mine = {path: part for path, part in parts.items() if part.writes and part.box.numel}
+    if not mine:
+        return None
+    name = file_name(world.rank, world.size)
+    record = write_shard(staged / name, {path: part.local for path, part in mine.items()})
+    pieces = (_stored(path, tensors[path], (Piece(name, part.box),)) for path, part in mine.items())
+    return _Written(name, record, tuple(pieces))
+
+
+def _stored(path: str, value: torch.Tensor, pieces: tuple[Piece, ...]) -> Stored:
+    return Stored(path, value.dtype, tuple(value.shape), pieces)
+
+
+def _describe(step: int, tree: Encoded, notes: Encoded, parts: Sequence[_Written | None]) -> str:
+    written = [part for part in parts if part is not None]
+    tensors = {path: _stored(path, value, ()) for path, value in tree.tensors.items()}
+    for piece in (stored for part in written for stored in part.tensors):
+        known = tensors.get(piece.path)
+        if known is None or (known.dtype, known.shape) != (piece.dtype, piece.shape):
+            raise CheckpointError(
+                f"{piece.path} is {piece} on one rank, and {known or 'missing'} on rank 0",
+                where=_WHERE,
+                fix="save the same tree on every rank",
+            )
+        tensors[piece.path] = attrs.evolve(known, pieces=known.pieces + piece.pieces)
+    text = manifest.dump(
+        Manifest(
+            step=step,
+            tree=tree.structure,
+            metadata=notes.structure,
+            tensors=tensors,
+            files={part.file: part.record for part in written},
+            written_by={"fnaccel": _version(), "torch": str(torch.__version__), "ranks": len(parts)},
+        )
+    )
+    manifest.parse(text, _WHERE)  # what a reader would refuse is not committed
+    return text
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("fnaccel")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"

@@ -42,13 +42,13 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
     return write_file(path, _chunks(ordered))
 
 
-def _chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
-    yield _header(tensors)
+def _chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+    yield memoryview(_header(tensors))
     for value in tensors.values():
         if value.numel():
             plain = value.resolve_conj().resolve_neg().cpu().contiguous()
             # numpy() would need numpy, which torch does without
-            yield (ctypes.c_ubyte * plain.nbytes).from_address(plain.data_ptr())
+            yield memoryview((ctypes.c_ubyte * plain.nbytes).from_address(plain.data_ptr())).cast("B")
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:

@@ -29,11 +29,12 @@ class Member:
 
 @attrs.frozen
 class Group:
-    """Parameters that share options, and the schedule of their rate (None: the optimizer's)."""
+    """Parameters that share options, the schedule of their rate (None: the optimizer's), its first value."""
 
     members: tuple[Member, ...]
     options: dict[str, Any]
     lr: Schedule | None
+    first_rate: float
 
 
 class Bound(Protocol):
@@ -149,5 +150,6 @@ def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf]) -> list[Group]:
     for (which, _, _), members in sorted_leaves.items():
         extra = dict(optimizer.groups[which][1]) if which >= 0 else {}
         lr = extra.pop("lr", None)
-        groups.append(Group(tuple(members), {**dict(optimizer.options), **extra}, lr))
+        first = float((lr or optimizer.lr)(0))
+        groups.append(Group(tuple(members), {**dict(optimizer.options), **extra}, lr, first))
     return groups

@@ -46,13 +46,9 @@ class BoundTorch:
     reads_host = True
 
     def __init__(self, cls: Any, groups: Sequence[Group]) -> None:
-        self._members = [[m.index for m in group.members] for group in groups]
-        self._params = {m.index: m.leaf.param for group in groups for m in group.members}
         self.slots: dict[str, dict[str, Any]] = {}
         initial = _probe(cls, groups)
-        self._optimizer = cls(
-            [{"params": [m.leaf.param for m in g.members], **g.options} for g in groups], lr=0.0
-        )
+        self._optimizer = _make(cls, groups, {m.index: m.leaf.param for g in groups for m in g.members})
         for group in groups:
             for member in group.members:
                 state = initial[member.index]
@@ -79,6 +75,16 @@ class BoundTorch:
         self._optimizer.step()
 
 
+def _make(cls: Any, groups: Sequence[Group], params: dict[int, Any]) -> Any:
+    """The optimizer over `params`; the first rate matters to state that is made from it (ASGD, Rprop)."""
+    return cls(
+        [
+            {"params": [params[m.index] for m in g.members], "lr": g.first_rate, **g.options}
+            for g in groups
+        ]
+    )
+
+
 def _probe(cls: Any, groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
     clones: dict[int, torch.nn.Parameter] = {}
     for group in groups:
@@ -87,7 +93,7 @@ def _probe(cls: Any, groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
             clone.grad = torch.zeros_like(clone)
             clones[member.index] = clone
     try:
-        probe = cls([{"params": [clones[m.index] for m in g.members], **g.options} for g in groups], lr=1e-3)
+        probe = _make(cls, groups, clones)
         probe.state = defaultdict(_Recorder)
         probe.step()
     except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:

@@ -1,0 +1,123 @@
+"""The tree that `restore` returns: made or taken over first, its tensors filled all at once by `read`.
+
+Expects a stored tree that matches; see `match`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fnaccel.checkpoint import reading
+from fnaccel.checkpoint.grammar import NODES, fields_of
+from fnaccel.checkpoint.manifest import Stored
+from fnaccel.checkpoint.pieces import is_sharded, part_of, whole
+from fnaccel.checkpoint.reading import Request
+from fnaccel.errors import CheckpointError
+from fnaccel.state import TrainState
+from fnaccel.world import World
+
+States = Callable[[TrainState, TrainState], TrainState]
+"""What restores a state that is met in a tree."""
+
+
+class Filling:
+    """One reading of a checkpoint into one tree.
+
+    Args:
+        path: the checkpoint.
+        world: the ranks; tensors that are made for a `like` on the meta device go on its device.
+        states: restores the states in the tree.
+    """
+
+    def __init__(self, path: Path, world: World, states: States) -> None:
+        self._path = path
+        self._world = world
+        self._states = states
+        self._requests: list[Request] = []
+        self._made: dict[tuple[int, str], torch.Tensor] = {}  # what is tied stays tied
+
+    def read(self) -> None:
+        """Fill the tensors of all trees made so far."""
+        reading.read(self._path, self._requests)
+
+    def state(self, like: TrainState, stored: TrainState, *, in_place: bool) -> TrainState:
+        """The state stored; with `in_place` in the containers and tensors of `like`."""
+        made: dict[str, Any] = {}
+        for name in fields_of(stored):
+            mine, found = getattr(like, name), getattr(stored, name)
+            if name == "updates":
+                made[name] = self._updates(mine, found, in_place=in_place)
+            elif name == "extras":  # the user may hold these tensors elsewhere
+                made[name] = self._alone(found) if mine is None else self.value(mine, found)
+            else:
+                made[name] = self.value(mine, found, in_place=in_place)
+        return TrainState(**made)
+
+    def value(self, like: Any, stored: Any, *, in_place: bool = False) -> Any:
+        """A tree like `like`; with `in_place` its own dicts, lists and tensors."""
+        if isinstance(stored, Stored):
+            return self._tensor(like, stored, in_place=in_place)
+        if isinstance(stored, TrainState):
+            return self._states(like, stored)
+        if isinstance(stored, dict | list):
+            made = like if in_place else copy.copy(like)
+            # in stored order, which is the same on every rank
+            for key, entry in stored.items() if isinstance(stored, dict) else enumerate(stored):
+                made[key] = self.value(like[key], entry, in_place=in_place)
+            return made
+        if isinstance(stored, tuple):
+            pairs = zip(like, stored, strict=True)
+            return tuple(self.value(mine, entry, in_place=in_place) for mine, entry in pairs)
+        return stored
+
+    def _tensor(self, like: torch.Tensor, stored: Stored, *, in_place: bool) -> torch.Tensor:
+        key = (id(like), stored.path)
+        if key not in self._made:
+            device = self._world.device if like.is_meta and not is_sharded(like) else like.device
+            made = like if in_place else torch.empty_like(like.detach(), device=device)
+            part = part_of(made, self._world.rank)
+            self._requests.append(Request(stored, part.box, part.local))
+            self._made[key] = made
+        return self._made[key]
+
+    def _updates(self, like: Any, stored: Any, *, in_place: bool) -> Any:
+        """The number of updates, as `like` counts them: on the host, or on the device."""
+        if isinstance(stored, Stored):
+            if isinstance(like, torch.Tensor):
+                return self._tensor(like, stored, in_place=in_place)
+            return self._whole_number(stored)
+        if isinstance(like, torch.Tensor):
+            made = like if in_place else torch.empty_like(like)
+            return made.fill_(stored)
+        return stored
+
+    def _whole_number(self, stored: Stored) -> int:
+        found = float(reading.read_whole(self._path, stored))
+        if not found.is_integer():
+            raise CheckpointError(
+                f"{stored.path} counts updates, and is {found}",
+                where=f"fa.restore of {self._path}",
+                fix="restore another of fa.checkpoints(directory)",
+            )
+        return int(found)
+
+    def _alone(self, stored: Any) -> Any:
+        """A stored tree by itself, with tensors on the CPU."""
+        if isinstance(stored, Stored):
+            if (0, stored.path) not in self._made:
+                made = torch.empty(stored.shape, dtype=stored.dtype)
+                self._requests.append(Request(stored, whole(stored.shape), made))
+                self._made[0, stored.path] = made
+            return self._made[0, stored.path]
+        if isinstance(stored, dict):
+            return {key: self._alone(entry) for key, entry in stored.items()}
+        if isinstance(stored, list | tuple):
+            return type(stored)(self._alone(entry) for entry in stored)
+        if type(stored) in NODES.values():
+            return type(stored)(**{name: self._alone(getattr(stored, name)) for name in fields_of(stored)})
+        return stored

@@ -1,0 +1,148 @@
+"""From the pieces in a checkpoint's files to a block of a tensor: each rank reads what it needs.
+
+Each file is opened once, and only while it is read. What the tensors mean is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fnaccel.checkpoint import durable, manifest
+from fnaccel.checkpoint.dtypes import CODES
+from fnaccel.checkpoint.manifest import Manifest, Piece, Stored
+from fnaccel.checkpoint.pieces import Box, overlap, whole
+from fnaccel.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+@attrs.frozen(eq=False)
+class Request:
+    """A block of a stored tensor that is wanted, and the tensor of that shape to read it into."""
+
+    stored: Stored
+    box: Box
+    out: torch.Tensor
+
+
+def open_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint, checked; and that its files are there, with all their bytes.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    file = path / manifest.FILE
+    try:
+        found = manifest.parse(file.read_bytes(), str(file))
+    except FileNotFoundError:
+        raise _damaged(f"{path} holds no {manifest.FILE}", path) from None
+    for name, record in found.files.items():
+        shard = path / name
+        if not shard.is_file():
+            raise _damaged(f"the file {name} is missing", path)
+        if shard.stat().st_size != record.size:
+            raise _damaged(
+                f"{name} has {shard.stat().st_size} bytes, and was written with {record.size}", path
+            )
+    return found
+
+
+def verify(path: Path, found: Manifest, names: Sequence[str]) -> None:
+    """Read files wholly and compare their checksums.
+
+    Raises:
+        CheckpointError: the bytes are not those that were written.
+    """
+    for name in names:
+        if durable.checksum_of(path / name) != found.files[name].crc32:
+            raise _damaged(f"the bytes of {name} are not those that were written", path)
+
+
+def check(path: Path, wanted: Sequence[tuple[Stored, Box]]) -> None:
+    """Open what `read` would, and compare the headers of the files with the manifest.
+
+    Raises:
+        CheckpointError: a file is no safetensors file, or holds something else.
+    """
+    asked = [(piece, stored) for stored, box in wanted for piece in _touched(stored, box)]
+    for name, entries in _by_file(asked).items():
+        with _opened(path, name) as file:
+            for piece, stored in entries:
+                _check_header(file, stored, piece, path)
+
+
+def read(path: Path, requests: Sequence[Request]) -> None:
+    """Fill the tensors of all requests, in place.
+
+    Raises:
+        CheckpointError: a file changed since it was checked, or can't be read.
+    """
+    asked = [(piece, one) for one in requests for piece in _touched(one.stored, one.box)]
+    with torch.no_grad():
+        for name, entries in _by_file(asked).items():
+            with _opened(path, name) as file:
+                for piece, request in entries:
+                    _check_header(file, request.stored, piece, path)
+                    _copy(file, request.stored.path, piece.box, request)
+
+
+def read_whole(path: Path, stored: Stored) -> torch.Tensor:
+    """All of one tensor, on the CPU."""
+    out = torch.empty(stored.shape, dtype=stored.dtype)
+    read(path, [Request(stored, whole(stored.shape), out)])
+    return out
+
+
+def _touched(stored: Stored, box: Box) -> Iterator[Piece]:
+    return (piece for piece in stored.pieces if overlap(piece.box, box))
+
+
+def _by_file(asked: Iterable[tuple[Piece, T]]) -> dict[str, list[tuple[Piece, T]]]:
+    found: dict[str, list[tuple[Piece, T]]] = {}
+    for piece, entry in asked:
+        found.setdefault(piece.file, []).append((piece, entry))
+    return found
+
+
+@contextlib.contextmanager
+def _opened(path: Path, name: str) -> Generator[Any]:
+    try:
+        with safe_open(path / name, "pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise _damaged(f"{name} can't be read: {error}", path) from error
+
+
+def _check_header(file: Any, stored: Stored, piece: Piece, path: Path) -> None:
+    header = file.get_slice(stored.path)  # raises SafetensorError where the file lacks it
+    found = header.get_dtype(), tuple(header.get_shape())
+    if found != (CODES[stored.dtype], piece.box.shape):
+        raise _damaged(
+            f"{piece.file} holds {stored.path} as {found[0]} {list(found[1])}, "
+            f"and the manifest says {CODES[stored.dtype]} {list(piece.box.shape)}",
+            path,
+        )
+
+
+def _copy(file: Any, key: str, held: Box, request: Request) -> None:
+    shared = overlap(held, request.box)
+    if shared is None:
+        return
+    # both are views of the mapped file: copy_ is what reads, straight into its place
+    part = file.get_tensor(key) if shared == held else file.get_slice(key)[shared.within(held)]
+    request.out[shared.within(request.box)].copy_(part)
+
+
+def _damaged(what: str, path: Path) -> CheckpointError:
+    return CheckpointError(
+        what,
+        where=f"fa.restore of {path}",
+        fix="copy the checkpoint again if it was moved, or restore another of fa.checkpoints(directory)",
+    )

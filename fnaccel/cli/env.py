@@ -1,0 +1,75 @@
+"""`fnaccel env`: versions, devices and the variables that `fa.start` and the launcher read."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+
+import torch
+import torch.distributed as dist
+
+from fnaccel import __version__
+
+_OPTIONAL = ("accelerate", "deepspeed", "torch-xla", "torchdata", "transformers", "wandb")
+_READ = (
+    "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_", "OMP_NUM_THREADS", "FNACCEL_", "MASTER_", "RANK",
+    "WORLD_SIZE", "LOCAL_", "GROUP_RANK", "OMPI_COMM_WORLD_", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
+)  # fmt: skip
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print what a bug report needs.
+
+    Args:
+        arguments: after `fnaccel env`; it takes none.
+
+    Example: `fnaccel env`.
+    """
+    argparse.ArgumentParser(prog="fnaccel env", description=__doc__).parse_args(arguments)
+    for name, value in facts().items():
+        print(f"{name:<10} {value}")
+    return 0
+
+
+def facts() -> dict[str, str]:
+    """What `fnaccel env` prints, by name."""
+    backends = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    found = {
+        "fnaccel": __version__,
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "torch": torch.__version__,
+        "devices": _devices(),
+        "backends": ", ".join(name for name, here in backends.items() if here) or "none",
+        "installed": ", ".join(_installed()) or "no optional package",
+    }
+    for name in sorted(os.environ):
+        if name.startswith(_READ):
+            found[name] = os.environ[name]
+    return found
+
+
+def _devices() -> str:
+    parts = [f"cpu with {os.cpu_count()} cores, {torch.get_num_threads()} threads for PyTorch"]
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is not None:
+        count = torch.accelerator.device_count()
+        named = f" ({torch.cuda.get_device_name()})" if kind.type == "cuda" else ""
+        parts.append(f"{count} x {kind.type}{named}")
+    return "; ".join(parts)
+
+
+def _installed() -> list[str]:
+    found: list[str] = []
+    for name in _OPTIONAL:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,156 @@
+"""`fnaccel launch`: options to a `Job`. How it is run is in `fnaccel.launch`."""
+
+from __future__ import annotations
+
+# argparse: no dependency, and with REMAINDER all that stands after the script's name is the script's,
+# also where it looks like an option of ours
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fnaccel.cli.overriding import check_overrides, gather_overrides
+from fnaccel.errors import LaunchError, nearest
+from fnaccel.launch import Job, launch
+from fnaccel.launch.accelerators import count_accelerators
+
+_HELP = """Run a script as several processes that find each other through fa.start().
+
+Options come before the script; what follows the script's name is the script's own.
+The options under "recipe" change what fa.recipe() returns in the script."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are ours: what, where, fix."""
+
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(message, where=self.prog, fix=f"{self.prog} --help shows the options")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `fnaccel launch`."""
+    made = _Parser(
+        prog="fnaccel launch",
+        usage="fnaccel launch [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("-m", "--module", nargs=argparse.REMAINDER, help="run a module, as python -m does")
+    made.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    made.add_argument(
+        "-n", "--nproc", type=int, help="processes on this machine (default: its accelerators, or 1)"
+    )
+    made.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever else there is")
+    made.add_argument("--threads", type=int, help="of each process (default: OMP_NUM_THREADS, or a part)")
+    made.add_argument(
+        "--timeout-grace", type=float, default=10.0, metavar="SECONDS",
+        help="between SIGTERM and SIGKILL once ranks are to end (default: 10)",
+    )  # fmt: skip
+    recipe = made.add_argument_group("recipe")
+    recipe.add_argument("--config", metavar="FILE", help="a recipe in YAML; the options below go over it")
+    recipe.add_argument("--strategy", help='such as fsdp, or "ddp(2) * fsdp(4)"')
+    recipe.add_argument("--precision", help="fp32, bf16 or fp16")
+    recipe.add_argument("--accumulate", type=int, help="micro-batches in an update")
+    recipe.add_argument("--clip-norm", type=float, help="the largest norm of the gradient")
+    recipe.add_argument("--compile", metavar="SCOPE", help="block, loss or step")
+    recipe.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="fields",
+        help="any field of the recipe, such as optimizer.lr=1e-4; may be repeated",
+    )  # fmt: skip
+    several = made.add_argument_group("several machines", "start the same command on each")
+    several.add_argument("--nnodes", type=int, default=1, help="how many machines")
+    several.add_argument("--node-rank", type=int, help="which one this is, from 0")
+    several.add_argument("--master-addr", help="a name or address of machine 0 that all reach")
+    several.add_argument("--master-port", type=int, help="a free port there (default: 29500)")
+    return made
+
+
+def read(arguments: Sequence[str]) -> Job:
+    """The job that the arguments of `fnaccel launch` describe; nothing is started.
+
+    Raises:
+        LaunchError: options that do not exist, or not together.
+        ConfigError: an override that a recipe has no place for.
+        UnknownNameError: a strategy or precision that does not exist.
+
+    Example: `read(["-n", "2", "train.py", "--lr", "0.1"]).args == ("--lr", "0.1")`.
+    """
+    options = parser()
+    found, unknown = options.parse_known_args(arguments)
+    if unknown:
+        known = [name for name in options.format_help().replace(",", " ").split() if name.startswith("--")]
+        raise LaunchError(
+            f"there is no option {unknown[0]}", where="fnaccel launch", fix=nearest(unknown[0], known)
+        )
+    if found.module is not None and not found.module:
+        options.error("-m needs the name of a module")
+    program: list[str] = found.module or found.script
+    name = program[0] if program else None
+    overrides = gather_overrides(found)
+    check_overrides(overrides)
+    _check_machines(found)
+    return Job(
+        script=name if found.module is None else None,
+        module=name if found.module is not None else None,
+        args=tuple(program[1:]),
+        processes=_processes(found.nproc, cpu=found.cpu),
+        machines=found.nnodes,
+        machine=found.node_rank or 0,
+        address=found.master_addr or "127.0.0.1",
+        port=found.master_port,
+        cpu=found.cpu,
+        threads=found.threads,
+        grace=found.timeout_grace,
+        overrides=overrides,
+    )
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Start what the arguments describe, and wait for it; returns the exit code.
+
+    Raises:
+        FnaccelError: as `read`, or not all processes can be started.
+
+    Example: `fnaccel launch -n 2 --strategy fsdp train.py`.
+    """
+    return launch(read(arguments))
+
+
+def _processes(asked: int | None, *, cpu: bool) -> int:
+    there = 0 if cpu else count_accelerators()
+    if asked is None:
+        return max(1, there)
+    if 0 < there < asked:
+        raise LaunchError(
+            f"{asked} processes need an accelerator each, and there are {there}",
+            where=f"fnaccel launch -n {asked}",
+            fix=f"-n {there}, or --cpu to compute without",
+        )
+    return asked
+
+
+def _check_machines(found: argparse.Namespace) -> None:
+    if found.nnodes == 1:
+        stray = [
+            flag
+            for flag, value in (("--node-rank", found.node_rank), ("--master-addr", found.master_addr))
+            if value
+        ]
+        if stray:
+            raise LaunchError(
+                f"{' and '.join(stray)} without --nnodes",
+                where="fnaccel launch",
+                fix="say how many machines there are: --nnodes 2; or leave it out on one",
+            )
+        return
+    missing = [
+        flag
+        for flag, value in (("--node-rank", found.node_rank), ("--master-addr", found.master_addr))
+        if value is None
+    ]
+    if missing:
+        raise LaunchError(
+            f"{found.nnodes} machines need {' and '.join(missing)}",
+            where="fnaccel launch --nnodes",
+            fix="--node-rank 0 on the first machine, and --master-addr with its address on all",
+        )

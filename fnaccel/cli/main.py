@@ -1,0 +1,53 @@
+"""`fnaccel COMMAND`: finds the command and prints the errors that fnaccel raises."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from fnaccel import __version__
+from fnaccel.errors import FnaccelError, UnknownNameError, nearest
+
+COMMANDS = {
+    "launch": "run a script as one process per accelerator, on one machine or several",
+    "env": "versions, devices and variables that matter, to put into a bug report",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: after the program's name; `sys.argv` by default.
+
+    Returns:
+        The exit code: 0, a failing script's own, or 2 where fnaccel was asked for what can't be.
+
+    Example: `fnaccel launch -n 2 train.py`.
+    """
+    command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if command in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if command == "--version":
+        print(f"fnaccel {__version__}")
+        return 0
+    try:
+        if command not in COMMANDS:
+            raise UnknownNameError(
+                f"no command is called {command!r}", where="fnaccel", fix=nearest(command, COMMANDS)
+            )
+        # by name, so that one command does not pay for what another imports
+        return importlib.import_module(f"fnaccel.cli.{command}").run(rest)
+    except FnaccelError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        ["usage: fnaccel COMMAND ...", "", *lines, "", "fnaccel COMMAND --help shows its options"]
+    )

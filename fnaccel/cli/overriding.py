@@ -1,0 +1,85 @@
+"""What the command line says of a recipe: options, a file and `--set` to dotted fields, and their check."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import yaml
+
+from fnaccel.config import Recipe, from_yaml
+from fnaccel.config.yaml import override
+from fnaccel.errors import LaunchError
+from fnaccel.strategies import strategy
+from fnaccel.transforms.precision import dtype_of
+
+FLAGS = ("strategy", "precision", "accumulate", "clip_norm", "compile")
+"""Options that are named as the field of the recipe they set."""
+
+
+def gather_overrides(options: argparse.Namespace) -> dict[str, Any]:
+    """Dotted fields and values: the file's, under the flags', under `--set`.
+
+    Raises:
+        ConfigError: no such file, or not a recipe.
+        LaunchError: `--set` without `=`.
+    """
+    found: dict[str, Any] = {}
+    if options.config is not None:
+        found |= _fields_of(Path(options.config))
+    found |= {name: getattr(options, name) for name in FLAGS if getattr(options, name) is not None}
+    for text in options.fields:
+        field, equals, value = text.partition("=")
+        if not equals or not field:
+            raise LaunchError(
+                f"{text!r} sets nothing", where="fnaccel launch --set", fix="--set optimizer.lr=1e-4"
+            )
+        found[field.strip()] = parse_value(value)
+    return found
+
+
+def parse_value(text: str) -> Any:
+    """A value as JSON or Python writes it; any other text is itself.
+
+    YAML would not do: it reads `1e-4` as text.
+
+    Example: `parse_value("1e-4") == 1e-4` and `parse_value("bf16") == "bf16"`.
+    """
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError):
+            continue
+    return text
+
+
+def check_overrides(overrides: dict[str, Any]) -> None:
+    """See that a recipe takes them, here and not on every rank.
+
+    Raises:
+        ConfigError: an unknown field, or a value of the wrong kind.
+        UnknownNameError: no such strategy or precision; names the nearest.
+    """
+    if not overrides:
+        return
+    recipe = override(Recipe(), overrides)
+    strategy(recipe.strategy)
+    dtype_of(recipe.precision, "fnaccel launch --precision")
+
+
+def _fields_of(path: Path) -> dict[str, Any]:
+    from_yaml(path)
+    # the text again, and not the recipe: a field that the file sets to its default overrides too
+    plain: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    defaults = Recipe()
+    found: dict[str, Any] = {}
+    for name, value in plain.items():
+        if attrs.has(type(getattr(defaults, name))):
+            found |= {f"{name}.{inner}": each for inner, each in value.items()}
+        else:
+            found[name] = value
+    return found

@@ -1,0 +1,116 @@
+"""How one rank failed: what it says of itself, what is shown, and which of several was first."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+import attrs
+
+from fnaccel.errors import FnaccelError, LaunchError
+from fnaccel.launch.job import Job
+
+_HERE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent.parent)
+_FOLLOWS = re.compile(
+    "closed by peer|reset by peer|broken pipe|socket closed|remote process exited|ncclRemoteError"
+    "|pair closure|connection was likely closed|connection refused|communicator was aborted|could not join",
+    re.IGNORECASE,
+)
+"""What an error says where another rank has gone: such a one did not come first."""
+
+
+@attrs.frozen(kw_only=True)
+class Failure:
+    """The end of one rank.
+
+    Attributes:
+        rank: which.
+        code: the exit code, 128 + the number of a signal.
+        when: of the monotonic clock, in seconds.
+        text: its traceback or message; empty where it said nothing.
+        follows: whether its error only says that another rank has gone.
+    """
+
+    rank: int
+    code: int
+    when: float
+    text: str = ""
+    follows: bool = False
+
+    def line(self) -> bytes:
+        """As one line of JSON, for the pipe to the launcher."""
+        return json.dumps(attrs.asdict(self)).encode() + b"\n"
+
+    @staticmethod
+    def of(line: bytes) -> Failure:
+        """The inverse of `line`."""
+        return Failure(**json.loads(line))
+
+
+def cause(failures: Iterable[Failure]) -> Failure:
+    """The one that the others followed from: those that saw a peer go come last.
+
+    Example: `cause([saw_rank_1_go, rank_1]).rank == 1`.
+    """
+    return min(failures, key=lambda failure: (failure.follows, failure.when))
+
+
+def follows(error: BaseException) -> bool:
+    """Whether an error only says that another rank has gone."""
+    return _FOLLOWS.search(str(error)) is not None
+
+
+def shown(error: BaseException, trace: TracebackType | None) -> str:
+    """A traceback that begins in the user's script; for an error of ours it ends there too."""
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    if not isinstance(error, FnaccelError):
+        return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    frames = traceback.extract_tb(trace)
+    while frames and frames[-1].filename.startswith(_PACKAGE):
+        frames.pop()
+    head = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
+    return "".join([*head, f"{type(error).__name__}: {error}"])
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith((_HERE, "<frozen importlib"))
+
+
+def describe(failure: Failure, job: Job) -> str:
+    """What the launcher prints of the first failure.
+
+    Example: `print(describe(failure, job), file=sys.stderr)`.
+    """
+    who = f"rank {failure.rank} of {job.size} on {socket.gethostname()}"
+    if failure.text:
+        return f"{failure.text}\n\n{who} failed with exit code {failure.code}"
+    if failure.code <= 128:
+        what, fix = f"{who} ended with exit code {failure.code}", "look at what it printed above"
+    else:
+        name = _signal_name(failure.code - 128)
+        what, fix = f"{who} was ended by {name}", _ADVICE.get(name, "find out who sent the signal")
+    return str(LaunchError(what, where=f"fnaccel launch {job.name}", fix=fix))
+
+
+_FAULT = "set PYTHONFAULTHANDLER=1 to see the line that did it"
+_ADVICE = {
+    "SIGKILL": "if nobody sent it, memory ran out (see dmesg): make batches smaller, or shard the model",
+    "SIGSEGV": _FAULT,
+    "SIGABRT": _FAULT,
+    "SIGBUS": f"{_FAULT}; a full /dev/shm (DataLoader workers) does it too",
+}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

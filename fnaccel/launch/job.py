@@ -1,0 +1,115 @@
+"""`Job`: what is to be started, as a frozen value, and `check`: whether it can be.
+
+Nothing here starts a process, and nothing imports the user's code.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fnaccel.errors import LaunchError
+from fnaccel.launch.network import check_port
+
+STATIC_PORT = 29_500
+"""Where ranks of several machines meet by default: all launchers must agree without talking."""
+
+
+@attrs.frozen(kw_only=True)
+class Job:
+    """The processes of this machine, and what each of them runs.
+
+    Attributes:
+        script: a Python file, or None where `module` is given.
+        module: a module to run as `python -m` does.
+        args: what follows the script; nothing of it is read here.
+        processes: how many on this machine, one for each local rank.
+        machines, machine: how many launchers there are, and which of them this is.
+        address: where rank 0 listens, a name or address that every machine reaches.
+        port: the port there; None: a free one (one machine), or 29500 (several).
+        cpu: keep `fa.start` from taking an accelerator.
+        threads: of each process; None: what OMP_NUM_THREADS says, or an even part of the cores.
+        grace: seconds between SIGTERM and SIGKILL once the ranks are to end.
+        overrides: dotted fields of the script's recipe, and their values.
+
+    Example: `Job(script="train.py", args=("--lr", "0.1"), processes=2)`.
+    """
+
+    script: str | None = None
+    module: str | None = None
+    args: tuple[str, ...] = ()
+    processes: int = 1
+    machines: int = 1
+    machine: int = 0
+    address: str = "127.0.0.1"
+    port: int | None = None
+    cpu: bool = False
+    threads: int | None = None
+    grace: float = 10.0
+    overrides: dict[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks on all machines."""
+        return self.processes * self.machines
+
+    @property
+    def name(self) -> str:
+        """What runs, as the command line names it."""
+        return f"-m {self.module}" if self.module is not None else str(self.script)
+
+    def rank(self, local_rank: int) -> int:
+        """The rank of one process of this machine."""
+        return self.machine * self.processes + local_rank
+
+
+def check(job: Job) -> None:
+    """See that everything a job asks for is there.
+
+    Raises:
+        LaunchError: it can't be started as asked; nothing was started.
+    """
+    _require(job.processes >= 1, f"{job.processes} processes were asked for", "-n 1, or more")
+    _require(
+        job.threads is None or job.threads >= 1,
+        f"a process can't compute with {job.threads} threads",
+        "--threads 1, or more",
+    )
+    _require(job.grace >= 0, f"a grace of {job.grace:g} seconds is in the past", "--timeout-grace 10")
+    _require(job.machines >= 1, f"{job.machines} machines were asked for", "--nnodes 1, or more")
+    _require(
+        0 <= job.machine < job.machines,
+        f"there is no machine {job.machine} among {job.machines}",
+        f"--node-rank from 0 to {job.machines - 1}",
+    )
+    _check_program(job)
+    if job.port is not None:
+        _require(0 < job.port < 65_536, f"{job.port} is no port", "--master-port from 1 to 65535")
+        if job.machine == 0:
+            check_port(job.port)
+
+
+def _check_program(job: Job) -> None:
+    if job.module is not None:
+        # only the outermost package: finding what is in it would import it, here in the launcher
+        top = job.module.partition(".")[0]
+        known = top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(
+            top,
+            [os.getcwd(), *sys.path],  # noqa: PTH109 - an entry of sys.path is text
+        )
+        _require(bool(known), f"there is no module {job.module!r}", "check its name, and start in its folder")
+        return
+    _require(bool(job.script), "there is nothing to run", "fnaccel launch train.py, or -m package.module")
+    path = Path(str(job.script))
+    _require(not path.is_dir(), f"{job.script} is a folder", f"name the file: {path / '__main__.py'}")
+    _require(path.is_file(), f"there is no file {job.script}", f"check the path; this folder is {Path.cwd()}")
+
+
+def _require(condition: bool, what: str, fix: str) -> None:
+    if not condition:
+        raise LaunchError(what, where="fnaccel launch", fix=fix)

@@ -1,0 +1,74 @@
+"""Ports and interfaces: where ranks meet, and by which interface this machine gets there."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import sys
+
+from fnaccel.errors import LaunchError
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on at this moment.
+
+    Example: `port = free_port()`.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def check_port(port: int) -> None:
+    """See that rank 0 will be able to listen on a port.
+
+    Raises:
+        LaunchError: something else does, or this user may not.
+    """
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise LaunchError(
+            f"port {port} can't be listened on: {error.strerror}",
+            where="fnaccel launch --master-port",
+            fix="name another port, on every machine the same; on one machine leave it out",
+        ) from error
+
+
+def interface_to(address: str) -> str | None:
+    """The name of the interface by which this machine reaches another one, or itself by that address.
+
+    Gloo binds to whatever the host name resolves to, often 127.0.0.1, where no other machine can
+    reach it; naming the interface in GLOO_SOCKET_IFNAME is the cure.
+
+    Args:
+        address: a host name or IPv4 address.
+
+    Returns:
+        Such as `"eth0"`; None where it can't be told.
+
+    Example: `interface_to("10.0.0.1")`.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing: it asks the kernel for the route
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    return next((name for _, name in socket.if_nameindex() if _address_of(name) == own), None)
+
+
+def _address_of(interface: str) -> str | None:
+    import fcntl  # noqa: PLC0415 - not on every platform
+
+    request = struct.pack("256s", interface.encode()[:15])
+    with (
+        contextlib.suppress(OSError),  # an interface without an IPv4 address
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    return None

@@ -1,0 +1,123 @@
+"""The life of one rank, in the process that the launcher forked for it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import signal
+import sys
+import time
+from types import TracebackType
+
+import attrs
+import torch
+
+from fnaccel.launch import overrides
+from fnaccel.launch.failure import Failure, follows, shown
+from fnaccel.launch.job import Job
+from fnaccel.launch.program import run_file, run_module
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def live(job: Job, local_rank: int, *, environ: dict[str, str], launcher: int, pipe: int) -> int:
+    """Run the job's program as this rank, and report to the launcher where it fails.
+
+    Args:
+        job: what runs.
+        local_rank: which process of this machine this is.
+        environ: the whole environment.
+        launcher: the process id of the launcher.
+        pipe: the file descriptor that a failure is written to.
+
+    Returns:
+        The exit code; the caller ends the process with it.
+    """
+    _end_with(launcher)
+    _take_place(local_rank, environ)
+    report = _Report(job.rank(local_rank), pipe)
+    # a hook that the script (or its tracker) puts around this one still comes before it
+    sys.excepthook = report.hook
+    try:
+        code = _run(job)
+        if code == 0:
+            overrides.check_taken()
+    except BaseException as error:
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        report.code = code
+        sys.excepthook(type(error), error, error.__traceback__)
+    if code != 0:
+        report.send(Failure(rank=report.rank, code=code, when=time.monotonic()))
+    return code
+
+
+def _run(job: Job) -> int:
+    try:
+        if job.module is not None:
+            run_module(job.module, job.args)
+        else:
+            run_file(str(job.script), job.args)
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return (stop.code or 0) & 0xFF
+        print(stop.code, file=sys.stderr)
+        return 1
+    return 0
+
+
+@attrs.define
+class _Report:
+    """The one message that a rank sends: how it failed."""
+
+    rank: int
+    pipe: int
+    code: int = 1
+    sent: bool = False
+
+    def hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """What `sys.excepthook` does in a rank: tell the launcher, which prints the first one only."""
+        del kind
+        text = shown(error, trace)
+        self.send(
+            Failure(rank=self.rank, code=self.code, when=time.monotonic(), text=text, follows=follows(error))
+        )
+
+    def send(self, failure: Failure) -> None:
+        """Write a failure to the launcher, unless one was written."""
+        if self.sent:
+            return
+        self.sent = True
+        line = failure.line()
+        with contextlib.suppress(OSError):  # the launcher is gone, and so is whoever would read it
+            while line:
+                line = line[os.write(self.pipe, line) :]
+
+
+def _take_place(local_rank: int, environ: dict[str, str]) -> None:
+    """Become a rank: its variables, its threads, its streams, its random numbers."""
+    if environ.get("OMP_NUM_THREADS") != os.environ.get("OMP_NUM_THREADS"):
+        # torch was loaded before the fork, and has read the launcher's variable
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
+    if local_rank != 0:  # one terminal has one reader
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # whole lines in time: a rank that is stopped because of another one loses no output
+        sys.stdout.reconfigure(line_buffering=True)
+    if "numpy.random" in sys.modules:
+        # processes that were not forked would differ here too; Python's own generator sees to itself
+        sys.modules["numpy.random"].seed()
+
+
+def _end_with(launcher: int) -> None:
+    """Let the kernel end this process when the launcher does, even by SIGKILL (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it ended before the line above
+            os._exit(128 + signal.SIGKILL)

@@ -1,0 +1,56 @@
+"""The environment of each rank: a pure function of the job. `fnaccel.world.detect` reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from fnaccel.launch import overrides
+from fnaccel.launch.job import Job
+
+_OF_ANOTHER_LAUNCH = (overrides.VARIABLE, "TORCHELASTIC_", "GROUP_", "ROLE_", "FNACCEL_LAUNCHED")
+
+
+def variables(
+    job: Job,
+    local_rank: int,
+    *,
+    port: int,
+    environ: Mapping[str, str],
+    interface: str | None = None,
+    cores: int | None = None,
+) -> dict[str, str]:
+    """The whole environment of one rank.
+
+    Args:
+        job: what is started.
+        local_rank: which of its processes.
+        port: where rank 0 listens.
+        environ: the launcher's own environment; what an outer launch set in it is dropped.
+        interface: for gloo, where ranks are on several machines and the user named none.
+        cores: what this machine has; counted by default.
+
+    Example: `variables(Job(script="train.py"), 0, port=29500, environ=os.environ)["RANK"]`.
+    """
+    found = {name: value for name, value in environ.items() if not name.startswith(_OF_ANOTHER_LAUNCH)}
+    found |= {
+        "RANK": str(job.rank(local_rank)),
+        "WORLD_SIZE": str(job.size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(job.processes),
+        "GROUP_RANK": str(job.machine),
+        "MASTER_ADDR": job.address,
+        "MASTER_PORT": str(port),
+        "FNACCEL_LAUNCHED": "1",
+        **overrides.pack(job.overrides),
+    }
+    if job.cpu:
+        found["FNACCEL_DEVICE"] = "cpu"
+    if interface is not None:
+        found.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if job.threads is not None:
+        found["OMP_NUM_THREADS"] = str(job.threads)
+    elif job.processes > 1:  # a single process has the machine to itself: PyTorch's own choice is right
+        each = (cores or len(os.sched_getaffinity(0))) // job.processes
+        found.setdefault("OMP_NUM_THREADS", str(max(1, each)))
+    return found

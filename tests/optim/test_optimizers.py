@@ -1,0 +1,156 @@
+"""Optimizers against torch.optim, over several steps with a schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fnaccel as fa
+from fnaccel import errors
+from fnaccel.testing import assert_close
+
+from ..models import Net, batch_of, loss_fn, program, whole_params
+
+
+@pytest.fixture(autouse=True)
+def world():
+    with fa.start() as started:
+        yield started
+
+
+def raw(make, steps=4, rates=None, nets=None):
+    torch.manual_seed(0)
+    net = nets or Net()
+    rule = make(net)
+    for step in range(steps):
+        x, y = batch_of(5, step)
+        if rates is not None:
+            for group in rule.param_groups:
+                group["lr"] = rates(step)
+        rule.zero_grad()
+        loss = loss_fn(net, (x, y))
+        (loss.total / loss.weight).backward()
+        rule.step()
+    return {name: value.detach() for name, value in net.named_parameters()}
+
+
+def ours(optimizer, steps=4):
+    train_step = program(optimizer=optimizer)
+    state = train_step.init(seed=0)
+    for step in range(steps):
+        state, _ = train_step(state, batch_of(5, step))
+    return whole_params(state)
+
+
+PAIRS = {
+    "sgd": (lambda lr: fa.sgd(lr), torch.optim.SGD, {}),
+    "momentum": (
+        lambda lr: fa.sgd(lr, momentum=0.9, weight_decay=0.1),
+        torch.optim.SGD,
+        {"momentum": 0.9, "weight_decay": 0.1},
+    ),
+    "nesterov": (
+        lambda lr: fa.sgd(lr, momentum=0.9, nesterov=True),
+        torch.optim.SGD,
+        {"momentum": 0.9, "nesterov": True},
+    ),
+    "adam": (
+        lambda lr: fa.adam(lr, betas=(0.8, 0.9), weight_decay=0.1),
+        torch.optim.Adam,
+        {"betas": (0.8, 0.9), "weight_decay": 0.1},
+    ),
+    "adamw": (lambda lr: fa.adamw(lr, eps=1e-6), torch.optim.AdamW, {"eps": 1e-6}),
+    "adafactor": (lambda lr: fa.adafactor(lr), torch.optim.Adafactor, {}),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_equals_torch(name):
+    make, cls, options = PAIRS[name]
+    schedule = fa.warmup_linear(0.05, warmup=2, total=6)
+    expected = raw(lambda net: cls(net.parameters(), lr=0.05, **options), rates=schedule)
+    assert_close(ours(make(schedule)), expected)
+
+
+FOREIGN = [
+    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam,
+    torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", FOREIGN, ids=lambda cls: cls.__name__)
+def test_any_torch_optimizer_starts_with_its_own_first_state(cls):
+    expected = raw(lambda net: cls(net.parameters(), lr=0.01))
+    assert_close(ours(fa.from_torch(cls, lr=0.01)), expected)
+
+
+def test_foreign_state_exists_before_the_first_step():
+    state = program(optimizer=fa.from_torch(torch.optim.NAdam, lr=0.01)).init()
+    assert set(state.opt["out.bias"]) == {"step", "mu_product", "exp_avg", "exp_avg_sq"}
+    assert float(state.opt["out.bias"]["mu_product"]) == 1.0
+
+
+def test_groups_by_pattern_have_options_and_rates_of_their_own():
+    optimizer = fa.adamw(
+        0.05, groups={"out.*": {"lr": 0.0, "weight_decay": 0.0}, "*bias": {"weight_decay": 0.0}}
+    )
+
+    def make(net):
+        named = dict(net.named_parameters())
+        biases = [p for n, p in named.items() if n.endswith("bias") and not n.startswith("out")]
+        rest = [p for n, p in named.items() if not n.endswith("bias") and not n.startswith("out")]
+        out = [p for n, p in named.items() if n.startswith("out")]
+        return torch.optim.AdamW(
+            [
+                {"params": biases, "weight_decay": 0.0},
+                {"params": rest},
+                {"params": out, "weight_decay": 0.0, "lr": 0.0},
+            ],
+            lr=0.05,
+        )
+
+    assert_close(ours(optimizer), raw(make))
+
+
+def test_mistakes_are_named():
+    with pytest.raises(errors.ConfigError, match="weight_decay"):
+        fa.adamw(0.1, groups={"*": {"weight_decy": 0.0}})
+    with pytest.raises(errors.ArgumentError, match="matches no trainable parameter"):
+        program(optimizer=fa.adamw(0.1, groups={"nothing*": {"lr": 0.0}})).init()
+    with pytest.raises(errors.ArgumentError, match="description"):
+        program(optimizer=torch.optim.SGD(Net().parameters(), lr=0.1))
+    with pytest.raises(errors.ArgumentError, match="LBFGS"):
+        fa.from_torch(torch.optim.LBFGS, lr=0.1)
+    with pytest.raises(errors.ArgumentError, match="learning rate"):
+        fa.sgd("fast")
+
+
+def test_a_parameter_without_a_gradient_is_left_alone():
+    def half(model, batch):
+        x, y = batch
+        return fa.Mean((model.inp(x).sum(dim=1, keepdim=True) - y).square().sum(), weight=len(y))
+
+    train_step = program(half, optimizer=fa.adamw(0.1))
+    state = train_step.init()
+    before = fa.snapshot(state)
+    state, _ = train_step(state, batch_of(4))
+    assert torch.equal(state.params["out.weight"], before.params["out.weight"])
+    assert not torch.equal(state.params["inp.weight"], before.params["inp.weight"])
+
+
+def test_law_13_the_rate_depends_on_applied_updates_alone():
+    schedule = fa.warmup_cosine(0.1, warmup=2, total=6)
+    seen = {}
+    for accumulate, poison in ((1, None), (3, None), (3, 2)):
+        step = fa.skip_nonfinite(fa.accumulate(loss_fn, accumulate))
+        train_step = program(step, optimizer=fa.sgd(schedule))
+        state = train_step.init()
+        rates = []
+        for call in range(5):
+            x, y = batch_of(6, call)
+            state, metrics = train_step(state, (x, y / 0.0 if call == poison else y))
+            if not float(metrics["skipped"]):
+                rates.append(round(float(metrics["lr"]), 7))
+        seen[accumulate, poison] = rates
+    assert seen[1, None] == seen[3, None]
+    assert seen[3, 2] == seen[1, None][:4]

@@ -1,0 +1,309 @@
+"""Programs: donation, snapshots, adoption, lending, ownership, closing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+import fnaccel as fa
+from fnaccel import errors
+
+from .models import Net, batch_of, loss_fn, program
+
+
+@pytest.fixture(autouse=True)
+def world():
+    with fa.start() as started:
+        yield started
+
+
+def test_initial_values_are_those_of_the_seeded_factory():
+    state = program().init(seed=7)
+    torch.manual_seed(7)
+    for name, value in Net().named_parameters():
+        assert torch.equal(state.params[name], value)
+
+
+def test_init_leaves_the_global_generator_alone():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    program().init(seed=7)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_state_is_donated_and_its_successor_is_not():
+    train_step = program()
+    first = train_step.init()
+    second, metrics = train_step(first, batch_of(4))
+    assert (second.step, second.updates) == (1, 1)
+    assert set(metrics) == {"loss", "weight", "lr"}
+    for use in (
+        lambda: train_step(first, batch_of(4)),
+        lambda: first.params,
+        lambda: fa.snapshot(first),
+        lambda: fa.tree.map(lambda x: x, first),
+        lambda: attrs.evolve(first, step=3),
+        lambda: train_step.look(first, lambda model: None),
+    ):
+        with pytest.raises(errors.StaleStateError):
+            use()
+    assert "donated" in repr(first)
+    train_step(second, batch_of(4))
+
+
+def test_an_error_in_the_loss_leaves_the_state_live():
+    def failing(model, batch):
+        loss = loss_fn(model, batch)
+        if len(batch[0]) == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return loss
+
+    train_step = program(failing)
+    state = train_step.init()
+    before = fa.snapshot(state)
+    with pytest.raises(torch.OutOfMemoryError):
+        train_step(state, batch_of(2))
+    assert fa.tree.allclose(fa.snapshot(state), before, rtol=0, atol=0)
+    assert all(p.grad is None for p in state.params.values())
+    train_step(state, batch_of(3))
+
+
+def test_a_snapshot_survives_and_adopt_goes_back_to_it():
+    train_step = program(optimizer=fa.adamw(0.1))
+    state = train_step.init()
+    state, _ = train_step(state, batch_of(5))
+    kept = fa.snapshot(state)
+    state, first = train_step(state, batch_of(5, 1))
+    with pytest.raises(errors.UnleasedStateError):
+        train_step(kept, batch_of(5))
+    state = train_step.adopt(kept)
+    assert state.step == 1
+    state, again = train_step(state, batch_of(5, 1))
+    assert torch.equal(first["loss"], again["loss"])
+
+
+def test_adopt_lists_every_mismatch_and_changes_nothing():
+    train_step = program()
+    state = train_step.init()
+    before = fa.snapshot(state)
+    wrong = attrs.evolve(
+        before, params={**before.params, "out.bias": torch.zeros(3), "extra": torch.zeros(1)}
+    )
+    with pytest.raises(errors.TreeMismatchError, match=r"params/extra is unknown.*params/out\.bias is \[3\]"):
+        train_step.adopt(wrong)
+    assert fa.tree.allclose(fa.snapshot(state), before, rtol=0, atol=0)
+    train_step(state, batch_of(2))
+
+
+def test_consecutive_states_have_one_structure():
+    step = fa.with_ema(fa.skip_nonfinite(fa.clip_norm(loss_fn, 1.0)))
+    train_step = program(step, optimizer=fa.adamw(0.1))
+    state = train_step.init(extras={"mine": [1, "a", torch.ones(2)]})
+    structure, paths = fa.tree.structure(state), fa.tree.paths(state)
+    for _ in range(3):
+        state, _ = train_step(state, batch_of(4))
+        assert fa.tree.structure(state) == structure
+        assert fa.tree.paths(state) == paths
+
+
+def test_a_state_of_another_train_step_is_refused():
+    first, second = program(), program()
+    first.init()
+    state = second.init()
+    with pytest.raises(errors.UnleasedStateError, match="another train step"):
+        first(state, batch_of(2))
+
+
+def test_a_module_has_one_owner_until_it_is_closed():
+    module = Net()
+    first = program(model=module)
+    first.init()
+    second = program(model=module)
+    with pytest.raises(errors.OwnershipError, match="owned by another"):
+        second.init()
+    first.close()
+    second.init()
+    with pytest.raises(errors.OwnershipError, match="closed"):
+        first.init()
+
+
+def test_a_failed_init_frees_the_module():
+    module = Net()
+    with pytest.raises(errors.ArgumentError, match="matches no parameter"):
+        program(model=module, frozen="nothing.*").init()
+    program(model=module).init()
+
+
+def test_close_frees_parameters_and_optimizer():
+    train_step = program(optimizer=fa.adamw(0.1))
+    state = train_step.init()
+    state, _ = train_step(state, batch_of(2))
+    parameter = weakref.ref(state.params["out.bias"])
+    moment = weakref.ref(state.opt["out.bias"]["exp_avg"])
+    train_step.close()
+    with pytest.raises(errors.StaleStateError):
+        state.params  # noqa: B018
+    gc.collect()
+    assert parameter() is None
+    assert moment() is None
+
+
+def test_init_again_starts_over():
+    train_step = program()
+    first = train_step.init(seed=1)
+    value = first.params["out.bias"].detach().clone()
+    train_step(first, batch_of(2))
+    again = train_step.init(seed=1)
+    assert torch.equal(again.params["out.bias"], value)
+    assert again.step == 0
+
+
+def test_frozen_parameters_stay_and_have_no_slots():
+    train_step = program(optimizer=fa.adamw(0.1), frozen=("blocks.*", "inp.weight"))
+    state = train_step.init()
+    before = fa.snapshot(state)
+    state, _ = train_step(state, batch_of(4))
+    moved = {name for name in before.params if not torch.equal(before.params[name], state.params[name])}
+    assert moved == {"inp.bias", "out.weight", "out.bias"}
+    assert set(state.opt) == moved
+
+
+def test_a_dict_of_models_has_one_optimizer_each():
+    def both(models, batch):
+        x, y = batch
+        return fa.Mean((models["b"](models["a"](x)) - y).square().sum(), weight=len(y))
+
+    models = {"a": lambda: nn.Linear(3, 4), "b": lambda: nn.Linear(4, 1)}
+    train_step = fa.train_step(
+        both,
+        model=fa.distribute(models, "local"),
+        optimizer={"a": fa.sgd(0.0), "b": fa.adamw(0.1)},
+    )
+    state = train_step.init()
+    assert {key: sorted(names) for key, names in state.params.items()} == {
+        "a": ["bias", "weight"],
+        "b": ["bias", "weight"],
+    }
+    before = fa.snapshot(state)
+    state, metrics = train_step(state, batch_of(4))
+    assert torch.equal(before.params["a"]["weight"], state.params["a"]["weight"])
+    assert not torch.equal(before.params["b"]["weight"], state.params["b"]["weight"])
+    assert set(state.opt["b"]["weight"]) == {"exp_avg", "exp_avg_sq"}
+    assert {"lr/a", "lr/b"} <= set(metrics)
+
+
+def test_a_lent_model_is_neither_trained_nor_donated():
+    teacher_step, student_step = program(), program(lambda m, b, given: fa.Mean(
+        (m(b[0]) - given["teacher"](b[0])).square().sum(), weight=len(b[0])
+    ))  # fmt: skip
+    teacher, student = teacher_step.init(seed=1), student_step.init(seed=2)
+    before = fa.snapshot(teacher)
+    for _ in range(3):
+        student, _ = student_step(student, batch_of(4), given={"teacher": teacher})
+    assert fa.tree.allclose(fa.snapshot(teacher), before, rtol=0, atol=0)
+    assert all(p.grad is None and p.requires_grad for p in teacher.params.values())
+    stale = teacher
+    teacher, _ = teacher_step(teacher, batch_of(4))
+    with pytest.raises(errors.StaleStateError):
+        student_step(student, batch_of(4), given={"teacher": stale})
+    with pytest.raises(errors.ArgumentError, match="that this train step trains"):
+        student_step(student, batch_of(4), given={"teacher": student})
+    student_step(student, batch_of(4), given={"teacher": teacher})
+
+
+def test_without_an_optimizer_a_model_is_only_looked_at():
+    looker = fa.train_step(loss_fn, model=fa.distribute(Net, "local"), optimizer=None)
+    state = looker.init()
+    out = looker.look(state, lambda model, x: (model.training, model(x)), torch.ones(2, 3))
+    assert out[0] is False
+    assert not out[1].requires_grad
+    with pytest.raises(errors.CapabilityError, match="no optimizer"):
+        looker(state, batch_of(2))
+
+
+def test_looking_evaluates_and_training_goes_on_training():
+    modes = []
+
+    class Moody(Net):
+        def forward(self, x):
+            modes.append(self.training)
+            return super().forward(x)
+
+    train_step = program(model=Moody)
+    state = train_step.init()
+    state, _ = train_step(state, batch_of(2))
+    train_step.look(state, lambda model: model(batch_of(2)[0]))
+    state, _ = train_step(state, batch_of(2))
+    assert modes == [True, False, True]
+
+
+def test_aux_combines_as_its_type_says():
+    def with_aux(model, batch):
+        loss = loss_fn(model, batch)
+        rows = len(batch[0])
+        aux = {
+            "mean": fa.Mean(torch.tensor(float(rows * rows)), weight=rows),
+            "sum": fa.Sum(rows),
+            "rows": fa.Concat(batch[0][:, 0]),
+            "plain": torch.tensor(float(rows)),
+        }
+        return fa.Mean(loss.total, loss.weight, aux)
+
+    train_step = program(fa.accumulate(with_aux, 2))
+    batch = batch_of(5)
+    _, metrics = train_step(train_step.init(), batch)
+    assert float(metrics["mean"]) == pytest.approx((9 + 4) / 5)
+    assert int(metrics["sum"]) == 5
+    assert torch.equal(metrics["rows"], batch[0][:, 0])
+    assert float(metrics["plain"]) == 2.5
+
+
+def test_buffers_that_a_module_replaces_are_seen_in_the_state():
+    class Counting(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return super().forward(x)
+
+    train_step = program(model=Counting)
+    state = train_step.init()
+    for _ in range(3):
+        state, _ = train_step(state, batch_of(2))
+    assert float(state.buffers["calls"]) == 3
+
+
+def test_randomness_is_a_function_of_seed_and_step():
+    class Dropping(Net):
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), 0.5, training=self.training)
+
+    losses = []
+    for disturb in (False, True):
+        train_step = program(model=Dropping, optimizer=fa.sgd(0.0))
+        state = train_step.init(seed=5)
+        for _ in range(3):
+            if disturb:
+                torch.rand(17)
+            state, metrics = train_step(state, batch_of(8))
+            losses.append(float(metrics["loss"]))
+        train_step.close()
+    assert losses[:3] == losses[3:]
+    assert len(set(losses[:3])) == 3
+
+
+def test_the_stream_keeps_pytorchs_own_randomness():
+    train_step = program(rng="stream")
+    state = train_step.init()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    train_step(state, batch_of(4))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert "stream" in str(train_step.plan)
