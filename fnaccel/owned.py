@@ -31,9 +31,7 @@ class Owned:
         self._trains = optimizers is not None
         self._nested = None not in built.modules
         self._mode: bool | None = None
-        self._empty = built.empty and any(
-            bool(torch.isnan(_torch.local_of(p)).all()) for p in engine.parameters.values() if p.numel()
-        )
+        self._empty = built.empty
         self.updater = Updater(engine, optimizers or {}, on_device=lowered.skips)
         if lowered.ema is not None:
             engine.averages.extend(leaf.shard.clone() for leaf in engine.leaves)

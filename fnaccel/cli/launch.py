@@ -12,6 +12,7 @@ from fnaccel.cli.overriding import check_overrides, gather_overrides
 from fnaccel.errors import LaunchError, nearest
 from fnaccel.launch import Job, launch
 from fnaccel.launch.accelerators import count_accelerators
+from fnaccel.launch.ending import leave
 
 _HELP = """Run a script as several processes that find each other through fa.start().
 
@@ -105,15 +106,15 @@ def read(arguments: Sequence[str]) -> Job:
     )
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Start what the arguments describe, and wait for it; returns the exit code.
+def run(arguments: Sequence[str]) -> NoReturn:
+    """Start what the arguments describe, wait for it, and end with its exit code.
 
     Raises:
         FnaccelError: as `read`, or not all processes can be started.
 
     Example: `fnaccel launch -n 2 --strategy fsdp train.py`.
     """
-    return launch(read(arguments))
+    leave(launch(read(arguments)))
 
 
 def _processes(asked: int | None, *, cpu: bool) -> int:

@@ -6,6 +6,7 @@ What a rank does in its process is in `rank.py`; what is printed of a failure in
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import attrs
 
 from fnaccel.errors import LaunchError
+from fnaccel.launch.ending import end
 from fnaccel.launch.failure import Failure, cause, describe
 from fnaccel.launch.job import STATIC_PORT, Job, check
 from fnaccel.launch.network import free_port, interface_to
@@ -43,8 +45,8 @@ class _Rank:
 def launch(job: Job) -> int:
     """Run a job's processes on this machine until they end.
 
-    The ranks are forks of the caller and leave this function by `SystemExit`, in their own
-    process: call it as the last thing that a program does.
+    The ranks are forks of the caller, and know what it has imported: call it before anything
+    starts a thread or an accelerator's driver.
 
     Args:
         job: what to start.
@@ -80,6 +82,7 @@ def launch(job: Job) -> int:
 
 def _fork(job: Job, port: int, interface: str | None, mask: set[Any]) -> list[_Rank]:
     launcher = os.getpid()
+    gc.freeze()  # what is here stays here: ranks need not look through it, nor copy its pages
     ranks: list[_Rank] = []
     for local_rank in range(job.processes):
         try:
@@ -91,11 +94,11 @@ def _fork(job: Job, port: int, interface: str | None, mask: set[Any]) -> list[_R
                 os.waitpid(rank.pid, 0)
             raise
         if pid == 0:
-            for end in [read, *(rank.pipe for rank in ranks if rank.pipe is not None)]:
-                os.close(end)
+            for other in [read, *(rank.pipe for rank in ranks if rank.pipe is not None)]:
+                os.close(other)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             environ = variables(job, local_rank, port=port, environ=os.environ, interface=interface)
-            sys.exit(live(job, local_rank, environ=environ, launcher=launcher, pipe=write))
+            end(live(job, local_rank, environ=environ, launcher=launcher, pipe=write))
         os.close(write)
         os.set_blocking(read, False)
         ranks.append(_Rank(job.rank(local_rank), pid, read))

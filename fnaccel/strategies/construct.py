@@ -29,16 +29,19 @@ class Host(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.target = nn.ModuleDict(model) if isinstance(model, dict) else model
-        self._view = model
+        self._view = (model,)  # in a tuple, so that it is not registered a second time
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(model, *args)`, where model is the user's module or dict of modules."""
-        return fn(self._view, *args)
+        return fn(self._view[0], *args)
 
 
 @attrs.frozen(kw_only=True)
 class Built:
-    """Modules ready for a strategy: `model` as the loss sees it, and by key (`None`: only one)."""
+    """Modules ready for a strategy: `model` as the loss sees it, and by key (`None`: only one).
+
+    `empty` says that parameters have no values yet.
+    """
 
     model: Any
     modules: dict[str | None, nn.Module]

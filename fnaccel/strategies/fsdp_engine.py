@@ -11,6 +11,7 @@ import fnmatch
 from collections.abc import Callable, Generator
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -59,6 +60,8 @@ def build_fsdp(request: Request) -> tuple[Engine, Built]:
         _fill(built, mesh, options, values)
     host: Any = built.host
     parameters = dict(built.named("parameters"))
+    # by name, not as the set has them: ranks must agree on the order
+    whole = [p for p in parameters.values() if p in ignored and p.requires_grad]
     engine = Engine(
         name="fsdp",
         mesh=mesh,
@@ -73,10 +76,10 @@ def build_fsdp(request: Request) -> tuple[Engine, Built]:
         settle=_settler(host),
         averaged=mesh.batch_size,
         norm_axes=(mesh["dp_shard"],),
-        finish=_averager(ignored, mesh) if any(p.requires_grad for p in ignored) else None,
+        finish=_averager(whole, mesh) if whole else None,
         modules=tuple(built.modules.values()),
     )
-    return engine, built
+    return engine, attrs.evolve(built, empty=options.init == "meta")
 
 
 def _construct(request: Request, options: Fsdp) -> tuple[Built, dict[str, Any]]:
@@ -253,8 +256,7 @@ def _syncer(host: Any) -> Callable[[bool], contextlib.AbstractContextManager[Any
     return sync
 
 
-def _averager(ignored: set[Any], mesh: Mesh) -> Callable[[], None]:
-    params = [p for p in ignored if p.requires_grad]
+def _averager(params: list[Any], mesh: Mesh) -> Callable[[], None]:
     group = mesh.group("batch")
 
     def average() -> None:

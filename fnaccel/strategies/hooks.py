@@ -1,10 +1,11 @@
 """Communication hooks of ddp, by name: what is sent instead of the full gradient."""
 
-from __future__ import annotations
-
+# no `from __future__ import annotations` here: torch checks the annotations of hooks themselves
 from typing import Any
 
 import attrs
+import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fnaccel.errors import UnknownNameError, nearest
@@ -58,14 +59,14 @@ def register(hook: Hook, wrapped: DistributedDataParallel) -> None:
         powerSGD_hook,
     )
 
-    def bf16(state: Any, bucket: Any) -> Any:
+    def bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         # torch refuses its own function on the CPU by name, although gloo reduces bf16
         return default_hooks.bf16_compress_hook(state, bucket)
 
     def bf16_wrapped(inner: Any) -> Any:
         run = default_hooks.bf16_compress_wrapper(inner)
 
-        def wrapper(state: Any, bucket: Any) -> Any:
+        def wrapper(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
             return run(state, bucket)
 
         return wrapper

@@ -9,7 +9,7 @@ import torch
 
 from fnaccel.checkpoint import latest, restore, save
 from fnaccel.state import Position
-from tests.checkpoint.training import LAYOUTS, gathered, make, train, unequal
+from tests.checkpoint.training import LAYOUTS, gathered, make, train, unequal, unlike
 
 EXTRAS = {"note": "kept", "table": torch.arange(6.0).reshape(2, 3)}
 
@@ -31,7 +31,7 @@ def read(layout, directories, written, own, after):
         state = restore(directory, like=state)
         assert step.adopt(state) is state
         assert before is not state
-        wrong[source] = unequal(gathered(state), written[source])
+        wrong[source] = unlike(state, written[source])
     if layout == "ddp()":
         # torch orders its buckets anew after a first backward, which changes the rounding of 3-rank sums:
         # a restored run equals a run that has come as far
@@ -66,8 +66,9 @@ def test_any_layout_restores_any_other(pools, saved, layout):
 def test_no_rank_writes_what_another_holds(saved):
     for (layout, ranks), (directory, _) in saved.items():
         files = list(latest(directory).glob("*.safetensors"))
-        sharded = {"ddp()": 1, "local()": 1, "hsdp(2, 1)": 1, "hsdp(2, 2)": 2}
-        assert len(files) == sharded.get(layout, ranks), (layout, ranks)
+        writers = {"ddp()": 1, "local()": 1, "hsdp(2, 1)": 1, "hsdp(2, 2)": 2}
+        # 5 rows in chunks of 2 leave the fourth rank nothing to write
+        assert len(files) == writers.get(layout, min(ranks, 3)), (layout, ranks)
         sizes = sum(file.stat().st_size for file in files)
         assert sizes < 14_000 + 7_000 * len(files)
 

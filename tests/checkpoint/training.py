@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed.fsdp  # before the ranks are forked: each would take a second to import it
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 from fnaccel import tree
 from fnaccel.loss import Mean
@@ -93,3 +95,14 @@ def unequal(first: dict[str, object], second: dict[str, object]) -> list[str]:
         elif a != b:
             found.append(path)
     return found
+
+
+def unlike(value, wanted: dict[str, object]) -> list[str]:
+    """The paths at which this rank's part is not the same bits as its part of a gathered tree."""
+    here, there = dict(tree.items(value)), dict(wanted)
+    for path, leaf in here.items():
+        if hasattr(leaf, "placements"):  # torch says which part that is; sends nothing
+            place = leaf.device_mesh, leaf.placements
+            there[path] = distribute_tensor(there[path], *place, src_data_rank=None).to_local()
+            here[path] = leaf.to_local()
+    return unequal(here, there)

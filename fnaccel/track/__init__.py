@@ -1,0 +1,5 @@
+"""Trackers: where metrics go, one file each. What a tracker is stands in `fnaccel.tracking`."""
+
+from fnaccel.track.jsonl import JsonlTracker as JsonlTracker
+from fnaccel.track.jsonl import read_jsonl as read_jsonl
+from fnaccel.track.wandb import WandbTracker as WandbTracker

@@ -1,0 +1,138 @@
+"""Metrics as lines of JSON in a file: no dependency, no server, readable while the run goes on.
+
+One object a line. `{"time": ..., "config": {...}}` begins a run, `{"step": ..., "time": ..., "loss": ...}`
+is a step; time is in seconds since 1970. JSON has no NaN: what is not finite is the string `"NaN"`,
+`"Infinity"` or `"-Infinity"`, which strict readers take and `read_jsonl` turns back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fnaccel.errors import ArgumentError
+
+_RESERVED = ("step", "time", "config")
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
+
+@attrs.define
+class JsonlTracker:
+    """Appends a line for each step to a file; runs that share one follow each other in it.
+
+    Each line is one write, so a crash tears the last line at most; the next run begins a new one.
+
+    Args:
+        path: the file; it and its folder are made where they are missing.
+
+    Example: `fa.scan(train_step, state, shards, trackers=JsonlTracker("runs/gpt.jsonl"))`.
+    """
+
+    path: Path = attrs.field(converter=Path)
+    _file: int | None = attrs.field(default=None, init=False, repr=False)
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Open the file and write the config; values that JSON has no word for are written as text.
+
+        Raises:
+            OSError: the file can't be written.
+        """
+        self.finish()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        end = os.fstat(self._file).st_size
+        if end and os.pread(self._file, 1, end - 1) != b"\n":
+            os.write(self._file, b"\n")
+        self._write({"time": time.time(), "config": dict(config)})
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's line.
+
+        Raises:
+            ArgumentError: before `start`, or a metric has the name of another column.
+            OSError: the disk is full.
+        """
+        taken = [name for name in _RESERVED if name in metrics]
+        if taken:
+            raise ArgumentError(
+                f"a metric is called {taken[0]!r}, as a column of every line is",
+                where=f"JsonlTracker({str(self.path)!r})",
+                fix="return it under another name",
+            )
+        self._write({"step": step, "time": time.time(), **metrics})
+
+    def finish(self) -> None:
+        """Close the file; every line is in it already."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            raise ArgumentError(
+                "this tracker was not started",
+                where=f"JsonlTracker({str(self.path)!r})",
+                fix="tracker.start(config) first; fa.scan(trackers=...) does it",
+            )
+        line = json.dumps(_strict(record), default=str, allow_nan=False).encode() + b"\n"
+        written = os.write(self._file, line)
+        if written < len(line):
+            raise OSError(f"{self.path}: only {written} of {len(line)} bytes of a line could be written")
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a file that `JsonlTracker` wrote, in order; a torn line is left out.
+
+    Args:
+        path: the file; a run may still be writing it.
+
+    Raises:
+        ArgumentError: a line is no record, and no crash explains it.
+
+    Example: `losses = [r["loss"] for r in read_jsonl("runs/gpt.jsonl") if "step" in r]`.
+    """
+    lines = Path(path).read_bytes().split(b"\n")
+    found: list[dict[str, Any]] = []
+    torn: int | None = None
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        record = _parse(line)
+        if torn is not None and (record is None or "config" not in record):
+            raise ArgumentError(
+                f"line {torn} is no record", where=str(path), fix="give a file that JsonlTracker wrote"
+            )
+        torn = number if record is None else None
+        if record is not None:
+            found.append(record)
+    return found
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record: Any = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    if "config" in record:
+        return record
+    return {name: float(value) if value in _NOT_FINITE else value for name, value in record.items()}
+
+
+def _strict(value: Any) -> Any:
+    """The value with words for the numbers that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(name): _strict(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(each) for each in value]
+    return value

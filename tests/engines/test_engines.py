@@ -1,0 +1,206 @@
+"""Engines on real ranks: every option gives the values of one process, or says why not."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fnaccel import errors
+from fnaccel.testing import assert_close
+
+from ..models import batch_of
+from . import runs
+
+ALIKE = [
+    ("ddp(bucket_mb=0.0001)", "plain"), ("ddp(static_graph=True)", "plain"), ("ddp(sync_buffers=False)", "plain"),
+    ("ddp(unused_parameters=True)", "unused"), ("ddp", "ema"), ("ddp", "clip_value"), ("ddp", "weight"),
+    ("ddp", "remat"), ("ddp", "compiled"), ("ddp", "method"), ("ddp", "tied"), ("ddp", "frozen"),
+    ("ddp", "nadam"), ("ddp", "adafactor"), ("ddp", "noise"),
+    ("fsdp(units=20)", "plain"), ("fsdp(units=('Linear', 'Block'))", "plain"), ("fsdp(offload=True)", "plain"),
+    ("fsdp(ignore=('out.*', 'blocks.1.*'))", "plain"), ("fsdp(init='rank0')", "plain"), ("fsdp", "ema"),
+    ("fsdp", "clip_value"), ("fsdp", "weight"), ("fsdp", "remat"), ("fsdp", "compiled"), ("fsdp", "method"),
+    ("fsdp(methods=('encode',))", "block_method"), ("fsdp", "unused"), ("fsdp", "tied"), ("fsdp", "frozen"),
+    ("fsdp", "nadam"), ("fsdp", "noise"), ("hsdp(2, 1)", "ema"),
+]  # fmt: skip
+
+
+@functools.cache
+def single(pools, kind):
+    """The same case on one process, with all ranks' rows as one batch."""
+    return pools.run(1, one_process, kind)[0]
+
+
+def one_process(kind):
+    rows, runs.ROWS = runs.ROWS, (sum(runs.ROWS[:2]),)
+    try:
+        return runs.trained("local", kind)
+    finally:
+        runs.ROWS = rows
+
+
+@pytest.mark.parametrize(("strategy", "kind"), ALIKE, ids=lambda value: str(value).replace(" ", ""))
+def test_options_change_the_layout_and_not_the_values(pools, strategy, kind):
+    expected = single(pools, kind)
+    for result in pools.run(2, runs.trained, strategy, kind):
+        assert_close(result["losses"], expected["losses"])
+        assert_close(result["params"], expected["params"])
+        if "ema" in expected:
+            assert_close(result["ema"], expected["ema"])
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd", "fp16+powersgd", "bf16+powersgd"])
+def test_communication_hooks_stay_near(pools, hook):
+    expected = single(pools, "plain")
+    first, second = pools.run(2, runs.trained, f"ddp(hook={hook!r})", "plain")
+    assert_close(first["params"], second["params"])
+    assert_close(first["losses"], expected["losses"], precision="bf16")
+
+
+def test_fp16_agrees_over_layouts(pools):
+    expected = single(pools, "fp16")
+    for strategy in ("ddp", "fsdp"):
+        for result in pools.run(2, runs.trained, strategy, "fp16"):
+            assert_close(result["losses"], expected["losses"], precision="fp16")
+
+
+def test_a_module_is_rank_zeros_on_every_rank(pools):
+    one, two = pools.run(2, runs.many, [("ddp", "module"), ("fsdp", "module")])
+    assert_close(one[0]["params"], two[0]["params"])
+    assert_close(one[1]["params"], one[0]["params"])
+
+
+def test_a_sharded_state_is_sharded_and_never_stale(pools):
+    for rank in pools.run(2, runs.fsdp_layout):
+        assert (rank["local"], rank["moment"], rank["global"]) == ((3, 6), (3, 6), (6, 6))
+        assert torch.equal(rank["looked"], rank["again"])
+        assert not torch.equal(rank["looked"], rank["after"])
+        assert torch.allclose(rank["after"], rank["expected"], atol=1e-6)
+
+
+def test_a_model_without_values_raises_until_it_has_some(pools):
+    for raised, loss in pools.run(2, runs.meta_init):
+        assert raised == "CapabilityError"
+        assert loss == loss
+
+
+def test_gan_behaves_as_two_raw_loops(pools):
+    expected = raw_gan()
+    for strategy in ("local", "ddp", "fsdp"):
+        for result in pools.run(1 if strategy == "local" else 2, gan_of, strategy):
+            assert result["counts"] == (4, 2)
+            assert_close(result["losses"], expected["losses"])
+            assert_close(result["disc"], expected["disc"])
+            assert_close(result["gen"], expected["gen"])
+
+
+def gan_of(strategy):
+    if strategy != "local":
+        return runs.gan(strategy)
+    cut = runs.gan_rows
+    runs.gan_rows = lambda step: (raw_rows(step), None)
+    try:
+        return runs.gan("local")
+    finally:
+        runs.gan_rows = cut
+
+
+def raw_rows(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(9, 3, generator=generator), torch.randn(9, 2, generator=generator)
+
+
+def raw_gan():
+    torch.manual_seed(1)
+    disc = nn.Linear(3, 1)
+    torch.manual_seed(2)
+    gen = nn.Linear(2, 3)
+    disc_rule = torch.optim.SGD(disc.parameters(), lr=0.2)
+    gen_rule = torch.optim.AdamW(gen.parameters(), lr=0.05)
+    losses = []
+    for step in range(4):
+        real, noise = raw_rows(step)
+        disc_rule.zero_grad()
+        d = (F.softplus(-disc(real)).sum() + F.softplus(disc(gen(noise).detach())).sum()) / 9
+        d.backward()
+        disc_rule.step()
+        if step % 2:
+            gen_rule.zero_grad()
+            g = F.softplus(-disc(gen(noise))).sum() / 9
+            g.backward()
+            nn.utils.clip_grad_norm_(gen.parameters(), 0.1)
+            gen_rule.step()
+            losses.append((float(d.detach()), float(g.detach())))
+    named = {"disc": disc, "gen": gen}
+    return {"losses": losses, **{k: {n: p.detach() for n, p in m.named_parameters()} for k, m in named.items()}}
+
+
+def test_a_sharded_teacher_is_lent_to_a_replicated_student(pools):
+    first, second = pools.run(2, runs.mixed_teacher)
+    for same, before, after, _ in (first, second):
+        assert same
+        assert before != after
+    assert_close(first[3], second[3])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "error", "says"),
+    [
+        ("fsdp", "block_method", "CapabilityError", "methods="),
+        ("ddp", "unused", "CapabilityError", "unused_parameters=True"),
+        ("fsdp(units=('Blok',))", "plain", "ArgumentError", "'Block'"),
+        ("fsdp(ignore=('outt.*',))", "plain", "ArgumentError", "matches no parameter"),
+        ("ddp(3)", "plain", "AxisProductError", "3"),
+        ("fsdp(init='rank0')", "module", "ArgumentError", "factory"),
+        ("ddp(1, bucket_mb=3) * fsdp(2)", "plain", "CapabilityError", "no meaning"),
+        ("fsdp", "adafactor", None, ""),
+    ],
+)
+def test_what_cannot_be_says_why(pools, strategy, kind, error, says):
+    for found in pools.run(2, runs.error_of, strategy, kind):
+        if error is None:
+            assert found is None or found[0] == "CapabilityError"
+        else:
+            assert found is not None
+            assert found[0] == error
+            assert says in found[1]
+            assert found[1].count("\n") == 2
+
+
+def test_ranks_with_different_plans_raise_instead_of_hanging(pools):
+    with pytest.raises(errors.PlanMismatchError, match="n=2.*rank 1 has.*n=3"):
+        pools.run(2, runs.different_plans)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"remainder": "wrap"}, {"remainder": "drop"}, {"dispatch": True}])
+def test_evaluate_counts_every_row_once_and_in_order(pools, ranks, options):
+    n = 11
+    x, y = batch_of(n)
+    results = pools.run(ranks, runs.scores, "local" if ranks == 1 else "ddp", n, 4, options)
+    for found, averaged in results:
+        assert found["rows"] == n
+        assert found["index"] == list(range(n))
+        assert found["mean"] == pytest.approx(found["error"], abs=1e-6)
+        assert averaged == pytest.approx(found["error"], abs=1e-9)  # before any step they are equal
+        assert found["error"] == pytest.approx(results[0][0]["error"], abs=1e-6)
+
+
+def test_evaluate_under_fsdp_runs_fillers_on_every_rank(pools):
+    for found, _ in pools.run(3, runs.scores, "fsdp", 5, 4, {}):
+        assert found["rows"] == 5
+        assert found["index"] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"dispatch": True}])
+def test_two_ragged_epochs_are_the_same_on_any_ranks(pools, options):
+    accumulate = options.get("window", 2)
+    expected = pools.run(1, runs.epoch_losses, "local", 13, 6, accumulate, options)[0]
+    for ranks, strategy in ((2, "ddp"), (3, "fsdp"), (2, "fsdp(reshard_after_forward=False)")):
+        for result in pools.run(ranks, runs.epoch_losses, strategy, 13, 6, accumulate, options):
+            assert result["positions"] == expected["positions"]
+            assert_close(result["losses"], expected["losses"])
+            assert_close(result["params"], expected["params"])

@@ -1,0 +1,95 @@
+"""From a step's metrics to a tracker: order, scalars only, one record a step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fnaccel as fa
+from fnaccel.track import JsonlTracker, read_jsonl
+from fnaccel.tracking import Fetcher, Log
+
+
+class Kept:
+    """A tracker that remembers what it was told."""
+
+    def __init__(self):
+        self.said = []
+
+    def start(self, config):
+        self.said.append(("start", dict(config)))
+
+    def log(self, step, metrics):
+        self.said.append((step, dict(metrics)))
+
+    def finish(self):
+        self.said.append("finish")
+
+
+def test_the_fetcher_hands_over_scalars_in_order():
+    fetcher = Fetcher()
+    fetcher.put(1, {"loss": torch.tensor(0.5), "one": torch.ones(1, 1), "rows": torch.ones(2), "name": "x"})
+    fetcher.put(2, {"text": "nothing to log"})
+    fetcher.put(3, {"count": 7, "lr": 0.25, "yes": True})
+    assert list(fetcher.arrived()) == [
+        (1, {"loss": 0.5, "one": 1.0}),
+        (3, {"count": 7, "lr": 0.25, "yes": 1}),
+    ]
+    assert list(fetcher.arrived(wait=True)) == []
+
+
+def test_the_fetcher_keeps_what_is_not_finite_and_holds_no_graph():
+    fetcher = Fetcher()
+    value = torch.tensor(math.inf, requires_grad=True)
+    fetcher.put(1, {"loss": value * 2})
+    assert list(fetcher.arrived()) == [(1, {"loss": math.inf})]
+
+
+def test_a_log_starts_feeds_and_ends_its_trackers():
+    first, second, shown = Kept(), Kept(), []
+    log = Log([first, second], {"lr": 0.5}, shown.append)
+    log.put(1, {"loss": torch.tensor(2.0)})
+    log.put(2, {"loss": torch.tensor(1.0)})
+    log.close()
+    log.close()
+    expected = [("start", {"lr": 0.5}), (1, {"loss": 2.0}), (2, {"loss": 1.0}), "finish"]
+    assert first.said == second.said == expected
+    assert shown == [{"loss": 2.0}, {"loss": 1.0}]
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    return fa.Mean(F.mse_loss(model(x), y, reduction="sum"), weight=y.numel())
+
+
+def train(path, steps, **options):
+    data = torch.utils.data.TensorDataset(torch.arange(10.0).reshape(5, 2), torch.ones(5, 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    with fa.start(device="cpu"):
+        model = fa.distribute(lambda: nn.Linear(2, 1), fa.local())
+        train_step = fa.train_step(loss_fn, model=model, optimizer=fa.sgd(lr=0.01))
+        seen = []
+        state = train_step.init(seed=0)
+        for state, metrics in fa.scan(
+            train_step, state, fa.shard(loader), steps=steps, trackers=JsonlTracker(path), **options
+        ):
+            seen.append((state.step, metrics["loss"].item()))
+        train_step.close()
+    return seen
+
+
+def test_scan_writes_one_record_a_step(tmp_path):
+    seen = train(tmp_path / "run", 4, config={"lr": 0.01})
+    first, *rest = read_jsonl(tmp_path / "run")
+    assert first["config"]["lr"] == 0.01
+    assert "local" in first["config"]["plan"]
+    assert [(r["step"], r["loss"]) for r in rest] == seen
+    assert [step for step, _ in seen] == [1, 2, 3, 4]
+
+
+def test_scan_writes_each_second_step_where_told(tmp_path):
+    train(tmp_path / "run", 5, log_every=2)
+    assert [r["step"] for r in read_jsonl(tmp_path / "run")[1:]] == [2, 4]
