@@ -7,6 +7,10 @@ get `train_step(state, batch) -> (state, metrics)`, which runs unchanged on one 
 from fnaccel import errors as errors
 from fnaccel import tree as tree
 from fnaccel.batch_size import fit_batch_size as fit_batch_size
+from fnaccel.checkpoint import checkpoints as checkpoints
+from fnaccel.checkpoint import latest as latest
+from fnaccel.checkpoint import restore as restore
+from fnaccel.checkpoint import save as save
 from fnaccel.collectives import any_process as any_process
 from fnaccel.collectives import broadcast as broadcast
 from fnaccel.collectives import broadcast_objects as broadcast_objects

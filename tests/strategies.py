@@ -58,3 +58,16 @@ def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 scalars = st.one_of(st.integers(-5, 5), st.floats(-1, 1), st.text("xy", max_size=2), st.booleans())
 mixed_trees = trees(st.one_of(tensors(), scalars))
+
+# what a checkpoint may hold; NaN apart, which equals nothing
+storable = trees(
+    st.one_of(
+        tensors(),
+        scalars,
+        st.none(),
+        st.binary(max_size=4),
+        st.integers(),
+        st.floats(allow_nan=False),
+        st.text(max_size=3),
+    )
+)

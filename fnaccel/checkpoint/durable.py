@@ -9,9 +9,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import attrs
@@ -37,21 +35,13 @@ def write_file(path: Path, chunks: Iterable[memoryview]) -> FileRecord:
         OSError: the device is full, the directory is read-only, the file exists.
     """
     size = checksum = 0
-    waiting: deque[Future[None]] = deque()
-
-    def add(view: memoryview) -> None:
-        nonlocal checksum
-        checksum = zlib.crc32(view, checksum)
-
-    # summed by a second thread while the kernel copies and flushes: neither holds the interpreter
-    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
-        for view in chunks:
-            waiting.append(beside.submit(add, view))
-            size += len(view)
-            while view:  # the kernel takes at most 2 GiB at a time
-                view = view[write(file.fileno(), view) :]
-            if len(waiting) > 4:  # chunks not summed yet are kept in memory
-                waiting.popleft().result()
+    with path.open("xb", buffering=0) as file:
+        for chunk in chunks:
+            checksum = zlib.crc32(chunk, checksum)
+            size += len(chunk)
+            rest = chunk
+            while rest:  # the kernel takes at most 2 GiB at a time
+                rest = rest[write(file.fileno(), rest) :]
         sync(file.fileno())
     return FileRecord(size, f"{checksum:08x}")
 

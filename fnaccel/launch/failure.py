@@ -97,7 +97,7 @@ def describe(failure: Failure, job: Job) -> str:
     else:
         name = _signal_name(failure.code - 128)
         what, fix = f"{who} was ended by {name}", _ADVICE.get(name, "find out who sent the signal")
-    return str(LaunchError(what, where=f"fnaccel launch {job.name}", fix=fix))
+    return f"LaunchError: {LaunchError(what, where=f'fnaccel launch {job.name}', fix=fix)}"
 
 
 _FAULT = "set PYTHONFAULTHANDLER=1 to see the line that did it"

@@ -143,12 +143,20 @@ def fsdp_layout():
     mine, _ = rank_rows(9)
     state, _ = train_step(state, mine)
     out["after"] = train_step.look(state, lambda model, x: model(x), torch.ones(2, 3))
-    full = {name: whole(value) for name, value in state.params.items()}
-    net = Net()
-    net.load_state_dict(full)
-    out["expected"] = net(torch.ones(2, 3)).detach()
+    out["expected"] = _plain(state, torch.ones(2, 3))
+    doubled = fa.tree.map_tensors(lambda x: x * 2, fa.snapshot(state))
+    state = train_step.adopt(doubled)
+    out["adopted"] = train_step.look(state, lambda model, x: model(x), torch.ones(2, 3))
+    out["doubled"] = _plain(state, torch.ones(2, 3))
     train_step.close()
     return out
+
+
+def _plain(state, x):
+    """What an ordinary module with a state's parameters answers."""
+    net = Net()
+    net.load_state_dict(whole_params(state))
+    return net(x).detach()
 
 
 def meta_init():

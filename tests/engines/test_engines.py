@@ -79,6 +79,7 @@ def test_a_sharded_state_is_sharded_and_never_stale(pools):
         assert torch.equal(rank["looked"], rank["again"])
         assert not torch.equal(rank["looked"], rank["after"])
         assert torch.allclose(rank["after"], rank["expected"], atol=1e-6)
+        assert torch.allclose(rank["adopted"], rank["doubled"], atol=1e-5)
 
 
 def test_a_model_without_values_raises_until_it_has_some(pools):

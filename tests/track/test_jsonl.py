@@ -96,8 +96,8 @@ def test_what_is_not_finite_is_strict_json_and_comes_back(tmp_path):
 
 
 def test_a_config_may_hold_anything(tmp_path):
-    write(tmp_path / "run", [], path=tmp_path, nested={"x": (1, {2})})
-    assert read_jsonl(tmp_path / "run")[0]["config"] == {"path": str(tmp_path), "nested": {"x": [1, "{2}"]}}
+    write(tmp_path / "run", [], folder=tmp_path, nested={"x": (1, {2})})
+    assert read_jsonl(tmp_path / "run")[0]["config"] == {"folder": str(tmp_path), "nested": {"x": [1, "{2}"]}}
 
 
 @pytest.mark.parametrize("name", ["step", "time", "config"])

@@ -1,0 +1,162 @@
+"""Law 11: whatever fails at whatever moment of a save, the checkpoint before it is there and is found."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+
+import pytest
+import torch
+
+from fnaccel import world
+from fnaccel.checkpoint import checkpoints, durable, latest, restore, save
+from fnaccel.errors import (
+    ArgumentError,
+    CheckpointError,
+    FnaccelError,
+    NotSerializableError,
+    TreeMismatchError,
+)
+from fnaccel.world import start
+
+CALLS = ("make_directory", "write", "sync", "rename", "remove")
+
+
+class Crash(BaseException):
+    """The process ends here: nothing that an `except Exception` would do is done."""
+
+
+class Faults:
+    """Lets the n-th call that changes the disk fail; a write has put down half of its bytes by then."""
+
+    def __init__(self, patch, at, error):
+        self.count, self.at, self.error = 0, at, error
+        for name in CALLS:
+            patch.setattr(durable, name, self._wrap(name, getattr(durable, name)))
+
+    def _wrap(self, name, real):
+        def call(*args, **kwargs):
+            self.count += 1
+            if self.count == self.at:
+                if name == "write":
+                    real(args[0], args[1][: len(args[1]) // 2])
+                raise self.error
+            return real(*args, **kwargs)
+
+        return call
+
+
+def value(number):
+    return {"x": torch.full((3,), float(number)), "n": number}
+
+
+def crash_everywhere(root, step, error):
+    """For each call of a save on top of one of step 1: fail there, and say what is found afterwards."""
+    found = []
+    for at in range(1, 100):
+        directory = root / str(at)
+        save(directory, value(1), step=1)
+        with pytest.MonkeyPatch.context() as patch:
+            faults = Faults(patch, at, error)
+            with contextlib.suppress(Crash, CheckpointError):
+                save(directory, value(2), step=step)
+        left = restore(directory, like=value(0))
+        assert torch.equal(left["x"], value(left["n"])["x"])
+        names = sorted(one.name for one in directory.iterdir() if one.name.startswith("."))
+        save(directory, value(3), step=step)
+        assert restore(directory, like=value(0), verify=True)["n"] == 3
+        assert not [one for one in directory.iterdir() if not one.name.startswith("step-")]
+        assert sorted({1, step}) == [one.step for one in checkpoints(directory)]
+        found.append((left["n"], bool(names)))
+        if faults.count < at:
+            return found
+    raise AssertionError("a save never ends")
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["same step", "next step"])
+@pytest.mark.parametrize("error", [Crash(), OSError(errno.ENOSPC, "No space left on device")], ids=type)
+def test_a_crash_at_every_write_point(tmp_path, step, error):
+    with start(device="cpu"):
+        found = crash_everywhere(tmp_path, step, error)
+    numbers = [number for number, _ in found]
+    assert len(found) > 8
+    assert numbers == sorted(numbers)  # the old one up to the commit, the new one from there
+    assert {numbers[0], numbers[-1]} == {1, 2}
+    leftovers = [names for number, names in found if number == 1]
+    assert any(leftovers) == isinstance(error, Crash)
+
+
+def fail(*args):
+    raise OSError(errno.EROFS, "Read-only file system", "shard")
+
+
+def one_rank_fails(directory):
+    mine, second = {"x": torch.arange(4.0)}, world.current().rank == 1
+    save(directory, mine, step=1)
+    with pytest.MonkeyPatch.context() as patch:
+        if second:
+            patch.setattr("fnaccel.checkpoint.saving._write", fail)
+        with pytest.raises(CheckpointError) as written:
+            save(directory, mine, step=2)
+    with pytest.raises(FnaccelError) as encoded:
+        save(directory, {**mine, "f": print} if second else mine, step=2)
+    with pytest.raises(FnaccelError) as matched:
+        restore(directory, like={"y": mine["x"]} if second else mine)
+    assert [one.name for one in directory.iterdir()] == ["step-0000000001"]
+    return [raised.value for raised in (written, encoded, matched)]
+
+
+def test_where_one_rank_fails_all_raise(pools, tmp_path):
+    first, second = pools.run(2, one_rank_fails, tmp_path)
+    assert [type(error) for error in first] == [CheckpointError] * 3
+    assert [type(error) for error in second] == [CheckpointError, NotSerializableError, TreeMismatchError]
+    starts = ["Read-only file system", "f is a builtins.", "2 paths differ"]
+    for here, there, start_of in zip(first, second, starts, strict=True):
+        assert here.what.startswith(f"rank 1 failed: {start_of}")
+        assert there.what.startswith(start_of)
+
+
+def test_a_save_in_progress_is_left_alone_and_a_forgotten_one_is_not(tmp_path):
+    from fnaccel.checkpoint import commit
+
+    with start(device="cpu"):
+        running, gone = commit.stage(tmp_path, 7), commit.stage(tmp_path, 7)
+        with commit.held(running):
+            save(tmp_path, value(1), step=1)
+            assert running.exists()
+            assert not gone.exists()
+        # where the file system has no locks, only age tells
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fcntl.flock", fail)
+            fresh = commit.stage(tmp_path, 8)
+            day = time.time() - 2 * 24 * 3600
+            os.utime(running, (day, day))
+            save(tmp_path, value(1), step=1)
+        assert fresh.exists()
+        assert not running.exists()
+
+
+def test_names_and_steps(tmp_path):
+    with start(device="cpu"):
+        assert latest(tmp_path / "none") is None
+        assert checkpoints(tmp_path) == []
+        paths = [save(tmp_path, value(n)) for n in (0, 1)]
+        paths += [save(tmp_path, value(2), step=10), save(str(tmp_path), value(3))]
+        assert [path.name for path in paths] == [f"step-{n:010d}" for n in (0, 1, 10, 11)]
+        assert latest(tmp_path) == paths[-1]
+        assert restore(tmp_path, like=value(9), step=10)["n"] == 2
+        assert restore(paths[1], like=value(9))["n"] == 1
+        (tmp_path / "step-0000000099").mkdir()
+        (tmp_path / "notes.txt").touch()
+        assert [one.step for one in checkpoints(tmp_path)] == [0, 1, 10, 11]
+        with pytest.raises(ArgumentError, match="step=5 was asked for"):
+            restore(paths[1], like=value(9), step=5)
+        with pytest.raises(CheckpointError, match=r"of step 5[^0-9](.|\n)*0, 1, 10, 11"):
+            restore(tmp_path, like=value(9), step=5)
+        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+            restore(tmp_path / "none", like=value(9))
+        for step in (-1, True, 1.0, 10**19):
+            with pytest.raises(ArgumentError, match="number a checkpoint"):
+                save(tmp_path, value(0), step=step)

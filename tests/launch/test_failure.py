@@ -1,0 +1,205 @@
+"""A rank fails: one message, its exit code, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from fnaccel.launch.failure import Failure, cause, describe, follows
+from fnaccel.launch.job import Job
+from tests.launch.conftest import gone
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("sys.exit(0)", 0, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(3)", 3, "rank 0 of 1 on "),
+        ("sys.exit('no data')", 1, "no data\n"),
+        ("os._exit(7)", 7, "ended with exit code 7"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n\nrank 0 of 1 on "),
+        ("os.kill(os.getpid(), 9)", 137, "ended by SIGKILL\n  where: fnaccel launch script.py\n  fix:"),
+        ("exec('1 +')", 1, "SyntaxError: invalid syntax"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+    ],
+)  # fmt: skip
+def test_exit_codes(launcher, body, code, said):
+    ended = launcher("-n", 1, launcher.write(f"import os, signal, sys\n{body}\n"))
+    assert ended.code == code
+    assert said in ended.err
+    assert (ended.err == "") == (code == 0)
+    assert "fnaccel/" not in ended.err, "frames of the launcher"
+
+
+@pytest.mark.launcher
+def test_one_traceback_of_the_rank_that_came_first(launcher):
+    script = launcher.write("""
+        import fnaccel as fa
+        with fa.start(device="cpu") as world:
+            world.barrier()
+            if world.rank == 1:
+                raise ValueError("boom")
+            world.barrier()
+    """)
+    ended = launcher("-n", 3, script)
+    assert ended.code == 1
+    lines = ended.err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1] == f'  File "{launcher.folder / script}", line 6, in <module>'
+    assert lines[-3] == "ValueError: boom"
+    assert lines[-1] == f"rank 1 of 3 on {os.uname().nodename} failed with exit code 1"
+    assert ended.err.count("Traceback") == 1
+
+
+@pytest.mark.launcher
+def test_a_rank_that_was_killed_is_named_and_not_those_that_missed_it(launcher):
+    script = launcher.write("""
+        import os, signal, fnaccel as fa
+        with fa.start(device="cpu") as world:
+            world.barrier()
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            world.barrier()
+    """)
+    ended = launcher("-n", 2, script)
+    assert ended.code == 137
+    assert ended.err.startswith("LaunchError: rank 1 of 2 on ")
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.launcher
+def test_our_errors_are_shown_as_they_are(launcher):
+    script = launcher.write("""
+        import fnaccel as fa
+        def build():
+            return fa.accumulate(lambda model, batch: 0, 0)
+        build()
+    """)
+    ended = launcher("-n", 2, script)
+    assert ended.code == 1
+    assert ended.err.count("ArgumentError: ") == 1
+    assert ended.err.count("\n  where: ") == ended.err.count("\n  fix: ") == 1
+    assert [line.split(", ")[1] for line in ended.err.splitlines() if "File" in line] == ["line 5", "line 4"]
+
+
+@pytest.mark.launcher
+def test_a_hook_of_the_script_still_runs(launcher):
+    script = launcher.write("""
+        import sys
+        before = sys.excepthook
+        def hook(*error):
+            print("hook", error[1], flush=True)
+            before(*error)
+        sys.excepthook = hook
+        raise ValueError("boom")
+    """)
+    ended = launcher("-n", 1, script)
+    assert (ended.code, ended.out, ended.err.count("ValueError: boom")) == (1, "hook boom\n", 1)
+
+
+STUBBORN = """
+    import os, signal, sys, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with open(f"pid{os.environ['RANK']}", "w") as file:
+        print(os.getpid(), file=file)
+    if os.environ["RANK"] == "1":
+        while not os.path.exists("pid0"):
+            time.sleep(0.01)
+        sys.exit(5)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.launcher
+def test_the_other_ranks_end_even_where_they_ignore_sigterm(launcher):
+    began = time.monotonic()
+    ended = launcher("-n", 2, "--timeout-grace", 0.2, launcher.write(STUBBORN))
+    assert ended.code == 5
+    assert time.monotonic() - began < 20
+    assert all(gone(int(text)) for text in launcher.wait_for("pid0", "pid1"))
+
+
+CLEANING = """
+    import os, sys, time
+    try:
+        with open(f"pid{os.environ['RANK']}", "w") as file:
+            print(os.getpid(), file=file)
+        time.sleep(100)
+    except KeyboardInterrupt:
+        print("cleaned up")
+        raise
+"""
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(
+    ("number", "code", "out"),
+    [
+        (signal.SIGINT, 130, "cleaned up\n" * 2),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGHUP, 129, ""),
+        (signal.SIGKILL, -9, ""),
+    ],
+)
+def test_signals_to_the_launcher_end_all_ranks(launcher, number, code, out):
+    started = launcher.start("-n", 2, launcher.write(CLEANING))
+    pids = [int(text) for text in launcher.wait_for("pid0", "pid1")]
+    os.kill(started.pid, number)
+    ended = started.wait()
+    assert (ended.code, ended.out, ended.err) == (code, out, "")
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.launcher
+def test_a_second_signal_ends_ranks_at_once(launcher):
+    script = launcher.write(STUBBORN.replace('== "1"', '== "none"'))
+    started = launcher.start("-n", 2, "--timeout-grace", 100, script)
+    pids = [int(text) for text in launcher.wait_for("pid0", "pid1")]
+    os.kill(started.pid, signal.SIGTERM)
+    time.sleep(0.2)
+    os.kill(started.pid, signal.SIGTERM)
+    assert started.wait().code == 143
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.launcher
+def test_an_override_that_nobody_used_is_an_error(launcher):
+    ended = launcher("-n", 2, "--precision", "bf16", launcher.write("print('trained')"))
+    assert (ended.code, ended.out) == (1, "trained\n" * 2)
+    assert ended.err.startswith("UnusedOverrideError: the launcher was told precision='bf16'")
+    assert ended.err.count("UnusedOverrideError") == 1
+
+
+def test_the_cause_is_the_first_that_did_not_follow():
+    saw_it_go = Failure(rank=0, code=1, when=1.0, text="closed by peer", follows=True)
+    killed = Failure(rank=2, code=137, when=2.0)
+    later = Failure(rank=1, code=1, when=3.0, text="ValueError")
+    assert cause([saw_it_go, later, killed]) is killed
+    assert cause([saw_it_go]) is saw_it_go
+
+
+def test_failures_go_through_a_pipe_as_they_are():
+    failure = Failure(rank=1, code=1, when=1.5, text="a\nb é", follows=True)
+    assert failure.line().count(b"\n") == 1
+    assert Failure.of(failure.line()) == failure
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234", True),
+        ("NCCL error: ncclRemoteError: A call failed possibly due to a network error", True),
+        ("boom", False),
+    ],
+)
+def test_errors_that_follow(message, expected):
+    assert follows(RuntimeError(message)) is expected
+
+
+def test_a_signal_without_a_name_is_described():
+    assert "was ended by signal 99" in describe(Failure(rank=0, code=227, when=0.0), Job(script="x.py"))

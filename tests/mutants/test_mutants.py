@@ -1,0 +1,128 @@
+"""Deliberate bugs: each is patched into a copy of the package, and the suite has to go red.
+
+A mutant that survives means that the tests named beside it are blind to that kind of bug.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import attrs
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MATRIX = "tests/parity/test_matrix.py"
+ENGINES = "tests/engines/test_engines.py"
+
+
+@attrs.frozen
+class Mutant:
+    """One bug: replace `old` by `new` in `file`; `tests` (pytest arguments) must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = [
+    Mutant(
+        "gradients scaled by 1/1.01", "engine.py", "multiplier = _ratio(engine.averaged, weight)",
+        "multiplier = _ratio(engine.averaged, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
+    ),
+    Mutant(
+        "rounds of a mean of means", "engine.py", "multiplier = _ratio(engine.averaged, weight)",
+        "multiplier = 1.0 / float(report.weight) * engine.averaged * (1 if len(micros) == 1 else 0.999)",
+        (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
+    ),
+    Mutant(
+        "gradient sync left on", "engine.py", "with engine.sync(index == last or loss.sync_each):",
+        "with engine.sync(True):", (MATRIX, "-k", "fsdp-fp32-acc3-none-2"),
+    ),
+    Mutant(
+        "gradient sync never on", "engine.py", "with engine.sync(index == last or loss.sync_each):",
+        "with engine.sync(False):", (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
+    ),
+    Mutant(
+        "norm of one shard", "gradients.py", "dist.all_reduce(square, group=axis.group)", "pass",
+        (MATRIX, "-k", "fsdp-fp32-acc1-clip-2"),
+    ),
+    Mutant(
+        "clip before averaging", "gradients.py",
+        "norm = self._norm = raw if self.multiplier is None else raw * abs(self.multiplier)",
+        "norm = self._norm = raw", (MATRIX, "-k", "local-fp32-acc1-clip"),
+    ),
+    Mutant(
+        "weights of the last micro-batch only", "reports.py",
+        "weight if isinstance(self.weight, int) and self.weight == 0 else self.weight + weight", "weight",
+        (MATRIX, "-k", "local-fp32-acc3-none"),
+    ),
+    Mutant(
+        "fillers count", "reports.py", "        if valid:\n            self._total", "        if True:\n            self._total",
+        (ENGINES, "-k", "ragged_epochs"),
+    ),
+    Mutant(
+        "skipped updates counted", "program.py", "after = updates + (1.0 - grads.skip)", "after = updates + 1.0",
+        ("tests/transforms", "-k", "fp16_skips"),
+    ),
+    Mutant(
+        "a donated state stays usable", "program.py", "        rng = state.rng\n        donate(state)\n",
+        "        rng = state.rng\n", ("tests/test_program.py", "-k", "donated"),
+    ),
+    Mutant(
+        "ema forgets to move", "transforms/averaging.py", "shards, 1.0 - self.decay)", "shards, 0.0)",
+        ("tests/transforms", "-k", "ema_follows"),
+    ),
+    Mutant(
+        "gathered parameters go stale", "strategies/fsdp_engine.py", "            unit.reshard()", "            pass",
+        (ENGINES, "-k", "never_stale"),
+    ),
+    Mutant(
+        "a reduce that forgets its scale", "collectives/reduction.py",
+        "total = _scaled(total, scale / where.size if op == \"mean\" else scale)",
+        "total = _scaled(total, 1 / where.size if op == \"mean\" else 1.0)", ("tests/collectives/test_reduce.py",),
+    ),
+    Mutant(
+        "a swapped rank in the order", "data/order.py",
+        "first = self.start + j * self.step + self.offset",
+        "first = self.start + j * self.step + (self.offset if j % 2 else self.step - self.size - self.offset)",
+        ("tests/data/test_order.py",),
+    ),
+    Mutant(
+        "a checkpoint is renamed before it is whole", "checkpoint/commit.py",
+        "    durable.rename(final, aside)", "    durable.remove_tree(final)", ("tests/checkpoint/test_faults.py",),
+    ),
+]  # fmt: skip
+
+
+def outcome(mutant: Mutant, where: Path) -> tuple[int, str]:
+    """pytest's exit code on a mutated copy: 1 is a failed test, anything else is another story."""
+    for part in ("fnaccel", "tests"):
+        shutil.copytree(ROOT / part, where / part, ignore=shutil.ignore_patterns("__pycache__", "mutants"))
+    shutil.copy(ROOT / "pyproject.toml", where)
+    path = where / "fnaccel" / mutant.file
+    text = path.read_text()
+    assert text.count(mutant.old) == 1, f"{mutant.name}: the text to replace stands {text.count(mutant.old)} times"
+    path.write_text(text.replace(mutant.old, mutant.new))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests]
+    done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=200, check=False)
+    return done.returncode, done.stdout[-2000:]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    with ThreadPoolExecutor(2) as pool:
+        started = {m.name: pool.submit(outcome, m, tmp_path_factory.mktemp("mutant")) for m in MUTANTS}
+        yield started
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_the_suite_goes_red(outcomes, mutant):
+    code, said = outcomes[mutant.name].result()
+    assert code == 1, f"{mutant.name} survived (pytest exit code {code}):\n{said}"
