@@ -131,7 +131,7 @@ def _processes(asked: int | None, *, cpu: bool) -> int:
 
 
 def _check_machines(found: argparse.Namespace) -> None:
-    if found.nnodes == 1:
+    if found.nnodes <= 1:  # 0 is an error of its own
         stray = [
             flag
             for flag, value in (("--node-rank", found.node_rank), ("--master-addr", found.master_addr))

@@ -62,10 +62,13 @@ def check_overrides(overrides: dict[str, Any]) -> None:
 
     Raises:
         ConfigError: an unknown field, or a value of the wrong kind.
+        ArgumentError: a number outside its range.
         UnknownNameError: no such strategy or precision; names the nearest.
     """
     if not overrides:
         return
+    # by itself first: the recipe says what is wrong with a field of its own, a converter only where
+    attrs.evolve(Recipe(), **{name: overrides[name] for name in FLAGS if name in overrides})
     recipe = override(Recipe(), overrides)
     strategy(recipe.strategy)
     dtype_of(recipe.precision, "fnaccel launch --precision")

@@ -78,10 +78,7 @@ class BoundTorch:
 def _make(cls: Any, groups: Sequence[Group], params: dict[int, Any]) -> Any:
     """The optimizer over `params`; the first rate matters to state that is made from it (ASGD, Rprop)."""
     return cls(
-        [
-            {"params": [params[m.index] for m in g.members], "lr": g.first_rate, **g.options}
-            for g in groups
-        ]
+        [{"params": [params[m.index] for m in g.members], "lr": g.first_rate, **g.options} for g in groups]
     )
 
 

@@ -65,7 +65,8 @@ def test_overrides_are_dotted_fields_the_last_one_wins(tmp_path):
     ("text", "value"),
     [
         ("1e-4", 1e-4), ("3", 3), ("true", True), ("True", True), ("null", None), ("None", None),
-        ("bf16", "bf16"), ("a=b", "a=b"), ('{"x": [1]}', {"x": [1]}), ("('a',)", ("a",)), ("ddp(2)", "ddp(2)"), ("", ""),
+        ("bf16", "bf16"), ("a=b", "a=b"), ('{"x": [1]}', {"x": [1]}), ("('a',)", ("a",)),
+        ("ddp(2)", "ddp(2)"), ("", ""),
     ],
 )  # fmt: skip
 def test_values(text, value):
@@ -84,12 +85,12 @@ def test_values(text, value):
         ("--stratgy ddp t.py", "no option --stratgy", "did you mean '--strategy'?"),
         ("--strategy fdsp t.py", "no strategy is called 'fdsp'", "did you mean 'fsdp'?"),
         ("--precision bf61 t.py", "no precision is called 'bf61'", "did you mean 'bf16'?"),
-        ("--compile blocks t.py", "ConfigError: ", "fix"),
-        ("--accumulate 0 t.py", "accumulate", "fix"),
+        ("--compile blocks t.py", "compile='blocks' is no scope", "block, loss, step"),
+        ("--accumulate 0 t.py", "accumulate=0", "accumulate is 1 or more"),
         ("--set lr t.py", "'lr' sets nothing", "--set optimizer.lr"),
         ("--set optimizer.lrr=1 t.py", "no key 'lrr'", "did you mean 'lr'?"),
         ("--set optimiser.lr=1 t.py", "no part 'optimiser'", "did you mean 'optimizer'?"),
-        ("--set optimizer.lr=fast t.py", "wrong kind", "fix"),
+        ("--set optimizer.lr=fast t.py", "wrong kind", "Recipe"),
         ("--config missing.yaml t.py", "no file missing.yaml", "check the path"),
         ("--nnodes 2 t.py", "2 machines need --node-rank and --master-addr", "--node-rank 0"),
         ("--nnodes 2 --node-rank 0 t.py", "2 machines need --master-addr", "--master-addr"),
@@ -103,7 +104,7 @@ def test_bad_arguments_are_one_message_before_anything_starts(arguments, what, f
     assert main(["launch", *arguments.split()]) == 2
     said = capsys.readouterr().err
     assert what in said
-    assert fix in said.split("fix: ", 1)[1] or fix == "fix"
+    assert fix in said.split("fix: ", 1)[1]
     assert said.count("\n  where: ") == said.count("\n  fix: ") == 1
 
 

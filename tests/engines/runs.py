@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel.world import current
-
-from ..models import Block, Net, batch_of, loss_fn, program, whole, whole_params
+from tests.models import Block, Net, batch_of, loss_fn, program, whole, whole_params
 
 ROWS = (5, 3, 4, 2)
 
@@ -195,7 +194,12 @@ def gan(strategy, steps=4):
         if call % 2:
             gen, g = gen_step(gen, mine, given={"disc": disc})
             losses.append((float(d["loss"]), float(g["loss"])))
-    out = {"losses": losses, "disc": whole_params(disc), "gen": whole_params(gen), "counts": (disc.step, gen.step)}
+    out = {
+        "losses": losses,
+        "disc": whole_params(disc),
+        "gen": whole_params(gen),
+        "counts": (disc.step, gen.step),
+    }
     disc_step.close()
     gen_step.close()
     return out
@@ -224,7 +228,10 @@ def _gen_loss(gen, batch, given):
 
 def mixed_teacher():
     """A sharded teacher lent to a replicated student; nothing of it moves, gradients flow through."""
-    teach, learn = program(strategy="fsdp(reshard_after_forward=False)"), program(_student_loss, strategy="ddp")
+    teach, learn = (
+        program(strategy="fsdp(reshard_after_forward=False)"),
+        program(_student_loss, strategy="ddp"),
+    )
     teacher, student = teach.init(seed=1), learn.init(seed=2)
     before = whole_params(teacher)
     mine, _ = rank_rows(0)

@@ -11,9 +11,8 @@ from torch import nn
 
 from fnaccel import errors
 from fnaccel.testing import assert_close
-
-from ..models import batch_of
-from . import runs
+from tests.engines import runs
+from tests.models import batch_of
 
 ALIKE = [
     ("ddp(bucket_mb=0.0001)", "plain"), ("ddp(static_graph=True)", "plain"), ("ddp(sync_buffers=False)", "plain"),
@@ -136,7 +135,10 @@ def raw_gan():
             gen_rule.step()
             losses.append((float(d.detach()), float(g.detach())))
     named = {"disc": disc, "gen": gen}
-    return {"losses": losses, **{k: {n: p.detach() for n, p in m.named_parameters()} for k, m in named.items()}}
+    return {
+        "losses": losses,
+        **{k: {n: p.detach() for n, p in m.named_parameters()} for k, m in named.items()},
+    }
 
 
 def test_a_sharded_teacher_is_lent_to_a_replicated_student(pools):
@@ -172,7 +174,7 @@ def test_what_cannot_be_says_why(pools, strategy, kind, error, says):
 
 
 def test_ranks_with_different_plans_raise_instead_of_hanging(pools):
-    with pytest.raises(errors.PlanMismatchError, match="n=2.*rank 1 has.*n=3"):
+    with pytest.raises(errors.PlanMismatchError, match=r"n=2.*rank 1 has.*n=3"):
         pools.run(2, runs.different_plans)
 
 
@@ -180,7 +182,7 @@ def test_ranks_with_different_plans_raise_instead_of_hanging(pools):
 @pytest.mark.parametrize("options", [{}, {"remainder": "wrap"}, {"remainder": "drop"}, {"dispatch": True}])
 def test_evaluate_counts_every_row_once_and_in_order(pools, ranks, options):
     n = 11
-    x, y = batch_of(n)
+    _x, _y = batch_of(n)
     results = pools.run(ranks, runs.scores, "local" if ranks == 1 else "ddp", n, 4, options)
     for found, averaged in results:
         assert found["rows"] == n

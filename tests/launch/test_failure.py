@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import signal
+import subprocess
+import sys
+import termios
 import time
 
 import pytest
 
 from fnaccel.launch.failure import Failure, cause, describe, follows
 from fnaccel.launch.job import Job
-from tests.launch.conftest import gone
+from tests.launch.conftest import LIMIT, buffered, gone
 
 
 @pytest.mark.launcher
@@ -153,6 +158,29 @@ def test_signals_to_the_launcher_end_all_ranks(launcher, number, code, out):
     ended = started.wait()
     assert (ended.code, ended.out, ended.err) == (code, out, "")
     assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.launcher
+def test_ctrl_c_at_a_terminal_reaches_each_rank_once(launcher):
+    ours, theirs = pty.openpty()
+    script = launcher.write(CLEANING.replace("print(", "time.sleep(0.2); print("))
+    with subprocess.Popen(
+        [sys.executable, "-m", "fnaccel.cli", "launch", "-n", "2", script],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=launcher.folder,
+        env=buffered(),
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    ) as program:
+        launcher.wait_for("pid0", "pid1")
+        os.write(ours, b"\x03")
+        out, err = program.communicate(timeout=LIMIT)
+    os.close(ours)
+    os.close(theirs)
+    assert (program.returncode, out, err) == (130, "cleaned up\n" * 2, "")
 
 
 @pytest.mark.launcher

@@ -11,8 +11,7 @@ import fnaccel as fa
 from fnaccel.config.recipe import CheckpointRecipe
 from fnaccel.plan import digest
 from fnaccel.testing import assert_close
-
-from ..models import batch_of, loss_fn, program, whole_params
+from tests.models import batch_of, loss_fn, program, whole_params
 
 TRANSFORMS = {
     "precision": lambda step: fa.with_precision(step, "bf16"),
@@ -135,9 +134,7 @@ def test_law_12_and_13_hold_under_fp16_too():
 
 
 def test_a_recipe_and_the_calls_it_stands_for_are_the_same_run():
-    recipe = fa.Recipe(
-        accumulate=2, clip_norm=0.5, ema=0.9, optimizer=fa.OptimizerRecipe(name="sgd", lr=0.1)
-    )
+    recipe = fa.Recipe(accumulate=2, clip_norm=0.5, ema=0.9, optimizer=fa.OptimizerRecipe(name="sgd", lr=0.1))
     with fa.start():
         applied = fa.apply(recipe, loss_fn, program_model())
         by_hand = program(
@@ -151,6 +148,6 @@ def test_a_recipe_and_the_calls_it_stands_for_are_the_same_run():
 
 
 def program_model():
-    from ..models import Net
+    from tests.models import Net
 
     return Net

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.errors import FnaccelError
-
-from ..models import Net, batch_of, loss_fn, program
+from tests.models import Net, batch_of, loss_fn, program
 
 
 def one_step(fn, batch=None, **options):
@@ -174,7 +173,16 @@ def test_law_8_a_stale_state_always_raises():
             following, _ = train_step(stale, batch_of(2))
             for use in (train_step, train_step.look, train_step.adopt):
                 with pytest.raises(errors.StaleStateError):
-                    use(stale, *([batch_of(2)] if use is train_step else [lambda m: m] if use == train_step.look else []))
+                    use(
+                        stale,
+                        *(
+                            [batch_of(2)]
+                            if use is train_step
+                            else [lambda m: m]
+                            if use == train_step.look
+                            else []
+                        ),
+                    )
             with pytest.raises(errors.StaleStateError):
                 torch.equal(stale.params["out.bias"], stale.params["out.bias"])
             stale = following

@@ -107,7 +107,9 @@ def outcome(mutant: Mutant, where: Path) -> tuple[int, str]:
     shutil.copy(ROOT / "pyproject.toml", where)
     path = where / "fnaccel" / mutant.file
     text = path.read_text()
-    assert text.count(mutant.old) == 1, f"{mutant.name}: the text to replace stands {text.count(mutant.old)} times"
+    assert text.count(mutant.old) == 1, (
+        f"{mutant.name}: the text to replace stands {text.count(mutant.old)} times"
+    )
     path.write_text(text.replace(mutant.old, mutant.new))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests]
     done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=200, check=False)

@@ -64,7 +64,7 @@ def test_a_torch_scheduler_becomes_a_pure_function():
 
 
 def test_a_schedule_that_needs_the_host_is_shown_in_the_plan():
-    from ..models import loss_fn, program
+    from tests.models import loss_fn, program
 
     with fa.start():
         step = fa.skip_nonfinite(loss_fn)

@@ -8,8 +8,7 @@ from itertools import product
 import pytest
 
 from fnaccel.testing import assert_close, oracle_run, tolerance
-
-from .rows import RATES, Net, Row, global_batches, loss_fn, run_row
+from tests.parity.rows import RATES, Net, Row, global_batches, loss_fn, run_row
 
 ZERO2 = "fsdp(reshard_after_forward=False)"
 LAYOUTS = [

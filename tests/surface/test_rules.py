@@ -116,7 +116,9 @@ def test_every_public_thing_says_what_it_does():
 
 
 def test_no_absolute_path_of_a_machine():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
     pattern = re.compile(r"(^|[^\w.])/(work|farm|root|home)/")
     for name in listed:
         path = ROOT / name

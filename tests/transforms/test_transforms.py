@@ -8,8 +8,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
-
-from ..models import Net, batch_of, loss_fn, program, whole_params
+from tests.models import Net, batch_of, loss_fn, program, whole_params
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +45,9 @@ class TestPrecision:
 
     def test_an_explicit_policy_keeps_parameters_in_its_dtype(self):
         policy = fa.Precision(param="bf16", compute="bf16")
-        train_step = program(fa.with_precision(lambda m, b: loss_fn(m, fa.tree.cast(b, torch.bfloat16)), policy))
+        train_step = program(
+            fa.with_precision(lambda m, b: loss_fn(m, fa.tree.cast(b, torch.bfloat16)), policy)
+        )
         state = train_step.init()
         assert state.params["out.weight"].dtype is torch.bfloat16
         state, _ = train_step(state, batch_of(4))
@@ -60,7 +61,7 @@ class TestPrecision:
         step = fa.with_ema(fa.with_precision(loss_fn, policy), 0.5)
         train_step = program(step, optimizer=fa.adamw(fa.linear(0.1, 0.0, 10)))
         state = train_step.init()
-        state, first = train_step(state, batch_of(4))
+        state, _first = train_step(state, batch_of(4))
         kept = fa.snapshot(state)
         x, y = batch_of(4)
         state, bad = train_step(state, (x, y * torch.inf))
@@ -107,11 +108,10 @@ class TestAccumulation:
             loss = loss_fn(model, batch)
             return loss.total / loss.weight
 
-        state, metrics = run(fa.accumulate(bare, 2), calls=1, rows=6)
+        state, _metrics = run(fa.accumulate(bare, 2), calls=1, rows=6)
         expected, _ = run(loss_fn, calls=1, rows=6)
         for name, value in whole_params(expected).items():
             assert torch.allclose(value, state.params[name], atol=1e-6)
-
 
 
 def run_double(step):
@@ -255,7 +255,7 @@ class TestOwnTransforms:
             return lambda model, batch: fa.Mean(fn(model, batch).total * 2, weight=len(batch[0]))
 
         def grads(named, own, info):
-            order.append(("grads", sorted(named)[0]))
+            order.append(("grads", min(named)))
             info.record("calls", own)
             return {name: grad * 0.5 for name, grad in named.items()}, own + 1
 
@@ -275,7 +275,9 @@ class TestOwnTransforms:
             ("u", fa.Phase.UPDATE, update), ("c", fa.Phase.CALL, call), ("g", fa.Phase.GRADS, grads),
             ("f", fa.Phase.FORWARD, forward), ("m", fa.Phase.MODULE, module),
         ):  # fmt: skip
-            step = fa.Transform(name, phase, apply=apply, init=(lambda params: 0) if name == "g" else None)(step)
+            step = fa.Transform(name, phase, apply=apply, init=(lambda params: 0) if name == "g" else None)(
+                step
+            )
         state, metrics = run(step, calls=1)
         expected, _ = run(loss_fn, calls=1)  # doubled in forward, halved in grads
         assert [what for what, _ in order] == ["module", "call", "grads", "update"]

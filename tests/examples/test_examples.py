@@ -1,0 +1,90 @@
+"""Every example runs as a user runs it, and shows what it promises."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.launcher
+
+
+def run(name, *args, ranks=None, launch=()):
+    script = [str(ROOT / "examples" / f"{name}.py"), *args]
+    start = [sys.executable] if ranks is None else [sys.executable, "-m", "fnaccel.cli", "launch", "-n", str(ranks), *launch]
+    done = subprocess.run([*start, *script], capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_train_digits_is_above_97_percent():
+    out = run("train_digits").stdout
+    found = re.search(r"accuracy ([\d.]+) on 397 held-out digits", out)
+    assert found
+    assert float(found[1]) > 0.97
+
+
+def test_train_digits_on_three_ranks_by_a_flag():
+    out = run("train_digits", ranks=3, launch=("--strategy", "ddp")).stdout
+    found = re.search(r"accuracy ([\d.]+) on 397 held-out digits", out)
+    assert found
+    assert float(found[1]) > 0.97
+
+
+def test_gan():
+    out = run("gan", "--epochs", "2", ranks=2, launch=("--strategy", "ddp")).stdout
+    assert len(re.findall(r"epoch \d+: discriminator [\d.]+, generator [\d.]+", out)) == 2
+
+
+def test_distill_with_a_sharded_teacher_and_a_replicated_student():
+    out = run("distill", "--teacher", "fsdp", "--student", "ddp", "--epochs", "6", ranks=2).stdout
+    scores = {name: float(score) for name, score in re.findall(r"(\w+): accuracy ([\d.]+)", out)}
+    assert scores["teacher"] > 0.9
+    assert scores["student"] > 0.8
+
+
+def test_own_transform():
+    out = run("own_transform").stdout
+    assert "calls counted by the transform: 100" in out
+    assert "GRADS    gradient_noise" in out
+
+
+def test_accumulate_tokens():
+    out = run("accumulate_tokens").stdout
+    assert float(re.search(r"largest difference: ([\d.e+-]+)", out)[1]) < 1e-6
+
+
+SWAPS = [(1, "fsdp"), (2, "ddp"), (2, "fsdp"), (4, "ddp"), (4, "hsdp(2, 2)")]
+
+
+def test_the_one_line_swap_gives_one_loss_curve(tmp_path):
+    """The same loss curve under every strategy and number of processes, for one global batch."""
+
+    def curve(name, *flags, ranks=None, launch=()):
+        path = tmp_path / f"{name}.json"
+        run("train_gpt", "--steps", "8", "--quiet", "--json", str(path), *flags, ranks=ranks, launch=launch)
+        return json.loads(path.read_text())
+
+    expected = curve("local", "--accumulate", "2")
+    assert expected["losses"][0] > 5.5
+    assert expected["losses"][-1] < expected["losses"][0] - 0.5
+    assert curve("again", "--accumulate", "2")["digest"] == expected["digest"]
+    for ranks, strategy in SWAPS:
+        found = curve("swap", ranks=ranks, launch=("--strategy", strategy, "--accumulate", "2"))
+        assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5), (ranks, strategy)
+
+
+def test_train_gpt_draws_samples_and_saves(tmp_path):
+    done = run(
+        "train_gpt", "--steps", "3", "--sample", "20", "--plot", str(tmp_path / "loss.png"),
+        "--dir", str(tmp_path / "run"), "--precision", "bf16",
+    )  # fmt: skip
+    assert "sample:\ndef " in done.stdout
+    assert "3/3" in done.stderr
+    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert list((tmp_path / "run").glob("step-*/*"))
