@@ -58,7 +58,10 @@ def parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="fields",
         help="any field of the recipe, such as optimizer.lr=1e-4; may be repeated",
     )  # fmt: skip
-    several = made.add_argument_group("several machines", "start the same command on each")
+    several = made.add_argument_group(
+        "several machines",
+        "the same command on each; gloo uses the interface to machine 0, or what GLOO_SOCKET_IFNAME says",
+    )
     several.add_argument("--nnodes", type=int, default=1, help="how many machines")
     several.add_argument("--node-rank", type=int, help="which one this is, from 0")
     several.add_argument("--master-addr", help="a name or address of machine 0 that all reach")

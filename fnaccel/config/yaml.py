@@ -11,7 +11,7 @@ import yaml
 
 from fnaccel.config.recipe import Recipe
 from fnaccel.config.references import dump
-from fnaccel.errors import ConfigError, nearest
+from fnaccel.errors import ConfigError, FnaccelError, nearest
 
 
 @functools.cache
@@ -93,8 +93,9 @@ def read(plain: Any, where: str) -> Recipe:
     try:
         return _converter().structure(plain, Recipe)
     except Exception as error:
-        if isinstance(error, ConfigError):
-            raise
+        inner = _mistake_in(error)
+        if inner is not None:
+            raise inner from error
         from cattrs import transform_error  # noqa: PLC0415 - slow to import
 
         said = "; ".join(transform_error(error, path="recipe"))
@@ -103,6 +104,14 @@ def read(plain: Any, where: str) -> Recipe:
             where=where,
             fix="see fnaccel.config.Recipe for the kinds",
         ) from error
+
+
+def _mistake_in(error: BaseException) -> FnaccelError | None:
+    """The three-line error that a recipe's own checks raised, under what cattrs wrapped around it."""
+    if isinstance(error, FnaccelError):
+        return error
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return next((found for one in inner if (found := _mistake_in(one)) is not None), None)
 
 
 def _check_keys(plain: Any, cls: type, where: str) -> None:

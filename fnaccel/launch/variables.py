@@ -51,6 +51,13 @@ def variables(
     if job.threads is not None:
         found["OMP_NUM_THREADS"] = str(job.threads)
     elif job.processes > 1:  # a single process has the machine to itself: PyTorch's own choice is right
-        each = (cores or len(os.sched_getaffinity(0))) // job.processes
+        each = (cores or _cores()) // job.processes
         found.setdefault("OMP_NUM_THREADS", str(max(1, each)))
     return found
+
+
+def _cores() -> int:
+    """Those that this process may use, where the platform says which."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -14,7 +14,7 @@ import torch
 
 from fnaccel.errors import ArgumentError, ConfigError, nearest
 from fnaccel.leaf import Leaf
-from fnaccel.optim.schedules import Schedule, as_schedule
+from fnaccel.optim.schedules import Schedule, as_schedule, constant
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -94,7 +94,8 @@ class Optimizer:
 
     def describe(self) -> str:
         """One line for the plan."""
-        parts = [f"lr={self.lr!r}", *(f"{name}={value!r}" for name, value in self.options)]
+        rate = self.lr.value if isinstance(self.lr, constant) else repr(self.lr)
+        parts = [f"lr={rate}", *(f"{name}={value!r}" for name, value in self.options)]
         parts += [f"{pattern!r}: {dict(options)}" for pattern, options in self.groups]
         return f"{self.name}({', '.join(parts)})"
 

@@ -111,7 +111,7 @@ class inverse_sqrt:  # noqa: N801
         )
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class joined:  # noqa: N801
     """Several schedules one after the other, each counting from its own start.
 
@@ -122,6 +122,11 @@ class joined:  # noqa: N801
 
     parts: tuple[Schedule, ...] = attrs.field(converter=tuple)
     boundaries: tuple[int, ...] = attrs.field(converter=tuple)
+    written: str = attrs.field(default="", kw_only=True, eq=False)
+    """How the user wrote it, for the plan; empty for a sequence joined by hand."""
+
+    def __repr__(self) -> str:
+        return self.written or f"joined({self.parts!r}, boundaries={self.boundaries!r})"
 
     def __attrs_post_init__(self) -> None:
         _check(
@@ -144,19 +149,20 @@ class joined:  # noqa: N801
         return rate
 
 
-def _warmup(peak: float, warmup: int, after: Schedule) -> joined:
+def _warmup(peak: float, warmup: int, after: Schedule, written: str) -> joined:
     _check(
         warmup > 0,
         f"a warm-up of {warmup} updates",
         "warmup is 1 or more; without one, use the plain schedule",
     )
     # the first update already has a rate above zero, and the last of the warm-up has the peak
-    return joined((linear(peak / warmup, peak * (1 + 1 / warmup), warmup), after), (warmup,))
+    rising = linear(peak / warmup, peak * (1 + 1 / warmup), warmup)
+    return joined((rising, after), (warmup,), written=written)
 
 
 def warmup_constant(peak: float, *, warmup: int) -> joined:
     """Linear warm-up to `peak` over `warmup` updates, then `peak`."""
-    return _warmup(peak, warmup, constant(peak))
+    return _warmup(peak, warmup, constant(peak), f"warmup_constant({peak}, warmup={warmup})")
 
 
 def warmup_linear(peak: float, *, warmup: int, total: int, end: float = 0.0) -> joined:
@@ -166,7 +172,8 @@ def warmup_linear(peak: float, *, warmup: int, total: int, end: float = 0.0) -> 
         ArgumentError: the warm-up is not shorter than `total`.
     """
     _check_total(warmup, total)
-    return _warmup(peak, warmup, linear(peak, end, total - warmup))
+    written = f"warmup_linear({peak}, warmup={warmup}, total={total}, end={end})"
+    return _warmup(peak, warmup, linear(peak, end, total - warmup), written)
 
 
 def warmup_cosine(peak: float, *, warmup: int, total: int, end: float = 0.0) -> joined:
@@ -178,7 +185,8 @@ def warmup_cosine(peak: float, *, warmup: int, total: int, end: float = 0.0) -> 
     Example: `fa.adamw(lr=fa.warmup_cosine(3e-4, warmup=100, total=1_000))`.
     """
     _check_total(warmup, total)
-    return _warmup(peak, warmup, cosine(peak, total - warmup, end))
+    written = f"warmup_cosine({peak}, warmup={warmup}, total={total}, end={end})"
+    return _warmup(peak, warmup, cosine(peak, total - warmup, end), written)
 
 
 def one_cycle(
@@ -191,7 +199,8 @@ def one_cycle(
     up = max(1, int(total * warmup))
     _check_total(up, total)
     low = peak / start_div
-    return joined((cosine(low, up, peak), cosine(peak, total - up, low / end_div)), (up,))
+    parts = (cosine(low, up, peak), cosine(peak, total - up, low / end_div))
+    return joined(parts, (up,), written=f"one_cycle({peak}, total={total}, warmup={warmup})")
 
 
 @attrs.frozen

@@ -16,8 +16,14 @@ pytestmark = pytest.mark.launcher
 
 def run(name, *args, ranks=None, launch=()):
     script = [str(ROOT / "examples" / f"{name}.py"), *args]
-    start = [sys.executable] if ranks is None else [sys.executable, "-m", "fnaccel.cli", "launch", "-n", str(ranks), *launch]
-    done = subprocess.run([*start, *script], capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
+    start = (
+        [sys.executable]
+        if ranks is None
+        else [sys.executable, "-m", "fnaccel.cli", "launch", "-n", str(ranks), *launch]
+    )
+    done = subprocess.run(
+        [*start, *script], capture_output=True, text=True, timeout=240, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 

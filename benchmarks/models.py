@@ -1,0 +1,110 @@
+"""The models and data that every contestant trains; all of them from the same seed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import fnaccel as fa
+
+PEAK, WARMUP, TOTAL = 1e-3, 50, 1_000_000
+VOCABULARY = 256
+
+
+def mlp() -> nn.Module:
+    """Six parameter tensors, so small that a step is Python and dispatch."""
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
+
+
+def deep(leaves: int) -> nn.Module:
+    """A chain of tiny layers with `leaves` parameter tensors (an even number)."""
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(leaves // 2)))
+
+
+def rows(count: int = 4096, width: int = 16, classes: int = 8) -> TensorDataset:
+    """Random rows and classes."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, width, generator=generator)
+    return TensorDataset(x, torch.randint(classes, (count,), generator=generator))
+
+
+class Records(Dataset):
+    """The same rows as dicts from a `__getitem__` of the user's own."""
+
+    def __init__(self, source: TensorDataset) -> None:
+        self.x, self.y = source.tensors
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[index], "y": self.y[index]}
+
+
+def tokens(count: int = 2048, length: int = 64) -> TensorDataset:
+    """Random token rows, of which the labels are the next token."""
+    drawn = torch.randint(VOCABULARY, (count, length + 1), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
+
+
+class Block(nn.Module):
+    """One transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(count, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(count, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A GPT of 40 parameter tensors; about 170,000 parameters."""
+
+    def __init__(self, width: int = 64, layers: int = 3, heads: int = 4, length: int = 64) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.embed(text) + self.position.weight[: text.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def peer_loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The mean loss, as hand-written loops have it."""
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def our_loss(model: Any, batch: Any) -> fa.Mean:
+    """The same as a total and its weight."""
+    x, y = batch
+    return fa.Mean(F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum"), weight=y.numel())
+
+
+def rate(update: int) -> float:
+    """Warm-up and cosine as a factor of the peak rate: what `fa.warmup_cosine` says, by hand."""
+    if update < WARMUP:
+        return (update + 1) / WARMUP
+    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (update - WARMUP) / (TOTAL - WARMUP))))
+
+
+def our_optimizer() -> Any:
+    """AdamW under the same schedule."""
+    return fa.adamw(lr=fa.warmup_cosine(PEAK, warmup=WARMUP, total=TOTAL))

@@ -1,0 +1,44 @@
+"""How long it takes to begin: importing the library, and launching a script that does nothing."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_IMPORT = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
+
+
+def imports(rounds: int) -> dict[str, float]:
+    """Median seconds of `import X`, timed inside a new interpreter."""
+    names = {"fnaccel": "fnaccel", "import torch": "torch", "import accelerate": "accelerate"}
+    taken: dict[str, list[float]] = {key: [] for key in names}
+    for number in range(-1, rounds):
+        for key, module in names.items():
+            command = [sys.executable, "-c", _IMPORT.format(module)]
+            said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            if number >= 0:  # the first round reads files from the disk
+                taken[key].append(float(said))
+    return {key: statistics.median(seconds) for key, seconds in taken.items()}
+
+
+def launches(rounds: int) -> dict[str, float]:
+    """Median seconds from the command to its end, for an empty script on two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = str(Path(folder) / "empty.py")
+        Path(script).write_text("")
+        commands = {
+            "fnaccel": ["fnaccel.cli", "launch", "-n", "2", script],
+            "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", script],
+        }
+        taken: dict[str, list[float]] = {key: [] for key in commands}
+        for number in range(-1, rounds):
+            for key, command in commands.items():
+                began = time.perf_counter()
+                subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+                if number >= 0:
+                    taken[key].append(time.perf_counter() - began)
+    return {key: statistics.median(seconds) for key, seconds in taken.items()}

@@ -1,0 +1,93 @@
+"""Docs are code: every Python block of README and docs runs, page by page, top to bottom."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page):
+    """(language, flags, code, line) of each fenced block."""
+    text = page.read_text()
+    for found in BLOCK.finditer(text):
+        yield found[1], found[2].strip(), found[3], text[: found.start()].count("\n") + 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names = {"__name__": "__main__"}
+    with contextlib.ExitStack() as stack:
+        for language, flags, code, line in blocks(page):
+            if language != "python" or "no-run" in flags:
+                continue
+            lines = "\n" * (line - 1) + code
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+                exec(compile(lines, str(page), "exec"), names)
+        world = names.get("world")
+        if world is not None and hasattr(world, "close"):
+            stack.callback(world.close)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_few_blocks_are_left_out():
+    """A block that does not run has a reason: it needs several ranks or a GPU."""
+    left_out = [
+        (p.name, line)
+        for p in PAGES
+        for lang, flags, _, line in blocks(p)
+        if lang == "python" and "no-run" in flags
+    ]
+    runs = [1 for p in PAGES for lang, flags, _, _ in blocks(p) if lang == "python" and "no-run" not in flags]
+    assert len(left_out) <= len(runs) // 4, left_out
+
+
+def test_the_plan_in_the_readme_is_the_plan(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "README.md"
+    names = {"__name__": "__main__"}
+    shown = next(code for lang, _, code, _ in _all_blocks(page) if code.startswith("train step of"))
+    for language, _, code, _ in blocks(page):
+        if language == "python":
+            exec(compile(code, str(page), "exec"), names)
+            if "train_step" in names:
+                break
+    try:
+        for wanted, found in zip(shown.splitlines(), str(names["train_step"].plan).splitlines(), strict=True):
+            assert found.startswith(wanted.removesuffix(" ...)").rstrip()), (wanted, found)
+    finally:
+        names["world"].close()
+
+
+def _all_blocks(page):
+    text = page.read_text()
+    for found in re.finditer(r"^```(\w*)([^\n]*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        yield found[1], found[2], found[3], 0
+
+
+@pytest.mark.parametrize("name", ["api", "errors"])
+def test_the_reference_is_current(name):
+    """`python docs/reference.py` writes these pages; a public name has to be in a group."""
+    import runpy
+
+    reference = runpy.run_path(str(ROOT / "docs" / "reference.py"))
+    made = {"api": reference["api"], "errors": reference["mistakes"]}[name]()
+    assert (ROOT / "docs" / f"{name}.md").read_text() == made
