@@ -202,5 +202,5 @@ class LaunchError(FnaccelError, RuntimeError):
 class MissingBackendError(FnaccelError, ImportError):
     """An optional package is not installed.
 
-    Fails: `WandbTracker(project="p")` in `fa.scan`, without wandb. Works: `pip install 'fnaccel[wandb]'` first.
+    Fails: `trackers=WandbTracker()` without wandb. Works: `pip install 'fnaccel[wandb]'` first.
     """

@@ -130,7 +130,7 @@ def _shard(built: Built, request: Request, options: Fsdp, ignored: set[Any]) -> 
     )
 
     mesh = request.mesh
-    shared: dict[str, Any] = {
+    shared: Any = {
         # one replica has nobody to average with: on both axes FSDP2 would talk to itself
         "mesh": mesh.device if mesh.degrees.get("dp_replicate", 1) > 1 else mesh.device["dp_shard"],
         "reshard_after_forward": options.reshard_after_forward,
@@ -149,7 +149,7 @@ def _shard(built: Built, request: Request, options: Fsdp, ignored: set[Any]) -> 
                     register_fsdp_forward_method(unit, method)
     root = options.policy or _policy(request.precision, root=built.host, ignored=ignored)
     # backward begins with the root: freed after forward, it would be gathered again at once
-    fully_shard(built.host, **{**shared, "reshard_after_forward": False}, mp_policy=root)
+    fully_shard(built.host, **shared | {"reshard_after_forward": False}, mp_policy=root)
 
 
 def _policy(precision: Precision, root: nn.Module | None = None, ignored: Any = ()) -> Any:

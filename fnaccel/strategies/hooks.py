@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
+from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
 from fnaccel.errors import UnknownNameError, nearest
@@ -59,14 +59,14 @@ def register(hook: Hook, wrapped: DistributedDataParallel) -> None:
         powerSGD_hook,
     )
 
-    def bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def bf16(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         # torch refuses its own function on the CPU by name, although gloo reduces bf16
         return default_hooks.bf16_compress_hook(state, bucket)
 
     def bf16_wrapped(inner: Any) -> Any:
         run = default_hooks.bf16_compress_wrapper(inner)
 
-        def wrapper(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def wrapper(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             return run(state, bucket)
 
         return wrapper
