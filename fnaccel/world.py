@@ -321,8 +321,8 @@ def _choose_device(device: torch.device | str | None, ranks: Ranks) -> torch.dev
     if chosen.type == "cpu":
         return torch.device("cpu")
     count = torch.accelerator.device_count()
-    named: int | None = chosen.index  # torch's stub says int
-    index = ranks.local_rank if named is None else named
+    named: Any = chosen.index  # None where the device has no number, whatever torch's stub says
+    index: int = ranks.local_rank if named is None else named
     if index >= count:
         raise WorldError(
             f"local rank {ranks.local_rank} needs {chosen.type}:{index}, and there are {count}",
