@@ -79,3 +79,22 @@ def local_offset(value: Any) -> tuple[int, ...]:
 
     _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     return tuple(int(start) for start in offset)
+
+
+def mend_batched_powersgd() -> None:
+    """Let torch's batched PowerSGD run: it hands one matrix to a function that takes a batch. (2.13)
+
+    Once per process; a function that takes matrices already is left alone.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # noqa: PLC0415 - slow to import
+
+    batched: Any = powerSGD_hook._orthogonalize
+    if getattr(batched, "takes_matrices", False):
+        return
+
+    def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
+        # in place, so a view of one matrix as a batch of one is enough
+        batched(matrices.unsqueeze(0) if matrices.dim() == 2 else matrices, epsilon)
+
+    orthogonalize.takes_matrices = True  # pyright: ignore[reportFunctionMemberAccess]
+    powerSGD_hook._orthogonalize = orthogonalize  # pyright: ignore[reportPrivateUsage]

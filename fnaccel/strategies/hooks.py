@@ -8,6 +8,7 @@ import torch
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
+from fnaccel import _torch
 from fnaccel.errors import UnknownNameError, nearest
 
 HOOKS = (
@@ -76,7 +77,10 @@ def register(hook: Hook, wrapped: DistributedDataParallel) -> None:
         wrapped.register_comm_hook(None, plain[hook.name])
         return
     wrapper, _, name = hook.name.rpartition("+")
-    inner: Any = powerSGD_hook.powerSGD_hook if name == "powersgd" else powerSGD_hook.batched_powerSGD_hook
+    inner: Any = powerSGD_hook.powerSGD_hook
+    if name == "batched_powersgd":
+        _torch.mend_batched_powersgd()
+        inner = powerSGD_hook.batched_powerSGD_hook
     if wrapper == "fp16":
         inner = default_hooks.fp16_compress_wrapper(inner)
     elif wrapper == "bf16":

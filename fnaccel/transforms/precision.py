@@ -14,6 +14,7 @@ import torch
 
 from fnaccel import tree
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest
+from fnaccel.loss import Concat, Mean, Sum
 from fnaccel.step import Phase, Step, Transform, append, require
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -85,20 +86,39 @@ class Precision:
 
     def __call__(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """`loss_fn` under this policy (what `Phase.FORWARD` asks of a transform)."""
-        return Cast(loss_fn, self) if self.autocast else loss_fn
+        half = {self.param, self.compute} & {torch.bfloat16, torch.float16}
+        return Cast(loss_fn, self) if self.autocast or half else loss_fn
 
 
 @attrs.frozen
 class Cast:
-    """A loss function under autocast."""
+    """A loss function under a policy: autocast around it, and what it returns in the output dtype."""
 
     loss_fn: Callable[..., Any]
     policy: Precision
 
     def __call__(self, model: Any, batch: Any, *given: Any) -> Any:
         """The loss, its floating-point tensors in the policy's output dtype."""
+        if not self.policy.autocast:
+            return _returned(self.loss_fn(model, batch, *given), self.policy.output)
         with torch.autocast(device_of(batch), dtype=self.policy.compute):
-            return self.loss_fn(model, batch, *given)
+            out = self.loss_fn(model, batch, *given)
+        return _returned(out, self.policy.output)
+
+
+def _returned(out: Any, dtype: torch.dtype) -> Any:
+    """What a function returned, its half-precision tensors in the output dtype."""
+    if isinstance(out, torch.Tensor):
+        return out.to(dtype) if out.dtype in (torch.bfloat16, torch.float16) else out
+    if isinstance(out, Mean):
+        return Mean(_returned(out.total, dtype), out.weight, _returned(out.aux, dtype))
+    if isinstance(out, Sum | Concat):
+        return type(out)(_returned(out.value, dtype))
+    if isinstance(out, dict):
+        return {key: _returned(value, dtype) for key, value in out.items()}
+    if type(out) in (list, tuple):
+        return type(out)(_returned(value, dtype) for value in out)
+    return out
 
 
 def device_of(batch: Any) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fnaccel as fa
 from fnaccel import errors
 from fnaccel.testing import assert_close
 from tests.engines import runs
@@ -51,10 +52,18 @@ def test_options_change_the_layout_and_not_the_values(pools, strategy, kind):
             assert_close(result["ema"], expected["ema"])
 
 
-@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd", "fp16+powersgd", "bf16+powersgd"])
+POWERSGD = [
+    fa.powersgd(batched=batched, wrap=wrap, start_powerSGD_iter=2, matrix_approximation_rank=2)
+    for batched in (False, True)
+    for wrap in (None, "fp16", "bf16")
+]
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16", *POWERSGD], ids=lambda hook: getattr(hook, "name", hook))
 def test_communication_hooks_stay_near(pools, hook):
+    """PowerSGD compresses from its third update on, and these runs have three."""
     expected = single(pools, "plain")
-    first, second = pools.run(2, runs.trained, f"ddp(hook={hook!r})", "plain")
+    first, second = pools.run(2, runs.trained, fa.ddp(hook=hook), "plain")
     assert_close(first["params"], second["params"])
     assert_close(first["losses"], expected["losses"], precision="bf16")
 

@@ -52,6 +52,18 @@ class TestPrecision:
         assert state.params["out.weight"].dtype is torch.bfloat16
         state, _ = train_step(state, batch_of(4))
 
+    def test_what_is_returned_is_in_the_output_dtype(self):
+        def returning(model, batch):
+            out = model(batch[0])
+            return fa.Mean(out.sum(), weight=1, aux={"rows": fa.Concat(out[:, 0]), "one": out.mean()})
+
+        for policy, dtype in (
+            ("bf16", torch.float32),
+            (fa.Precision(compute="bf16", output="bf16"), torch.bfloat16),
+        ):
+            out = fa.with_precision(returning, policy)(Net(), batch_of(2))
+            assert {out.total.dtype, out.aux["rows"].value.dtype, out.aux["one"].dtype} == {dtype}
+
     def test_a_policy_that_casts_up_is_refused(self):
         with pytest.raises(errors.CapabilityError, match="casts up"):
             fa.with_precision(loss_fn, fa.Precision(param="bf16", compute="fp32"))
@@ -299,5 +311,13 @@ class TestOwnTransforms:
 
 
 def test_a_step_stays_callable_under_its_forward_transforms():
-    step = fa.clip_norm(fa.with_precision(lambda m, b: m(b[0]), "bf16"), 1.0)
-    assert step(Net(), batch_of(2)).dtype is torch.bfloat16
+    inside = []
+
+    def spying(model, batch):
+        out = model(batch[0])
+        inside.append(out.dtype)
+        return out
+
+    step = fa.clip_norm(fa.with_precision(spying, "bf16"), 1.0)
+    assert step(Net(), batch_of(2)).dtype is torch.float32
+    assert inside == [torch.bfloat16]

@@ -1,0 +1,55 @@
+"""Axis arithmetic, and which rank gets which part of a batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fnaccel as fa
+from fnaccel import errors
+from fnaccel.mesh import build, resolve
+from fnaccel.world import current
+
+
+def test_the_free_degree_takes_what_is_left():
+    assert resolve([("dp_replicate", 2), ("dp_shard", -1)], 8, "x") == {"dp_replicate": 2, "dp_shard": 4}
+    assert resolve([], 1, "local()") == {}
+
+
+@given(st.lists(st.sampled_from([-1, 1, 2, 3, 4]), max_size=2), st.integers(1, 12))
+def test_a_layout_makes_up_the_world_or_raises(degrees, size):
+    names = ["dp_replicate", "dp_shard"][: len(degrees)]
+    pairs = list(zip(names, degrees, strict=True))
+    try:
+        found = resolve(pairs, size, "x")
+    except errors.AxisProductError:
+        fixed = math.prod(d for d in degrees if d != -1)
+        assert size % fixed or degrees.count(-1) > 1 or (-1 not in degrees and fixed != size)
+    else:
+        assert math.prod(found.values()) == size
+
+
+def test_nearest_layouts_are_named():
+    with pytest.raises(errors.AxisProductError, match=r"dp_replicate=2 \* dp_shard=3"):
+        resolve([("dp_replicate", 2), ("dp_shard", 4)], 6, "ddp(2) * fsdp(4)")
+
+
+def coordinates():
+    mesh = build(current(), {"dp_replicate": 2, "dp_shard": 2})
+    batch = mesh["batch"]
+    ranks = fa.gather_objects(mesh.batch_rank, over=mesh["dp_shard"])
+    return batch.rank, batch.size, mesh.coordinate("dp_replicate"), mesh.coordinate("dp_shard"), ranks
+
+
+def test_the_batch_axis_is_replicas_times_shards(pools):
+    found = pools.run(4, coordinates)
+    assert [one[:4] for one in found] == [(0, 4, 0, 0), (1, 4, 0, 1), (2, 4, 1, 0), (3, 4, 1, 1)]
+    assert [one[4] for one in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_an_axis_that_is_not_there():
+    with fa.start() as world, pytest.raises(errors.AxisProductError, match="no axis 'tp'"):
+        build(world, {}).group("tp")
