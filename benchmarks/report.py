@@ -36,7 +36,8 @@ class Row:
 
     def cells(self) -> list[str]:
         """The row as text."""
-        met = "" if self.goal is None else ("yes" if self.ratio <= self.goal else "NO")
+        # to two digits, as goals are set: no median here is better known than that
+        met = "" if self.goal is None else ("yes" if round(self.ratio, 2) <= self.goal else "NO")
         scale = _SCALES[self.unit]
         return [
             self.what,

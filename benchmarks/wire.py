@@ -15,25 +15,33 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import fnaccel as fa
 
-# functions that carry data to or from one rank, and the argument that is the tensor
-_RECEIVING = ("broadcast", "recv", "irecv", "scatter")
-_OTHERS = ("all_gather", "all_gather_into_tensor", "all_reduce", "reduce", "gather", "all_to_all")
+_FUNCTIONS = (
+    "broadcast", "send", "isend", "recv", "irecv", "scatter", "gather", "reduce", "all_reduce",
+    "all_gather", "all_gather_into_tensor", "all_to_all",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
 def counting() -> Generator[dict[str, int]]:
-    """Bytes of tensors that this rank receives in the body, by function; rank 0 as source counts what it sends."""
+    """Bytes of tensors that this rank hands over in the body, by the function that was called."""
     counted: dict[str, int] = {}
+    inside = [False]  # torch's recv calls its irecv: only the outer one counts
     with contextlib.ExitStack() as stack:
-        for name in (*_RECEIVING, *_OTHERS, "send", "isend"):
+        for name in _FUNCTIONS:
             real = getattr(distributed_c10d, name)
 
             def wrapped(first: Any, *args: Any, _real: Any = real, _name: str = name, **kwargs: Any) -> Any:
+                if inside[0]:
+                    return _real(first, *args, **kwargs)
                 tensors = first if isinstance(first, list) else [first]
                 counted[_name] = counted.get(_name, 0) + sum(one.nbytes for one in tensors)
-                return _real(first, *args, **kwargs)
+                inside[0] = True
+                try:
+                    return _real(first, *args, **kwargs)
+                finally:
+                    inside[0] = False
 
-            # the objects' collectives look names up in the module, users in the package
+            # torch's collectives of objects look names up in the module, everyone else in the package
             for module in (distributed_c10d, dist):
                 stack.enter_context(mock.patch.object(module, name, wrapped))
         yield counted

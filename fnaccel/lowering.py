@@ -135,6 +135,7 @@ def micro_batches(batch: Any, n: int, device: Any) -> tuple[list[Micro], Positio
     if isinstance(batch, Batch):
         return _of_batch(batch, n), batch.position
     if device.type != "cpu":
+        tree.learn(batch)
         batch = tree.to(batch, device)
     if n <= 1:
         return [Micro(data=batch, valid=1)], None

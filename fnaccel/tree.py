@@ -7,8 +7,9 @@ https://optree.readthedocs.io for what a node and a leaf are.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import attrs
@@ -173,3 +174,40 @@ def register(
 
     optree.register_pytree_node(cls, flatten_node, unflatten_node, namespace=NAMESPACE)  # pyright: ignore[reportArgumentType]
     return cls
+
+
+_learned: set[type] = {dict}
+
+
+def learn(value: Any) -> None:
+    """Let batches of this type be walked: a mapping that is no dict, or a dataclass.
+
+    What a tokenizer returns is such a mapping. Other classes stay leaves; `register` takes them.
+    """
+    kind = type(value)
+    if kind in _learned or isinstance(value, torch.Tensor | list | tuple):
+        return
+    _learned.add(kind)
+    if isinstance(value, dict):
+        return  # optree knows the standard library's own
+    if isinstance(value, Mapping):
+        _register(kind, sorted, lambda node, key: node[key], kind)
+    elif dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        _register(kind, lambda _: names, getattr, lambda made: kind(**made))
+
+
+def _register(
+    kind: type,
+    keys: Callable[[Any], Iterable[str]],
+    read: Callable[[Any, str], Any],
+    make: Callable[[dict[str, Any]], Any],
+) -> None:
+    def flatten_node(node: Any) -> tuple[list[Any], tuple[str, ...], tuple[str, ...]]:
+        found = tuple(keys(node))
+        return [read(node, key) for key in found], found, found
+
+    def unflatten_node(metadata: Any, values: Iterable[Any]) -> Any:
+        return make(dict(zip(metadata, values, strict=True)))
+
+    optree.register_pytree_node(kind, flatten_node, unflatten_node, namespace=NAMESPACE)  # pyright: ignore[reportArgumentType]

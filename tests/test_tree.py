@@ -102,3 +102,32 @@ def test_select():
     value = {"params": {"weight": 1, "bias": 2}, "opt": {"bias": 3}}
     assert tree.select(value, "params/*") == {"params/bias": 2, "params/weight": 1}
     assert tree.select(value, ["*/bias", "opt/*"]) == {"opt/bias": 3, "params/bias": 2}
+
+
+def test_mappings_and_dataclasses_are_learned_as_batches():
+    import collections
+    import dataclasses
+
+    from fnaccel.data import cut, rows_of
+
+    class Encoding(collections.UserDict):
+        """What a tokenizer returns."""
+
+    @dataclasses.dataclass
+    class Pair:
+        x: torch.Tensor
+        y: torch.Tensor
+
+    x, y = torch.arange(6).view(3, 2), torch.arange(3)
+    for batch in (Encoding(x=x, y=y), Pair(x, y)):
+        assert rows_of(batch) == 3
+        first, second = cut(batch, [2, 1])
+        assert type(first) is type(batch)
+        assert (
+            second["x"].tolist() == [[4, 5]]
+            if isinstance(second, Encoding)
+            else second.x.tolist() == [[4, 5]]
+        )
+        assert tree.map_tensors(lambda t: t + 1, batch) is not batch
+    learned = tree.map_tensors(lambda t: t * 2, Encoding(y=y, x=x))
+    assert learned["y"].tolist() == [0, 2, 4]

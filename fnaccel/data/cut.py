@@ -48,6 +48,7 @@ def rows_of(batch: tree.Tree, *, where: str = "shard(loader)") -> int:
     """
     if isinstance(batch, torch.Tensor) and batch.dim() > 0:
         return batch.shape[0]
+    tree.learn(batch)
     columns = tree.leaves(batch, is_leaf=_is_column)
     lengths = {length for leaf in columns if (length := _length(leaf)) is not None}
     if len(lengths) == 1:
@@ -81,7 +82,7 @@ def cut(batch: tree.Tree, sizes: Sequence[int], *, where: str = "cut(batch, size
 
     Example: `cut({"x": torch.arange(5)}, [3, 2])[1]["x"].tolist() == [3, 4]`.
     """
-    rows = rows_of(batch, where=where)
+    rows = rows_of(batch, where=where)  # which learns the batch's type as well
     if sum(sizes) != rows or min(sizes, default=0) < 0:
         raise MicroBatchError(
             f"a batch of {rows} rows can't be cut into parts of {list(sizes)}",

@@ -91,6 +91,7 @@ def unpack(parcel: _Parcel) -> Any:
         chunk = parcel.columns[leaf.first : leaf.first + leaf.size]
         return chunk.view(leaf.dtype).reshape(leaf.shape)
 
+    tree.learn(message.data)
     return attrs.evolve(message, data=tree.map(fetch, message.data))
 
 

@@ -28,7 +28,12 @@ def place(batches: Iterator[Batch], device: torch.device, *, prefetch: bool = Tr
         return batches
     if prefetch and device.type in _STREAMED:
         return _ahead(batches, device)
-    return (attrs.evolve(batch, data=tree.to(batch.data, device)) for batch in batches)
+    return (attrs.evolve(batch, data=_moved(batch.data, device)) for batch in batches)
+
+
+def _moved(data: tree.Tree, device: torch.device) -> tree.Tree:
+    tree.learn(data)
+    return tree.to(data, device)
 
 
 def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
@@ -45,6 +50,8 @@ def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
 def _begin(batch: Batch, device: torch.device, side: torch.Stream) -> tuple[Batch, torch.Event]:
     """Queue the copy of a batch on the side stream; the event says when it is done."""
+
+    tree.learn(batch.data)
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":  # made on the current stream, so it is moved there too
