@@ -51,6 +51,25 @@ def is_combinable(leaf: Any) -> bool:
     return isinstance(leaf, Mean | Sum | Concat)
 
 
+def parts_of(leaf: Any, rows: int, where: str) -> tuple[Any, Any]:
+    """(total, weight) of a leaf of `aux` or of metrics; a bare scalar stands for `rows` rows.
+
+    Raises:
+        LossError: a tensor that is no scalar and does not say how it combines.
+    """
+    if isinstance(leaf, Mean):
+        return leaf.total, leaf.weight
+    if isinstance(leaf, Sum):
+        return leaf.value, 1
+    if isinstance(leaf, torch.Tensor) and leaf.dim() != 0:
+        raise LossError(
+            f"a tensor of shape {list(leaf.shape)} says nothing of how it combines",
+            where=where,
+            fix="return fa.Concat(rows), fa.Sum(value) or fa.Mean(total, weight)",
+        )
+    return leaf if rows == 1 else leaf * rows, rows
+
+
 def read_loss(output: Any, where: str) -> tuple[torch.Tensor, Any, Any, bool]:
     """(total, weight, aux, weighted) of what a loss function returned.
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fnaccel import tree
 from fnaccel.collectives import gather
 from fnaccel.errors import LossError
-from fnaccel.loss import Concat, Mean, Sum, is_combinable
+from fnaccel.loss import Concat, Sum, is_combinable, parts_of
 
 
 def _plain(value: Any) -> Any:
@@ -24,8 +24,8 @@ class Report:
     """Collects one step's totals; `weight` and `finish()` are global once `wait()` returned."""
 
     __slots__ = (
-        "_aux", "_concats", "_device", "_group", "_known", "_packed", "_structure", "_total",
-        "_work", "weight", "weighted",
+        "_aux", "_concats", "_device", "_dtype", "_group", "_known", "_sent", "_structure", "_total",
+        "weight", "weighted",
     )  # fmt: skip
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -35,8 +35,8 @@ class Report:
         self._aux: list[tuple[Any, Any]] = []
         self._concats: list[list[torch.Tensor]] = []
         self._structure: Any = None
-        self._packed: torch.Tensor | None = None
-        self._work: Any = None
+        self._sent: tuple[torch.Tensor, Any] | None = None
+        self._dtype = torch.float32
         self._known = False
         self.weight: Any = 0
         self.weighted = False
@@ -54,6 +54,7 @@ class Report:
     def take(self, total: torch.Tensor, weight: Any, aux: Any, *, weighted: bool, valid: bool) -> None:
         """Add one micro-batch; a filler counts for nothing but gives its structure."""
         self.weighted = weighted
+        self._dtype = torch.promote_types(total.dtype, torch.float32)
         if valid:
             self._total = _plain(total) if isinstance(self._total, float) else self._total + _plain(total)
             if not self._known:
@@ -81,7 +82,7 @@ class Report:
                 rows = _plain(leaf.value)
                 self._concats[index].append(rows if valid else rows[:0])
             elif valid:
-                total, weight = _pair(leaf)
+                total, weight = parts_of(leaf, 1, "the loss function's aux")
                 old_total, old_weight = self._aux[index]
                 self._aux[index] = (old_total + _plain(total), old_weight + _plain(weight))
 
@@ -99,18 +100,17 @@ class Report:
         for pair in self._aux:
             values.extend(pair)
         if any(isinstance(v, torch.Tensor) for v in values):
-            self._packed = torch.stack([self._double(v) for v in values])
+            packed = torch.stack([self._double(v) for v in values])
         else:
-            self._packed = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self._device)
-        self._work = dist.all_reduce(self._packed, group=self._group, async_op=True)
+            packed = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self._device)
+        self._sent = packed, dist.all_reduce(packed, group=self._group, async_op=True)
 
     def wait(self) -> None:
         """Wait for the all-reduce and take the global sums."""
-        if self._work is None:
+        if self._sent is None:
             return
-        self._work.wait()
-        packed = self._packed
-        assert packed is not None
+        packed, work = self._sent
+        work.wait()
         parts = packed.unbind()
         self._total = parts[0]
         if not self._known:
@@ -119,7 +119,7 @@ class Report:
 
     def finish(self) -> dict[str, Any]:
         """`{"loss": ..., "weight": ...}` and aux, as device tensors; call after `wait()`."""
-        loss = _divide(self._total, self.weight, self._device)
+        loss = _divide(self._total, self.weight, self._device).to(self._dtype)
         metrics: dict[str, Any] = {"loss": loss, "weight": self.weight}
         if self._structure is None:
             return metrics
@@ -135,27 +135,12 @@ class Report:
             elif kind is Sum:
                 values.append(total)
             else:
-                values.append(_divide(total, weight, self._device))
+                values.append(_divide(total, weight, self._device).float())
         aux = tree.unflatten(structure, values)
         return {**metrics, **aux} if isinstance(aux, dict) else {**metrics, "aux": aux}
-
-
-def _pair(leaf: Any) -> tuple[Any, Any]:
-    if isinstance(leaf, Mean):
-        return leaf.total, leaf.weight
-    if isinstance(leaf, Sum):
-        return leaf.value, 1
-    if isinstance(leaf, torch.Tensor) and leaf.dim() != 0:
-        raise LossError(
-            f"a tensor of shape {list(leaf.shape)} in aux says nothing of how it combines",
-            where="the loss function's aux",
-            fix="return fa.Concat(rows), fa.Sum(value) or fa.Mean(total, weight)",
-        )
-    return leaf, 1
 
 
 def _divide(total: Any, weight: Any, device: torch.device) -> torch.Tensor:
     if not isinstance(total, torch.Tensor):
         total = torch.tensor(float(total), device=device)
-    result = total if isinstance(weight, int) and weight == 1 else total / weight
-    return result.float() if result.dtype in (torch.float64, torch.bfloat16, torch.float16) else result
+    return total if isinstance(weight, int) and weight == 1 else total / weight

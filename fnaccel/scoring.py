@@ -11,7 +11,7 @@ from fnaccel import tree
 from fnaccel.collectives import gather
 from fnaccel.data import Batch
 from fnaccel.errors import LoaderError, LossError
-from fnaccel.loss import Concat, Mean, Sum, is_combinable
+from fnaccel.loss import Concat, Sum, is_combinable, parts_of
 from fnaccel.mesh import Mesh
 
 
@@ -46,7 +46,7 @@ class Scores:
                 # rows of a filler are kept out, but their shape tells ranks without rows what to send
                 self._rows[index].append(leaf.value[: batch.valid])
             elif batch.valid:
-                total, weight = _parts(leaf, batch.valid)
+                total, weight = parts_of(leaf, batch.valid, "fa.evaluate")
                 self._totals[index] = self._totals[index] + total
                 self._weights[index] = self._weights[index] + weight
 
@@ -93,17 +93,3 @@ class Scores:
             gathered.split(every.sum(dim=1).tolist()), every.tolist(), strict=True
         )]  # fmt: skip
         return torch.cat([part for batch in zip(*by_rank, strict=True) for part in batch])
-
-
-def _parts(leaf: Any, rows: int) -> tuple[Any, Any]:
-    if isinstance(leaf, Mean):
-        return leaf.total, leaf.weight
-    if isinstance(leaf, Sum):
-        return leaf.value, 1
-    if isinstance(leaf, torch.Tensor) and leaf.dim() != 0:
-        raise LossError(
-            f"a metric of shape {list(leaf.shape)} says nothing of how it combines",
-            where="fa.evaluate",
-            fix="return fa.Concat(rows), fa.Sum(value) or fa.Mean(total, weight)",
-        )
-    return leaf * rows, rows

@@ -16,6 +16,8 @@ from fnaccel.collectives.signature import Call, agree, fits, tensor_leaves
 from fnaccel.errors import ArgumentError, FnaccelError, UnknownNameError, nearest
 from fnaccel.world import World
 
+_ONE_PHASE = 2**20  # bytes; above it gloo's reduction, which overlaps its phases, is the quicker one
+
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -34,7 +36,7 @@ def reduce(
 ) -> tree.Tree:
     """Combine each tensor of a tree with those of the other ranks; nothing is changed in place.
 
-    One collective a dtype (in all, between two ranks on CPUs); small trees travel with the signature.
+    One collective a dtype (in all, for up to 1 MiB between two ranks on CPUs); small trees travel with the signature.
     bf16 and fp16 are added up in fp32 and rounded once, integers and bools in int64, so leaves of these
     share theirs.
 
@@ -68,7 +70,7 @@ def reduce(
     with torch.no_grad():
         payload = pack(leaves, plan) if fits(where, carrier, plan) and trouble is None else None
         payloads = agree(where, call, payload=payload, problem=trouble).payloads
-        if payload is None and where.size == 2 and carrier.type == "cpu":
+        if payload is None and where.size == 2 and carrier.type == "cpu" and plan.nbytes <= _ONE_PHASE:
             # between two ranks a gather moves no more bytes than a reduction, in one phase and not two
             payload = payloads = exchange(where, leaves, plan, carrier)
         if payload is None or payloads is None:
