@@ -33,8 +33,8 @@ def rows(count: int = 4096, width: int = 16, classes: int = 8) -> TensorDataset:
     return TensorDataset(x, torch.randint(classes, (count,), generator=generator))
 
 
-class Records(Dataset):
-    """The same rows as dicts from a `__getitem__` of the user's own."""
+class Pairs(Dataset):
+    """The same rows from a class of the user's own, so that nothing can be read column by column."""
 
     def __init__(self, source: TensorDataset) -> None:
         self.x, self.y = source.tensors
@@ -42,8 +42,8 @@ class Records(Dataset):
     def __len__(self) -> int:
         return len(self.x)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": self.x[index], "y": self.y[index]}
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
 
 
 def tokens(count: int = 2048, length: int = 64) -> TensorDataset:

@@ -24,7 +24,9 @@ def accelerate(**options: Any) -> Any:
     _announce()
     found = Accelerator(cpu=True, **options)
     if found.num_processes != dist.get_world_size():
-        raise SystemExit(f"Accelerate runs on {found.num_processes} ranks, and there are {dist.get_world_size()}")
+        raise SystemExit(
+            f"Accelerate runs on {found.num_processes} ranks, and there are {dist.get_world_size()}"
+        )
     return found
 
 

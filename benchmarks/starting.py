@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import statistics
 import subprocess
 import sys
@@ -25,14 +26,22 @@ def imports(rounds: int) -> dict[str, float]:
     return {key: statistics.median(seconds) for key, seconds in taken.items()}
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def launches(rounds: int) -> dict[str, float]:
     """Median seconds from the command to its end, for an empty script on two ranks."""
     with tempfile.TemporaryDirectory() as folder:
         script = str(Path(folder) / "empty.py")
         Path(script).write_text("")
+        torchrun = ["torch.distributed.run", "--nproc-per-node", "2"]
         commands = {
             "fnaccel": ["fnaccel.cli", "launch", "-n", "2", script],
-            "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", script],
+            "torchrun": [*torchrun, "--master-port", str(_free_port()), script],
+            "torchrun --standalone": [*torchrun, "--standalone", script],
         }
         taken: dict[str, list[float]] = {key: [] for key in commands}
         for number in range(-1, rounds):

@@ -19,7 +19,7 @@ import starting
 import torch
 import two_ranks
 from interleave import race, race_steps, slope
-from models import Records, deep, mlp, rows
+from models import Pairs, deep, mlp, rows
 from report import Row, compare, publish
 from torch.utils.data import DataLoader
 
@@ -43,30 +43,17 @@ def step_rows(blocks: int) -> list[Row]:
     found = race_steps(loops, check=20, blocks=blocks, calls=50)
     what = "eager step, tiny MLP, with loader, clip, schedule"
     made = compare(what, found, {"PyTorch by hand": 1.0, "Accelerate": 0.6})
-    records = Records(data)
+    pairs = Pairs(data)
     loops = {
-        "fnaccel": one_process.ours(mlp, records_as_pairs(records)),
-        "PyTorch by hand": one_process.by_hand(mlp, records_as_pairs(records)),
-        "PyTorch by hand, fused AdamW": one_process.by_hand(mlp, records_as_pairs(records), fused=True),
+        "fnaccel": one_process.ours(mlp, pairs),
+        "PyTorch by hand": one_process.by_hand(mlp, pairs),
+        "PyTorch by hand, fused AdamW": one_process.by_hand(mlp, pairs, fused=True),
     }
     made += compare(
         "same, a dataset of the user's own class", race_steps(loops, check=20, blocks=blocks, calls=30)
     )
     found = race_steps(resident(mlp, data[:32]), check=20, blocks=blocks, calls=50)
     return made + compare("same, no loader (one batch at hand)", found)
-
-
-class records_as_pairs(torch.utils.data.Dataset):  # noqa: N801 - a view
-    """Records as `(x, y)`."""
-
-    def __init__(self, records: Records) -> None:
-        self.records = records
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.records.x[index], self.records.y[index]
 
 
 def resident(factory, batch) -> dict[str, object]:
@@ -102,7 +89,7 @@ def rank_rows(pool: RankPool, kind: str, what: str, blocks: int) -> list[Row]:
 def data_rows(blocks: int) -> list[Row]:
     """(e) Time of one batch through `fa.shard` and through the DataLoader itself."""
     made: list[Row] = []
-    for name, data in (("TensorDataset", rows()), ("dicts of an own class", Records(rows()))):
+    for name, data in (("TensorDataset", rows()), ("own class", Pairs(rows()))):
         loader = DataLoader(data, batch_size=32, shuffle=True)
         shards = fa.shard(loader)
 
@@ -123,7 +110,8 @@ def data_rows(blocks: int) -> list[Row]:
 def start_rows(rounds: int) -> list[Row]:
     """(f) Import and launch."""
     made = compare("import fnaccel", starting.imports(rounds), {"import torch": 1.1}, "ms")
-    return made + compare("launch an empty script, 2 ranks", starting.launches(rounds), {"torchrun": 1.0}, "ms")
+    launched = starting.launches(rounds)
+    return made + compare("launch an empty script, 2 ranks", launched, {"torchrun": 1.0}, "ms")
 
 
 def main() -> None:

@@ -34,9 +34,7 @@ def ours(strategy: Any) -> Iterator[torch.Tensor]:
         yield metrics["loss"]
 
 
-def _loop(
-    model: Any, context: Callable[[bool], Any], *, fused: bool, log: bool
-) -> Iterator[torch.Tensor]:
+def _loop(model: Any, context: Callable[[bool], Any], *, fused: bool, log: bool) -> Iterator[torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, fused=fused or None)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     data = tokens()
@@ -106,7 +104,9 @@ def measure(kind: str, blocks: int, calls: int) -> dict[str, float]:
 class _Switch:
     """A loop whose losses are averaged over ranks while they are checked, and not while it is timed."""
 
-    def __init__(self, loop: Iterator[torch.Tensor], mean: Callable[[], torch.Tensor], check: int = 4) -> None:
+    def __init__(
+        self, loop: Iterator[torch.Tensor], mean: Callable[[], torch.Tensor], check: int = 4
+    ) -> None:
         self._loop, self._mean, self._left = loop, mean, check
 
     def __iter__(self) -> Iterator[torch.Tensor]:

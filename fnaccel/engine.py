@@ -214,8 +214,8 @@ def _ratio(numerator: int, weight: Any) -> Any:
 def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Report) -> torch.Tensor:
     def entry(model: Any, *args: Any) -> torch.Tensor:
         # only the total leaves the hooks' sight as an output; the rest is kept beside it
-        total, weight, aux, weighted = read_loss(loss.fn(model, *args), loss.where)
-        report.take(total, weight, aux, weighted=weighted, valid=micro.valid > 0)
+        total, weight, aux = read_loss(loss.fn(model, *args), loss.where)
+        report.take(total, weight, aux, valid=micro.valid > 0)
         return total
 
     args = (micro.data,) if call.given is None else (micro.data, call.given.models)

@@ -70,13 +70,12 @@ def parts_of(leaf: Any, rows: int, where: str) -> tuple[Any, Any]:
     return leaf if rows == 1 else leaf * rows, rows
 
 
-def read_loss(output: Any, where: str) -> tuple[torch.Tensor, Any, Any, bool]:
-    """(total, weight, aux, weighted) of what a loss function returned.
+def read_loss(output: Any, where: str) -> tuple[torch.Tensor, Any, Any]:
+    """(total, weight, aux) of what a loss function returned.
 
     Raises:
         LossError: nothing was returned, or the total is no scalar tensor.
     """
-    weighted = isinstance(output, Mean)
     if isinstance(output, Mean):
         total, weight, aux = output.total, output.weight, output.aux
     elif isinstance(output, tuple) and len(output) == 2:  # pyright: ignore[reportUnknownArgumentType]
@@ -95,7 +94,7 @@ def read_loss(output: Any, where: str) -> tuple[torch.Tensor, Any, Any, bool]:
             where=where,
             fix="sum it and say how many: fa.Mean(loss.sum(), weight=loss.numel())",
         )
-    return total, weight, aux, weighted
+    return total, weight, aux
 
 
 def check_attached(total: torch.Tensor, where: str) -> None:

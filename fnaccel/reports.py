@@ -25,7 +25,7 @@ class Report:
 
     __slots__ = (
         "_aux", "_concats", "_device", "_dtype", "_group", "_known", "_sent", "_structure", "_total",
-        "weight", "weighted",
+        "weight",
     )  # fmt: skip
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -39,7 +39,6 @@ class Report:
         self._dtype = torch.float32
         self._known = False
         self.weight: Any = 0
-        self.weighted = False
 
     def know_weights(self, weights: list[Any]) -> None:
         """Take the weights of all micro-batches before any forward, and sum them over ranks."""
@@ -51,9 +50,8 @@ class Report:
         self.weight = total
         self._known = True
 
-    def take(self, total: torch.Tensor, weight: Any, aux: Any, *, weighted: bool, valid: bool) -> None:
+    def take(self, total: torch.Tensor, weight: Any, aux: Any, *, valid: bool) -> None:
         """Add one micro-batch; a filler counts for nothing but gives its structure."""
-        self.weighted = weighted
         self._dtype = torch.promote_types(total.dtype, torch.float32)
         if valid:
             self._total = _plain(total) if isinstance(self._total, float) else self._total + _plain(total)
