@@ -1,4 +1,4 @@
-"""gather, reduce and pad of a tree on every rank: fnaccel, Accelerate, Fabric, and a collective per leaf by hand."""
+"""gather, reduce and pad of a tree: fnaccel, Accelerate, Lightning Fabric, and a call per leaf by hand."""
 
 from __future__ import annotations
 

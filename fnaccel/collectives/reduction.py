@@ -36,9 +36,9 @@ def reduce(
 ) -> tree.Tree:
     """Combine each tensor of a tree with those of the other ranks; nothing is changed in place.
 
-    One collective a dtype (in all, for up to 1 MiB between two ranks on CPUs); small trees travel with the signature.
-    bf16 and fp16 are added up in fp32 and rounded once, integers and bools in int64, so leaves of these
-    share theirs.
+    One collective a dtype (in all, for up to 1 MiB between two ranks on CPUs); small trees travel with
+    the signature. bf16 and fp16 are added up in fp32 and rounded once, integers and bools in int64, so
+    leaves of these share theirs.
 
     Args:
         value: a tree of tensors, of the same shapes on every rank.

@@ -1,0 +1,121 @@
+"""`scan` and its counts, bar and trackers, on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import fnaccel as fa
+from fnaccel import errors
+from tests.models import batch_of, program
+
+
+@pytest.fixture(autouse=True)
+def world():
+    with fa.start() as started:
+        yield started
+
+
+def shards(n=10, batch=4, **options):
+    return fa.shard(DataLoader(TensorDataset(*batch_of(n)), batch_size=batch), **options)
+
+
+def positions(train_step, state, data, **options):
+    found = []
+    for state, _ in fa.scan(train_step, state, data, **options):
+        found.append((state.step, state.data.epoch, state.data.samples))
+    return state, found
+
+
+def test_the_rest_of_the_epoch_by_default():
+    train_step = program()
+    _state, found = positions(train_step, train_step.init(), shards())
+    assert found == [(1, 0, 4), (2, 0, 8), (3, 1, 0)]
+
+
+def test_steps_count_from_the_beginning_of_the_run():
+    train_step = program()
+    state, found = positions(train_step, train_step.init(), shards(), steps=5)
+    assert found == [(1, 0, 4), (2, 0, 8), (3, 1, 0), (4, 1, 4), (5, 1, 8)]
+    state, found = positions(train_step, state, shards(), steps=7)
+    assert found == [(6, 2, 0), (7, 2, 4)]
+    _, found = positions(train_step, state, shards(), steps=7)
+    assert found == []
+
+
+def test_epochs_too():
+    train_step = program()
+    state, found = positions(train_step, train_step.init(), shards(), epochs=2)
+    assert (len(found), found[-1]) == (6, (6, 2, 0))
+    _, found = positions(train_step, state, shards(), epochs=2)
+    assert found == []
+
+
+def test_a_run_in_two_halves_sees_what_one_run_sees():
+    data = fa.shard(DataLoader(TensorDataset(*batch_of(11)), batch_size=4, shuffle=True), seed=4)
+    train_step = program()
+    state, _ = positions(train_step, train_step.init(), data, steps=7)
+    other = program()
+    half, _ = positions(other, other.init(), data, steps=2)
+    half, _ = positions(other, half, data, steps=7)
+    assert fa.tree.allclose(fa.snapshot(state), fa.snapshot(half), rtol=0, atol=0)
+
+
+def test_windows_are_one_update_each():
+    train_step = program()
+    _, found = positions(train_step, train_step.init(), shards(window=2))
+    assert found == [(1, 0, 8), (2, 1, 0)]
+
+
+def test_the_bar_shows_steps_and_loss(capsys):
+    train_step = program()
+    positions(train_step, train_step.init(), shards(), steps=4, progress=True)
+    shown = capsys.readouterr().err
+    assert "4/4" in shown
+    assert "loss=" in shown
+
+
+class Recorder:
+    def __init__(self):
+        self.seen = []
+
+    def start(self, config):
+        self.seen.append(("start", sorted(config)))
+
+    def log(self, step, metrics):
+        self.seen.append((step, sorted(metrics)))
+
+    def finish(self):
+        self.seen.append("finish")
+
+
+def test_trackers_see_each_step_and_the_end_also_when_the_loop_breaks():
+    train_step, recorder = program(fa.clip_norm(program_loss, 1.0)), Recorder()
+    for state, _ in fa.scan(train_step, train_step.init(), shards(), trackers=recorder, config={"a": 1}):
+        if state.step == 2:
+            break
+    del state
+    import gc
+
+    gc.collect()
+    names = ["grad_norm", "loss", "lr", "weight"]
+    assert recorder.seen == [("start", ["a", "plan"]), (1, names), (2, names), "finish"]
+
+
+def program_loss(model, batch):
+    x, y = batch
+    return fa.Mean((model(x) - y).square().sum(), weight=len(y))
+
+
+def test_what_scan_refuses():
+    train_step = program()
+    state = train_step.init()
+    with pytest.raises(errors.ArgumentError, match="says nothing of how ranks share it"):
+        fa.scan(train_step, state, DataLoader([1]))
+    with pytest.raises(errors.LoaderError):
+        list(fa.scan(train_step, state, fa.shard(iter([]))))
+    with pytest.raises(errors.ArgumentError, match="log_every"):
+        fa.scan(train_step, state, shards(), log_every=0)
+    with pytest.raises(errors.ArgumentError, match="no averaged parameters"):
+        fa.evaluate(train_step, state, lambda m, b: torch.ones(()), shards(), ema=True)

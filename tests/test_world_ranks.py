@@ -1,0 +1,98 @@
+"""World on real ranks: who runs what, in which order."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import fnaccel as fa
+from fnaccel import errors
+from fnaccel.world import current
+
+
+def decorated():
+    world = current()
+    return (
+        world.on_main(lambda: "main")(),
+        world.on_process(1)(lambda: "one")(),
+        world.on_local_main(lambda: "local")(),
+        (world.rank, world.size, world.is_main, world.is_local_main),
+    )
+
+
+def test_decorators_run_on_the_ranks_they_name(pools):
+    first, second = pools.run(2, decorated)
+    assert first == ("main", None, "local", (0, 2, True, True))
+    assert second == (None, "one", None, (1, 2, False, False))
+
+
+def printed():
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        current().print("hello", end="!")
+    return out.getvalue()
+
+
+def test_print_is_the_main_ranks(pools):
+    assert pools.run(2, printed) == ["hello!", ""]
+
+
+def in_turn(folder):
+    world = current()
+    mark = Path(folder) / "made"
+    with world.main_first():
+        if world.is_main:
+            time.sleep(0.05)  # were the others not waiting, they would not find the file
+            mark.write_text("done")
+        found = mark.read_text()
+    world.barrier()
+    return found
+
+
+def test_main_goes_first(pools, tmp_path):
+    assert pools.run(3, in_turn, str(tmp_path)) == ["done"] * 3
+
+
+def failing_first():
+    world = current()
+    try:
+        with world.main_first():
+            if world.is_main:
+                raise ValueError("no luck")
+    except ValueError:
+        return "raised"
+    return "went on"
+
+
+def test_an_error_on_main_does_not_hold_the_others(pools):
+    assert pools.run(2, failing_first) == ["raised", "went on"]
+
+
+def test_a_thread_starts_without_a_world():
+    found = []
+
+    def ask():
+        try:
+            fa.gather(1)
+        except errors.NoWorldError as error:
+            found.append(error)
+
+    with fa.start():
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    assert found
+
+
+def test_worlds_nest_and_end():
+    with fa.start() as outer:
+        with fa.start() as inner:
+            assert current() is inner
+        assert current() is outer
+    with pytest.raises(errors.NoWorldError):
+        current()
