@@ -31,7 +31,7 @@ def operation_rows(pool: RankPool, blocks: int) -> list[Row]:
     made: list[Row] = []
     for operation in ("gather", "reduce", "pad"):
         for name, (rows, width) in SIZES.items():
-            found = pool.run(tree_calls.measure, operation, 16, rows, width, blocks, 20)[0]
+            found = pool.run(tree_calls.measure, operation, 16, rows, width, blocks, 10)[0]
             made += compare(f"{operation}: {name}", found, {"Accelerate": 0.2})
     return made
 
@@ -42,7 +42,7 @@ def sweep_rows(pool: RankPool, blocks: int) -> list[Row]:
     for operation in ("gather", "reduce", "pad"):
         taken: dict[str, list[float]] = {}
         for leaves in LEAVES:
-            found = pool.run(tree_calls.measure, operation, leaves, 8, 4, blocks, 20)[0]
+            found = pool.run(tree_calls.measure, operation, leaves, 8, 4, blocks, 10)[0]
             made += compare(f"{operation}: {leaves} leaves of [8, 4]", found)
             for name, seconds in found.items():
                 taken.setdefault(name, []).append(seconds)
@@ -66,16 +66,16 @@ def dispatch_rows(ranks: int) -> list[Row]:
 def main() -> None:
     """Run everything."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer blocks; writes to partial.json")
+    parser.add_argument("--quick", action="store_true", help="fewer blocks; writes to quick.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    blocks = 7 if args.quick else 41
+    blocks = 7 if args.quick else 21
     with RankPool(2, timeout=900) as pool:
         made = operation_rows(pool, blocks) + sweep_rows(pool, blocks // 2)
     for ranks in (2, 4):
         made += dispatch_rows(ranks)
-    publish("partial" if args.quick else "collectives", made)
+    publish("quick" if args.quick else "collectives", made)
 
 
 if __name__ == "__main__":

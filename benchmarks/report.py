@@ -100,11 +100,19 @@ def table(rows: list[Row]) -> str:
     return "\n".join([drawn[0], rule, *drawn[1:]])
 
 
-def publish(name: str, rows: list[Row]) -> None:
-    """Print the table, and write `results/NAME.json`."""
+def publish(name: str, rows: list[Row], *, merge: bool = False) -> None:
+    """Print the table, and write `results/NAME.json`.
+
+    With `merge` the other rows of a file from the same day and versions stay as they are.
+    """
     print(table(rows))
     RESULTS.mkdir(exist_ok=True)
-    content = {"environment": environment(), "rows": [row.record() for row in rows]}
     path = RESULTS / f"{name}.json"
+    content = {"environment": environment(), "rows": [row.record() for row in rows]}
+    if merge and path.exists():
+        before = json.loads(path.read_text())
+        if before["environment"] == content["environment"]:
+            fresh = {row.what for row in rows}
+            content["rows"] = [row for row in before["rows"] if row["what"] not in fresh] + content["rows"]
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"\nwritten: benchmarks/results/{path.name}")

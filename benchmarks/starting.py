@@ -13,13 +13,18 @@ from pathlib import Path
 _IMPORT = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
 
 
+def _turned(keys: list[str], number: int) -> list[str]:
+    at = number % len(keys)
+    return keys[at:] + keys[:at]
+
+
 def imports(rounds: int) -> dict[str, float]:
     """Median seconds of `import X`, timed inside a new interpreter."""
     names = {"fnaccel": "fnaccel", "import torch": "torch", "import accelerate": "accelerate"}
     taken: dict[str, list[float]] = {key: [] for key in names}
     for number in range(-1, rounds):
-        for key, module in names.items():
-            command = [sys.executable, "-c", _IMPORT.format(module)]
+        for key in _turned(list(names), number):
+            command = [sys.executable, "-c", _IMPORT.format(names[key])]
             said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             if number >= 0:  # the first round reads files from the disk
                 taken[key].append(float(said))
@@ -45,9 +50,9 @@ def launches(rounds: int) -> dict[str, float]:
         }
         taken: dict[str, list[float]] = {key: [] for key in commands}
         for number in range(-1, rounds):
-            for key, command in commands.items():
+            for key in _turned(list(commands), number):
                 began = time.perf_counter()
-                subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+                subprocess.run([sys.executable, "-m", *commands[key]], check=True, capture_output=True)
                 if number >= 0:
                     taken[key].append(time.perf_counter() - began)
     return {key: statistics.median(seconds) for key, seconds in taken.items()}

@@ -118,7 +118,7 @@ def main() -> None:
     """Run the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
-    parser.add_argument("--quick", action="store_true", help="fewer blocks; writes no JSON")
+    parser.add_argument("--quick", action="store_true", help="fewer blocks; writes to quick.json")
     args = parser.parse_args()
     parts = args.only.split(",")
     torch.set_num_threads(1)
@@ -139,8 +139,8 @@ def main() -> None:
         if "fsdp" in parts:
             made += rank_rows(pool, "FSDP2", "2 ranks FSDP2, accumulate 4, small GPT", blocks // 2)
     if "start" in parts:
-        made += start_rows(3 if args.quick else 9)
-    publish("step_overhead" if not args.quick and parts == list(PARTS) else "partial", made)
+        made += start_rows(3 if args.quick else 15)
+    publish("quick" if args.quick else "step_overhead", made, merge=parts != list(PARTS))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,11 @@ def records(data):
             parts = []
 
 
+def named(items):
+    """Values by name; wandb fills either of two fields with it."""
+    return {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in items}
+
+
 def read_back(folder):
     """(the config, the steps' metrics) of the one offline run in a folder."""
     from wandb.proto import wandb_internal_pb2
@@ -57,13 +62,11 @@ def read_back(folder):
         kind = record.WhichOneof("record_type")
         if kind == "run":
             run = record.run
-            config |= {item.key: json.loads(item.value_json) for item in run.config.update}
+            config |= named(run.config.update)
         elif kind == "config":
-            config |= {item.key: json.loads(item.value_json) for item in record.config.update}
+            config |= named(record.config.update)
         elif kind == "history":
-            history.append(
-                {(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
-            )
+            history.append(named(record.history.item))
     return run, config, history
 
 
@@ -94,7 +97,7 @@ def test_a_run_of_the_script_is_used_and_left_running(offline):
         assert wandb.run is run
         run.log({"after": 1.0}, step=2)
     _, config, history = read_back(offline)
-    assert config["lr"] == 2.0
+    assert config["lr"] == 2.0, config
     assert [(h["_step"], h.get("loss"), h.get("after")) for h in history] == [(1, 0.5, None), (2, None, 1.0)]
 
 
