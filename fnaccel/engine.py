@@ -52,9 +52,10 @@ class Loss:
 
 @attrs.frozen(kw_only=True)
 class Call:
-    """What changes from one call to the next: seeds, the loss scale, lent models."""
+    """What changes from one call to the next: the root seed (None: PyTorch's own stream), the loss
+    scale, lent models."""
 
-    root: int
+    root: int | None
     step: int
     scale: Any = None
     last_weight: Any = None
@@ -161,9 +162,8 @@ def _run_micro_batches(
     up_front = _up_front(loss, micros, call, report, engine.averaged, device)
     last = len(micros) - 1
     batch_rank = mesh.batch_rank
-    stream = call.root >= 0
     for index, micro in enumerate(micros):
-        if stream:
+        if call.root is not None:
             seed_generators(device, fold(call.root, call.step, index, batch_rank))
         if engine.whole is not None:
             engine.whole(micro, up_front, report, index == last)

@@ -125,7 +125,8 @@ class Owned:
         _torch.amp_update_scale_(
             scale["scale"], scale["growth"], skip, policy.growth, policy.backoff, policy.interval
         )
-        scale["weight"].copy_(torch.as_tensor(weight).clamp(min=1e-12))
+        known = torch.as_tensor(weight, dtype=torch.float32, device=scale["weight"].device)
+        scale["weight"].copy_(torch.where(known > 0, known, scale["weight"]))
 
     def absorb(self, state: TrainState) -> TrainState:
         """Copy a state's values into the tensors owned here; a state that shows those tensors.

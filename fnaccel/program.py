@@ -13,7 +13,7 @@ import torch
 from fnaccel import _torch
 from fnaccel.collectives import gather_objects
 from fnaccel.engine import Call, Engine
-from fnaccel.errors import ArgumentError, CapabilityError, OwnershipError, UnleasedStateError
+from fnaccel.errors import ArgumentError, OwnershipError, UnleasedStateError
 from fnaccel.lending import Given, lend
 from fnaccel.lowering import Lowered, lower, micro_batches
 from fnaccel.mesh import Mesh, build, resolve
@@ -57,6 +57,7 @@ class TrainStep:
         self._owned: Owned | None = None
         self._lease = Lease(self)
         self._compiled_before: int | None = None
+        self._compiled = False
         self._closed = False
         self._call: Callable[..., Any] = self._run
         for wrap in lowered.calls:
@@ -101,9 +102,10 @@ class TrainStep:
         world = self.mesh.world
         if world.size > 1:
             compare(self.plan, functools.partial(gather_objects, world=world))
-        if self._owned is not None:
-            self._forget()
         described = self._described
+        if self._owned is not None:
+            _check_factories(described.distributed.model, repr(self))
+            self._forget()
         self._owned = assemble(
             interpreter_of(described.distributed.strategy),
             described.distributed,
@@ -113,7 +115,7 @@ class TrainStep:
             described.frozen,
             seed,
         )
-        self._compiled_before = None
+        self._compiled_before, self._compiled = None, False
         return lease(self._owned.first_state(seed, extras), self._lease)
 
     def adopt(self, state: TrainState) -> TrainState:
@@ -198,16 +200,20 @@ class TrainStep:
         metrics = report.finish()
         info = Info(step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__)
         transforms = dict(state.transforms)
-        for name, hook in lowered.gradients:
-            _keep(transforms, name, hook.on_gradients(grads, transforms.get(name), info))
-        if lowered.precision.scaled:
-            grads.skip_where_nonfinite()
+        try:
+            for name, hook in lowered.gradients:
+                _keep(transforms, name, hook.on_gradients(grads, transforms.get(name), info))
+            if lowered.precision.scaled:
+                grads.skip_where_nonfinite()
+        except BaseException:
+            owned.engine.clear()  # or the next call would add to these gradients
+            raise
         return self._update(owned, state, position, grads, metrics, info, transforms)
 
     def _gradients(self, owned: Owned, state: TrainState, micros: Any, lent: Given | None) -> Any:
         scale = state.scale
         call = Call(
-            root=-1 if self._described.rng == "stream" else state.rng.root,
+            root=None if self._described.rng == "stream" else state.rng.root,
             step=state.step,
             scale=None if scale is None else scale["scale"],
             last_weight=None if scale is None else scale["weight"],
@@ -218,8 +224,9 @@ class TrainStep:
         else:
             with lent.frozen():
                 found = owned.engine.grads(self._lowered.loss, micros, call)
-        if self._compiled_before is not None and state.step == 0:
+        if self._compiled_before is not None and not self._compiled:
             check_compiled(self._compiled_before, repr(self))
+            self._compiled = True
         return found
 
     def _update(
@@ -353,7 +360,6 @@ def train_step(
     optimizers = None if optimizer is None else by_model(optimizer, keys)
     patterns = freeze(frozen)
     lowered = lower(described)
-    _check_mps(found, lowered)
     rates = [one.lr for one in (optimizers or {}).values()]
     notes = host_reads(described, optimizer, not all(takes_tensors(rate) for rate in rates))
     if rng == "stream":
@@ -370,6 +376,16 @@ def train_step(
     return made
 
 
+def _check_factories(model: Any, where: str) -> None:
+    sources = model.values() if isinstance(model, dict) else (model,)
+    if any(isinstance(source, torch.nn.Module) for source in sources):
+        raise OwnershipError(
+            "init was called before, and the values of a built module have moved since",
+            where=where,
+            fix="give a factory, which init can call again; or adopt a snapshot of the first state",
+        )
+
+
 def _keep(transforms: dict[str, Any], name: str, own: Any) -> None:
     """Keep the next state of a transform, where it has one: states keep their structure."""
     if name in transforms:
@@ -379,11 +395,4 @@ def _keep(transforms: dict[str, Any], name: str, own: Any) -> None:
             f"transform {name!r} returned a state of its own and began without one",
             where=f"transform {name}",
             fix="give its first state: fa.Transform(..., init=lambda params: first)",
-        )
-
-
-def _check_mps(world: World, lowered: Lowered) -> None:
-    if world.device.type == "mps" and lowered.precision.compute is torch.float64:
-        raise CapabilityError(
-            "this device has no float64", where="fa.with_precision", fix="compute in fp32 or bf16"
         )

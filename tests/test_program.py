@@ -153,6 +153,46 @@ def test_close_frees_parameters_and_optimizer():
     assert moment() is None
 
 
+def test_an_error_in_a_gradient_transform_leaves_no_gradient_behind():
+    failing = [True]
+
+    def moody(grads, own, info):
+        if failing[0]:
+            raise ValueError("no luck")
+        return grads, own
+
+    train_step = program(fa.Transform("moody", fa.Phase.GRADS, apply=moody)(loss_fn))
+    state = train_step.init()
+    with pytest.raises(ValueError, match="no luck"):
+        train_step(state, batch_of(4))
+    failing[0] = False
+    state, _ = train_step(state, batch_of(4))
+    other = program()
+    expected, _ = other(other.init(), batch_of(4))
+    assert fa.tree.allclose(fa.snapshot(state).params, fa.snapshot(expected).params, rtol=0, atol=0)
+
+
+def test_a_built_module_is_not_started_over():
+    train_step = program(model=Net())
+    train_step.init()
+    with pytest.raises(errors.OwnershipError, match="init was called before"):
+        train_step.init()
+
+
+def test_a_negative_seed_is_a_seed():
+    class Dropping(Net):
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), 0.5, training=self.training)
+
+    losses = []
+    for _ in range(2):
+        torch.rand(3)
+        train_step = program(model=Dropping)
+        _, metrics = train_step(train_step.init(seed=-1), batch_of(8))
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == losses[1]
+
+
 def test_init_again_starts_over():
     train_step = program()
     first = train_step.init(seed=1)

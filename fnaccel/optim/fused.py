@@ -105,8 +105,10 @@ class BoundFused:
                 shards = [shards[i] for i in chosen]
                 first = [first[i] for i in chosen] if first else first
                 second = [second[i] for i in chosen] if second else second
-            scale = divisor.to(shards[0].device) if divisor is not None else None
-            self._run(shards, taken, first, second, updates, rate, work.options, scale, skip)
+            # offloaded parameters lie elsewhere than what was decided on the device
+            where = shards[0].device
+            scale, off = (x if x is None else x.to(where) for x in (divisor, skip))
+            self._run(shards, taken, first, second, updates.to(where), rate, work.options, scale, off)
 
 
 def _sgd(

@@ -75,6 +75,12 @@ def construct(model: Any, seed: int, *, empty: bool = False) -> Built:
             modules[key] = _one(source, key, empty=empty)
     seen: set[int] = set()
     for module in modules.values():
+        if any(hasattr(param, "placements") for param in module.parameters()):
+            raise OwnershipError(
+                f"this {type(module).__name__} is sharded already",
+                where="train_step.init",
+                fix="give a factory (a class or lambda), or a module that no strategy has sharded",
+            )
         if module in _owned or id(module) in seen:
             raise OwnershipError(
                 f"this {type(module).__name__} is owned by another train step",
