@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT of 40 parameter tensors; about 170,000 parameters."""
+    """A GPT of 41 parameter tensors; about 187,000 parameters."""
 
     def __init__(self, width: int = 64, layers: int = 3, heads: int = 4, length: int = 64) -> None:
         super().__init__()

@@ -4,13 +4,11 @@ Write one pure function `loss_fn(model, batch)`; transform it; distribute a mode
 get `train_step(state, batch) -> (state, metrics)`, which runs unchanged on one process or many.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fnaccel import errors as errors
 from fnaccel import tree as tree
-from fnaccel.batch_size import fit_batch_size as fit_batch_size
-from fnaccel.checkpoint import checkpoints as checkpoints
-from fnaccel.checkpoint import latest as latest
-from fnaccel.checkpoint import restore as restore
-from fnaccel.checkpoint import save as save
 from fnaccel.collectives import any_process as any_process
 from fnaccel.collectives import broadcast as broadcast
 from fnaccel.collectives import broadcast_objects as broadcast_objects
@@ -20,15 +18,6 @@ from fnaccel.collectives import gather_objects as gather_objects
 from fnaccel.collectives import pad_across_processes as pad_across_processes
 from fnaccel.collectives import reduce as reduce
 from fnaccel.collectives import split_between_processes as split_between_processes
-from fnaccel.config import CheckpointRecipe as CheckpointRecipe
-from fnaccel.config import DataRecipe as DataRecipe
-from fnaccel.config import OptimizerRecipe as OptimizerRecipe
-from fnaccel.config import Recipe as Recipe
-from fnaccel.config import apply as apply
-from fnaccel.config import from_yaml as from_yaml
-from fnaccel.config import recipe as recipe
-from fnaccel.config import shard_options as shard_options
-from fnaccel.config import to_yaml as to_yaml
 from fnaccel.data import Batch as Batch
 from fnaccel.data import Shards as Shards
 from fnaccel.data import Window as Window
@@ -92,4 +81,54 @@ from fnaccel.transforms import with_weight as with_weight
 from fnaccel.world import World as World
 from fnaccel.world import start as start
 
+if TYPE_CHECKING:
+    from fnaccel.batch_size import fit_batch_size as fit_batch_size
+    from fnaccel.checkpoint import checkpoints as checkpoints
+    from fnaccel.checkpoint import latest as latest
+    from fnaccel.checkpoint import restore as restore
+    from fnaccel.checkpoint import save as save
+    from fnaccel.config import CheckpointRecipe as CheckpointRecipe
+    from fnaccel.config import DataRecipe as DataRecipe
+    from fnaccel.config import OptimizerRecipe as OptimizerRecipe
+    from fnaccel.config import Recipe as Recipe
+    from fnaccel.config import apply as apply
+    from fnaccel.config import from_yaml as from_yaml
+    from fnaccel.config import recipe as recipe
+    from fnaccel.config import shard_options as shard_options
+    from fnaccel.config import to_yaml as to_yaml
+
 __version__ = "0.1.0"
+
+# what a training step does not need is imported when it is first used: YAML, checkpoints, the search
+_LATE = {
+    "fnaccel.batch_size": ("fit_batch_size",),
+    "fnaccel.checkpoint": (
+        "checkpoints",
+        "latest",
+        "restore",
+        "save",
+    ),
+    "fnaccel.config": (
+        "CheckpointRecipe",
+        "DataRecipe",
+        "OptimizerRecipe",
+        "Recipe",
+        "apply",
+        "from_yaml",
+        "recipe",
+        "shard_options",
+        "to_yaml",
+    ),
+}
+_HOME = {name: module for module, names in _LATE.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fnaccel' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME} - {"Any", "TYPE_CHECKING", "importlib"})

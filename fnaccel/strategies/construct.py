@@ -7,7 +7,6 @@ import fnmatch
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Literal
-from unittest import mock
 
 import attrs
 import torch
@@ -113,6 +112,8 @@ def _one(source: Any, key: str | None, *, empty: bool) -> nn.Module:
 @contextlib.contextmanager
 def _meta_parameters() -> Generator[None]:
     """Send parameters to the meta device as they are registered; buffers stay real."""
+    from unittest import mock  # noqa: PLC0415 - slow to import, and rarely needed
+
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
