@@ -109,13 +109,19 @@ class Engine:
 
         Changes no parameter. An exception leaves no gradient behind.
         """
+        generators = [] if call.root is None else generators_of(self.mesh.world.device)
+        # a data set may draw from the same generators, and has to find them as it left them (1 us)
+        kept = [generator.get_state() for generator in generators]
         try:
-            return _run_micro_batches(self, loss, micros, call)
+            return _run_micro_batches(self, loss, micros, call, generators)
         except BaseException:
             self.clear()
             if self.settle is not None:
                 self.settle()
             raise
+        finally:
+            for generator, state in zip(generators, kept, strict=True):
+                generator.set_state(state)
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -144,16 +150,16 @@ class Engine:
 _BACKENDS = {"cuda": "cuda", "xpu": "xpu"}
 
 
-def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed torch's default generators of the CPU and of `device` themselves (1 us each)."""
-    torch.default_generator.manual_seed(seed)
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Torch's default generators that a forward on `device` may draw from."""
+    found = [torch.default_generator]
     if device.type in _BACKENDS:
-        generators = getattr(torch, _BACKENDS[device.type]).default_generators
-        generators[device.index or 0].manual_seed(seed)
+        found.append(getattr(torch, _BACKENDS[device.type]).default_generators[device.index or 0])
+    return found
 
 
 def _run_micro_batches(
-    engine: Engine, loss: Loss, micros: Sequence[Micro], call: Call
+    engine: Engine, loss: Loss, micros: Sequence[Micro], call: Call, generators: Sequence[torch.Generator]
 ) -> tuple[Gradients, Report]:
     mesh = engine.mesh
     group = mesh.group("batch")
@@ -164,7 +170,9 @@ def _run_micro_batches(
     batch_rank = mesh.batch_rank
     for index, micro in enumerate(micros):
         if call.root is not None:
-            seed_generators(device, fold(call.root, call.step, index, batch_rank))
+            seed = fold(call.root, call.step, index, batch_rank)
+            for generator in generators:
+                generator.manual_seed(seed)
         if engine.whole is not None:
             engine.whole(micro, up_front, report, index == last)
         elif engine.sync is None:

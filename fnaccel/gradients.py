@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import _torch
+from fnaccel.errors import TreeMismatchError
 from fnaccel.mesh import MeshAxis
 
 
@@ -91,11 +92,47 @@ class Gradients:
     def by_name(self) -> dict[str, Any]:
         """The gradients as a user's transform sees them: by name, DTensors where sharded."""
         self.materialise()
-        return {leaf.name: leaf.param.grad for leaf in self._leaves if leaf.param.grad is not None}
+        pairs = zip(self._leaves, self.shards, strict=True)
+        return {leaf.name: leaf.like(shard) for leaf, shard in pairs if shard is not None}
 
-    def replace(self, named: dict[str, Any]) -> None:
-        """Take what a user's transform returned."""
+    def replace(self, named: Any, transform: str) -> None:
+        """Take what a user's transform returned.
+
+        Raises:
+            TreeMismatchError: other names, shapes or layouts than it was given; nothing was taken.
+        """
+        wanted = {leaf.name: leaf for leaf, g in zip(self._leaves, self.shards, strict=True) if g is not None}
+        problems: list[str] = []
+        if not isinstance(named, dict):
+            problems.append(f"{type(named).__name__} instead of a dict of gradients")
+            named = {}
+        else:
+            problems += [f"{name} is missing" for name in wanted if name not in named]
+            problems += [f"{name} is unknown" for name in named if name not in wanted]
+            problems += [
+                f"{name} {problem}"
+                for name, leaf in wanted.items()
+                if name in named and (problem := _unlike(named[name], leaf))
+            ]
+        if problems:
+            raise TreeMismatchError(
+                f"transform {transform!r} returned {'; '.join(problems)}",
+                where=f"transform {transform} (GRADS)",
+                fix="return one gradient for each name given, shaped and laid out as it came",
+            )
         for index, leaf in enumerate(self._leaves):
-            if leaf.name in named:
-                self.shards[index] = _torch.local_of(named[leaf.name]).detach()
+            if leaf.name in wanted:
+                shard = _torch.local_of(named[leaf.name]).detach()
+                self.shards[index] = shard.to(leaf.shard.dtype).contiguous()
         self._norm = None
+
+
+def _unlike(value: Any, leaf: Any) -> str:
+    """How a gradient differs from its parameter in kind; empty where it does not."""
+    if not isinstance(value, torch.Tensor):
+        return f"is {type(value).__name__}, not a tensor"
+    if value.shape != leaf.param.shape:
+        return f"has shape {list(value.shape)}, not {list(leaf.param.shape)}"
+    if getattr(value, "placements", None) != getattr(leaf.param, "placements", None):
+        return f"is laid out as {getattr(value, 'placements', 'a plain tensor')}, not {leaf.param.placements}"
+    return ""

@@ -72,7 +72,8 @@ def lend(given: Mapping[str, Any], borrower: Any) -> Given:
                 where="train_step(state, batch, given=...)",
                 fix="the loss has that model as its first argument already",
             )
-        models[name] = owner.engine.model
-        if owner.engine not in engines:
-            engines.append(owner.engine)
+        engine: Engine = owner.lent()
+        models[name] = engine.model
+        if engine not in engines:
+            engines.append(engine)
     return Given(models, tuple(engines))

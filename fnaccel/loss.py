@@ -94,7 +94,22 @@ def read_loss(output: Any, where: str) -> tuple[torch.Tensor, Any, Any]:
             where=where,
             fix="sum it and say how many: fa.Mean(loss.sum(), weight=loss.numel())",
         )
+    _check_weight(weight, where)
     return total, weight, aux
+
+
+def _check_weight(weight: Any, where: str) -> None:
+    # a tensor's value is not looked at: that would be a host read in every step
+    if isinstance(weight, torch.Tensor):
+        what = f"a tensor of shape {list(weight.shape)}" if weight.dim() else ""
+    else:
+        what = "" if isinstance(weight, int | float) and weight >= 0 else repr(weight)
+    if what:
+        raise LossError(
+            f"the weight of a loss is {what}",
+            where=where,
+            fix="say how many rows or tokens the total stands for: a number, or a 0-d tensor",
+        )
 
 
 def check_attached(total: torch.Tensor, where: str) -> None:

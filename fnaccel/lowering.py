@@ -11,7 +11,7 @@ from fnaccel import tree
 from fnaccel.data.batch import Batch, Window
 from fnaccel.data.cut import cut, rows_of, split_sizes
 from fnaccel.engine import Loss, Micro
-from fnaccel.errors import MicroBatchError
+from fnaccel.errors import ArgumentError, MicroBatchError
 from fnaccel.plan import order, title
 from fnaccel.state import Position
 from fnaccel.step import GradientHook, ModuleHook, Phase, Step, UpdateHook
@@ -38,13 +38,20 @@ class UserModule:
 class UserGradients:
     """A user's GRADS function as a hook."""
 
-    fn: Callable[[dict[str, Any], Any, Any], tuple[dict[str, Any], Any]]
+    fn: Callable[[dict[str, Any], Any, Any], Any]
+    name: str
 
     def on_gradients(self, grads: Any, own: Any, info: Any) -> Any:
         """Hand it the gradients by name, and take what it returns."""
-        named, own = self.fn(grads.by_name(), own, info)
-        grads.replace(named)
-        return own
+        returned = self.fn(grads.by_name(), own, info)
+        if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
+            raise ArgumentError(
+                f"transform {self.name!r} returned {type(returned).__name__}",
+                where=f"transform {self.name} (GRADS)",
+                fix="return two values: the gradients by name, and the transform's next state (or None)",
+            )
+        grads.replace(returned[0], self.name)
+        return returned[1]
 
 
 @attrs.frozen
@@ -98,7 +105,7 @@ def lower(step: Step) -> Lowered:
             modules.append((t.name, t.apply if isinstance(t.apply, ModuleHook) else UserModule(t.apply)))
         elif t.phase is Phase.GRADS:
             gradients.append(
-                (t.name, t.apply if isinstance(t.apply, GradientHook) else UserGradients(t.apply))
+                (t.name, t.apply if isinstance(t.apply, GradientHook) else UserGradients(t.apply, t.name))
             )
         elif t.phase is Phase.UPDATE:
             updates.append((t.name, t.apply if isinstance(t.apply, UpdateHook) else UserUpdate(t.apply)))

@@ -30,7 +30,6 @@ class Owned:
         self._lowered = lowered
         self._trains = optimizers is not None
         self._nested = None not in built.modules
-        self._mode: bool | None = None
         self._empty = built.empty
         self.updater = Updater(engine, optimizers or {}, on_device=lowered.skips)
         if lowered.ema is not None:
@@ -101,10 +100,9 @@ class Owned:
     def train(self, mode: bool = True) -> None:
         """Put the modules in training or evaluation mode, where they are not."""
         mode = mode and self._trains
-        if self._mode is not mode:
-            for module in self.engine.modules:
+        for module in self.engine.modules:
+            if module.training is not mode:
                 module.train(mode)
-            self._mode = mode
 
     def current_buffers(self) -> dict[str, Any]:
         """The buffers; a module may have put a new tensor in the place of an old one."""

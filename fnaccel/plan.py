@@ -198,13 +198,19 @@ def host_reads(step: Step, optimizer: Any, rates_on_host: bool) -> list[str]:
     return notes
 
 
-def compare(plan: Plan, gather_objects: Callable[[Any], list[Any]]) -> None:
-    """Raise on every rank where ranks hold different plans.
+def compare(plan: Plan, seed: int, gather_objects: Callable[[Any], list[Any]]) -> None:
+    """Raise on every rank where ranks hold different plans or seeds.
 
     Raises:
         PlanMismatchError: with the first lines that differ and who has them.
     """
-    hashes = gather_objects(plan.hash)
+    hashes, seeds = zip(*gather_objects((plan.hash, seed)), strict=True)
+    if len(set(seeds)) > 1:
+        raise PlanMismatchError(
+            f"ranks were given different seeds: {list(seeds)}",
+            where="train_step.init(seed=...)",
+            fix="give the same seed on every rank; what must differ between ranks is folded from it",
+        )
     if len(set(hashes)) == 1:
         return
     texts = gather_objects([*str(plan).splitlines(), *(f"{what} {d}" for what, d in plan.digests)])

@@ -101,7 +101,7 @@ class TrainStep:
             self._parts()
         world = self.mesh.world
         if world.size > 1:
-            compare(self.plan, functools.partial(gather_objects, world=world))
+            compare(self.plan, seed, functools.partial(gather_objects, world=world))
         described = self._described
         if self._owned is not None:
             _check_factories(described.distributed.model, repr(self))
@@ -302,6 +302,12 @@ class TrainStep:
             yield
         finally:
             owned.swap_averages()
+
+    def lent(self) -> Engine:
+        """The engine, its model in the mode it is lent in: training, or evaluation without optimizer."""
+        owned = self._parts()
+        owned.train()
+        return owned.engine
 
     def close(self) -> None:
         """Free everything: the live state is donated, gradients and hooks go, modules are released."""

@@ -15,9 +15,16 @@ from fnaccel.collectives import gather
 from fnaccel.errors import LossError
 from fnaccel.loss import Concat, Sum, is_combinable, parts_of
 
+RESERVED = frozenset({"loss", "weight", "lr", "grad_norm", "skipped", "loss_scale"})
+"""Metrics that a step reports by itself."""
+
 
 def _plain(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    """A value to add up: without its graph, and in fp32 at least (bf16 would stop counting at 256)."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    found = value.detach()
+    return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
 
 
 class Report:
@@ -135,7 +142,16 @@ class Report:
             else:
                 values.append(_divide(total, weight, self._device).float())
         aux = tree.unflatten(structure, values)
-        return {**metrics, **aux} if isinstance(aux, dict) else {**metrics, "aux": aux}
+        if not isinstance(aux, dict):
+            return {**metrics, "aux": aux}
+        taken = RESERVED & aux.keys()
+        if taken:
+            raise LossError(
+                f"aux holds {', '.join(map(repr, sorted(taken)))}, which the step itself reports",
+                where="the loss function's aux",
+                fix="give it another name",
+            )
+        return {**metrics, **aux}
 
 
 def _divide(total: Any, weight: Any, device: torch.device) -> torch.Tensor:

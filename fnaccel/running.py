@@ -58,6 +58,13 @@ def scan(
     Example: `for state, metrics in fa.scan(train_step, state, fa.shard(loader), progress=True): ...`
     """
     _check_shards(shards, "fa.scan")
+    for name, count in (("steps", steps), ("epochs", epochs)):
+        require(
+            count is None or (isinstance(count, int) and count >= 0),
+            f"{name}={count!r}",
+            "fa.scan",
+            f"{name} is a count, from the beginning of the run",
+        )
     require(log_every >= 1, f"log_every={log_every}", "fa.scan", "log_every is 1 or more")
     several = (trackers,) if isinstance(trackers, Tracker) else tuple(trackers)
     return _scan(train_step, state, shards, steps, epochs, progress, several, log_every, config or {})

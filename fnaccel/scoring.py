@@ -44,11 +44,17 @@ class Scores:
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Concat):
                 # rows of a filler are kept out, but their shape tells ranks without rows what to send
-                self._rows[index].append(leaf.value[: batch.valid])
+                self._rows[index].append(leaf.value if batch.valid else leaf.value[:0])
             elif batch.valid:
                 total, weight = parts_of(leaf, batch.valid, "fa.evaluate")
-                self._totals[index] = self._totals[index] + total
-                self._weights[index] = self._weights[index] + weight
+                # bf16 would stop counting at 256
+                self._totals[index] = self._totals[index] + self._wide(total)
+                self._weights[index] = self._weights[index] + self._wide(weight)
+
+    def _wide(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
 
     def finish(self) -> Any:
         """The combined metrics, equal on all ranks.

@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from fnaccel import tree
-from fnaccel.errors import StaleStateError, UnleasedStateError
+from fnaccel.errors import ArgumentError, StaleStateError, UnleasedStateError
 
 _MASK = (1 << 64) - 1
 
@@ -149,6 +149,12 @@ def lease_of(state: TrainState, where: str) -> Lease:
         StaleStateError: it was donated.
         UnleasedStateError: it was made by hand (`evolve`, a tree map).
     """
+    if not isinstance(state, TrainState):
+        raise ArgumentError(
+            f"this is {type(state).__name__}, not the state of a train step",
+            where=where,
+            fix="state = train_step.init(seed=0), then pass on what each call returns",
+        )
     check_live(state)
     held: Lease | None = object.__getattribute__(state, "_lease")
     if held is None or held.live is not state:
@@ -161,7 +167,9 @@ def lease_of(state: TrainState, where: str) -> Lease:
 
 
 def donate(state: TrainState) -> None:
-    """Kill a state: from here on its tensors belong to its successor."""
+    """Kill a state, if it lives: from here on its tensors belong to its successor."""
+    if is_stale(state):
+        return
     for name in _TENSOR_FIELDS:
         object.__delattr__(state, name)
     object.__setattr__(state, "_lease", None)

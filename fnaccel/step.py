@@ -173,6 +173,12 @@ class Step:
         for transform in self.transforms:
             if transform.phase is Phase.FORWARD:
                 fn = transform.apply(fn)
+                require(
+                    callable(fn),
+                    f"transform {transform.name!r} returned {type(fn).__name__}, not a loss function",
+                    f"transform {transform.name} (FORWARD)",
+                    "apply(loss_fn) returns a function of (model, batch)",
+                )
         return fn
 
     def find(self, kind: type) -> Any:

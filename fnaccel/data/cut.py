@@ -19,7 +19,11 @@ from fnaccel.errors import LoaderError, MicroBatchError
 
 def _is_column(node: Any) -> bool:
     """Whether a node is a list with one plain value a row, as collate makes it of strings."""
-    return type(node) in (list, tuple) and len(node) > 0 and not any(_is_nested(item) for item in node)
+    if type(node) not in (list, tuple) or not node:
+        return False
+    if type(node) is tuple:  # collate leaves strings as they came; a tuple of numbers is a record
+        return all(isinstance(item, str | bytes) for item in node)
+    return not any(_is_nested(item) for item in node)
 
 
 def _is_nested(item: Any) -> bool:

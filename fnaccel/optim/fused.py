@@ -6,6 +6,7 @@ applies as it reads the gradient. Skipping is decided on the device, by `found_i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,8 +88,10 @@ class BoundFused:
         divisor: torch.Tensor | None = None
         if multiplier is not None:
             # the kernels divide by their `grad_scale`
-            inverse = 1.0 / multiplier
-            divisor = inverse if isinstance(inverse, torch.Tensor) else torch.tensor(inverse)
+            if isinstance(multiplier, torch.Tensor):
+                divisor = (1.0 / multiplier).float()
+            else:
+                divisor = torch.tensor(1.0 / multiplier if multiplier else math.inf)
         for work, rate in zip(self._work, rates, strict=True):
             # not `None in grads`: that compares every tensor with None, at 12 us each
             if work.whole and all(grad is not None for grad in grads):
