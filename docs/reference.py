@@ -37,7 +37,7 @@ GROUPS = {
         "concatenate", "split_between_processes", "any_process",
     ],
     "Recipes": [
-        "Recipe", "OptimizerRecipe", "DataRecipe", "CheckpointRecipe", "recipe", "apply", "shard_options",
+        "Recipe", "OptimizerRecipe", "DataRecipe", "CheckpointRecipe", "recipe", "apply", "shard_options", "scan_options",
         "from_yaml", "to_yaml",
     ],
     "Tracking": ["Tracker"],

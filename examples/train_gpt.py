@@ -150,6 +150,7 @@ def main() -> None:
                 groups={"*norm*": {"weight_decay": 0.0}, "*bias": {"weight_decay": 0.0}},
             ),
             data=fa.DataRecipe(seed=args.seed),
+            checkpoint=fa.CheckpointRecipe(directory=args.dir),
         )
     )
     loader = DataLoader(Sources(), batch_size=args.global_batch, shuffle=True)
@@ -159,15 +160,19 @@ def main() -> None:
         state = train_step.init(seed=args.seed)
         losses = []
         shards = fa.shard(loader, **fa.shard_options(recipe))
-        for state, metrics in fa.scan(train_step, state, shards, steps=args.steps, progress=not args.quiet):
+        options = {"steps": args.steps, "progress": not args.quiet, **fa.scan_options(recipe)}
+        for state, metrics in fa.scan(train_step, state, shards, **options):
             losses.append(metrics["loss"])
         losses = [float(loss) for loss in losses]
-        world.print(f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte over {len(losses)} steps")
+        late = losses[-20:]
+        world.print(
+            f"loss: {losses[0]:.3f} -> {sum(late) / len(late):.3f} nats per byte (mean of the last {len(late)})"
+        )
+        if recipe.checkpoint.directory:
+            world.print(f"saved {fa.latest(recipe.checkpoint.directory)}")
         if args.sample:
             text = train_step.look(state, sample, b"def ", args.sample)
             world.print("sample:\n" + text.decode("utf-8", "replace"))
-        if args.dir:
-            world.print(f"saved {fa.save(args.dir, state)}")
         mark = digest(state)
         if world.is_main and args.json:
             Path(args.json).write_text(json.dumps({"losses": losses, "digest": mark}))

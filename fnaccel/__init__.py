@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from fnaccel.config import apply as apply
     from fnaccel.config import from_yaml as from_yaml
     from fnaccel.config import recipe as recipe
+    from fnaccel.config import scan_options as scan_options
     from fnaccel.config import shard_options as shard_options
     from fnaccel.config import to_yaml as to_yaml
 
@@ -116,6 +117,7 @@ _LATE = {
         "apply",
         "from_yaml",
         "recipe",
+        "scan_options",
         "shard_options",
         "to_yaml",
     ),

@@ -18,7 +18,7 @@ from fnaccel.gradients import Gradients
 from fnaccel.leaf import Leaf
 from fnaccel.loss import check_attached, read_loss
 from fnaccel.mesh import Mesh, MeshAxis
-from fnaccel.reports import Report
+from fnaccel.reports import Agreement, Report
 from fnaccel.state import fold
 from fnaccel.step import Capability
 
@@ -80,6 +80,7 @@ class Engine:
         norm_axes: the axes over which `leaves` are sharded, for norms.
         finish: called after the last backward, before gradients are read; None where not needed.
         averages: the shards of the EMA, where there is one.
+        agreement: what ranks found out about each other's aux.
         whole: forward and backward of one micro-batch as one compiled program, where asked for.
         free: what `close()` undoes besides dropping references.
     """
@@ -101,6 +102,7 @@ class Engine:
     finish: Callable[[], None] | None = None
     averages: list[torch.Tensor] = attrs.field(factory=list)
     whole: Callable[..., None] | None = None
+    agreement: Agreement = attrs.field(factory=Agreement, eq=False, repr=False)
     free: Callable[[], None] = lambda: None
     modules: tuple[Any, ...] = ()
 
@@ -164,7 +166,7 @@ def _run_micro_batches(
     mesh = engine.mesh
     group = mesh.group("batch")
     device = mesh.world.device
-    report = Report(group, device)
+    report = Report(group, device, engine.agreement)
     up_front = _up_front(loss, micros, call, report, engine.averaged, device)
     last = len(micros) - 1
     batch_rank = mesh.batch_rank

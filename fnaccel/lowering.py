@@ -67,10 +67,11 @@ class UserUpdate:
 
 @attrs.frozen(kw_only=True)
 class Lowered:
-    """A step, ready for an engine."""
+    """A step, ready for an engine; `casts` says that a policy was given, and so parameters follow it."""
 
     loss: Loss
     precision: Precision
+    casts: bool
     micro_batches: int
     modules: tuple[tuple[str, ModuleHook], ...]
     gradients: tuple[tuple[str, GradientHook], ...]
@@ -120,6 +121,7 @@ def lower(step: Step) -> Lowered:
             sync_each=accumulate is not None and accumulate.sync == "each",
         ),
         precision=precision,
+        casts=step.find(Precision) is not None,
         micro_batches=0 if accumulate is None else accumulate.n,
         modules=tuple(modules),
         gradients=tuple(gradients),

@@ -237,7 +237,7 @@ def assemble(
                 param.requires_grad_(False)
         freeze(built, frozen)
         for module in built.modules.values():
-            if lowered.precision.param is not torch.float32:
+            if lowered.casts:
                 module.to(lowered.precision.param)
             for name, hook in lowered.modules:
                 hook.on_module(module, f"transform {name}")

@@ -8,12 +8,15 @@ from types import CodeType
 from typing import Any
 
 import attrs
+import torch
 
 from fnaccel.errors import CapabilityError, PlanMismatchError, RepeatedTransformError
 from fnaccel.mesh import Mesh
 from fnaccel.optim.description import Optimizer
 from fnaccel.step import Capability, Phase, Step, Transform
+from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.distribute import Distributed
+from fnaccel.strategies.strategy import Strategy
 from fnaccel.transforms.compilation import Compile
 from fnaccel.transforms.precision import Precision
 from fnaccel.transforms.skipping import SkipNonfinite
@@ -130,6 +133,7 @@ def make_plan(
                 where=f"step of {title(step.loss_fn)}",
                 fix=_way_out(transform, able),
             )
+    _check_half_reduction(step, strategy)
     rows = [Row(t.phase.name, t.name, t.describe()) for t in ordered if t.phase < Phase.GRADS]
     weighted = step.find(Weigh) is not None
     rows.append(
@@ -157,6 +161,20 @@ def make_plan(
         notes=tuple(notes),
         digests=tuple((what, digest(fn)) for what, fn in functions),
     )
+
+
+def _check_half_reduction(step: Step, strategy: Strategy) -> None:
+    """Raise where sums over a batch would be sent in fp16, which ends at 65,504."""
+    axis = strategy.find(Ddp)
+    hook = "" if axis is None or axis.hook is None else axis.hook.name
+    precision: Precision | None = step.find(Precision)
+    reduced = precision is not None and precision.reduce is torch.float16
+    if (hook.startswith("fp16") or reduced) and step.find(Weigh) is None:
+        raise CapabilityError(
+            "gradients of a total, not yet divided by its weight, would be sent in fp16 and overflow",
+            where=f"strategy {strategy}",
+            fix="fa.with_weight(step, weight_fn) divides up front (weight 1 for a mean); or reduce in bf16",
+        )
 
 
 def _optimizer_rows(optimizer: Any, frozen: tuple[str, ...]) -> list[Row]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal
 
 import attrs
-import torch
 
 from fnaccel import _torch
 from fnaccel.collectives import gather_objects
@@ -21,6 +20,7 @@ from fnaccel.owned import Owned, assemble
 from fnaccel.plan import Plan, compare, host_reads, make_plan
 from fnaccel.state import Lease, Position, TrainState, donate, lease, lease_of
 from fnaccel.step import Info, Step, as_step, freeze
+from fnaccel.strategies.construct import check_factories
 from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.engines import interpreter_of
 from fnaccel.transforms.compilation import check_compiled
@@ -104,7 +104,7 @@ class TrainStep:
             compare(self.plan, seed, functools.partial(gather_objects, world=world))
         described = self._described
         if self._owned is not None:
-            _check_factories(described.distributed.model, repr(self))
+            check_factories(described.distributed.model, repr(self))
             self._forget()
         self._owned = assemble(
             interpreter_of(described.distributed.strategy),
@@ -380,16 +380,6 @@ def train_step(
     )
     found.close_with(made)
     return made
-
-
-def _check_factories(model: Any, where: str) -> None:
-    sources = model.values() if isinstance(model, dict) else (model,)
-    if any(isinstance(source, torch.nn.Module) for source in sources):
-        raise OwnershipError(
-            "init was called before, and the values of a built module have moved since",
-            where=where,
-            fix="give a factory, which init can call again; or adopt a snapshot of the first state",
-        )
 
 
 def _keep(transforms: dict[str, Any], name: str, own: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import tree
-from fnaccel.collectives import gather
+from fnaccel.collectives import gather, gather_objects
 from fnaccel.errors import LossError
 from fnaccel.loss import Concat, Sum, is_combinable, parts_of
 
@@ -27,16 +27,49 @@ def _plain(value: Any) -> Any:
     return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
 
 
+class Agreement:
+    """What aux looks like on every rank; asked once, since ranks add their values up by place."""
+
+    __slots__ = ("seen",)
+
+    def __init__(self) -> None:
+        self.seen: str | None = None
+
+    def check(self, shape: str, group: dist.ProcessGroup) -> None:
+        """Compare with the other ranks the first time, and with that time afterwards.
+
+        Raises:
+            LossError: ranks or calls differ; all ranks raise where ranks do.
+        """
+        if self.seen is None:
+            found = gather_objects(shape, over=group)
+            if len(set(found)) > 1:
+                listed = "; ".join(f"rank {rank} has {one or 'no aux'}" for rank, one in enumerate(found))
+                raise LossError(
+                    f"the aux of ranks differs: {listed}",
+                    where="the loss function's aux",
+                    fix="return the same keys on every rank, whatever its rows are",
+                )
+            self.seen = shape
+        elif self.seen != shape:
+            raise LossError(
+                f"aux changed its structure between calls: {shape or 'none'} after {self.seen or 'none'}",
+                where="the loss function's aux",
+                fix="return the same keys in every call: ranks add them up by place",
+            )
+
+
 class Report:
     """Collects one step's totals; `weight` and `finish()` are global once `wait()` returned."""
 
     __slots__ = (
-        "_aux", "_concats", "_device", "_dtype", "_group", "_known", "_sent", "_structure", "_total",
-        "weight",
+        "_agreement", "_aux", "_concats", "_device", "_dtype", "_group", "_known", "_sent", "_structure",
+        "_total", "weight",
     )  # fmt: skip
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, agreement: Agreement) -> None:
         self._group = group
+        self._agreement = agreement
         self._device = device
         self._total: Any = 0.0
         self._aux: list[tuple[Any, Any]] = []
@@ -91,6 +124,9 @@ class Report:
                 old_total, old_weight = self._aux[index]
                 self._aux[index] = (old_total + _plain(total), old_weight + _plain(weight))
 
+    def _kinds(self) -> str:
+        return ", ".join("Concat" if isinstance(k, Concat) else k.__name__ for k in self._structure[0])
+
     def _double(self, value: Any) -> torch.Tensor:
         dtype = torch.float32 if self._device.type == "mps" else torch.float64
         if isinstance(value, torch.Tensor):
@@ -101,6 +137,8 @@ class Report:
         """Start the all-reduce of everything collected; nothing to do on one rank."""
         if self._group is None:
             return
+        shape = "" if self._structure is None else f"{self._kinds()} in {self._structure[1]}"
+        self._agreement.check(shape, self._group)
         values = [self._total, 0.0 if self._known else self.weight]
         for pair in self._aux:
             values.extend(pair)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -37,6 +39,8 @@ def scan(
     trackers: Tracker | Iterable[Tracker] = (),
     log_every: int = 1,
     config: Mapping[str, Any] | None = None,
+    directory: str | Path | None = None,
+    save_every: int | None = None,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Train over the data from where the state stands, and yield each `(state, metrics)`.
 
@@ -50,6 +54,8 @@ def scan(
         trackers: where metrics are written, by rank 0.
         log_every: write each so many steps.
         config: what trackers show beside the run; the plan is added.
+        directory: save the state here, each `save_every` steps and at the end; None: nowhere.
+        save_every: None saves at the end only.
 
     Raises:
         LoaderError: an epoch holds nothing.
@@ -67,7 +73,30 @@ def scan(
         )
     require(log_every >= 1, f"log_every={log_every}", "fa.scan", "log_every is 1 or more")
     several = (trackers,) if isinstance(trackers, Tracker) else tuple(trackers)
-    return _scan(train_step, state, shards, steps, epochs, progress, several, log_every, config or {})
+    require(
+        save_every is None or (save_every >= 1 and directory is not None),
+        f"save_every={save_every!r} with directory={directory!r}",
+        "fa.scan",
+        "give a directory, and save_every of 1 or more",
+    )
+    steps_taken = _scan(train_step, state, shards, steps, epochs, progress, several, log_every, config or {})
+    return steps_taken if directory is None else _saving(steps_taken, directory, save_every)
+
+
+def _saving(
+    steps: Iterator[tuple[TrainState, dict[str, Any]]], directory: str | Path, every: int | None
+) -> Iterator[tuple[TrainState, dict[str, Any]]]:
+    from fnaccel.checkpoint import save  # noqa: PLC0415 - only where states are saved
+
+    last: TrainState | None = None
+    for state, metrics in steps:
+        last = state
+        if every is not None and state.step % every == 0:
+            save(directory, state)
+            last = None
+        yield state, metrics
+    if last is not None:
+        save(directory, last)
 
 
 def _scan(
@@ -147,7 +176,8 @@ def _total(
 def _bar(total: int | None, initial: int) -> Any:
     from tqdm.auto import tqdm  # noqa: PLC0415 - only where a bar is shown
 
-    return tqdm(total=total, initial=initial, unit="step", dynamic_ncols=True)
+    often = 0.1 if sys.stderr.isatty() else 5.0  # a log file keeps every line
+    return tqdm(total=total, initial=initial, unit="step", dynamic_ncols=True, mininterval=often)
 
 
 def _shower(bar: Any) -> Callable[[dict[str, float]], None]:

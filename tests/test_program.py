@@ -347,3 +347,100 @@ def test_the_stream_keeps_pytorchs_own_randomness():
     train_step(state, batch_of(4))
     assert torch.equal(torch.get_rng_state(), before)
     assert "stream" in str(train_step.plan)
+
+
+def test_the_users_random_stream_is_left_as_it_was():
+    train_step = program()
+    state = train_step.init()
+    torch.manual_seed(9)
+    expected = [torch.rand(1).item() for _ in range(3)]
+    torch.manual_seed(9)
+    drawn = []
+    for call in range(3):
+        drawn.append(torch.rand(1).item())
+        state, _ = train_step(state, batch_of(2, call))
+    assert drawn == expected
+
+
+def test_a_failure_after_donation_does_not_brick_the_train_step():
+    def failing(params, own, info):
+        raise ValueError("too late")
+
+    train_step = program(fa.Transform("late", fa.Phase.UPDATE, apply=failing)(loss_fn))
+    state = train_step.init()
+    kept = fa.snapshot(state)
+    with pytest.raises(ValueError, match="too late"):
+        train_step(state, batch_of(2))
+    state = train_step.adopt(kept)
+    assert state.step == 0
+    train_step.close()
+
+
+def test_weights_that_add_up_to_nothing_change_nothing():
+    def empty(model, batch):
+        return fa.Mean(model(batch[0]).sum() * 0.0, weight=0)
+
+    train_step = program(empty)
+    state = train_step.init()
+    before = fa.snapshot(state)
+    state, metrics = train_step(state, batch_of(2))
+    assert torch.isnan(metrics["loss"])
+    assert fa.tree.allclose(fa.snapshot(state).params, before.params, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("weight", [-4, float("nan"), torch.ones(4), "3", None])
+def test_a_weight_is_a_number_of_rows(weight):
+    train_step = program(lambda m, b: fa.Mean(m(b[0]).sum(), weight=weight))
+    with pytest.raises(errors.LossError, match="the weight of a loss is"):
+        train_step(train_step.init(), batch_of(2))
+
+
+def test_aux_may_not_hide_what_the_step_reports():
+    train_step = program(lambda m, b: (m(b[0]).sum(), {"loss": torch.ones(())}))
+    with pytest.raises(errors.LossError, match="aux holds 'loss'"):
+        train_step(train_step.init(), batch_of(2))
+
+
+def test_half_precision_totals_are_added_up_in_fp32():
+    def ones(model, batch):
+        return fa.Mean(model(batch).sum() * 0 + 1.0, weight=1)
+
+    train_step = program(fa.accumulate(ones, 600), model=lambda: nn.Linear(1, 1).bfloat16())
+    _, metrics = train_step(train_step.init(), torch.ones(600, 1, dtype=torch.bfloat16))
+    assert float(metrics["loss"]) == 1.0
+    state = train_step.init()
+    loader = torch.utils.data.DataLoader(torch.ones(600, 1, dtype=torch.bfloat16), batch_size=1)
+    found = fa.evaluate(
+        train_step, state, lambda m, b: {"n": fa.Sum(torch.ones((), dtype=torch.bfloat16))}, fa.shard(loader)
+    )
+    assert float(found["n"]) == 600.0
+
+
+def test_a_lent_model_without_optimizer_is_in_evaluation_mode():
+    modes = []
+
+    class Moody(Net):
+        def forward(self, x):
+            modes.append(self.training)
+            return super().forward(x)
+
+    teacher_step = fa.train_step(loss_fn, model=fa.distribute(Moody, "local"), optimizer=None)
+    student_step = program(lambda m, b, given: fa.Mean(
+        (m(b[0]) - given["teacher"](b[0])).square().sum(), weight=len(b[0])
+    ))  # fmt: skip
+    student_step(student_step.init(), batch_of(2), given={"teacher": teacher_step.init()})
+    assert modes == [False]
+
+
+def test_modes_that_the_user_changes_do_not_leak():
+    train_step = program()
+    state = train_step.init()
+    train_step.look(state, lambda model: model.train())
+    assert train_step.look(state, lambda model: model.training) is False
+
+
+def test_rows_that_evaluate_concatenates_need_not_be_the_batchs():
+    loader = torch.utils.data.DataLoader(torch.ones(5, 3), batch_size=2)
+    train_step = program()
+    found = fa.evaluate(train_step, train_step.init(), lambda m, b: fa.Concat(b.flatten()), fa.shard(loader))
+    assert found.shape == (15,)

@@ -119,3 +119,15 @@ def test_what_scan_refuses():
         fa.scan(train_step, state, shards(), log_every=0)
     with pytest.raises(errors.ArgumentError, match="no averaged parameters"):
         fa.evaluate(train_step, state, lambda m, b: torch.ones(()), shards(), ema=True)
+
+
+def test_states_are_saved_as_it_goes_and_at_the_end(tmp_path):
+    train_step = program()
+    recipe = fa.Recipe(checkpoint=fa.CheckpointRecipe(directory=str(tmp_path), every=2))
+    positions(train_step, train_step.init(), shards(), steps=5, **fa.scan_options(recipe))
+    assert [one.step for one in fa.checkpoints(tmp_path)] == [2, 4, 5]
+    state = fa.restore(tmp_path, like=train_step.init(seed=1), step=4)
+    _, found = positions(train_step, state, shards(), steps=5)
+    assert found == [(5, 1, 8)]
+    with pytest.raises(errors.ArgumentError, match="save_every"):
+        fa.scan(train_step, train_step.init(), shards(), save_every=2)

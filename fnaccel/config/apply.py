@@ -151,6 +151,11 @@ def apply(recipe_: Recipe, loss_fn: Any, model: Any, *, world: World | None = No
     )
 
 
+def scan_options(recipe_: Recipe) -> dict[str, Any]:
+    """What `fa.scan(train_step, state, shards, **options)` takes of a recipe: where and how often to save."""
+    return {"directory": recipe_.checkpoint.directory, "save_every": recipe_.checkpoint.every}
+
+
 def shard_options(recipe_: Recipe) -> dict[str, Any]:
     """What `fa.shard(loader, **options)` takes of a recipe."""
     data = recipe_.data

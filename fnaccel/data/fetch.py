@@ -97,16 +97,30 @@ def read(
     if loader.num_workers == 0:
         return map(_reader(loader.dataset, collate, one_by_one), keys)
     name = "items" if one_by_one else "batches"
-    opened: Reopenable | None = kept.get(name)
-    if opened is None:
+
+    def make() -> Reopenable:
         feed = KeyFeed()
         dataset = SeededDataset(loader.dataset, seed, one_by_one=one_by_one)
         settings = settings_of(loader, device)
         own: Any = torch_data.DataLoader(dataset, batch_sampler=feed, collate_fn=collate, **settings)  # pyright: ignore[reportArgumentType]
-        opened = Reopenable(own, feed, settings["generator"])
-        if loader.persistent_workers:
-            kept[name] = opened
-    return opened.open(keys, seed=seed, epoch=epoch)
+        return Reopenable(own, feed, settings["generator"])
+
+    places = kept if loader.persistent_workers else {}
+    return reopened(places, name, make, keys, seed=seed, epoch=epoch)
+
+
+def reopened(
+    kept: dict[str, Any], name: str, make: Callable[[], Reopenable], keys: Any, *, seed: int, epoch: int
+) -> Iterator[Any]:
+    """Read an epoch through the workers kept under `name`, or through new ones.
+
+    They are taken out while they read: a second reading at the same time gets workers of its own.
+    """
+    opened: Reopenable = kept.pop(name, None) or make()
+    try:
+        yield from opened.open(keys, seed=seed, epoch=epoch)
+    finally:
+        kept[name] = opened
 
 
 def _reader(dataset: Any, collate: Any, one_by_one: bool) -> Callable[[list[Any]], Any]:

@@ -17,7 +17,7 @@ import torch.utils.data as torch_data
 from fnaccel import tree
 from fnaccel.data.batch import Batch
 from fnaccel.data.cut import cut, join, rows_of, split_sizes
-from fnaccel.data.fetch import KeyFeed, Reopenable, read, settings_of
+from fnaccel.data.fetch import KeyFeed, Reopenable, read, reopened, settings_of
 from fnaccel.data.link import Link
 from fnaccel.data.loaders import Stream
 from fnaccel.data.order import Remainder, span
@@ -155,7 +155,7 @@ def _trees(source: Stream, reading: Reading, link: Link) -> Iterable[tree.Tree]:
             one_by_one=True,
         )
     if type(loader) is torch_data.DataLoader:
-        return _reopened(loader, reading, link)
+        return _through_workers(loader, reading, link)
     if source.drop_last and reading.remainder != "drop":
         raise LoaderError(
             f"the loader drops its last batch by itself, and remainder={reading.remainder!r} was asked for",
@@ -165,15 +165,15 @@ def _trees(source: Stream, reading: Reading, link: Link) -> Iterable[tree.Tree]:
     return loader
 
 
-def _reopened(loader: torch_data.DataLoader[Any], reading: Reading, link: Link) -> Iterator[tree.Tree]:
+def _through_workers(loader: torch_data.DataLoader[Any], reading: Reading, link: Link) -> Iterator[tree.Tree]:
     """An `IterableDataset` through a DataLoader that drops nothing by itself and is seeded by epoch."""
-    opened: Reopenable | None = reading.kept.get("stream")
-    if opened is None:
+
+    def make() -> Reopenable:
         settings = settings_of(loader, link.device)
         own: Any = torch_data.DataLoader(
             loader.dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn, **settings
         )
-        opened = Reopenable(own, KeyFeed(), settings["generator"])
-        if loader.persistent_workers:
-            reading.kept["stream"] = opened
-    return opened.open((), seed=reading.seed, epoch=reading.epoch)
+        return Reopenable(own, KeyFeed(), settings["generator"])
+
+    places = reading.kept if loader.persistent_workers else {}
+    return reopened(places, "stream", make, (), seed=reading.seed, epoch=reading.epoch)

@@ -146,3 +146,14 @@ def release(built: Built) -> None:
     """Let another train step own these modules."""
     for module in built.modules.values():
         _owned.discard(module)
+
+
+def check_factories(model: Any, where: str) -> None:
+    """Raise OwnershipError where a model can't be built again."""
+    sources = model.values() if isinstance(model, dict) else (model,)
+    if any(isinstance(source, nn.Module) for source in sources):
+        raise OwnershipError(
+            "init was called before, and the values of a built module have moved since",
+            where=where,
+            fix="give a factory, which init can call again; or adopt a snapshot of the first state",
+        )

@@ -5,7 +5,7 @@ import random
 import torch
 import torch.utils.data as torch_data
 
-from fnaccel.data import shard
+from fnaccel.data import open_epoch, shard
 from fnaccel.data.seeding import SeededDataset
 from fnaccel.state import Position
 
@@ -110,3 +110,13 @@ def test_lists_are_seeded_from_their_first_key():
 def test_keys_of_any_kind_have_a_seed():
     seeded = SeededDataset({"a": 1, (2, 3): 4}, seed=0)
     assert seeded.__getitems__((0, ["a", (2, 3)])) == [1, 4]
+
+
+def test_two_readings_at_once_have_workers_of_their_own():
+    loader = torch_data.DataLoader(list(range(12)), batch_size=3, num_workers=1, persistent_workers=True)
+    shards = shard(loader)
+    first = open_epoch(shards, rank=0, ranks=1, device=torch.device("cpu"))
+    begun = next(first).data.tolist()
+    inner = [b.data.tolist() for b in open_epoch(shards, rank=0, ranks=1, device=torch.device("cpu"))]
+    rest = [b.data.tolist() for b in first]
+    assert [begun, *rest] == inner == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]

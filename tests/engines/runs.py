@@ -291,6 +291,24 @@ def epoch_losses(strategy, n, batch_size, accumulate, options):
     return out
 
 
+def different_aux(kind):
+    """Ranks whose losses report different things."""
+    world = current()
+
+    def loss(model, batch):
+        plain = loss_fn(model, batch)
+        keys = {"names": ("a", "b")[world.rank], "one": ("a", None)[world.rank]}[kind]
+        return fa.Mean(plain.total, plain.weight, None if keys is None else {keys: plain.total.detach()})
+
+    train_step = program(loss, strategy="ddp")
+    state = train_step.init()
+    train_step(state, rank_rows(0)[0])
+
+
+def different_seeds():
+    program(strategy="fsdp").init(seed=current().rank)
+
+
 def different_plans():
     """Ranks that disagree."""
     world = current()

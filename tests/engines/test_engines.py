@@ -62,8 +62,8 @@ POWERSGD = [
 @pytest.mark.parametrize("hook", ["fp16", "bf16", *POWERSGD], ids=lambda hook: getattr(hook, "name", hook))
 def test_communication_hooks_stay_near(pools, hook):
     """PowerSGD compresses from its third update on, and these runs have three."""
-    expected = single(pools, "plain")
-    first, second = pools.run(2, runs.trained, fa.ddp(hook=hook), "plain")
+    expected = single(pools, "weight")
+    first, second = pools.run(2, runs.trained, fa.ddp(hook=hook), "weight")
     assert_close(first["params"], second["params"])
     assert_close(first["losses"], expected["losses"], precision="bf16")
 
@@ -168,6 +168,7 @@ def test_a_sharded_teacher_is_lent_to_a_replicated_student(pools):
         ("ddp(3)", "plain", "AxisProductError", "3"),
         ("fsdp(init='rank0')", "module", "ArgumentError", "factory"),
         ("ddp(1, bucket_mb=3) * fsdp(2)", "plain", "CapabilityError", "no meaning"),
+        ("ddp(hook='fp16')", "plain", "CapabilityError", "with_weight"),
         ("fsdp", "adafactor", None, ""),
     ],
 )
@@ -185,6 +186,17 @@ def test_what_cannot_be_says_why(pools, strategy, kind, error, says):
 def test_ranks_with_different_plans_raise_instead_of_hanging(pools):
     with pytest.raises(errors.PlanMismatchError, match=r"n=2.*rank 1 has.*n=3"):
         pools.run(2, runs.different_plans)
+
+
+@pytest.mark.parametrize("kind", ["names", "one"])
+def test_ranks_with_different_aux_raise_instead_of_adding_them_up(pools, kind):
+    with pytest.raises(errors.LossError, match="the aux of ranks differs"):
+        pools.run(2, runs.different_aux, kind)
+
+
+def test_ranks_with_different_seeds_raise(pools):
+    with pytest.raises(errors.PlanMismatchError, match=r"different seeds: \[0, 1\]"):
+        pools.run(2, runs.different_seeds)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -20,8 +20,7 @@ FLOORS = [
     ["errors", "_torch", "tree"], ["world", "units"], ["mesh", "state", "loss", "leaf", "step"],
     ["collectives", "data", "optim"], ["transforms", "reports", "gradients"],
     ["engine", "scoring", "whole_step"], ["strategies"], ["plan", "lowering", "lending", "updating"],
-    ["owned"], ["program", "tracking"], ["running", "batch_size", "track"],
-    ["checkpoint"], ["launch", "testing"], ["config"], ["cli"],
+    ["owned"], ["program", "tracking"], ["checkpoint"], ["running", "batch_size", "track"], ["launch", "testing"], ["config"], ["cli"],
 ]  # fmt: skip
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

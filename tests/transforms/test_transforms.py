@@ -321,3 +321,55 @@ def test_a_step_stays_callable_under_its_forward_transforms():
     step = fa.clip_norm(fa.with_precision(spying, "bf16"), 1.0)
     assert step(Net(), batch_of(2)).dtype is torch.float32
     assert inside == [torch.bfloat16]
+
+
+class TestOwnGradients:
+    """What a GRADS transform returns is what the next one sees, and is checked."""
+
+    @staticmethod
+    def transform(name, fn):
+        return fa.Transform(name, fa.Phase.GRADS, apply=lambda grads, own, info: (fn(grads), own))
+
+    def test_transforms_chain(self):
+        zero = self.transform("zero", lambda grads: {k: torch.zeros_like(g) for k, g in grads.items()})
+        same = self.transform("same", dict)
+        train_step = program(same(fa.clip_norm(zero(loss_fn), 1.0)))
+        state = train_step.init()
+        before = fa.snapshot(state)
+        state, metrics = train_step(state, batch_of(4))
+        assert float(metrics["grad_norm"]) == 0.0
+        assert fa.tree.allclose(fa.snapshot(state).params, before.params, rtol=0, atol=0)
+
+    @pytest.mark.parametrize(
+        ("fn", "says"),
+        [
+            (lambda g: {k: v for k, v in g.items() if k != "out.bias"}, "out.bias is missing"),
+            (lambda g: {**g, "typo": torch.ones(1)}, "typo is unknown"),
+            (lambda g: {**g, "out.bias": torch.ones(())}, r"out.bias has shape \[\], not \[1\]"),
+            (lambda g: {**g, "out.bias": 3}, "out.bias is int, not a tensor"),
+            (lambda g: list(g.values()), "list instead of a dict"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, fn, says):
+        train_step = program(self.transform("bad", fn)(loss_fn))
+        state = train_step.init()
+        with pytest.raises(errors.TreeMismatchError, match=says):
+            train_step(state, batch_of(4))
+        state.params  # noqa: B018 - still live
+
+    def test_a_single_return_value_is_named(self):
+        bad = fa.Transform("bad", fa.Phase.GRADS, apply=lambda grads, own, info: grads)
+        train_step = program(bad(loss_fn))
+        with pytest.raises(errors.ArgumentError, match="returned dict"):
+            train_step(train_step.init(), batch_of(4))
+
+
+def test_double_precision_can_be_clipped():
+    train_step = program(fa.clip_norm(loss_fn, 0.1), model=lambda: Net().double())
+    state, _ = train_step(train_step.init(), fa.tree.cast(batch_of(4), torch.float64))
+    assert state.params["out.bias"].dtype is torch.float64
+
+
+def test_a_policy_casts_a_model_of_another_dtype():
+    train_step = program(fa.with_precision(loss_fn, "bf16"), model=lambda: Net().bfloat16())
+    assert train_step.init().params["out.bias"].dtype is torch.float32
