@@ -165,9 +165,8 @@ def main() -> None:
             losses.append(metrics["loss"])
         losses = [float(loss) for loss in losses]
         late = losses[-20:]
-        world.print(
-            f"loss: {losses[0]:.3f} -> {sum(late) / len(late):.3f} nats per byte (mean of the last {len(late)})"
-        )
+        mean = sum(late) / len(late)
+        world.print(f"loss: {losses[0]:.3f} -> {mean:.3f} nats per byte (mean of the last {len(late)})")
         if recipe.checkpoint.directory:
             world.print(f"saved {fa.latest(recipe.checkpoint.directory)}")
         if args.sample:
