@@ -7,6 +7,7 @@ forward from backward. What an engine does not fill in itself, the functions her
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import attrs
 import torch
 
 from fnaccel import _torch
+from fnaccel.errors import PeerLostError
 from fnaccel.gradients import Gradients
 from fnaccel.leaf import Leaf
 from fnaccel.loss import check_attached, read_loss
@@ -116,10 +118,19 @@ class Engine:
         kept = [generator.get_state() for generator in generators]
         try:
             return _run_micro_batches(self, loss, micros, call, generators)
-        except BaseException:
+        except BaseException as error:
             self.clear()
             if self.settle is not None:
                 self.settle()
+            world = self.mesh.world
+            if world.size > 1 and isinstance(error, RuntimeError) and _LOST.search(str(error)):
+                raise PeerLostError(
+                    f"rank {world.rank} waited in step {call.step} for ranks that did not come: "
+                    f"{str(error).splitlines()[0]}",
+                    where="train_step(state, batch)",
+                    fix="see whether another rank failed; if none did, make the same calls on every rank "
+                    "(fa.shard gives all the same number of batches)",
+                ) from error
             raise
         finally:
             for generator, state in zip(generators, kept, strict=True):
@@ -148,6 +159,9 @@ class Engine:
         self.clear()
         self.free()
 
+
+# what gloo and NCCL say of a peer that is not there
+_LOST = re.compile(r"timeout|timed out|closed by peer|connection reset|pair closure", re.IGNORECASE)
 
 _BACKENDS = {"cuda": "cuda", "xpu": "xpu"}
 

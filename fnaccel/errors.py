@@ -125,6 +125,13 @@ class RankMismatchError(FnaccelError, ValueError):
     """
 
 
+class PeerLostError(FnaccelError, RuntimeError):
+    """A rank waited for others that went away, or never came.
+
+    Fails: `if world.rank == 0: train_step(state, batch)`. Works: the same calls on every rank.
+    """
+
+
 class PlanMismatchError(FnaccelError, ValueError):
     """Ranks built different train steps.
 

@@ -231,3 +231,22 @@ def test_errors_that_follow(message, expected):
 
 def test_a_signal_without_a_name_is_described():
     assert "was ended by signal 99" in describe(Failure(rank=0, code=227, when=0.0), Job(script="x.py"))
+
+
+@pytest.mark.launcher
+def test_a_rank_that_takes_fewer_steps_is_named(launcher):
+    script = launcher.write("""
+        import time, torch, fnaccel as fa
+        def loss(m, b): return fa.Mean(m(b).sum(), weight=len(b))
+        with fa.start(timeout=3) as world:
+            step = fa.train_step(
+                loss, model=fa.distribute(lambda: torch.nn.Linear(2, 1), "ddp"), optimizer=fa.sgd(0.1)
+            )
+            state = step.init()
+            for _ in range(4 - 2 * world.rank):
+                state, _ = step(state, torch.ones(3, 2))
+            time.sleep(9 * world.rank)
+    """)
+    ended = launcher("-n", 2, script)
+    assert ended.code == 1
+    assert "PeerLostError: rank 0 waited in step 2 for ranks that did not come" in ended.err
