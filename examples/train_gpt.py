@@ -68,7 +68,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, 256, bias=False)
         for parameter in self.parameters():
             if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
+                nn.init.normal_(parameter, std=0.08)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
@@ -83,7 +83,7 @@ def loss_fn(model, batch):
     return fa.Mean(nll, weight=batch["labels"].numel())
 
 
-def sample(model, prompt: bytes, length: int, temperature: float = 0.7) -> bytes:
+def sample(model, prompt: bytes, length: int, temperature: float = 0.8) -> bytes:
     """Continue `prompt`; every rank draws the same bytes."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.tensor([list(prompt)], device=next(model.parameters()).device)
@@ -144,7 +144,7 @@ def main() -> None:
             clip_norm=1.0,
             optimizer=fa.OptimizerRecipe(
                 name="adamw",
-                lr=2e-3,
+                lr=4e-3,
                 schedule="warmup_cosine",
                 schedule_options={"warmup": max(1, args.steps // 20), "total": max(2, args.steps)},
                 groups={"*norm*": {"weight_decay": 0.0}, "*bias": {"weight_decay": 0.0}},

@@ -339,6 +339,8 @@ def _join(ranks: Ranks, device: torch.device, backend: str | None, timeout: floa
         environ.setdefault("MASTER_PORT", str(20_000 + int(environ.get("SLURM_JOB_ID", "0")) % 10_000))
     if ranks.machines == 1:
         environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        if ranks.source == "mpirun":  # which sets neither, and torch's usual port serves on one machine
+            environ.setdefault("MASTER_PORT", "29500")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing:
         raise WorldError(
