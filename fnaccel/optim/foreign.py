@@ -157,6 +157,8 @@ def from_torch(
 def adafactor(lr: Any = 1e-2, *, groups: Groups = None, **options: Any) -> Optimizer:
     """Adafactor (Shazeer and Stern 2018), `torch.optim.Adafactor`: second moments by row and column.
 
+    Under `fsdp` it raises: torch's own can't take sharded parameters yet (seen with 2.13).
+
     Args:
         lr: a number, or a schedule `updates -> rate`.
         groups: `{pattern: options}`, as for `fa.sgd`.
