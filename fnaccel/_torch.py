@@ -98,3 +98,12 @@ def mend_batched_powersgd() -> None:
 
     orthogonalize.takes_matrices = True  # pyright: ignore[reportFunctionMemberAccess]
     powerSGD_hook._orthogonalize = orthogonalize  # pyright: ignore[reportPrivateUsage]
+
+
+def drop_unsharded_gradients(unit: Any) -> None:
+    """Forget what an FSDP2 module has accumulated and not yet reduced; it has no public way. (2.13)"""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    for param in group.fsdp_params if group is not None else ():
+        param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = None

@@ -145,7 +145,7 @@ class Engine:
         """`fn(model, *args)` without gradients: evaluation, sampling."""
         with torch.no_grad():
             try:
-                return self.lend(fn, *args)
+                return self.run(fn, *args)
             finally:
                 if self.settle is not None:
                     self.settle()

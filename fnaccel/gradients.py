@@ -84,6 +84,10 @@ class Gradients:
                 _torch.foreach_mul_(present, self.multiplier)
             self.multiplier = None
 
+    def changed(self) -> None:
+        """Note that values were changed in place: a norm taken before no longer holds."""
+        self._norm = None
+
     def skip_where_nonfinite(self) -> None:
         """Mark the update as skipped where the norm is NaN or infinite (decided on the device)."""
         bad = (~torch.isfinite(self.norm())).float()
@@ -122,9 +126,10 @@ class Gradients:
             )
         for index, leaf in enumerate(self._leaves):
             if leaf.name in wanted:
-                shard = _torch.local_of(named[leaf.name]).detach()
-                self.shards[index] = shard.to(leaf.shard.dtype).contiguous()
-        self._norm = None
+                # strides of the parameter: fused kernels pair elements as they lie in memory
+                shard = torch.empty_like(leaf.shard)
+                self.shards[index] = shard.copy_(_torch.local_of(named[leaf.name]).detach())
+        self.changed()
 
 
 def _unlike(value: Any, leaf: Any) -> str:

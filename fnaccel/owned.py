@@ -38,9 +38,10 @@ class Owned:
         self.opt = self._show(self.updater.slots)
         self.ema = self._show_averages() if lowered.ema is not None else None
         self._buffer_slots = [
-            (module, attribute, name if key is None else f"{key}/{name}")
+            (module, attribute, full)
             for key, root in built.modules.items()
             for name, module, attribute in _buffers_of(root)
+            if (full := name if key is None else f"{key}/{name}") in engine.buffers
         ]
         self.buffers = self._show(engine.buffers)
 

@@ -201,10 +201,10 @@ class TrainStep:
         info = Info(step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__)
         transforms = dict(state.transforms)
         try:
+            if lowered.skips:
+                grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
             for name, hook in lowered.gradients:
                 _keep(transforms, name, hook.on_gradients(grads, transforms.get(name), info))
-            if lowered.precision.scaled:
-                grads.skip_where_nonfinite()
         except BaseException:
             owned.engine.clear()  # or the next call would add to these gradients
             raise

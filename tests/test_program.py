@@ -444,3 +444,30 @@ def test_rows_that_evaluate_concatenates_need_not_be_the_batchs():
     train_step = program()
     found = fa.evaluate(train_step, train_step.init(), lambda m, b: fa.Concat(b.flatten()), fa.shard(loader))
     assert found.shape == (15,)
+
+
+def test_what_models_share_is_trained_once():
+    shared = nn.Linear(3, 3)
+    models = {
+        "a": lambda: nn.Sequential(shared, nn.Linear(3, 1)),
+        "b": lambda: nn.Sequential(shared, nn.Linear(3, 1)),
+    }
+
+    def both(models, batch):
+        x, y = batch
+        return fa.Mean((models["a"](x) + models["b"](x) - y).square().sum(), weight=len(y))
+
+    train_step = fa.train_step(both, model=fa.distribute(models, "local"), optimizer=fa.sgd(0.1))
+    state = train_step.init()
+    before = shared.weight.detach().clone()
+    x, y = batch_of(4)
+    loss = (models_of(train_step)["a"](x) + models_of(train_step)["b"](x) - y).square().sum() / 4
+    (gradient,) = torch.autograd.grad(loss, shared.weight)
+    state, _ = train_step(state, (x, y))
+    assert "0.weight" in state.params["a"]
+    assert "0.weight" not in state.params["b"]
+    assert torch.allclose(shared.weight, before - 0.1 * gradient, atol=1e-6)
+
+
+def models_of(train_step):
+    return train_step.engine.model

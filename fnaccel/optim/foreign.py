@@ -46,6 +46,7 @@ class BoundTorch:
     reads_host = True
 
     def __init__(self, cls: Any, groups: Sequence[Group]) -> None:
+        self._leaves = {m.index: m.leaf for group in groups for m in group.members}
         self.slots: dict[str, dict[str, Any]] = {}
         initial = _probe(cls, groups)
         self._optimizer = _make(cls, groups, {m.index: m.leaf.param for g in groups for m in g.members})
@@ -67,6 +68,10 @@ class BoundTorch:
         """One update in place: see `Bound.apply`; `skip` costs one host read."""
         if skip is not None and bool(skip):
             return
+        for index, leaf in self._leaves.items():
+            grad = grads[index]
+            if grad is not None and _torch.local_of(leaf.param.grad) is not grad:
+                leaf.param.grad = leaf.like(grad)  # a transform put another in its place
         present = [g for g in grads if g is not None]
         if multiplier is not None and present:
             _torch.foreach_mul_(present, multiplier)
@@ -86,7 +91,8 @@ def _probe(cls: Any, groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
     clones: dict[int, torch.nn.Parameter] = {}
     for group in groups:
         for member in group.members:
-            clone = torch.nn.Parameter(member.leaf.param.detach().clone())
+            # zeros: weight decay would make of a parameter's value a gradient, and of that a slot
+            clone = torch.nn.Parameter(torch.zeros_like(member.leaf.param))
             clone.grad = torch.zeros_like(clone)
             clones[member.index] = clone
     try:

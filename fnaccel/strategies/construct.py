@@ -48,9 +48,16 @@ class Built:
     empty: bool = False
 
     def named(self, what: str) -> Iterator[tuple[str, Any]]:
-        """(canonical name, tensor) of `"parameters"` or `"buffers"`, the model's key first."""
+        """(canonical name, tensor) of `"parameters"` or `"buffers"`, the model's key first.
+
+        What several models share stands under the first of them.
+        """
+        seen: set[int] = set()
         for key, module in self.modules.items():
             for name, value in getattr(module, f"named_{what}")():
+                if id(value) in seen:
+                    continue
+                seen.add(id(value))
                 yield (name if key is None else f"{key}/{name}"), value
 
 

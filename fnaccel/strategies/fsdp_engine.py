@@ -18,7 +18,7 @@ from torch import nn
 
 from fnaccel import _torch
 from fnaccel.engine import Engine
-from fnaccel.errors import ArgumentError, CapabilityError, nearest
+from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, nearest
 from fnaccel.leaf import Leaf
 from fnaccel.mesh import Mesh, ensure_group
 from fnaccel.strategies.construct import Built, construct
@@ -55,7 +55,16 @@ def build_fsdp(request: Request) -> tuple[Engine, Built]:
     # what FSDP2 does not move by itself: ignored parameters live on the device like any other
     for param in ignored:
         param.data = param.data.to(mesh.world.device)
-    _shard(built, request, options, ignored)
+    try:
+        _shard(built, request, options, ignored)
+    except ValueError as error:
+        if isinstance(error, FnaccelError):
+            raise
+        raise CapabilityError(
+            f"fsdp can't shard this model: {str(error).splitlines()[0]}",
+            where=f"strategy {request.strategy}",
+            fix="tied weights have to lie in one unit: choose larger units (fa.fsdp(units=...)), or use ddp",
+        ) from error
     if options.init != "seeded":
         _fill(built, mesh, options, values)
     host: Any = built.host
@@ -236,6 +245,7 @@ def _settler(host: Any) -> Callable[[], None]:
         # ZeRO-2 and the root keep gathered parameters after a forward: without a backward they
         # would go stale at the next update
         for unit in units:
+            _torch.drop_unsharded_gradients(unit)  # left by a micro-batch before one that failed
             unit.reshard()
 
     return settle
@@ -260,13 +270,14 @@ def _averager(params: list[Any], mesh: Mesh) -> Callable[[], None]:
     group = mesh.group("batch")
 
     def average() -> None:
-        grads = [p.grad for p in params if p.grad is not None]
-        if group is None or not grads:
+        if group is None:
             return
+        # every parameter has its place, also where this rank did not use it: others may have
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         flat = torch.cat([g.flatten() for g in grads])
         dist.all_reduce(flat, group=group)
         flat /= mesh.batch_size
-        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
+        for param, grad, part in zip(params, grads, flat.split([g.numel() for g in grads]), strict=True):
+            param.grad = grad.copy_(part.view_as(grad))
 
     return average

@@ -37,8 +37,10 @@ class ClipValue:
         """Clamp in place, after averaging and unscaling."""
         grads.materialise()
         shards = grads.present()
-        _torch.foreach_clamp_max_(shards, self.max_value)
-        _torch.foreach_clamp_min_(shards, -self.max_value)
+        if shards:  # a rank may hold no element of a small model
+            _torch.foreach_clamp_max_(shards, self.max_value)
+            _torch.foreach_clamp_min_(shards, -self.max_value)
+        grads.changed()
         return own
 
 

@@ -107,9 +107,9 @@ class Cast:
 
 
 def _returned(out: Any, dtype: torch.dtype) -> Any:
-    """What a function returned, its half-precision tensors in the output dtype."""
+    """What a function returned, its floating-point tensors in the output dtype."""
     if isinstance(out, torch.Tensor):
-        return out.to(dtype) if out.dtype in (torch.bfloat16, torch.float16) else out
+        return out.to(dtype) if out.is_floating_point() else out
     if isinstance(out, Mean):
         return Mean(_returned(out.total, dtype), out.weight, _returned(out.aux, dtype))
     if isinstance(out, Sum | Concat):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -289,6 +291,38 @@ def epoch_losses(strategy, n, batch_size, accumulate, options):
     out = {"losses": losses, "positions": positions, "params": whole_params(state)}
     train_step.close()
     return out
+
+
+def failing_late(strategy):
+    """A step whose second micro-batch fails leaves nothing for the next one."""
+    fail = [True]
+
+    def moody(model, batch):
+        if fail and len(fail) == 2:
+            fail.clear()
+            raise ValueError("no luck")
+        if fail:
+            fail.append(True)
+        return loss_fn(model, batch)
+
+    train_step = program(fa.accumulate(moody, 2), strategy=strategy)
+    state = train_step.init(seed=0)
+    with contextlib.suppress(ValueError):
+        train_step(state, rank_rows(5)[0])
+    state, _ = train_step(state, rank_rows(0)[0])
+    out = whole_params(state)
+    train_step.close()
+    return out
+
+
+def tiny_clip(strategy):
+    """A rank that holds no element of a model."""
+    train_step = program(
+        fa.clip_value(loss_fn, 0.1), strategy=strategy, model=lambda: nn.Linear(3, 1, bias=False)
+    )
+    state = train_step.init(seed=0)
+    state, _ = train_step(state, rank_rows(0)[0])
+    return whole_params(state)
 
 
 def different_aux(kind):

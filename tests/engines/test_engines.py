@@ -185,6 +185,19 @@ def test_ranks_with_different_plans_raise_instead_of_hanging(pools):
         pools.run(2, runs.different_plans)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp(reshard_after_forward=False)"])
+def test_a_micro_batch_that_fails_leaves_nothing_behind(pools, strategy):
+    expected = pools.run(2, runs.trained, "ddp", "plain", steps=1)[0]["params"]
+    for found in pools.run(2, runs.failing_late, strategy):
+        assert_close(found, expected)
+
+
+def test_a_rank_without_elements_clips_nothing(pools):
+    first, second = pools.run(2, runs.tiny_clip, "fsdp")
+    assert_close(first, second)
+    assert_close(first, pools.run(2, runs.tiny_clip, "ddp")[0])
+
+
 @pytest.mark.parametrize("kind", ["names", "one"])
 def test_ranks_with_different_aux_raise_instead_of_adding_them_up(pools, kind):
     with pytest.raises(errors.LossError, match="the aux of ranks differs"):

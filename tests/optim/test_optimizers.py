@@ -153,3 +153,21 @@ def test_law_13_the_rate_depends_on_applied_updates_alone():
         seen[accumulate, poison] = rates
     assert seen[1, None] == seen[3, None]
     assert seen[3, 2] == seen[1, None][:4]
+
+
+def test_foreign_optimizers_take_what_transforms_return():
+    zero = fa.Transform(
+        "zero", fa.Phase.GRADS,
+        apply=lambda grads, own, info: ({k: torch.zeros_like(g) for k, g in grads.items()}, own),
+    )  # fmt: skip
+    train_step = program(fa.clip_norm(zero(loss_fn), 1.0), optimizer=fa.from_torch(torch.optim.SGD, lr=1.0))
+    state = train_step.init()
+    before = fa.snapshot(state)
+    state, _ = train_step(state, batch_of(4))
+    assert fa.tree.allclose(fa.snapshot(state).params, before.params, rtol=0, atol=0)
+
+
+def test_a_foreign_sgd_with_momentum_and_decay_starts_from_nothing():
+    options = {"momentum": 0.9, "weight_decay": 0.1}
+    expected = raw(lambda net: torch.optim.SGD(net.parameters(), lr=0.05, **options))
+    assert_close(ours(fa.from_torch(torch.optim.SGD, lr=0.05, **options)), expected)

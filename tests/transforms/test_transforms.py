@@ -373,3 +373,55 @@ def test_double_precision_can_be_clipped():
 def test_a_policy_casts_a_model_of_another_dtype():
     train_step = program(fa.with_precision(loss_fn, "bf16"), model=lambda: Net().bfloat16())
     assert train_step.init().params["out.bias"].dtype is torch.float32
+
+
+class TestOrderOfDecisions:
+    """Whether an update is skipped is decided before a transform could hide the reason."""
+
+    @pytest.mark.parametrize("wrap", [
+        lambda step: fa.with_precision(fa.clip_value(step, 0.1), fa.Precision(compute="fp16", init_scale=8.0)),
+        lambda step: fa.skip_nonfinite(fa.clip_value(step, 0.1)),
+    ])  # fmt: skip
+    def test_an_infinity_that_is_clamped_is_still_skipped(self, wrap):
+        train_step = program(wrap(loss_fn))
+        state = train_step.init()
+        before = fa.snapshot(state)
+        x, y = batch_of(4)
+        state, metrics = train_step(state, (x, y * torch.inf))
+        assert float(metrics["skipped"]) == 1.0
+        assert fa.tree.allclose(fa.snapshot(state).params, before.params, rtol=0, atol=0)
+
+    def test_a_norm_is_taken_again_after_values_are_clipped(self):
+        with_skip, one = run(fa.clip_norm(fa.clip_value(fa.skip_nonfinite(loss_fn), 0.01), 0.02), calls=1)
+        without, two = run(fa.clip_norm(fa.clip_value(loss_fn, 0.01), 0.02), calls=1)
+        assert float(one["grad_norm"]) == pytest.approx(float(two["grad_norm"]), abs=1e-7)
+        for name, value in whole_params(without).items():
+            assert torch.allclose(value, with_skip.params[name], atol=1e-7)
+
+
+def test_gradients_keep_the_layout_of_parameters():
+    def make():
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 1)).to(
+            memory_format=torch.channels_last
+        )
+        net[2].weight = nn.Parameter(torch.randn(4, 1).t())
+        return net
+
+    def loss(model, images):
+        return fa.Mean(model(images).square().sum(), weight=len(images))
+
+    images = torch.randn(5, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    same = fa.Transform("same", fa.Phase.GRADS, apply=lambda grads, own, info: (grads, own))
+    states = []
+    for step in (loss, same(loss)):
+        train_step = program(step, model=make, optimizer=fa.adamw(0.1))
+        state, _ = train_step(train_step.init(), images)
+        states.append(whole_params(state))
+    for name, value in states[0].items():
+        assert torch.allclose(value, states[1][name], atol=1e-7), name
+
+
+def test_what_an_output_dtype_of_fp64_means():
+    step = fa.with_precision(loss_fn, fa.Precision(compute="bf16", output="fp64"))
+    _, metrics = run(step, calls=1)
+    assert metrics["loss"].dtype is torch.float64
