@@ -41,14 +41,12 @@ class Loss:
         fn: the loss function under its FORWARD transforms.
         where: its name, for messages.
         weight_fn: weight from the batch alone, or None.
-        scaled: whether there is a loss scale.
         sync_each: average over ranks after each micro-batch, not once.
     """
 
     fn: Callable[..., Any]
     where: str
     weight_fn: Callable[[Any], Any] | None = None
-    scaled: bool = False
     sync_each: bool = False
 
 
@@ -70,7 +68,6 @@ class Engine:
 
     Attributes:
         name, mesh, capabilities: what it is, where it lies, what it can do.
-        delegates: phases that the runtime carries out itself; empty for ours.
         model: what the loss sees: a module, or a dict of modules.
         leaves: the trainable parameters.
         parameters, buffers: by canonical name, as the state shows them.
@@ -90,7 +87,6 @@ class Engine:
     name: str
     mesh: Mesh
     capabilities: frozenset[Capability]
-    delegates: frozenset[str] = frozenset()
     model: Any
     leaves: tuple[Leaf, ...]
     parameters: dict[str, Any]
@@ -149,10 +145,6 @@ class Engine:
             finally:
                 if self.settle is not None:
                     self.settle()
-
-    def export(self) -> dict[str, Any]:
-        """Parameters and buffers by canonical name, as they lie."""
-        return {"params": self.parameters, "buffers": self.buffers}
 
     def close(self) -> None:
         """Free what the strategy holds."""

@@ -117,7 +117,6 @@ def lower(step: Step) -> Lowered:
             fn=fn,
             where=title(step.loss_fn),
             weight_fn=None if weigh is None else weigh.weight_fn,
-            scaled=precision.scaled,
             sync_each=accumulate is not None and accumulate.sync == "each",
         ),
         precision=precision,

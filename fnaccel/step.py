@@ -185,10 +185,6 @@ class Step:
         """The record of one class among the transforms, or None."""
         return next((t.apply for t in self.transforms if isinstance(t.apply, kind)), None)
 
-    def in_phase(self, phase: Phase) -> tuple[Transform, ...]:
-        """The transforms of one phase, in written order."""
-        return tuple(t for t in self.transforms if t.phase is phase)
-
 
 def as_step(step: Any, where: str) -> Step:
     """A Step of a Step or of a plain function.

@@ -12,7 +12,6 @@ import functools
 import gc
 import os
 import re
-import sys
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextvars import ContextVar, Token
@@ -383,8 +382,3 @@ def first_host(nodelist: str) -> str:
     """The first host of a SLURM node list: `"node[07-09,12],gpu1" -> "node07"`."""
     first = re.split(r",(?![^\[]*\])", nodelist)[0]  # commas inside brackets do not part hosts
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
-
-
-def say(message: str) -> None:
-    """One line on standard error, for progress that is not a result."""
-    builtins.print(message, file=sys.stderr, flush=True)

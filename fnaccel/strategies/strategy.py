@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
@@ -159,8 +158,3 @@ def check_degree(degree: int, where: str) -> None:
         raise ArgumentError(
             f"an axis can't have degree {degree!r}", where=where, fix="a positive number, or -1 for the rest"
         )
-
-
-def ranks_of(degrees: dict[str, int]) -> int:
-    """How many ranks a layout takes."""
-    return math.prod(degrees.values())
