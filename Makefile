@@ -4,13 +4,16 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types check format bench clean
+.PHONY: demo test soak lint types check format bench clean
 
 demo: .venv/.demo  ## train the main job, with a progress bar, a plot of the loss and a sample of text
 	$(BIN)/python examples/train_gpt.py --steps 600 --precision bf16 --plot runs/loss.png --sample 400 --dir runs/gpt
 
 test: .venv/.dev  ## the whole suite
 	$(BIN)/python -m pytest
+
+soak: .venv/.dev  ## kill -9 a training run dozens of times, and compare the bits at its end
+	$(BIN)/python -m pytest tests/soak
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

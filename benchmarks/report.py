@@ -15,7 +15,7 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("fnaccel", "torch", "accelerate", "lightning-fabric", "optree")
-_SCALES = {"us": 1e6, "ms": 1e3, "s": 1.0, "bytes": 1.0}
+_SCALES = {"us": 1e6, "ms": 1e3, "s": 1.0, "bytes": 1.0, "MiB": 1.0}
 
 
 @attrs.frozen

@@ -17,6 +17,7 @@ GROUPS = {
         "train_step", "TrainStep", "scan", "evaluate", "Step", "Transform", "Phase", "Capability", "Info", "Plan",
         "fit_batch_size",
     ],
+    "Preemption": ["preemption", "Notice", "Preempted"],
     "Losses": ["Mean", "Sum", "Concat"],
     "Transforms": [
         "with_precision", "Precision", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite",
@@ -30,7 +31,8 @@ GROUPS = {
     ],
     "Data": ["shard", "Shards", "Batch", "Window"],
     "State and checkpoints": [
-        "TrainState", "Position", "Seed", "snapshot", "save", "restore", "latest", "checkpoints", "tree",
+        "TrainState", "Position", "Seed", "snapshot", "save", "save_async", "Saving", "restore", "resume_or_init", "latest", "checkpoints",
+        "adopt", "export_hf", "tree",
     ],
     "Collectives": [
         "gather", "gather_objects", "reduce", "broadcast", "broadcast_objects", "pad_across_processes",

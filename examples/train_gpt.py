@@ -3,7 +3,10 @@
     python examples/train_gpt.py --steps 200 --plot loss.png --sample 400
     fnaccel launch -n 2 --strategy fsdp --precision bf16 examples/train_gpt.py --steps 200
 
-The strategy is one flag; the loss curve is the same for the same global batch.
+The strategy is one flag; the loss curve is the same for the same global batch. With `--dir` the run
+goes on where it was stopped, or killed, on any number of ranks:
+
+    fnaccel launch -n 2 --strategy ddp --max-restarts 3 examples/train_gpt.py --dir runs/gpt --save-every 50
 """
 
 from __future__ import annotations
@@ -103,15 +106,16 @@ def digest(state: fa.TrainState) -> str:
     return found.hexdigest()[:16]
 
 
-def plot(losses: list[float], path: str) -> None:
+def plot(first: int, losses: list[float], path: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    axes.plot(losses, linewidth=1, alpha=0.4, label="each step")
+    steps = range(first, first + len(losses))
+    axes.plot(steps, losses, linewidth=1, alpha=0.4, label="each step")
     width = max(1, len(losses) // 20)
     smooth = [sum(losses[max(0, i - width) : i + 1]) / len(losses[max(0, i - width) : i + 1])
               for i in range(len(losses))]  # fmt: skip
-    axes.plot(smooth, linewidth=2, label=f"mean of {width + 1} steps")
+    axes.plot(steps, smooth, linewidth=2, label=f"mean of {width + 1} steps")
     axes.set(xlabel="step", ylabel="nats per byte", title="byte-level GPT on Python's standard library")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -126,8 +130,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--global-batch", type=int, default=16, help="rows in an update, on all ranks")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches in an update")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dir", help="save the final state here")
-    parser.add_argument("--json", help="write losses and a digest of the parameters here")
+    parser.add_argument("--dir", help="save here, and go on from what is there")
+    parser.add_argument("--save-every", type=int, metavar="STEPS", help="save so often, not at the end only")
+    parser.add_argument("--keep", type=int, metavar="N", help="keep the newest N checkpoints")
+    parser.add_argument("--json", help="write this process's losses and a digest of the parameters here")
     parser.add_argument("--plot", help="draw the loss here (PNG)")
     parser.add_argument("--sample", type=int, default=0, help="bytes of text to draw at the end")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -150,33 +156,40 @@ def main() -> None:
                 groups={"*norm*": {"weight_decay": 0.0}, "*bias": {"weight_decay": 0.0}},
             ),
             data=fa.DataRecipe(seed=args.seed),
-            checkpoint=fa.CheckpointRecipe(directory=args.dir),
+            checkpoint=fa.CheckpointRecipe(directory=args.dir, every=args.save_every, keep=args.keep),
         )
     )
     loader = DataLoader(Sources(), batch_size=args.global_batch, shuffle=True)
     with fa.start() as world:
         train_step = fa.apply(recipe, loss_fn, GPT)
         world.print(train_step.plan)
-        state = train_step.init(seed=args.seed)
-        losses = []
+        directory = recipe.checkpoint.directory
+        if directory:
+            state = fa.resume_or_init(directory, train_step, seed=args.seed)
+        else:
+            state = train_step.init(seed=args.seed)
+        first, losses = state.step + 1, []
         shards = fa.shard(loader, **fa.shard_options(recipe))
         options = {"steps": args.steps, "progress": not args.quiet, **fa.scan_options(recipe)}
         for state, metrics in fa.scan(train_step, state, shards, **options):
             losses.append(metrics["loss"])
         losses = [float(loss) for loss in losses]
-        late = losses[-20:]
-        mean = sum(late) / len(late)
-        world.print(f"loss: {losses[0]:.3f} -> {mean:.3f} nats per byte (mean of the last {len(late)})")
-        if recipe.checkpoint.directory:
-            world.print(f"saved {fa.latest(recipe.checkpoint.directory)}")
+        if losses:
+            late = losses[-20:]
+            mean = sum(late) / len(late)
+            world.print(f"loss: {losses[0]:.3f} -> {mean:.3f} nats per byte (mean of the last {len(late)})")
+        else:
+            world.print(f"finished already, at step {state.step}")
+        if directory:
+            world.print(f"saved {fa.latest(directory)}")
         if args.sample:
             text = train_step.look(state, sample, b"def ", args.sample)
             world.print("sample:\n" + text.decode("utf-8", "replace"))
         mark = digest(state)
         if world.is_main and args.json:
-            Path(args.json).write_text(json.dumps({"losses": losses, "digest": mark}))
-        if world.is_main and args.plot:
-            plot(losses, args.plot)
+            Path(args.json).write_text(json.dumps({"first": first, "losses": losses, "digest": mark}))
+        if world.is_main and args.plot and losses:
+            plot(first, losses, args.plot)
             print(f"plot: {args.plot}")
 
 

@@ -27,6 +27,7 @@ from fnaccel.loss import Concat as Concat
 from fnaccel.loss import Mean as Mean
 from fnaccel.loss import Sum as Sum
 from fnaccel.mesh import Mesh as Mesh
+from fnaccel.notice import Notice as Notice
 from fnaccel.optim import Optimizer as Optimizer
 from fnaccel.optim import adafactor as adafactor
 from fnaccel.optim import adam as adam
@@ -49,6 +50,8 @@ from fnaccel.program import TrainStep as TrainStep
 from fnaccel.program import train_step as train_step
 from fnaccel.running import evaluate as evaluate
 from fnaccel.running import scan as scan
+from fnaccel.signals import Preempted as Preempted
+from fnaccel.signals import preemption as preemption
 from fnaccel.state import Position as Position
 from fnaccel.state import Seed as Seed
 from fnaccel.state import TrainState as TrainState
@@ -83,10 +86,13 @@ from fnaccel.world import start as start
 
 if TYPE_CHECKING:
     from fnaccel.batch_size import fit_batch_size as fit_batch_size
+    from fnaccel.checkpoint import Saving as Saving
     from fnaccel.checkpoint import checkpoints as checkpoints
     from fnaccel.checkpoint import latest as latest
     from fnaccel.checkpoint import restore as restore
+    from fnaccel.checkpoint import resume_or_init as resume_or_init
     from fnaccel.checkpoint import save as save
+    from fnaccel.checkpoint import save_async as save_async
     from fnaccel.config import CheckpointRecipe as CheckpointRecipe
     from fnaccel.config import DataRecipe as DataRecipe
     from fnaccel.config import OptimizerRecipe as OptimizerRecipe
@@ -97,6 +103,8 @@ if TYPE_CHECKING:
     from fnaccel.config import scan_options as scan_options
     from fnaccel.config import shard_options as shard_options
     from fnaccel.config import to_yaml as to_yaml
+    from fnaccel.interchange import adopt as adopt
+    from fnaccel.interchange import export_hf as export_hf
 
 __version__ = "0.1.0"
 
@@ -104,10 +112,13 @@ __version__ = "0.1.0"
 _LATE = {
     "fnaccel.batch_size": ("fit_batch_size",),
     "fnaccel.checkpoint": (
+        "Saving",
         "checkpoints",
         "latest",
         "restore",
+        "resume_or_init",
         "save",
+        "save_async",
     ),
     "fnaccel.config": (
         "CheckpointRecipe",
@@ -120,6 +131,10 @@ _LATE = {
         "scan_options",
         "shard_options",
         "to_yaml",
+    ),
+    "fnaccel.interchange": (
+        "adopt",
+        "export_hf",
     ),
 }
 _HOME = {name: module for module, names in _LATE.items() for name in names}

@@ -8,6 +8,8 @@ Nothing else lives here: a name that is public and the same in torch 2.9 to 2.13
 from __future__ import annotations
 
 import inspect
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -65,10 +67,70 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def transient_buffers(root: torch.nn.Module) -> list[str]:
+    """The names of buffers that a module does not save (`persistent=False`). (2.13)"""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in root.named_modules()
+        for name in sorted(module._non_persistent_buffers_set)
+    ]
+
+
 def buffer_sync(sync: bool) -> dict[str, Any]:
     """DistributedDataParallel's argument for buffers: renamed in 2.13, the old name warns. (2.11, 2.13)"""
     names = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": sync}
+
+
+class FixedBuckets(torch.nn.parallel.DistributedDataParallel):
+    """DistributedDataParallel whose buckets are laid out once, last parameter first. (2.13)
+
+    torch lays them out anew after a process's first backward, in the order in which gradients came. Then
+    sums over three ranks or more round differently, and a run that goes on in a new process is not the
+    run that went on: here both begin with the layout that they end with. With `find_unused_parameters`
+    torch never changes it.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if not self.find_unused_parameters:
+            self.reducer._push_all_rebuilt_params()
+            self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
+        parameters, sparse = super()._build_params_for_reducer()
+        if self.find_unused_parameters:
+            return parameters, sparse
+        return parameters[::-1], sparse[::-1]
+
+
+_last_world: weakref.ref[Any] | None = None
+
+
+def forget_old_meshes() -> None:
+    """Clear what DTensor keeps of meshes, where another world's process group began since. (2.13)
+
+    It finds results by equality of meshes, and a mesh of the next world equals one of the last: then a
+    new tensor lies on a mesh whose groups are gone, or whose names belong to other groups by now.
+    """
+    global _last_world  # the cache is torch's, and one for the process
+    group: Any = dist.group.WORLD
+    if _last_world is not None and _last_world() is group:
+        return
+    _last_world = weakref.ref(group)
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug  # noqa: PLC0415 - slow to import
+
+    clear: Callable[[], None] | None = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    for name in ("clear_redistribute_planner_cache", "_gen_transform_infos"):
+        found: Any = getattr(redistribute, name, None)
+        forget: Callable[[], None] | None = getattr(found, "cache_clear", found)
+        if forget is not None:
+            forget()
 
 
 def local_offset(value: Any) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from fnaccel.gradients import Gradients
 from fnaccel.leaf import Leaf
 from fnaccel.loss import check_attached, read_loss
 from fnaccel.mesh import Mesh, MeshAxis
+from fnaccel.notice import Notice
 from fnaccel.reports import Agreement, Report
 from fnaccel.state import fold
 from fnaccel.step import Capability
@@ -53,13 +54,14 @@ class Loss:
 @attrs.frozen(kw_only=True)
 class Call:
     """What changes from one call to the next: the root seed (None: PyTorch's own stream), the loss
-    scale, lent models."""
+    scale, lent models, who wants to know whether to stop."""
 
     root: int | None
     step: int
     scale: Any = None
     last_weight: Any = None
     given: Any = None
+    notice: Notice | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -172,7 +174,7 @@ def _run_micro_batches(
     mesh = engine.mesh
     group = mesh.group("batch")
     device = mesh.world.device
-    report = Report(group, device, engine.agreement)
+    report = Report(group, device, engine.agreement, call.notice)
     up_front = _up_front(loss, micros, call, report, engine.averaged, device)
     last = len(micros) - 1
     batch_rank = mesh.batch_rank

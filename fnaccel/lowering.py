@@ -188,3 +188,15 @@ def _check_rows(rows: int, n: int) -> None:
             where=f"accumulate(step, {n})",
             fix=f"give at least {n} rows a rank, or accumulate over {rows} or fewer",
         )
+
+
+def keep_own(transforms: dict[str, Any], name: str, own: Any) -> None:
+    """Keep the next state of a transform, where it has one: states keep their structure."""
+    if name in transforms:
+        transforms[name] = own
+    elif own is not None:
+        raise ArgumentError(
+            f"transform {name!r} returned a state of its own and began without one",
+            where=f"transform {name}",
+            fix="give its first state: fa.Transform(..., init=lambda params: first)",
+        )

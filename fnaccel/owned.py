@@ -118,6 +118,15 @@ class Owned:
             self.buffers = self._show(flat)
         return self.buffers
 
+    def transient(self) -> list[str]:
+        """The names of buffers that modules make themselves and don't save."""
+        pairs = [
+            (key, name)
+            for key, root in self._built.modules.items()
+            for name in _torch.transient_buffers(root)
+        ]
+        return [name if key is None else f"{key}/{name}" for key, name in pairs]
+
     def move_scale(self, scale: dict[str, torch.Tensor], skip: Any, weight: Any) -> None:
         """Grow or shrink the loss scale in place, and keep the weight for the next step."""
         policy = self._lowered.precision
@@ -158,6 +167,15 @@ class Owned:
             extras=state.extras,
             transforms=tree.map_tensors(torch.clone, state.transforms),
         )
+
+    def check_filled(self, complete: bool) -> None:
+        """Raise CapabilityError where a model without values is to be given some of them only."""
+        if self._empty and not complete:
+            raise CapabilityError(
+                'the model was built without values (init="meta"), and not all of them are restored',
+                where="fa.restore(only=, skip=)",
+                fix="restore all of params and buffers, or build it with values: fa.fsdp(init='seeded')",
+            )
 
     def restored(self) -> None:
         """Note that the parameters hold values now."""

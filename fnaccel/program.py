@@ -14,8 +14,9 @@ from fnaccel.collectives import gather_objects
 from fnaccel.engine import Call, Engine
 from fnaccel.errors import ArgumentError, OwnershipError, UnleasedStateError
 from fnaccel.lending import Given, lend
-from fnaccel.lowering import Lowered, lower, micro_batches
+from fnaccel.lowering import Lowered, keep_own, lower, micro_batches
 from fnaccel.mesh import Mesh, build, resolve
+from fnaccel.notice import Notice
 from fnaccel.owned import Owned, assemble
 from fnaccel.plan import Plan, compare, host_reads, make_plan
 from fnaccel.state import Lease, Position, TrainState, donate, lease, lease_of
@@ -47,11 +48,13 @@ class TrainStep:
     Attributes:
         plan: what it will do, in order; print it.
         mesh: how the ranks lie; `train_step.mesh["batch"]` goes where `over=` is asked for.
+        notice: whether ranks want to stop; `fa.preemption` sets it.
     """
 
     def __init__(self, described: Description, lowered: Lowered, plan: Plan, mesh: Mesh) -> None:
         self.plan = plan
         self.mesh = mesh
+        self.notice: Notice | None = None
         self._described = described
         self._lowered = lowered
         self._owned: Owned | None = None
@@ -83,6 +86,10 @@ class TrainStep:
                 fix="make a new one" if self._closed else "state = train_step.init(seed=0) first",
             )
         return self._owned
+
+    def transient_buffers(self) -> list[str]:
+        """The names of buffers that the model does not save by itself (`persistent=False`)."""
+        return self._parts().transient()
 
     def init(self, seed: int = 0, *, extras: Any = None) -> TrainState:
         """Build the model, shard it, make all optimizer state, and lease the first state.
@@ -140,16 +147,25 @@ class TrainStep:
             donate(self._lease.live)
         return lease(state, self._lease)
 
-    def refill(self, state: TrainState, fill: Callable[[TrainState], TrainState]) -> TrainState:
+    def refill(
+        self, state: TrainState, fill: Callable[[TrainState], TrainState], *, complete: bool = True
+    ) -> TrainState:
         """Let `fill` write into the tensors of the live state; what it returns is leased in its place.
 
         Where `fill` fails, these tensors may be part old, part new, so `state` is donated all the same.
 
+        Args:
+            state: the live state.
+            fill: gets it with its current buffers.
+            complete: whether all parameters and buffers get values.
+
         Raises:
+            CapabilityError: they don't, and the model was built without any.
             StaleStateError, UnleasedStateError: not the live state; `fill` was not called.
         """
         owned = self._parts()
         lease_of(state, "train_step.refill(state, fill)")
+        owned.check_filled(complete)
         try:
             made = fill(attrs.evolve(state, buffers=owned.current_buffers()))
         except BaseException:
@@ -204,7 +220,7 @@ class TrainStep:
             if lowered.skips:
                 grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
             for name, hook in lowered.gradients:
-                _keep(transforms, name, hook.on_gradients(grads, transforms.get(name), info))
+                keep_own(transforms, name, hook.on_gradients(grads, transforms.get(name), info))
         except BaseException:
             owned.engine.clear()  # or the next call would add to these gradients
             raise
@@ -218,6 +234,7 @@ class TrainStep:
             scale=None if scale is None else scale["scale"],
             last_weight=None if scale is None else scale["weight"],
             given=lent,
+            notice=self.notice,
         )
         if lent is None:
             found = owned.engine.grads(self._lowered.loss, micros, call)
@@ -255,7 +272,7 @@ class TrainStep:
             owned.move_scale(scale, grads.skip, metrics["weight"])
         owned.engine.clear()
         for name, hook in self._lowered.updates:
-            _keep(transforms, name, hook.on_update(owned.engine, transforms.get(name), info))
+            keep_own(transforms, name, hook.on_update(owned.engine, transforms.get(name), info))
         following = TrainState(
             step=step + 1,
             updates=after,
@@ -380,15 +397,3 @@ def train_step(
     )
     found.close_with(made)
     return made
-
-
-def _keep(transforms: dict[str, Any], name: str, own: Any) -> None:
-    """Keep the next state of a transform, where it has one: states keep their structure."""
-    if name in transforms:
-        transforms[name] = own
-    elif own is not None:
-        raise ArgumentError(
-            f"transform {name!r} returned a state of its own and began without one",
-            where=f"transform {name}",
-            fix="give its first state: fa.Transform(..., init=lambda params: first)",
-        )

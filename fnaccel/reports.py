@@ -14,6 +14,7 @@ from fnaccel import tree
 from fnaccel.collectives import gather, gather_objects
 from fnaccel.errors import LossError
 from fnaccel.loss import Concat, Sum, is_combinable, parts_of
+from fnaccel.notice import Notice
 
 RESERVED = frozenset({"loss", "weight", "lr", "grad_norm", "skipped", "loss_scale"})
 """Metrics that a step reports by itself."""
@@ -63,13 +64,20 @@ class Report:
     """Collects one step's totals; `weight` and `finish()` are global once `wait()` returned."""
 
     __slots__ = (
-        "_agreement", "_aux", "_concats", "_device", "_dtype", "_group", "_known", "_sent", "_structure",
-        "_total", "weight",
+        "_agreement", "_aux", "_concats", "_device", "_dtype", "_group", "_known", "_notice", "_sent",
+        "_structure", "_total", "weight",
     )  # fmt: skip
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, agreement: Agreement) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        agreement: Agreement,
+        notice: Notice | None = None,
+    ) -> None:
         self._group = group
         self._agreement = agreement
+        self._notice = notice
         self._device = device
         self._total: Any = 0.0
         self._aux: list[tuple[Any, Any]] = []
@@ -131,7 +139,8 @@ class Report:
         dtype = torch.float32 if self._device.type == "mps" else torch.float64
         if isinstance(value, torch.Tensor):
             return value.detach().to(self._device, dtype, copy=True)
-        return torch.tensor(float(value), dtype=dtype, device=self._device)
+        # filled on the device: a copy of a host value would wait for all work before it
+        return torch.full((), float(value), dtype=dtype, device=self._device)
 
     def send(self) -> None:
         """Start the all-reduce of everything collected; nothing to do on one rank."""
@@ -139,7 +148,9 @@ class Report:
             return
         shape = "" if self._structure is None else f"{self._kinds()} in {self._structure[1]}"
         self._agreement.check(shape, self._group)
-        values = [self._total, 0.0 if self._known else self.weight]
+        # the third is for `fa.preemption`; always there, since ranks add up by place
+        asked = self._notice is not None and self._notice.asked
+        values = [self._total, 0.0 if self._known else self.weight, float(asked)]
         for pair in self._aux:
             values.extend(pair)
         if any(isinstance(v, torch.Tensor) for v in values):
@@ -151,6 +162,8 @@ class Report:
     def wait(self) -> None:
         """Wait for the all-reduce and take the global sums."""
         if self._sent is None:
+            if self._notice is not None:
+                self._notice.hear(None, self._device)
             return
         packed, work = self._sent
         work.wait()
@@ -158,7 +171,9 @@ class Report:
         self._total = parts[0]
         if not self._known:
             self.weight = parts[1]
-        self._aux = [(parts[2 + 2 * i], parts[3 + 2 * i]) for i in range(len(self._aux))]
+        if self._notice is not None:
+            self._notice.hear(parts[2], self._device)
+        self._aux = [(parts[3 + 2 * i], parts[4 + 2 * i]) for i in range(len(self._aux))]
 
     def finish(self) -> dict[str, Any]:
         """`{"loss": ..., "weight": ...}` and aux, as device tensors; call after `wait()`."""

@@ -10,10 +10,12 @@ from typing import Any
 
 import attrs
 
+from fnaccel.autosave import Autosave, Steps
 from fnaccel.data import Shards, open_epoch, steps_per_epoch
 from fnaccel.errors import ArgumentError, LoaderError
 from fnaccel.program import TrainStep
 from fnaccel.scoring import Scores
+from fnaccel.signals import SIGNALS
 from fnaccel.state import Position, TrainState
 from fnaccel.step import require
 from fnaccel.tracking import Log, Tracker
@@ -41,8 +43,16 @@ def scan(
     config: Mapping[str, Any] | None = None,
     directory: str | Path | None = None,
     save_every: int | None = None,
+    keep: int | None = None,
+    keep_every: int | None = None,
+    background: bool = False,
+    signals: Iterable[str] = SIGNALS,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Train over the data from where the state stands, and yield each `(state, metrics)`.
+
+    With a directory, a signal to any rank (what schedulers send before they end a job) lets all ranks
+    finish the same step, save and end: `Preempted` is raised, a SystemExit with code 75. Started again
+    with `fa.resume_or_init(directory, train_step)`, the run goes on from there.
 
     Args:
         train_step: what `fa.train_step` made.
@@ -56,10 +66,17 @@ def scan(
         config: what trackers show beside the run; the plan is added.
         directory: save the state here, each `save_every` steps and at the end; None: nowhere.
         save_every: None saves at the end only.
+        keep, keep_every: how many of the newest checkpoints stay, and of which steps all: see `fa.save`.
+        background: train on while a state is written; the end of the loop waits for it.
+        signals: what lets the run save and end, where there is a directory; `()` leaves signals alone.
+            The handlers of before are back when the loop ends. Only the main thread can catch any.
 
     Raises:
         LoaderError: an epoch holds nothing.
         ArgumentError: not shards, or bad counts.
+        UnknownNameError: no such signal.
+        CheckpointError: a save failed.
+        Preempted: all ranks have saved because of a signal, and are to end.
 
     Example: `for state, metrics in fa.scan(train_step, state, fa.shard(loader), progress=True): ...`
     """
@@ -79,24 +96,24 @@ def scan(
         "fa.scan",
         "give a directory, and save_every of 1 or more",
     )
+    require(
+        directory is not None or (keep is None and keep_every is None and not background),
+        f"keep={keep!r}, keep_every={keep_every!r}, background={background!r} with nothing to save",
+        "fa.scan",
+        "give a directory",
+    )
     steps_taken = _scan(train_step, state, shards, steps, epochs, progress, several, log_every, config or {})
-    return steps_taken if directory is None else _saving(steps_taken, directory, save_every)
-
-
-def _saving(
-    steps: Iterator[tuple[TrainState, dict[str, Any]]], directory: str | Path, every: int | None
-) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    from fnaccel.checkpoint import save  # noqa: PLC0415 - only where states are saved
-
-    last: TrainState | None = None
-    for state, metrics in steps:
-        last = state
-        if every is not None and state.step % every == 0:
-            save(directory, state)
-            last = None
-        yield state, metrics
-    if last is not None:
-        save(directory, last)
+    if directory is None:
+        return steps_taken
+    plan = Autosave(
+        directory=directory,
+        every=save_every,
+        keep=keep,
+        keep_every=keep_every,
+        background=background,
+        signals=signals,
+    )
+    return plan.run(train_step, steps_taken)
 
 
 def _scan(
@@ -109,7 +126,7 @@ def _scan(
     trackers: tuple[Tracker, ...],
     log_every: int,
     config: Mapping[str, Any],
-) -> Iterator[tuple[TrainState, dict[str, Any]]]:
+) -> Steps:
     world = train_step.mesh.world
     if epochs is None and steps is None:
         epochs = state.data.epoch + 1

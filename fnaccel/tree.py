@@ -176,6 +176,16 @@ def register(
     return cls
 
 
+def open_node(value: Any) -> tuple[dict[str, Any], Callable[[Iterable[Any]], Any]] | None:
+    """The entries directly below a node, by name, and what rebuilds it from new ones; None for a leaf."""
+    try:
+        children, metadata, entries, rebuild = optree.tree_flatten_one_level(value, namespace=NAMESPACE)
+    except ValueError:  # a leaf
+        return None
+    names = getattr(value, "_fields", entries) if isinstance(value, tuple) else entries
+    return dict(zip(map(str, names), children, strict=True)), lambda made: rebuild(metadata, made)
+
+
 _learned: set[type] = {dict}
 
 

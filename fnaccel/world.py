@@ -11,9 +11,8 @@ import contextlib
 import functools
 import gc
 import os
-import re
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextvars import ContextVar, Token
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
@@ -24,25 +23,13 @@ import torch.distributed as dist
 
 from fnaccel import _torch
 from fnaccel.errors import NoWorldError, WorldError
+from fnaccel.ranks import Ranks, detect, first_host
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _RUNNING = "a running process group"
 _current: ContextVar[World | None] = ContextVar("fnaccel_world", default=None)
-
-
-@attrs.frozen(kw_only=True)
-class Ranks:
-    """What the environment says about this process, before anything is started."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    machine: int = 0
-    machines: int = 1
-    source: str = "plain python"
 
 
 @attrs.frozen(kw_only=True)
@@ -70,6 +57,7 @@ class World:
     _owns_group: bool = attrs.field(default=False, repr=False, alias="owns_group")
     _tokens: list[Token[World | None]] = attrs.field(factory=list, repr=False, eq=False)
     _guests: weakref.WeakSet[Any] = attrs.field(factory=weakref.WeakSet, repr=False, eq=False)
+    _resources: dict[Any, Any] = attrs.field(factory=dict, repr=False, eq=False)
 
     @property
     def is_main(self) -> bool:
@@ -132,7 +120,8 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(clean=kind is None)
+        # Preempted says that all ranks leave; sys.exit on one of them does not
+        self.close(clean=kind is None or getattr(kind, "on_all_ranks", False))
 
     def enter(self) -> None:
         """Be the world of this context, until `close`."""
@@ -142,11 +131,30 @@ class World:
         """Call `guest.close()` before the processes part: it holds what talks between them."""
         self._guests.add(guest)
 
+    def resource(self, kind: Callable[[World], R]) -> R:
+        """The one `kind(self)` of this world, made when it is first asked for.
+
+        Its `close(clean=)` is called before the processes part, and may raise.
+        """
+        if kind not in self._resources:
+            self._resources[kind] = kind(self)
+        return self._resources[kind]
+
     def close(self, *, clean: bool = True) -> None:
         """Leave the world; ranks wait for each other where `clean`, so that none is cut off.
 
-        Train steps that span several ranks are closed with it.
+        Train steps that span several ranks are closed with it; saves in the background end before.
+
+        Raises:
+            CheckpointError: such a save failed, and nobody was told.
         """
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._leave, clean=clean)
+            while self._resources:
+                _, resource = self._resources.popitem()
+                stack.callback(resource.close, clean=clean)
+
+    def _leave(self, *, clean: bool) -> None:
         while self._tokens:
             token = self._tokens.pop()
             with contextlib.suppress(ValueError):  # closed in another context than it began
@@ -231,74 +239,6 @@ def start(
     return world
 
 
-_MPI = (
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
-
-
-def detect(environ: Mapping[str, str]) -> Ranks:
-    """Read the ranks from environment variables: torchrun's names, mpirun's, SLURM's, or none.
-
-    Raises:
-        WorldError: a rank outside the world, or half of the variables.
-    """
-    if "RANK" in environ or "WORLD_SIZE" in environ:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        if not {"RANK", "WORLD_SIZE"} <= environ.keys():
-            missing = "WORLD_SIZE" if "RANK" in environ else "RANK"
-            raise WorldError(
-                f"the environment sets one of RANK and WORLD_SIZE, but not {missing}",
-                where="fa.start",
-                fix="start with `fnaccel launch` or torchrun, or unset both",
-            )
-        return _ranks(environ, names, "fnaccel launch" if "FNACCEL_LAUNCHED" in environ else "torchrun")
-    for names in _MPI:
-        if names[0] in environ and names[1] in environ:
-            return _ranks(environ, names, "mpirun")
-    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
-        return _ranks(environ, names, "srun")
-    return Ranks()
-
-
-def _ranks(environ: Mapping[str, str], names: tuple[str, str, str, str], source: str) -> Ranks:
-    def number(name: str, default: int) -> int:
-        text = environ.get(name, str(default))
-        if not re.fullmatch(r"\d+", text):
-            raise WorldError(
-                f"{name}={text!r} is not a number", where="fa.start", fix=f"set {name} to a count"
-            )
-        return int(text)
-
-    rank, size = number(names[0], 0), number(names[1], 1)
-    if rank >= size:
-        raise WorldError(
-            f"{names[0]}={rank} is outside a world of {names[1]}={size}",
-            where="fa.start",
-            fix=f"ranks run from 0 to {size - 1}",
-        )
-    local_size = number(names[3], size)
-    local_rank = number(names[2], rank % max(local_size, 1))
-    machines = max(1, -(-size // max(local_size, 1)))
-    machine = number("GROUP_RANK", rank // max(local_size, 1))
-    return Ranks(
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        machine=machine,
-        machines=machines,
-        source=source,
-    )
-
-
 def _ranks_of_running_group() -> Ranks:
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
@@ -376,9 +316,3 @@ def _join(ranks: Ranks, device: torch.device, backend: str | None, timeout: floa
             where="fa.start",
             fix="check that every rank runs and reaches that address (several machines: GLOO_SOCKET_IFNAME)",
         ) from error
-
-
-def first_host(nodelist: str) -> str:
-    """The first host of a SLURM node list: `"node[07-09,12],gpu1" -> "node07"`."""
-    first = re.split(r",(?![^\[]*\])", nodelist)[0]  # commas inside brackets do not part hosts
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)

@@ -10,10 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import Phase, settings
 
 from fnaccel.testing import RankPools
 
 torch.set_num_threads(1)
+settings.register_profile("suite", deadline=None)  # machines are noisy: time is never tested
+settings.register_profile("mutants", deadline=None, phases=[Phase.generate], derandomize=True)
+settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session")

@@ -131,3 +131,53 @@ def test_states_are_saved_as_it_goes_and_at_the_end(tmp_path):
     assert found == [(5, 1, 8)]
     with pytest.raises(errors.ArgumentError, match="save_every"):
         fa.scan(train_step, train_step.init(), shards(), save_every=2)
+
+
+def test_only_what_is_to_be_kept_stays_also_in_the_background(tmp_path):
+    for background in (False, True):
+        root = tmp_path / str(background)
+        plan = fa.CheckpointRecipe(directory=str(root), every=1, keep=2, keep_every=3, background=background)
+        train_step = program()
+        options = fa.scan_options(fa.Recipe(checkpoint=plan))
+        positions(train_step, train_step.init(), shards(), steps=7, **options)
+        assert [one.step for one in fa.checkpoints(root)] == [3, 6, 7]
+
+
+def test_what_is_saved_in_the_background_is_there_however_the_loop_ends(tmp_path):
+    train_step = program()
+
+    def loop(name, end):
+        for state, _ in fa.scan(
+            train_step,
+            train_step.init(),
+            shards(),
+            steps=6,
+            directory=tmp_path / name,
+            save_every=2,
+            background=True,
+        ):
+            if state.step == 4:
+                end()
+
+    with pytest.raises(ZeroDivisionError):
+        loop("error", lambda: 1 / 0)
+    held = fa.scan(
+        train_step, train_step.init(), shards(), directory=tmp_path / "closed", save_every=1, background=True
+    )
+    next(held)
+    held.close()
+    assert [one.step for one in fa.checkpoints(tmp_path / "error")] == [2, 4]
+    assert [one.step for one in fa.checkpoints(tmp_path / "closed")] == [1]
+
+
+def test_a_save_that_failed_in_the_background_is_told(tmp_path, monkeypatch):
+    from fnaccel.checkpoint import commit
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(commit, "commit", refuse)
+    train_step = program()
+    options = {"directory": tmp_path, "save_every": 2, "background": True}
+    with pytest.raises(errors.CheckpointError, match="No space left"):
+        positions(train_step, train_step.init(), shards(), steps=3, **options)

@@ -4,7 +4,7 @@
     root/step-0000000010.old      committed: what a second save of step 10 replaces, until it has
     root/.saving-step-…           being written, or what a crash left; nobody reads it
 
-Whoever fills a directory holds a lock on it, which the system drops with the process. So what nobody
+Whoever fills or reads a directory holds a lock on it, which the system drops with the process. So what nobody
 holds is a leftover, and the next save that succeeds removes it; where the file system has no locks, after
 a day without changes. Ranks are not known here.
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 import attrs
 
 from fnaccel.checkpoint import durable, manifest
+from fnaccel.errors import CheckpointError
 
 _COMMITTED = re.compile(r"step-(\d{10,19})(\.old)?")
 _UNFINISHED = ".saving-"
@@ -103,19 +104,44 @@ def commit(staged: Path, root: Path, step: int) -> Path:
     return final
 
 
-def sweep(root: Path, step: int) -> None:
-    """Remove what the checkpoint of `step` replaced, and leftovers of saves that nobody finishes."""
+def sweep(root: Path) -> None:
+    """Remove what others have replaced, and leftovers of saves that nobody finishes."""
     with contextlib.suppress(OSError):  # what can't be removed now is tried again by the next save
-        aside = root / f"{name_of(step)}.old"
-        if aside.exists():
-            discard(aside)
+        for aside in root.glob("step-*.old"):
+            if (aside.with_suffix("") / manifest.FILE).is_file():
+                discard(aside)
         for path in root.glob(f"{_UNFINISHED}*"):
             if _forgotten(path):
                 durable.remove(path)
 
 
-def discard(path: Path) -> None:
-    """Remove a committed checkpoint; at no moment does half of it look committed."""
+def check_alone(staged: Path, where: str) -> None:
+    """See that nobody else fills a directory beside `staged`.
+
+    Raises:
+        CheckpointError: another process holds one.
+    """
+    for path in staged.parent.glob(f"{_UNFINISHED}*"):
+        if path == staged:
+            continue
+        with contextlib.suppress(FileNotFoundError), _locked(path, wait=False) as free:
+            if free is False:
+                raise CheckpointError(
+                    f"another process is saving into {staged.parent}: it holds {path.name}",
+                    where=where,
+                    fix="give each job a directory of its own, or let the other one end first",
+                )
+
+
+def discard(path: Path, *, unless_read: bool = False) -> None:
+    """Remove a committed checkpoint; at no moment does half of it look committed.
+
+    With `unless_read`, one that someone holds stays.
+    """
+    if unless_read:
+        with _locked(path, wait=False) as free:
+            if free is False:
+                return
     hidden = path.with_name(f"{_UNFINISHED}{path.name}-{uuid.uuid4().hex[:12]}")
     durable.rename(path, hidden)
     durable.remove(hidden)
@@ -123,7 +149,7 @@ def discard(path: Path) -> None:
 
 @contextlib.contextmanager
 def held(staged: Path) -> Generator[None]:
-    """Mark a directory as being filled, while the body runs and its process lives."""
+    """Mark a directory as being filled or read, while the body runs and its process lives."""
     with _locked(staged, wait=True):
         yield
 

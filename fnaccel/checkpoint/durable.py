@@ -9,10 +9,12 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import attrs
+
+from fnaccel.checkpoint.behind import Behind
 
 
 @attrs.frozen
@@ -34,16 +36,48 @@ def write_file(path: Path, chunks: Iterable[memoryview]) -> FileRecord:
     Raises:
         OSError: the device is full, the directory is read-only, the file exists.
     """
-    size = checksum = 0
+    size = checksum = unflushed = 0
+
+    def add(block: memoryview) -> None:
+        nonlocal checksum
+        checksum = zlib.crc32(block, checksum)
+
     with path.open("xb", buffering=0) as file:
-        for chunk in chunks:
-            checksum = zlib.crc32(chunk, checksum)
-            size += len(chunk)
-            rest = chunk
-            while rest:  # the kernel takes at most 2 GiB at a time
-                rest = rest[write(file.fileno(), rest) :]
-        sync(file.fileno())
+        number = file.fileno()
+        with Behind(add) as summing, Behind(lambda _: flush(number)) as flushing:
+            for block in _blocks(chunks):
+                summing.put(block)
+                size += len(block)
+                unflushed += len(block)
+                rest = block
+                while rest:  # the kernel takes at most 2 GiB at a time
+                    rest = rest[write(number, rest) :]
+                if unflushed >= _FLUSH and flushing.offer(None):
+                    unflushed = 0
+        sync(number)
     return FileRecord(size, f"{checksum:08x}")
+
+
+_BLOCK = 1 << 24
+_FLUSH = 1 << 25
+
+
+def _blocks(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in blocks of some MiB: small chunks put together, large ones cut."""
+    small = bytearray()
+    for chunk in chunks:
+        if len(chunk) < _BLOCK // 16:
+            small += chunk
+        else:
+            if small:
+                yield memoryview(small)
+                small = bytearray()
+            yield from (chunk[start : start + _BLOCK] for start in range(0, len(chunk), _BLOCK))
+        if len(small) >= _BLOCK:
+            yield memoryview(small)
+            small = bytearray()
+    if small:
+        yield memoryview(small)
 
 
 def write(file: int, data: memoryview) -> int:
@@ -54,6 +88,11 @@ def write(file: int, data: memoryview) -> int:
 def sync(file: int) -> None:
     """Wait until the device holds what was written to a file or a directory."""
     os.fsync(file)
+
+
+def flush(file: int) -> None:
+    """Let the device take what was written so far; what it lacks at the end, `sync` waits for."""
+    getattr(os, "fdatasync", os.fsync)(file)
 
 
 def sync_directory(path: Path) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from fnaccel import tree
 from fnaccel.checkpoint import reading
-from fnaccel.checkpoint.grammar import NODES, fields_of
+from fnaccel.checkpoint.choosing import KEEP
+from fnaccel.checkpoint.grammar import NODES, Array, Node, Object, fields_of, is_object
 from fnaccel.checkpoint.manifest import Stored
 from fnaccel.checkpoint.pieces import is_sharded, part_of, whole
 from fnaccel.checkpoint.reading import Request
@@ -40,10 +42,13 @@ class Filling:
         self._states = states
         self._requests: list[Request] = []
         self._made: dict[tuple[int, str], torch.Tensor] = {}  # what is tied stays tied
+        self._objects: list[tuple[Any, Any]] = []
 
     def read(self) -> None:
-        """Fill the tensors of all trees made so far."""
+        """Fill the tensors of all trees made so far, and give objects their states."""
         reading.read(self._path, self._requests)
+        for target, state in self._objects:
+            target.load_state_dict(state)
 
     def state(self, like: TrainState, stored: TrainState, *, in_place: bool) -> TrainState:
         """The state stored; with `in_place` in the containers and tensors of `like`."""
@@ -52,7 +57,7 @@ class Filling:
             mine, found = getattr(like, name), getattr(stored, name)
             if name == "updates":
                 made[name] = self._updates(mine, found, in_place=in_place)
-            elif name == "extras":  # the user may hold these tensors elsewhere
+            elif name == "extras" and found is not KEEP:  # the user may hold these tensors elsewhere
                 made[name] = self._alone(found) if mine is None else self.value(mine, found)
             else:
                 made[name] = self.value(mine, found, in_place=in_place)
@@ -60,10 +65,23 @@ class Filling:
 
     def value(self, like: Any, stored: Any, *, in_place: bool = False) -> Any:
         """A tree like `like`; with `in_place` its own dicts, lists and tensors."""
+        if stored is KEEP:
+            return like
+        if like is None or (type(like) in (dict, list, tuple) and not like and stored):
+            return self._alone(stored)
         if isinstance(stored, Stored):
             return self._tensor(like, stored, in_place=in_place)
+        if isinstance(stored, Array):
+            return self._alone(stored)
+        if isinstance(stored, Object):
+            return self._object(like, stored)
         if isinstance(stored, TrainState):
             return self._states(like, stored)
+        if isinstance(stored, Node):
+            children, rebuild = tree.open_node(like) or ({}, tuple)
+            return rebuild([self.value(mine, stored.entries[name]) for name, mine in children.items()])
+        if isinstance(stored, list) and len(stored) != len(like):
+            return self._alone(stored)
         if isinstance(stored, dict | list):
             made = like if in_place else copy.copy(like)
             # in stored order, which is the same on every rank
@@ -73,7 +91,16 @@ class Filling:
         if isinstance(stored, tuple):
             pairs = zip(like, stored, strict=True)
             return tuple(self.value(mine, entry, in_place=in_place) for mine, entry in pairs)
+        if type(stored) in NODES.values():
+            names = fields_of(stored)
+            return type(stored)(**{n: self.value(getattr(like, n), getattr(stored, n)) for n in names})
         return stored
+
+    def _object(self, like: Any, stored: Object) -> Any:
+        if not is_object(like):
+            return self.value(like, stored.state)
+        self._objects.append((like, self._alone(stored.state)))
+        return like
 
     def _tensor(self, like: torch.Tensor, stored: Stored, *, in_place: bool) -> torch.Tensor:
         key = (id(like), stored.path)
@@ -87,6 +114,8 @@ class Filling:
 
     def _updates(self, like: Any, stored: Any, *, in_place: bool) -> Any:
         """The number of updates, as `like` counts them: on the host, or on the device."""
+        if stored is KEEP:
+            return like
         if isinstance(stored, Stored):
             if isinstance(like, torch.Tensor):
                 return self._tensor(like, stored, in_place=in_place)
@@ -114,6 +143,12 @@ class Filling:
                 self._requests.append(Request(stored, whole(stored.shape), made))
                 self._made[0, stored.path] = made
             return self._made[0, stored.path]
+        if isinstance(stored, Array):
+            return self._alone(stored.tensor).numpy()
+        if isinstance(stored, Object):
+            return self._alone(stored.state)
+        if isinstance(stored, Node):
+            return self._alone(stored.entries)
         if isinstance(stored, dict):
             return {key: self._alone(entry) for key, entry in stored.items()}
         if isinstance(stored, list | tuple):

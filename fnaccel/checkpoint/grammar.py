@@ -6,11 +6,16 @@
     list                                  an array
     tuple                                 {"tuple": array}
     dict with string keys                 {"dict": object}
+    dict with other keys                  {"items": array of [key, value]}
     a tensor                              {"tensor": path}, the path at which it was first met
+    a NumPy array                         {"array": path}, likewise
     TrainState, Position, Seed            {its name: object of its fields}
+    another pytree node                   {"node": object of its entries}
+    an object with a state_dict()         {"state_dict": that}
 
 A path joins keys with "/", where "~" and "/" inside a key become "~0" and "~1" (RFC 6901).
-Nothing is ever pickled, and reading builds no class but the three named here. No files here.
+Nothing is ever pickled, and reading builds no class but the three named here: nodes and objects are
+rebuilt from the `like` of `fa.restore`, or come back as their entries. No files here.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +31,7 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel import _torch
+from fnaccel import _torch, tree
 from fnaccel.checkpoint.dtypes import CODES
 from fnaccel.checkpoint.pieces import is_sharded
 from fnaccel.errors import CheckpointError, NotSerializableError
@@ -33,6 +39,28 @@ from fnaccel.state import Position, Seed, TrainState
 
 NODES: dict[str, type[Any]] = {"TrainState": TrainState, "Position": Position, "Seed": Seed}
 """The classes of the library that a checkpoint may hold."""
+
+
+@attrs.frozen
+class Array:
+    """A stored NumPy array: the tensor that holds its values."""
+
+    tensor: Any
+
+
+@attrs.frozen
+class Node:
+    """A stored pytree node of a class that reading does not build: its entries by name."""
+
+    entries: dict[str, Any]
+
+
+@attrs.frozen
+class Object:
+    """A stored object: what its `state_dict()` returned."""
+
+    state: Any
+
 
 _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _RESERVED = "__metadata__"  # what a safetensors header keeps for itself
@@ -54,12 +82,44 @@ def fields_of(node: Any) -> list[str]:
     return [field.name for field in attrs.fields(type(node)) if field.init]
 
 
+def entries_of(value: Any) -> dict[Any, Any] | None:
+    """What lies directly below a node, by key; None for a leaf. For trees in memory and decoded ones."""
+    if isinstance(value, dict):
+        return value
+    if type(value) in (list, tuple):
+        return dict(enumerate(value))
+    if type(value) in NODES.values():
+        return {name: getattr(value, name) for name in fields_of(value)}
+    if isinstance(value, Node):
+        return value.entries
+    found = None if value is None or is_object(value) else tree.open_node(value)
+    return None if found is None else found[0]
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value keeps a state of its own, which it gives out and takes back."""
+    return not isinstance(value, type | torch.Tensor) and all(
+        callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a NumPy array."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
+
+
 @attrs.frozen
 class Encoded:
-    """A tree as JSON, and its tensors by path; a tensor that occurs twice stands once."""
+    """A tree as JSON, and its tensors by path; a tensor that occurs twice stands once.
+
+    Attributes:
+        has_state: whether a TrainState is in it.
+    """
 
     structure: Any
     tensors: dict[str, torch.Tensor]
+    has_state: bool = False
 
 
 def encode(value: Any) -> Encoded:
@@ -71,7 +131,7 @@ def encode(value: Any) -> Encoded:
     """
     encoder = _Encoder()
     try:
-        return Encoded(encoder.value("", value), encoder.tensors)
+        return Encoded(encoder.value("", value), encoder.tensors, encoder.has_state)
     except RecursionError:
         raise _refused("", "is nested too deep", "put less inside one another") from None
 
@@ -81,6 +141,7 @@ class _Encoder:
         self.tensors: dict[str, torch.Tensor] = {}
         self._paths: dict[Any, str] = {}
         self._open: set[int] = set()
+        self.has_state = False
 
     def value(self, path: str, value: Any) -> Any:
         kind = type(value)
@@ -94,6 +155,11 @@ class _Encoder:
             return {"bytes": base64.b64encode(value).decode("ascii")}
         if isinstance(value, torch.Tensor):
             return {"tensor": self._tensor(path, value)}
+        if is_array(value):
+            return {"array": self._tensor(path, _from_array(path, value))}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
+            return self.value(path, value.item())
         return self._container(path, value)
 
     def _container(self, path: str, value: Any) -> Any:
@@ -105,23 +171,36 @@ class _Encoder:
                 entries = [self.value(child(path, i), entry) for i, entry in enumerate(value)]
                 return entries if type(value) is list else {"tuple": entries}
             if type(value) in (dict, OrderedDict):
-                return {"dict": {self._key(path, k): self.value(child(path, k), v) for k, v in value.items()}}
+                return self._dict(path, value)
             name = type(value).__name__
             if NODES.get(name) is type(value):
-                return {name: {f: self.value(child(path, f), getattr(value, f)) for f in fields_of(value)}}
+                self.has_state |= name == "TrainState"
+                return {name: self._entries(path, entries_of(value))}
+            if is_object(value):
+                return {"state_dict": self.value(path, value.state_dict())}
+            opened = tree.open_node(value)
+            if opened is not None:
+                return {"node": self._entries(path, opened[0])}
         finally:
             self._open.discard(id(value))
         raise _refused(
             path,
             f"is a {type(value).__module__}.{type(value).__qualname__}",
-            "keep plain data there: tensors, numbers, strings, bytes, lists, tuples, dicts "
-            "(float(x) for a NumPy number, torch.from_numpy(x) for an array, x.state_dict() for an object)",
+            "keep plain data there (tensors, arrays, numbers, strings, bytes, lists, tuples, dicts), "
+            "or an object with state_dict() and load_state_dict()",
         )
 
-    def _key(self, path: str, key: Any) -> str:
-        if type(key) is not str:
-            raise _refused(path, f"has the key {key!r}, which is no string", "use str(key)")
-        return _text(path, key)
+    def _entries(self, path: str, entries: Any) -> dict[str, Any]:
+        return {_text(path, key): self.value(child(path, key), entry) for key, entry in entries.items()}
+
+    def _dict(self, path: str, value: dict[Any, Any]) -> Any:
+        if all(type(key) is str for key in value):
+            return {"dict": self._entries(path, value)}
+        for key in value:
+            if key is not None and type(key) not in (str, bool, int, float, bytes):
+                raise _refused(path, f"has the key {key!r}", "use str(key), or a number")
+        pairs = [[self.value(path, key), self.value(child(path, key), entry)] for key, entry in value.items()]
+        return {"items": pairs}
 
     def _tensor(self, path: str, value: torch.Tensor) -> str:
         problem = _unfit(value)
@@ -129,10 +208,24 @@ class _Encoder:
             raise _refused(path, *problem)
         if path == _RESERVED:
             raise _refused(path, "has a name that safetensors keeps for itself", "choose another key")
-        known = self._paths.setdefault(_identity(value), path)
-        if known == path:
+        identity = _identity(value)
+        if identity not in self._paths:
+            while path in self.tensors:  # the keys 1 and "1" look alike; no key has "~2"
+                path += "~2"
+            self._paths[identity] = path
             self.tensors[path] = value
-        return known
+        return self._paths[identity]
+
+
+def _from_array(path: str, value: Any) -> torch.Tensor:
+    try:
+        # a copy where torch has no view: of read-only memory, of negative strides
+        plain = value if value.flags.writeable and min(value.strides, default=1) >= 0 else value.copy()
+        return torch.from_numpy(plain)
+    except TypeError:
+        raise _refused(
+            path, f"is a NumPy array of {value.dtype}", "convert it to numbers: x.astype(...), x.tolist()"
+        ) from None
 
 
 def _text(path: str, value: str) -> str:
@@ -213,11 +306,28 @@ def _decode(found: Any, tensor: Callable[[str], Any]) -> Any:
             raise _malformed("holds bytes that are not base64") from None
     if tag == "tuple" and isinstance(content, list):
         return tuple(_decode(entry, tensor) for entry in content)
+    if tag == "array" and isinstance(content, str):
+        return Array(tensor(content))
     if tag == "dict" and isinstance(content, dict):
         return {key: _decode(entry, tensor) for key, entry in content.items()}
+    if tag == "items" and isinstance(content, list):
+        return dict(_pair(entry, tensor) for entry in content)
+    if tag == "node" and isinstance(content, dict):
+        return Node({key: _decode(entry, tensor) for key, entry in content.items()})
+    if tag == "state_dict":
+        return Object(_decode(content, tensor))
     if tag in NODES and isinstance(content, dict):
         return _node(NODES[tag], {key: _decode(entry, tensor) for key, entry in content.items()})
     raise _malformed(f"holds a {tag[:60]!r} that this version does not know")
+
+
+def _pair(found: Any, tensor: Callable[[str], Any]) -> tuple[Any, Any]:
+    if not isinstance(found, list) or len(found) != 2:
+        raise _malformed("holds an entry that is no pair")
+    key = _decode(found[0], tensor)
+    if key is not None and type(key) not in (str, bool, int, float, bytes):
+        raise _malformed(f"holds a {type(key).__name__} as a key")
+    return key, _decode(found[1], tensor)
 
 
 def _node(cls: type[Any], values: dict[str, Any]) -> Any:

@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
-from fnaccel.checkpoint import commit, manifest, reading
+from fnaccel.checkpoint import commit, manifest, reading, streams
+from fnaccel.checkpoint.background import Background
+from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.filling import Filling
 from fnaccel.checkpoint.grammar import decode
 from fnaccel.checkpoint.manifest import Manifest, Stored
 from fnaccel.checkpoint.match import match
 from fnaccel.checkpoint.meeting import together
 from fnaccel.checkpoint.pieces import part_of, whole
+from fnaccel.checkpoint.reading import Request
+from fnaccel.checkpoint.selecting import is_complete, select
 from fnaccel.errors import ArgumentError, CheckpointError, UnleasedStateError
-from fnaccel.state import TrainState, lease_of
+from fnaccel.state import TrainState, fold, lease_of
 from fnaccel.world import World, current
 
 _WHERE = "fa.restore"
@@ -27,6 +32,9 @@ def restore(
     *,
     like: Any,
     step: int | None = None,
+    only: Patterns = None,
+    skip: Patterns = None,
+    rename: Rename = None,
     verify: bool = False,
     world: World | None = None,
 ) -> Any:
@@ -43,25 +51,61 @@ def restore(
             devices and placements are taken, and it stays as it is. `extras=None` in a state takes
             what the checkpoint has.
         step: which step; the newest by default.
+        only: restore these paths and leave the rest of `like` as it is: shell patterns, one or several,
+            such as `"params"` (all below it) or `"params/encoder.*"`.
+        skip: leave these paths as they are.
+        rename: what stored paths are called in `like`: regular expressions and what to put in their
+            place, in order, or a function of the path.
         verify: also read every file and compare its checksum (their sizes always are).
         world: the world, where none was started in this context.
 
     Returns:
-        A tree like `like`: host values (step, seed, data position, extras) and tensors as saved.
+        A tree like `like`: host values (step, seed, data position, extras) and tensors as saved. In
+        `extras`, an object is given its state back by `load_state_dict`, and where `like` has None, an
+        empty container, a plain value, an array or a list of another length, what was saved comes back.
+
+        The live state of a train step, restored wholly, also puts this rank's global random streams
+        (Python, NumPy, PyTorch, the device) back to where they were; on another number of ranks they
+        begin anew from (seed, step, rank).
 
     Raises:
         TreeMismatchError: paths, shapes or dtypes differ; lists every one, with both sides.
         CheckpointError: there is no such checkpoint, or it is damaged, or a rank can't read it.
         StaleStateError: `like` was donated.
-        ArgumentError: `directory` is one checkpoint, and of another step than `step`.
+        ArgumentError: `directory` is one checkpoint, and of another step than `step`; a pattern of
+            `only` that matches nothing.
 
-    Example: `state = fa.restore("runs/gpt", like=train_step.init(seed=0))`.
+    Example: `state = fa.restore("runs/gpt", like=train_step.init(seed=0))`; to begin from the
+    parameters of another run, `fa.restore("runs/base", like=state, only="params", skip="*head*")`.
     """
     found = current(world)
+    found.resource(Background).settle()
     path = together(found, _WHERE, lambda: _find(Path(directory), step) if found.is_main else Path())[0]
     trees: list[Any] = []  # stays here: what ranks tell each other is pickled
-    together(found, _WHERE, lambda: trees.append(_check(path, like, step, found, verify=verify)))
-    return _Restorer(path, found).tree(like, trees[0])
+
+    def check() -> None:
+        described = _open(path, step, found, verify=verify)
+        tree = decode(described.tree, lambda name: _stored(described, name, path))
+        problems: list[str] = []
+        if partly:
+            tree, problems = select(like, tree, only, skip, rename)
+        pairs = match(like, tree, problems).pairs
+        wanted = [
+            (one, whole(one.shape) if target is None else part_of(target, found.rank).box)
+            for target, one in pairs
+        ]
+        mine = {} if partly else _streams(described, found)
+        reading.check(path, wanted + [(one, whole(one.shape)) for one in mine.values()])
+        trees.extend((tree, mine))
+
+    partly = not (only is None and skip is None and rename is None)
+    with commit.held(path):  # so that no retention removes it meanwhile
+        together(found, _WHERE, check)
+        restorer = _Restorer(path, found)
+        made = restorer.tree(like, trees[0])
+        if restorer.refilled and not partly:
+            together(found, _WHERE, lambda: _put_back(trees[1], path, made, found))
+    return made
 
 
 def _find(directory: Path, step: int | None) -> Path:
@@ -79,8 +123,7 @@ def _find(directory: Path, step: int | None) -> Path:
     return chosen[-1]
 
 
-def _check(path: Path, like: Any, step: int | None, world: World, *, verify: bool) -> Any:
-    """The stored tree, once all that can be known before reading is as it must be."""
+def _open(path: Path, step: int | None, world: World, *, verify: bool) -> Manifest:
     found = reading.open_manifest(path)
     if step is not None and found.step != step:
         raise ArgumentError(
@@ -90,16 +133,24 @@ def _check(path: Path, like: Any, step: int | None, world: World, *, verify: boo
         )
     if verify:
         reading.verify(path, found, sorted(found.files)[world.rank :: world.size])
-    tree = decode(found.tree, lambda name: _stored(found, name, path))
-    pairs = match(like, tree).pairs
-    reading.check(
-        path,
-        [
-            (one, whole(one.shape) if target is None else part_of(target, world.rank).box)
-            for target, one in pairs
-        ],
-    )
-    return tree
+    return found
+
+
+def _streams(found: Manifest, world: World) -> dict[str, Stored]:
+    """This rank's random streams by kind; none where they were saved on another number of ranks."""
+    if found.written_by.get("ranks") != world.size:
+        return {}
+    prefix = f"{streams.ROOT}/{world.rank}/"
+    return {path.removeprefix(prefix): one for path, one in found.tensors.items() if path.startswith(prefix)}
+
+
+def _put_back(mine: dict[str, Stored], path: Path, made: Any, world: World) -> None:
+    if mine:
+        found = {kind: torch.empty(one.shape, dtype=one.dtype) for kind, one in mine.items()}
+        reading.read(path, [Request(one, whole(one.shape), found[kind]) for kind, one in mine.items()])
+        streams.put_back(found, world.device)
+    elif isinstance(made, TrainState):
+        streams.begin_anew(fold(made.rng.root, made.step, world.rank), world.device)
 
 
 def _stored(found: Manifest, name: str, path: Path) -> Stored:
@@ -112,12 +163,13 @@ def _stored(found: Manifest, name: str, path: Path) -> Stored:
     return found.tensors[name]
 
 
-@attrs.frozen
+@attrs.define
 class _Restorer:
     """Builds the tree that `restore` returns; by now `like` and the stored tree are known to match."""
 
     path: Path
     world: World
+    refilled: bool = False
 
     def tree(self, like: Any, stored: Any) -> Any:
         filling = Filling(self.path, self.world, self.state)
@@ -131,7 +183,9 @@ class _Restorer:
             owner = lease_of(like, _WHERE).owner
         except UnleasedStateError:
             return self.fill(like, stored, in_place=False)
-        return owner.refill(like, lambda target: self.fill(target, stored, in_place=True))
+        self.refilled = True
+        complete = all(is_complete(one) for one in (stored.params, stored.buffers))
+        return owner.refill(like, lambda target: self.fill(target, stored, in_place=True), complete=complete)
 
     def fill(self, like: TrainState, stored: TrainState, *, in_place: bool) -> TrainState:
         filling = Filling(self.path, self.world, self.state)

@@ -5,13 +5,26 @@ Nothing is read and nothing changed here; see `load` for what follows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from fnaccel import tree
+from fnaccel.checkpoint.choosing import KEEP
 from fnaccel.checkpoint.dtypes import name_of
-from fnaccel.checkpoint.grammar import NODES, child, fields_of, shown
+from fnaccel.checkpoint.grammar import (
+    NODES,
+    Array,
+    Node,
+    Object,
+    child,
+    entries_of,
+    is_array,
+    is_object,
+    shown,
+)
 from fnaccel.checkpoint.manifest import Stored
 from fnaccel.errors import TreeMismatchError
 from fnaccel.state import TrainState, check_live
@@ -26,14 +39,20 @@ class Match:
     pairs: list[tuple[torch.Tensor | None, Stored]]
 
 
-def match(like: Any, stored: Any) -> Match:
-    """Compare a tree with a stored one (`Stored` where tensors are).
+def match(like: Any, stored: Any, problems: Sequence[str] = ()) -> Match:
+    """Compare a tree with a stored one (`Stored` where tensors are, `KEEP` where nothing is to change).
+
+    Args:
+        like: what is restored into.
+        stored: a decoded tree.
+        problems: what is known to differ already.
 
     Raises:
         TreeMismatchError: lists each path that is missing, unexpected, or of another kind, shape or dtype.
         StaleStateError: a state in `like` was donated.
     """
     found = _Matcher()
+    found.problems.extend(problems)
     found.node("", like, stored)
     if found.problems:
         count = len(found.problems)
@@ -41,7 +60,8 @@ def match(like: Any, stored: Any) -> Match:
             f"{count} {'path differs' if count == 1 else 'paths differ'} between the checkpoint and like=: "
             + "; ".join(found.problems),
             where="fa.restore",
-            fix="give a like= with the models, optimizer and transforms that were saved; nothing was changed",
+            fix="give a like= with the models, optimizer and transforms that were saved, or say what to "
+            "leave out or to rename: only=, skip=, rename=; nothing was changed",
         )
     return Match(found.pairs)
 
@@ -50,21 +70,49 @@ class _Matcher:
     def __init__(self) -> None:
         self.problems: list[str] = []
         self.pairs: list[tuple[torch.Tensor | None, Stored]] = []
+        self.own = False  # in a state's extras
 
     def node(self, path: str, like: Any, stored: Any) -> None:
-        if isinstance(stored, Stored):
+        if stored is KEEP:
+            return
+        if self.own and _is_open(like, stored):
+            self.collect(stored)
+        elif isinstance(stored, Stored):
             self.tensor(path, like, stored)
+        elif isinstance(stored, Array):
+            self.array(path, like, stored)
+        elif isinstance(stored, Object):
+            self.object(path, like, stored)
         elif isinstance(like, dict) and isinstance(stored, dict):
             self.entries(path, like, stored)
         elif isinstance(like, TrainState) and isinstance(stored, TrainState):
             check_live(like)
             self.state(path, like, stored)
+        elif isinstance(stored, Node) and type(like) not in (dict, list, tuple, *NODES.values()):
+            opened = None if is_object(like) else tree.open_node(like)
+            if opened is None:
+                self.differ(path, like, stored)
+            else:
+                self.entries(path, opened[0], stored.entries)
         elif type(like) is not type(stored):
             self.differ(path, like, stored)
-        elif isinstance(like, list | tuple):
-            self.entries(path, dict(enumerate(like)), dict(enumerate(stored)))
-        elif type(like) in NODES.values():
-            self.entries(path, _fields(like), _fields(stored))
+        elif (inner := entries_of(like)) is not None:
+            self.entries(path, inner, entries_of(stored) or {})
+
+    def object(self, path: str, like: Any, stored: Object) -> None:
+        """An object takes its state back itself, and says then what is wrong with it."""
+        if is_object(like):
+            self.collect(stored.state)
+        else:
+            self.node(path, like, stored.state)
+
+    def array(self, path: str, like: Any, stored: Array) -> None:
+        found: Stored = stored.tensor
+        fits = is_array(like) and (name_of(found.dtype), found.shape) == (str(like.dtype), like.shape)
+        if fits or (self.own and is_array(like)):
+            self.pairs.append((None, found))
+        else:
+            self.differ(path, like, stored)
 
     def entries(self, path: str, like: dict[Any, Any], stored: dict[Any, Any]) -> None:
         for key in [*like, *(key for key in stored if key not in like)]:
@@ -77,10 +125,14 @@ class _Matcher:
                 self.node(where, like[key], stored[key])
 
     def state(self, path: str, like: TrainState, stored: TrainState) -> None:
-        mine, theirs = _fields(like), _fields(stored)
+        mine, theirs = entries_of(like) or {}, entries_of(stored) or {}
         if mine["extras"] is None:  # the user's own come back whatever they are
             del mine["extras"]
             self.collect(theirs.pop("extras"))
+        else:
+            own, self.own = self.own, True
+            self.node(child(path, "extras"), mine.pop("extras"), theirs.pop("extras"))
+            self.own = own
         if _counts(mine["updates"]) and _counts(theirs["updates"]):
             self.updates(child(path, "updates"), mine.pop("updates"), theirs.pop("updates"))
         self.entries(path, mine, theirs)
@@ -93,16 +145,16 @@ class _Matcher:
             self.problems.append(f"{path}: {stored} in the checkpoint is too large for the float32 in like")
 
     def collect(self, stored: Any) -> None:
+        """Take a stored tree by itself."""
         if isinstance(stored, Stored):
             self.pairs.append((None, stored))
-        elif isinstance(stored, dict):
-            for entry in stored.values():
+        elif isinstance(stored, Array):
+            self.pairs.append((None, stored.tensor))
+        elif isinstance(stored, Object):
+            self.collect(stored.state)
+        else:
+            for entry in (entries_of(stored) or {}).values():
                 self.collect(entry)
-        elif isinstance(stored, list | tuple):
-            for entry in stored:
-                self.collect(entry)
-        elif type(stored) in NODES.values():
-            self.collect(_fields(stored))
 
     def tensor(self, path: str, like: Any, stored: Stored) -> None:
         if not isinstance(like, torch.Tensor) or (like.dtype, tuple(like.shape)) != (
@@ -120,21 +172,26 @@ class _Matcher:
 
     def only(self, path: str, value: Any, side: str) -> None:
         """One line for each leaf below a path that one side lacks."""
-        inner: dict[Any, Any] = {}
-        if isinstance(value, dict):
-            inner = value
-        elif isinstance(value, list | tuple):
-            inner = dict(enumerate(value))
-        elif type(value) in NODES.values():
-            inner = _fields(value)
+        if value is KEEP:
+            return
+        inner = (None if isinstance(value, Stored | Array) else entries_of(value)) or {}
         for key, entry in inner.items():
             self.only(child(path, key), entry, side)
         if not inner:
             self.problems.append(f"{path}: only in {side} ({_described(value)})")
 
 
-def _fields(node: Any) -> dict[str, Any]:
-    return {name: getattr(node, name) for name in fields_of(node)}
+def _is_open(like: Any, stored: Any) -> bool:
+    """Whether a place in the user's extras takes what was saved, whatever it is.
+
+    So do None, an empty container, a list of another length and a plain value: runs begin with these.
+    """
+    if like is None or (isinstance(like, dict | list | tuple) and not like):
+        return True
+    if isinstance(like, list):
+        return isinstance(stored, list) and len(like) != len(stored)
+    scalars = (bool, int, float, str, bytes, type(None))
+    return type(like) in scalars and type(stored) in scalars
 
 
 def _counts(value: Any) -> bool:
@@ -149,6 +206,9 @@ def _described(value: Any) -> str:
         return f"{name_of(value.dtype)} {list(value.shape)}"
     if isinstance(value, Stored):
         return str(value)
+    if isinstance(value, Array) or is_array(value):
+        found = value.tensor if isinstance(value, Array) else value
+        return f"an array {name_of(found.dtype)} {list(found.shape)}"
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     return f"a {type(value).__name__}"

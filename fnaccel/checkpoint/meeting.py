@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch.distributed as dist
+
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import CheckpointError, FnaccelError
 from fnaccel.world import World
@@ -12,13 +14,16 @@ from fnaccel.world import World
 T = TypeVar("T")
 
 
-def together(world: World, where: str, fn: Callable[[], T]) -> list[T]:
+def together(
+    world: World, where: str, fn: Callable[[], T], *, over: dist.ProcessGroup | None = None
+) -> list[T]:
     """Call `fn` on every rank, then meet; what it returned on each.
 
     Args:
         world: the ranks.
         where: the public function, for messages.
         fn: may fail on any rank; what it returns must pickle.
+        over: a group of all ranks to meet in, for a thread beside the one that trains.
 
     Raises:
         CheckpointError: it failed on another rank, or the file system refused.
@@ -44,7 +49,7 @@ def together(world: World, where: str, fn: Callable[[], T]) -> list[T]:
             fix="see the error above, which is the cause",
         )
         failed.__cause__ = error
-    answers = gather_objects((_line(failed), result), world=world)
+    answers = gather_objects((_line(failed), result), over=over, world=world)
     if failed is not None:
         raise failed
     for rank, (problem, _) in enumerate(answers):

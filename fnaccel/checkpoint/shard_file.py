@@ -48,7 +48,9 @@ def _chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
         if value.numel():
             plain = value.resolve_conj().resolve_neg().cpu().contiguous()
             # numpy() would need numpy, which torch does without
-            yield memoryview((ctypes.c_ubyte * plain.nbytes).from_address(plain.data_ptr())).cast("B")
+            data: Any = (ctypes.c_ubyte * plain.nbytes).from_address(plain.data_ptr())
+            data.owner = plain  # lives as long as a view of it
+            yield memoryview(data).cast("B")
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:

@@ -44,8 +44,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever else there is")
     made.add_argument("--threads", type=int, help="of each process (default: OMP_NUM_THREADS, or a part)")
     made.add_argument(
-        "--timeout-grace", type=float, default=10.0, metavar="SECONDS",
-        help="between SIGTERM and SIGKILL once ranks are to end (default: 10)",
+        "--timeout-grace", type=float, default=30.0, metavar="SECONDS",
+        help="for ranks to save in, between SIGTERM and SIGKILL (default: 30)",
+    )  # fmt: skip
+    made.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N",
+        help="start the ranks again after a failure, N times in all (default: 0)",
+    )  # fmt: skip
+    made.add_argument(
+        "--min-ranks", type=int, metavar="M",
+        help="go on with as few as M ranks where some were killed (default: all)",
     )  # fmt: skip
     recipe = made.add_argument_group("recipe")
     recipe.add_argument("--config", metavar="FILE", help="a recipe in YAML; the options below go over it")
@@ -105,6 +113,8 @@ def read(arguments: Sequence[str]) -> Job:
         cpu=found.cpu,
         threads=found.threads,
         grace=found.timeout_grace,
+        restarts=found.max_restarts,
+        min_ranks=found.min_ranks,
         overrides=overrides,
     )
 

@@ -7,10 +7,13 @@ import sys
 from collections.abc import Sequence
 
 from fnaccel import __version__
+from fnaccel.cli.printable import printable
 from fnaccel.errors import FnaccelError, UnknownNameError, nearest
 
 COMMANDS = {
     "launch": "run a script as one process per accelerator, on one machine or several",
+    "inspect": "what a checkpoint holds, and whether its files are whole",
+    "convert": "a checkpoint of one tool as that of another",
     "env": "versions, devices and variables that matter, to put into a bug report",
 }
 
@@ -41,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # by name, so that one command does not pay for what another imports
         return importlib.import_module(f"fnaccel.cli.{command}").run(rest)
     except FnaccelError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        # names in a hostile checkpoint may hold what moves a terminal's cursor
+        print(f"{type(error).__name__}: {printable(str(error), keep=chr(10))}", file=sys.stderr)
         return 2
 
 

@@ -153,7 +153,16 @@ def apply(recipe_: Recipe, loss_fn: Any, model: Any, *, world: World | None = No
 
 def scan_options(recipe_: Recipe) -> dict[str, Any]:
     """What `fa.scan(train_step, state, shards, **options)` takes of a recipe: where and how often to save."""
-    return {"directory": recipe_.checkpoint.directory, "save_every": recipe_.checkpoint.every}
+    plan = recipe_.checkpoint
+    if plan.directory is None:  # then the rest of it means nothing, and scan would say so
+        return {}
+    return {
+        "directory": plan.directory,
+        "save_every": plan.every,
+        "keep": plan.keep,
+        "keep_every": plan.keep_every,
+        "background": plan.background,
+    }
 
 
 def shard_options(recipe_: Recipe) -> dict[str, Any]:

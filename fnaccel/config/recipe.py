@@ -45,10 +45,21 @@ class DataRecipe:
 
 @attrs.frozen(kw_only=True)
 class CheckpointRecipe:
-    """Where and how often states are saved; None: not at all."""
+    """Where and how often states are saved, and how many stay; without a directory not at all.
+
+    Attributes:
+        directory: the root of the checkpoints.
+        every: steps between two; None: at the end only.
+        keep: how many of the newest stay; None: all.
+        keep_every: steps that are multiples of this always stay.
+        background: whether training goes on while a state is written.
+    """
 
     directory: str | None = None
     every: int | None = None
+    keep: int | None = None
+    keep_every: int | None = None
+    background: bool = False
 
 
 @attrs.frozen(kw_only=True)

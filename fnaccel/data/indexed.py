@@ -18,6 +18,7 @@ from fnaccel.data.fetch import read
 from fnaccel.data.link import Link
 from fnaccel.data.loaders import Grouped, Indexed
 from fnaccel.data.reading import Reading, check_any, check_start, epoch_order
+from fnaccel.data.seeding import replayed
 from fnaccel.state import Position
 
 
@@ -116,8 +117,12 @@ def _even(source: Indexed, reading: Reading, link: Link) -> _EvenTurns:
     return _EvenTurns(mine=of(link.rank), first=first)
 
 
+def _groups(source: Grouped, reading: Reading) -> list[list[Any]]:
+    return [list(batch) for batch in replayed(source.batch_sampler, reading.seed, reading.epoch)]
+
+
 def _ragged(source: Grouped, reading: Reading, link: Link) -> Sequence[Turn]:
-    groups = link.agree(lambda: [list(batch) for batch in source.batch_sampler])
+    groups = link.agree(lambda: _groups(source, reading))
     n = sum(map(len, groups))
     check_start(n, reading)
 

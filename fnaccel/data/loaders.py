@@ -79,7 +79,7 @@ def classify(loader: Any) -> Source:
         _check_not_split(sampler)
     if batching is None:
         return Stream(loader=loader, sampler=loader.sampler)
-    if type(batching) is torch_data.BatchSampler:
+    if _is_stock(batching, "BatchSampler"):
         return Indexed(
             loader=loader,
             sampler=batching.sampler,
@@ -95,10 +95,13 @@ def _iterates_itself(loader: torch_data.DataLoader[Any]) -> bool:
     torchdata's StatefulDataLoader overrides `__iter__` too, but only to count what it gave out,
     which a `Position` does here.
     """
+    return type(loader).__iter__ is not torch_data.DataLoader.__iter__ and not is_plain(loader)
+
+
+def is_plain(loader: Any) -> bool:
+    """Whether a loader makes its batches as torch's own does, and can be made anew from its attributes."""
     kind = type(loader)
-    return kind.__iter__ is not torch_data.DataLoader.__iter__ and not kind.__module__.startswith(
-        "torchdata."
-    )
+    return kind is torch_data.DataLoader or kind.__module__.startswith("torchdata.")
 
 
 def _check_not_empty(data: Any) -> None:
@@ -131,12 +134,18 @@ def length_of(data: Any) -> int | None:
 
 def order_of(sampler: Any) -> tuple[int, bool] | None:
     """(samples, whether shuffled) where the order is ours to make; None for a sampler of another kind."""
-    if type(sampler) is torch_data.SequentialSampler:
+    if _is_stock(sampler, "SequentialSampler"):
         return len(sampler.data_source), False
-    if type(sampler) is torch_data.RandomSampler and not sampler.replacement:
-        n = len(sampler.data_source)  # pyright: ignore[reportArgumentType]
+    if _is_stock(sampler, "RandomSampler") and not sampler.replacement:
+        n = len(sampler.data_source)
         return (n, True) if sampler.num_samples == n else None
     return None
+
+
+def _is_stock(sampler: Any, name: str) -> bool:
+    """Whether a sampler is torch's own of that name, or torchdata's, which only counts what it gave out."""
+    kind = type(sampler)
+    return kind.__name__ == name and kind.__module__.partition(".")[0] in ("torch", "torchdata")
 
 
 def announce(source: Source, epoch: int) -> None:

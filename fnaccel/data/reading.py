@@ -11,6 +11,7 @@ import attrs
 
 from fnaccel.data import loaders, order
 from fnaccel.data.link import Link
+from fnaccel.data.seeding import replayed
 from fnaccel.errors import LoaderError
 
 
@@ -40,7 +41,7 @@ def epoch_order(sampler: Any, reading: Reading, link: Link, dataset: Any = None)
     """The samples of an epoch in order; a sampler of the user's own is iterated on rank 0."""
     known = loaders.order_of(sampler)
     if known is None and reading.shuffle is None:
-        return link.agree(lambda: list(sampler))
+        return link.agree(lambda: replayed(sampler, reading.seed, reading.epoch))
     n, shuffled = known if known is not None else (len(dataset), False)
     if reading.shuffle is not None:
         shuffled = reading.shuffle

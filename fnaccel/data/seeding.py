@@ -1,23 +1,31 @@
-"""Randomness inside worker processes: a dataset that is reseeded before each sample.
+"""Randomness of data sets: what is drawn follows from (seed, epoch, place), wherever it is read.
 
-What an augmentation draws then follows from (seed, epoch, index): not from the number of workers
-or ranks, nor from which of them reads the sample. Only worker processes use this; a loader
-without workers reads in the process of the training loop and draws from its streams. It costs
-about 7 us a sample.
+In worker processes a dataset is reseeded before each sample: not the number of workers or ranks, nor
+which of them reads, matters. It costs about 7 us a sample. An iterable that the process of the training
+loop reads by itself is reseeded before each batch, and that loop's streams are put back. A map-style
+loader without workers draws from the streams of the training loop, which a checkpoint keeps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import zlib
-from typing import Any
+from collections.abc import Generator, Iterable, Iterator
+from itertools import count
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.utils.data as torch_data
 
 from fnaccel.state import fold
 
+T = TypeVar("T")
+
+_BATCH = 0x6261746368  # "batch", likewise
+_SAMPLER = 0x73616D706C6572  # "sampler", likewise
+_END = object()
 _SAMPLE = 0x73616D706C65  # "sample": seeds of samples are no other part's seeds
 
 
@@ -28,6 +36,56 @@ def reseed(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+def read_apart(batches: Iterable[T], seed: int, epoch: int, first: int) -> Iterator[T]:
+    """Batches of an iterable, each read from streams seeded with its number; the caller's don't move.
+
+    Args:
+        batches: read one at a time.
+        seed, epoch: what the streams follow from.
+        first: the number of the first batch.
+    """
+    upcoming = iter(batches)
+    for number in count(first):
+        with _streams(fold(seed, _BATCH, epoch, number)):
+            batch = next(upcoming, _END)
+        if batch is _END:
+            return
+        yield cast(T, batch)
+
+
+def replayed(sampler: Any, seed: int, epoch: int) -> list[Any]:
+    """What a sampler of the user's own gives for an epoch: the same, however often it is asked.
+
+    The global streams, and generators that it and the sampler within it hold, are seeded for it and put
+    back: a run that goes on in the middle of an epoch has to see the order that it began with.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_streams(fold(seed, _SAMPLER, epoch)))
+        for owner in (sampler, getattr(sampler, "sampler", None)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                stack.callback(generator.set_state, generator.get_state())
+                # torchdata makes up a seed in each process
+                own = 0 if type(owner).__module__.startswith("torchdata.") else generator.initial_seed()
+                generator.manual_seed(fold(seed, _SAMPLER, epoch, own))
+        return list(sampler)
+
+
+@contextlib.contextmanager
+def _streams(seed: int) -> Generator[None]:
+    """Python's, PyTorch's and NumPy's global streams seeded in the body, and as they were after it."""
+    numpy = sys.modules.get("numpy")
+    kept = random.getstate(), torch.default_generator.get_state(), numpy and numpy.random.get_state()
+    reseed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        torch.default_generator.set_state(kept[1])
+        if numpy is not None:
+            numpy.random.set_state(kept[2])
 
 
 def _number(key: Any) -> int:

@@ -100,7 +100,8 @@ def shard(
     Args:
         loader: a torch DataLoader of any kind, or any iterable of batches. Its dataset, collate
             function, workers and pinning are kept. A RandomSampler gives way to our own order;
-            any other sampler is iterated on rank 0, which tells the rest. An iterable is read
+            any other sampler is iterated on rank 0, which tells the rest; what it draws follows
+            from (seed, epoch), so that an epoch can be taken up again. An iterable is read
             whole by every rank and has to yield the same on all of them. A StatefulDataLoader's
             own place is not used: the position stands in the train state.
         window: yield `fa.Window`s of 1 to `window` batches, for one update of several.

@@ -2,7 +2,8 @@
 
 Every rank reads the same stream and keeps its part of each batch, so all of them know where it
 ends without a message. An `IterableDataset` must therefore yield the same on all ranks; one that
-can't (a queue, a socket) is for `dispatch=True`. A position inside it is reached by reading.
+can't (a queue, a socket) is for `dispatch=True`. A position inside it is reached by reading, or by
+`dataset.skip(samples)` where the data set offers that, as Hugging Face's do, and no workers read it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from fnaccel.data.batch import Batch
 from fnaccel.data.cut import cut, join, rows_of, split_sizes
 from fnaccel.data.fetch import KeyFeed, Reopenable, read, reopened, settings_of
 from fnaccel.data.link import Link
-from fnaccel.data.loaders import Stream
+from fnaccel.data.loaders import Stream, is_plain
 from fnaccel.data.order import Remainder, span
 from fnaccel.data.reading import Reading, check_any, check_start, epoch_order
+from fnaccel.data.seeding import read_apart
 from fnaccel.errors import LoaderError
 from fnaccel.state import Position
 
@@ -72,7 +74,9 @@ def rounds(source: Stream, reading: Reading, link: Link) -> Iterator[list[Piece]
     """The batches that the ranks use at a time: one to be cut, or with `per_rank` one for each."""
     each = link.ranks if reading.per_rank else 1
     head: list[Piece] = []
-    pieces = _counted(_trees(source, reading, link), source.batch_size, reading, head, each)
+    skipped = _skippable(source, reading)
+    trees = _trees(source, reading, link, skipped)
+    pieces = _counted(trees, source.batch_size, reading, head, each, skipped)
     count = 0
     while lot := list(islice(pieces, each)):
         if len(lot) < each and reading.remainder == "drop":
@@ -95,13 +99,17 @@ def _placed(lots: Iterator[list[Piece]], epoch: int) -> Iterator[tuple[list[Piec
 
 
 def _counted(
-    trees: Iterable[tree.Tree], nominal: int | None, reading: Reading, head: list[Piece], keep: int
+    trees: Iterable[tree.Tree],
+    nominal: int | None,
+    reading: Reading,
+    head: list[Piece],
+    keep: int,
+    after: int,
 ) -> Iterator[Piece]:
     """Batches from the position on, counted, those that are not full treated as `remainder` says.
 
-    The first `keep` of the epoch go into `head`, from which "wrap" repeats.
+    The first `keep` of the epoch go into `head`, from which "wrap" repeats; `after` samples were skipped.
     """
-    after = 0
     for data in trees:
         rows = rows_of(data)
         if rows == 0:
@@ -141,7 +149,17 @@ def _complete(
     return join(parts), nominal
 
 
-def _trees(source: Stream, reading: Reading, link: Link) -> Iterable[tree.Tree]:
+def _skippable(source: Stream, reading: Reading) -> int:
+    """Samples that the data set passes over without reading them."""
+    loader, size = source.loader, source.batch_size
+    if not is_plain(loader) or size is None or source.sampler is not None:
+        return 0
+    # each worker would skip so many, and "wrap" needs the first batches
+    able = callable(getattr(loader.dataset, "skip", None)) and loader.num_workers == 0
+    return reading.start // size * size if able and reading.remainder != "wrap" else 0
+
+
+def _trees(source: Stream, reading: Reading, link: Link, skipped: int) -> Iterable[tree.Tree]:
     loader = source.loader
     if source.sampler is not None:
         samples = epoch_order(source.sampler, reading, link, loader.dataset)
@@ -154,8 +172,8 @@ def _trees(source: Stream, reading: Reading, link: Link) -> Iterable[tree.Tree]:
             kept=reading.kept,
             one_by_one=True,
         )
-    if type(loader) is torch_data.DataLoader:
-        return _through_workers(loader, reading, link)
+    if is_plain(loader):
+        return _iterable(loader, reading, link, skipped)
     if source.drop_last and reading.remainder != "drop":
         raise LoaderError(
             f"the loader drops its last batch by itself, and remainder={reading.remainder!r} was asked for",
@@ -165,15 +183,25 @@ def _trees(source: Stream, reading: Reading, link: Link) -> Iterable[tree.Tree]:
     return loader
 
 
-def _through_workers(loader: torch_data.DataLoader[Any], reading: Reading, link: Link) -> Iterator[tree.Tree]:
+def _iterable(
+    loader: torch_data.DataLoader[Any], reading: Reading, link: Link, skipped: int
+) -> Iterator[tree.Tree]:
     """An `IterableDataset` through a DataLoader that drops nothing by itself and is seeded by epoch."""
 
     def make() -> Reopenable:
         settings = settings_of(loader, link.device)
+        dataset: Any = loader.dataset
         own: Any = torch_data.DataLoader(
-            loader.dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn, **settings
+            dataset.skip(skipped) if skipped else dataset,
+            batch_size=loader.batch_size,
+            collate_fn=loader.collate_fn,
+            **settings,
         )
         return Reopenable(own, KeyFeed(), settings["generator"])
 
     places = reading.kept if loader.persistent_workers else {}
-    return reopened(places, "stream", make, (), seed=reading.seed, epoch=reading.epoch)
+    batches = reopened(places, "stream", make, (), seed=reading.seed, epoch=reading.epoch)
+    if loader.num_workers:
+        return batches
+    # read one ahead: what it draws must not depend on what the training loop draws meanwhile
+    return read_apart(batches, reading.seed, reading.epoch, skipped // (loader.batch_size or 1))

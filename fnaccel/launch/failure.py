@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +17,7 @@ import attrs
 
 from fnaccel.errors import FnaccelError, LaunchError
 from fnaccel.launch.job import Job
+from fnaccel.signals import Preempted
 
 _HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parent.parent)
@@ -36,6 +39,7 @@ class Failure:
         when: of the monotonic clock, in seconds.
         text: its traceback or message; empty where it said nothing.
         follows: whether its error only says that another rank has gone.
+        killed: whether a signal ended it that no runtime sends itself: its memory, or its machine, has gone.
     """
 
     rank: int
@@ -43,10 +47,26 @@ class Failure:
     when: float
     text: str = ""
     follows: bool = False
+    killed: bool = False
 
     def line(self) -> bytes:
         """As one line of JSON, for the pipe to the launcher."""
         return json.dumps(attrs.asdict(self)).encode() + b"\n"
+
+    @property
+    def preempted(self) -> bool:
+        """Whether it is none: the rank has saved, and ended because it was asked to."""
+        return self.code == Preempted.CODE
+
+    @staticmethod
+    def ended(rank: int, status: int) -> Failure | None:
+        """What the exit status of a rank says; None where all is well."""
+        code = os.waitstatus_to_exitcode(status)
+        if code == 0:
+            return None
+        # runtimes abort by themselves where a peer has gone
+        killed = code < 0 and -code != signal.SIGABRT
+        return Failure(rank=rank, code=128 - code if code < 0 else code, when=time.monotonic(), killed=killed)
 
     @staticmethod
     def of(line: bytes) -> Failure:

@@ -34,7 +34,10 @@ class Job:
         port: the port there; None: a free one (one machine), or 29500 (several).
         cpu: keep `fa.start` from taking an accelerator.
         threads: of each process; None: what OMP_NUM_THREADS says, or an even part of the cores.
-        grace: seconds between SIGTERM and SIGKILL once the ranks are to end.
+        grace: seconds between SIGTERM and SIGKILL when the launcher is told to end, for ranks that are
+            saving; after a failure there is nothing to save, and it is 10 at most.
+        restarts: how often the ranks are started again after a failure.
+        min_ranks: how few ranks may go on where some were killed; None: as many as there were.
         overrides: dotted fields of the script's recipe, and their values.
 
     Example: `Job(script="train.py", args=("--lr", "0.1"), processes=2)`.
@@ -50,7 +53,9 @@ class Job:
     port: int | None = None
     cpu: bool = False
     threads: int | None = None
-    grace: float = 10.0
+    grace: float = 30.0  # what SLURM gives, too
+    restarts: int = 0
+    min_ranks: int | None = None
     overrides: dict[str, Any] = attrs.field(factory=dict)
 
     @property
@@ -80,7 +85,8 @@ def check(job: Job) -> None:
         f"a process can't compute with {job.threads} threads",
         "--threads 1, or more",
     )
-    _require(job.grace >= 0, f"a grace of {job.grace:g} seconds is in the past", "--timeout-grace 10")
+    _require(job.grace >= 0, f"a grace of {job.grace:g} seconds is in the past", "--timeout-grace 30")
+    _check_restarts(job)
     _require(job.machines >= 1, f"{job.machines} machines were asked for", "--nnodes 1, or more")
     _require(
         0 <= job.machine < job.machines,
@@ -92,6 +98,19 @@ def check(job: Job) -> None:
         _require(0 < job.port < 65_536, f"{job.port} is no port", "--master-port from 1 to 65535")
         if job.machine == 0:
             check_port(job.port)
+
+
+def _check_restarts(job: Job) -> None:
+    _require(job.restarts >= 0, f"{job.restarts} restarts were asked for", "--max-restarts 0, or more")
+    if job.min_ranks is None:
+        return
+    _require(job.machines == 1, "--min-ranks on several machines", "leave it out: they restart whole")
+    _require(job.restarts > 0, "--min-ranks, and no restarts", "--max-restarts 3")
+    _require(
+        1 <= job.min_ranks <= job.processes,
+        f"{job.processes} ranks can't go on as {job.min_ranks}",
+        f"--min-ranks from 1 to {job.processes}",
+    )
 
 
 def _check_program(job: Job) -> None:

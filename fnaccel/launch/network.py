@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import sys
+import time
 
 from fnaccel.errors import LaunchError
 
@@ -35,6 +36,25 @@ def check_port(port: int) -> None:
             where="fnaccel launch --master-port",
             fix="name another port, on every machine the same; on one machine leave it out",
         ) from error
+
+
+def wait_for_port(port: int, limit: float = 10.0) -> None:
+    """Wait until a port can be listened on again: what a killed process had forked may hold it.
+
+    Args:
+        port: which.
+        limit: seconds; afterwards whoever needs it will say so.
+
+    Example: `wait_for_port(29500)`.
+    """
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        try:
+            check_port(port)
+        except LaunchError:
+            time.sleep(0.1)
+        else:
+            return
 
 
 def interface_to(address: str) -> str | None:

@@ -18,6 +18,7 @@ from fnaccel.launch import overrides
 from fnaccel.launch.failure import Failure, follows, shown
 from fnaccel.launch.job import Job
 from fnaccel.launch.program import run_file, run_module
+from fnaccel.signals import Preempted
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -40,8 +41,9 @@ def live(job: Job, local_rank: int, *, environ: dict[str, str], launcher: int, p
     report = _Report(job.rank(local_rank), pipe)
     # a hook that the script (or its tracker) puts around this one still comes before it
     sys.excepthook = report.hook
+    text = ""
     try:
-        code = _run(job)
+        code, text = _run(job)
         if code == 0:
             overrides.check_taken()
     except BaseException as error:
@@ -49,11 +51,12 @@ def live(job: Job, local_rank: int, *, environ: dict[str, str], launcher: int, p
         report.code = code
         sys.excepthook(type(error), error, error.__traceback__)
     if code != 0:
-        report.send(Failure(rank=report.rank, code=code, when=time.monotonic()))
+        report.send(Failure(rank=report.rank, code=code, when=time.monotonic(), text=text))
     return code
 
 
-def _run(job: Job) -> int:
+def _run(job: Job) -> tuple[int, str]:
+    """The exit code, and what the launcher is to say of it."""
     try:
         if job.module is not None:
             run_module(job.module, job.args)
@@ -61,10 +64,10 @@ def _run(job: Job) -> int:
             run_file(str(job.script), job.args)
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
-            return (stop.code or 0) & 0xFF
+            return (stop.code or 0) & 0xFF, str(stop) if isinstance(stop, Preempted) else ""
         print(stop.code, file=sys.stderr)
-        return 1
-    return 0
+        return 1, ""
+    return 0, ""
 
 
 @attrs.define

@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from fnaccel.launch import overrides
 from fnaccel.launch.job import Job
 
-_OF_ANOTHER_LAUNCH = (overrides.VARIABLE, "TORCHELASTIC_", "GROUP_", "ROLE_", "FNACCEL_LAUNCHED")
+_OF_ANOTHER_LAUNCH = (
+    overrides.VARIABLE,
+    "TORCHELASTIC_",
+    "GROUP_",
+    "ROLE_",
+    "FNACCEL_LAUNCHED",
+    "FNACCEL_RESTART_COUNT",
+)
 
 
 def variables(
@@ -18,6 +25,7 @@ def variables(
     port: int,
     environ: Mapping[str, str],
     interface: str | None = None,
+    restarts: int = 0,
     cores: int | None = None,
 ) -> dict[str, str]:
     """The whole environment of one rank.
@@ -28,6 +36,7 @@ def variables(
         port: where rank 0 listens.
         environ: the launcher's own environment; what an outer launch set in it is dropped.
         interface: for gloo, where ranks are on several machines and the user named none.
+        restarts: how often this job was started before.
         cores: what this machine has; counted by default.
 
     Example: `variables(Job(script="train.py"), 0, port=29500, environ=os.environ)["RANK"]`.
@@ -42,6 +51,7 @@ def variables(
         "MASTER_ADDR": job.address,
         "MASTER_PORT": str(port),
         "FNACCEL_LAUNCHED": "1",
+        "FNACCEL_RESTART_COUNT": str(restarts),
         **overrides.pack(job.overrides),
     }
     if job.cpu:

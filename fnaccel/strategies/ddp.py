@@ -1,7 +1,8 @@
 """`ddp()`: every rank holds the whole model, gradients are averaged in buckets during backward.
 
-torch's DistributedDataParallel does the work (https://docs.pytorch.org/docs/stable/notes/ddp.html);
-it wraps the host module, so the loss may call any method of the model.
+torch's DistributedDataParallel does the work (https://docs.pytorch.org/docs/stable/notes/ddp.html), with
+buckets that stay as they are (see `_torch.FixedBuckets`); it wraps the host module, so the loss may call
+any method of the model.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def build_ddp(request: Request) -> tuple[Engine, Built]:
     if not trainable or (mesh.batch_size == 1 and hook is None):
         return whole_engine("ddp", built, request), built
     ensure_group(mesh.world)
-    wrapped = DistributedDataParallel(
+    wrapped = _torch.FixedBuckets(
         built.host,
         process_group=mesh.group("batch") or dist.group.WORLD,
         bucket_cap_mb=options.bucket_mb,

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +89,28 @@ def test_a_crash_at_every_write_point(tmp_path, step, error):
     assert any(leftovers) == isinstance(error, Crash)
 
 
+def test_everything_is_on_the_device_before_its_name_is_there_in_order(tmp_path, monkeypatch):
+    """Files, then the directory with their names, then the rename, then the directory with that name."""
+    seen = []
+
+    def note(name):
+        real = getattr(durable, name)
+
+        def call(*args):
+            path = args[0] if name == "rename" else Path(f"/proc/self/fd/{args[0]}").readlink()
+            seen.append((name, path.name.partition("-")[0]))
+            return real(*args)
+
+        return call
+
+    with start(device="cpu"):
+        for name in ("sync", "rename"):
+            monkeypatch.setattr(durable, name, note(name))
+        save(tmp_path / "root", value(1), step=1)
+    files = [("sync", "shard"), ("sync", "manifest.json"), ("sync", ".saving")]
+    assert seen == [*files, ("rename", ".saving"), ("sync", "root")]
+
+
 def fail(*args):
     raise OSError(errno.EROFS, "Read-only file system", "shard")
 
@@ -97,7 +120,7 @@ def one_rank_fails(directory):
     save(directory, mine, step=1)
     with pytest.MonkeyPatch.context() as patch:
         if second:
-            patch.setattr("fnaccel.checkpoint.saving._write", fail)
+            patch.setattr("fnaccel.checkpoint.writing.Writing._write", fail)
         with pytest.raises(CheckpointError) as written:
             save(directory, mine, step=2)
     with pytest.raises(FnaccelError) as encoded:
@@ -118,15 +141,18 @@ def test_where_one_rank_fails_all_raise(pools, tmp_path):
         assert there.what.startswith(start_of)
 
 
-def test_a_save_in_progress_is_left_alone_and_a_forgotten_one_is_not(tmp_path):
+def test_a_second_job_is_refused_and_a_forgotten_save_swept(tmp_path):
     from fnaccel.checkpoint import commit
 
     with start(device="cpu"):
         running, gone = commit.stage(tmp_path, 7), commit.stage(tmp_path, 7)
         with commit.held(running):
-            save(tmp_path, value(1), step=1)
-            assert running.exists()
-            assert not gone.exists()
+            with pytest.raises(CheckpointError, match="another process is saving into") as raised:
+                save(tmp_path, value(1), step=1)
+            assert running.name in raised.value.what
+            assert {one.name for one in tmp_path.iterdir()} == {running.name, gone.name}
+            commit.sweep(tmp_path)
+            assert [one.name for one in tmp_path.iterdir()] == [running.name]
         # where the file system has no locks, only age tells
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("fcntl.flock", fail)

@@ -115,7 +115,7 @@ def looped():
     ("value", "words"),
     [
         ({"a": [0, lambda: 0]}, "a/1 is a builtins.function"),
-        ({"a": {1: 2}}, "a has the key 1"),
+        ({"a": {(1,): 2}}, "a has the key (1,)"),
         (object(), "(the root) is a builtins.object"),
         ({"a": looped()}, "a/0 contains itself"),
         ({"a": "\ud800"}, "not Unicode"),

@@ -32,10 +32,6 @@ def read(layout, directories, written, own, after):
         assert step.adopt(state) is state
         assert before is not state
         wrong[source] = unlike(state, written[source])
-    if layout == "ddp()":
-        # torch orders its buckets anew after a first backward, which changes the rounding of 3-rank sums:
-        # a restored run equals a run that has come as far
-        state = train(step, state, 0, 1)
     state = restore(directories[own], like=state, verify=True)
     return wrong, unequal(gathered(train(step, state, 2, 2)), after)
 
@@ -70,7 +66,7 @@ def test_no_rank_writes_what_another_holds(saved):
         # 5 rows in chunks of 2 leave the fourth rank nothing to write
         assert len(files) == writers.get(layout, min(ranks, 3)), (layout, ranks)
         sizes = sum(file.stat().st_size for file in files)
-        assert sizes < 14_000 + 7_000 * len(files)
+        assert sizes < 14_000 + 7_000 * len(files) + 8_000 * ranks  # the random streams of each
 
 
 def fresh(directory):

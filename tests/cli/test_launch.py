@@ -13,9 +13,10 @@ from fnaccel.launch import Job
 
 def test_the_options_of_a_job():
     flags = "-n 2 --threads 3 --timeout-grace 0.5 --nnodes 4 --node-rank 1 --master-addr a --master-port 5"
-    assert read([*flags.split(), "--cpu", "train.py", "--lr", "1"]) == Job(
+    restarts = ["--max-restarts", "3", "--min-ranks", "1"]
+    assert read([*flags.split(), *restarts, "--cpu", "train.py", "--lr", "1"]) == Job(
         script="train.py", args=("--lr", "1"), processes=2, threads=3, grace=0.5, machines=4, machine=1,
-        address="a", port=5, cpu=True,
+        address="a", port=5, cpu=True, restarts=3, min_ranks=1,
     )  # fmt: skip
 
 
@@ -98,6 +99,7 @@ def test_values(text, value):
         ("--node-rank 1 t.py", "--node-rank without --nnodes", "--nnodes 2"),
         ("--master-addr a t.py", "--master-addr without --nnodes", "--nnodes 2"),
         ("--nnodes 0 t.py", "0 machines", "--nnodes 1"),
+        ("--min-ranks 1 tests/conftest.py", "no restarts", "--max-restarts 3"),
     ],
 )
 def test_bad_arguments_are_one_message_before_anything_starts(arguments, what, fix, capsys):

@@ -145,6 +145,26 @@ def test_samplers_with_replacement_are_iterated():
     assert steps_per_epoch(shards, 2) == 3
 
 
+@pytest.mark.parametrize("own", [None, 1, 2])
+def test_a_sampler_that_draws_gives_an_epoch_the_same_order_each_time(own):
+    """A run that goes on in the middle of an epoch has to see the order that it began with."""
+
+    def fresh():
+        generator = None if own is None else torch.Generator().manual_seed(own)
+        torch.manual_seed(torch.seed())
+        sampler = torch_data.WeightedRandomSampler([1.0] * 9, 9, generator=generator)
+        return shard(torch_data.DataLoader(numbers(9), batch_size=2, sampler=sampler), seed=3), generator
+
+    shards, generator = fresh()
+    before = torch.get_rng_state(), generator and generator.get_state()
+    first = samples([read(shards)])
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert generator is None or torch.equal(generator.get_state(), before[1])
+    assert first == samples([read(fresh()[0])])
+    assert first[4:] == samples([read(fresh()[0].at(Position(0, 4)))])
+    assert first != samples([read(shards.at(Position(1)))])
+
+
 def test_windows_hold_up_to_their_size():
     windows = read(shard(loader(22, 4), window=4))
     assert [type(window) for window in windows] == [Window, Window]

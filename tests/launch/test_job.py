@@ -27,6 +27,11 @@ HERE = Job(script=__file__)
         ({"processes": -1}, "-1 processes were asked for"),
         ({"threads": 0}, "compute with 0 threads"),
         ({"grace": -1.0}, "-1 seconds is in the past"),
+        ({"restarts": -1}, "-1 restarts"),
+        ({"min_ranks": 1}, "no restarts"),
+        ({"min_ranks": 0, "restarts": 1}, "can't go on as 0"),
+        ({"min_ranks": 2, "restarts": 1}, "1 ranks can't go on as 2"),
+        ({"min_ranks": 1, "restarts": 1, "machines": 2}, "on several machines"),
         ({"machines": 0}, "0 machines"),
         ({"machines": 2, "machine": 2}, "no machine 2 among 2"),
         ({"machine": 1}, "no machine 1 among 1"),
@@ -113,6 +118,8 @@ def test_only_what_was_asked_for_is_set():
     found = given(environ={"PATH": "/bin", "FNACCEL_DEVICE": "cuda:1", "FNACCEL_OVERRIDES": "{}"})
     assert (found["PATH"], found["FNACCEL_DEVICE"]) == ("/bin", "cuda:1")
     assert "FNACCEL_OVERRIDES" not in found
+    assert found["FNACCEL_RESTART_COUNT"] == "0"
+    assert given(restarts=2, environ={"FNACCEL_RESTART_COUNT": "7"})["FNACCEL_RESTART_COUNT"] == "2"
     assert "GLOO_SOCKET_IFNAME" not in found
     assert (
         given(attrs.evolve(HERE, overrides={"strategy": "ddp"}))["FNACCEL_OVERRIDES"] == '{"strategy": "ddp"}'

@@ -71,6 +71,18 @@ MUTANTS = [
         ("tests/transforms", "-k", "fp16_skips"),
     ),
     Mutant(
+        "a rank stops by itself", "notice.py", "self.agree(bool(asked > 0))", "self.agree(self._asked)",
+        ("tests/test_preemption.py", "-k", "one_rank_is_told and plain and 0-ddp"),
+    ),
+    Mutant(
+        "stopping forgets to save", "autosave.py", "            saver.save(state)\n            if self.signals",
+        "            if self.signals", ("tests/test_preemption.py", "-k", "complete or last_step"),
+    ),
+    Mutant(
+        "a run begins anew over damage", "checkpoint/resume.py", "        _go_on(failed", "        return state\n        _go_on(failed",
+        ("tests/checkpoint/test_resume.py", "-k", "damaged"),
+    ),
+    Mutant(
         "a donated state stays usable", "program.py", "        rng = state.rng\n        donate(state)\n",
         "        rng = state.rng\n", ("tests/test_program.py", "-k", "donated"),
     ),
@@ -94,8 +106,52 @@ MUTANTS = [
         ("tests/data/test_order.py",),
     ),
     Mutant(
-        "a checkpoint is renamed before it is whole", "checkpoint/commit.py",
-        "    durable.rename(final, aside)", "    durable.remove_tree(final)", ("tests/checkpoint/test_faults.py",),
+        "what is replaced goes first", "checkpoint/commit.py", "        durable.rename(final, aside)",
+        "        durable.remove(final)", ("tests/checkpoint/test_faults.py", "-k", "every_write_point"),
+    ),
+    Mutant(
+        "the newest checkpoints go", "checkpoint/retention.py", "in there[: -self.keep]:", "in there[self.keep :]:",
+        ("tests/checkpoint/test_background.py", "-k", "retention"),
+    ),
+    Mutant(
+        "a file is renamed before the device holds it", "checkpoint/durable.py", "        sync(number)\n", "",
+        ("tests/checkpoint/test_faults.py", "-k", "in_order"),
+    ),
+    Mutant(
+        "a failed save in the background is silent", "checkpoint/background.py", "        if failed is not None:\n            raise",
+        "        if False:\n            raise", ("tests/checkpoint/test_background.py", "-k", "told"),
+    ),
+    Mutant(
+        "shards are placed at the beginning", "checkpoint/pieces.py", "Box(_torch.local_offset(value), tuple(local.shape))",
+        "Box((0,) * local.dim(), tuple(local.shape))", ("tests/laws/test_any_layout.py",),
+    ),
+    Mutant(
+        "a reader cuts at its own offset", "checkpoint/reading.py", "file.get_slice(key)[shared.within(held)]",
+        "file.get_slice(key)[shared.within(request.box)]", ("tests/laws/test_any_layout.py",),
+    ),
+    Mutant(
+        "the data position lags a batch", "data/indexed.py", "self.first.start + (j + 1) * self.first.step",
+        "self.first.start + j * self.first.step", ("tests/laws/test_resume.py", "-k", "law_14"),
+    ),
+    Mutant(
+        "the data position forgets the ranks", "data/indexed.py", "self.first.start + (j + 1) * self.first.step",
+        "self.first.start + (j + 1) * self.first.size", ("tests/laws/test_resume.py", "-k", "other_ranks"),
+    ),
+    Mutant(
+        "an iterable is read from its beginning", "data/stream.py", "        if after <= reading.start:\n            continue\n", "",
+        ("tests/laws/test_resume.py", "-k", "law_14"),
+    ),
+    Mutant(
+        "the random streams are forgotten", "checkpoint/load.py", "if restorer.refilled and not partly:", "if False:",
+        ("tests/checkpoint/test_user_state.py", "-k", "streams"),
+    ),
+    Mutant(
+        "buckets move after the first backward", "strategies/ddp.py", "_torch.FixedBuckets(", "DistributedDataParallel(",
+        ("tests/checkpoint/test_layouts.py", "-k", "any_other and ddp"),
+    ),
+    Mutant(
+        "checksums are not compared", "checkpoint/reading.py", "if durable.checksum_of(path / name) != found.files[name].crc32:",
+        "if False:", ("tests/checkpoint/test_restore.py",),
     ),
 ]  # fmt: skip
 
@@ -111,7 +167,17 @@ def outcome(mutant: Mutant, where: Path) -> tuple[int, str]:
         f"{mutant.name}: the text to replace stands {text.count(mutant.old)} times"
     )
     path.write_text(text.replace(mutant.old, mutant.new))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--hypothesis-profile=mutants",
+    ]
+    command += mutant.tests
     done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, done.stdout[-2000:]
 

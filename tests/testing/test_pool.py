@@ -140,3 +140,24 @@ def test_sizes_and_reuse():
         first = started.run(1, process_id)
         started.close()
         assert started.run(1, process_id) != first
+
+
+def meshes(groups):
+    """Whether sharded parameters lie on the mesh of their own train step, and can be gathered."""
+    import torch.distributed as dist
+
+    from tests.models import program, whole_params
+
+    for _ in range(groups):  # names of groups are numbers: another world counts them anew
+        dist.new_group([0, 1, 2, 3])
+    train_step = program(strategy="hsdp(2, 2)")
+    state = train_step.init(seed=0)
+    whole_params(state)
+    return all(value.device_mesh is train_step.mesh.device for value in state.params.values())
+
+
+def test_a_new_group_does_not_meet_the_meshes_of_the_last_one():
+    with RankPool(4) as pool:
+        assert pool.run(meshes, 10) == [True] * 4
+        pool._renew = True
+        assert pool.run(meshes, 0) == [True] * 4

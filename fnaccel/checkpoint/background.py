@@ -1,0 +1,136 @@
+"""`save_async`: the state is copied to the host in the call, and written on a thread.
+
+One `Background` belongs to a world. Its ranks meet in a group of their own, so that the thread never
+gets between the collectives of the step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+from pathlib import Path
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from fnaccel.checkpoint.pieces import Part
+from fnaccel.checkpoint.writing import Writing
+from fnaccel.mesh import gloo_group
+from fnaccel.world import World
+
+
+class Saving:
+    """A save under way; what `fa.save_async` returns."""
+
+    def __init__(self, writing: Writing) -> None:
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._told = False
+        self._thread = threading.Thread(target=self._run, args=(writing,), name="fnaccel-save")
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        how = "under way" if not self.done else "failed" if self._error else "committed"
+        return f"Saving({how})"
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is committed; its directory.
+
+        Raises:
+            CheckpointError: it could not be written; what was there before is intact.
+
+        Example: `path = fa.save_async("runs/gpt", state).wait()`.
+        """
+        self._thread.join()
+        if self._error is not None:
+            self._told = True
+            raise self._error
+        return self._path  # pyright: ignore[reportReturnType] - set where there is no error
+
+    def failure(self) -> BaseException | None:
+        """Wait; what failed, if nobody was told yet."""
+        self._thread.join()
+        told, self._told = self._told, True
+        return None if told else self._error
+
+    def _run(self, writing: Writing) -> None:
+        try:
+            self._path = writing.run()
+        except BaseException as error:
+            self._error = error
+
+
+class Background:
+    """The saves of a world that a thread finishes; one at a time. Made by `world.resource`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._group: dist.ProcessGroup | None = None
+        self._saving: Saving | None = None
+        self._copies = _Copies(world.device)
+
+    def go(self, writing: Writing) -> Saving:
+        """Copy what a begun save is to write to the host, and let a thread write it."""
+        if self._world.size > 1 and self._group is None:
+            self._group = gloo_group()
+        if self._saving is None:
+            atexit.register(self._last_words)
+        writing.over = self._group
+        writing.parts = self._copies.of(writing.parts)
+        self._saving = Saving(writing)
+        return self._saving
+
+    def settle(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+            CheckpointError: it failed, and nobody was told.
+        """
+        failed = None if self._saving is None else self._saving.failure()
+        if failed is not None:
+            raise failed
+
+    def close(self, *, clean: bool) -> None:
+        """Wait for the save under way, before the ranks part; where `clean`, raise if it failed."""
+        if self._saving is not None:
+            atexit.unregister(self._last_words)
+        if clean:
+            self.settle()
+        else:
+            self._last_words()
+
+    def _last_words(self) -> None:
+        failed = None if self._saving is None else self._saving.failure()
+        if failed is not None:
+            print(f"{type(failed).__name__}: {failed}", file=sys.stderr, flush=True)
+
+
+@attrs.define
+class _Copies:
+    """Host memory for one rank's parts, kept from save to save: fresh pages cost more than the copy."""
+
+    device: torch.device
+    tensors: dict[str, torch.Tensor] = attrs.field(factory=dict)
+
+    def of(self, parts: dict[str, Part]) -> dict[str, Part]:
+        """The parts, with copies of their values on the host."""
+        fresh: dict[str, torch.Tensor] = {}
+        for path, part in parts.items():
+            known = self.tensors.get(path)
+            if known is None or (known.dtype, known.shape) != (part.local.dtype, part.local.shape):
+                pinned = part.local.device.type != "cpu"
+                known = torch.empty(part.local.shape, dtype=part.local.dtype, pin_memory=pinned)
+            fresh[path] = known.copy_(part.local, non_blocking=True)
+        self.tensors = fresh
+        if self.device.type != "cpu":
+            with contextlib.suppress(RuntimeError):
+                torch.accelerator.synchronize(self.device)
+        return {path: attrs.evolve(part, local=fresh[path]) for path, part in parts.items()}

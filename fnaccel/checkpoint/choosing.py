@@ -1,0 +1,119 @@
+"""Which paths of a tree are meant, and what else they are called: `only=`, `skip=` and `rename=`.
+
+Names only; what lies under them is not known here.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import attrs
+
+from fnaccel.errors import ArgumentError, nearest
+
+Patterns = str | Iterable[str] | None
+"""A shell pattern of paths, or several; a pattern also takes all that lies below a path it matches."""
+
+Rename = Mapping[str, str] | Callable[[str], str] | None
+"""Regular expressions and what to put in their place, in order (`re.sub`); or a function of the path."""
+
+
+@attrs.frozen
+class Kept:
+    """Stands in a tree for what stays as it is."""
+
+
+KEEP = Kept()
+
+
+def choose(names: Iterable[str], only: Patterns, skip: Patterns, where: str) -> set[str]:
+    """The names that `only` matches (all, where it is None) and `skip` does not.
+
+    Args:
+        names: paths such as `params/head.weight`.
+        only: `"params"`, `"params/encoder.*"`, or several.
+        skip: likewise.
+        where: the public function, for messages.
+
+    Raises:
+        ArgumentError: a pattern of `only` that matches nothing.
+
+    Example: `choose(paths, "params", ["*.bias"], "fa.restore")`.
+    """
+    known = set(names)
+    chosen = known
+    if only is not None:
+        chosen = set()
+        for pattern in _several(only):
+            found = {name for name in known if _matches(name, pattern)}
+            if not found:
+                raise ArgumentError(
+                    f"only={pattern!r} matches no path", where=where, fix=nearest(pattern, _tops(known))
+                )
+            chosen |= found
+    without = _several(skip)
+    return {name for name in chosen if not any(_matches(name, pattern) for pattern in without)}
+
+
+def renamed(names: Iterable[str], rename: Rename, where: str) -> dict[str, str]:
+    """What each name is called after `rename`.
+
+    Args:
+        names: paths.
+        rename: see `Rename`.
+        where: the public function, for messages.
+
+    Raises:
+        ArgumentError: two names become one, or an expression that is none.
+
+    Example: `renamed(paths, {r"^params/encoder\\.": "params/backbone."}, "fa.restore")`.
+    """
+    change = _changer(rename, where)
+    found = {name: change(name) for name in names}
+    first: dict[str, str] = {}
+    for old, new in found.items():
+        if first.setdefault(new, old) != old:
+            raise ArgumentError(
+                f"rename= makes {first[new]} and {old} both {new}",
+                where=where,
+                fix="let the expressions tell them apart, or leave one out with skip=",
+            )
+    return found
+
+
+def _changer(rename: Rename, where: str) -> Callable[[str], str]:
+    if rename is None:
+        return lambda name: name
+    if not isinstance(rename, Mapping):
+        return rename
+    try:
+        pairs = [(re.compile(pattern), to) for pattern, to in rename.items()]
+    except re.error as error:
+        raise ArgumentError(
+            f"rename= holds {error.pattern!r}, which is no regular expression: {error.msg}",
+            where=where,
+            fix=r"escape what is meant literally: \. for a dot",
+        ) from None
+
+    def change(name: str) -> str:
+        for pattern, to in pairs:
+            name = pattern.sub(to, name)
+        return name
+
+    return change
+
+
+def _several(patterns: Patterns) -> list[str]:
+    if patterns is None:
+        return []
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern.rstrip('/')}/*")
+
+
+def _tops(names: Iterable[str]) -> list[str]:
+    return sorted({name.partition("/")[0] for name in names} | set(names))

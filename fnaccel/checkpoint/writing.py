@@ -1,0 +1,217 @@
+"""One save, from the state to a committed checkpoint; on which thread is not known here.
+
+    begin    every rank: encode the tree, note its own parts; rank 0: make the directory to fill
+    run      every rank: write its file; rank 0: write the manifest, commit, remove what is to go
+
+Ranks meet after each, so that what fails on one rank fails on all, and nothing becomes visible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from fnaccel.checkpoint import commit, durable, grammar, manifest, provenance, streams
+from fnaccel.checkpoint.durable import FileRecord
+from fnaccel.checkpoint.grammar import Encoded, encode
+from fnaccel.checkpoint.manifest import Manifest, Piece, Stored
+from fnaccel.checkpoint.meeting import together
+from fnaccel.checkpoint.pieces import Part, part_of, whole
+from fnaccel.checkpoint.retention import Retention
+from fnaccel.checkpoint.shard_file import file_name, write_shard
+from fnaccel.errors import ArgumentError, CheckpointError, NotSerializableError
+from fnaccel.state import TrainState
+from fnaccel.world import World
+
+
+@attrs.frozen
+class _Written:
+    """What one rank put in its file: of each tensor, one piece."""
+
+    file: str
+    record: FileRecord
+    tensors: tuple[Stored, ...]
+
+
+@attrs.frozen(kw_only=True)
+class _Ready:
+    """What a rank tells the others before anything is written; the place comes from rank 0."""
+
+    place: tuple[Path, int] | None = None
+    streams: dict[str, torch.Tensor]
+
+
+class Writing:
+    """One save under way.
+
+    Args:
+        root: the directory of all checkpoints.
+        retention: which of them stay.
+        world: the ranks.
+        where: the public function, for messages.
+
+    Attributes:
+        parts: what this rank writes, by path; `background` puts copies on the host in their place.
+        over: the group in which ranks meet once begun; None: the world's own.
+    """
+
+    def __init__(self, root: Path, retention: Retention, world: World, where: str) -> None:
+        self.parts: dict[str, Part] = {}
+        self.over: dist.ProcessGroup | None = None
+        self._root = root
+        self._retention = retention
+        self._world = world
+        self._where = where
+        self._lock = contextlib.ExitStack()
+        self._staged: Path | None = None
+        self._number = 0
+
+    def begin(self, state: Any, step: int | None, metadata: Any) -> None:
+        """Note what is to be written, and make a place for it; reads no tensor.
+
+        Raises:
+            NotSerializableError, StaleStateError, ArgumentError, CheckpointError: see `fa.save`.
+        """
+
+        def prepare() -> _Ready:
+            tree, notes = encode(state), _notes(metadata, self._where)
+            ready = _Ready(streams=self._note(tree, notes, state))
+            if not self._world.is_main:
+                return ready
+            number = _number(self._root, state, step, self._where)
+            self._staged = commit.stage(self._root, number)
+            self._lock.enter_context(commit.held(self._staged))
+            commit.check_alone(self._staged, self._where)
+            return attrs.evolve(ready, place=(self._staged, number))
+
+        with self._undone() as lock:
+            ranks = together(self._world, self._where, prepare)
+            self._lock = lock.pop_all()
+        self._staged, self._number = next(ready.place for ready in ranks if ready.place is not None)
+        if self._world.is_main:
+            for rank, ready in enumerate(ranks):
+                self.parts.update(_streams(rank, ready.streams))
+
+    def run(self) -> Path:
+        """Write, commit, and remove what is to go; the directory of the checkpoint.
+
+        Raises:
+            CheckpointError: a rank could not; it raises on every rank, and nothing is visible.
+        """
+        with self._undone():
+            written = together(self._world, self._where, self._write, over=self.over)
+            together(self._world, self._where, lambda: self._finish(written), over=self.over)
+        return self._root / commit.name_of(self._number)
+
+    @contextlib.contextmanager
+    def _undone(self) -> Generator[contextlib.ExitStack]:
+        """The directory goes where the body fails: all ranks have met, so none writes in it any more."""
+        with self._lock as lock:
+            try:
+                yield lock
+            except Exception:
+                if self._world.is_main and self._staged is not None:
+                    with contextlib.suppress(OSError):
+                        durable.remove(self._staged)
+                raise
+
+    def _note(self, tree: Encoded, notes: Encoded, state: Any) -> dict[str, torch.Tensor]:
+        """Keep what is to be written; the random streams, where this rank has no file to put them in."""
+        parts = {path: part_of(value, self._world.rank) for path, value in tree.tensors.items()}
+        self.parts = {path: part for path, part in parts.items() if part.writes and part.box.numel}
+        # the tensors themselves are not kept: a state may be donated while it is written
+        self._tensors = {path: _stored(path, value) for path, value in tree.tensors.items()}
+        self._tree, self._metadata = tree.structure, notes.structure
+        self._written_by = provenance.describe(state, self._world.size)
+        own = streams.capture(self._world.device) if tree.has_state else {}
+        if not self.parts:
+            return own
+        self.parts.update(_streams(self._world.rank, own))
+        return {}
+
+    def _write(self) -> _Written | None:
+        """Write this rank's file; None where it has nothing to write."""
+        if not self.parts or self._staged is None:
+            return None
+        name = file_name(self._world.rank, self._world.size)
+        record = write_shard(self._staged / name, {path: part.local for path, part in self.parts.items()})
+        pieces = [
+            attrs.evolve(
+                self._tensors.get(path) or _stored(path, part.local), pieces=(Piece(name, part.box),)
+            )
+            for path, part in self.parts.items()
+        ]
+        return _Written(name, record, tuple(pieces))
+
+    def _finish(self, written: Sequence[_Written | None]) -> None:
+        if self._world.is_main and self._staged is not None:
+            text = self._describe([one for one in written if one is not None]).encode()
+            durable.write_file(self._staged / manifest.FILE, [memoryview(text)])
+            commit.commit(self._staged, self._root, self._number)
+            commit.sweep(self._root)
+            self._retention.apply(self._root, self._number)
+
+    def _describe(self, written: Sequence[_Written]) -> str:
+        tensors = dict(self._tensors)
+        for piece in (stored for part in written for stored in part.tensors):
+            known = tensors.get(piece.path)
+            if known is None and piece.path.startswith(f"{streams.ROOT}/"):
+                known = attrs.evolve(piece, pieces=())
+            if known is None or (known.dtype, known.shape) != (piece.dtype, piece.shape):
+                raise CheckpointError(
+                    f"{piece.path} is {piece} on one rank, and {known or 'missing'} on rank 0",
+                    where=self._where,
+                    fix="save the same tree on every rank",
+                )
+            tensors[piece.path] = attrs.evolve(known, pieces=known.pieces + piece.pieces)
+        text = manifest.dump(
+            Manifest(
+                step=self._number,
+                tree=self._tree,
+                metadata=self._metadata,
+                tensors=tensors,
+                files={part.file: part.record for part in written},
+                written_by={**self._written_by, "git": provenance.commit_of_program()},
+            )
+        )
+        manifest.parse(text, self._where)  # what a reader would refuse is not committed
+        return text
+
+
+def _streams(rank: int, own: dict[str, torch.Tensor]) -> dict[str, Part]:
+    return {
+        f"{streams.ROOT}/{rank}/{kind}": Part(whole(tuple(value.shape)), value, True)
+        for kind, value in own.items()
+    }
+
+
+def _stored(path: str, value: torch.Tensor) -> Stored:
+    return Stored(path, value.dtype, tuple(value.shape), ())
+
+
+def _notes(metadata: Any, where: str) -> Encoded:
+    notes = encode(metadata)
+    if notes.tensors:
+        raise NotSerializableError(
+            f"metadata holds a tensor: {grammar.shown(next(iter(notes.tensors)))}",
+            where=where,
+            fix="put tensors in the state, or numbers in metadata: x.tolist()",
+        )
+    return notes
+
+
+def _number(root: Path, state: Any, step: int | None, where: str) -> int:
+    if step is None and isinstance(state, TrainState):
+        step = state.step
+    if step is None:
+        newest = commit.checkpoints(root)
+        return newest[-1].step + 1 if newest else 0
+    if type(step) is not int or not 0 <= step < 10**19:
+        raise ArgumentError(f"step={step!r} can't number a checkpoint", where=where, fix="an int from 0 on")
+    return step

@@ -1,0 +1,148 @@
+"""`fnaccel convert`: a checkpoint of one tool as that of another, without a model and without ranks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from fnaccel.errors import ArgumentError, CheckpointError
+from fnaccel.interchange import placing
+from fnaccel.interchange.converting import own_items, write_own
+from fnaccel.interchange.exporting import Style, export_source, items_of
+from fnaccel.interchange.found import Source
+from fnaccel.interchange.items import Item
+from fnaccel.interchange.opening import FORMATS, opened
+from fnaccel.interchange.stream_file import Progress, write_items
+
+_WHERE = "fnaccel convert"
+_HELP = """Write the checkpoint SOURCE as TARGET, block by block.
+
+SOURCE is what fa.save, Accelerate, DeepSpeed, torch.distributed.checkpoint, torch.save or safetensors wrote.
+--only, --skip and --rename take names as TARGET has them: `encoder.weight` in hf and safetensors,
+`params/encoder.weight` and `opt/encoder.weight/exp_avg` in fnaccel. All of them may be repeated."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(message, where=self.prog, fix=f"{self.prog} --help shows the options")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `fnaccel convert`."""
+    made = _Parser(
+        prog=_WHERE,
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("source", type=Path, metavar="SOURCE", help="a file or directory")
+    made.add_argument(
+        "target", type=Path, metavar="TARGET", help="a new directory; with --to safetensors a file"
+    )
+    made.add_argument(
+        "--to", choices=("hf", "fnaccel", "safetensors"),
+        help="default: hf from fnaccel, fnaccel from anything else",
+    )  # fmt: skip
+    made.add_argument("--from", dest="form", choices=FORMATS, help="default: told from the files")
+    made.add_argument("--step", type=int, help="which step of an fnaccel root (default: the newest)")
+    made.add_argument("--model", metavar="KEY", help="which one, where a checkpoint of fnaccel has several")
+    made.add_argument("--ema", action="store_true", help="averages instead of parameters")
+    made.add_argument("--dtype", help="what floating-point values become: bf16, fp16, fp32")
+    made.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
+    made.add_argument("--only", action="append", metavar="PATTERN", help="names to take (shell patterns)")
+    made.add_argument("--skip", action="append", metavar="PATTERN", help="names to leave out")
+    made.add_argument(
+        "--rename", action="append", default=[], metavar="RE=REPLACEMENT",
+        help="a regular expression and what to put in its place",
+    )  # fmt: skip
+    made.add_argument(
+        "--trust-pickle", action="store_true",
+        help="load pickles, which can run any code: DCP and DeepSpeed need it",
+    )  # fmt: skip
+    made.add_argument("--overwrite", action="store_true", help="replace what an earlier export left")
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Convert what the arguments say, with a progress bar.
+
+    Raises:
+        FnaccelError: it can't be read as that, or TARGET is not free.
+
+    Example: `fnaccel convert runs/gpt exported --dtype bf16`.
+    """
+    options = parser().parse_args(arguments)
+    style = Style(
+        max_shard_size=options.max_shard_size,
+        dtype=options.dtype,
+        ema=options.ema,
+        model=options.model,
+        only=options.only,
+        skip=options.skip,
+        rename=_pairs(options.rename),
+        where=_WHERE,
+    )
+    try:
+        with opened(options.source, options.form, trust=options.trust_pickle, step=options.step) as source:
+            to = options.to or ("hf" if source.format == "fnaccel" else "fnaccel")
+            path = _convert(source, options.target, to, style, overwrite=options.overwrite)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.strerror or error} ({error.filename or options.target})",
+            where=_WHERE,
+            fix="give paths that can be read and written, on a device with free space",
+        ) from error
+    print(f"{source.format} -> {to}: {path}")
+    return 0
+
+
+def _convert(source: Source, target: Path, to: str, style: Style, *, overwrite: bool) -> Path:
+    if to == "fnaccel":
+        with _bar(own_items(source, style)) as progress:
+            return write_own(target, source, style, progress=progress)
+    items = items_of(source, style)
+    placing.check_free(target, overwrite=overwrite, where=style.where)
+    with _bar(items) as progress:
+        if to == "hf":
+            export_source(target, source, style, overwrite=overwrite, progress=progress)
+        else:
+            _one_file(target, items, progress)
+    return target
+
+
+def _one_file(target: Path, items: Sequence[Item], progress: Progress) -> None:
+    staged = placing.stage(target)
+    try:
+        # widest first, so that each starts at a multiple of its own element size
+        write_items(staged / target.name, sorted(items, key=lambda item: -item.dtype.itemsize), progress)
+        placing.commit_file(staged / target.name, target)
+    finally:
+        placing.discard(staged)
+
+
+@contextlib.contextmanager
+def _bar(items: Sequence[Item]) -> Generator[Progress]:
+    total = sum(item.nbytes for item in items)
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1000, leave=False) as bar:
+
+        def progress(count: int) -> None:
+            bar.update(count)
+
+        yield progress
+
+
+def _pairs(rules: Sequence[str]) -> dict[str, str] | None:
+    found: dict[str, str] = {}
+    for rule in rules:
+        pattern, equals, to = rule.partition("=")
+        if not equals or not pattern:
+            raise ArgumentError(
+                f"{rule!r} renames nothing", where=f"{_WHERE} --rename", fix=r"--rename '^model\.=backbone.'"
+            )
+        found[pattern] = to
+    return found or None

@@ -1,0 +1,231 @@
+"""`fnaccel inspect`: what a checkpoint holds, without a model; nothing of it is executed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import attrs
+
+from fnaccel.checkpoint import checkpoints, manifest, reading
+from fnaccel.checkpoint.dtypes import name_of
+from fnaccel.checkpoint.grammar import decode
+from fnaccel.checkpoint.manifest import Manifest
+from fnaccel.cli.printable import printable
+from fnaccel.errors import ArgumentError, CheckpointError
+from fnaccel.interchange import own
+from fnaccel.interchange.opening import detect, opened
+from fnaccel.interchange.safetensors_files import files_of
+from fnaccel.state import TrainState
+
+_PROG = "fnaccel inspect"
+
+
+@attrs.frozen
+class _Row:
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    pieces: int
+    files: int
+
+
+@attrs.frozen
+class _Report:
+    """What is shown of one checkpoint."""
+
+    format: str
+    path: str
+    steps: tuple[int, ...]
+    host: Mapping[str, Any]
+    written_by: Mapping[str, Any]
+    metadata: Any
+    files: Mapping[str, int]
+    rows: tuple[_Row, ...]
+
+    @property
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Tensors and bytes, by what a path begins with."""
+        found: dict[str, tuple[int, int]] = {}
+        for row in self.rows:
+            group = row.path.partition("/")[0] if "/" in row.path else "tensors"
+            count, size = found.get(group, (0, 0))
+            found[group] = count + 1, size + row.bytes
+        return found
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(message, where=self.prog, fix=f"{self.prog} --help shows the options")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `fnaccel inspect`."""
+    made = _Parser(prog=_PROG, description=__doc__, allow_abbrev=False)
+    made.add_argument(
+        "path", type=Path, metavar="PATH", help="of fa.save, or safetensors: a file or directory"
+    )
+    made.add_argument("--step", type=int, help="which step of a root (default: the newest)")
+    made.add_argument(
+        "--verify",
+        action="store_true",
+        help="read all files and compare their checksums; 1 where one differs",
+    )
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print what a checkpoint holds.
+
+    Returns:
+        0, or 1 where `--verify` found damage.
+
+    Raises:
+        CheckpointError: there is none that can be read.
+
+    Example: `fnaccel inspect runs/gpt --verify`.
+    """
+    options = parser().parse_args(arguments)
+    form = detect(options.path)
+    if form not in ("fnaccel", "safetensors"):
+        raise CheckpointError(
+            f"this is a checkpoint of {form}, and only those of fnaccel and safetensors are shown",
+            where=_PROG,
+            fix=f"fnaccel convert {options.path} TARGET, then inspect that",
+        )
+    if form == "safetensors":
+        report, damage = _foreign(options.path), []
+        if options.verify:
+            raise ArgumentError(
+                "safetensors files have no checksums to compare",
+                where=f"{_PROG} --verify",
+                fix="leave it out",
+            )
+    else:
+        path = own.find(options.path, options.step)
+        found = manifest.parse((path / manifest.FILE).read_bytes(), str(path / manifest.FILE))
+        report = _own(options.path, path, found)
+        damage = _damage(path, found, verify=options.verify)
+    _print_json(report, damage, verified=options.verify) if options.json else _print(report)
+    for line in damage:
+        print(f"damaged: {printable(line)}", file=sys.stderr)
+    if options.verify and not damage and not options.json:
+        print(f"verified: {len(report.files)} files are what was written")
+    return 1 if damage else 0
+
+
+def _own(root: Path, path: Path, found: Manifest) -> _Report:
+    rows = tuple(
+        _Row(
+            stored.path,
+            name_of(stored.dtype),
+            stored.shape,
+            sum(piece.box.numel for piece in stored.pieces) * stored.dtype.itemsize,
+            len(stored.pieces),
+            len({piece.file for piece in stored.pieces}),
+        )
+        for stored in found.tensors.values()
+    )
+    tree = decode(found.tree, _no_tensor)
+    host: dict[str, Any] = {"step": found.step}
+    if isinstance(tree, TrainState):
+        host |= {"updates": tree.updates, "epoch": tree.data.epoch, "samples": tree.data.samples}
+        host |= {"seed": tree.rng.root}
+        host = {name: value for name, value in host.items() if value is not None}  # a tensor: in the table
+    return _Report(
+        format="fnaccel",
+        path=str(path),
+        steps=tuple(one.step for one in checkpoints(root)),
+        host=host,
+        written_by=found.written_by,
+        metadata=decode(found.metadata, _no_tensor),
+        files={name: record.size for name, record in found.files.items()},
+        rows=rows,
+    )
+
+
+def _no_tensor(_: str) -> None:
+    """What stands for a tensor where only the values beside tensors matter."""
+
+
+def _foreign(path: Path) -> _Report:
+    with opened(path, "safetensors") as source:
+        rows = tuple(
+            _Row(name, name_of(found.dtype), found.shape, found.nbytes, 1, 1)
+            for name, found in source.weights.items()
+        )
+    files = {file.name: file.stat().st_size for file in files_of(path)}
+    return _Report("safetensors", str(path), (), {}, {}, None, files, rows)
+
+
+def _damage(path: Path, found: Manifest, *, verify: bool) -> list[str]:
+    """One line for each file that is not as it was written; all files are looked at."""
+    lines: list[str] = []
+    for name, record in found.files.items():
+        file = path / name
+        if not file.is_file():
+            lines.append(f"{name} is missing")
+        elif file.stat().st_size != record.size:
+            lines.append(f"{name} has {file.stat().st_size} bytes, and was written with {record.size}")
+        elif verify:
+            try:
+                reading.verify(path, found, [name])
+            except CheckpointError as error:
+                lines.append(error.what)
+            except OSError as error:
+                lines.append(f"{name} can't be read: {error.strerror}")
+    return lines
+
+
+def _print(report: _Report) -> None:
+    print(f"{report.format} checkpoint {printable(report.path)}")
+    if len(report.steps) > 1:
+        print(f"steps      {', '.join(map(str, report.steps))}")
+    for name, value in report.host.items():
+        print(f"{name:<10} {printable(str(value))}")
+    for name, value in report.written_by.items():
+        first, *rest = printable(f"{name} {value}", keep="\n").splitlines() or [""]
+        print(
+            "\n".join([f"written by {first}", *(f"           {line}" for line in rest)])
+        )  # a plan has lines
+    if report.metadata is not None:
+        print(f"metadata   {printable(json.dumps(report.metadata, default=str))}")
+    cells = [("path", "dtype", "shape", "size", "layout")]
+    for row in sorted(report.rows, key=lambda row: row.path):
+        layout = f"{row.pieces} pieces in {row.files} files" if row.pieces != 1 else "whole"
+        cells.append((printable(row.path), row.dtype, str(list(row.shape)), _size(row.bytes), layout))
+    widths = [max(len(line[column]) for line in cells) for column in range(4)]
+    print()
+    for path, dtype, shape, size, layout in cells:
+        start = f"{path:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}"
+        print(f"{start}  {size:>{widths[3]}}  {layout}")
+    print()
+    for group, (count, size) in sorted(report.totals.items()):
+        print(f"{printable(group)}: {count} tensors, {_size(size)}")
+    size = _size(sum(row.bytes for row in report.rows))
+    print(f"in all: {len(report.rows)} tensors, {size}, {len(report.files)} files")
+
+
+def _print_json(report: _Report, damage: Sequence[str], *, verified: bool) -> None:
+    document = attrs.asdict(report) | {
+        "tensors": [attrs.asdict(row) for row in report.rows],
+        "totals": {group: {"tensors": n, "bytes": size} for group, (n, size) in report.totals.items()},
+        "damaged": list(damage) if verified or damage else None,
+    }
+    del document["rows"]
+    print(json.dumps(document, indent=1, default=str))
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

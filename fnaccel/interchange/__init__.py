@@ -1,0 +1,8 @@
+"""Checkpoints of other tools: read into a state, written for Hugging Face, converted on the command line.
+
+What is foreign becomes a `Source` (tensors by name, each read block by block), whatever its format; what
+is written becomes `Item`s. So each format is one small file, and none knows of strategies or ranks.
+"""
+
+from fnaccel.interchange.adopting import adopt as adopt
+from fnaccel.interchange.exporting import export_hf as export_hf

@@ -1,0 +1,191 @@
+"""`adopt`: weights of any format into a state of any layout; all checks come first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel.checkpoint.choosing import Patterns, Rename
+from fnaccel.checkpoint.grammar import child
+from fnaccel.checkpoint.meeting import together
+from fnaccel.checkpoint.pieces import is_sharded, part_of
+from fnaccel.errors import UnleasedStateError
+from fnaccel.interchange.fitting import Choice, Fit, fit, mismatch
+from fnaccel.interchange.found import Found, Source
+from fnaccel.interchange.opening import opened
+from fnaccel.interchange.targets import SECTIONS, sections_of, targets_of, tensors_of
+from fnaccel.state import TrainState, lease_of
+from fnaccel.world import World, current
+
+_WHERE = "fa.adopt"
+
+
+def adopt(
+    path: str | os.PathLike[str],
+    *,
+    like: Any,
+    format: str | None = None,  # noqa: A002 - the word for it
+    only: Patterns = None,
+    skip: Patterns = None,
+    rename: Rename = None,
+    trust_pickle: bool = False,
+    world: World | None = None,
+) -> Any:
+    """Read weights that another tool wrote into a state: any strategy, any number of ranks.
+
+    Every rank must call it, and takes only its part of each tensor. Everything is checked before anything
+    is changed. Floating-point values are converted to the dtypes of `like`. Names that have a wrapper's
+    part in them (`module.`, `_orig_mod.`), or a prefix that all of them share, are read without it where
+    that makes them fit. Adam's and SGD's moments come along where the source has them, and with Adam's
+    the number of updates; without any, moments stay as they are. Averages (`with_ema`) start from the
+    adopted weights, unless the source has its own.
+
+    Args:
+        path: safetensors (a file, or a directory with or without an index), a file of `torch.save`, or the
+            directory of Accelerate's `save_state`, `torch.distributed.checkpoint`, DeepSpeed, or `fa.save`.
+        like: the live state of a train step, which is refilled in place and donated; or a snapshot or a
+            dict of tensors (`state.params`), which stays as it is.
+        format: `"safetensors"`, `"torch"`, `"accelerate"`, `"dcp"`, `"deepspeed"` or `"fnaccel"`; told
+            from the files by default.
+        only, skip: shell patterns of paths of the state that are to be read, or not: `"params/head.*"`,
+            `"opt"`.
+        rename: regular expressions and what replaces them, in order, or a function; from the source's
+            path (`params/NAME`) to the state's.
+        trust_pickle: load pickles, which can run code: DCP and DeepSpeed need it.
+        world: the world, where none was started in this context.
+
+    Returns:
+        A tree like `like`.
+
+    Raises:
+        TreeMismatchError: names, shapes or kinds of dtype differ; lists every path. Nothing was changed.
+        CheckpointError: nothing known is there, it is damaged, or a pickle in it is not trusted.
+        MissingBackendError: a DeepSpeed checkpoint, and deepspeed is not installed.
+        ArgumentError: a pattern that matches nothing, names that become one.
+        StaleStateError: `like` was donated.
+
+    Example: `state = fa.adopt("gpt2/model.safetensors", like=train_step.init(seed=0))`.
+    """
+    found = current(world)
+    choice = Choice(only, skip, rename, _WHERE)
+    with ExitStack() as stack:
+        fits: list[Fit] = []  # stays here: what ranks tell each other is pickled
+
+        def check() -> None:
+            targets = targets_of(like, _WHERE)
+            source = stack.enter_context(opened(Path(path), format, trust=trust_pickle))
+            found_fit = fit(source, targets, choice)
+            _check_doubled(found_fit, source, targets.tensors, found)
+            fits.append(found_fit)
+
+        together(found, _WHERE, check)
+        return _filled(like, fits[0], found)
+
+
+def _check_doubled(found: Fit, source: Source, tensors: Mapping[str, torch.Tensor], world: World) -> None:
+    """See that tied weights which are there twice are the same, in this rank's part.
+
+    Raises:
+        TreeMismatchError: they differ.
+    """
+    problems: list[str] = []
+    for path, other in found.doubled.items():
+        one = found.pairs[path]
+        if one.shape != other.shape or not _same(one, other, tensors[path], world):
+            problems.append(f"{path}: tied in like, and has two values in the source")
+    if problems:
+        raise mismatch(problems, source, _WHERE)
+
+
+def _same(one: Found, other: Found, tensor: torch.Tensor, world: World) -> bool:
+    box = part_of(tensor, world.rank).box
+    values = [torch.empty(box.shape, dtype=tensor.dtype) for _ in range(2)]
+    if box.numel:
+        one.read(box, values[0])
+        other.read(box, values[1])
+    return torch.equal(*values)
+
+
+def _filled(like: Any, found: Fit, world: World) -> Any:
+    if isinstance(like, TrainState):
+        try:
+            owner = lease_of(like, _WHERE).owner
+        except UnleasedStateError:
+            pass
+        else:
+            # what a model that was built without values must get: its buffers have theirs
+            needed = [path for path in _tensors(like) if path.startswith(("params/", "ema/"))]
+            complete = all(path in found.pairs for path in needed)
+            return owner.refill(like, lambda state: _in_place(state, found, world), complete=complete)
+    made: list[Any] = []
+    together(world, _WHERE, lambda: made.append(_fresh(like, found, world)))
+    return made[0]
+
+
+def _in_place(state: TrainState, found: Fit, world: World) -> TrainState:
+    made: list[TrainState] = []
+
+    def fill() -> None:
+        _read(_tensors(state), found, world)
+        made.append(_counted(state, found, in_place=True))
+
+    # inside of refill: where one rank fails, no rank goes on with these tensors
+    together(world, _WHERE, fill)
+    return made[0]
+
+
+def _fresh(like: Any, found: Fit, world: World) -> Any:
+    made = {
+        path: _empty(tensor, world) if path in found.pairs else tensor.detach().clone()
+        for path, tensor in _tensors(like).items()
+    }
+    _read(made, found, world)
+    if isinstance(like, TrainState):
+        parts = {name: _rebuilt(getattr(like, name), name, made) for name in SECTIONS}
+        return _counted(attrs.evolve(like, **parts), found, in_place=False)
+    if isinstance(like.get("params"), dict):
+        return {key: _rebuilt(node, key, made) if key in SECTIONS else node for key, node in like.items()}
+    return _rebuilt(like, "params", made)
+
+
+def _tensors(like: Any) -> dict[str, torch.Tensor]:
+    parts = sections_of(like, _WHERE).items()
+    return {path: one for name, part in parts for path, one in tensors_of(part, name, _WHERE).items()}
+
+
+def _empty(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    device = world.device if tensor.is_meta and not is_sharded(tensor) else tensor.device
+    return torch.empty_like(tensor.detach(), device=device)
+
+
+def _read(tensors: Mapping[str, torch.Tensor], found: Fit, world: World) -> None:
+    with torch.no_grad():
+        for path, source in found.pairs.items():
+            part = part_of(tensors[path], world.rank)
+            if part.box.numel:
+                source.read(part.box, part.local)
+
+
+def _rebuilt(node: Any, path: str, made: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(node, torch.Tensor):
+        return made[path]
+    if isinstance(node, dict):
+        return {key: _rebuilt(value, child(path, key), made) for key, value in node.items()}
+    return node
+
+
+def _counted(state: TrainState, found: Fit, *, in_place: bool) -> TrainState:
+    """The state with the number of updates that belongs to its moments."""
+    if found.updates is None:
+        return state
+    updates: Any = found.updates
+    if isinstance(state.updates, torch.Tensor):
+        updates = state.updates if in_place else torch.empty_like(state.updates)
+        updates.fill_(found.updates)
+    return attrs.evolve(state, updates=updates, step=found.updates if found.step is None else found.step)

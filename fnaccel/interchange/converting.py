@@ -1,0 +1,138 @@
+"""A foreign checkpoint written as one of fnaccel, tensor by tensor: what `fnaccel convert` does.
+
+It holds `{"params": {name: tensor}}`, and where the source has moments with names `"opt"` and `"updates"`.
+What of the parameters are buffers only a model knows: `fa.adopt` sorts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fnaccel.checkpoint import commit, durable, manifest, provenance
+from fnaccel.checkpoint.durable import FileRecord
+from fnaccel.checkpoint.grammar import child
+from fnaccel.checkpoint.manifest import Manifest, Piece, Stored
+from fnaccel.checkpoint.pieces import whole
+from fnaccel.checkpoint.shard_file import file_name
+from fnaccel.errors import ArgumentError, CheckpointError
+from fnaccel.interchange.exporting import Style, dtype_in
+from fnaccel.interchange.found import Found, Source
+from fnaccel.interchange.items import Item, check_items, of_found, pick
+from fnaccel.interchange.stream_file import Progress, bytes_in, spread, write_items
+
+
+def own_items(source: Source, style: Style) -> list[Item]:
+    """What is to be written, under paths of a state.
+
+    Raises:
+        CheckpointError: moments without names.
+        ArgumentError: patterns that match nothing, nothing left to write.
+    """
+    tensors: dict[str, Found] = {}
+    for name, value in source.weights.items():
+        tensors[_path("buffers" if name in source.buffers else "params", name)] = value
+    if style.ema:
+        if not source.averages:
+            raise ArgumentError("there are no averages", where=style.where, fix="leave out --ema")
+        tensors |= {_path("params", name): value for name, value in source.averages.items()}
+    for name, slots in source.slots.items():
+        tensors |= {_path("opt", name, slot): one for slot, one in slots.items() if slot != "step"}
+    if source.numbered is not None:
+        for number, slots in source.numbered.slots.items():
+            tensors |= {_path("opt", str(number), slot): one for slot, one in slots.items()}
+    kept = pick(tensors, style.only, style.skip, style.rename, style.where)
+    if source.numbered is not None and any(path.startswith("opt/") for path in kept):
+        raise CheckpointError(
+            "the optimizer's state has numbers instead of names, which only a model can give",
+            where=style.where,
+            fix="--skip 'opt/*' leaves it out; fa.adopt(path, like=state) takes it from the source itself",
+        )
+    items = of_found(kept, dtype_in(style))
+    check_items(items, style.where)
+    return items
+
+
+def write_own(
+    root: Path, source: Source, style: Style, *, step: int | None = None, progress: Progress | None = None
+) -> Path:
+    """Write a checkpoint under a root as `fa.save` does, in this process alone; where it is.
+
+    Args:
+        root: made where it is missing.
+        source: an opened checkpoint.
+        style: what of it, and how.
+        step: the number in its name; by default what the source counts, or 0.
+        progress: called with the bytes written.
+
+    Raises:
+        CheckpointError: that step is there already.
+        ArgumentError: see `own_items`.
+    """
+    items = own_items(source, style)
+    number = next((one for one in (step, source.step, source.updates) if one is not None), 0)
+    if any(one.step == number for one in commit.checkpoints(root)):
+        raise CheckpointError(
+            f"{root} has a checkpoint of step {number}", where=style.where, fix="give another directory"
+        )
+    files = spread(items, bytes_in(style.max_shard_size, style.where))
+    staged = commit.stage(root, number)
+    with commit.held(staged):
+        try:
+            stored: dict[str, Stored] = {}
+            records: dict[str, FileRecord] = {}
+            for place, shard in enumerate(files):
+                name = file_name(place, len(files))
+                records[name] = write_items(staged / name, shard, progress)
+                stored |= {item.name: _stored(item, name) for item in shard}
+            text = _manifest(number, stored, records, source).encode()
+            manifest.parse(text, style.where)  # what a reader would refuse is not committed
+            durable.write_file(staged / manifest.FILE, [memoryview(text)])
+            return commit.commit(staged, root, number)
+        except BaseException:
+            durable.remove(staged)
+            raise
+
+
+def _path(section: str, *keys: str) -> str:
+    path = section
+    for key in keys:
+        path = child(path, key)
+    return path
+
+
+def _stored(item: Item, file: str) -> Stored:
+    pieces = (Piece(file, whole(item.shape)),) if torch.Size(item.shape).numel() else ()
+    return Stored(item.name, item.dtype, item.shape, pieces)
+
+
+def _manifest(
+    step: int, stored: Mapping[str, Stored], records: Mapping[str, FileRecord], source: Source
+) -> str:
+    sections: dict[str, Any] = {}
+    for path in stored:
+        section, *keys = path.split("/")
+        node: dict[str, Any] = sections.setdefault(section, {"dict": {}})
+        for key in keys[:-1]:
+            node = node["dict"].setdefault(_key(key), {"dict": {}})
+        node["dict"][_key(keys[-1])] = {"tensor": path}
+    updates = source.count_updates() if "opt" in sections else None
+    if updates is not None:
+        sections["updates"] = updates
+    return manifest.dump(
+        Manifest(
+            step=step,
+            tree={"dict": sections},
+            metadata={"dict": {"converted from": source.format}},
+            tensors=stored,
+            files=records,
+            written_by=provenance.describe(None, 1),
+        )
+    )
+
+
+def _key(escaped: str) -> str:
+    return escaped.replace("~1", "/").replace("~0", "~")

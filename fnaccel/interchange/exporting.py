@@ -1,0 +1,306 @@
+"""`export_hf`: a state or a checkpoint as the safetensors that Hugging Face's libraries load."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from fnaccel.checkpoint import durable
+from fnaccel.checkpoint.choosing import Patterns, Rename
+from fnaccel.checkpoint.meeting import together
+from fnaccel.errors import ArgumentError, NoWorldError, UnleasedStateError, nearest
+from fnaccel.interchange import placing
+from fnaccel.interchange.found import Source
+from fnaccel.interchange.items import Item, check_items, of_found, of_tensors, pick
+from fnaccel.interchange.model_config import files_for
+from fnaccel.interchange.opening import opened
+from fnaccel.interchange.stream_file import Progress, bytes_in, drain, spread, write_items
+from fnaccel.interchange.targets import modules_of, persistent_names, tensors_of
+from fnaccel.state import TrainState, check_live, lease_of
+from fnaccel.transforms.precision import dtype_of
+from fnaccel.world import World, current
+
+_WHERE = "fa.export_hf"
+
+
+@attrs.frozen
+class Style:
+    """How weights are written: for users, see the arguments of `export_hf`."""
+
+    max_shard_size: int | str = "5GB"
+    dtype: Any = None
+    ema: bool = False
+    model: str | None = None
+    only: Patterns = None
+    skip: Patterns = None
+    rename: Rename = None
+    where: str = _WHERE
+
+
+def export_hf(
+    directory: str | os.PathLike[str],
+    source: Any,
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: Any = None,
+    ema: bool = False,
+    config: Any = None,
+    model: str | None = None,
+    only: Patterns = None,
+    skip: Patterns = None,
+    rename: Rename = None,
+    overwrite: bool = False,
+    world: World | None = None,
+) -> Path:
+    """Write weights as Hugging Face's libraries load them: safetensors, their index and the config.
+
+    Where a world was started every rank must call it; rank 0 writes. A live state is gathered one tensor
+    at a time, and a checkpoint is read in blocks of a few megabytes (without a world too), so the whole
+    model is nowhere in memory. The directory appears when all of it is on the device.
+
+    Args:
+        directory: a new or empty one; made where it is missing.
+        source: a state, of any strategy; or the path of a checkpoint of `fa.save`, a root or one step.
+        max_shard_size: the largest file, in bytes or as `"5GB"`; a larger tensor has its own.
+        dtype: what floating-point values become: `"bf16"`, `torch.float16`; as they are by default.
+        ema: the averages of `with_ema` instead of the parameters.
+        config: what becomes `config.json`: a dict, or a config of transformers. A model of transformers
+            in a live state brings its own.
+        model: which one, where there are several.
+        only, skip: shell patterns of names to be written, or not: `"encoder.*"`.
+        rename: regular expressions and what replaces them, in order, or a function, for names.
+        overwrite: replace an earlier export; files of other kinds in it, such as a tokenizer's, are kept.
+        world: the world, where none was started in this context.
+
+    Returns:
+        The directory.
+
+    Raises:
+        CheckpointError: the directory is not empty, the disk is full, there is no such checkpoint.
+        ArgumentError: several models and none chosen, no averages, patterns that match nothing.
+        StaleStateError: the state was donated.
+
+    Example: `fa.export_hf("exported", state, dtype="bf16")`; later
+    `AutoModelForCausalLM.from_pretrained("exported")`.
+    """
+    target = Path(directory)
+    style = Style(max_shard_size, dtype, ema, model, only, skip, rename)
+    if isinstance(source, str | os.PathLike):
+        found = _world(world)
+        path: Path = Path(source)
+
+        def convert() -> None:
+            if found.is_main:
+                with opened(path, "fnaccel") as one:
+                    export_source(target, one, style, config=config, overwrite=overwrite)
+
+        together(found, _WHERE, convert)
+        return target
+    return _export_state(target, source, style, config, overwrite=overwrite, world=world)
+
+
+def export_source(
+    target: Path,
+    source: Source,
+    style: Style,
+    *,
+    config: Any = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Write the weights of an opened checkpoint, in this process alone."""
+    items = items_of(source, style)
+    files = files_for(config, None, dtype_in(style), style.where)
+    placing.check_free(target, overwrite=overwrite, where=style.where)
+    staged = placing.stage(target)
+    try:
+        shards = spread(items, bytes_in(style.max_shard_size, style.where))
+        for name, shard in zip(_names(len(shards)), shards, strict=True):
+            write_items(staged / name, shard, progress)
+        _finish(staged, target, shards, files)
+    except BaseException:
+        placing.discard(staged)
+        raise
+
+
+def items_of(source: Source, style: Style) -> list[Item]:
+    """What of an opened checkpoint is to be written.
+
+    Raises:
+        ArgumentError: no averages, no such model, patterns that match nothing.
+    """
+    weights = {name: one for name, one in source.weights.items() if name not in source.transient}
+    if style.ema:
+        _check_averages(source.averages, style)
+        weights |= source.averages
+    several = source.format == "fnaccel" and all("/" in name for name in weights)
+    nested = {name.partition("/")[0] for name in weights} if several else set[str]()
+    weights = _one_model(weights, nested, style)
+    items = of_found(pick(weights, style.only, style.skip, style.rename, style.where), dtype_in(style))
+    check_items(items, style.where)
+    return items
+
+
+def _export_state(
+    target: Path, state: Any, style: Style, config: Any, *, overwrite: bool, world: World | None
+) -> Path:
+    if not isinstance(state, TrainState):
+        raise ArgumentError(
+            f"source is a {type(state).__name__}",
+            where=_WHERE,
+            fix="give a state, or the path of a checkpoint of fa.save",
+        )
+    check_live(state)
+    found = _world(world, state)
+    shards: list[list[Item]] = []
+    files: dict[str, str] = {}
+    staged: list[Path] = []
+
+    def begin() -> None:
+        modules = modules_of(state)
+        tensors = _one_model(_weights(state, modules, style), _keys(state), style)
+        kept = pick(tensors, style.only, style.skip, style.rename, _WHERE)
+        items = of_tensors(kept, dtype_in(style), keep=found.is_main)
+        check_items(items, _WHERE)
+        shards.extend(spread(items, bytes_in(style.max_shard_size, _WHERE)))
+        files.update(files_for(config, (modules or {}).get(style.model), dtype_in(style), _WHERE))
+        if found.is_main:
+            placing.check_free(target, overwrite=overwrite, where=_WHERE)
+            staged.append(placing.stage(target))
+
+    try:
+        together(found, _WHERE, begin)
+        for name, shard in zip(_names(len(shards)), shards, strict=True):
+            together(found, _WHERE, _writer(staged[0] / name if staged else None, shard))
+        together(found, _WHERE, lambda: _finish(staged[0], target, shards, files) if staged else None)
+    except BaseException:
+        for one in staged:
+            placing.discard(one)
+        raise
+    return target
+
+
+def _writer(path: Path | None, items: Sequence[Item]) -> Callable[[], None]:
+    """Writes one file on the rank that has a path; all ranks gather the same tensors, also where it fails."""
+
+    def write() -> None:
+        if path is None:
+            drain(items)
+            return
+        begun: list[Item] = []
+
+        def noted(item: Item) -> Item:
+            def blocks() -> Any:
+                begun.append(item)
+                return item.blocks()
+
+            return attrs.evolve(item, blocks=blocks)
+
+        try:
+            write_items(path, [noted(item) for item in items])
+        except Exception:
+            drain(items[len(begun) :])
+            raise
+
+    return write
+
+
+def _finish(staged: Path, target: Path, shards: Sequence[Sequence[Item]], files: Mapping[str, str]) -> None:
+    extra = dict(files)
+    if len(shards) > 1:
+        names = _names(len(shards))
+        index = {
+            "metadata": {"total_size": sum(item.nbytes for shard in shards for item in shard)},
+            "weight_map": {
+                item.name: name for name, shard in zip(names, shards, strict=True) for item in shard
+            },
+        }
+        extra["model.safetensors.index.json"] = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    for name, text in extra.items():
+        durable.write_file(staged / name, [memoryview(text.encode())])
+    placing.commit(staged, target)
+
+
+def _names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _weights(
+    state: TrainState, modules: Mapping[str | None, nn.Module] | None, style: Style
+) -> dict[str, torch.Tensor]:
+    """Parameters (or their averages) and persistent buffers by name, the model's key first."""
+    found = _by_name(state.params)
+    if style.ema:
+        averages = {} if state.ema is None else _by_name(state.ema)
+        _check_averages(averages, style)
+        found |= averages  # what is frozen has none
+    buffers = _by_name(state.buffers)
+    if modules is not None:
+        wanted = persistent_names(modules)
+        buffers = {name: value for name, value in buffers.items() if name in wanted}
+    return found | buffers
+
+
+def _by_name(section: Any) -> dict[str, torch.Tensor]:
+    found = tensors_of(section, "", _WHERE)
+    return {name.replace("~1", "/").replace("~0", "~"): value for name, value in found.items()}
+
+
+def _keys(state: TrainState) -> set[str]:
+    return {key for key, value in state.params.items() if isinstance(value, dict)}
+
+
+def _one_model(weights: Mapping[str, Any], keys: set[str], style: Style) -> dict[str, Any]:
+    """The weights of the model that is meant, without its key."""
+    if not keys and style.model is None:
+        return dict(weights)
+    if style.model is None or style.model not in keys:
+        what = (
+            f"there are {len(keys)} models" if style.model is None else f"no model is called {style.model!r}"
+        )
+        raise ArgumentError(
+            what, where=f"{style.where}(model=...)", fix=nearest(style.model or "", keys or {"(one)"})
+        )
+    prefix = f"{style.model}/"
+    return {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
+
+
+def _check_averages(averages: Mapping[str, Any], style: Style) -> None:
+    if not averages:
+        raise ArgumentError(
+            "there are no averages",
+            where=f"{style.where}(ema=True)",
+            fix="train with fa.with_ema(step), or ema=False",
+        )
+
+
+def dtype_in(style: Style) -> torch.dtype | None:
+    """The dtype that floating-point values become; None: as they are."""
+    if style.dtype is None or isinstance(style.dtype, torch.dtype):
+        return style.dtype
+    return dtype_of(style.dtype, f"{style.where}(dtype=...)")
+
+
+def _world(world: World | None, state: TrainState | None = None) -> World:
+    """The world given, the owner's, or the current one; this process alone where there is none."""
+    if world is None and state is not None:
+        try:
+            return lease_of(state, _WHERE).owner.mesh.world
+        except UnleasedStateError:
+            pass
+    try:
+        return current(world)
+    except NoWorldError:
+        cpu = torch.device("cpu")
+        return World(
+            rank=0, size=1, local_rank=0, local_size=1, machine=0, machines=1, device=cpu, backend="none"
+        )

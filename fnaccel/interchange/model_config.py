@@ -1,0 +1,77 @@
+"""`config.json` and `generation_config.json` beside exported weights; transformers is never imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fnaccel.checkpoint.dtypes import name_of
+from fnaccel.errors import ArgumentError
+
+
+def files_for(config: Any, model: nn.Module | None, dtype: torch.dtype | None, where: str) -> dict[str, str]:
+    """The JSON files to write, by name.
+
+    Args:
+        config: a dict, or an object with `to_json_string()` or `to_dict()`; the model's own by default.
+        model: the module that is exported, where there is one.
+        dtype: what the weights were converted to, where they were.
+        where: the public function, for messages.
+
+    Raises:
+        ArgumentError: it is none of these, or holds what is no JSON.
+    """
+    own = getattr(model, "config", None)
+    if config is None and not hasattr(own, "to_json_string"):
+        return {}
+    found = _content(own if config is None else config, where)
+    if model is not None and not found.get("architectures"):
+        found["architectures"] = [class_of(model)]
+    if dtype is not None:
+        found["torch_dtype" if "torch_dtype" in found else "dtype"] = name_of(dtype)
+    files = {"config.json": _text(found, where)}
+    generation = getattr(model, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        files["generation_config.json"] = _text(_content(generation, where), where)
+    return files
+
+
+def class_of(model: nn.Module) -> str:
+    """The name of a module's class, as its author wrote it."""
+    for kind in type(model).__mro__:
+        # FSDP2 puts a class of its own before the author's
+        if kind.__name__ != "FSDPModule" and "FSDPModule" not in {base.__name__ for base in kind.__bases__}:
+            return kind.__name__
+    return type(model).__name__
+
+
+def _content(config: Any, where: str) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    found: Any = None
+    if hasattr(config, "to_json_string"):  # leaves out what is a default, and what is no JSON
+        found = json.loads(config.to_json_string())
+    elif hasattr(config, "to_dict"):
+        found = config.to_dict()
+    if not isinstance(found, dict):
+        raise ArgumentError(
+            f"config= is a {type(config).__name__}",
+            where=where,
+            fix="give a dict, or a config of transformers",
+        )
+    return dict(found)
+
+
+def _text(content: Mapping[str, Any], where: str) -> str:
+    try:
+        return json.dumps(content, indent=2, sort_keys=True) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"config= holds what is no JSON: {error}",
+            where=where,
+            fix="keep numbers, strings, lists and dicts in it",
+        ) from None

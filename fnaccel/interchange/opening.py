@@ -1,0 +1,114 @@
+"""From a path to a `Source`: which format it is, told from the files, and who reads it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from contextlib import ExitStack
+from pathlib import Path
+
+from fnaccel.errors import CheckpointError, UnknownNameError, nearest
+from fnaccel.interchange.accelerate_dir import is_accelerate, open_accelerate
+from fnaccel.interchange.dcp_dir import open_dcp
+from fnaccel.interchange.deepspeed_dir import find_tag, open_deepspeed
+from fnaccel.interchange.found import Source
+from fnaccel.interchange.own import is_own, open_own
+from fnaccel.interchange.safetensors_files import open_safetensors
+from fnaccel.interchange.torch_files import SUFFIXES, open_torch
+
+FORMATS = ("accelerate", "dcp", "deepspeed", "fnaccel", "safetensors", "torch")
+
+
+@contextlib.contextmanager
+def opened(
+    path: Path, form: str | None = None, *, trust: bool = False, step: int | None = None
+) -> Generator[Source]:
+    """A checkpoint of any format, for as long as the body runs.
+
+    Args:
+        path: a file or a directory.
+        form: one of `FORMATS`; told from the files by default.
+        trust: whether pickles may be loaded.
+        step: which step of an fnaccel root.
+
+    Raises:
+        CheckpointError: no known format, damaged, or not trusted.
+        UnknownNameError: no such format.
+    """
+    if form is None:
+        form = detect(path)
+    elif form not in FORMATS:
+        raise UnknownNameError(
+            f"no format is called {form!r}", where=f"reading {path}", fix=nearest(form, FORMATS)
+        )
+    elif not path.exists():
+        raise _missing(path)
+    with ExitStack() as stack:
+        if form == "fnaccel":
+            source = open_own(path, stack, step)
+        elif form == "safetensors":
+            source = open_safetensors(path, stack)
+        elif form == "torch":
+            source = open_torch(path)
+        elif form == "accelerate":
+            source = open_accelerate(path, stack, trust=trust)
+        elif form == "dcp":
+            source = open_dcp(path, trust=trust)
+        else:
+            source = open_deepspeed(path, trust=trust)
+        if not source.weights:
+            raise CheckpointError(
+                f"no weights were found in it, read as {form}",
+                where=f"reading {path}",
+                fix=f"give the directory or file of the weights, or format= one of {', '.join(FORMATS)}",
+            )
+        yield source
+
+
+def detect(path: Path) -> str:
+    """The format of what lies at a path; opens no pickle.
+
+    Raises:
+        CheckpointError: nothing is there, or nothing that is known.
+    """
+    if not path.exists():
+        raise _missing(path)
+    if path.is_file():
+        found = _of_file(path)
+    else:
+        names = [one.name for one in path.iterdir()]
+        found = _of_directory(path, names)
+    if found is None:
+        shown = path.name if path.is_file() else ", ".join(sorted(one.name for one in path.iterdir())[:20])
+        raise CheckpointError(
+            f"this is no checkpoint of a known format ({', '.join(FORMATS)}); found: {shown or 'nothing'}",
+            where=f"reading {path}",
+            fix="give the file or directory that holds the weights",
+        )
+    return found
+
+
+def _of_file(path: Path) -> str | None:
+    if path.suffix == ".safetensors":
+        return "safetensors"
+    return "torch" if path.suffix in SUFFIXES else None
+
+
+def _of_directory(path: Path, names: list[str]) -> str | None:
+    if is_own(path):
+        return "fnaccel"
+    if find_tag(path) is not None:  # before Accelerate's: it puts its own files beside
+        return "deepspeed"
+    if is_accelerate(path):
+        return "accelerate"
+    if ".metadata" in names:
+        return "dcp"
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return "safetensors"
+    files = [name for name in names if name.endswith(SUFFIXES)]
+    known = {"pytorch_model.bin", "pytorch_model.bin.index.json"} & set(names)
+    return "torch" if known or len(files) == 1 else None
+
+
+def _missing(path: Path) -> CheckpointError:
+    return CheckpointError(f"there is nothing at {path}", where=f"reading {path}", fix="check the path")

@@ -1,0 +1,132 @@
+"""fnaccel's own checkpoints as a source: what `fa.save` wrote, or `fnaccel convert`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel.checkpoint import commit, manifest, reading
+from fnaccel.checkpoint.grammar import decode
+from fnaccel.checkpoint.manifest import Manifest, Stored
+from fnaccel.checkpoint.pieces import Box
+from fnaccel.errors import CheckpointError
+from fnaccel.interchange.found import Found, Source, damaged, read_all
+from fnaccel.interchange.mapped import Block, Mapped
+from fnaccel.state import TrainState
+
+
+def is_own(path: Path) -> bool:
+    """Whether a directory is a checkpoint of fnaccel, or a root of some."""
+    return (path / manifest.FILE).is_file() or bool(commit.checkpoints(path))
+
+
+def find(path: Path, step: int | None = None) -> Path:
+    """The checkpoint meant by a root (its newest, or one step), or by a checkpoint itself.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / manifest.FILE).is_file():
+        return path
+    there = commit.checkpoints(path)
+    chosen = [one.path for one in there if step is None or one.step == step]
+    if not chosen:
+        steps = ", ".join(str(one.step) for one in there)
+        raise CheckpointError(
+            f"{path} holds no checkpoint" + ("" if step is None else f" of step {step}"),
+            where=f"reading {path}",
+            fix=f"choose one of the steps {steps}" if steps else "give the directory that fa.save was given",
+        )
+    return chosen[-1]
+
+
+def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
+    """A checkpoint of fnaccel: parameters, buffers, averages, moments and counts.
+
+    Files are let go as `stack` closes.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    chosen = find(path, step)
+    found = reading.open_manifest(chosen)
+    root = decode(found.tree, lambda name: _stored(found, name, chosen))
+    tree: Mapping[str, Any] = _sections(root)
+    reader = _Reader(chosen, Mapped())
+    stack.callback(reader.mapped.close)
+    params, buffers = (reader.flat(tree.get(part)) for part in ("params", "buffers"))
+    slots: dict[str, dict[str, Found]] = {}
+    for name, value in reader.flat(tree.get("opt")).items():
+        parameter, _, slot = name.rpartition("/")
+        slots.setdefault(parameter, {})[slot] = value
+    updates, step = tree.get("updates"), tree.get("step")
+    transient: Any = found.written_by.get("transient_buffers")
+    return Source(
+        format="fnaccel",
+        path=chosen,
+        weights={**params, **buffers},
+        buffers=frozenset(buffers),
+        transient=frozenset(map(str, transient)) if isinstance(transient, list) else frozenset(),
+        averages=reader.flat(tree.get("ema")),
+        slots=slots,
+        updates=reader.count(updates),
+        step=reader.count(step),
+    )
+
+
+def _sections(root: Any) -> Mapping[str, Any]:
+    if isinstance(root, TrainState):
+        names = ("params", "buffers", "opt", "ema", "updates", "step")
+        return {name: getattr(root, name) for name in names}
+    if not isinstance(root, dict):
+        return {}
+    # a tree of tensors without sections is one of parameters
+    return root if isinstance(root.get("params"), dict) else {"params": root}
+
+
+@attrs.frozen(eq=False)
+class _Reader:
+    """Tensors of one checkpoint."""
+
+    path: Path
+    mapped: Mapped
+
+    def flat(self, node: Any, prefix: str = "") -> dict[str, Found]:
+        """The tensors below a node, by the keys that lead to them."""
+        if isinstance(node, Stored):
+            return {prefix: self.found(node)}
+        found: dict[str, Found] = {}
+        if isinstance(node, dict):
+            for key, value in node.items():
+                found |= self.flat(value, f"{prefix}/{key}" if prefix else str(key))
+        return found
+
+    def found(self, stored: Stored) -> Found:
+        """One tensor."""
+
+        def read(box: Box, out: torch.Tensor) -> None:
+            for piece in stored.pieces:
+                block = Block(stored.path, stored.dtype, piece.box)
+                self.mapped.copy(self.path / piece.file, block, box, out)
+
+        return Found(stored.dtype, stored.shape, read)
+
+    def count(self, value: Any) -> int | None:
+        """A number of updates, which may be a tensor; None where there is none."""
+        if isinstance(value, Stored):
+            value = None if value.shape else float(read_all(self.found(value)))
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return int(value) if math.isfinite(value) and value >= 0 else None
+
+
+def _stored(found: Manifest, name: str, path: Path) -> Stored:
+    if name not in found.tensors:
+        raise damaged(f"the manifest holds the tensor {name}, which is stored nowhere", path)
+    return found.tensors[name]

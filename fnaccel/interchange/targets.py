@@ -1,0 +1,129 @@
+"""What a foreign checkpoint can be read into: tensors of a state or a tree by path, and their tied names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from fnaccel.checkpoint.grammar import child, shown
+from fnaccel.errors import ArgumentError, UnleasedStateError
+from fnaccel.state import TrainState, check_live, lease_of
+
+SECTIONS = ("params", "buffers", "opt", "ema")
+
+
+@attrs.frozen(eq=False)
+class Targets:
+    """The tensors to fill.
+
+    Attributes:
+        tensors: by path, in the model's order.
+        persistent: paths of the buffers that a checkpoint must have; None where that is not known.
+        tied: other paths of a tensor -> the one under which it is here.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    persistent: frozenset[str] | None
+    tied: Mapping[str, str]
+
+
+def sections_of(like: Any, where: str) -> dict[str, Any]:
+    """The parts of a state, or of a dict laid out as one; any other dict of tensors is `params`.
+
+    Raises:
+        ArgumentError: no state and no dict.
+        StaleStateError: a state that was donated.
+    """
+    if isinstance(like, TrainState):
+        check_live(like)
+        return {name: getattr(like, name) for name in SECTIONS if getattr(like, name) is not None}
+    if not isinstance(like, dict):
+        raise ArgumentError(
+            f"like= is a {type(like).__name__}, and weights go into a state or a dict of tensors",
+            where=where,
+            fix="like=train_step.init(seed=0), or like=state.params",
+        )
+    if isinstance(like.get("params"), dict):
+        return {name: like[name] for name in SECTIONS if like.get(name) is not None}
+    return {"params": like}
+
+
+def tensors_of(node: Any, path: str, where: str) -> dict[str, torch.Tensor]:
+    """The tensors below a node, by path; numbers that an optimizer keeps beside them are left out.
+
+    Raises:
+        ArgumentError: something else than a dict or a tensor.
+    """
+    if isinstance(node, torch.Tensor):
+        return {path: node}
+    if isinstance(node, dict):
+        found: dict[str, torch.Tensor] = {}
+        for key, value in node.items():
+            found |= tensors_of(value, child(path, key), where)
+        return found
+    if node is None or isinstance(node, bool | int | float):
+        return {}
+    raise ArgumentError(
+        f"{shown(path)} in like= is a {type(node).__name__}",
+        where=where,
+        fix="give a state, or a dict of tensors by name",
+    )
+
+
+def targets_of(like: Any, where: str) -> Targets:
+    """All that `like` can take.
+
+    Raises:
+        ArgumentError: see `sections_of` and `tensors_of`.
+        StaleStateError: a state that was donated.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, section in sections_of(like, where).items():
+        found |= tensors_of(section, name, where)
+    modules = modules_of(like)
+    if modules is None:
+        return Targets(found, None, {})
+    return Targets(found, frozenset(f"buffers/{name}" for name in persistent_names(modules)), _tied(modules))
+
+
+def modules_of(state: Any) -> dict[str | None, nn.Module] | None:
+    """The modules of the train step that owns a live state, by key (`None`: only one); None for others."""
+    if not isinstance(state, TrainState):
+        return None
+    try:
+        owner = lease_of(state, "fa.adopt").owner
+    except UnleasedStateError:
+        return None
+    model = owner.engine.model
+    keyed: dict[str | None, nn.Module] = dict(model) if isinstance(model, dict) else {None: model}
+    # what the loss sees may be wrapped; these are the user's
+    return dict(zip(keyed, owner.engine.modules, strict=True))
+
+
+def persistent_names(modules: Mapping[str | None, nn.Module]) -> set[str]:
+    """The names of buffers that belong in a checkpoint, by model first where there are several."""
+    return {
+        name if key is None else f"{key}/{name}"
+        for key, module in modules.items()
+        for name in module.state_dict(keep_vars=True)
+    }
+
+
+def _tied(modules: Mapping[str | None, nn.Module]) -> dict[str, str]:
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for key, module in modules.items():
+        for section, named in (
+            ("params", module.named_parameters(remove_duplicate=False)),
+            ("buffers", module.named_buffers(remove_duplicate=False)),
+        ):
+            for name, value in named:
+                path = f"{section}/{name}" if key is None else f"{section}/{key}/{name}"
+                known = first.setdefault(id(value), path)
+                if known != path:
+                    found[path] = known
+    return found

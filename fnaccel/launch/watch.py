@@ -1,0 +1,191 @@
+"""`Watch`: the launcher's view of its ranks until they have ended, and what it does to them meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+
+import attrs
+
+from fnaccel.launch.failure import Failure, cause
+from fnaccel.launch.forking import Rank, send
+from fnaccel.launch.job import Job
+from fnaccel.launch.machines import Machines, Part
+from fnaccel.signals import Preempted
+
+SETTLE = 0.5
+"""Seconds in which ranks may still report after the first did: it may not be the one to blame."""
+
+AFTER_FAILURE = 10.0
+"""Seconds that ranks get to clean up once another has failed: without it they can't save."""
+
+TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that tell the launcher to end everything."""
+
+TO_PASS_ON = (signal.SIGUSR1,)
+"""Signals that are for the ranks alone: what they do about it is theirs."""
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        code: the launcher's exit code.
+        failure: the one that the others followed from, or None.
+        killed: how many ranks were killed, by none of us.
+        preempted: what the ranks said who ended because they were asked to; None where none did.
+        told: whether a signal came: then nothing is started again.
+    """
+
+    code: int
+    failure: Failure | None = None
+    killed: int = 0
+    preempted: str | None = None
+    told: bool = False
+
+    @property
+    def part(self) -> Part:
+        """What the launchers of other machines need to know of it."""
+        failure = self.failure
+        return Part(
+            code=self.code,
+            failed=failure is not None,
+            follows=failure is not None and failure.follows,
+            told=self.told,
+        )
+
+
+@attrs.define
+class Watch:
+    """The launcher's view of its ranks, and what it still means to do to them."""
+
+    job: Job
+    alive: list[Rank]
+    signals: int
+    machines: Machines | None = None
+    failures: list[Failure] = attrs.field(factory=list)
+    preempted: dict[int, str] = attrs.field(factory=dict)
+    told: bool = False
+    interrupted: int | None = None
+    reported: bool = False
+    leaving: bool = False
+    ending: bool = False
+    due: list[tuple[float, signal.Signals]] = attrs.field(factory=list)
+
+    def run(self) -> Outcome:
+        """Wait until all have ended."""
+        self._reap()  # one may have ended before its signal could be seen
+        while self.alive or self._waits():
+            now = time.monotonic()
+            limit = max(0.0, self.due[0][0] - now) if self.due else None
+            pipes = [rank.pipe for rank in self.alive if rank.pipe is not None]
+            peers = [] if self.machines is None else self.machines.fds
+            ready = select.select([self.signals, *pipes, *peers], [], [], limit)[0]
+            if self.signals in ready:  # before the ranks: Ctrl-C makes them report too
+                self._obey(os.read(self.signals, 4096))
+            for rank in self.alive:
+                self._hear(rank)
+            self._reap()
+            if self.machines is not None:
+                self.machines.hear()
+                if self.machines.ending and self.alive and not self.ending:
+                    self._end_in(SETTLE, min(self.job.grace, AFTER_FAILURE))
+            self._act()
+        return self._outcome()
+
+    def _waits(self) -> bool:
+        """Whether other machines have still to say how this attempt ended there."""
+        if self.machines is None or self.leaving:
+            return False
+        if not self.reported:
+            self.reported = True
+            self.machines.end(self._outcome().part)
+        return self.machines.verdict is None
+
+    def _outcome(self) -> Outcome:
+        killed = sum(failure.killed for failure in self.failures)
+        # one that has saved says it for all; another may have looked for it after it was gone
+        if self.preempted and all(failure.follows for failure in self.failures):
+            said = next((text for text in self.preempted.values() if text), "")
+            return Outcome(code=Preempted.CODE, preempted=said, told=True)
+        if self.failures:
+            first = cause(self.failures)
+            return Outcome(code=first.code, failure=first, killed=killed, told=self.told)
+        return Outcome(code=0 if self.interrupted is None else 128 + self.interrupted, told=self.told)
+
+    def _obey(self, numbers: bytes) -> None:
+        """Pass a signal on to the ranks; at the second one that is to end them they end at once."""
+        for number in numbers:
+            if number in TO_PASS_ON:
+                self.told = True
+                send(self.alive, signal.Signals(number))
+            if number not in TO_END:
+                continue
+            now = time.monotonic()
+            self.leaving = self.leaving or not self.alive or self.interrupted is not None
+            if self.interrupted is not None:
+                self.due = [(now, signal.SIGKILL)]
+                continue
+            self.told = True
+            self.interrupted = number
+            self.ending = True
+            self.due = [(now + self.job.grace, signal.SIGKILL)]
+            # a terminal has sent Ctrl-C to the ranks as well: once more would interrupt their clean-up
+            if number != signal.SIGINT or not _in_foreground():
+                self.due.insert(0, (now, signal.Signals(number)))
+
+    def _hear(self, rank: Rank) -> None:
+        heard = rank.hear()
+        if heard is not None:
+            self._note(heard)
+
+    def _note(self, failure: Failure) -> None:
+        if failure.rank in self.preempted or any(known.rank == failure.rank for known in self.failures):
+            return
+        if failure.preempted:
+            self.preempted[failure.rank] = failure.text
+            self._end_in(self.job.grace, self.job.grace)
+        elif not self.ending:  # what ends from here on was ended by the launcher
+            self.failures.append(failure)
+            if self.machines is not None:
+                self.machines.fail()
+            self._end_in(SETTLE, min(self.job.grace, AFTER_FAILURE))
+
+    def _end_in(self, seconds: float, grace: float) -> None:
+        """Mean to end the ranks that are left, unless that is meant already."""
+        if not self.due:
+            now = time.monotonic()
+            self.due = [(now + seconds, signal.SIGTERM), (now + seconds + grace, signal.SIGKILL)]
+
+    def _reap(self) -> None:
+        """See which ranks have ended, and how."""
+        for rank in list(self.alive):
+            pid, status = os.waitpid(rank.pid, os.WNOHANG)
+            if pid == 0:
+                continue
+            self._hear(rank)
+            failure = Failure.ended(rank.rank, status)
+            if failure is not None:
+                self._note(failure)
+            self.alive.remove(rank)
+
+    def _act(self) -> None:
+        """Send the signals whose time has come."""
+        while self.due and self.due[0][0] <= time.monotonic():
+            self.ending = True
+            send(self.alive, self.due.pop(0)[1])
+
+
+def _in_foreground() -> bool:
+    """Whether Ctrl-C at a terminal would reach this process, and so the ranks."""
+    with contextlib.suppress(OSError):
+        terminal = os.open("/dev/tty", os.O_RDONLY)
+        try:
+            return os.tcgetpgrp(terminal) == os.getpgrp()
+        finally:
+            os.close(terminal)
+    return False

@@ -1,0 +1,237 @@
+"""The user's own in a state: objects, arrays, nodes of any class, growing lists."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from fnaccel import tree
+from fnaccel.checkpoint import restore, save
+from fnaccel.errors import CheckpointError, NotSerializableError, TreeMismatchError
+from fnaccel.world import start
+from tests.checkpoint.training import batch, make, train
+
+
+@pytest.fixture(autouse=True)
+def world():
+    with start(device="cpu") as found:
+        yield found
+
+
+class Meter:
+    def __init__(self):
+        self.seen, self.table = [], torch.zeros(2)
+
+    def state_dict(self):
+        return {"seen": list(self.seen), "table": self.table, 7: ("a", None)}
+
+    def load_state_dict(self, state):
+        if state[7] != ("a", None):
+            raise ValueError("not a meter's")
+        self.seen, self.table = state["seen"], state["table"]
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Settings:
+    rate: float
+    table: torch.Tensor
+
+
+tree.learn(Settings(0.0, torch.zeros(1)))
+
+
+def trained(extras):
+    step = make("local()")
+    return train(step, step.init(seed=1, extras=extras), 0, 1)
+
+
+def test_an_object_is_given_its_state_back(tmp_path):
+    meter = Meter()
+    meter.seen, meter.table = [1, 2], torch.tensor([3.0, 4.0])
+    save(tmp_path, trained({"meter": meter}))
+    other = Meter()
+    state = restore(tmp_path, like=trained({"meter": other}))
+    assert state.extras["meter"] is other
+    assert other.seen == [1, 2]
+    assert other.table.tolist() == [3.0, 4.0]
+    # without one to load into, what it gave out comes back
+    plain = restore(tmp_path, like=trained(None)).extras["meter"]
+    assert plain["seen"] == [1, 2]
+    assert plain[7] == ("a", None)
+
+
+def test_a_torch_optimizer_and_scheduler_and_module_are_objects(tmp_path):
+    def make_all():
+        module = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(module.parameters())
+        return {
+            "module": module,
+            "optimizer": optimizer,
+            "schedule": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        }
+
+    first, second = make_all(), make_all()
+    first["module"](torch.ones(1, 2)).sum().backward()
+    first["optimizer"].step()
+    first["schedule"].step()
+    save(tmp_path, first)
+    found = restore(tmp_path, like=second)
+    assert torch.equal(found["module"].weight, first["module"].weight)
+    assert (
+        found["optimizer"].state_dict()["state"][0]["exp_avg"].tolist()
+        == first["optimizer"].state_dict()["state"][0]["exp_avg"].tolist()
+    )
+    assert found["schedule"].last_epoch == 1
+
+
+def test_an_object_that_refuses_its_state_fails_loudly(tmp_path):
+    save(tmp_path, {"meter": Meter()})
+    other = Meter()
+    other.load_state_dict = lambda state: 1 / 0
+    with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+        restore(tmp_path, like={"meter": other})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "uint8", "bool", "complex64", "float16"])
+def test_arrays(tmp_path, dtype):
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    value = {
+        "a": array,
+        "view": array[:, ::-1],
+        "empty": np.zeros((0, 3), dtype),
+        "n": np.float64(0.5),
+        "k": np.int32(3),
+    }
+    save(tmp_path, value)
+    found = restore(tmp_path, like={**value, "n": 0.0, "k": 0})
+    for name in ("a", "view", "empty"):
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], value[name])
+    assert (found["n"], found["k"]) == (0.5, 3)
+    with pytest.raises(
+        TreeMismatchError, match=r"a: an array .* in the checkpoint, an array int16 \[1\] in like"
+    ):
+        restore(tmp_path, like={**value, "a": np.zeros(1, "int16"), "n": 0.0, "k": 0})
+
+
+@pytest.mark.parametrize("array", [np.array(["x"]), np.array([None]), np.zeros(1, "complex128")])
+def test_other_arrays_are_refused_by_path(tmp_path, array):
+    with pytest.raises(NotSerializableError, match=r"x/0 (is a NumPy array|has dtype)"):
+        save(tmp_path, {"x": [array]})
+
+
+def test_nodes_of_any_class(tmp_path):
+    def value(number):
+        grown = defaultdict(list, a=[number])
+        return {
+            "pair": Pair(number, torch.full((2,), float(number))),
+            "settings": Settings(number, torch.ones(number)),
+            "d": grown,
+        }
+
+    save(tmp_path, value(3))
+    like = value(3)
+    like["pair"] = Pair(0, torch.zeros(2))
+    found = restore(tmp_path, like=like)
+    assert type(found["pair"]) is Pair
+    assert found["pair"].left == 3
+    assert found["pair"].right.tolist() == [3.0, 3.0]
+    assert type(found["settings"]) is Settings
+    assert type(found["d"]) is defaultdict
+    with pytest.raises(TreeMismatchError, match="pair: a Node in the checkpoint, a dict in like"):
+        restore(tmp_path, like={**like, "pair": {"x": 1}})
+
+
+def test_keys_that_look_alike_stay_apart(tmp_path):
+    value = {
+        1: torch.zeros(1),
+        "1": torch.ones(1),
+        None: torch.full((1,), 2.0),
+        "None": torch.full((1,), 3.0),
+    }
+    save(tmp_path, value)
+    found = restore(tmp_path, like={key: torch.empty(1) for key in value})
+    assert [float(found[key]) for key in value] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_lists_and_arrays_in_extras_may_have_grown(tmp_path):
+    state = trained({"losses": [0.5, 0.25], "best": None, "curve": np.arange(4)})
+    save(tmp_path, state)
+    found = restore(
+        tmp_path, like=trained({"losses": [], "best": None, "curve": np.zeros(0, "int64")})
+    ).extras
+    assert found["losses"] == [0.5, 0.25]
+    assert found["curve"].tolist() == [0, 1, 2, 3]
+
+
+def drawn():
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        float(torch.rand(())),
+    )
+
+
+def test_the_global_streams_go_on(tmp_path):
+    step = make("local()")
+    state = train(step, step.init(seed=1), 0, 1)
+    random.seed(5), np.random.seed(6), torch.manual_seed(7)
+    drawn()
+    save(tmp_path, state)
+    wanted = [drawn() for _ in range(3)]
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    kept = drawn()
+    restored = restore(tmp_path, like=state, only="params")
+    assert [drawn()] != wanted[:1]
+    assert kept not in wanted
+    restore(tmp_path, like=restored)
+    assert [drawn() for _ in range(3)] == wanted
+
+
+def test_a_snapshot_leaves_the_streams_alone(tmp_path):
+    from fnaccel.state import snapshot
+
+    step = make("local()")
+    state = step.init(seed=1)
+    save(tmp_path, state)
+    random.seed(9)
+    wanted = random.random()
+    random.seed(9)
+    restore(tmp_path, like=snapshot(state))
+    assert random.random() == wanted
+
+
+def streams(directory):
+    step = make("ddp()")
+    state = step.init(seed=1)
+    random.seed(step.mesh.world.rank)
+    save(directory, state)
+    wanted = random.random()
+    state, _ = step(restore(directory, like=state), batch(step.mesh, 0))
+    return wanted, random.random()
+
+
+def elsewhere(directory):
+    step = make("local()" if __import__("torch").distributed.get_world_size() == 1 else "fsdp()")
+    restore(directory, like=step.init(seed=3))
+    return random.random()
+
+
+def test_each_rank_has_its_own(pools, tmp_path):
+    found = pools.run(3, streams, tmp_path)
+    assert [wanted for wanted, _ in found] == [after for _, after in found]
+    assert len({wanted for wanted, _ in found}) == 3
+    # on another number of ranks they begin anew, the same each time, and differ between ranks
+    once, again = (pools.run(2, elsewhere, tmp_path) for _ in range(2))
+    assert once == again
+    assert len({*once, *(wanted for wanted, _ in found)}) == 5
