@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fnaccel import tree
-from fnaccel.checkpoint import reading
 from fnaccel.checkpoint.choosing import KEEP
 from fnaccel.checkpoint.grammar import NODES, Array, Node, Object, fields_of, is_object
 from fnaccel.checkpoint.manifest import Stored
 from fnaccel.checkpoint.pieces import is_sharded, part_of, whole
-from fnaccel.checkpoint.reading import Request
+from fnaccel.checkpoint.reading import Files, Request
 from fnaccel.errors import CheckpointError
 from fnaccel.state import TrainState
 from fnaccel.world import World
@@ -31,13 +29,13 @@ class Filling:
     """One reading of a checkpoint into one tree.
 
     Args:
-        path: the checkpoint.
+        files: of the checkpoint.
         world: the ranks; tensors that are made for a `like` on the meta device go on its device.
         states: restores the states in the tree.
     """
 
-    def __init__(self, path: Path, world: World, states: States) -> None:
-        self._path = path
+    def __init__(self, files: Files, world: World, states: States) -> None:
+        self._files = files
         self._world = world
         self._states = states
         self._requests: list[Request] = []
@@ -46,7 +44,7 @@ class Filling:
 
     def read(self) -> None:
         """Fill the tensors of all trees made so far, and give objects their states."""
-        reading.read(self._path, self._requests)
+        self._files.read(self._requests)
         for target, state in self._objects:
             target.load_state_dict(state)
 
@@ -126,11 +124,11 @@ class Filling:
         return stored
 
     def _whole_number(self, stored: Stored) -> int:
-        found = float(reading.read_whole(self._path, stored))
+        found = float(self._files.read_whole(stored))
         if not found.is_integer():
             raise CheckpointError(
                 f"{stored.path} counts updates, and is {found}",
-                where=f"fa.restore of {self._path}",
+                where=f"fa.restore of {self._files.path}",
                 fix="restore another of fa.checkpoints(directory)",
             )
         return int(found)

@@ -18,7 +18,7 @@ from fnaccel.checkpoint.manifest import Manifest, Stored
 from fnaccel.checkpoint.match import match
 from fnaccel.checkpoint.meeting import together
 from fnaccel.checkpoint.pieces import part_of, whole
-from fnaccel.checkpoint.reading import Request
+from fnaccel.checkpoint.reading import Files, Request
 from fnaccel.checkpoint.selecting import is_complete, select
 from fnaccel.errors import ArgumentError, CheckpointError, UnleasedStateError
 from fnaccel.state import TrainState, fold, lease_of
@@ -95,16 +95,16 @@ def restore(
             for target, one in pairs
         ]
         mine = {} if partly else _streams(described, found)
-        reading.check(path, wanted + [(one, whole(one.shape)) for one in mine.values()])
+        files.check(wanted + [(one, whole(one.shape)) for one in mine.values()])
         trees.extend((tree, mine))
 
     partly = not (only is None and skip is None and rename is None)
-    with commit.held(path):  # so that no retention removes it meanwhile
+    with commit.held(path), Files(path) as files:  # held: no retention removes it meanwhile
         together(found, _WHERE, check)
-        restorer = _Restorer(path, found)
+        restorer = _Restorer(files, found)
         made = restorer.tree(like, trees[0])
         if restorer.refilled and not partly:
-            together(found, _WHERE, lambda: _put_back(trees[1], path, made, found))
+            together(found, _WHERE, lambda: _put_back(trees[1], files, made, found))
     return made
 
 
@@ -144,10 +144,10 @@ def _streams(found: Manifest, world: World) -> dict[str, Stored]:
     return {path.removeprefix(prefix): one for path, one in found.tensors.items() if path.startswith(prefix)}
 
 
-def _put_back(mine: dict[str, Stored], path: Path, made: Any, world: World) -> None:
+def _put_back(mine: dict[str, Stored], files: Files, made: Any, world: World) -> None:
     if mine:
         found = {kind: torch.empty(one.shape, dtype=one.dtype) for kind, one in mine.items()}
-        reading.read(path, [Request(one, whole(one.shape), found[kind]) for kind, one in mine.items()])
+        files.read([Request(one, whole(one.shape), found[kind]) for kind, one in mine.items()])
         streams.put_back(found, world.device)
     elif isinstance(made, TrainState):
         streams.begin_anew(fold(made.rng.root, made.step, world.rank), world.device)
@@ -167,12 +167,12 @@ def _stored(found: Manifest, name: str, path: Path) -> Stored:
 class _Restorer:
     """Builds the tree that `restore` returns; by now `like` and the stored tree are known to match."""
 
-    path: Path
+    files: Files
     world: World
     refilled: bool = False
 
     def tree(self, like: Any, stored: Any) -> Any:
-        filling = Filling(self.path, self.world, self.state)
+        filling = Filling(self.files, self.world, self.state)
         made = filling.value(like, stored)
         together(self.world, _WHERE, filling.read)
         return made
@@ -188,7 +188,7 @@ class _Restorer:
         return owner.refill(like, lambda target: self.fill(target, stored, in_place=True), complete=complete)
 
     def fill(self, like: TrainState, stored: TrainState, *, in_place: bool) -> TrainState:
-        filling = Filling(self.path, self.world, self.state)
+        filling = Filling(self.files, self.world, self.state)
         made: list[TrainState] = []
 
         def read() -> None:

@@ -1,6 +1,6 @@
 """From the pieces in a checkpoint's files to a block of a tensor: each rank reads what it needs.
 
-Each file is opened once, and only while it is read. What the tensors mean is not known here.
+Each file is opened once. What the tensors mean is not known here.
 """
 
 from __future__ import annotations
@@ -65,39 +65,71 @@ def verify(path: Path, found: Manifest, names: Sequence[str]) -> None:
             raise _damaged(f"the bytes of {name} are not those that were written", path)
 
 
-def check(path: Path, wanted: Sequence[tuple[Stored, Box]]) -> None:
-    """Open what `read` would, and compare the headers of the files with the manifest.
+class Files:
+    """The files of tensors of a checkpoint, opened as they are needed; use it as a context manager.
 
-    Raises:
-        CheckpointError: a file is no safetensors file, or holds something else.
+    They stay open from the check to the reading, as far as there are not too many of them.
     """
-    asked = [(piece, stored) for stored, box in wanted for piece in _touched(stored, box)]
-    for name, entries in _by_file(asked).items():
-        with _opened(path, name) as file:
-            for piece, stored in entries:
-                _check_header(file, stored, piece, path)
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: dict[str, Any] = {}
 
-def read(path: Path, requests: Sequence[Request]) -> None:
-    """Fill the tensors of all requests, in place.
+    def __enter__(self) -> Files:
+        return self
 
-    Raises:
-        CheckpointError: a file changed since it was checked, or can't be read.
-    """
-    asked = [(piece, one) for one in requests for piece in _touched(one.stored, one.box)]
-    with torch.no_grad():
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            self._close(next(iter(self._open)))
+
+    def check(self, wanted: Sequence[tuple[Stored, Box]]) -> None:
+        """Open what `read` would, and compare the headers of the files with the manifest.
+
+        Raises:
+            CheckpointError: a file is no safetensors file, or holds something else.
+        """
+        asked = [(piece, stored) for stored, box in wanted for piece in _touched(stored, box)]
         for name, entries in _by_file(asked).items():
-            with _opened(path, name) as file:
-                for piece, request in entries:
-                    _check_header(file, request.stored, piece, path)
-                    _copy(file, request.stored.path, piece.box, request)
+            with self._opened(name) as file:
+                for piece, stored in entries:
+                    _check_header(file, stored, piece, self.path)
+
+    def read(self, requests: Sequence[Request]) -> None:
+        """Fill the tensors of all requests, in place.
+
+        Raises:
+            CheckpointError: a file holds something else, or can't be read.
+        """
+        asked = [(piece, one) for one in requests for piece in _touched(one.stored, one.box)]
+        with torch.no_grad():
+            for name, entries in _by_file(asked).items():
+                with self._opened(name) as file:
+                    for piece, request in entries:
+                        _check_header(file, request.stored, piece, self.path)
+                        _copy(file, request.stored.path, piece.box, request)
+
+    def read_whole(self, stored: Stored) -> torch.Tensor:
+        """All of one tensor, on the CPU."""
+        out = torch.empty(stored.shape, dtype=stored.dtype)
+        self.read([Request(stored, whole(stored.shape), out)])
+        return out
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Generator[Any]:
+        try:
+            if name not in self._open:
+                if len(self._open) >= _MOST:
+                    self._close(next(iter(self._open)))
+                self._open[name] = safe_open(self.path / name, "pt").__enter__()
+            yield self._open[name]
+        except (SafetensorError, OSError) as error:
+            raise _damaged(f"{name} can't be read: {error}", self.path) from error
+
+    def _close(self, name: str) -> None:
+        self._open.pop(name).__exit__(None, None, None)
 
 
-def read_whole(path: Path, stored: Stored) -> torch.Tensor:
-    """All of one tensor, on the CPU."""
-    out = torch.empty(stored.shape, dtype=stored.dtype)
-    read(path, [Request(stored, whole(stored.shape), out)])
-    return out
+_MOST = 64  # open at a time: ranks may have written thousands
 
 
 def _touched(stored: Stored, box: Box) -> Iterator[Piece]:
@@ -109,15 +141,6 @@ def _by_file(asked: Iterable[tuple[Piece, T]]) -> dict[str, list[tuple[Piece, T]
     for piece, entry in asked:
         found.setdefault(piece.file, []).append((piece, entry))
     return found
-
-
-@contextlib.contextmanager
-def _opened(path: Path, name: str) -> Generator[Any]:
-    try:
-        with safe_open(path / name, "pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise _damaged(f"{name} can't be read: {error}", path) from error
 
 
 def _check_header(file: Any, stored: Stored, piece: Piece, path: Path) -> None:

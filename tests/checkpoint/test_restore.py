@@ -97,7 +97,7 @@ def test_a_failure_in_the_middle_donates_like(tmp_path, monkeypatch):
     def fail(path, requests):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("fnaccel.checkpoint.reading.read", fail)
+    monkeypatch.setattr("fnaccel.checkpoint.reading.Files.read", fail)
     with pytest.raises(CheckpointError, match="Input/output error"):
         restore(tmp_path, like=state)
     with pytest.raises(StaleStateError):
