@@ -31,6 +31,7 @@ format: .venv/.dev
 bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/results
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 # torch by itself first: the constraints pin the build that the rest must accept
 .venv/.torch: constraints.txt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,18 @@ def _streams(found: Manifest, world: World) -> dict[str, Stored]:
 
 
 def _put_back(mine: dict[str, Stored], files: Files, made: Any, world: World) -> None:
+    """Put random streams back; the state is restored by now, so what can't be put back only warns."""
     if mine:
         found = {kind: torch.empty(one.shape, dtype=one.dtype) for kind, one in mine.items()}
         files.read([Request(one, whole(one.shape), found[kind]) for kind, one in mine.items()])
-        streams.put_back(found, world.device)
-    elif isinstance(made, TrainState):
+        try:
+            streams.put_back(found, world.device)
+            return
+        except ValueError as error:
+            warnings.warn(
+                f"the random streams in {files.path} can't be put back, and begin anew: {error}", stacklevel=2
+            )
+    if isinstance(made, TrainState):
         streams.begin_anew(fold(made.rng.root, made.step, world.rank), world.device)
 
 

@@ -17,7 +17,6 @@ import torch
 
 from fnaccel.data.seeding import reseed
 from fnaccel.engine import generators_of
-from fnaccel.errors import CheckpointError
 
 ROOT = "~streams"
 """The path of streams in a checkpoint, which no path in a tree can have."""
@@ -53,7 +52,7 @@ def put_back(streams: Mapping[str, torch.Tensor], device: torch.device) -> None:
     A stream that this process does not have (another kind of device) is passed over.
 
     Raises:
-        CheckpointError: bytes that are no stream's.
+        ValueError: bytes that are no stream's, or are another version's of PyTorch.
     """
     try:
         for generator in generators_of(device):
@@ -70,12 +69,8 @@ def put_back(streams: Mapping[str, torch.Tensor], device: torch.device) -> None:
             np.random.set_state(
                 {"bit_generator": "MT19937", "state": inner, "has_gauss": int(has), "gauss": deviate}
             )
-    except (struct.error, ValueError, TypeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the random streams can't be put back: {error}",
-            where="fa.restore",
-            fix="restore another of fa.checkpoints(directory)",
-        ) from error
+    except (struct.error, TypeError, RuntimeError) as error:
+        raise ValueError(str(error)) from error
 
 
 def begin_anew(seed: int, device: torch.device) -> None:

@@ -211,6 +211,24 @@ def test_a_snapshot_leaves_the_streams_alone(tmp_path):
     assert random.random() == wanted
 
 
+@pytest.mark.parametrize("kind", ["python", "torch", "numpy"])
+def test_streams_that_are_none_warn_and_begin_anew(tmp_path, kind):
+    from fnaccel.checkpoint.streams import capture
+
+    step = make("local()")
+    state = step.init(seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        broken = {**capture(torch.device("cpu")), kind: torch.full((7,), 255, dtype=torch.uint8)}
+        patch.setattr("fnaccel.checkpoint.streams.capture", lambda device: broken)
+        save(tmp_path, state)
+    with pytest.warns(UserWarning, match="can't be put back, and begin anew"):
+        state = restore(tmp_path, like=state)
+    first = drawn()
+    with pytest.warns(UserWarning, match="begin anew"):
+        restore(tmp_path, like=state)
+    assert drawn() == first
+
+
 def streams(directory):
     step = make("ddp()")
     state = step.init(seed=1)
