@@ -7,6 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: demo test soak lint types check format bench clean
 
 demo: .venv/.demo  ## train the main job, with a progress bar, a plot of the loss and a sample of text
+	rm -rf runs/gpt  # the demo begins anew; a run of yours goes on: see --dir
 	$(BIN)/python examples/train_gpt.py --steps 600 --precision bf16 --plot runs/loss.png --sample 400 --dir runs/gpt
 
 test: .venv/.dev  ## the whole suite

@@ -184,4 +184,7 @@ def _locked(path: Path, *, wait: bool) -> Generator[bool | None]:
             free = None
         yield free
     finally:
+        # a child that was forked meanwhile has the file open too: closing alone would leave it locked
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
         os.close(file)

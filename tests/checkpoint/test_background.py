@@ -173,6 +173,20 @@ def test_a_checkpoint_that_is_read_stays_until_it_was(tmp_path):
         assert steps(tmp_path) == [3]
 
 
+def test_a_child_that_is_forked_meanwhile_holds_nothing(tmp_path):
+    import multiprocessing
+
+    with start(device="cpu"):
+        save(tmp_path, {"n": 1}, step=1)
+        with commit.held(latest(tmp_path)):
+            child = multiprocessing.get_context("fork").Process(target=threading.Event().wait, daemon=True)
+            child.start()
+        save(tmp_path, {"n": 2}, step=2, keep=1)
+        assert steps(tmp_path) == [2]
+        child.kill()
+        child.join()
+
+
 def test_a_checkpoint_goes_only_after_the_next_is_committed(tmp_path, monkeypatch):
     seen = []
     real = durable.rename

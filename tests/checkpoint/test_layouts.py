@@ -126,3 +126,60 @@ def halves(directory):
 
 def test_several_states_in_one_tree(pools, tmp_path):
     assert pools.run(2, halves, tmp_path) == [[]] * 2
+
+
+def half(layout):
+    from torch import nn
+
+    import fnaccel as fa
+    from tests.checkpoint.training import squares
+
+    def count(grads, own, info):
+        return grads, {"calls": own["calls"] + 1.0, "name": own["name"]}
+
+    counting = fa.Transform(
+        "counting", fa.Phase.GRADS, init=lambda params: {"calls": torch.zeros(()), "name": "x"}, apply=count
+    )
+    step = fa.with_ema(fa.clip_norm(counting(fa.with_precision(squares, "fp16")), 1.0), 0.9)
+
+    def small():
+        return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
+
+    return fa.train_step(step, model=fa.distribute(small, layout), optimizer=fa.adamw(1e-2))
+
+
+def write_half(layout, directory):
+    step = half(layout)
+    state = train(step, step.init(seed=3), 0, 3)
+    save(directory, state)
+    return gathered(state)
+
+
+def read_half(layout, directory, written):
+    step = half(layout)
+    state = restore(directory, like=step.init(seed=4), verify=True)
+    wrong = unlike(state, written)
+    train(step, state, 3, 1)
+    return wrong
+
+
+def test_loss_scale_averages_and_transform_state_in_any_layout(pools, tmp_path):
+    layouts = [
+        ("local()", 1),
+        ("ddp()", 3),
+        ("fsdp(reshard_after_forward=False)", 2),
+        ("fsdp()", 3),
+        ("hsdp(2, 2)", 4),
+    ]
+    for source, ranks in layouts:
+        written = pools.run(ranks, write_half, source, tmp_path / f"{source}{ranks}")[0]
+        assert {
+            "scale/scale",
+            "scale/growth",
+            "scale/weight",
+            "transforms/counting/calls",
+            "updates",
+        } <= written.keys()
+        for layout, others in layouts:
+            for wrong in pools.run(others, read_half, layout, tmp_path / f"{source}{ranks}", written):
+                assert wrong == []
