@@ -209,7 +209,8 @@ def _print(report: _Report) -> None:
     for group, (count, size) in sorted(report.totals.items()):
         print(f"{printable(group)}: {count} tensors, {_size(size)}")
     size = _size(sum(row.bytes for row in report.rows))
-    print(f"in all: {len(report.rows)} tensors, {size}, {len(report.files)} files")
+    many = "file" if len(report.files) == 1 else "files"
+    print(f"in all: {len(report.rows)} tensors, {size}, {len(report.files)} {many}")
 
 
 def _print_json(report: _Report, damage: Sequence[str], *, verified: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -43,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         # by name, so that one command does not pay for what another imports
         return importlib.import_module(f"fnaccel.cli.{command}").run(rest)
+    except BrokenPipeError:  # the reader has seen enough: `fnaccel inspect DIR | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except FnaccelError as error:
         # names in a hostile checkpoint may hold what moves a terminal's cursor
         print(f"{type(error).__name__}: {printable(str(error), keep=chr(10))}", file=sys.stderr)

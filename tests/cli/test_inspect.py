@@ -95,7 +95,7 @@ def test_safetensors(tmp_path, capsys):
         assert inspect(path) == 0
         said = capsys.readouterr().out
         assert "first.weight" in said
-        assert "1 files" in said
+        assert "1 file" in said
     assert inspect(tmp_path, "--verify") == 2
     assert "no checksums" in capsys.readouterr().err
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
@@ -124,3 +124,15 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys):
 def test_printable():
     assert printable("tab\tü \ud800") == "tab\\tü \\ud800"
     assert printable("a\nb", keep="\n") == "a\nb"
+
+
+def test_a_reader_that_has_seen_enough(tmp_path):
+    import subprocess
+    import sys
+
+    with fa.start(device="cpu"):
+        fa.save(tmp_path, {f"tensor{i}": torch.ones(1) for i in range(5_000)})
+    command = f"{sys.executable} -m fnaccel.cli inspect {tmp_path} | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("fnaccel checkpoint")
+    assert done.stderr == ""
