@@ -121,12 +121,13 @@ def _caught(numbers: Iterable[signal.Signals], notice: Notice) -> Generator[None
 
     # None: a handler that Python has not set, and could not put back
     previous.update({one: found for one in numbers if (found := signal.getsignal(one)) is not None})
-    failed = False
+    failed = left = False
     for number in previous:
         signal.signal(number, handle)
     try:
         yield
-    except GeneratorExit:  # the loop was left
+    except GeneratorExit:  # the loop was left: nobody will act on the signal
+        left = True
         raise
     except BaseException:
         failed = True
@@ -134,5 +135,5 @@ def _caught(numbers: Iterable[signal.Signals], notice: Notice) -> Generator[None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        if late and not notice.stopping and not failed:
+        if late and not failed and (left or not notice.stopping):
             signal.raise_signal(late[0])

@@ -372,3 +372,63 @@ def test_an_accelerator_answers_one_step_later(monkeypatch):
         answers.append(notice.stopping)
     assert answers == [False, False, True]
     assert len(waited) == 2
+
+
+WITH_WORKERS = """
+import sys, time, torch, fnaccel as fa
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __len__(self):
+        return 4_000
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return torch.ones(3), torch.ones(1)
+
+def loss_fn(model, batch):
+    return fa.Mean((model(batch[0]) - batch[1]).square().sum(), weight=len(batch[0]))
+
+if __name__ == "__main__":
+    with fa.start(device="cpu"):
+        step = fa.train_step(loss_fn, model=fa.distribute(lambda: torch.nn.Linear(3, 1), "local"), optimizer=fa.sgd(0.1))
+        loader = DataLoader(Rows(), batch_size=4, num_workers=2)
+        shards = fa.shard(loader)
+        for state, _ in fa.scan(step, step.init(), shards, epochs=50, directory=sys.argv[1], save_every=5, keep=1):
+            pass
+"""
+
+
+def test_workers_outlive_a_signal_to_the_whole_group(tmp_path):
+    import subprocess
+    import sys
+    import time
+
+    script = tmp_path / "script.py"
+    script.write_text(WITH_WORKERS)
+    root = tmp_path / "run"
+    job = subprocess.Popen([sys.executable, script, root], start_new_session=True, stderr=subprocess.PIPE, text=True)
+    try:
+        until = time.monotonic() + 60
+        while not fa.checkpoints(root) and time.monotonic() < until:
+            time.sleep(0.05)
+        os.killpg(job.pid, signal.SIGTERM)
+        _, said = job.communicate(timeout=60)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert (job.returncode, said) == (75, "")
+
+
+def test_a_loop_that_is_left_on_the_stopping_step_passes_the_signal_on(world, tmp_path):
+    told = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
+    try:
+        train_step = program()
+        for state, _ in fa.scan(train_step, train_step.init(), shards(), steps=9, directory=tmp_path):
+            if state.step == 2:
+                send(signal.SIGUSR1)
+            if state.step == 3:
+                break
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert told == [1]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fnaccel.checkpoint.pieces import Part
 from fnaccel.checkpoint.writing import Writing
+from fnaccel.collectives import gather_objects
 from fnaccel.mesh import gloo_group
 from fnaccel.world import World
 
@@ -29,6 +30,7 @@ class Saving:
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._told = False
+        self._ended = threading.Event()  # a join that Ctrl-C interrupts would count as one
         self._thread = threading.Thread(target=self._run, args=(writing,), name="fnaccel-save")
         self._thread.start()
 
@@ -39,7 +41,7 @@ class Saving:
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is committed; its directory.
@@ -49,15 +51,20 @@ class Saving:
 
         Example: `path = fa.save_async("runs/gpt", state).wait()`.
         """
-        self._thread.join()
+        self._ended.wait()
         if self._error is not None:
             self._told = True
             raise self._error
         return self._path  # pyright: ignore[reportReturnType] - set where there is no error
 
+    @property
+    def error(self) -> BaseException | None:
+        """What failed, if it has."""
+        return self._error
+
     def failure(self) -> BaseException | None:
         """Wait; what failed, if nobody was told yet."""
-        self._thread.join()
+        self._ended.wait()
         told, self._told = self._told, True
         return None if told else self._error
 
@@ -66,6 +73,8 @@ class Saving:
             self._path = writing.run()
         except BaseException as error:
             self._error = error
+        finally:
+            self._ended.set()
 
 
 class Background:
@@ -81,36 +90,43 @@ class Background:
         """Copy what a begun save is to write to the host, and let a thread write it."""
         if self._world.size > 1 and self._group is None:
             self._group = gloo_group()
-        if self._saving is None:
-            atexit.register(self._last_words)
+        atexit.unregister(self._last_words)
+        atexit.register(self._last_words)
         writing.over = self._group
         writing.parts = self._copies.of(writing.parts)
         self._saving = Saving(writing)
         return self._saving
 
     def settle(self) -> None:
-        """Wait for the save under way.
+        """Wait for the save under way; every rank calls it.
 
         Raises:
-            CheckpointError: it failed, and nobody was told.
+            CheckpointError: it failed, and a rank was not told: then all are.
         """
-        failed = None if self._saving is None else self._saving.failure()
-        if failed is not None:
-            raise failed
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        failed = saving.failure()
+        if any(gather_objects(failed is not None, world=self._world)) and saving.error is not None:
+            raise saving.error
 
     def close(self, *, clean: bool) -> None:
         """Wait for the save under way, before the ranks part; where `clean`, raise if it failed."""
-        if self._saving is not None:
-            atexit.unregister(self._last_words)
-        if clean:
-            self.settle()
-        else:
-            self._last_words()
+        atexit.unregister(self._last_words)
+        failed = None if self._saving is None else self._saving.failure()
+        if failed is not None and clean:
+            raise failed
+        if failed is not None:
+            _say(failed)
 
     def _last_words(self) -> None:
         failed = None if self._saving is None else self._saving.failure()
         if failed is not None:
-            print(f"{type(failed).__name__}: {failed}", file=sys.stderr, flush=True)
+            _say(failed)
+
+
+def _say(failed: BaseException) -> None:
+    print(f"{type(failed).__name__}: {failed}", file=sys.stderr, flush=True)
 
 
 @attrs.define

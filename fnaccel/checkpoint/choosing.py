@@ -87,6 +87,12 @@ def _changer(rename: Rename, where: str) -> Callable[[str], str]:
     if rename is None:
         return lambda name: name
     if not isinstance(rename, Mapping):
+        if not callable(rename):
+            raise ArgumentError(
+                f"rename= is a {type(rename).__name__}",
+                where=where,
+                fix=r'give a dict, such as {r"^params/encoder\.": "params/backbone."}, or a function',
+            )
         return rename
     try:
         pairs = [(re.compile(pattern), to) for pattern, to in rename.items()]
@@ -96,10 +102,21 @@ def _changer(rename: Rename, where: str) -> Callable[[str], str]:
             where=where,
             fix=r"escape what is meant literally: \. for a dot",
         ) from None
+    except TypeError:
+        raise ArgumentError(
+            "rename= holds something else than text", where=where, fix='give text: {r"^a": "b"}'
+        ) from None
 
     def change(name: str) -> str:
         for pattern, to in pairs:
-            name = pattern.sub(to, name)
+            try:
+                name = pattern.sub(to, name)
+            except (re.error, IndexError, TypeError) as error:
+                raise ArgumentError(
+                    f"rename= puts {to!r} in the place of {pattern.pattern!r}, which can't be: {error}",
+                    where=where,
+                    fix=r"\1 is what the first (...) of the expression matched; write \\ for a backslash",
+                ) from None
         return name
 
     return change

@@ -81,7 +81,9 @@ def name_of(step: int) -> str:
 
 def stage(root: Path, step: int) -> Path:
     """A new directory in which the checkpoint of one step can be filled."""
-    durable.make_directory(root, parents=True)
+    if not root.exists():
+        durable.make_directory(root, parents=True)
+        durable.sync_directory(root.parent)
     made = root / f"{_UNFINISHED}{name_of(step)}-{uuid.uuid4().hex[:12]}"
     durable.make_directory(made)
     return made
@@ -173,6 +175,7 @@ def _locked(path: Path, *, wait: bool) -> Generator[bool | None]:
     import fcntl  # noqa: PLC0415 - not on every system
 
     file = os.open(path, os.O_RDONLY)
+    _locks.add(file)
     try:
         try:
             # shared for the holder: network file systems give no more to what is open for reading
@@ -184,7 +187,18 @@ def _locked(path: Path, *, wait: bool) -> Generator[bool | None]:
             free = None
         yield free
     finally:
-        # a child that was forked meanwhile has the file open too: closing alone would leave it locked
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
+        _locks.discard(file)
         os.close(file)
+
+
+_locks: set[int] = set()
+
+
+def _forget_locks() -> None:
+    """In a child that is forked: its copies would hold the locks for as long as it lives."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)

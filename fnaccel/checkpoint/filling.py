@@ -13,8 +13,9 @@ import torch
 
 from fnaccel import tree
 from fnaccel.checkpoint.choosing import KEEP
-from fnaccel.checkpoint.grammar import NODES, Array, Node, Object, fields_of, is_object
+from fnaccel.checkpoint.grammar import NODES, Array, Node, Object, fields_of, is_object, plain
 from fnaccel.checkpoint.manifest import Stored
+from fnaccel.checkpoint.match import comes_back
 from fnaccel.checkpoint.pieces import is_sharded, part_of, whole
 from fnaccel.checkpoint.reading import Files, Request
 from fnaccel.errors import CheckpointError
@@ -41,6 +42,7 @@ class Filling:
         self._requests: list[Request] = []
         self._made: dict[tuple[int, str], torch.Tensor] = {}  # what is tied stays tied
         self._objects: list[tuple[Any, Any]] = []
+        self._own = False
 
     def read(self) -> None:
         """Fill the tensors of all trees made so far, and give objects their states."""
@@ -48,15 +50,23 @@ class Filling:
         for target, state in self._objects:
             target.load_state_dict(state)
 
-    def state(self, like: TrainState, stored: TrainState, *, in_place: bool) -> TrainState:
-        """The state stored; with `in_place` in the containers and tensors of `like`."""
+    def extras(self, like: Any, stored: Any) -> Any:
+        """The user's own of a state; never in place, since the user may hold these tensors elsewhere."""
+        self._own = True
+        try:
+            return self.value(like, stored)
+        finally:
+            self._own = False
+
+    def state(self, like: TrainState, stored: TrainState, extras: Any, *, in_place: bool) -> TrainState:
+        """The state stored, with these extras; with `in_place` in the containers and tensors of `like`."""
         made: dict[str, Any] = {}
         for name in fields_of(stored):
             mine, found = getattr(like, name), getattr(stored, name)
             if name == "updates":
                 made[name] = self._updates(mine, found, in_place=in_place)
-            elif name == "extras" and found is not KEEP:  # the user may hold these tensors elsewhere
-                made[name] = self._alone(found) if mine is None else self.value(mine, found)
+            elif name == "extras":
+                made[name] = extras
             else:
                 made[name] = self.value(mine, found, in_place=in_place)
         return TrainState(**made)
@@ -65,7 +75,7 @@ class Filling:
         """A tree like `like`; with `in_place` its own dicts, lists and tensors."""
         if stored is KEEP:
             return like
-        if like is None or (type(like) in (dict, list, tuple) and not like and stored):
+        if self._own and comes_back(plain(like), stored):
             return self._alone(stored)
         if isinstance(stored, Stored):
             return self._tensor(like, stored, in_place=in_place)
@@ -78,13 +88,14 @@ class Filling:
         if isinstance(stored, Node):
             children, rebuild = tree.open_node(like) or ({}, tuple)
             return rebuild([self.value(mine, stored.entries[name]) for name, mine in children.items()])
-        if isinstance(stored, list) and len(stored) != len(like):
-            return self._alone(stored)
         if isinstance(stored, dict | list):
             made = like if in_place else copy.copy(like)
             # in stored order, which is the same on every rank
             for key, entry in stored.items() if isinstance(stored, dict) else enumerate(stored):
-                made[key] = self.value(like[key], entry, in_place=in_place)
+                if isinstance(like, dict) and key not in like:
+                    made[key] = self._alone(entry)
+                else:
+                    made[key] = self.value(like[key], entry, in_place=in_place)
             return made
         if isinstance(stored, tuple):
             pairs = zip(like, stored, strict=True)

@@ -24,7 +24,7 @@ import base64
 import binascii
 import math
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +62,7 @@ class Object:
     state: Any
 
 
+_NO_ARRAY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _RESERVED = "__metadata__"  # what a safetensors header keeps for itself
 
@@ -101,6 +102,15 @@ def is_object(value: Any) -> bool:
     return not isinstance(value, type | torch.Tensor) and all(
         callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
     )
+
+
+def plain(value: Any) -> Any:
+    """A NumPy number as Python's, which is how it is stored; other values as they are."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
+        found = value.item()
+        return value if isinstance(found, numpy.generic) else found  # a long double has no equal
+    return value
 
 
 def is_array(value: Any) -> bool:
@@ -157,9 +167,8 @@ class _Encoder:
             return {"tensor": self._tensor(path, value)}
         if is_array(value):
             return {"array": self._tensor(path, _from_array(path, value))}
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
-            return self.value(path, value.item())
+        if (number := plain(value)) is not value:
+            return self.value(path, number)
         return self._container(path, value)
 
     def _container(self, path: str, value: Any) -> Any:
@@ -170,14 +179,14 @@ class _Encoder:
             if type(value) in (list, tuple):
                 entries = [self.value(child(path, i), entry) for i, entry in enumerate(value)]
                 return entries if type(value) is list else {"tuple": entries}
-            if type(value) in (dict, OrderedDict):
+            if type(value) in (dict, OrderedDict, defaultdict):
                 return self._dict(path, value)
             name = type(value).__name__
             if NODES.get(name) is type(value):
                 self.has_state |= name == "TrainState"
                 return {name: self._entries(path, entries_of(value))}
             if is_object(value):
-                return {"state_dict": self.value(path, value.state_dict())}
+                return {"state_dict": self.value(path, _state_of(path, value))}
             opened = tree.open_node(value)
             if opened is not None:
                 return {"node": self._entries(path, opened[0])}
@@ -217,12 +226,23 @@ class _Encoder:
         return self._paths[identity]
 
 
+def _state_of(path: str, value: Any) -> Any:
+    try:
+        return value.state_dict()
+    except Exception as error:
+        raise _refused(
+            path,
+            f"raised {type(error).__name__} in its state_dict() ({error})",
+            "see that it gives out its state at any time",
+        ) from error
+
+
 def _from_array(path: str, value: Any) -> torch.Tensor:
     try:
         # a copy where torch has no view: of read-only memory, of negative strides
         plain = value if value.flags.writeable and min(value.strides, default=1) >= 0 else value.copy()
         return torch.from_numpy(plain)
-    except TypeError:
+    except (TypeError, ValueError):  # of text and objects, of the other byte order
         raise _refused(
             path, f"is a NumPy array of {value.dtype}", "convert it to numbers: x.astype(...), x.tolist()"
         ) from None
@@ -307,7 +327,10 @@ def _decode(found: Any, tensor: Callable[[str], Any]) -> Any:
     if tag == "tuple" and isinstance(content, list):
         return tuple(_decode(entry, tensor) for entry in content)
     if tag == "array" and isinstance(content, str):
-        return Array(tensor(content))
+        stored = tensor(content)
+        if getattr(stored, "dtype", None) in _NO_ARRAY:
+            raise _malformed(f"holds an array of {stored.dtype}, which NumPy lacks")
+        return Array(stored)
     if tag == "dict" and isinstance(content, dict):
         return {key: _decode(entry, tensor) for key, entry in content.items()}
     if tag == "items" and isinstance(content, list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from pathlib import Path
@@ -19,7 +20,7 @@ from fnaccel.checkpoint.manifest import Manifest, Stored
 from fnaccel.checkpoint.match import match
 from fnaccel.checkpoint.meeting import together
 from fnaccel.checkpoint.pieces import part_of, whole
-from fnaccel.checkpoint.reading import Files, Request
+from fnaccel.checkpoint.reading import Files
 from fnaccel.checkpoint.selecting import is_complete, select
 from fnaccel.errors import ArgumentError, CheckpointError, UnleasedStateError
 from fnaccel.state import TrainState, fold, lease_of
@@ -62,8 +63,9 @@ def restore(
 
     Returns:
         A tree like `like`: host values (step, seed, data position, extras) and tensors as saved. In
-        `extras`, an object is given its state back by `load_state_dict`, and where `like` has None, an
-        empty container, a plain value, an array or a list of another length, what was saved comes back.
+        `extras`, what was saved comes back: an object of `like` is given its state by `load_state_dict`
+        (before anything else is changed), dicts and nodes keep the classes of `like`, and tensors of the
+        same shape its devices. Only what `like` has and the checkpoint lacks is an error.
 
         The live state of a train step, restored wholly, also puts this rank's global random streams
         (Python, NumPy, PyTorch, the device) back to where they were; on another number of ranks they
@@ -85,6 +87,7 @@ def restore(
     trees: list[Any] = []  # stays here: what ranks tell each other is pickled
 
     def check() -> None:
+        stack.enter_context(commit.held(path))  # no retention removes it meanwhile
         described = _open(path, step, found, verify=verify)
         tree = decode(described.tree, lambda name: _stored(described, name, path))
         problems: list[str] = []
@@ -95,17 +98,16 @@ def restore(
             (one, whole(one.shape) if target is None else part_of(target, found.rank).box)
             for target, one in pairs
         ]
-        mine = {} if partly else _streams(described, found)
-        files.check(wanted + [(one, whole(one.shape)) for one in mine.values()])
-        trees.extend((tree, mine))
+        files.check(wanted)
+        trees.extend((tree, {} if partly else _streams(described, files, found)))
 
     partly = not (only is None and skip is None and rename is None)
-    with commit.held(path), Files(path) as files:  # held: no retention removes it meanwhile
+    with contextlib.ExitStack() as stack, Files(path) as files:
         together(found, _WHERE, check)
         restorer = _Restorer(files, found)
         made = restorer.tree(like, trees[0])
         if restorer.refilled and not partly:
-            together(found, _WHERE, lambda: _put_back(trees[1], files, made, found))
+            together(found, _WHERE, lambda: _put_back(trees[1], made, found))
     return made
 
 
@@ -137,27 +139,30 @@ def _open(path: Path, step: int | None, world: World, *, verify: bool) -> Manife
     return found
 
 
-def _streams(found: Manifest, world: World) -> dict[str, Stored]:
+def _streams(found: Manifest, files: Files, world: World) -> dict[str, torch.Tensor]:
     """This rank's random streams by kind; none where they were saved on another number of ranks."""
     if found.written_by.get("ranks") != world.size:
         return {}
     prefix = f"{streams.ROOT}/{world.rank}/"
-    return {path.removeprefix(prefix): one for path, one in found.tensors.items() if path.startswith(prefix)}
+    stored = {
+        path.removeprefix(prefix): one for path, one in found.tensors.items() if path.startswith(prefix)
+    }
+    try:
+        streams.check_sizes({kind: (one.dtype, one.shape) for kind, one in stored.items()}, world.device)
+        mine = {kind: files.read_whole(one) for kind, one in stored.items()}
+        streams.check(mine)
+    except ValueError as error:
+        warnings.warn(
+            f"the random streams in {files.path} can't be put back, and begin anew: {error}", stacklevel=2
+        )
+        return {}
+    return mine
 
 
-def _put_back(mine: dict[str, Stored], files: Files, made: Any, world: World) -> None:
-    """Put random streams back; the state is restored by now, so what can't be put back only warns."""
+def _put_back(mine: dict[str, torch.Tensor], made: Any, world: World) -> None:
     if mine:
-        found = {kind: torch.empty(one.shape, dtype=one.dtype) for kind, one in mine.items()}
-        files.read([Request(one, whole(one.shape), found[kind]) for kind, one in mine.items()])
-        try:
-            streams.put_back(found, world.device)
-            return
-        except ValueError as error:
-            warnings.warn(
-                f"the random streams in {files.path} can't be put back, and begin anew: {error}", stacklevel=2
-            )
-    if isinstance(made, TrainState):
+        streams.put_back(mine, world.device)
+    elif isinstance(made, TrainState):
         streams.begin_anew(fold(made.rng.root, made.step, world.rank), world.device)
 
 
@@ -187,20 +192,31 @@ class _Restorer:
 
     def state(self, like: TrainState, stored: TrainState) -> TrainState:
         """A state: in place where it is the live one of a train step."""
+        filling = Filling(self.files, self.world, self.state)
+        extras: list[Any] = []
+
+        def own() -> None:
+            extras.append(filling.extras(like.extras, stored.extras))
+            filling.read()
+
+        # the user's objects first: where one of them refuses its state, `like` is as it was
+        together(self.world, _WHERE, own)
         try:
             owner = lease_of(like, _WHERE).owner
         except UnleasedStateError:
-            return self.fill(like, stored, in_place=False)
+            return self.fill(like, stored, extras[0], in_place=False)
         self.refilled = True
         complete = all(is_complete(one) for one in (stored.params, stored.buffers))
-        return owner.refill(like, lambda target: self.fill(target, stored, in_place=True), complete=complete)
+        return owner.refill(
+            like, lambda target: self.fill(target, stored, extras[0], in_place=True), complete=complete
+        )
 
-    def fill(self, like: TrainState, stored: TrainState, *, in_place: bool) -> TrainState:
+    def fill(self, like: TrainState, stored: TrainState, extras: Any, *, in_place: bool) -> TrainState:
         filling = Filling(self.files, self.world, self.state)
         made: list[TrainState] = []
 
         def read() -> None:
-            made.append(filling.state(like, stored, in_place=in_place))
+            made.append(filling.state(like, stored, extras, in_place=in_place))
             filling.read()
 
         # inside of refill: where one rank fails, no rank goes on with these tensors

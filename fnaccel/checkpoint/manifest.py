@@ -6,6 +6,7 @@ A manifest from disk is not trusted: `parse` checks all of it before anything is
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -177,6 +178,8 @@ class _Reader:
         if not isinstance(dtype, str) or dtype not in NAMES:
             self.fail(f"gives {path} the dtype {dtype!r}")
         shape = self.counts(found.get("shape"), f"the shape of {path}")
+        if len(shape) > 64 or math.prod(max(size, 1) for size in shape) >= 1 << 60:
+            self.fail(f"gives {path} a shape that no tensor can have: {str(list(shape))[:80]}")
         listed = found.get("pieces")
         if not isinstance(listed, list):
             self.fail(f"has no pieces of {path}")

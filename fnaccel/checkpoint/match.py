@@ -23,6 +23,7 @@ from fnaccel.checkpoint.grammar import (
     entries_of,
     is_array,
     is_object,
+    plain,
     shown,
 )
 from fnaccel.checkpoint.manifest import Stored
@@ -75,7 +76,8 @@ class _Matcher:
     def node(self, path: str, like: Any, stored: Any) -> None:
         if stored is KEEP:
             return
-        if self.own and _is_open(like, stored):
+        like = plain(like)
+        if self.own and comes_back(like, stored):
             self.collect(stored)
         elif isinstance(stored, Stored):
             self.tensor(path, like, stored)
@@ -109,7 +111,7 @@ class _Matcher:
     def array(self, path: str, like: Any, stored: Array) -> None:
         found: Stored = stored.tensor
         fits = is_array(like) and (name_of(found.dtype), found.shape) == (str(like.dtype), like.shape)
-        if fits or (self.own and is_array(like)):
+        if fits:
             self.pairs.append((None, found))
         else:
             self.differ(path, like, stored)
@@ -119,6 +121,8 @@ class _Matcher:
             where = child(path, key)
             if key not in stored:
                 self.only(where, like[key], "like")
+            elif key not in like and self.own:
+                self.collect(stored[key])
             elif key not in like:
                 self.only(where, stored[key], "the checkpoint")
             else:
@@ -181,17 +185,25 @@ class _Matcher:
             self.problems.append(f"{path}: only in {side} ({_described(value)})")
 
 
-def _is_open(like: Any, stored: Any) -> bool:
-    """Whether a place in the user's extras takes what was saved, whatever it is.
+def comes_back(like: Any, stored: Any) -> bool:
+    """Whether, in the user's extras, what was saved comes back by itself, whatever stands in `like`.
 
-    So do None, an empty container, a list of another length and a plain value: runs begin with these.
+    What `like` gives is: objects that take their state, classes of nodes and dicts, devices of tensors.
     """
-    if like is None or (isinstance(like, dict | list | tuple) and not like):
-        return True
-    if isinstance(like, list):
-        return isinstance(stored, list) and len(like) != len(stored)
-    scalars = (bool, int, float, str, bytes, type(None))
-    return type(like) in scalars and type(stored) in scalars
+    if isinstance(stored, Stored):
+        return not (
+            isinstance(like, torch.Tensor) and (like.dtype, tuple(like.shape)) == (stored.dtype, stored.shape)
+        )
+    if isinstance(stored, Object):
+        return not is_object(like)
+    if isinstance(stored, Node):
+        opened = None if is_object(like) else tree.open_node(like)
+        return opened is None or opened[0].keys() != stored.entries.keys()
+    if isinstance(stored, dict):
+        return not isinstance(like, dict)
+    if isinstance(stored, list | tuple):
+        return type(like) is not type(stored) or len(like) != len(stored)
+    return type(stored) not in NODES.values() or type(like) is not type(stored)
 
 
 def _counts(value: Any) -> bool:

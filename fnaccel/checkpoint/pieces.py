@@ -5,6 +5,7 @@ Where the bytes go is not known here.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -23,7 +24,7 @@ class Box:
     @property
     def numel(self) -> int:
         """How many elements lie in it."""
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)  # of Python's numbers, which do not wrap around
 
     def within(self, other: Box) -> tuple[slice, ...]:
         """Indices that cut this block out of a tensor that holds `other`."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fnaccel.checkpoint import commit
+from fnaccel.checkpoint.background import Background
 from fnaccel.checkpoint.load import restore
 from fnaccel.checkpoint.meeting import together
 from fnaccel.collectives import gather_objects
@@ -55,6 +56,7 @@ def resume_or_init(
     """
     root = Path(directory)
     world = train_step.mesh.world
+    world.resource(Background).settle()
     steps = together(world, _WHERE, lambda: _steps(root) if world.is_main else [])[0]
     state = train_step.init(seed, extras=extras)
     for at, step in enumerate(steps):

@@ -39,7 +39,8 @@ class Retention:
         """
         if self.keep is None:
             return
-        there = commit.checkpoints(root)
+        # later ones are of a run that was left: nothing of this one gives way to them
+        there = [one for one in commit.checkpoints(root) if one.step <= written]
         for one in there[: -self.keep]:
             stays = one.step == written or (self.keep_every is not None and one.step % self.keep_every == 0)
             if not stays:

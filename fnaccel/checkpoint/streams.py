@@ -7,6 +7,7 @@ workers or the script around them draws. Nothing is pickled: the layouts are fix
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 import struct
 import sys
@@ -46,31 +47,56 @@ def capture(device: torch.device) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def put_back(streams: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Set the streams of this process to where `capture` found them.
-
-    A stream that this process does not have (another kind of device) is passed over.
+def check_sizes(found: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device) -> None:
+    """See that stored streams can be those of this process.
 
     Raises:
-        ValueError: bytes that are no stream's, or are another version's of PyTorch.
+        ValueError: one has another size or dtype, as another version of PyTorch may give it.
     """
-    try:
-        for generator in generators_of(device):
-            if _kind(generator) in streams:
-                generator.set_state(streams[_kind(generator)])
-        if "python" in streams:
-            *state, has, deviate = _PYTHON.unpack(bytes(streams["python"].tolist()))
-            random.setstate((random.getstate()[0], tuple(state), deviate if has else None))
-        if "numpy" in streams and importlib.util.find_spec("numpy") is not None:
-            import numpy as np  # noqa: PLC0415 - optional
+    sizes = {"python": _PYTHON.size, "numpy": _NUMPY.size}
+    sizes |= {_kind(generator): generator.get_state().numel() for generator in generators_of(device)}
+    for kind, (dtype, shape) in found.items():
+        if kind in sizes and (dtype, shape) != (torch.uint8, (sizes[kind],)):
+            raise ValueError(f"{kind} is {dtype} {list(shape)}, and {sizes[kind]} bytes here")
 
-            *key, position, has, deviate = _NUMPY.unpack(bytes(streams["numpy"].tolist()))
-            inner = {"key": np.array(key, dtype=np.uint32), "pos": position}
-            np.random.set_state(
-                {"bit_generator": "MT19937", "state": inner, "has_gauss": int(has), "gauss": deviate}
-            )
-    except (struct.error, TypeError, RuntimeError) as error:
-        raise ValueError(str(error)) from error
+
+def check(streams: Mapping[str, torch.Tensor]) -> None:
+    """See that streams of the right sizes hold what their generators take.
+
+    Raises:
+        ValueError: bytes that are no stream's.
+    """
+    for kind, layout, most in (("python", _PYTHON, 624), ("numpy", _NUMPY, 624)):
+        if kind in streams:
+            *_, position, has, deviate = layout.unpack(bytes(streams[kind].tolist()))
+            if not 0 <= position <= most or not math.isfinite(deviate) or not isinstance(has, bool):
+                raise ValueError(f"{kind} stands at {position} of {most}")
+    if "torch" in streams:
+        try:
+            torch.Generator().set_state(streams["torch"])
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+
+
+def put_back(streams: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Set the streams of this process to where `capture` found them; they are checked.
+
+    A stream that this process does not have (another kind of device) is passed over.
+    """
+    for generator in generators_of(device):
+        if _kind(generator) in streams:
+            generator.set_state(streams[_kind(generator)])
+    if "python" in streams:
+        *state, has, deviate = _PYTHON.unpack(bytes(streams["python"].tolist()))
+        random.setstate((random.getstate()[0], tuple(state), deviate if has else None))
+    if "numpy" in streams and importlib.util.find_spec("numpy") is not None:
+        import numpy as np  # noqa: PLC0415 - optional
+
+        *key, position, has, deviate = _NUMPY.unpack(bytes(streams["numpy"].tolist()))
+        inner = {"key": np.array(key, dtype=np.uint32), "pos": position}
+        np.random.set_state(
+            {"bit_generator": "MT19937", "state": inner, "has_gauss": int(has), "gauss": deviate}
+        )
 
 
 def begin_anew(seed: int, device: torch.device) -> None:

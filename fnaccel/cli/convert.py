@@ -106,12 +106,12 @@ def _convert(source: Source, target: Path, to: str, style: Style, *, overwrite: 
         with _bar(own_items(source, style)) as progress:
             return write_own(target, source, style, progress=progress)
     items = items_of(source, style)
-    placing.check_free(target, overwrite=overwrite, where=style.where)
+    place = placing.check_free(target, overwrite=overwrite, where=style.where, file=to == "safetensors")
     with _bar(items) as progress:
         if to == "hf":
             export_source(target, source, style, overwrite=overwrite, progress=progress)
         else:
-            _one_file(target, items, progress)
+            _one_file(place, items, progress)
     return target
 
 

@@ -31,27 +31,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Example: `fnaccel launch -n 2 train.py`.
     """
-    command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        try:
+            return _run(*given)
+        finally:
+            _flush()  # here, where an error has a message
+    except BrokenPipeError:  # the reader has seen enough: `fnaccel inspect DIR | head`
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except FnaccelError as error:
+        _complain(type(error).__name__, str(error))
+    except OSError as error:
+        _drop_output()
+        file = "" if error.filename is None else f" ({error.filename})"
+        _complain(
+            type(error).__name__,
+            f"{error.strerror or error}{file}\n  where: fnaccel {given[0]}\n"
+            "  fix: give paths that can be read and written, on a device with free space",
+        )
+    return 2
+
+
+def _run(command: str, *rest: str) -> int:
     if command in ("-h", "--help"):
         print(_usage())
         return 0
     if command == "--version":
         print(f"fnaccel {__version__}")
         return 0
+    if command not in COMMANDS:
+        raise UnknownNameError(
+            f"no command is called {command!r}", where="fnaccel", fix=nearest(command, COMMANDS)
+        )
+    # by name, so that one command does not pay for what another imports
+    return importlib.import_module(f"fnaccel.cli.{command}").run(list(rest))
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] - None where it was closed
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """See that Python does not fail once more at its end, where standard output takes nothing."""
     try:
-        if command not in COMMANDS:
-            raise UnknownNameError(
-                f"no command is called {command!r}", where="fnaccel", fix=nearest(command, COMMANDS)
-            )
-        # by name, so that one command does not pay for what another imports
-        return importlib.import_module(f"fnaccel.cli.{command}").run(rest)
-    except BrokenPipeError:  # the reader has seen enough: `fnaccel inspect DIR | head`
+        _flush()
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except FnaccelError as error:
-        # names in a hostile checkpoint may hold what moves a terminal's cursor
-        print(f"{type(error).__name__}: {printable(str(error), keep=chr(10))}", file=sys.stderr)
-        return 2
+
+
+def _complain(kind: str, text: str) -> None:
+    # names in a hostile checkpoint may hold what moves a terminal's cursor
+    print(f"{kind}: {printable(text, keep=chr(10))}", file=sys.stderr)
 
 
 def _usage() -> str:
@@ -60,3 +92,7 @@ def _usage() -> str:
     return "\n".join(
         ["usage: fnaccel COMMAND ...", "", *lines, "", "fnaccel COMMAND --help shows its options"]
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

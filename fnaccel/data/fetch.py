@@ -6,6 +6,7 @@ it. Which lists there are is decided in `indexed.py`.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,6 +32,31 @@ class FirstOf:
     def __call__(self, rows: list[Any]) -> Any:
         """Convert the batch that is the only row."""
         return self.convert(rows[0])
+
+
+@attrs.frozen
+class Beginning:
+    """What a worker does first: it ignores the signals that its process catches, and the user's own.
+
+    Schedulers signal whole groups of processes. The training process finishes its step and saves; without
+    its workers it could not.
+    """
+
+    own: Callable[[int], None] | None
+    ignored: tuple[int, ...]
+
+    def __call__(self, worker: int) -> None:
+        """Begin in one worker."""
+        for number in self.ignored:
+            signal.signal(number, signal.SIG_IGN)
+        if self.own is not None:
+            self.own(worker)
+
+
+def _caught() -> tuple[int, ...]:
+    names = ("SIGTERM", "SIGUSR1")
+    known = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    return tuple(int(number) for number in known if callable(signal.getsignal(number)))
 
 
 @attrs.define
@@ -66,6 +92,8 @@ def settings_of(loader: torch_data.DataLoader[Any], device: torch.device) -> dic
     stream does not move.
     """
     settings = {name: getattr(loader, name) for name in _SETTINGS}
+    if loader.num_workers:
+        settings["worker_init_fn"] = Beginning(loader.worker_init_fn, _caught())
     return settings | {
         "pin_memory": loader.pin_memory and device.type != "cpu",
         "persistent_workers": loader.persistent_workers,

@@ -20,7 +20,7 @@ from fnaccel.checkpoint.pieces import whole
 from fnaccel.checkpoint.shard_file import file_name
 from fnaccel.errors import ArgumentError, CheckpointError
 from fnaccel.interchange.exporting import Style, dtype_in
-from fnaccel.interchange.found import Found, Source
+from fnaccel.interchange.found import Found, Source, unescaped
 from fnaccel.interchange.items import Item, check_items, of_found, pick
 from fnaccel.interchange.stream_file import Progress, bytes_in, spread, write_items
 
@@ -33,17 +33,18 @@ def own_items(source: Source, style: Style) -> list[Item]:
         ArgumentError: patterns that match nothing, nothing left to write.
     """
     tensors: dict[str, Found] = {}
+    path_of = _joined if source.format == "fnaccel" else _escaped
     for name, value in source.weights.items():
-        tensors[_path("buffers" if name in source.buffers else "params", name)] = value
+        tensors[path_of("buffers" if name in source.buffers else "params", name)] = value
     if style.ema:
         if not source.averages:
             raise ArgumentError("there are no averages", where=style.where, fix="leave out --ema")
-        tensors |= {_path("params", name): value for name, value in source.averages.items()}
+        tensors |= {path_of("params", name): value for name, value in source.averages.items()}
     for name, slots in source.slots.items():
-        tensors |= {_path("opt", name, slot): one for slot, one in slots.items() if slot != "step"}
+        tensors |= {path_of("opt", name, slot): one for slot, one in slots.items() if slot != "step"}
     if source.numbered is not None:
         for number, slots in source.numbered.slots.items():
-            tensors |= {_path("opt", str(number), slot): one for slot, one in slots.items()}
+            tensors |= {path_of("opt", str(number), slot): one for slot, one in slots.items()}
     kept = pick(tensors, style.only, style.skip, style.rename, style.where)
     if source.numbered is not None and any(path.startswith("opt/") for path in kept):
         raise CheckpointError(
@@ -97,7 +98,11 @@ def write_own(
             raise
 
 
-def _path(section: str, *keys: str) -> str:
+def _joined(*paths: str) -> str:
+    return "/".join(paths)
+
+
+def _escaped(section: str, *keys: str) -> str:
     path = section
     for key in keys:
         path = child(path, key)
@@ -117,8 +122,8 @@ def _manifest(
         section, *keys = path.split("/")
         node: dict[str, Any] = sections.setdefault(section, {"dict": {}})
         for key in keys[:-1]:
-            node = node["dict"].setdefault(_key(key), {"dict": {}})
-        node["dict"][_key(keys[-1])] = {"tensor": path}
+            node = node["dict"].setdefault(unescaped(key), {"dict": {}})
+        node["dict"][unescaped(keys[-1])] = {"tensor": path}
     updates = source.count_updates() if "opt" in sections else None
     if updates is not None:
         sections["updates"] = updates
@@ -132,7 +137,3 @@ def _manifest(
             written_by=provenance.describe(None, 1),
         )
     )
-
-
-def _key(escaped: str) -> str:
-    return escaped.replace("~1", "/").replace("~0", "~")

@@ -14,15 +14,16 @@ from torch import nn
 
 from fnaccel.checkpoint import durable
 from fnaccel.checkpoint.choosing import Patterns, Rename
+from fnaccel.checkpoint.grammar import child
 from fnaccel.checkpoint.meeting import together
 from fnaccel.errors import ArgumentError, NoWorldError, UnleasedStateError, nearest
 from fnaccel.interchange import placing
-from fnaccel.interchange.found import Source
+from fnaccel.interchange.found import Source, unescaped
 from fnaccel.interchange.items import Item, check_items, of_found, of_tensors, pick
 from fnaccel.interchange.model_config import files_for
 from fnaccel.interchange.opening import opened
 from fnaccel.interchange.stream_file import Progress, bytes_in, drain, spread, write_items
-from fnaccel.interchange.targets import modules_of, persistent_names, tensors_of
+from fnaccel.interchange.targets import modules_of, persistent_paths, tensors_of
 from fnaccel.state import TrainState, check_live, lease_of
 from fnaccel.transforms.precision import dtype_of
 from fnaccel.world import World, current
@@ -68,6 +69,8 @@ def export_hf(
     Args:
         directory: a new or empty one; made where it is missing.
         source: a state, of any strategy; or the path of a checkpoint of `fa.save`, a root or one step.
+            Buffers with `persistent=False` are left out, unless the state is a snapshot: it has no
+            module that could tell which these are.
         max_shard_size: the largest file, in bytes or as `"5GB"`; a larger tensor has its own.
         dtype: what floating-point values become: `"bf16"`, `torch.float16`; as they are by default.
         ema: the averages of `with_ema` instead of the parameters.
@@ -76,7 +79,8 @@ def export_hf(
         model: which one, where there are several.
         only, skip: shell patterns of names to be written, or not: `"encoder.*"`.
         rename: regular expressions and what replaces them, in order, or a function, for names.
-        overwrite: replace an earlier export; files of other kinds in it, such as a tokenizer's, are kept.
+        overwrite: replace an earlier export: `model*.safetensors`, `pytorch_model*.bin` and their index;
+            all other files in it, such as a tokenizer's, are kept.
         world: the world, where none was started in this context.
 
     Returns:
@@ -118,7 +122,7 @@ def export_source(
     """Write the weights of an opened checkpoint, in this process alone."""
     items = items_of(source, style)
     files = files_for(config, None, dtype_in(style), style.where)
-    placing.check_free(target, overwrite=overwrite, where=style.where)
+    target = placing.check_free(target, overwrite=overwrite, where=style.where)
     staged = placing.stage(target)
     try:
         shards = spread(items, bytes_in(style.max_shard_size, style.where))
@@ -140,9 +144,11 @@ def items_of(source: Source, style: Style) -> list[Item]:
     if style.ema:
         _check_averages(source.averages, style)
         weights |= source.averages
-    several = source.format == "fnaccel" and all("/" in name for name in weights)
-    nested = {name.partition("/")[0] for name in weights} if several else set[str]()
-    weights = _one_model(weights, nested, style)
+    own = source.format == "fnaccel"
+    if own or style.model is not None:
+        several = own and all("/" in path for path in weights)  # paths: a "/" leads into a dict
+        keys = {unescaped(path.partition("/")[0]) for path in weights} if several else set[str]()
+        weights = _one_model(weights, keys, style)
     items = of_found(pick(weights, style.only, style.skip, style.rename, style.where), dtype_in(style))
     check_items(items, style.where)
     return items
@@ -161,6 +167,7 @@ def _export_state(
     found = _world(world, state)
     shards: list[list[Item]] = []
     files: dict[str, str] = {}
+    place: list[Path] = []
     staged: list[Path] = []
 
     def begin() -> None:
@@ -172,14 +179,14 @@ def _export_state(
         shards.extend(spread(items, bytes_in(style.max_shard_size, _WHERE)))
         files.update(files_for(config, (modules or {}).get(style.model), dtype_in(style), _WHERE))
         if found.is_main:
-            placing.check_free(target, overwrite=overwrite, where=_WHERE)
-            staged.append(placing.stage(target))
+            place.append(placing.check_free(target, overwrite=overwrite, where=_WHERE))
+            staged.append(placing.stage(place[0]))
 
     try:
         together(found, _WHERE, begin)
         for name, shard in zip(_names(len(shards)), shards, strict=True):
             together(found, _WHERE, _writer(staged[0] / name if staged else None, shard))
-        together(found, _WHERE, lambda: _finish(staged[0], target, shards, files) if staged else None)
+        together(found, _WHERE, lambda: _finish(staged[0], place[0], shards, files) if staged else None)
     except BaseException:
         for one in staged:
             placing.discard(one)
@@ -237,22 +244,17 @@ def _names(count: int) -> list[str]:
 def _weights(
     state: TrainState, modules: Mapping[str | None, nn.Module] | None, style: Style
 ) -> dict[str, torch.Tensor]:
-    """Parameters (or their averages) and persistent buffers by name, the model's key first."""
-    found = _by_name(state.params)
+    """Parameters (or their averages) and persistent buffers by path, the model's key first."""
+    found = tensors_of(state.params, "", _WHERE)
     if style.ema:
-        averages = {} if state.ema is None else _by_name(state.ema)
+        averages = {} if state.ema is None else tensors_of(state.ema, "", _WHERE)
         _check_averages(averages, style)
         found |= averages  # what is frozen has none
-    buffers = _by_name(state.buffers)
+    buffers = tensors_of(state.buffers, "", _WHERE)
     if modules is not None:
-        wanted = persistent_names(modules)
+        wanted = persistent_paths(modules)
         buffers = {name: value for name, value in buffers.items() if name in wanted}
     return found | buffers
-
-
-def _by_name(section: Any) -> dict[str, torch.Tensor]:
-    found = tensors_of(section, "", _WHERE)
-    return {name.replace("~1", "/").replace("~0", "~"): value for name, value in found.items()}
 
 
 def _keys(state: TrainState) -> set[str]:
@@ -260,18 +262,19 @@ def _keys(state: TrainState) -> set[str]:
 
 
 def _one_model(weights: Mapping[str, Any], keys: set[str], style: Style) -> dict[str, Any]:
-    """The weights of the model that is meant, without its key."""
+    """The weights of the model that is meant, by path, become those by name, without its key."""
     if not keys and style.model is None:
-        return dict(weights)
+        return {unescaped(path): one for path, one in weights.items()}
     if style.model is None or style.model not in keys:
-        what = (
-            f"there are {len(keys)} models" if style.model is None else f"no model is called {style.model!r}"
-        )
+        count = f"there are {len(keys)} models" if len(keys) > 1 else "the model has a key"
+        what = count if style.model is None else f"no model is called {style.model!r}"
         raise ArgumentError(
             what, where=f"{style.where}(model=...)", fix=nearest(style.model or "", keys or {"(one)"})
         )
-    prefix = f"{style.model}/"
-    return {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
+    prefix = child("", style.model) + "/"
+    return {
+        unescaped(path.removeprefix(prefix)): one for path, one in weights.items() if path.startswith(prefix)
+    }
 
 
 def _check_averages(averages: Mapping[str, Any], style: Style) -> None:
@@ -284,10 +287,29 @@ def _check_averages(averages: Mapping[str, Any], style: Style) -> None:
 
 
 def dtype_in(style: Style) -> torch.dtype | None:
-    """The dtype that floating-point values become; None: as they are."""
-    if style.dtype is None or isinstance(style.dtype, torch.dtype):
-        return style.dtype
-    return dtype_of(style.dtype, f"{style.where}(dtype=...)")
+    """The dtype that floating-point values become; None: as they are.
+
+    Raises:
+        ArgumentError: it is no floating-point one.
+        UnknownNameError: no dtype has that name.
+    """
+    if style.dtype is None:
+        return None
+    where = f"{style.where}(dtype=...)"
+    if not isinstance(style.dtype, str | torch.dtype):
+        raise ArgumentError(
+            f"dtype={style.dtype!r} is a {type(style.dtype).__name__}",
+            where=where,
+            fix='give a name, such as "bf16", or a dtype, such as torch.float16',
+        )
+    found = dtype_of(style.dtype, where)
+    if not found.is_floating_point:
+        raise ArgumentError(
+            f"{found} can't hold floating-point values, and it is those that dtype= converts",
+            where=where,
+            fix='give a floating-point one, such as "bf16", or leave dtype= out',
+        )
+    return found
 
 
 def _world(world: World | None, state: TrainState | None = None) -> World:

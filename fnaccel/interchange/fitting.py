@@ -64,7 +64,7 @@ def fit(source: Source, targets: Targets, choice: Choice) -> Fit:
             break
     problems, found = best or ([], Fit({}, {}))
     if problems:
-        raise mismatch(problems, source, choice.where)
+        raise mismatch(problems, source, choice.where, _rename_hint(source, targets, choice))
     if any(path.startswith("opt/") for path in found.pairs):
         return attrs.evolve(found, updates=source.count_updates(), step=source.step)
     return found
@@ -110,7 +110,7 @@ def _offered(source: Source, targets: Targets, strip: Callable[[str], str]) -> d
     """The tensors of a source under paths of a state."""
     found = {f"params/{strip(name)}": value for name, value in source.weights.items()}
     for name, kept in source.same.items():  # stored under one of its names only
-        if f"params/{strip(name)}" in targets.tensors:
+        if targets.path_of(f"params/{strip(name)}") in targets.tensors:
             found.setdefault(f"params/{strip(name)}", source.weights[kept])
     found |= {f"buffers/{strip(name)}": found.pop(f"params/{strip(name)}") for name in source.buffers}
     if _has(targets, "ema/"):
@@ -122,7 +122,9 @@ def _offered(source: Source, targets: Targets, strip: Callable[[str], str]) -> d
     for name, slots in moments:
         for slot, value in slots.items():
             path = f"opt/{name}/{slot}"
-            if slot != "step" or path in targets.tensors:  # here one count serves all parameters
+            if (
+                slot != "step" or targets.path_of(path) in targets.tensors
+            ):  # here one count serves all parameters
                 found[path] = value
     return found
 
@@ -151,8 +153,9 @@ def _numbered(source: Source, targets: Targets) -> list[tuple[str, Mapping[str, 
 def _home(path: str, targets: Targets) -> str:
     """Where a path leads: weights come without saying whether they are buffers, and under any tied name."""
     section, _, name = path.partition("/")
+    path = targets.path_of(path)
     if section in ("params", "buffers") and path not in targets.tensors:
-        other = f"{'buffers' if section == 'params' else 'params'}/{name}"
+        other = targets.path_of(f"{'buffers' if section == 'params' else 'params'}/{name}")
         for candidate in (path, other):
             if targets.tied.get(candidate) in targets.tensors:
                 return targets.tied[candidate]
@@ -178,15 +181,35 @@ def _fits(tensor: torch.Tensor, found: Found) -> bool:
     return tensor.dtype == found.dtype or (tensor.dtype.is_floating_point and found.dtype.is_floating_point)
 
 
-def mismatch(problems: list[str], source: Source, where: str) -> TreeMismatchError:
+def _rename_hint(source: Source, targets: Targets, choice: Choice) -> str | None:
+    """What to write where all names of a source fit with one prefix before them."""
+    paths = [path for path in (*targets.tensors, *targets.tied) if path.startswith(("params/", "buffers/"))]
+    here = {path.partition("/")[2] for path in paths}
+    name = next(iter(source.weights), None)
+    if choice.rename is not None or name is None or here.issuperset(source.weights):
+        return None
+    for candidate in sorted(here, key=len):
+        prefix = candidate.removesuffix(name)
+        if candidate.endswith("." + name) and all(prefix + one in here for one in source.weights):
+            return f'rename={{r"^params/": "params/{prefix}"}} makes the names fit; nothing was changed'
+    return None
+
+
+def mismatch(problems: list[str], source: Source, where: str, hint: str | None = None) -> TreeMismatchError:
     """The error that lists them."""
     count = len(problems)
     moments = all(problem.startswith("opt/") for problem in problems)
-    fix = "rename=, skip= or only= where names differ; give a like= of the same model; nothing was changed"
+    fix = (
+        hint
+        or "rename=, skip= or only= where names differ; give a like= of the same model; nothing was changed"
+    )
     if moments:
         fix = (
             'skip="opt/*" leaves the moments out; or give a like= of the same optimizer; nothing was changed'
         )
+    if moments and source.numbered is not None:
+        fix = 'skip="opt/*" leaves the moments out: they have numbers, and names are only found where each '
+        fix += "group of the optimizer keeps the model's order; nothing was changed"
     return TreeMismatchError(
         f"{count} {'path differs' if count == 1 else 'paths differ'} between {source.path} "
         f"(read as {source.format}) and like=: " + "; ".join(problems),

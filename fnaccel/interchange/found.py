@@ -65,7 +65,8 @@ class Source:
     Attributes:
         format: the name of its format.
         path: where it lies.
-        weights: parameters and buffers by name.
+        weights: parameters and buffers by name; in a checkpoint of fnaccel, which has a structure, by path
+            (see `checkpoint.grammar`), here and below.
         buffers: which of them are known to be buffers.
         transient: which of these the model does not save by itself.
         averages: averaged parameters by name.
@@ -138,3 +139,8 @@ def damaged(what: str, path: Path) -> CheckpointError:
     return CheckpointError(
         what, where=f"reading {path}", fix="copy it again if it was moved, or give another checkpoint"
     )
+
+
+def unescaped(path: str) -> str:
+    """A path of `checkpoint.grammar` as it reads: keys as they are, with "/" between them."""
+    return path.replace("~1", "/").replace("~0", "~")

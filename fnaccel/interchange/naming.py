@@ -45,7 +45,7 @@ def name_numbered(numbered: Numbered, shapes: Mapping[str, tuple[int, ...]]) -> 
 
     An optimizer numbers its parameters group by group. With one group the order is the model's. With
     several (decay and no decay) each group keeps the model's order, so a shape tells the group as long as
-    it occurs in one only.
+    it occurs in one only; names that do not come out in that order show that a group had another one.
 
     Args:
         numbered: the optimizer's state.
@@ -74,12 +74,17 @@ def _by_shape(numbered: Numbered, shapes: Mapping[str, tuple[int, ...]]) -> dict
     for name, shape in shapes.items():
         waiting.setdefault(shape, []).append(name)
     found: dict[int, str] = {}
+    order = {name: place for place, name in enumerate(shapes)}
     for place, group in enumerate(numbered.groups):
+        last = -1
         for number in group:
             shape = _shape_of(numbered.slots.get(number, {}))
             if shape is None or group_of.setdefault(shape, place) != place or not waiting.get(shape):
                 return None
             found[number] = waiting[shape].pop(0)
+            if order[found[number]] < last:
+                return None
+            last = order[found[number]]
     return found
 
 

@@ -75,6 +75,12 @@ def detect(path: Path) -> str:
         raise _missing(path)
     if path.is_file():
         found = _of_file(path)
+    elif not path.is_dir():
+        raise CheckpointError(
+            f"{path} is neither a file nor a directory",
+            where=f"reading {path}",
+            fix="give the file or directory that holds the weights",
+        )
     else:
         names = [one.name for one in path.iterdir()]
         found = _of_directory(path, names)

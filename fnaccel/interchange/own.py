@@ -12,11 +12,11 @@ import attrs
 import torch
 
 from fnaccel.checkpoint import commit, manifest, reading
-from fnaccel.checkpoint.grammar import decode
+from fnaccel.checkpoint.grammar import child, decode
 from fnaccel.checkpoint.manifest import Manifest, Stored
 from fnaccel.checkpoint.pieces import Box
-from fnaccel.errors import CheckpointError
-from fnaccel.interchange.found import Found, Source, damaged, read_all
+from fnaccel.errors import ArgumentError, CheckpointError
+from fnaccel.interchange.found import Found, Source, damaged, read_all, unescaped
 from fnaccel.interchange.mapped import Block, Mapped
 from fnaccel.state import TrainState
 
@@ -31,8 +31,15 @@ def find(path: Path, step: int | None = None) -> Path:
 
     Raises:
         CheckpointError: there is none.
+        ArgumentError: it is one checkpoint, and of another step.
     """
     if (path / manifest.FILE).is_file():
+        if step is not None and (there := reading.open_manifest(path).step) != step:
+            raise ArgumentError(
+                f"{path} is the checkpoint of step {there}, and step {step} was asked for",
+                where=f"reading {path}",
+                fix="give the root above it, or leave the step out",
+            )
         return path
     there = commit.checkpoints(path)
     chosen = [one.path for one in there if step is None or one.step == step]
@@ -66,13 +73,14 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
         parameter, _, slot = name.rpartition("/")
         slots.setdefault(parameter, {})[slot] = value
     updates, step = tree.get("updates"), tree.get("step")
-    transient: Any = found.written_by.get("transient_buffers")
+    listed: Any = found.written_by.get("transient_buffers")
+    transient = set(map(str, listed)) if isinstance(listed, list) else set[str]()
     return Source(
         format="fnaccel",
         path=chosen,
         weights={**params, **buffers},
         buffers=frozenset(buffers),
-        transient=frozenset(map(str, transient)) if isinstance(transient, list) else frozenset(),
+        transient=frozenset(name for name in buffers if unescaped(name) in transient),
         averages=reader.flat(tree.get("ema")),
         slots=slots,
         updates=reader.count(updates),
@@ -98,13 +106,13 @@ class _Reader:
     mapped: Mapped
 
     def flat(self, node: Any, prefix: str = "") -> dict[str, Found]:
-        """The tensors below a node, by the keys that lead to them."""
+        """The tensors below a node, by path."""
         if isinstance(node, Stored):
             return {prefix: self.found(node)}
         found: dict[str, Found] = {}
         if isinstance(node, dict):
             for key, value in node.items():
-                found |= self.flat(value, f"{prefix}/{key}" if prefix else str(key))
+                found |= self.flat(value, child(prefix, key))
         return found
 
     def found(self, stored: Stored) -> Found:

@@ -6,6 +6,7 @@ Shards of torch's `HuggingFaceStorageWriter` are put together too: each says whe
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,7 +35,8 @@ def open_safetensors(path: Path, stack: ExitStack) -> Source:
     pieces: dict[str, list[tuple[Path, Block]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     same: dict[str, str] = {}
-    for file in files_of(path):
+    files, listed = _listed(path)
+    for file in files:
         handle = mapped.handle(file)
         notes: Mapping[str, str] = handle.metadata() or {}
         placed = _placed(notes, file)
@@ -50,6 +52,9 @@ def open_safetensors(path: Path, stack: ExitStack) -> Source:
             ends = tuple(map(sum, zip(box.offset, shape, strict=True)))
             shapes[name] = tuple(map(max, ends, shapes.get(name, ends)))
         same |= {key: kept for key, kept in notes.items() if kept in pieces and key not in pieces}
+    lost = sorted(listed - pieces.keys() - same.keys())
+    if lost:
+        raise damaged(f"{lost[0]} is in the index, and in none of its files ({len(lost)} in all)", path)
     found = {name: _found(mapped, name, parts, shapes[name], path) for name, parts in pieces.items()}
     return Source(format="safetensors", path=path, weights=found, same=same)
 
@@ -60,27 +65,41 @@ def files_of(path: Path) -> list[Path]:
     Raises:
         CheckpointError: the index names a file that is missing or lies elsewhere.
     """
+    return _listed(path)[0]
+
+
+def _listed(path: Path) -> tuple[list[Path], set[str]]:
+    """The files, and the tensors that an index says are in them."""
     if path.is_file():
-        return [path]
+        return [path], set()
     indices = sorted(path.glob(_INDEX))
     if indices:
-        return _indexed(indices[0])
+        return indexed(indices[0])
     main = path / "model.safetensors"
-    return [main] if main.is_file() else sorted(path.glob("*.safetensors"))
+    return [main] if main.is_file() else sorted(path.glob("*.safetensors")), set()
 
 
-def _indexed(index: Path) -> list[Path]:
+def indexed(index: Path, known: re.Pattern[str] = NAME) -> tuple[list[Path], set[str]]:
+    """The files and the tensors that an index of Hugging Face lists.
+
+    Args:
+        index: where it is.
+        known: what its files may be called.
+
+    Raises:
+        CheckpointError: it is none, or names a file that is missing or lies elsewhere.
+    """
     try:
         listed = json.loads(index.read_bytes())["weight_map"]
-        names = sorted(set(listed.values()))
+        names = set(listed.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise damaged(f"{index.name} has no weight_map", index) from None
-    for name in names:
-        if not isinstance(name, str) or not NAME.fullmatch(name):
+    for name in sorted(names, key=str):
+        if not isinstance(name, str) or not known.fullmatch(name):
             raise damaged(f"{index.name} names the file {name!r}, which can't be one of its own", index)
         if not (index.parent / name).is_file():
             raise damaged(f"{name} is missing, and {index.name} lists it", index)
-    return [index.parent / name for name in names]
+    return [index.parent / name for name in sorted(names)], set(listed)
 
 
 def _placed(notes: Mapping[str, str], file: Path) -> dict[str, tuple[int, ...]]:

@@ -7,6 +7,7 @@ tensors of a file in memory; here one block is.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,10 +38,11 @@ def bytes_in(size: int | str, where: str) -> int:
     """
     matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(matched[2].upper()) if matched else None
-    found = int(float(matched[1]) * unit) if matched and unit else 0
+    number = float(matched[1]) * unit if matched and unit else 0.0
+    found = int(number) if math.isfinite(number) else 0
     if found < 1:
         raise ArgumentError(
-            f"max_shard_size={size!r} is no size", where=where, fix='give bytes, or "5GB", "512MiB"'
+            f"max_shard_size={str(size)[:40]!r} is no size", where=where, fix='give bytes, or "5GB", "512MiB"'
         )
     return found
 

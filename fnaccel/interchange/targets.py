@@ -11,6 +11,7 @@ from torch import nn
 
 from fnaccel.checkpoint.grammar import child, shown
 from fnaccel.errors import ArgumentError, UnleasedStateError
+from fnaccel.interchange.found import unescaped
 from fnaccel.state import TrainState, check_live, lease_of
 
 SECTIONS = ("params", "buffers", "opt", "ema")
@@ -24,11 +25,17 @@ class Targets:
         tensors: by path, in the model's order.
         persistent: paths of the buffers that a checkpoint must have; None where that is not known.
         tied: other paths of a tensor -> the one under which it is here.
+        plain: paths with "/" inside a key, as other tools write them -> as they are here.
     """
 
     tensors: Mapping[str, torch.Tensor]
     persistent: frozenset[str] | None
     tied: Mapping[str, str]
+    plain: Mapping[str, str]
+
+    def path_of(self, path: str) -> str:
+        """The path that is meant by one of another tool, which does not tell keys from "/" inside them."""
+        return path if path in self.tensors or path in self.tied else self.plain.get(path, path)
 
 
 def sections_of(like: Any, where: str) -> dict[str, Any]:
@@ -85,9 +92,12 @@ def targets_of(like: Any, where: str) -> Targets:
     for name, section in sections_of(like, where).items():
         found |= tensors_of(section, name, where)
     modules = modules_of(like)
-    if modules is None:
-        return Targets(found, None, {})
-    return Targets(found, frozenset(f"buffers/{name}" for name in persistent_names(modules)), _tied(modules))
+    persistent: frozenset[str] | None = None
+    tied: dict[str, str] = {}
+    if modules is not None:
+        persistent, tied = frozenset(f"buffers/{path}" for path in persistent_paths(modules)), _tied(modules)
+    plain = {unescaped(path): path for path in (*tied, *found) if "~" in path}
+    return Targets(found, persistent, tied, plain)
 
 
 def modules_of(state: Any) -> dict[str | None, nn.Module] | None:
@@ -104,10 +114,10 @@ def modules_of(state: Any) -> dict[str | None, nn.Module] | None:
     return dict(zip(keyed, owner.engine.modules, strict=True))
 
 
-def persistent_names(modules: Mapping[str | None, nn.Module]) -> set[str]:
-    """The names of buffers that belong in a checkpoint, by model first where there are several."""
+def persistent_paths(modules: Mapping[str | None, nn.Module]) -> set[str]:
+    """The paths of buffers that belong in a checkpoint, by model first where there are several."""
     return {
-        name if key is None else f"{key}/{name}"
+        child("" if key is None else child("", key), name)
         for key, module in modules.items()
         for name in module.state_dict(keep_vars=True)
     }
@@ -122,7 +132,7 @@ def _tied(modules: Mapping[str | None, nn.Module]) -> dict[str, str]:
             ("buffers", module.named_buffers(remove_duplicate=False)),
         ):
             for name, value in named:
-                path = f"{section}/{name}" if key is None else f"{section}/{key}/{name}"
+                path = child(section if key is None else child(section, key), name)
                 known = first.setdefault(id(value), path)
                 if known != path:
                     found[path] = known

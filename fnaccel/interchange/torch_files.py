@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import pickle
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +14,12 @@ import torch
 
 from fnaccel.errors import CheckpointError
 from fnaccel.interchange.found import Found, Numbered, Source, damaged, held
+from fnaccel.interchange.safetensors_files import indexed
 
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict")
 _INDEX = "pytorch_model.bin.index.json"
+_NAME = re.compile(r"[^/\\\0]+")
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -29,11 +31,15 @@ def open_torch(path: Path) -> Source:
     """
     weights: dict[str, Found] = {}
     optimizer: Any = None
-    for file in _files_of(path):
+    files, listed = _files_of(path)
+    for file in files:
         content = load_plain(file)
         part, beside = _weights_in(content, file)
         weights |= part
         optimizer = beside if beside is not None else optimizer
+    lost = sorted(name for name in listed - weights.keys() if not name.endswith("_extra_state"))
+    if lost:
+        raise damaged(f"{lost[0]} is in {_INDEX}, and in none of its files ({len(lost)} in all)", path)
     source = Source(format="torch", path=path, weights=weights)
     return source if optimizer is None else with_optimizer(source, optimizer, path)
 
@@ -64,7 +70,8 @@ def load_plain(file: Path) -> Any:
             ) from error
         except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
             raise damaged(
-                f"{file.name} is no whole file of torch.save: {_reason(str(error))}", file
+                f"{file.name} is no whole file of torch.save: {_reason(str(error)) or 'it ends too early'}",
+                file,
             ) from error
 
 
@@ -76,23 +83,16 @@ def _reason(text: str) -> str:
     return chosen[:200]
 
 
-def _files_of(path: Path) -> list[Path]:
+def _files_of(path: Path) -> tuple[list[Path], set[str]]:
+    """The files, and the tensors that an index says are in them."""
     if path.is_file():
-        return [path]
+        return [path], set()
     index = path / _INDEX
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise damaged(f"{_INDEX} has no weight_map", index) from None
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise damaged(f"{_INDEX} names the file {name!r}, which can't be one of its own", index)
-            if not (path / name).is_file():
-                raise damaged(f"{name} is missing, and {_INDEX} lists it", index)
-        return [path / name for name in names]
+        return indexed(index, _NAME)
     main = path / "pytorch_model.bin"
-    return [main] if main.is_file() else sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)[:1]
+    some = [main] if main.is_file() else sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)[:1]
+    return some, set()
 
 
 def _weights_in(content: Any, file: Path) -> tuple[dict[str, Found], Any]:

@@ -112,7 +112,7 @@ def describe(failure: Failure, job: Job) -> str:
     who = f"rank {failure.rank} of {job.size} on {socket.gethostname()}"
     if failure.text:
         return f"{failure.text}\n\n{who} failed with exit code {failure.code}"
-    if failure.code <= 128:
+    if failure.code - 128 not in signal.valid_signals():  # 255 is sys.exit(-1)
         what, fix = f"{who} ended with exit code {failure.code}", "look at what it printed above"
     else:
         name = _signal_name(failure.code - 128)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import attrs
@@ -149,6 +149,7 @@ def _shard(built: Built, request: Request, options: Fsdp, ignored: set[Any]) -> 
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.world.device.type != "cpu")
     for module in built.modules.values():
         units = find_units(module, options.units, "fa.fsdp(units=...)")
+        _check_tied(units, ignored)
         for _, unit in reversed(units):
             if any(p not in ignored for p in unit.parameters()):
                 fully_shard(unit, **shared, mp_policy=options.policy or _policy(request.precision))
@@ -159,6 +160,25 @@ def _shard(built: Built, request: Request, options: Fsdp, ignored: set[Any]) -> 
     root = options.policy or _policy(request.precision, root=built.host, ignored=ignored)
     # backward begins with the root: freed after forward, it would be gathered again at once
     fully_shard(built.host, **shared | {"reshard_after_forward": False}, mp_policy=root)
+
+
+def _check_tied(units: Sequence[tuple[str, nn.Module]], ignored: set[Any]) -> None:
+    """See that no parameter lies in two units; torch would part the two, and fail in the first step.
+
+    Raises:
+        CapabilityError: one does; names both places.
+    """
+    seen: dict[Any, tuple[str, str]] = {}
+    for unit, module in units:
+        for name, param in module.named_parameters():
+            first, where = seen.setdefault(param, (unit, f"{unit}.{name}"))
+            apart = not (f"{first}.".startswith(f"{unit}.") or f"{unit}.".startswith(f"{first}."))
+            if param not in ignored and apart:
+                raise CapabilityError(
+                    f"{where} and {unit}.{name} are one parameter, in two units",
+                    where="fa.fsdp(units=...)",
+                    fix="choose larger units, that hold both, or use ddp",
+                )
 
 
 def _policy(precision: Precision, root: nn.Module | None = None, ignored: Any = ()) -> Any:

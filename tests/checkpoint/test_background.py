@@ -59,6 +59,11 @@ def fails_on_one(directory, then):
         "restore": lambda: restore(directory, like=mine),
         "wait": saving.wait,
     }
+    if then == "one rank waits":  # what one rank was told, all are told at the next call
+        if world.rank == 0:
+            with pytest.raises(CheckpointError, match="No space left"):
+                saving.wait()
+        then = "save"
     with pytest.raises(CheckpointError, match="No space left"):
         calls[then]()
     assert [one.step for one in checkpoints(directory)] == [1]
@@ -69,7 +74,7 @@ def fails_on_one(directory, then):
     return True
 
 
-@pytest.mark.parametrize("then", ["save", "save_async", "restore", "wait"])
+@pytest.mark.parametrize("then", ["save", "save_async", "restore", "wait", "one rank waits"])
 def test_a_failure_is_told_on_every_rank(pools, tmp_path, then):
     assert pools.run(2, fails_on_one, tmp_path, then) == [True, True]
 
@@ -141,6 +146,18 @@ def test_one_at_a_time(tmp_path, monkeypatch):
     assert [one.step for one in checkpoints(tmp_path)] == [1, 2]
 
 
+def test_a_run_that_begins_again_waits_for_what_is_under_way(tmp_path, monkeypatch):
+    from fnaccel.checkpoint import resume_or_init
+
+    real = durable.sync
+    with start(device="cpu"):
+        step = make("local()")
+        state = train(step, step.init(seed=1), 0, 2)
+        monkeypatch.setattr(durable, "sync", lambda file: (threading.Event().wait(0.1), real(file)))
+        save_async(tmp_path, state)
+        assert resume_or_init(tmp_path, make("local()")).step == 2
+
+
 def steps(directory):
     return [one.step for one in checkpoints(directory)]
 
@@ -150,11 +167,11 @@ def test_retention(tmp_path):
         for step in range(1, 8):
             save(tmp_path, {"n": step}, step=step, keep=2, keep_every=3)
         assert steps(tmp_path) == [3, 6, 7]
-        # one that is written again is never the one that goes, and without keep= nothing does
-        save(tmp_path, {"n": 1}, step=1, keep=1)
-        assert steps(tmp_path) == [1, 7]
-        save(tmp_path, {"n": 2}, step=2)
-        assert steps(tmp_path) == [1, 2, 7]
+        # a run that went back keeps its own, and without keep= nothing goes
+        save(tmp_path, {"n": 4}, step=4, keep=1)
+        assert steps(tmp_path) == [4, 6, 7]
+        save(tmp_path, {"n": 5}, step=5)
+        assert steps(tmp_path) == [4, 5, 6, 7]
         save_async(tmp_path, {"n": 8}, step=8, keep=1).wait()
         assert steps(tmp_path) == [8]
         for options in ({"keep": 0}, {"keep": True}, {"keep_every": 2}, {"keep": 1, "keep_every": -1}):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fnaccel.checkpoint import latest, restore, save
+from fnaccel.checkpoint.reading import Files
 from fnaccel.errors import CheckpointError, StaleStateError, TreeMismatchError
 from fnaccel.state import snapshot
 from fnaccel.transforms import skip_nonfinite, with_ema
@@ -94,10 +95,14 @@ def test_a_failure_in_the_middle_donates_like(tmp_path, monkeypatch):
     state = step.init()
     save(tmp_path, state)
 
-    def fail(path, requests):
-        raise OSError(5, "Input/output error")
+    real = Files.read
 
-    monkeypatch.setattr("fnaccel.checkpoint.reading.Files.read", fail)
+    def fail(files, requests):
+        if len(requests) > 1:  # the parameters; extras and random streams come first
+            raise OSError(5, "Input/output error")
+        return real(files, requests)
+
+    monkeypatch.setattr(Files, "read", fail)
     with pytest.raises(CheckpointError, match="Input/output error"):
         restore(tmp_path, like=state)
     with pytest.raises(StaleStateError):
@@ -154,6 +159,21 @@ HOSTILE = {
         lambda found: (put("tensors", "w", "shape", to=[10**15, 3])(found), piece(shape=[10**15, 3])(found)),
         "bytes in",
     ),
+    "a shape that wraps around": (
+        lambda found: (
+            put("tensors", "w", "shape", to=[2**62, 4])(found),
+            put("tensors", "w", "pieces", to=[])(found),
+        ),
+        "no tensor can have",
+    ),
+    "nothing, absurdly": (
+        lambda found: (
+            put("tensors", "w", "shape", to=[0, 2**62, 9])(found),
+            put("tensors", "w", "pieces", to=[])(found),
+        ),
+        "no tensor can have",
+    ),
+    "too many dimensions": (put("tensors", "w", "shape", to=[1] * 65), "no tensor can have"),
     "a negative shape": (put("tensors", "w", "shape", to=[-4, 3]), "as the shape of w"),
     "a piece outside": (piece(offset=[1, 0]), "outside of"),
     "too few dimensions": (piece(offset=[0], shape=[12]), "number of dimensions"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from fnaccel import tree
 from fnaccel.checkpoint import restore, save
 from fnaccel.errors import CheckpointError, NotSerializableError, TreeMismatchError
 from fnaccel.world import start
-from tests.checkpoint.training import batch, make, train
+from tests.checkpoint.training import batch, gathered, make, train, unequal
 
 
 @pytest.fixture(autouse=True)
@@ -209,6 +209,63 @@ def test_a_snapshot_leaves_the_streams_alone(tmp_path):
     random.seed(9)
     restore(tmp_path, like=snapshot(state))
     assert random.random() == wanted
+
+
+def test_extras_of_any_kind_take_what_was_saved(tmp_path):
+    def first():
+        return {
+            "d": defaultdict(list),
+            "o": OrderedDict(),
+            "q": deque([1]),
+            "n": np.int64(0),
+            "x": 0.5,
+            "t": torch.zeros(1),
+            "k": {"a": 1},
+        }
+
+    state = trained(first())
+    state.extras["d"][7].append("x")
+    state.extras["o"]["z"] = 1
+    state.extras["q"].append(2)
+    state.extras.update(n=np.int64(3), x=torch.tensor(0.25), t=torch.ones(4))
+    state.extras["k"]["b"] = None
+    save(tmp_path, state)
+    found = restore(tmp_path, like=trained(first())).extras
+    assert type(found["d"]) is defaultdict
+    assert found["d"] == {7: ["x"]}
+    assert type(found["o"]) is OrderedDict
+    assert found["o"] == {"z": 1}
+    assert (found["n"], found["x"].item(), found["t"].tolist(), found["k"]) == (
+        3,
+        0.25,
+        [1.0] * 4,
+        {"a": 1, "b": None},
+    )
+    assert list(found["q"].values()) == [1, 2]  # a node of another size: its entries
+
+
+def test_an_object_that_refuses_leaves_the_state_live(tmp_path):
+    save(tmp_path, trained({"m": torch.nn.Linear(3, 3)}))
+    state = trained({"m": torch.nn.Linear(5, 5)})
+    kept = gathered(state.params)
+    with pytest.raises(CheckpointError, match="size mismatch"):
+        restore(tmp_path, like=state)
+    assert unequal(gathered(state.params), kept) == []
+
+
+def test_a_stream_that_would_read_out_of_bounds(tmp_path):
+    import struct
+
+    step = make("local()")
+    state = step.init(seed=1)
+    path = save(tmp_path, state) / "shard-00000-of-00001.safetensors"
+    data = path.read_bytes()
+    kept = np.random.get_state(legacy=False)["state"]
+    at = data.index(kept["key"].astype("<u4").tobytes()) + 624 * 4
+    path.write_bytes(data[:at] + struct.pack("<i", 2_000_000_000) + data[at + 4 :])
+    with pytest.warns(UserWarning, match="begin anew: numpy stands at 2000000000"):
+        restore(tmp_path, like=state)
+    np.random.rand()
 
 
 @pytest.mark.parametrize("kind", ["python", "torch", "numpy"])

@@ -13,7 +13,7 @@ import fnaccel as fa
 from fnaccel import errors
 from fnaccel.testing import assert_close
 from tests.engines import runs
-from tests.models import batch_of
+from tests.models import batch_of, program
 
 ALIKE = [
     ("ddp(bucket_mb=0.0001)", "plain"), ("ddp(static_graph=True)", "plain"), ("ddp(sync_buffers=False)", "plain"),
@@ -238,3 +238,21 @@ def test_two_ragged_epochs_are_the_same_on_any_ranks(pools, options):
             assert result["positions"] == expected["positions"]
             assert_close(result["losses"], expected["losses"])
             assert_close(result["params"], expected["params"])
+
+
+def test_a_weight_tied_across_units_raises_before_the_first_step():
+    class Shared(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(2))
+            self.blocks[1].weight = self.blocks[0].weight
+
+        def forward(self, x):
+            return self.blocks[1](self.blocks[0](x)).sum(1, keepdim=True)
+
+    with fa.start(device="cpu"):
+        train_step = program(strategy="fsdp", model=Shared)
+        with pytest.raises(
+            errors.CapabilityError, match=r"blocks.0.weight and blocks.1.weight are one parameter"
+        ):
+            train_step.init(seed=0)
