@@ -32,6 +32,12 @@ _RUNNING = "a running process group"
 _current: ContextVar[World | None] = ContextVar("fnaccel_world", default=None)
 
 
+if hasattr(os, "register_at_fork"):
+    # a worker that collected a process group of its parent would wait for ever, in the group's
+    # destructor, for threads that were not forked: it leaves alone what it has inherited
+    os.register_at_fork(after_in_child=gc.freeze)
+
+
 @attrs.frozen(kw_only=True)
 class World:
     """One process among `size`; frozen, a context manager that frees what `start()` began.

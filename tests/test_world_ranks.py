@@ -96,3 +96,53 @@ def test_worlds_nest_and_end():
         assert current() is outer
     with pytest.raises(errors.NoWorldError):
         current()
+
+
+def fork_beside_a_lost_group():
+    """A child that collects garbage, where a process group of the parent is garbage."""
+    import gc
+    import os
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    class Box:
+        pass
+
+    box = Box()
+    box.itself, box.group = box, dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(1), group=box.group)
+    known = dist.distributed_c10d._world
+    for table in (
+        known.pg_map,
+        known.pg_names,
+        known.pg_group_ranks,
+        known.pg_backend_config,
+        known.pg_to_tag,
+    ):
+        table.pop(box.group, None)
+    for groups in known.tags_to_pg.values():
+        if box.group in groups:
+            groups.remove(box.group)
+    gc.disable()
+    try:
+        del box
+        pid = os.fork()
+        if pid == 0:
+            gc.collect()
+            os._exit(0)
+    finally:
+        gc.enable()
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return True
+        time.sleep(0.02)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return False
+
+
+def test_a_child_does_not_collect_its_parents_groups(pools):
+    assert pools.run(2, fork_beside_a_lost_group) == [True, True]

@@ -122,9 +122,8 @@ def _offered(source: Source, targets: Targets, strip: Callable[[str], str]) -> d
     for name, slots in moments:
         for slot, value in slots.items():
             path = f"opt/{name}/{slot}"
-            if (
-                slot != "step" or targets.path_of(path) in targets.tensors
-            ):  # here one count serves all parameters
+            # here one count serves all parameters
+            if slot != "step" or targets.path_of(path) in targets.tensors:
                 found[path] = value
     return found
 

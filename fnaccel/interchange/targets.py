@@ -25,7 +25,7 @@ class Targets:
         tensors: by path, in the model's order.
         persistent: paths of the buffers that a checkpoint must have; None where that is not known.
         tied: other paths of a tensor -> the one under which it is here.
-        plain: paths with "/" inside a key, as other tools write them -> as they are here.
+        plain: paths without escapes, as other tools write them -> as they are here.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -35,7 +35,9 @@ class Targets:
 
     def path_of(self, path: str) -> str:
         """The path that is meant by one of another tool, which does not tell keys from "/" inside them."""
-        return path if path in self.tensors or path in self.tied else self.plain.get(path, path)
+        if path in self.tensors or path in self.tied:
+            return path
+        return self.plain.get(path) or self.plain.get(unescaped(path)) or path
 
 
 def sections_of(like: Any, where: str) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def targets_of(like: Any, where: str) -> Targets:
     tied: dict[str, str] = {}
     if modules is not None:
         persistent, tied = frozenset(f"buffers/{path}" for path in persistent_paths(modules)), _tied(modules)
-    plain = {unescaped(path): path for path in (*tied, *found) if "~" in path}
+    plain = {unescaped(path): path for path in (*tied, *found)}
     return Targets(found, persistent, tied, plain)
 
 

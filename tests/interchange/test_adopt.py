@@ -255,6 +255,12 @@ def test_several_models(world, tmp_path):
     fa.save(tmp_path / "own", state)
     again = fa.adopt(tmp_path / "own", like=fa.snapshot(state))
     assert torch.equal(again.params["b"]["bias"], weights["bias"])
+    # other tools have names only, in which "/" may lead into a dict; also where they were converted
+    save_file({f"b/{name}": x + 1 for name, x in weights.items()}, tmp_path / "c.safetensors")
+    fa.save(tmp_path / "flat", {"params": {f"b/{name}": x + 1 for name, x in weights.items()}})
+    for source in ("c.safetensors", "flat"):
+        again = fa.adopt(tmp_path / source, like=fa.snapshot(state), skip=["params/a", "buffers"])
+        assert torch.equal(again.params["b"]["bias"], weights["bias"] + 1)
 
 
 def moved(layout, directory, write):
