@@ -406,7 +406,9 @@ def test_workers_outlive_a_signal_to_the_whole_group(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WITH_WORKERS)
     root = tmp_path / "run"
-    job = subprocess.Popen([sys.executable, script, root], start_new_session=True, stderr=subprocess.PIPE, text=True)
+    job = subprocess.Popen(
+        [sys.executable, script, root], start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
     try:
         until = time.monotonic() + 60
         while not fa.checkpoints(root) and time.monotonic() < until:

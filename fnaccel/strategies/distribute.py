@@ -9,6 +9,7 @@ import attrs
 from torch import nn
 
 from fnaccel.errors import ArgumentError, OwnershipError
+from fnaccel.step import require
 from fnaccel.strategies.strategy import Strategy, strategy
 
 Model = nn.Module | Callable[[], nn.Module]
@@ -31,7 +32,7 @@ def distribute(model: Any, strategy_: Strategy | str, /) -> Distributed:
         strategy_: a strategy such as `fa.fsdp()`, or its name or text.
 
     Raises:
-        ArgumentError: not a model.
+        ArgumentError: not a model, or a name that none can have.
         OwnershipError: a model that is distributed already.
         UnknownNameError: no such strategy.
 
@@ -50,5 +51,13 @@ def distribute(model: Any, strategy_: Strategy | str, /) -> Distributed:
                 f"a model is a module or a factory, not {type(value).__name__}",
                 where="fa.distribute",
                 fix="fa.distribute(lambda: GPT(config), fa.fsdp())",
+            )
+    if isinstance(model, Mapping):
+        for key in model:
+            require(
+                isinstance(key, str) and "/" not in key,
+                f"a model can't be called {key!r}",
+                "fa.distribute",
+                'give text without "/", which joins the names of models and parameters',
             )
     return Distributed(dict(model) if isinstance(model, Mapping) else model, chosen)

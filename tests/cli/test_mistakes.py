@@ -21,7 +21,7 @@ FULL = Path("/dev/full")
 
 def fnaccel(*arguments, module="fnaccel.cli", **options):
     settings = {"capture_output": True} | options
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
     command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.run(command, text=True, env=environment, timeout=120, check=False, **settings)
 
@@ -109,7 +109,7 @@ def test_a_step_that_is_not_this_checkpoint_s(capsys, tmp_path):
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here: a full disk is not tried")
 def test_output_to_a_full_disk():
     with FULL.open("w") as full:
-        for arguments in (["env"], ["--help"]):
+        for arguments in (["env"], ["--help"], ["inspect", "--help"]):
             found = fnaccel(*arguments, capture_output=False, stdout=full, stderr=subprocess.PIPE)
             assert found.returncode == 2
             assert found.stderr.startswith("OSError: No space left on device\n  where: fnaccel ")

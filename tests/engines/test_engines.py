@@ -256,3 +256,9 @@ def test_a_weight_tied_across_units_raises_before_the_first_step():
             errors.CapabilityError, match=r"blocks.0.weight and blocks.1.weight are one parameter"
         ):
             train_step.init(seed=0)
+
+
+@pytest.mark.parametrize("key", ["a/b", 1])
+def test_a_model_has_a_name_that_paths_can_hold(key):
+    with pytest.raises(errors.ArgumentError, match="a model can't be called"):
+        fa.distribute({key: lambda: torch.nn.Linear(1, 1)}, "local")
