@@ -74,9 +74,9 @@ def go_on(case, directory, stop):
     loader = LOADERS[case["loader"]]()
     resume.quiet(loader)
     seen = []
-    for state, metrics in fa.scan(
-        train_step, state, fa.shard(loader, seed=4, **SHARDS[case["shards"]]), steps=stop
-    ):
+    shards = fa.shard(loader, seed=4, **SHARDS[case["shards"]])
+    epochs = 1 if stop is None else None
+    for state, metrics in fa.scan(train_step, state, shards, steps=stop, epochs=epochs):
         seen.append((metrics["ids"].tolist(), float(metrics["loss"])))
     fa.save(directory, state)
     train_step.close()
