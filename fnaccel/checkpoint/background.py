@@ -7,7 +7,6 @@ gets between the collectives of the step.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import sys
 import threading
 from pathlib import Path
@@ -78,22 +77,25 @@ class Saving:
 
 
 class Background:
-    """The saves of a world that a thread finishes; one at a time. Made by `world.resource`."""
+    """The saves of a world that a thread finishes; one at a time. Made by `world.resource`.
+
+    Attributes:
+        copies: holds on the host what is to be written.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._group: dist.ProcessGroup | None = None
         self._saving: Saving | None = None
-        self._copies = _Copies(world.device)
+        self.copies = Copies(world.device)
 
     def go(self, writing: Writing) -> Saving:
-        """Copy what a begun save is to write to the host, and let a thread write it."""
+        """Let a thread write a save that has begun, whose parts `copies` holds."""
         if self._world.size > 1 and self._group is None:
             self._group = gloo_group()
         atexit.unregister(self._last_words)
         atexit.register(self._last_words)
         writing.over = self._group
-        writing.parts = self._copies.of(writing.parts)
         self._saving = Saving(writing)
         return self._saving
 
@@ -113,24 +115,25 @@ class Background:
     def close(self, *, clean: bool) -> None:
         """Wait for the save under way, before the ranks part; where `clean`, raise if it failed."""
         atexit.unregister(self._last_words)
-        failed = None if self._saving is None else self._saving.failure()
+        failed = self._untold()
         if failed is not None and clean:
             raise failed
-        if failed is not None:
-            _say(failed)
+        self._say(failed)
 
     def _last_words(self) -> None:
-        failed = None if self._saving is None else self._saving.failure()
+        self._say(self._untold())
+
+    def _untold(self) -> BaseException | None:
+        return None if self._saving is None else self._saving.failure()
+
+    @staticmethod
+    def _say(failed: BaseException | None) -> None:
         if failed is not None:
-            _say(failed)
-
-
-def _say(failed: BaseException) -> None:
-    print(f"{type(failed).__name__}: {failed}", file=sys.stderr, flush=True)
+            print(f"{type(failed).__name__}: {failed}", file=sys.stderr, flush=True)
 
 
 @attrs.define
-class _Copies:
+class Copies:
     """Host memory for one rank's parts, kept from save to save: fresh pages cost more than the copy."""
 
     device: torch.device
@@ -147,6 +150,5 @@ class _Copies:
             fresh[path] = known.copy_(part.local, non_blocking=True)
         self.tensors = fresh
         if self.device.type != "cpu":
-            with contextlib.suppress(RuntimeError):
-                torch.accelerator.synchronize(self.device)
+            torch.accelerator.synchronize(self.device)  # what fails here would be a torn copy
         return {path: attrs.evolve(part, local=fresh[path]) for path, part in parts.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 from fnaccel.checkpoint.background import Background, Saving
 from fnaccel.checkpoint.retention import Retention
-from fnaccel.checkpoint.writing import Writing
+from fnaccel.checkpoint.writing import Hold, Writing
 from fnaccel.world import World, current
 
 
@@ -52,14 +52,9 @@ def save(
 
     Example: `fa.save("runs/gpt", state, keep=3)`; later `state = fa.restore("runs/gpt", like=state)`.
     """
-    where = "fa.save"
+    where, found = "fa.save", current(world)
     retention = Retention(keep, keep_every)
-    retention.check(where)
-    found = current(world)
-    found.resource(Background).settle()
-    writing = Writing(Path(directory), retention, found, where)
-    writing.begin(state, step, metadata)
-    return writing.run()
+    return _begun(where, directory, state, step, metadata, retention, found).run()
 
 
 def save_async(
@@ -97,12 +92,27 @@ def save_async(
 
     Example: `fa.save_async("runs/gpt", state, keep=3)` every thousand steps.
     """
-    where = "fa.save_async"
+    where, found = "fa.save_async", current(world)
     retention = Retention(keep, keep_every)
-    retention.check(where)
-    found = current(world)
     background = found.resource(Background)
-    background.settle()
-    writing = Writing(Path(directory), retention, found, where)
-    writing.begin(state, step, metadata)
-    return background.go(writing)
+    return background.go(
+        _begun(where, directory, state, step, metadata, retention, found, background.copies.of)
+    )
+
+
+def _begun(
+    where: str,
+    directory: str | os.PathLike[str],
+    state: Any,
+    step: int | None,
+    metadata: Any,
+    retention: Retention,
+    world: World,
+    hold: Hold | None = None,
+) -> Writing:
+    """A save that is ready to run, once the one before it has ended."""
+    retention.check(where)
+    world.resource(Background).settle()
+    writing = Writing(Path(directory), retention, world, where)
+    writing.begin(state, step, metadata, hold=hold)
+    return writing

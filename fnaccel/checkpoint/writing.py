@@ -9,7 +9,7 @@ Ranks meet after each, so that what fails on one rank fails on all, and nothing 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,10 @@ from fnaccel.checkpoint.shard_file import file_name, write_shard
 from fnaccel.errors import ArgumentError, CheckpointError, NotSerializableError
 from fnaccel.state import TrainState
 from fnaccel.world import World
+
+
+Hold = Callable[[dict[str, Part]], dict[str, Part]]
+"""Gives parts of a state values that stay as they are."""
 
 
 @attrs.frozen
@@ -57,7 +61,7 @@ class Writing:
         where: the public function, for messages.
 
     Attributes:
-        parts: what this rank writes, by path; `background` puts copies on the host in their place.
+        parts: what this rank writes, by path.
         over: the group in which ranks meet once begun; None: the world's own.
     """
 
@@ -72,8 +76,12 @@ class Writing:
         self._staged: Path | None = None
         self._number = 0
 
-    def begin(self, state: Any, step: int | None, metadata: Any) -> None:
-        """Note what is to be written, and make a place for it; reads no tensor.
+    def begin(self, state: Any, step: int | None, metadata: Any, *, hold: Hold | None = None) -> None:
+        """Note what is to be written, and make a place for it; only `hold` reads a tensor.
+
+        Args:
+            state, step, metadata: see `fa.save`.
+            hold: puts copies in the place of this rank's parts, where the state is to go on.
 
         Raises:
             NotSerializableError, StaleStateError, ArgumentError, CheckpointError: see `fa.save`.
@@ -82,6 +90,8 @@ class Writing:
         def prepare() -> _Ready:
             tree, notes = encode(state), _notes(metadata, self._where)
             ready = _Ready(streams=self._note(tree, notes, state))
+            if hold is not None:
+                self.parts = hold(self.parts)
             if not self._world.is_main:
                 return ready
             number = _number(self._root, state, step, self._where)
@@ -128,7 +138,8 @@ class Writing:
         # the tensors themselves are not kept: a state may be donated while it is written
         self._tensors = {path: _stored(path, value) for path, value in tree.tensors.items()}
         self._tree, self._metadata = tree.structure, notes.structure
-        self._written_by = provenance.describe(state, self._world.size)
+        # only rank 0's is written; a plan to print and modules to walk are no other rank's work
+        self._written_by = provenance.describe(state, self._world.size) if self._world.is_main else {}
         own = streams.capture(self._world.device) if tree.has_state else {}
         if not self.parts:
             return own
