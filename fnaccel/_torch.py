@@ -55,11 +55,66 @@ def compiled_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def trace_autograd_ops() -> Any:
-    """Context in which torch.compile captures `torch.autograd.grad`. (2.11, 2.13)"""
+def compile_cache_counts() -> tuple[int, int]:
+    """(hits, misses) of the compile cache on disk in this process. (2.13)"""
+    from torch._dynamo.utils import counters  # noqa: PLC0415 - slow to import
+
+    whole, parts = counters["aot_autograd"], counters["inductor"]
+    return (
+        int(whole["autograd_cache_hit"] + parts["fxgraph_cache_hit"]),
+        int(parts["fxgraph_cache_miss"]),
+    )
+
+
+def can_trace_autograd() -> bool:
+    """Whether torch.compile can capture `torch.autograd.grad`. (2.11, 2.13)"""
     from torch._dynamo import config  # noqa: PLC0415 - slow to import
 
-    return config.patch(trace_autograd_ops=True)
+    return hasattr(config, "trace_autograd_ops")
+
+
+def compiling(limit: int) -> Any:
+    """Context in which torch.compile captures `torch.autograd.grad`, and compiles `limit` times more than
+    once. (2.11, 2.13)
+    """
+    from torch._dynamo import config  # noqa: PLC0415 - slow to import
+
+    changes: dict[str, Any] = {"recompile_limit": limit + 2}
+    if hasattr(config, "trace_autograd_ops"):
+        changes["trace_autograd_ops"] = True
+    return config.patch(changes)
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What torch.compile raises where it can't compile. (2.11, 2.13)"""
+    from torch._dynamo import exc  # noqa: PLC0415 - slow to import
+
+    return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
+
+
+def mark_dynamic(value: torch.Tensor, dim: int) -> None:
+    """Tell torch.compile that a dimension varies. (2.11, 2.13)"""
+    from torch._dynamo import maybe_mark_dynamic  # noqa: PLC0415 - slow to import
+
+    maybe_mark_dynamic(value, dim)
+
+
+def mark_static(values: Any) -> None:
+    """Tell CUDA graphs that these tensors stay where they are in memory. (2.11, 2.13)"""
+    from torch._dynamo import mark_static_address  # noqa: PLC0415 - slow to import
+
+    for value in values:
+        mark_static_address(value, guard=False)
+
+
+def begin_all_reduce(value: torch.Tensor, group: Any) -> torch.Tensor:
+    """Start to sum a tensor over ranks, in a graph; `end_collective` gives the result. (2.11, 2.13)"""
+    return torch.ops._c10d_functional.all_reduce(value, "sum", group.group_name)
+
+
+def end_collective(value: torch.Tensor) -> torch.Tensor:
+    """Wait for a collective of a graph. (2.11, 2.13)"""
+    return torch.ops._c10d_functional.wait_tensor(value)
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:

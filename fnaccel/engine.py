@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import attrs
 import torch
 
 from fnaccel import _torch
+from fnaccel.aux_values import Agreement
+from fnaccel.capture import Capture
 from fnaccel.errors import PeerLostError
 from fnaccel.gradients import Gradients
 from fnaccel.leaf import Leaf
 from fnaccel.loss import check_attached, read_loss
 from fnaccel.mesh import Mesh, MeshAxis
 from fnaccel.notice import Notice
-from fnaccel.reports import Agreement, Report
+from fnaccel.reports import Report
 from fnaccel.state import fold
 from fnaccel.step import Capability
 
@@ -82,7 +84,7 @@ class Engine:
         finish: called after the last backward, before gradients are read; None where not needed.
         averages: the shards of the EMA, where there is one.
         agreement: what ranks found out about each other's aux.
-        whole: forward and backward of one micro-batch as one compiled program, where asked for.
+        capture: how a step can be captured as one graph, where that was asked for.
         free: what `close()` undoes besides dropping references.
     """
 
@@ -101,7 +103,7 @@ class Engine:
     norm_axes: tuple[MeshAxis, ...] = ()
     finish: Callable[[], None] | None = None
     averages: list[torch.Tensor] = attrs.field(factory=list)
-    whole: Callable[..., None] | None = None
+    capture: Capture | None = None
     agreement: Agreement = attrs.field(factory=Agreement, eq=False, repr=False)
     free: Callable[[], None] = lambda: None
     modules: tuple[Any, ...] = ()
@@ -111,28 +113,8 @@ class Engine:
 
         Changes no parameter. An exception leaves no gradient behind.
         """
-        generators = [] if call.root is None else generators_of(self.mesh.world.device)
-        # a data set may draw from the same generators, and has to find them as it left them (1 us)
-        kept = [generator.get_state() for generator in generators]
-        try:
-            return _run_micro_batches(self, loss, micros, call, generators)
-        except BaseException as error:
-            self.clear()
-            if self.settle is not None:
-                self.settle()
-            world = self.mesh.world
-            if world.size > 1 and isinstance(error, RuntimeError) and _LOST.search(str(error)):
-                raise PeerLostError(
-                    f"rank {world.rank} waited in step {call.step} for ranks that did not come: "
-                    f"{str(error).splitlines()[0]}",
-                    where="train_step(state, batch)",
-                    fix="see whether another rank failed; if none did, make the same calls on every rank "
-                    "(fa.shard gives all the same number of batches)",
-                ) from error
-            raise
-        finally:
-            for generator, state in zip(generators, kept, strict=True):
-                generator.set_state(state)
+        with attempt(self, call) as seed:
+            return _run_micro_batches(self, loss, micros, call, seed)
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -168,24 +150,58 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     return found
 
 
+@contextlib.contextmanager
+def attempt(engine: Engine, call: Call) -> Generator[Callable[[int], None]]:
+    """In the body the micro-batches of a step run; yields what seeds the generators for one of them.
+
+    An exception leaves no gradient behind, and generators end as they were.
+
+    Raises:
+        PeerLostError: a collective waited for ranks that did not come.
+    """
+    mesh = engine.mesh
+    generators = [] if call.root is None else generators_of(mesh.world.device)
+    # a data set may draw from the same generators, and has to find them as it left them (1 us)
+    kept = [generator.get_state() for generator in generators]
+    rank = mesh.batch_rank if generators else 0
+
+    def seed(micro_batch: int) -> None:
+        for generator in generators:
+            generator.manual_seed(fold(call.root or 0, call.step, micro_batch, rank))
+
+    try:
+        yield seed
+    except BaseException as error:
+        engine.clear()
+        if engine.settle is not None:
+            engine.settle()
+        world = mesh.world
+        if world.size > 1 and isinstance(error, RuntimeError) and _LOST.search(str(error)):
+            raise PeerLostError(
+                f"rank {world.rank} waited in step {call.step} for ranks that did not come: "
+                f"{str(error).splitlines()[0]}",
+                where="train_step(state, batch)",
+                fix="see whether another rank failed; if none did, make the same calls on every rank "
+                "(fa.shard gives all the same number of batches)",
+            ) from error
+        raise
+    finally:
+        for generator, state in zip(generators, kept, strict=True):
+            generator.set_state(state)
+
+
 def _run_micro_batches(
-    engine: Engine, loss: Loss, micros: Sequence[Micro], call: Call, generators: Sequence[torch.Generator]
+    engine: Engine, loss: Loss, micros: Sequence[Micro], call: Call, seed: Callable[[int], None]
 ) -> tuple[Gradients, Report]:
     mesh = engine.mesh
     group = mesh.group("batch")
     device = mesh.world.device
     report = Report(group, device, engine.agreement, call.notice)
-    up_front = _up_front(loss, micros, call, report, engine.averaged, device)
+    up_front = up_front_of(loss, micros, call, report, engine.averaged, device)
     last = len(micros) - 1
-    batch_rank = mesh.batch_rank
     for index, micro in enumerate(micros):
-        if call.root is not None:
-            seed = fold(call.root, call.step, index, batch_rank)
-            for generator in generators:
-                generator.manual_seed(seed)
-        if engine.whole is not None:
-            engine.whole(micro, up_front, report, index == last)
-        elif engine.sync is None:
+        seed(index)
+        if engine.sync is None:
             total = _forward(engine, loss, micro, call, report)
             _backward(total, micro, up_front, report, index == last)
         else:
@@ -196,19 +212,21 @@ def _run_micro_batches(
         engine.finish()
     grads = [_torch.local_of(g) if (g := leaf.param.grad) is not None else None for leaf in engine.leaves]
     report.wait()
-    weight = report.weight
-    if loss.weight_fn is not None:
-        multiplier = None if call.scale is None else 1.0 / call.scale
-    else:
-        multiplier = _ratio(engine.averaged, weight)
-        if up_front is not None:
-            multiplier = multiplier / up_front
-        if isinstance(multiplier, float) and multiplier == 1.0:
-            multiplier = None
+    multiplier = multiplier_of(loss, engine.averaged, report.weight, call.scale, up_front)
     return Gradients(engine.leaves, grads, multiplier, engine.norm_axes, device), report
 
 
-def _up_front(
+def multiplier_of(loss: Loss, averaged: int, weight: Any, scale: Any, up_front: Any) -> Any:
+    """What the gradients are still to be multiplied by; None for 1."""
+    if loss.weight_fn is not None:
+        return None if scale is None else 1.0 / scale
+    multiplier = _ratio(averaged, weight)
+    if up_front is not None:
+        multiplier = multiplier / up_front
+    return None if isinstance(multiplier, float) and multiplier == 1.0 else multiplier
+
+
+def up_front_of(
     loss: Loss, micros: Sequence[Micro], call: Call, report: Report, averaged: int, device: torch.device
 ) -> Any:
     """What totals are multiplied by before backward: the loss scale, over a weight known by now."""

@@ -90,6 +90,14 @@ class NotCompiledError(FnaccelError, RuntimeError):
     """
 
 
+class RecompileLimitError(FnaccelError, RuntimeError):
+    """A compiled step was compiled again and again, since something changes from call to call.
+
+    Fails: batches of ever other lengths. Works: pad them to a few lengths, or say what varies:
+    `fa.compile(step, dynamic={"tokens": 1})`.
+    """
+
+
 class ArgumentError(FnaccelError, ValueError):
     """An argument is outside what the function accepts.
 

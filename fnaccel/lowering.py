@@ -82,6 +82,12 @@ class Lowered:
     compile: Compile | None
 
     @property
+    def own_hooks(self) -> bool:
+        """Whether all that follows the gradients is the library's own, and so can be captured."""
+        users = (UserGradients, UserUpdate)
+        return not any(isinstance(hook, users) for _, hook in (*self.gradients, *self.updates))
+
+    @property
     def skips(self) -> bool:
         """Whether an update may be skipped on the device."""
         return self.precision.scaled or any(isinstance(hook, SkipNonfinite) for _, hook in self.gradients)
@@ -96,7 +102,7 @@ def lower(step: Step) -> Lowered:
     precision: Precision = step.find(Precision) or Precision()
     fn = step.forward()
     if compiled is not None and compiled.scope == "loss":
-        fn = compiled.compiled(fn)
+        fn = compiled.of_loss(fn)
     modules: list[tuple[str, ModuleHook]] = []
     gradients: list[tuple[str, GradientHook]] = []
     updates: list[tuple[str, UpdateHook]] = []

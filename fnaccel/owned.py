@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 import torch
 
 from fnaccel import _torch, tree
@@ -16,9 +15,8 @@ from fnaccel.state import Seed, TrainState
 from fnaccel.strategies.construct import Built, freeze, release
 from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.engines import Interpreter, Request
-from fnaccel.transforms.compilation import Compile
 from fnaccel.updating import Optimizers, Updater
-from fnaccel.whole_step import whole_step
+from fnaccel.whole_step import Tail, WholeStep
 
 
 class Owned:
@@ -31,7 +29,22 @@ class Owned:
         self._trains = optimizers is not None
         self._nested = None not in built.modules
         self._empty = built.empty
-        self.updater = Updater(engine, optimizers or {}, on_device=lowered.skips)
+        device = engine.mesh.world.device
+        captured = engine.capture
+        self.updater = Updater(engine.leaves, optimizers or {}, device, on_device=lowered.skips)
+        self.whole: WholeStep | None = None
+        if captured is not None and lowered.compile is not None:
+            tail = None
+            if self.updater.traceable and lowered.own_hooks:
+                # in the graph, updates go to the tensors that gradients are taken of: no second name for them
+                self.updater = Updater(captured.leaves, optimizers or {}, device, on_device=lowered.skips)
+                tail = Tail(
+                    skips=lowered.skips,
+                    gradients=tuple(hook for _, hook in lowered.gradients),
+                    updates=tuple(hook for _, hook in lowered.updates),
+                    update=self.updater.update,
+                )
+            self.whole = WholeStep(engine, captured, lowered.loss, lowered.compile, tail)
         if lowered.ema is not None:
             engine.averages.extend(leaf.shard.clone() for leaf in engine.leaves)
         self.params = self._show(engine.parameters)
@@ -270,16 +283,11 @@ def assemble(
                 seed=seed,
                 precision=lowered.precision,
                 prepare=prepare,
+                capture=lowered.compile is not None and lowered.compile.scope == "step",
             )
         )
-        if lowered.compile is not None and lowered.compile.scope == "step":
-            engine = _whole(engine, lowered, lowered.compile)
         return Owned(engine, built, lowered, optimizers)
     except BaseException:
         for built in made:
             release(built)
         raise
-
-
-def _whole(engine: Engine, lowered: Lowered, settings: Compile) -> Engine:
-    return attrs.evolve(engine, whole=whole_step(engine, lowered.loss, settings))

@@ -75,7 +75,8 @@ def order(step: Step) -> tuple[Transform, ...]:
                 fix="apply it once",
             )
         seen.add(transform.name)
-    return tuple(sorted(step.transforms, key=lambda transform: transform.phase))
+    # blocks are compiled after whatever else changes modules: torch.compile sees what will run
+    return tuple(sorted(step.transforms, key=lambda t: (t.phase, isinstance(t.apply, Compile))))
 
 
 def title(fn: Any) -> str:

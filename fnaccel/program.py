@@ -5,30 +5,29 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
-from fnaccel import _torch
 from fnaccel.collectives import gather_objects
-from fnaccel.engine import Call, Engine
+from fnaccel.compiled import Compilation
+from fnaccel.engine import Engine
 from fnaccel.errors import ArgumentError, OwnershipError, UnleasedStateError
-from fnaccel.lending import Given, lend
-from fnaccel.lowering import Lowered, keep_own, lower, micro_batches
+from fnaccel.lending import lend
+from fnaccel.lowering import Lowered, lower, micro_batches
 from fnaccel.mesh import Mesh, build, resolve
 from fnaccel.notice import Notice
 from fnaccel.owned import Owned, assemble
 from fnaccel.plan import Plan, compare, host_reads, make_plan
-from fnaccel.state import Lease, Position, TrainState, donate, lease, lease_of
-from fnaccel.step import Info, Step, as_step, freeze
+from fnaccel.scoping import resolve_scope
+from fnaccel.state import Lease, TrainState, donate, lease, lease_of
+from fnaccel.step import Step, as_step, freeze
+from fnaccel.stepping import Rng, Stepper
 from fnaccel.strategies.construct import check_factories
 from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.engines import interpreter_of
-from fnaccel.transforms.compilation import check_compiled
 from fnaccel.updating import Optimizers, by_model, takes_tensors
 from fnaccel.world import World, current
-
-Rng = Literal["fold", "stream"]
 
 
 @attrs.frozen(kw_only=True)
@@ -59,8 +58,7 @@ class TrainStep:
         self._lowered = lowered
         self._owned: Owned | None = None
         self._lease = Lease(self)
-        self._compiled_before: int | None = None
-        self._compiled = False
+        self._stepper = Stepper(lowered, described.rng, repr(self))
         self._closed = False
         self._call: Callable[..., Any] = self._run
         for wrap in lowered.calls:
@@ -77,6 +75,11 @@ class TrainStep:
             OwnershipError: before `init`, or after `close`.
         """
         return self._parts().engine
+
+    @property
+    def compilation(self) -> Compilation | None:
+        """What `torch.compile` has done for this train step so far; None without `fa.compile`."""
+        return self._stepper.compilation
 
     def _parts(self) -> Owned:
         if self._owned is None:
@@ -122,7 +125,7 @@ class TrainStep:
             described.frozen,
             seed,
         )
-        self._compiled_before, self._compiled = None, False
+        self._stepper.reset()
         return lease(self._owned.first_state(seed, extras), self._lease)
 
     def adopt(self, state: TrainState) -> TrainState:
@@ -206,86 +209,9 @@ class TrainStep:
                 fix="pass each train step its own state; lend others with given={...}",
             )
         owned.check_ready()
-        lowered = self._lowered
-        micros, position = micro_batches(batch, lowered.micro_batches, self.mesh.world.device)
-        if lowered.compile is not None and self._compiled_before is None:
-            self._compiled_before = _torch.compiled_graphs()
-        owned.train()
+        micros, position = micro_batches(batch, self._lowered.micro_batches, self.mesh.world.device)
         lent = None if given is None else lend(given, self)
-        grads, report = self._gradients(owned, state, micros, lent)
-        metrics = report.finish()
-        info = Info(step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__)
-        transforms = dict(state.transforms)
-        try:
-            if lowered.skips:
-                grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
-            for name, hook in lowered.gradients:
-                keep_own(transforms, name, hook.on_gradients(grads, transforms.get(name), info))
-        except BaseException:
-            owned.engine.clear()  # or the next call would add to these gradients
-            raise
-        return self._update(owned, state, position, grads, metrics, info, transforms)
-
-    def _gradients(self, owned: Owned, state: TrainState, micros: Any, lent: Given | None) -> Any:
-        scale = state.scale
-        call = Call(
-            root=None if self._described.rng == "stream" else state.rng.root,
-            step=state.step,
-            scale=None if scale is None else scale["scale"],
-            last_weight=None if scale is None else scale["weight"],
-            given=lent,
-            notice=self.notice,
-        )
-        if lent is None:
-            found = owned.engine.grads(self._lowered.loss, micros, call)
-        else:
-            with lent.frozen():
-                found = owned.engine.grads(self._lowered.loss, micros, call)
-        if self._compiled_before is not None and not self._compiled:
-            check_compiled(self._compiled_before, repr(self))
-            self._compiled = True
-        return found
-
-    def _update(
-        self,
-        owned: Owned,
-        state: TrainState,
-        position: Position | None,
-        grads: Any,
-        metrics: dict[str, Any],
-        info: Info,
-        transforms: Any,
-    ) -> tuple[TrainState, dict[str, Any]]:
-        step, updates, scale, extras = state.step, state.updates, state.scale, state.extras
-        data = state.data if position is None else position
-        rng = state.rng
-        donate(state)
-        metrics.update(owned.updater.apply(grads, updates))
-        if grads.skip is None:
-            after = updates + 1
-        else:
-            after = updates + (1.0 - grads.skip)
-            metrics["skipped"] = grads.skip
-            info = attrs.evolve(info, skip=grads.skip)
-        if scale is not None:
-            metrics["loss_scale"] = scale["scale"].clone()
-            owned.move_scale(scale, grads.skip, metrics["weight"])
-        owned.engine.clear()
-        for name, hook in self._lowered.updates:
-            keep_own(transforms, name, hook.on_update(owned.engine, transforms.get(name), info))
-        following = TrainState(
-            step=step + 1,
-            updates=after,
-            params=owned.params,
-            buffers=owned.current_buffers(),
-            opt=owned.opt,
-            scale=scale,
-            ema=owned.ema,
-            rng=rng,
-            data=data,
-            extras=extras,
-            transforms=transforms,
-        )
+        following, metrics = self._stepper.move(owned, state, micros, position, lent, self.notice)
         return lease(following, self._lease), metrics
 
     def look(self, state: TrainState, fn: Callable[..., Any], *args: Any, train: bool = False) -> Any:
@@ -375,8 +301,8 @@ def train_step(
             fix="model=fa.distribute(model, fa.local())",
         )
     found = current(world)
-    described = as_step(step, "fa.train_step")
     strategy = model.strategy
+    described = resolve_scope(as_step(step, "fa.train_step"), strategy)
     interpreter_of(strategy)
     mesh = build(found, resolve(strategy.degrees(), found.size, str(strategy)))
     keys: list[str | None] = list(model.model) if isinstance(model.model, dict) else [None]

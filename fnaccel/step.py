@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -66,7 +67,8 @@ class UpdateHook(Protocol):
         ...
 
 
-@attrs.frozen(kw_only=True)
+# a dataclass: no attrs value can be built inside compiled code
+@dataclass(frozen=True, kw_only=True)
 class Info:
     """What a GRADS or UPDATE transform is told of the call it acts in.
 

@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel.engine import Engine
 from fnaccel.errors import ArgumentError
 from fnaccel.gradients import Gradients
 from fnaccel.leaf import Leaf
@@ -57,13 +56,14 @@ class _Part:
 
 
 class Updater:
-    """Applies all optimizers of a train step."""
+    """Applies all optimizers of a train step to its leaves."""
 
-    def __init__(self, engine: Engine, optimizers: Optimizers, *, on_device: bool) -> None:
+    def __init__(
+        self, leaves: Sequence[Leaf], optimizers: Optimizers, device: torch.device, *, on_device: bool
+    ) -> None:
         self.slots: dict[str, dict[str, Any]] = {}
         self._parts: list[_Part] = []
         self._on_device = on_device
-        leaves = engine.leaves
         for key, optimizer in optimizers.items():
             mine = [i for i, leaf in enumerate(leaves) if key is None or leaf.name.startswith(f"{key}/")]
             own: list[Leaf] = [leaves[i] for i in mine]
@@ -80,8 +80,13 @@ class Updater:
                     len(mine) == len(leaves),
                 )
             )
-        where = leaves[0].shard.device if leaves else engine.mesh.world.device
+        where = leaves[0].shard.device if leaves else device
         self._count = torch.zeros((), dtype=torch.float32, device=where)
+
+    @property
+    def traceable(self) -> bool:
+        """Whether all of it can stand in a compiled graph."""
+        return all(getattr(part.bound, "traceable", False) for part in self._parts)
 
     def apply(self, grads: Gradients, updates: Any) -> dict[str, Any]:
         """Update the parameters in place; the rates, to report.
@@ -90,15 +95,39 @@ class Updater:
             grads: the gradient of this step; its multiplier and skip are applied by the kernels.
             updates: updates applied before this one: an int, or a tensor where they may be skipped.
         """
-        number = updates + 1.0 if self._on_device else self._count.fill_(updates + 1)
-        rates: dict[str, Any] = {}
+        reported, rates = self.rates(updates)
+        self.update(grads, rates, self.number(updates))
+        return reported
+
+    def number(self, updates: Any) -> torch.Tensor:
+        """The number of the next update, from 1; a 0-d tensor."""
+        return updates + 1.0 if self._on_device else self._count.fill_(updates + 1)
+
+    def rates(self, updates: Any) -> tuple[dict[str, Any], list[list[Any]]]:
+        """The rates as metrics, and those of each optimizer's groups."""
+        reported: dict[str, Any] = {}
+        rates: list[list[Any]] = []
         for part in self._parts:
             base = self._rate(part.base, updates)
-            rates["lr" if part.key is None else f"lr/{part.key}"] = base
-            each = [base if own is None else self._rate(own, updates) for own in part.own]
+            reported["lr" if part.key is None else f"lr/{part.key}"] = base
+            rates.append([base if own is None else self._rate(own, updates) for own in part.own])
+        return reported, rates
+
+    def as_tensors(self, rates: list[list[Any]]) -> list[list[torch.Tensor]]:
+        """Rates that a compiled graph takes: a number would be compiled in."""
+        return [
+            [
+                rate if isinstance(rate, torch.Tensor) else torch.full((), rate, device=self._count.device)
+                for rate in each
+            ]
+            for each in rates
+        ]
+
+    def update(self, grads: Gradients, rates: Sequence[Sequence[Any]], number: torch.Tensor) -> None:
+        """Update the parameters in place."""
+        for part, each in zip(self._parts, rates, strict=True):
             shards = grads.shards if part.whole else [grads.shards[i] for i in part.indices]
             part.bound.apply(shards, each, grads.multiplier, grads.skip, number)
-        return rates
 
     def _rate(self, schedule: Callable[[Any], Any], updates: Any) -> Any:
         if self._on_device and not takes_tensors(schedule):

@@ -1,40 +1,273 @@
-"""Forward and backward of a micro-batch captured as one graph, on a model without hooks."""
+"""A whole step as compiled programs: forward, backward, averaging, clip, finite check and update.
+
+Two programs serve any number of micro-batches: one adds the gradients of a micro-batch to those before
+it, the other takes the last micro-batch and does all the rest. With one micro-batch only the second runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import torch
+import torch.distributed as dist
 
 from fnaccel import _torch
-from fnaccel.engine import Engine, Loss, Micro
-from fnaccel.loss import check_attached, read_loss
+from fnaccel.aux_values import AuxValues, packed, plain
+from fnaccel.capture import Capture
+from fnaccel.engine import Call, Engine, Loss, Micro, attempt, multiplier_of, up_front_of
+from fnaccel.errors import CapabilityError
+from fnaccel.gradients import Gradients
+from fnaccel.loss import Concat, Mean, Sum, check_attached, read_loss
+from fnaccel.optim import kernels
 from fnaccel.reports import Report
+from fnaccel.step import GradientHook, Info, UpdateHook
 from fnaccel.transforms.compilation import Compile
 
 
-def whole_step(engine: Engine, loss: Loss, settings: Compile) -> Callable[..., None]:
-    """What `Engine.whole` runs: gradients by `torch.autograd.grad`, in the graph of the forward."""
-    params = [leaf.param for leaf in engine.leaves]
+@attrs.frozen(kw_only=True)
+class Tail:
+    """What follows the gradients, where all of it can stand in the graph."""
 
-    def forward_backward(data: Any, up_front: torch.Tensor) -> tuple[Any, ...]:
-        total, weight, aux = read_loss(loss.fn(engine.model, data), loss.where)
-        check_attached(total, loss.where)
-        grads = torch.autograd.grad(total * up_front, params, allow_unused=True)
-        return total.detach(), weight, aux, grads
+    skips: bool
+    gradients: tuple[GradientHook, ...]
+    updates: tuple[UpdateHook, ...]
+    update: Callable[[Gradients, Any, torch.Tensor], None]
 
-    compiled = settings.compiled(forward_backward, fullgraph=True)
 
-    def run(micro: Micro, up_front: Any, report: Report, last: bool) -> None:
-        factor = torch.as_tensor(1.0 if up_front is None else up_front, dtype=torch.float32)
-        with _torch.trace_autograd_ops():
-            total, weight, aux, grads = compiled(micro.data, factor * float(micro.valid > 0))
-        report.take(total, weight, aux, valid=micro.valid > 0)
-        if last:
-            report.send()
-        for param, grad in zip(params, grads, strict=True):
-            if grad is not None:
-                param.grad = grad if param.grad is None else param.grad + grad
+@attrs.frozen(kw_only=True)
+class Found:
+    """What a step came to: its metrics; and the gradients, where the update is still to be done."""
 
-    return run
+    metrics: dict[str, Any]
+    grads: Gradients | None
+    skip: Any
+
+
+class WholeStep:
+    """The compiled programs of one train step.
+
+    Args:
+        engine: the strategy made real.
+        capture: how its step can be captured.
+        loss: the loss function under its FORWARD transforms.
+        settings: how to compile.
+        tail: what follows the gradients; None leaves it to the caller.
+    """
+
+    def __init__(
+        self, engine: Engine, capture: Capture, loss: Loss, settings: Compile, tail: Tail | None
+    ) -> None:
+        self._engine = engine
+        self._capture = capture
+        self._loss = loss
+        self._tail = tail
+        self._leaves = [leaf.shard for leaf in self._capture.leaves]
+        self._traced = attrs.evolve(engine, leaves=self._capture.leaves)
+        self._group = engine.mesh.group("batch")
+        kernels.register()
+        self._add = settings.of_step(self._adding())
+        self._finish = settings.of_step(self._finishing())
+
+    def run(self, micros: Sequence[Micro], call: Call, rates: Any, number: torch.Tensor) -> Found:
+        """One step.
+
+        Args:
+            micros: this rank's micro-batches.
+            call: what changes from call to call.
+            rates: 0-d tensors, one for each group of each optimizer.
+            number: 0-d tensor, the number of this update.
+
+        Raises:
+            CapabilityError: a lent model whose parameters are sharded.
+        """
+        given = () if call.given is None else (_whole_models(call.given),)
+        engine, device = self._engine, self._engine.mesh.world.device
+        before, last = micros[:-1], micros[-1]
+        with attempt(engine, call) as seed:
+            if self._capture.before is not None:
+                self._capture.before()
+            report = Report(self._group, device, engine.agreement, call.notice)
+            up_front = up_front_of(self._loss, micros, call, report, engine.averaged, device)
+            if up_front is not None:
+                up_front = torch.as_tensor(up_front, dtype=torch.float32, device=device)
+            known = packed([report.weight], device)[0] if self._loss.weight_fn is not None else None
+            sums, carried = torch.zeros(2, dtype=_sum_type(device), device=device), None
+            aux = AuxValues()
+            if before:
+                carried = [torch.zeros_like(leaf) for leaf in self._leaves]
+                used = (False,) * len(carried)
+                for index, micro in enumerate(before):
+                    seed(index)
+                    keep = self._keep(micro)
+                    sums, now, found = self._add(micro.data, given, keep, up_front, carried, sums)
+                    used = tuple(a or b for a, b in zip(used, now, strict=True))
+                    aux.take(found, valid=micro.valid > 0)
+                carried = [grad if was else None for grad, was in zip(carried, used, strict=True)]
+            seed(len(before))
+            asked = torch.full((1,), float(report.asked), dtype=sums.dtype, device=device)
+            outs = self._finish(
+                last.data, given, self._keep(last), up_front, carried, torch.cat([sums, asked]), known,
+                call.scale, rates, number,
+            )  # fmt: skip
+        metrics, found, asked, grads, multiplier, skip = outs
+        report.hear(asked)
+        aux.take(found, valid=last.valid > 0)
+        metrics.update(self._shared(aux))
+        pending = None
+        if self._tail is None:
+            pending = Gradients(engine.leaves, list(grads), multiplier, engine.norm_axes, device)
+        return Found(metrics=metrics, grads=pending, skip=skip)
+
+    def _keep(self, micro: Micro) -> torch.Tensor:
+        """1, or 0 for a filler: a tensor, since a number would be compiled in."""
+        return torch.full((), float(micro.valid > 0), device=self._engine.mesh.world.device)
+
+    def _shared(self, aux: AuxValues) -> dict[str, Any]:
+        """The aux of all ranks, in an all-reduce of its own where there is any."""
+        device = self._engine.mesh.world.device
+        if self._group is not None:
+            self._engine.agreement.check(aux.shape, self._group)
+            if aux.values:
+                vector = packed(aux.values, device)
+                dist.all_reduce(vector, group=self._group)
+                aux.put(vector.unbind())
+        return aux.finish(self._group, device)
+
+    # what follows runs inside of the graphs
+
+    def _adding(self) -> Callable[..., Any]:
+        def add(
+            data: Any, given: Any, keep: Any, up_front: Any, carried: list[torch.Tensor], sums: torch.Tensor
+        ) -> Any:
+            total, sums, aux = self._forward(data, given, keep, sums)
+            grads = self._backward(total, keep, up_front, average=self._loss.sync_each)
+            for held, grad in zip(carried, grads, strict=True):
+                if grad is not None:
+                    held.add_(grad)
+            return sums, tuple(grad is not None for grad in grads), aux
+
+        return add
+
+    def _finishing(self) -> Callable[..., Any]:
+        def finish(
+            data: Any, given: Any, keep: Any, up_front: Any, carried: Any, sums: torch.Tensor, known: Any,
+            scale: Any, rates: Any, number: torch.Tensor,
+        ) -> Any:  # fmt: skip
+            total, sums, aux = self._forward(data, given, keep, sums)
+            if self._group is not None:
+                sums = _torch.begin_all_reduce(sums, self._group)  # beside the backward pass
+            grads = self._backward(total, keep, up_front, average=self._loss.sync_each)
+            if carried is not None:
+                grads = [_sum(held, grad) for held, grad in zip(carried, grads, strict=True)]
+            if not self._loss.sync_each:
+                grads = self._average(grads)
+            if self._group is not None:
+                sums = _torch.end_collective(sums)
+            weight = sums[1] if known is None else known
+            multiplier = multiplier_of(self._loss, self._engine.averaged, weight, scale, up_front)
+            dtype = torch.promote_types(total.dtype, torch.float32)
+            metrics: dict[str, Any] = {"loss": (sums[0] / weight).to(dtype), "weight": weight.clone()}
+            if self._tail is None:
+                return metrics, aux, sums[2], grads, multiplier, None
+            skip = self._end(self._tail, grads, multiplier, metrics, rates, number)
+            return metrics, aux, sums[2], None, None, skip
+
+        return finish
+
+    def _forward(self, data: Any, given: Any, keep: Any, sums: torch.Tensor) -> Any:
+        found = self._capture.run(self._loss.fn, data, *given)
+        total, weight, aux = read_loss(found, self._loss.where)
+        check_attached(total, self._loss.where)
+        counted = torch.stack([_number(total, sums), _number(weight, sums)])
+        counted = torch.where(keep > 0, counted, torch.zeros_like(counted))
+        if sums.numel() > 2:  # the last is whether this rank was asked to stop
+            counted = torch.cat([counted, torch.zeros_like(counted[:1])])
+        return total, sums + counted, _detached(aux)
+
+    def _backward(self, total: torch.Tensor, keep: Any, up_front: Any, *, average: bool) -> Any:
+        total = total * keep
+        if up_front is not None:
+            total = total * up_front
+        grads = list(torch.autograd.grad(total, self._leaves, allow_unused=True))
+        return self._average(grads) if average else grads
+
+    def _average(self, grads: Sequence[torch.Tensor | None]) -> Any:
+        average = self._capture.average
+        if average is None:
+            return grads
+        # every rank sends every gradient, also one that it has not: others may have it
+        pairs = zip(grads, self._leaves, strict=True)
+        return average([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs])
+
+    def _end(
+        self,
+        tail: Tail,
+        grads: Any,
+        multiplier: Any,
+        metrics: dict[str, Any],
+        rates: Any,
+        number: torch.Tensor,
+    ) -> Any:
+        """Clip, finite check, update, averages; whether the update was skipped."""
+        engine = self._traced
+
+        def record(name: str, value: Any) -> None:
+            metrics[name] = value
+
+        with torch.no_grad():
+            held = Gradients(
+                engine.leaves, list(grads), multiplier, engine.norm_axes, engine.mesh.world.device
+            )
+            info = Info(step=0, updates=number, params=None, record=record)
+            if tail.skips:
+                held.skip_where_nonfinite()
+            for hook in tail.gradients:
+                hook.on_gradients(held, None, info)
+            tail.update(held, rates, number)
+            info = Info(step=0, updates=number, params=None, record=record, skip=held.skip)
+            for hook in tail.updates:
+                hook.on_update(engine, None, info)
+        return held.skip
+
+
+def _whole_models(given: Any) -> Any:
+    if any(leaf.sharded for engine in given.engines for leaf in engine.leaves):
+        raise CapabilityError(
+            "a model that lies in shards is lent to a step that is captured as one graph",
+            where="train_step(state, batch, given=...)",
+            fix="fa.compile(step, scope='loss'), or lend a model under local() or ddp()",
+        )
+    return given.models
+
+
+def _sum_type(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _number(value: Any, like: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(like.dtype)
+    return torch.full((), value, dtype=like.dtype, device=like.device)
+
+
+def _sum(held: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
+    if held is None or grad is None:
+        return grad if held is None else held
+    return held + grad
+
+
+def _detached(aux: Any) -> Any:
+    """Aux without its graph; the containers that a loss makes by itself."""
+    if isinstance(aux, Mean):
+        return Mean(plain(aux.total), plain(aux.weight), _detached(aux.aux))
+    if isinstance(aux, Sum):
+        return Sum(plain(aux.value))
+    if isinstance(aux, Concat):
+        return Concat(plain(aux.value))
+    if isinstance(aux, dict):
+        return {key: _detached(value) for key, value in aux.items()}
+    if type(aux) in (list, tuple):
+        return type(aux)([_detached(value) for value in aux])
+    return plain(aux)

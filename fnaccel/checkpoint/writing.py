@@ -29,7 +29,6 @@ from fnaccel.errors import ArgumentError, CheckpointError, NotSerializableError
 from fnaccel.state import TrainState
 from fnaccel.world import World
 
-
 Hold = Callable[[dict[str, Part]], dict[str, Part]]
 """Gives parts of a state values that stay as they are."""
 

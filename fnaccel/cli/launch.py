@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     recipe.add_argument("--precision", help="fp32, bf16 or fp16")
     recipe.add_argument("--accumulate", type=int, help="micro-batches in an update")
     recipe.add_argument("--clip-norm", type=float, help="the largest norm of the gradient")
-    recipe.add_argument("--compile", metavar="SCOPE", help="block, loss or step")
+    recipe.add_argument("--compile", metavar="SCOPE", help="auto, block, loss or step")
     recipe.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="fields",
         help="any field of the recipe, such as optimizer.lr=1e-4; may be repeated",

@@ -74,7 +74,7 @@ class Recipe:
         skip_nonfinite: whether updates with NaN or infinite gradients are skipped.
         ema: decay of the average of parameters, or None.
         remat: whether blocks are recomputed in backward.
-        compile: `"block"`, `"loss"`, `"step"`, or None.
+        compile: `"auto"`, `"block"`, `"loss"`, `"step"`, or None.
         transforms: references `"module:name"` to transforms of yours (`Step -> Step`), applied last.
         optimizer, data, checkpoint: see there.
 
@@ -97,7 +97,7 @@ class Recipe:
 
     def __attrs_post_init__(self) -> None:
         require(self.accumulate >= 1, f"accumulate={self.accumulate}", "Recipe", "accumulate is 1 or more")
-        if self.compile not in (None, "block", "loss", "step"):
+        if self.compile not in (None, "auto", "block", "loss", "step"):
             raise ConfigError(
-                f"compile={self.compile!r} is no scope", where="Recipe", fix="block, loss, step, or nothing"
+                f"compile={self.compile!r} is no scope", where="Recipe", fix="auto, block, loss, step, or nothing"
             )

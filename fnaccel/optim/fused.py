@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel import _torch
 from fnaccel.errors import CapabilityError
+from fnaccel.optim import kernels
 from fnaccel.optim.description import Group, Optimizer, options_of
 from fnaccel.step import require
 
@@ -61,6 +61,7 @@ class BoundFused:
     """A fused optimizer over the shards of real parameters."""
 
     reads_host = False
+    traceable = True
 
     def __init__(self, name: str, groups: Sequence[Group]) -> None:
         self.slots: dict[str, dict[str, Any]] = {}
@@ -125,20 +126,8 @@ def _sgd(
     scale: torch.Tensor | None,
     skip: torch.Tensor | None,
 ) -> None:
-    _torch.fused_sgd_(
-        shards,
-        grads,
-        first,
-        weight_decay=options["weight_decay"],
-        momentum=options["momentum"],
-        lr=rate,
-        dampening=0.0,
-        nesterov=options["nesterov"],
-        maximize=False,
-        is_first_step=False,
-        grad_scale=scale,
-        found_inf=skip,
-    )
+    momentum, decay, nesterov = options["momentum"], options["weight_decay"], options["nesterov"]
+    kernels.sgd_(shards, grads, first, rate, momentum, decay, nesterov, scale, skip)
 
 
 def _adam_like(kernel: Any) -> Any:
@@ -154,28 +143,13 @@ def _adam_like(kernel: Any) -> Any:
         skip: torch.Tensor | None,
     ) -> None:
         beta1, beta2 = options["betas"]
-        kernel(
-            shards,
-            grads,
-            first,
-            second,
-            [],
-            [updates] * len(shards),
-            lr=rate,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=options["weight_decay"],
-            eps=options["eps"],
-            amsgrad=False,
-            maximize=False,
-            grad_scale=scale,
-            found_inf=skip,
-        )
+        decay, eps = options["weight_decay"], options["eps"]
+        kernel(shards, grads, first, second, updates, rate, beta1, beta2, decay, eps, scale, skip)
 
     return run
 
 
-_ADAMS = {"adam": _adam_like(_torch.fused_adam_), "adamw": _adam_like(_torch.fused_adamw_)}
+_ADAMS = {"adam": _adam_like(kernels.adam_), "adamw": _adam_like(kernels.adamw_)}
 
 Groups = Mapping[str, Mapping[str, Any]] | None
 

@@ -8,6 +8,7 @@ any method of the model.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fnaccel import _torch
+from fnaccel.buckets import Buckets, lay_out
 from fnaccel.engine import Engine
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest
 from fnaccel.mesh import ensure_group
@@ -24,10 +26,11 @@ from fnaccel.step import Capability, require
 from fnaccel.strategies.construct import Built, construct
 from fnaccel.strategies.engines import Request, interpreter
 from fnaccel.strategies.hooks import HOOKS, Hook, register
-from fnaccel.strategies.local import place, whole_engine
+from fnaccel.strategies.local import capture_whole, place, whole_engine
 from fnaccel.strategies.strategy import Strategy, check_degree, maker
 
 _REDUCE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_SENT = {name: dtype for dtype, name in _REDUCE.items()}
 
 
 @attrs.frozen
@@ -36,7 +39,7 @@ class Ddp:
 
     axis: ClassVar[str] = "dp_replicate"
     maker: ClassVar[str] = "ddp"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {Capability.COMPILE_STEP}
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
 
     degree: int = -1
     bucket_mb: float | None = None
@@ -105,8 +108,11 @@ def build_ddp(request: Request) -> tuple[Engine, Built]:
         hook = Hook(_REDUCE[request.precision.reduce])
     trainable = any(p.requires_grad for _, p in built.named("parameters"))
     if not trainable or (mesh.batch_size == 1 and hook is None):
-        return whole_engine("ddp", built, request), built
+        alone = capture_whole(built) if request.capture and trainable else None
+        return whole_engine("ddp", built, request, capture=alone), built
     ensure_group(mesh.world)
+    if request.capture:
+        return _captured(built, request, options, hook), built
     wrapped = _torch.FixedBuckets(
         built.host,
         process_group=mesh.group("batch") or dist.group.WORLD,
@@ -127,6 +133,37 @@ def build_ddp(request: Request) -> tuple[Engine, Built]:
         averaged=mesh.batch_size,
     )
     return engine, built
+
+
+def _captured(built: Built, request: Request, options: Ddp, hook: Hook | None) -> Engine:
+    """The engine without hooks: what the wrapper does by hooks is part of the graph."""
+    mesh = request.mesh
+    group: Any = mesh.group("batch") or dist.group.WORLD
+    _share([value.detach() for what in ("parameters", "buffers") for _, value in built.named(what)], group)
+    buffers = [value for _, value in built.named("buffers")]
+    shared = options.sync_buffers and bool(buffers)
+    capture = capture_whole(built, before=functools.partial(_share, buffers, group) if shared else None)
+    buckets = Buckets(
+        members=lay_out([leaf.shard for leaf in capture.leaves], options.bucket_mb),
+        group=group,
+        size=mesh.batch_size,
+        dtype=None if hook is None else _SENT[hook.name],
+    )
+    capture = attrs.evolve(capture, average=buckets.average)
+    return whole_engine("ddp", built, request, averaged=mesh.batch_size, capture=capture)
+
+
+def _share(values: list[torch.Tensor], group: Any) -> None:
+    """Give every rank the first one's values: one broadcast for each dtype."""
+    alike: dict[torch.dtype, list[torch.Tensor]] = {}
+    for value in values:
+        alike.setdefault(value.dtype, []).append(value)
+    for same in alike.values():
+        flat = torch.cat([value.reshape(-1) for value in same])
+        dist.broadcast(flat, group=group, group_src=0)
+        parts = flat.split([value.numel() for value in same])
+        for value, part in zip(same, parts, strict=True):
+            value.copy_(part.view_as(value))
 
 
 def _guarded(wrapped: DistributedDataParallel) -> Callable[..., Any]:

@@ -27,6 +27,8 @@ class Request:
     precision: Precision
     prepare: Callable[[Built], None]
     """Freezes parameters, casts them and applies MODULE transforms, in that order."""
+    capture: bool = False
+    """Whether the step is captured as one graph, so that hooks have no place."""
 
 
 Interpreter = Callable[[Request], tuple[Engine, Built]]

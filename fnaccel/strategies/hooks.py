@@ -30,6 +30,11 @@ class Hook:
     name: str
     options: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def casts_only(self) -> bool:
+        """Whether it sends the gradient itself, in another dtype."""
+        return self.name in ("fp16", "bf16")
+
 
 def powersgd(*, batched: bool = False, wrap: str | None = None, **options: Any) -> Hook:
     """Low-rank gradient compression (Vogels et al. 2019) for `fa.ddp(hook=...)`.

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
+
+from fnaccel.capture import Capture
 from fnaccel.engine import Engine
 from fnaccel.step import EVERYTHING
 from fnaccel.strategies.construct import Built, construct
@@ -33,13 +36,39 @@ def build_local(request: Request) -> tuple[Engine, Built]:
     """The engine of one process."""
     built = construct(request.model, request.seed)
     place(built, request)
-    return whole_engine("local", built, request), built
+    return whole_engine(
+        "local", built, request, capture=capture_whole(built) if request.capture else None
+    ), built
+
+
+def capture_whole(built: Built, **fields: Any) -> Capture:
+    """How to capture a step of a model that every rank holds whole.
+
+    Args:
+        built: the modules.
+        fields: how gradients are averaged, where there are several ranks.
+    """
+    model = built.model
+
+    def run(fn: Any, *args: Any) -> Any:
+        return fn(model, *args)
+
+    leaves = tuple(attrs.evolve(leaf, shard=leaf.param) for leaf in whole_leaves(built))
+    return Capture(leaves=leaves, run=run, **fields)
 
 
 def whole_engine(
     name: str, built: Built, request: Request, *, run: Callable[..., Any] | None = None, **fields: Any
 ) -> Engine:
-    """An engine whose every rank holds the whole model; by itself it averages nothing."""
+    """An engine whose every rank holds the whole model; by itself it averages nothing.
+
+    Args:
+        name: of the strategy.
+        built: the modules.
+        request: what was asked for.
+        run: how to call a function of the model; directly by default.
+        fields: further fields of the engine.
+    """
     model = built.model
 
     def direct(fn: Any, *args: Any) -> Any:

@@ -1,8 +1,10 @@
-"""`compile`: which part of a step torch.compile sees, and the proof that it compiled something."""
+"""`compile`: which part of a step torch.compile sees."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import attrs
@@ -11,28 +13,55 @@ from torch import nn
 
 from fnaccel import _torch
 from fnaccel.errors import NotCompiledError, UnknownNameError, nearest
-from fnaccel.step import Capability, Phase, Step, Transform, append
+from fnaccel.step import Capability, Phase, Step, Transform, append, require
 from fnaccel.units import Units, find_units
 
-Scope = Literal["block", "loss", "step"]
+Scope = Literal["auto", "block", "loss", "step"]
 
-_NEEDS = {
-    "block": Capability.COMPILE_BLOCK,
-    "loss": Capability.COMPILE_LOSS,
-    "step": Capability.COMPILE_STEP,
+_NEEDS: dict[str, frozenset[Capability]] = {
+    "auto": frozenset(),
+    "block": frozenset({Capability.COMPILE_BLOCK}),
+    "loss": frozenset({Capability.COMPILE_LOSS}),
+    "step": frozenset({Capability.COMPILE_STEP}),
 }
+
+
+def _to_dims(dynamic: Any) -> Any:
+    """A mapping of patterns to dims as a frozen value; everything else as it is."""
+    if not isinstance(dynamic, Mapping):
+        return dynamic
+    return tuple((name, (dims,) if isinstance(dims, int) else tuple(dims)) for name, dims in dynamic.items())
 
 
 @attrs.frozen(kw_only=True)
 class Compile:
-    """What to compile, and how; `mode`, `dynamic` and `fullgraph` as `torch.compile` takes them."""
+    """What to compile, and how; `mode` and `fullgraph` as `torch.compile` takes them.
 
-    scope: Scope = "loss"
+    `why` says how the scope was chosen, where nobody asked for one.
+    """
+
+    scope: Scope = "auto"
     backend: Any = "inductor"
     mode: str | None = None
-    dynamic: bool | None = None
+    dynamic: Any = attrs.field(default=None, converter=_to_dims)
     fullgraph: bool = False
     units: Units = "block"
+    limit: int = 8
+    why: str = ""
+
+    def describe(self) -> str:
+        """What the plan prints."""
+        changed = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in attrs.fields(type(self))
+            if field.name not in ("scope", "why") and getattr(self, field.name) != field.default
+        ]
+        return ", ".join([f"scope {self.scope}{f' ({self.why})' if self.why else ''}", *changed])
+
+    @property
+    def dims(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """(pattern of a leaf's path, dimensions) of what is marked as dynamic in the batch."""
+        return self.dynamic if isinstance(self.dynamic, tuple) else ()
 
     def on_module(self, module: nn.Module, where: str) -> None:
         """Compile the forward of each block in place; equal blocks share one compilation."""
@@ -43,49 +72,91 @@ class Compile:
                 where=where,
                 fix="fa.compile(step, scope='loss'), or name the blocks: units=('Block',)",
             )
+        made: dict[Any, Any] = {}
         for _, unit in found:
-            unit.forward = self.compiled(unit.forward)
+            forward: Any = unit.forward
+            if isinstance(forward, types.MethodType) and isinstance(forward.__func__, types.FunctionType):
+                # one code object for equal blocks: what was compiled for the first serves the others
+                fn = made.setdefault(forward.__func__, own_code(forward.__func__))
+                forward = types.MethodType(fn, unit)
+            unit.forward = self._compiled(forward, self.fullgraph)
 
-    def compiled(self, fn: Callable[..., Any], *, fullgraph: bool | None = None) -> Callable[..., Any]:
-        """`fn` under torch.compile with these settings."""
-        return torch.compile(
-            fn,
-            backend=self.backend,
-            mode=self.mode,
-            dynamic=self.dynamic,
-            fullgraph=self.fullgraph if fullgraph is None else fullgraph,
-        )
+    def of_loss(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A loss function under torch.compile."""
+
+        def loss(model: Any, *args: Any) -> Any:
+            return fn(model, *args)
+
+        return self._compiled(own_code(loss), self.fullgraph)
+
+    def of_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A part of a train step under torch.compile, always one graph."""
+        return self._compiled(own_code(fn), True)
+
+    def _compiled(self, fn: Callable[..., Any], fullgraph: bool) -> Callable[..., Any]:
+        dynamic = None if self.dims else self.dynamic
+        return torch.compile(fn, backend=self.backend, mode=self.mode, dynamic=dynamic, fullgraph=fullgraph)
+
+
+_numbers = itertools.count()
+
+
+def own_code(fn: Any) -> Any:
+    """A function with a code object of its own.
+
+    torch keeps what it compiled with the code object, and what it learned of varying shapes with its
+    name: train steps that shared them would use up each other's limit of recompilations.
+    """
+    code = fn.__code__.replace(co_name=f"{fn.__code__.co_name}_{next(_numbers)}")
+    made = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    made.__kwdefaults__ = fn.__kwdefaults__
+    return made
 
 
 def compile(  # noqa: A001 - the field's name for it; the module keeps a noun
     step: Any,
-    scope: Scope = "loss",
+    scope: Scope = "auto",
     *,
     backend: Any = "inductor",
     mode: str | None = None,
-    dynamic: bool | None = None,
+    dynamic: Any = None,
     fullgraph: bool = False,
     units: Units = "block",
+    limit: int = 8,
 ) -> Step:
-    """Compile a step with `torch.compile`.
+    """Compile a step with `torch.compile` (https://docs.pytorch.org/docs/stable/torch.compiler.html).
 
     Args:
         step: a step or a loss function.
-        scope: `"block"` compiles each repeated block (every strategy), `"loss"` the whole loss
-            function (unsharded strategies), `"step"` forward and backward as one graph (`local`).
-        backend, mode, dynamic, fullgraph: as `torch.compile` takes them.
+        scope: `"step"` captures forward, backward, averaging over ranks, clip and update as one
+            program; `"loss"` the loss function; `"block"` each repeated block; `"auto"` takes the
+            largest that the strategy and the transforms allow, and the plan says which and why.
+        backend, mode, fullgraph: as `torch.compile` takes them; `mode="reduce-overhead"` uses CUDA
+            graphs. Scope `"step"` is always one graph.
+        dynamic: as `torch.compile` takes it; or the dimensions of batch leaves that vary, by pattern
+            of their path: `{"tokens": 1}`, `{"*": (0, 1)}`.
         units: for `"block"`, which modules are blocks: see `fnaccel.units`.
+        limit: how often a train step may compile again because something changed.
 
     Raises:
         UnknownNameError: no such scope.
+        ArgumentError: a limit below 0, or dims that are no ints.
         NotCompiledError: at `init` or after the first call, where nothing was compiled.
+        RecompileLimitError: in a call after `limit` recompilations; names the leaves whose shapes changed.
 
-    Example: `step = fa.compile(step, scope="block")`.
+    Example: `step = fa.compile(step)`.
     """
+    where = "fa.compile"
     if scope not in get_args(Scope):
         raise UnknownNameError(
-            f"no scope is called {scope!r}", where="fa.compile", fix=nearest(str(scope), get_args(Scope))
+            f"no scope is called {scope!r}", where=where, fix=nearest(str(scope), get_args(Scope))
         )
+    require(
+        isinstance(limit, int) and limit >= 0,
+        f"a step can't be compiled again {limit!r} times",
+        where,
+        "a limit of 0 or more",
+    )
     record = Compile(
         scope=scope,
         backend=backend,
@@ -93,17 +164,24 @@ def compile(  # noqa: A001 - the field's name for it; the module keeps a noun
         dynamic=dynamic,
         fullgraph=fullgraph,
         units=tuple(units) if isinstance(units, list) else units,
+        limit=limit,
     )
-    phase = Phase.MODULE if scope == "block" else Phase.CALL
-    return append(step, Transform("compile", phase, apply=record, needs=frozenset({_NEEDS[scope]})))
+    require(
+        record.dynamic in (None, True, False)
+        or (bool(record.dims) and all(isinstance(d, int) for _, dims in record.dims for d in dims)),
+        f"dynamic={dynamic!r} says nothing of which dimensions vary",
+        where,
+        'dynamic=True, or dynamic={"tokens": 1}',
+    )
+    return append(step, as_transform(record))
 
 
-def check_compiled(before: int, where: str) -> None:
-    """Raise NotCompiledError where no graph was compiled since `before` were counted."""
-    if _torch.compiled_graphs() <= before:
-        raise NotCompiledError(
-            "compile was asked for, and the first call compiled nothing",
-            where=where,
-            fix="look for torch._dynamo.disable or a graph break at once (TORCH_LOGS=graph_breaks), "
-            "or remove fa.compile",
-        )
+def as_transform(record: Compile) -> Transform:
+    """The record in its phase: blocks are compiled before they are sharded, the rest around the call."""
+    phase = Phase.MODULE if record.scope == "block" else Phase.CALL
+    return Transform("compile", phase, apply=record, needs=_NEEDS[record.scope])
+
+
+def step_can_be_captured() -> bool:
+    """Whether this torch can put `torch.autograd.grad` into a graph."""
+    return _torch.can_trace_autograd()

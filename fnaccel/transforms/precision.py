@@ -125,7 +125,7 @@ def device_of(batch: Any) -> str:
     """The device type of the first tensor of a batch; the CPU where there is none."""
     if isinstance(batch, torch.Tensor):
         return batch.device.type
-    if isinstance(batch, dict | list | tuple):
+    if isinstance(batch, (dict, list, tuple)):  # a union is not traceable
         for value in batch.values() if isinstance(batch, dict) else batch:
             if isinstance(value, torch.Tensor):
                 return value.device.type

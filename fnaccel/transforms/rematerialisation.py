@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import types
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -29,8 +31,21 @@ class Remat:
                 where=where,
                 fix='name their classes: fa.remat(step, units=("Block",))',
             )
+        made: dict[Any, Any] = {}
         for _, unit in found:
-            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+            forward: Any = unit.forward
+            plain = getattr(forward, "__func__", None)
+            if plain is None:
+                unit.forward = functools.partial(checkpoint, forward, use_reentrant=False)
+            else:  # one function for equal blocks, so that one compilation may serve them
+                unit.forward = types.MethodType(made.setdefault(plain, _recomputing(plain)), unit)
+
+
+def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(functools.partial(forward, module), *args, use_reentrant=False, **kwargs)
+
+    return recomputed
 
 
 def remat(step: Any, units: Units = "block") -> Step:

@@ -86,7 +86,7 @@ def test_values(text, value):
         ("--stratgy ddp t.py", "no option --stratgy", "did you mean '--strategy'?"),
         ("--strategy fdsp t.py", "no strategy is called 'fdsp'", "did you mean 'fsdp'?"),
         ("--precision bf61 t.py", "no precision is called 'bf61'", "did you mean 'bf16'?"),
-        ("--compile blocks t.py", "compile='blocks' is no scope", "block, loss, step"),
+        ("--compile blocks t.py", "compile='blocks' is no scope", "auto, block, loss, step"),
         ("--accumulate 0 t.py", "accumulate=0", "accumulate is 1 or more"),
         ("--set lr t.py", "'lr' sets nothing", "--set optimizer.lr"),
         ("--set optimizer.lrr=1 t.py", "no key 'lrr'", "did you mean 'lr'?"),

@@ -18,9 +18,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # imports point down: a file may import from its own floor and from those below
 FLOORS = [
     ["errors", "_torch", "tree"], ["ranks"], ["world", "units"], ["mesh", "state", "loss", "leaf", "step", "notice"],
-    ["collectives", "data", "optim"], ["transforms", "reports", "gradients"],
-    ["engine", "scoring", "whole_step"], ["strategies"], ["plan", "lowering", "lending", "updating"],
-    ["owned"], ["program", "tracking"], ["checkpoint"], ["running", "autosave", "signals", "batch_size", "track", "interchange"], ["launch", "testing"], ["config"], ["cli"],
+    ["collectives", "data", "optim"], ["transforms", "aux_values", "reports", "gradients", "buckets", "capture"],
+    ["engine", "scoring", "compiled"], ["strategies", "whole_step"], ["plan", "scoping", "lowering", "lending", "updating"],
+    ["owned"], ["stepping"], ["program", "tracking"], ["checkpoint"], ["running", "autosave", "signals", "batch_size", "track", "interchange"], ["launch", "testing"], ["config"], ["benching"], ["cli"],
 ]  # fmt: skip
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

@@ -1,0 +1,159 @@
+"""What a loss reports beside its total: a pytree whose leaves combine over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fnaccel import tree
+from fnaccel.collectives import gather, gather_objects
+from fnaccel.errors import LossError
+from fnaccel.loss import Concat, Sum, is_combinable, parts_of
+
+RESERVED = frozenset({"loss", "weight", "lr", "grad_norm", "skipped", "loss_scale", "recompilations"})
+"""Metrics that a step reports by itself."""
+
+
+def plain(value: Any) -> Any:
+    """A value to add up: without its graph, and in fp32 at least (bf16 would stop counting at 256)."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    found = value.detach()
+    return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
+
+
+def divide(total: Any, weight: Any, device: torch.device) -> torch.Tensor:
+    """A total over its weight, as a tensor."""
+    if not isinstance(total, torch.Tensor):
+        total = torch.tensor(float(total), device=device)
+    return total if isinstance(weight, int) and weight == 1 else total / weight
+
+
+def packed(values: list[Any], device: torch.device) -> torch.Tensor:
+    """Numbers and 0-d tensors as one vector that ranks can sum; nothing waits for the device."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if not any(isinstance(v, torch.Tensor) for v in values):
+        return torch.tensor([float(v) for v in values], dtype=dtype, device=device)
+    # filled on the device: a copy of a host value would wait for all work before it
+    return torch.stack(
+        [
+            v.detach().to(device, dtype)
+            if isinstance(v, torch.Tensor)
+            else torch.full((), float(v), dtype=dtype, device=device)
+            for v in values
+        ]
+    )
+
+
+class Agreement:
+    """What aux looks like on every rank; asked once, since ranks add their values up by place."""
+
+    __slots__ = ("seen",)
+
+    def __init__(self) -> None:
+        self.seen: str | None = None
+
+    def check(self, shape: str, group: dist.ProcessGroup) -> None:
+        """Compare with the other ranks the first time, and with that time afterwards.
+
+        Raises:
+            LossError: ranks or calls differ; all ranks raise where ranks do.
+        """
+        if self.seen is None:
+            found = gather_objects(shape, over=group)
+            if len(set(found)) > 1:
+                listed = "; ".join(f"rank {rank} has {one or 'no aux'}" for rank, one in enumerate(found))
+                raise LossError(
+                    f"the aux of ranks differs: {listed}",
+                    where="the loss function's aux",
+                    fix="return the same keys on every rank, whatever its rows are",
+                )
+            self.seen = shape
+        elif self.seen != shape:
+            raise LossError(
+                f"aux changed its structure between calls: {shape or 'none'} after {self.seen or 'none'}",
+                where="the loss function's aux",
+                fix="return the same keys in every call: ranks add them up by place",
+            )
+
+
+class AuxValues:
+    """The aux of one step: added up over micro-batches, then over ranks."""
+
+    __slots__ = ("_concats", "_pairs", "_structure")
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Any, Any]] = []
+        self._concats: list[list[torch.Tensor]] = []
+        self._structure: Any = None
+
+    def take(self, aux: Any, *, valid: bool) -> None:
+        """Add one micro-batch's; a filler's counts for nothing but gives its structure."""
+        if aux is None:
+            return
+        leaves, structure = tree.flatten(aux, is_leaf=is_combinable)
+        if self._structure is None:
+            self._structure = [leaf if isinstance(leaf, Concat) else type(leaf) for leaf in leaves], structure
+            self._pairs = [(0.0, 0.0)] * len(leaves)
+            self._concats = [[] for _ in leaves]
+        elif structure != self._structure[1]:
+            raise LossError(
+                f"aux changed its structure between micro-batches: {structure} after {self._structure[1]}",
+                where="the loss function's aux",
+                fix="return the same keys for every micro-batch",
+            )
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Concat):
+                rows = plain(leaf.value)
+                self._concats[index].append(rows if valid else rows[:0])
+            elif valid:
+                total, weight = parts_of(leaf, 1, "the loss function's aux")
+                old_total, old_weight = self._pairs[index]
+                self._pairs[index] = (old_total + plain(total), old_weight + plain(weight))
+
+    @property
+    def shape(self) -> str:
+        """What has to be equal on all ranks."""
+        if self._structure is None:
+            return ""
+        kinds, structure = self._structure
+        names = ", ".join("Concat" if isinstance(k, Concat) else k.__name__ for k in kinds)
+        return f"{names} in {structure}"
+
+    @property
+    def values(self) -> list[Any]:
+        """Totals and weights by turns, to be summed over ranks."""
+        return [value for pair in self._pairs for value in pair]
+
+    def put(self, values: Any) -> None:
+        """Take what `values` came to over all ranks."""
+        self._pairs = [(values[2 * i], values[2 * i + 1]) for i in range(len(self._pairs))]
+
+    def finish(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Any]:
+        """The metrics they make, as device tensors."""
+        if self._structure is None:
+            return {}
+        kinds, structure = self._structure
+        values: list[Any] = []
+        for index, kind in enumerate(kinds):
+            total, weight = self._pairs[index]
+            if isinstance(kind, Concat):
+                rows = torch.cat(self._concats[index])
+                values.append(rows if group is None else gather(rows, over=group, valid=len(rows)))
+            elif kind is Sum:
+                values.append(total)
+            else:
+                values.append(divide(total, weight, device).float())
+        aux = tree.unflatten(structure, values)
+        if not isinstance(aux, dict):
+            return {"aux": aux}
+        taken = RESERVED & aux.keys()
+        if taken:
+            raise LossError(
+                f"aux holds {', '.join(map(repr, sorted(taken)))}, which the step itself reports",
+                where="the loss function's aux",
+                fix="give it another name",
+            )
+        return aux

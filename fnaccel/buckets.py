@@ -1,0 +1,80 @@
+"""Gradients averaged over ranks inside a compiled graph: flat buckets, one all-reduce each.
+
+What DistributedDataParallel does with hooks (Li et al. 2020), written as plain operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch
+
+_MIB = 1 << 20
+_SMALLEST, _LARGEST = 1 * _MIB, 25 * _MIB
+_WANTED = 8
+
+
+def bucket_bytes(total: int) -> int:
+    """Size of a bucket for so many bytes of gradients: about eight buckets, of 1 to 25 MiB."""
+    return min(_LARGEST, max(_SMALLEST, -(-total // _WANTED)))
+
+
+@attrs.frozen
+class Buckets:
+    """Which gradients travel together, and where.
+
+    Attributes:
+        members: indices of gradients by bucket, last parameter first: backward makes these first.
+        group: the ranks.
+        size: how many they are; gradients are divided by it before they are summed.
+        dtype: what they are sent in; None: their own.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    group: Any
+    size: int
+    dtype: torch.dtype | None = None
+
+    def average(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The mean over ranks of each gradient; for compiled code."""
+        sent = [self._begin([grads[i] for i in bucket]) for bucket in self.members]
+        averaged = list(grads)
+        for bucket, flat in zip(self.members, sent, strict=True):
+            whole = _torch.end_collective(flat)
+            parts = whole.split([grads[i].numel() for i in bucket])
+            for index, part in zip(bucket, parts, strict=True):
+                averaged[index] = part.view(grads[index].shape).to(grads[index].dtype)
+        return averaged
+
+    def _begin(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        if self.dtype is not None:
+            flat = flat.to(self.dtype)
+        return _torch.begin_all_reduce(flat / self.size, self.group)
+
+
+def lay_out(tensors: Sequence[torch.Tensor], bucket_mb: float | None) -> tuple[tuple[int, ...], ...]:
+    """Buckets of indices, last tensor first, each of one dtype.
+
+    Args:
+        tensors: the parameters.
+        bucket_mb: MiB in a bucket; None: from the size of the model.
+    """
+    total = sum(t.numel() * t.element_size() for t in tensors)
+    most = bucket_bytes(total) if bucket_mb is None else bucket_mb * _MIB
+    buckets: list[list[int]] = []
+    filled: dict[torch.dtype, tuple[list[int], int]] = {}
+    for index in reversed(range(len(tensors))):
+        tensor = tensors[index]
+        size = tensor.numel() * tensor.element_size()
+        bucket, held = filled.get(tensor.dtype, ([], 0))
+        if not bucket or held + size > most:
+            bucket, held = [], 0
+            buckets.append(bucket)
+        bucket.append(index)
+        filled[tensor.dtype] = bucket, held + size
+    return tuple(map(tuple, buckets))

@@ -1,0 +1,145 @@
+"""What compilation costs a train step: how often, how long, and which shapes were to blame."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch, tree
+from fnaccel.errors import NotCompiledError, RecompileLimitError
+from fnaccel.transforms.compilation import Compile
+
+_SHOWN = 4
+
+
+@attrs.frozen(kw_only=True)
+class Compilation:
+    """What `torch.compile` has done for a train step so far.
+
+    Attributes:
+        scope: what is compiled: `"block"`, `"loss"` or `"step"`.
+        graphs: graphs captured, those of the first call included.
+        recompilations: later calls in which something was compiled again.
+        seconds: time of the calls in which something was compiled.
+        cache_hits, cache_misses: graphs that came from the cache on disk, and that did not.
+    """
+
+    scope: str
+    graphs: int = 0
+    recompilations: int = 0
+    seconds: float = 0.0
+    cache_hits: int = 0
+    cache_misses: int = 0
+
+
+class Meter:
+    """Watches the calls of one train step; see `Compilation`."""
+
+    def __init__(self, settings: Compile, where: str) -> None:
+        self._settings = settings
+        self._where = where
+        self._called = False
+        self._shapes: dict[str, list[str]] = {}
+        self.found = Compilation(scope=settings.scope)
+
+    def check(self) -> None:
+        """Raise RecompileLimitError where the step was compiled too often; nothing was changed."""
+        if self.found.recompilations > self._settings.limit:
+            raise self._too_often()
+
+    @contextlib.contextmanager
+    def watch(self, datas: Sequence[Any]) -> Generator[None]:
+        """In the body compiled code may run; `datas` are the micro-batches it runs on.
+
+        Raises:
+            NotCompiledError: torch can't compile it, or found nothing to compile.
+            RecompileLimitError: torch gave up compiling again.
+        """
+        for pattern, dims in self._settings.dims:
+            self._mark(datas, pattern, dims)
+        before, start = _torch.compiled_graphs(), time.perf_counter()
+        cached = _torch.compile_cache_counts()
+        try:
+            with _torch.compiling(self._settings.limit):
+                yield
+        except _torch.compile_errors() as error:
+            self._note(datas)
+            if "recompile" in f"{type(error).__name__} {error}".lower():
+                raise self._too_often() from error
+            raise NotCompiledError(
+                f"torch can't compile this step: {_first_line(error)}",
+                where=self._where,
+                fix="fa.compile(step, scope='loss') allows graph breaks; or change the line that "
+                "torch names (TORCH_LOGS=graph_breaks shows it)",
+            ) from error
+        graphs = _torch.compiled_graphs() - before
+        if graphs:
+            self._count(graphs, time.perf_counter() - start, cached)
+            self._note(datas)
+        elif not self._called:
+            raise NotCompiledError(
+                "compile was asked for, and the first call compiled nothing",
+                where=self._where,
+                fix="look for torch._dynamo.disable or a graph break at once (TORCH_LOGS=graph_breaks), "
+                "or remove fa.compile",
+            )
+        self._called = True
+
+    def _count(self, graphs: int, seconds: float, cached: tuple[int, int]) -> None:
+        hits, misses = _torch.compile_cache_counts()
+        before = self.found
+        self.found = attrs.evolve(
+            before,
+            graphs=before.graphs + graphs,
+            recompilations=before.recompilations + (1 if self._called else 0),
+            seconds=before.seconds + seconds,
+            cache_hits=before.cache_hits + hits - cached[0],
+            cache_misses=before.cache_misses + misses - cached[1],
+        )
+
+    def _note(self, datas: Sequence[Any]) -> None:
+        """Remember the shapes for which something was compiled."""
+        shapes = {"number of micro-batches": str(len(datas))}
+        for data in datas:
+            for path, value in tree.items(data):
+                if isinstance(value, torch.Tensor):
+                    shapes[path or "batch"] = f"{list(value.shape)} {value.dtype}".replace("torch.", "")
+                elif isinstance(value, int | float | str):
+                    shapes[path] = repr(value)
+        for path, shape in shapes.items():
+            known = self._shapes.setdefault(path, [])
+            if shape not in known:
+                known.append(shape)
+
+    def _mark(self, datas: Sequence[Any], pattern: str, dims: tuple[int, ...]) -> None:
+        for data in datas:
+            for path, value in tree.items(data):
+                if isinstance(value, torch.Tensor) and fnmatchcase(path, pattern):
+                    for dim in dims:
+                        if dim < value.dim():
+                            _torch.mark_dynamic(value, dim)
+
+    def _too_often(self) -> RecompileLimitError:
+        changed = [
+            f"{path} was {', '.join(shapes[-_SHOWN:])}"
+            for path, shapes in self._shapes.items()
+            if len(shapes) > 1
+        ]
+        return RecompileLimitError(
+            f"this step was compiled {self.found.recompilations} times more after its first call, and "
+            f"{self._settings.limit} are allowed: "
+            + ("; ".join(changed) or "no shape changed: a Python value that the loss reads does"),
+            where=self._where,
+            fix='say which dimensions vary, fa.compile(step, dynamic={"tokens": 1}), or pad batches to a '
+            "few shapes; fa.compile(limit=) allows more",
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,151 @@
+"""torch's fused optimizer kernels, as they are called directly and as they stand in a compiled graph.
+
+torch.compile knows no fused optimizer: in a graph each is one opaque operation of our own, which
+calls the same kernel. So a compiled update computes what an eager one does, to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fnaccel import _torch
+
+_ADAM_LIKE = (
+    "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] first, Tensor(d!)[] second, Tensor updates, "
+    "Tensor rate, float beta1, float beta2, float weight_decay, float eps, Tensor? scale, Tensor? skip) -> ()"
+)
+_SGD = (
+    "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] first, Tensor rate, float momentum, "
+    "float weight_decay, bool nesterov, Tensor? scale, Tensor? skip) -> ()"
+)
+
+
+class _Begun:
+    """How many updates compiled code has begun: after a failure, whether parameters may have changed."""
+
+    updates = 0
+
+
+def begun() -> int:
+    """How many updates have begun in compiled code, in this process."""
+    return _Begun.updates
+
+
+@functools.cache
+def _operations() -> Any:
+    """Register the operations when a step is first compiled."""
+    library = torch.library.Library("fnaccel", "DEF")
+    bodies = {
+        "adam_": (_ADAM_LIKE, functools.partial(_adam_body, _torch.fused_adam_)),
+        "adamw_": (_ADAM_LIKE, functools.partial(_adam_body, _torch.fused_adamw_)),
+        "sgd_": (_SGD, _sgd_body),
+    }
+    for name, (schema, body) in bodies.items():
+        library.define(name + schema)
+        library.impl(name, body, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fnaccel::{name}", lambda *_: None, lib=library)
+    return library, torch.ops.fnaccel
+
+
+def register() -> None:
+    """Make the operations known to torch.compile."""
+    _operations()
+
+
+def _adam_body(kernel: Any, *args: Any) -> None:
+    _Begun.updates += 1
+    _run_adam(kernel, *args)
+
+
+def _sgd_body(*args: Any) -> None:
+    _Begun.updates += 1
+    _run_sgd(*args)
+
+
+def _run_adam(
+    kernel: Any,
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    first: Sequence[torch.Tensor],
+    second: Sequence[torch.Tensor],
+    updates: torch.Tensor,
+    rate: Any,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    scale: torch.Tensor | None,
+    skip: torch.Tensor | None,
+) -> None:
+    kernel(
+        params,
+        grads,
+        first,
+        second,
+        [],
+        [updates] * len(params),
+        lr=rate,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=scale,
+        found_inf=skip,
+    )
+
+
+def _run_sgd(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    first: Sequence[torch.Tensor],
+    rate: Any,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+    scale: torch.Tensor | None,
+    skip: torch.Tensor | None,
+) -> None:
+    _torch.fused_sgd_(
+        params,
+        grads,
+        first,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        lr=rate,
+        dampening=0.0,
+        nesterov=nesterov,
+        maximize=False,
+        is_first_step=False,
+        grad_scale=scale,
+        found_inf=skip,
+    )
+
+
+def adam_(*args: Any) -> None:
+    """Adam in place; the arguments are those of `_run_adam` after the kernel."""
+    if torch.compiler.is_compiling():
+        torch.ops.fnaccel.adam_(*args)
+    else:
+        _run_adam(_torch.fused_adam_, *args)
+
+
+def adamw_(*args: Any) -> None:
+    """AdamW in place; arguments as for `adam_`."""
+    if torch.compiler.is_compiling():
+        torch.ops.fnaccel.adamw_(*args)
+    else:
+        _run_adam(_torch.fused_adamw_, *args)
+
+
+def sgd_(*args: Any) -> None:
+    """SGD in place; arguments as for `_run_sgd`."""
+    if torch.compiler.is_compiling():
+        torch.ops.fnaccel.sgd_(*args)
+    else:
+        _run_sgd(*args)
