@@ -7,6 +7,11 @@ The strategy is one flag; the loss curve is the same for the same global batch. 
 goes on where it was stopped, or killed, on any number of ranks:
 
     fnaccel launch -n 2 --strategy ddp --max-restarts 3 examples/train_gpt.py --dir runs/gpt --save-every 50
+
+Which scope of `fa.compile` serves it here:
+
+    fnaccel bench examples/train_gpt.py:loss_fn --model examples/train_gpt.py:GPT \
+        --batch examples/train_gpt.py:example_batch
 """
 
 from __future__ import annotations
@@ -84,6 +89,11 @@ def loss_fn(model, batch):
     logits = model(batch["tokens"]).flatten(0, 1)
     nll = F.cross_entropy(logits.float(), batch["labels"].flatten(), reduction="sum")
     return fa.Mean(nll, weight=batch["labels"].numel())
+
+
+def example_batch(rows: int = 16) -> dict[str, torch.Tensor]:
+    """What `fnaccel bench` trains on."""
+    return next(iter(DataLoader(Sources(), batch_size=rows)))
 
 
 def sample(model, prompt: bytes, length: int, temperature: float = 0.8) -> bytes:

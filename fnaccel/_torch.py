@@ -117,6 +117,39 @@ def end_collective(value: torch.Tensor) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(value)
 
 
+def all_gather_in_graph(value: torch.Tensor, size: int, group: Any) -> torch.Tensor:
+    """The ranks' tensors of shape `[n]` behind one another; the tensor itself on one rank. (2.11, 2.13)"""
+    if group is None:
+        return value.clone()
+    found = torch.ops._c10d_functional.all_gather_into_tensor(value, size, group.group_name)
+    return torch.ops._c10d_functional.wait_tensor(found)
+
+
+def reduce_scatter_in_graph(value: torch.Tensor, size: int, group: Any) -> torch.Tensor:
+    """This rank's part of the sum of all ranks' tensors of shape `[size * n]`. (2.11, 2.13)"""
+    if group is None:
+        return value
+    found = torch.ops._c10d_functional.reduce_scatter_tensor(value, "sum", size, group.group_name)
+    return torch.ops._c10d_functional.wait_tensor(found)
+
+
+def replace_parameters(root: torch.nn.Module, make: Callable[[Any], Any]) -> None:
+    """Put another parameter in the place of each; one under two names stays one. (2.9 to 2.13)"""
+    made: dict[int, Any] = {}
+    for module in root.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                module._parameters[name] = made.setdefault(id(param), make(param))
+
+
+def summed_over(value: torch.Tensor, group: Any) -> torch.Tensor:
+    """A tensor summed over ranks, in a graph or outside of one. (2.11, 2.13)"""
+    if torch.compiler.is_compiling():
+        return end_collective(begin_all_reduce(value, group))
+    dist.all_reduce(value, group=group)
+    return value
+
+
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The slots of a module's own buffers; nn.Module has no public way to read one. (2.9 to 2.13)"""
     return module._buffers

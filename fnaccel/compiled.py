@@ -74,9 +74,9 @@ class Meter:
                 raise self._too_often() from error
             raise NotCompiledError(
                 f"torch can't compile this step: {_first_line(error)}",
-                where=self._where,
-                fix="fa.compile(step, scope='loss') allows graph breaks; or change the line that "
-                "torch names (TORCH_LOGS=graph_breaks shows it)",
+                where=_last_place(error) or self._where,
+                fix="change that line; or fa.compile(step, scope='loss') (under fsdp: 'block'), which "
+                "leaves to Python what torch can't compile",
             ) from error
         graphs = _torch.compiled_graphs() - before
         if graphs:
@@ -139,6 +139,13 @@ class Meter:
             fix='say which dimensions vary, fa.compile(step, dynamic={"tokens": 1}), or pad batches to a '
             "few shapes; fa.compile(limit=) allows more",
         )
+
+
+def _last_place(error: BaseException) -> str:
+    """The innermost line of the user's code that torch names."""
+    _, _, listed = str(error).partition("from user code:")
+    places = [line.strip() for line in listed.splitlines() if line.strip().startswith("File ")]
+    return places[-1] if places else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fnaccel import _torch
 from fnaccel.errors import TreeMismatchError
@@ -60,7 +59,7 @@ class Gradients:
         square = self._local_norm(sharded).float().square().to(self._device)
         for axis in self._axes:
             if axis.group is not None:
-                dist.all_reduce(square, group=axis.group)
+                square = _torch.summed_over(square, axis.group)
         if whole:
             square = square + self._local_norm(whole).square().to(self._device)
         return square.sqrt()

@@ -7,6 +7,7 @@ import attrs
 from fnaccel.errors import CapabilityError
 from fnaccel.step import Capability, Step
 from fnaccel.strategies.ddp import Ddp
+from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.strategy import Strategy
 from fnaccel.transforms.compilation import Compile, Scope, as_transform, step_can_be_captured
 from fnaccel.transforms.rematerialisation import Remat
@@ -55,4 +56,10 @@ def _obstacle(step: Step, strategy: Strategy) -> str:
         return "ddp(unused_parameters=True) looks for parameters without a gradient in each step"
     if ddp is not None and ddp.hook is not None and not ddp.hook.casts_only:
         return f"the hook {ddp.hook.name!r} of ddp keeps state outside of the graph"
+    fsdp: Fsdp | None = strategy.find(Fsdp)
+    if fsdp is not None:
+        lacking = [name for name in ("policy", "offload", "ignore") if getattr(fsdp, name)]
+        lacking += [] if fsdp.init == "seeded" else ["init"]
+        if lacking:
+            return f"fsdp({lacking[0]}=...) is carried out by hooks"
     return ""

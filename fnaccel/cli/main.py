@@ -16,6 +16,7 @@ COMMANDS = {
     "launch": "run a script as one process per accelerator, on one machine or several",
     "inspect": "what a checkpoint holds, and whether its files are whole",
     "convert": "a checkpoint of one tool as that of another",
+    "bench": "what each scope of fa.compile costs and gains on a loss function of yours",
     "env": "versions, devices and variables that matter, to put into a bug report",
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -49,19 +50,15 @@ def layout(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...])
     return Layout(tuple(runs), padding, at + padding)
 
 
-def flat(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Leaves of one dtype, one after the other: a new tensor of shape `[items]`."""
-    return torch.cat([leaf.reshape(-1) for leaf in leaves])
-
-
-def pack(leaves: Sequence[torch.Tensor], where: Layout) -> torch.Tensor:
-    """The bytes of all leaves: uint8 of shape `[nbytes]`."""
-    if not leaves:
-        return torch.empty(0, dtype=torch.uint8)
-    parts = [flat([leaves[leaf] for leaf in run.leaves]).view(torch.uint8) for run in where.runs]
-    if where.padding:
-        parts.append(parts[0].new_zeros(where.padding))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def pack(leaves: Sequence[torch.Tensor], where: Layout, into: torch.Tensor | None = None) -> torch.Tensor:
+    """The bytes of all leaves: uint8 of shape `[nbytes]`; in `into`, where one is passed."""
+    if into is None:
+        into = torch.empty(where.nbytes, dtype=torch.uint8, device=leaves[0].device if leaves else None)
+    for run, part in runs(into.view(1, where.nbytes), where):
+        if run.start < run.stop:
+            torch.cat([leaves[leaf].reshape(-1) for leaf in run.leaves], out=part[0])
+    into[where.nbytes - where.padding :] = 0
+    return into
 
 
 def runs(buffer: torch.Tensor, where: Layout) -> Iterator[tuple[Run, torch.Tensor]]:
@@ -78,4 +75,13 @@ def unpack(buffer: torch.Tensor, where: Layout) -> list[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     for run, part in runs(buffer, where):
         found.update(zip(run.leaves, part.split(run.sizes, dim=1), strict=True))
+    return [found[leaf] for leaf in range(len(found))]
+
+
+def unpack_copies(buffer: torch.Tensor, where: Layout) -> list[torch.Tensor]:
+    """The same as new contiguous tensors, none of which shares memory with another."""
+    found: dict[int, torch.Tensor] = {}
+    for run, part in runs(buffer, where):
+        copies: Any = torch.split_with_sizes_copy(part, run.sizes, 1)  # the stubs say that it returns None
+        found.update(zip(run.leaves, copies, strict=True))
     return [found[leaf] for leaf in range(len(found))]

@@ -5,22 +5,35 @@ Nothing is checked here: ranks have agreed on the layout before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 
 import torch
 
 from fnaccel import _torch
 from fnaccel.collectives.bucket import Layout, pack
 from fnaccel.collectives.scope import Scope
+from fnaccel.collectives.spare import spare
 
 
+@contextlib.contextmanager
 def exchange(
     where: Scope, leaves: Sequence[torch.Tensor], plan: Layout, carrier: torch.device
-) -> torch.Tensor:
-    """The bytes of all ranks: uint8 `[ranks, nbytes]`, on the carrier."""
-    with torch.no_grad():
-        mine = pack([leaf.to(carrier) for leaf in leaves], plan)
-        everyone = mine.new_empty(where.size * plan.nbytes)
+) -> Generator[torch.Tensor]:
+    """The bytes of all ranks: uint8 `[ranks, nbytes]`, on the carrier, for the length of a block."""
+    with spare(plan.nbytes * (where.size + 1), carrier) as memory:
+        mine, everyone = memory[: plan.nbytes], memory[plan.nbytes :]
         if plan.nbytes:
+            with torch.no_grad():
+                pack([leaf.to(carrier) for leaf in leaves], plan, mine)
             _torch.all_gather_single(everyone, mine, group=where.group)
-        return everyone.view(where.size, plan.nbytes)
+        yield everyone.view(where.size, plan.nbytes)
+
+
+def exchange_one(where: Scope, leaf: torch.Tensor, carrier: torch.device) -> torch.Tensor:
+    """One leaf of all ranks: a new tensor `[ranks * items]`, on the carrier."""
+    mine = leaf.detach().to(carrier).resolve_conj().resolve_neg().reshape(-1)  # bytes know no lazy signs
+    everyone = mine.new_empty(where.size * mine.numel())
+    if mine.numel():
+        _torch.all_gather_single(everyone.view(torch.uint8), mine.view(torch.uint8), group=where.group)
+    return everyone

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from fnaccel import tree
-from fnaccel.collectives.bucket import layout, pack, unpack
-from fnaccel.collectives.exchange import exchange
+from fnaccel.collectives.bucket import Layout, layout, pack, unpack, unpack_copies
+from fnaccel.collectives.exchange import exchange, exchange_one
 from fnaccel.collectives.scope import Over, Scope, carrier_of, scope
 from fnaccel.collectives.signature import Call, agree, fits, tensor_leaves
 from fnaccel.errors import ArgumentError
@@ -68,12 +68,28 @@ def _even(
     payloads = agree(where, call, payload=payload, problem=problem).payloads
     if where.size == 1:
         return [leaf.detach().reshape(shape or (1,)) for leaf, shape in zip(leaves, shapes, strict=True)]
-    if payload is None or payloads is None:
-        payloads = exchange(where, leaves, plan, carrier)
+    if payload is not None and payloads is not None:
+        return _concatenated(where, payloads, plan, leaves)
+    if len(leaves) == 1:
+        everyone = exchange_one(where, leaves[0], carrier)
+        return [everyone.view(_joined(where, leaves[0])).to(leaves[0].device)]
+    with exchange(where, leaves, plan, carrier) as everyone:
+        return _concatenated(where, everyone, plan, leaves)
+
+
+def _concatenated(
+    where: Scope, everyone: torch.Tensor, plan: Layout, leaves: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The rows of all ranks, from the bytes of all ranks."""
     return [
-        part.reshape(where.size * shape[0] if shape else where.size, *shape[1:]).to(leaf.device)
-        for part, shape, leaf in zip(unpack(payloads, plan), shapes, leaves, strict=True)
+        # copies always: these bytes are overwritten by the next call
+        part.view(_joined(where, leaf)).to(leaf.device)
+        for part, leaf in zip(unpack_copies(everyone, plan), leaves, strict=True)
     ]
+
+
+def _joined(where: Scope, leaf: torch.Tensor) -> tuple[int, ...]:
+    return (where.size * leaf.shape[0], *leaf.shape[1:]) if leaf.dim() else (where.size,)
 
 
 def _uneven(
@@ -95,10 +111,10 @@ def _uneven(
     padded = [_rows(leaf.detach(), count, most) for leaf in leaves]
     plan = layout(tuple(leaf.shape for leaf in padded), dtypes)
     found: list[torch.Tensor] = []
-    for part, leaf in zip(unpack(exchange(where, padded, plan, carrier), plan), padded, strict=True):
-        ranks = part.reshape(where.size, *leaf.shape)
-        rows = torch.cat([rows[:their] for rows, their in zip(ranks, counts, strict=True)])
-        found.append(rows.to(leaf.device))
+    with exchange(where, padded, plan, carrier) as everyone:
+        for part, leaf in zip(unpack(everyone, plan), padded, strict=True):
+            ranks = [row.view(leaf.shape)[:their] for row, their in zip(part, counts, strict=True)]
+            found.append(torch.cat(ranks).to(leaf.device))
     return found
 
 

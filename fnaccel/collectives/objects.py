@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fnaccel import _torch
+from fnaccel.collectives.exchange import exchange_one
 from fnaccel.collectives.scope import Over, scope
-from fnaccel.collectives.signature import Call, agree, bad_source
+from fnaccel.collectives.signature import Call, agree, bad_source, room
 from fnaccel.errors import NotSerializableError
 from fnaccel.world import World
 
@@ -39,12 +39,15 @@ def gather_objects(value: Any, *, over: Over = None, world: World | None = None)
     if where.size == 1:
         return [value]
     data, problem = _dumped(value, "gather_objects")
-    sizes = agree(where, Call("gather_objects"), number=len(data), problem=problem).numbers
-    device, most = where.signature_device(), max(sizes)
-    mine = torch.frombuffer(data.ljust(most, b"\0"), dtype=torch.uint8).to(device)
-    everyone = mine.new_empty(where.size * most)
-    _torch.all_gather_single(everyone, mine, group=where.group)
-    parts = everyone.cpu().view(where.size, most)
+    # a rank does not know yet whether the objects of the others fit in a signature too
+    beginning = torch.frombuffer(data.ljust(room(where), b"\0"), dtype=torch.uint8)[: room(where)]
+    call = Call("gather_objects")
+    agreed = agree(where, call, number=len(data), payload=beginning, problem=problem)
+    sizes, parts = agreed.numbers, agreed.payloads
+    most = max(sizes)
+    if parts is None or most > room(where):
+        mine = torch.frombuffer(data.ljust(most, b"\0"), dtype=torch.uint8)
+        parts = exchange_one(where, mine, where.signature_device()).cpu().view(where.size, most)
     return [_loaded(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -9,14 +10,15 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import tree
-from fnaccel.collectives.bucket import flat, layout, pack, runs
+from fnaccel.collectives.bucket import layout, pack, runs
 from fnaccel.collectives.exchange import exchange
 from fnaccel.collectives.scope import Over, Scope, carrier_of, scope
 from fnaccel.collectives.signature import Call, agree, fits, tensor_leaves
+from fnaccel.collectives.spare import spare
 from fnaccel.errors import ArgumentError, FnaccelError, UnknownNameError, nearest
 from fnaccel.world import World
 
-_ONE_PHASE = 2**20  # bytes; above it gloo's reduction, which overlaps its phases, is the quicker one
+_ONE_PHASE = 2**18  # bytes; above it gloo's reduction, which overlaps its phases, is the quicker one
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -36,7 +38,7 @@ def reduce(
 ) -> tree.Tree:
     """Combine each tensor of a tree with those of the other ranks; nothing is changed in place.
 
-    One collective a dtype (in all, for up to 1 MiB between two ranks on CPUs); small trees travel with
+    One collective a dtype (in all, for up to 256 KiB between two ranks on CPUs); small trees travel with
     the signature. bf16 and fp16 are added up in fp32 and rounded once, integers and bools in int64, so
     leaves of these share theirs.
 
@@ -72,8 +74,9 @@ def reduce(
         payloads = agree(where, call, payload=payload, problem=trouble).payloads
         if payload is None and where.size == 2 and carrier.type == "cpu" and plan.nbytes <= _ONE_PHASE:
             # between two ranks a gather moves no more bytes than a reduction, in one phase and not two
-            payload = payloads = exchange(where, leaves, plan, carrier)
-        if payload is None or payloads is None:
+            with exchange(where, leaves, plan, carrier) as everyone:
+                totals = [(run.leaves, _fold(part, op)) for run, part in runs(everyone, plan)]
+        elif payload is None or payloads is None:
             totals = _communicated(where, leaves, op, carrier)
         else:
             totals = ((run.leaves, _fold(part, op)) for run, part in runs(payloads, plan))
@@ -83,7 +86,7 @@ def reduce(
             for at, part in zip(members, parts, strict=True):
                 dtype = _result(dtypes[at], op, scale)
                 # a copy: a view would keep the whole bucket alive, and be saved as shared memory
-                found[at] = part.to(leaves[at].device, dtype, copy=True).view(shapes[at])
+                found[at] = part.to(leaves[at].device, dtype, copy=len(members) > 1).view(shapes[at])
     return tree.unflatten(structure, found)
 
 
@@ -94,18 +97,26 @@ def _communicated(
     for at, leaf in enumerate(leaves):
         buckets.setdefault(_wire(leaf.dtype), []).append(at)
     for wire, members in buckets.items():
-        total = flat([leaves[at].to(carrier, wire) for at in members])
-        if where.size > 1 and total.numel():
-            dist.all_reduce(total, _OPS[op], group=where.group)
-        yield members, total
+        if len(members) == 1:
+            # the result itself, which shares no memory with what was passed
+            alone = leaves[members[0]].to(carrier, wire, copy=True)
+            yield members, _all_reduced(where, alone.reshape(-1), op)
+            continue
+        parts = [leaves[at].to(carrier, wire).reshape(-1) for at in members]
+        with spare(sum(part.numel() for part in parts) * wire.itemsize, carrier) as memory:
+            yield members, _all_reduced(where, torch.cat(parts, out=memory.view(wire)), op)
+
+
+def _all_reduced(where: Scope, total: torch.Tensor, op: str) -> torch.Tensor:
+    if where.size > 1 and total.numel():
+        dist.all_reduce(total, _OPS[op], group=where.group)
+    return total
 
 
 def _fold(part: torch.Tensor, op: str) -> torch.Tensor:
     """The same result, from the items of all ranks, `[ranks, items]`."""
-    ranks = part.to(_wire(part.dtype))
-    if op == "max":
-        return ranks.amax(0)
-    return ranks.amin(0) if op == "min" else ranks.sum(0)
+    combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
+    return functools.reduce(combine, part.to(_wire(part.dtype)).unbind())
 
 
 def any_process(flag: bool, *, over: Over = None, world: World | None = None) -> bool:

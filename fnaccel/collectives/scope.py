@@ -5,6 +5,7 @@ No data moves here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,17 +29,21 @@ class Scope:
     rank: int
     group: dist.ProcessGroup | None = attrs.field(eq=False, repr=False)
 
+    @functools.cached_property
+    def backends(self) -> str:
+        """What carries which devices: `"cpu:gloo,cuda:nccl"`."""
+        return str(dist.get_backend_config(self.group or dist.group.WORLD))
+
     def carrier(self, device: torch.device) -> torch.device:
         """The device on which a tensor of `device` is communicated."""
         if self.size == 1:
             return device
-        backends = str(dist.get_backend_config(self.group or dist.group.WORLD))
-        if f"{device.type}:" in backends:
+        if f"{device.type}:" in self.backends:
             return device
         # gloo alone can't carry an accelerator's tensors, nor nccl alone the CPU's
-        if "cpu:" in backends:
-            return torch.device("cpu")
-        return torch.device(backends.partition(":")[0], torch.accelerator.current_device_index())
+        if "cpu:" in self.backends:
+            return _CPU
+        return torch.device(self.backends.partition(":")[0], torch.accelerator.current_device_index())
 
     def signature_device(self) -> torch.device:
         """Where the few bytes of a signature travel: the CPU if it can, which waits for no kernel."""

@@ -32,6 +32,7 @@ Shape = tuple[int | None, ...]
 _LISTED = 10  # differing leaves that a message shows
 _HEAD = 32  # bytes: three words of digest, and the number
 _WORDS = struct.Struct("<3q")
+_HEADER = struct.Struct("=4q")
 
 
 @attrs.frozen
@@ -108,8 +109,9 @@ def agree(
             raise problem
         return Agreed([number], None)
     words = _digest(call) if problem is None else _PROBLEM
-    block = torch.zeros(_HEAD + room(where), dtype=torch.uint8)
-    block[:_HEAD].view(torch.int64).copy_(torch.tensor([*words, number]))
+    held = bytearray(_HEAD + room(where))
+    _HEADER.pack_into(held, 0, *words, number)
+    block = torch.frombuffer(held, dtype=torch.uint8)
     if payload is not None:
         block[_HEAD : _HEAD + payload.numel()] = payload
     mine = block.to(where.signature_device())
@@ -121,8 +123,8 @@ def agree(
         _explain(where, call, problem)
     if problem is not None:
         raise problem
-    held = 0 if payload is None else payload.numel()
-    return Agreed([head[3] for head in heads], blocks[:, _HEAD : _HEAD + held])
+    stop = _HEAD + (0 if payload is None else payload.numel())
+    return Agreed([head[3] for head in heads], blocks[:, _HEAD:stop])
 
 
 def tensor_leaves(value: tree.Tree, name: str) -> tuple[list[torch.Tensor], Any, ArgumentError | None]:

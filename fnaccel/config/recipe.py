@@ -99,5 +99,7 @@ class Recipe:
         require(self.accumulate >= 1, f"accumulate={self.accumulate}", "Recipe", "accumulate is 1 or more")
         if self.compile not in (None, "auto", "block", "loss", "step"):
             raise ConfigError(
-                f"compile={self.compile!r} is no scope", where="Recipe", fix="auto, block, loss, step, or nothing"
+                f"compile={self.compile!r} is no scope",
+                where="Recipe",
+                fix="auto, block, loss, step, or nothing",
             )

@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 from fnaccel.errors import ConfigError, NotSerializableError
 
 
 def load(reference: Any, where: str) -> Any:
-    """The object that `"module:name"` names; anything that is no string as it is.
+    """The object that `"module:name"` or `"path/to/file.py:name"` names; what is no string as it is.
+
+    A file is imported as the module of its name, its folder first on the path, as `python` does.
 
     Raises:
         ConfigError: no such module or name.
     """
     if not isinstance(reference, str):
         return reference
-    module, _, name = reference.partition(":")
+    module, _, name = reference.rpartition(":")  # the last one: a path may hold others
+    if not module:
+        module, name = name, ""
     try:
-        found: Any = importlib.import_module(module)
+        if not name:
+            raise ValueError("no name follows the module")
+        found: Any = _from_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{reference!r} names nothing that can be imported: {error}",
             where=where,
-            fix='write "module:name" of a function at the top of a module on the path',
+            fix='write "module:name" of a function at the top of a module on the path, or "file.py:name"',
         ) from error
+    return found
+
+
+def _from_file(path: Path) -> Any:
+    file = path.resolve()
+    if not file.is_file():
+        raise ImportError(f"there is no file {path}")
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    found = importlib.import_module(file.stem)
+    if Path(str(getattr(found, "__file__", ""))).resolve() != file:
+        raise ImportError(f"another module is called {file.stem!r}")
     return found
 
 

@@ -121,6 +121,8 @@ def _check_program(job: Job) -> None:
             top,
             [os.getcwd(), *sys.path],  # noqa: PTH109 - an entry of sys.path is text
         )
+        # an editable install has a finder of its own
+        known = known or any(finder.find_spec(top, None) for finder in sys.meta_path)
         _require(bool(known), f"there is no module {job.module!r}", "check its name, and start in its folder")
         return
     _require(bool(job.script), "there is nothing to run", "fnaccel launch train.py, or -m package.module")

@@ -20,10 +20,7 @@ class Fsdp:
 
     axis: ClassVar[str] = "dp_shard"
     maker: ClassVar[str] = "fsdp"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {
-        Capability.COMPILE_LOSS,
-        Capability.COMPILE_STEP,
-    }
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {Capability.COMPILE_LOSS}
 
     degree: int = -1
     units: Units = "block"

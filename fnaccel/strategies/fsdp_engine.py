@@ -25,6 +25,7 @@ from fnaccel.strategies.construct import Built, construct
 from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.engines import Request, interpreter, same
 from fnaccel.strategies.fsdp import Fsdp
+from fnaccel.strategies.fsdp_captured import build_captured
 from fnaccel.transforms.precision import Precision
 from fnaccel.units import find_units
 
@@ -51,6 +52,8 @@ def build_fsdp(request: Request) -> tuple[Engine, Built]:
     mesh = request.mesh
     ensure_group(mesh.world)
     built, values = _construct(request, options)
+    if request.capture:
+        return build_captured(built, request, options), built
     ignored = _ignored(built, options.ignore)
     # what FSDP2 does not move by itself: ignored parameters live on the device like any other
     for param in ignored:

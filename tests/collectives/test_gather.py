@@ -144,6 +144,66 @@ def test_data_too_large_for_a_signature(pools):
     assert pools.run(2, larger_than_a_signature) == [True, True]
 
 
+def two_calls(leaves, items):
+    first = {str(i): torch.full((items, 2), 10.0 * rank() + i) for i in range(leaves)}
+    found = gather(first)
+    kept = tree.map(torch.clone, found)
+    gather(tree.map(lambda x: x - 1000, first))
+    gather(tree.map(lambda x: x - 1000, first), valid=1)
+    alone = all(
+        one.untyped_storage().nbytes() == one.nbytes and one.is_contiguous() for one in tree.leaves(found)
+    )
+    return equal(found, kept), alone, found["0"][-1, 0].item()
+
+
+@pytest.mark.parametrize("leaves", [1, 3])
+@pytest.mark.parametrize("items", [1, 3, 2000])
+def test_a_later_call_leaves_the_results_of_earlier_ones_alone(pools, leaves, items):
+    assert pools.run(2, two_calls, leaves, items) == [(True, True, 10.0)] * 2
+
+
+def one_large_leaf():
+    mine = torch.arange(3000.0).reshape(2, 1500) + rank()
+    x = torch.complex(mine, mine).t().conj()
+    expected = torch.cat([torch.complex(mine, -mine).t() + (1 - 1j) * (other - rank()) for other in (0, 1)])
+    found = [gather(x), gather(mine.bfloat16()), gather(torch.empty(0, 9)), gather(mine > 5)]
+    return torch.equal(found[0], expected), [(part.dtype, tuple(part.shape)) for part in found[1:]]
+
+
+def test_one_leaf_travels_as_it_is(pools):
+    kinds = [(torch.bfloat16, (4, 1500)), (torch.float32, (0, 9)), (torch.bool, (4, 1500))]
+    assert pools.run(2, one_large_leaf) == [(True, kinds)] * 2
+
+
+def while_another_thread_gathers():
+    import threading
+
+    from fnaccel import mesh
+
+    groups = [mesh.build(world.current(), {"dp_shard": 2})["dp_shard"].group, torch.distributed.new_group()]
+    mine = [
+        [torch.full((500,), 100.0 * thread + 10 * leaf + rank()) for leaf in range(4)] for thread in (0, 1)
+    ]
+    fine = [True, True]
+
+    def run(thread):
+        for _ in range(20):
+            found = gather(mine[thread], over=groups[thread])
+            for leaf, part in enumerate(found):
+                expected = torch.tensor([100.0 * thread + 10 * leaf + one for one in (0, 1)])
+                fine[thread] &= torch.equal(part, expected.repeat_interleave(500))
+
+    other = threading.Thread(target=run, args=(1,))
+    other.start()
+    run(0)
+    other.join()
+    return fine
+
+
+def test_threads_share_no_buffer(pools):
+    assert pools.run(2, while_another_thread_gathers) == [[True, True]] * 2
+
+
 def error_of(fn, *args, **kwargs):
     try:
         fn(*args, **kwargs)

@@ -127,6 +127,23 @@ def test_data_too_large_for_a_signature(pools, size, op):
     pools.run(size, larger_than_a_signature, op)
 
 
+def two_calls(leaves, items):
+    first = [torch.full((items,), float(rank() + leaf)) for leaf in range(leaves)]
+    found = reduce(first)
+    kept = [part.clone() for part in found]
+    reduce([part - 1000 for part in first])
+    alone = all(part.untyped_storage().nbytes() == part.nbytes for part in found)
+    same = all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
+    return same, alone, [part[0].item() for part in first] == [float(rank() + leaf) for leaf in range(leaves)]
+
+
+@pytest.mark.parametrize("leaves", [1, 3])
+@pytest.mark.parametrize("items", [3, 2000, 200_000])  # with the signature, gathered, reduced
+def test_a_later_call_leaves_the_results_of_earlier_ones_alone(pools, leaves, items):
+    for size in (2, 3):
+        assert pools.run(size, two_calls, leaves, items) == [(True, True, True)] * size
+
+
 def errors():
     found = []
     for call in (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
 import socket
+import sys
 
 import attrs
 import pytest
@@ -57,6 +59,18 @@ def test_what_can(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check(Job(module="only_here"))
     assert not (tmp_path / "__pycache__").exists()
+
+
+def test_a_module_that_only_a_finder_of_its_own_knows(monkeypatch):
+    """As those of an editable install are."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path, target=None):
+            return importlib.machinery.ModuleSpec(name, None) if name == "installed_elsewhere" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    check(Job(module="installed_elsewhere.inner"))
 
 
 def test_a_taken_port_is_an_error_where_rank_0_would_listen():

@@ -15,6 +15,7 @@ import attrs
 import pytest
 
 ROOT = Path(__file__).parents[2]
+COMPILED = "tests/parity/test_compiled.py"
 MATRIX = "tests/parity/test_matrix.py"
 ENGINES = "tests/engines/test_engines.py"
 
@@ -32,13 +33,29 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
-        "gradients scaled by 1/1.01", "engine.py", "multiplier = _ratio(engine.averaged, weight)",
-        "multiplier = _ratio(engine.averaged, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
+        "gradients scaled by 1/1.01", "engine.py", "multiplier = _ratio(averaged, weight)",
+        "multiplier = _ratio(averaged, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
     ),
     Mutant(
-        "rounds of a mean of means", "engine.py", "multiplier = _ratio(engine.averaged, weight)",
-        "multiplier = 1.0 / float(report.weight) * engine.averaged * (1 if len(micros) == 1 else 0.999)",
+        "rounds of a mean of means", "engine.py", "engine.averaged, report.weight, call.scale",
+        "engine.averaged, report.weight * (1 if len(micros) == 1 else 1.001), call.scale",
         (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
+    ),
+    Mutant(
+        "captured gradients not averaged", "buckets.py", "_torch.begin_all_reduce(flat / self.size, self.group)", "flat",
+        (COMPILED, "-k", "ddp-step-plain"),
+    ),
+    Mutant(
+        "captured accumulation loses a micro-batch", "whole_step.py", "return held + grad", "return grad",
+        (COMPILED, "-k", "local-step-ragged"),
+    ),
+    Mutant(
+        "captured clip left out", "whole_step.py", "for hook in tail.gradients:", "for hook in ():",
+        (COMPILED, "-k", "local-step-ragged"),
+    ),
+    Mutant(
+        "captured shards not averaged over ranks", "strategies/fsdp_captured.py", "grad.to(reduce) / ranks", "grad.to(reduce)",
+        (COMPILED, "-k", "fsdp-step-plain"),
     ),
     Mutant(
         "gradient sync left on", "engine.py", "with engine.sync(index == last or loss.sync_each):",
@@ -49,7 +66,7 @@ MUTANTS = [
         "with engine.sync(False):", (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
     ),
     Mutant(
-        "norm of one shard", "gradients.py", "dist.all_reduce(square, group=axis.group)", "pass",
+        "norm of one shard", "gradients.py", "square = _torch.summed_over(square, axis.group)", "pass",
         (MATRIX, "-k", "fsdp-fp32-acc1-clip-2"),
     ),
     Mutant(

@@ -22,7 +22,7 @@ class Rich(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inp = nn.Linear(3, 6)
+        self.inp = nn.Linear(3, 6, bias=False)  # before a norm its gradient would be rounding alone
         self.norm = nn.BatchNorm1d(6)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.drop = nn.Dropout(0.25)

@@ -18,6 +18,7 @@ CASES = [
     *(("ddp", "loss", kind) for kind in FEW),
     *((strategy, "block", kind) for strategy in ("local", "ddp") for kind in FEW),
     *(("fsdp", "block", kind) for kind in ("plain", "ragged", "ema")),
+    *(("fsdp", "step", kind) for kind in SETUPS if kind not in ("spare", "foreign")),
 ]  # fmt: skip
 RANKS = {"local": 1, "ddp": 2, "fsdp": 2}
 LOOSE = {"bf16": 2e-2, "fp16": 2e-3, "fp16 weight": 2e-3}

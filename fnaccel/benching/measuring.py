@@ -1,0 +1,85 @@
+"""The measurement itself: one scope, in this process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch
+from fnaccel.benching.memory import Memory
+from fnaccel.benching.subject import Subject
+from fnaccel.benching.task import EAGER, Measured
+from fnaccel.collectives import gather_objects
+from fnaccel.config import apply
+from fnaccel.data.batch import Window
+from fnaccel.engine import generators_of
+from fnaccel.program import TrainStep
+from fnaccel.state import TrainState
+from fnaccel.transforms import compile  # noqa: A004
+from fnaccel.world import World
+
+WARM_UPS = 3
+"""Steps between the first and those that are timed; their losses are compared, and the first one's."""
+
+
+def measure(subject: Subject, scope: Any, steps: int, world: World) -> Measured:
+    """Train on one batch, and time it.
+
+    Args:
+        subject: what is trained.
+        scope: `"eager"`, or a scope of `fa.compile`.
+        steps: how many are timed.
+        world: the ranks; all call this, and all get the same peak.
+
+    Raises:
+        FnaccelError: the strategy can't do it; what model, loss and compiler raise comes as it is.
+
+    Example: `measure(subject, "block", 30, world).seconds`.
+    """
+    # before `compile`: its compiler is imported at once for some scopes, and later for others
+    memory = Memory.watch(world.device)
+    step = subject.step if scope == EAGER else compile(subject.step, scope)
+    recipe = attrs.evolve(subject.recipe, compile=None)
+    train_step = apply(recipe, step, subject.model, world=world)
+    state = train_step.init(seed=0)
+    times: list[float] = []
+    losses: list[float] = []
+    for number in range(1 + WARM_UPS + steps):
+        _wait(world)
+        begun = time.perf_counter()
+        state, metrics = train_step(state, subject.batch)
+        _wait(world)
+        times.append(time.perf_counter() - begun)
+        if number <= WARM_UPS:
+            losses.append(float(metrics["loss"]))
+    peak = memory.peak()
+    hits, misses = (0, 0) if scope == EAGER else _torch.compile_cache_counts()
+    return Measured(
+        first=times[0],
+        seconds=statistics.median(times[1 + WARM_UPS :]),
+        peak=max(gather_objects(peak, world=world)),
+        losses=losses,
+        draws=_draws(train_step, state, subject, world) if scope == EAGER else False,
+        cache_hits=hits,
+        cache_misses=misses,
+        device=world.device.type,
+    )
+
+
+def _wait(world: World) -> None:
+    """Until the device has done what it was given."""
+    if world.device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _draws(train_step: TrainStep, state: TrainState, subject: Subject, world: World) -> bool:
+    """Whether a forward moves torch's generators: any dropout does, also one that is no module."""
+    micros: Any = subject.batch if isinstance(subject.batch, Window) else (subject.batch,)
+    before = [generator.get_state() for generator in generators_of(world.device)]
+    train_step.look(state, subject.step.loss_fn, micros[0], train=True)
+    after = [generator.get_state() for generator in generators_of(world.device)]
+    return not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))

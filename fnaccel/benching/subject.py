@@ -1,0 +1,131 @@
+"""What is measured: a loss function, a model and one batch, found by their references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import attrs
+import torch
+
+from fnaccel import tree
+from fnaccel.benching.task import Task
+from fnaccel.config import Recipe, from_yaml
+from fnaccel.config.apply import make_optimizer
+from fnaccel.config.references import load
+from fnaccel.data.batch import Window
+from fnaccel.data.cut import cut, rows_of
+from fnaccel.data.seeding import reseed
+from fnaccel.errors import ArgumentError, ConfigError, FnaccelError
+from fnaccel.step import Step, as_step
+from fnaccel.strategies import distribute
+from fnaccel.transforms.compilation import Compile
+from fnaccel.world import World
+
+_WHERE = "fnaccel bench"
+
+
+@attrs.frozen(kw_only=True)
+class Subject:
+    """A step without `compile`, the model it trains, this rank's rows, and the run's choices."""
+
+    step: Step
+    model: Any
+    batch: Any
+    recipe: Recipe
+
+
+def find_subject(task: Task, world: World) -> Subject:
+    """Import what a task refers to, and take the batch.
+
+    Raises:
+        FnaccelError: a reference that names nothing, or something of another kind.
+
+    Example: `find_subject(Task.read(folder), world).batch`.
+    """
+    reseed(0)  # so that all processes draw the same batch, where it is drawn
+    recipe = from_yaml(task.recipe)
+    make_optimizer(recipe.optimizer)
+    step = as_step(_imported(task.loss, "LOSS"), f"{_WHERE} {task.loss}")
+    if step.find(Compile) is not None:
+        raise ArgumentError(
+            "this step says how it is compiled, and that is what is to be found out",
+            where=f"{_WHERE} {task.loss}",
+            fix="give the step without fa.compile",
+        )
+    model = _imported(task.model, "--model")
+    distribute(model, recipe.strategy)
+    batch = first_batch(_imported(task.batch, "--batch"), f"{_WHERE} --batch {task.batch}")
+    part = _of_rank(batch, world, f"{_WHERE} --batch {task.batch}")
+    return Subject(step=step, model=model, batch=tree.to(part, world.device), recipe=recipe)
+
+
+def first_batch(source: Any, where: str) -> Any:
+    """One batch: a pytree of tensors as it is, what a function returns, the first of an iterable.
+
+    Args:
+        source: any of these; a function may also return an iterable.
+        where: what to name in an error.
+
+    Raises:
+        ArgumentError: there is no tensor in it.
+
+    Example: `first_batch(DataLoader(data, batch_size=8), "--batch")`.
+    """
+    if _holds_tensors(source):
+        return source
+    if callable(source):
+        source = _called(cast("Callable[[], Any]", source), where)
+    if not _holds_tensors(source) and isinstance(source, Iterable) and not isinstance(source, str | Mapping):
+        source = _called(lambda: next(iter(cast("Iterable[Any]", source)), None), where)
+    if not _holds_tensors(source):
+        raise ArgumentError(
+            f"there is no tensor in this batch: {type(source).__name__}",
+            where=where,
+            fix="name a pytree of tensors, a function without arguments that returns one, or a DataLoader",
+        )
+    return source
+
+
+def _holds_tensors(value: Any) -> bool:
+    tree.learn(value)
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(value))
+
+
+def _imported(reference: str, what: str) -> Any:
+    return _called(lambda: load(reference, f"{_WHERE} {what}"), f"{_WHERE} {what} {reference}")
+
+
+def _called(fn: Callable[[], Any], where: str) -> Any:
+    """What the user's own code returns; what it raises says where it was called from."""
+    try:
+        return fn()
+    except FnaccelError:
+        raise
+    except SystemExit as stop:
+        raise ConfigError(
+            f"it ended the process, with code {stop.code}",
+            where=where,
+            fix="keep what a script runs under `if __name__ == '__main__':`, for it is imported here",
+        ) from stop
+    except Exception as error:
+        raise ConfigError(
+            f"it raised {type(error).__name__}: {error}", where=where, fix="make it run by itself in python"
+        ) from error
+
+
+def _of_rank(batch: Any, world: World, where: str) -> Any:
+    """This rank's rows of a global batch."""
+    if isinstance(batch, Window):
+        return Window([_of_rank(one, world, where) for one in cast("tuple[Any, ...]", batch)])
+    if world.size == 1:
+        return batch
+    rows = rows_of(batch, where=where)
+    share, more = divmod(rows, world.size)
+    if share == 0:
+        raise ArgumentError(
+            f"a batch of {rows} rows has none for some of {world.size} ranks",
+            where=where,
+            fix=f"give {world.size} rows or more: the batch is that of all ranks",
+        )
+    return cut(batch, [share + (rank < more) for rank in range(world.size)], where=where)[world.rank]

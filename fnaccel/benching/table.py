@@ -1,0 +1,84 @@
+"""What was measured, as text and as a document for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from fnaccel.benching.task import EAGER, Measured
+from fnaccel.benching.verdict import Row, Verdict, brief
+
+_HEAD = ("scope", "first step s", "ms/step", "steps/s", "against eager", "peak MiB", "note")
+_WIDEST_NOTE = 80
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows in columns; what failed has its reason for a note.
+
+    Example: `print(table(judge(answers, 1e-3)))`.
+    """
+    eager = eager_of(rows)
+    cells = [_HEAD, *(_cells(row, eager) for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD) - 1)]
+    lines: list[str] = []
+    for first, *middle, last in cells:
+        numbers = (f"{cell:>{width}}" for cell, width in zip(middle, widths[1:], strict=True))
+        lines.append("  ".join([f"{first:<{widths[0]}}", *numbers, last]).rstrip())
+    return "\n".join(lines)
+
+
+def _cells(row: Row, eager: Measured | None) -> tuple[str, ...]:
+    note = row.note if len(row.note) <= _WIDEST_NOTE else f"{row.note[: _WIDEST_NOTE - 3]}..."
+    found = row.measured
+    if found is None:
+        return (row.scope, *("-",) * (len(_HEAD) - 2), note)
+    return (
+        row.scope,
+        brief(found.first),
+        _three_digits(found.seconds * 1e3),
+        _three_digits(1 / found.seconds),
+        "-" if eager is None else f"{eager.seconds / found.seconds:.2f}x",
+        f"{found.peak:.0f}",
+        note,
+    )
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def eager_of(rows: Sequence[Row]) -> Measured | None:
+    """What eager took, where it ran."""
+    return next((row.measured for row in rows if row.scope == EAGER), None)
+
+
+def document(rows: Sequence[Row], verdict: Verdict) -> dict[str, Any]:
+    """Rows and verdict as plain values: seconds, MiB, the first losses."""
+    eager = eager_of(rows)
+    return {
+        "rows": [_plain(row, eager) for row in rows],
+        "recommended": verdict.scope,
+        "why": verdict.why,
+        "pays_back_after": verdict.pays_back_after,
+    }
+
+
+def _plain(row: Row, eager: Measured | None) -> dict[str, Any]:
+    found = row.measured
+    plain: dict[str, Any] = {"scope": row.scope, "note": row.note, "differs": row.differs}
+    if found is not None:
+        plain |= {
+            "first_step_seconds": found.first,
+            "step_seconds": found.seconds,
+            "steps_per_second": 1 / found.seconds,
+            "against_eager": None if eager is None else eager.seconds / found.seconds,
+            "peak_mib": found.peak,
+            "losses": list(found.losses),
+            "cache_hits": found.cache_hits,
+            "cache_misses": found.cache_misses,
+        }
+    if row.failed is not None:
+        plain["error"] = attrs.asdict(row.failed, filter=lambda field, _: field.name in ("kind", "text"))
+    return plain

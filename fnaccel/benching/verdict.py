@@ -1,0 +1,165 @@
+"""From what was measured to what to use: pure arithmetic, nothing is run here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from fnaccel.benching.task import EAGER, Answer, Failed, Measured
+
+WORTH = 1.05
+"""How much faster a scope must be to be worth a line of code: less is the noise between two runs."""
+
+_TOLERANCES = {"fp32": 1e-3, "fp64": 1e-3}
+_HALF = 5e-2  # bf16 keeps 8 bits, and a fused kernel rounds elsewhere
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """One scope of the table.
+
+    Attributes:
+        scope: `"eager"`, or one of `fa.compile`.
+        measured: what it took; None where it failed.
+        failed: why; None where it did not.
+        differs: whether its losses are not eager's.
+        compared: whether that can be told.
+        note: a few words on it.
+    """
+
+    scope: str
+    measured: Measured | None = None
+    failed: Failed | None = None
+    differs: bool = False
+    compared: bool = True
+    note: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class Verdict:
+    """Which scope to use, and why.
+
+    Attributes:
+        scope: None where none can be recommended.
+        why: the reason, as it follows the scope's name.
+        pays_back_after: steps until the first call's extra seconds are saved; None: there are none.
+    """
+
+    scope: str | None
+    why: str
+    pays_back_after: int | None = None
+
+
+def tolerance_of(precision: str) -> float:
+    """How far losses may lie apart, relative to the largest of eager's."""
+    return _TOLERANCES.get(precision, _HALF)
+
+
+def judge(answers: Mapping[str, Answer], tolerance: float) -> list[Row]:
+    """A row for each scope, compared with eager.
+
+    Args:
+        answers: by scope, in the order of the rows.
+        tolerance: of the losses; see `tolerance_of`.
+
+    Example: `judge({"eager": eager, "block": block}, 1e-3)[1].differs`.
+    """
+    eager = answers.get(EAGER)
+    reference = eager if isinstance(eager, Measured) else None
+    return [_row(scope, answer, reference, tolerance) for scope, answer in answers.items()]
+
+
+def _row(scope: str, answer: Answer, eager: Measured | None, tolerance: float) -> Row:
+    if isinstance(answer, Failed):
+        return Row(scope=scope, failed=answer, note=answer.what)
+    notes: list[str] = []
+    gap = 0.0 if eager is None else _gap(eager.losses, answer.losses)
+    differs, compared = gap > tolerance, eager is not None
+    if differs and eager is not None and eager.draws:
+        differs = compared = False
+        notes.append("losses can't be compared: dropout draws other masks")
+    elif differs:
+        notes.append(f"losses differ from eager's by {gap:.1%}" if math.isfinite(gap) else "losses differ")
+    elif eager is None:
+        notes.append("losses not compared: eager failed")
+    if not all(map(math.isfinite, answer.losses)):
+        notes.append("the loss is not finite")
+    if answer.cache_hits:
+        notes.append("compile cache was partly warm" if answer.cache_misses else "compile cache was warm")
+    return Row(scope=scope, measured=answer, differs=differs, compared=compared, note="; ".join(notes))
+
+
+def _gap(eager: Sequence[float], other: Sequence[float]) -> float:
+    """The largest distance of two rows of losses, relative to the largest of eager's."""
+    if len(eager) != len(other):
+        return math.inf
+    scale = max((abs(loss) for loss in eager if math.isfinite(loss)), default=1.0) or 1.0
+    gaps = [
+        0.0 if one == two or (math.isnan(one) and math.isnan(two)) else abs(one - two) / scale
+        for one, two in zip(eager, other, strict=True)
+    ]
+    return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0)
+
+
+def recommend(rows: Sequence[Row]) -> Verdict:
+    """The scope to use: the fastest; of those that are about as fast, the one that compiles soonest.
+
+    Scopes that failed or whose losses differ are never recommended, and eager is, where none of the
+    others is worth it.
+
+    Example: `recommend(judge(answers, 1e-3)).why`.
+    """
+    able = {row.scope: row for row in rows if row.measured is not None and not row.differs}
+    eager = able.pop(EAGER).measured if EAGER in able else None
+    compiled = {scope: row.measured for scope, row in able.items() if row.measured is not None}
+    if not compiled:
+        return Verdict(
+            scope=EAGER if eager else None, why="no other scope can be used" if eager else "none ran"
+        )
+    fastest = min(compiled, key=lambda scope: compiled[scope].seconds)
+    if eager is None:
+        return Verdict(scope=fastest, why="the fastest, though eager failed and nothing was compared")
+    gains = {scope: eager.seconds / found.seconds for scope, found in compiled.items()}
+    if gains[fastest] < WORTH:
+        shown = f"{fastest} runs at {gains[fastest]:.2f}x"
+        return Verdict(scope=EAGER, why=f"no scope is faster by {WORTH - 1:.0%} ({shown})")
+    close = [scope for scope, gain in gains.items() if gain >= WORTH and gain * WORTH >= gains[fastest]]
+    scope = min(close, key=lambda one: compiled[one].first)
+    best, gain = compiled[scope], gains[scope]
+    times = f"{gain:.1f}x" if gain >= 1.1 else f"{gain:.2f}x"
+    unsure = "" if able[scope].compared else "; compare its losses yourself"
+    steps = pays_back_after(eager, best)
+    if steps is None:
+        return Verdict(scope=scope, why=f"{times} eager, from the first call on{unsure}")
+    warm = " (with a warm compile cache)" if best.cache_hits else ""
+    why = f"{times} eager; its first call of {brief(best.first)} s{warm} is paid back after {_count(steps)}"
+    return Verdict(scope=scope, why=why + unsure, pays_back_after=steps)
+
+
+def _count(steps: int) -> str:
+    return "1 step" if steps == 1 else f"{steps:,} steps"
+
+
+def pays_back_after(eager: Measured, other: Measured) -> int | None:
+    """Steps after which a faster scope has saved what its first call takes longer, to two digits.
+
+    None where its first call takes no longer.
+
+    Example: a first call of 14 s and 1 ms saved in each step: 14,000.
+    """
+    extra = other.first - eager.first
+    if extra <= 0:
+        return None
+    steps = math.ceil(extra / (eager.seconds - other.seconds))
+    # two digits: more would be noise
+    return max(1, round(steps, 1 - math.floor(math.log10(steps))))
+
+
+def brief(seconds: float) -> str:
+    """Seconds as a person says them.
+
+    Example: `brief(14.3) == "14"` and `brief(0.031) == "0.03"`.
+    """
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2f}"

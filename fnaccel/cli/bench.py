@@ -1,0 +1,262 @@
+"""`fnaccel bench`: which scope of `fa.compile` serves a loss function of yours, and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn, get_args
+
+import attrs
+import torch
+
+from fnaccel import errors
+from fnaccel.benching.isolated import run_isolated
+from fnaccel.benching.table import document, table
+from fnaccel.benching.task import EAGER, Answer, Failed, Task
+from fnaccel.benching.verdict import Row, judge, recommend, tolerance_of
+from fnaccel.cli.printable import printable
+from fnaccel.config import Recipe, from_yaml, to_yaml
+from fnaccel.errors import ArgumentError, FnaccelError, UnknownNameError, nearest
+from fnaccel.launch.accelerators import count_accelerators
+from fnaccel.mesh import resolve
+from fnaccel.strategies import strategy
+from fnaccel.transforms.compilation import Scope
+from fnaccel.transforms.precision import dtype_of
+
+_PROG = "fnaccel bench"
+_DEFAULT = "eager,block,loss,step"
+_HELP = """Measure a train step of LOSS in each scope of fa.compile, one fresh process each.
+
+References are `module:name`, the current directory first, or `path/to/file.py:name`."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(message, where=self.prog, fix=f"{self.prog} --help shows the options")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `fnaccel bench`."""
+    made = _Parser(
+        prog=_PROG,
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("loss", metavar="LOSS", help="a function loss_fn(model, batch), or a step made of one")
+    made.add_argument(
+        "--model", required=True, metavar="REF", help="a factory (a class, a function) or a module"
+    )
+    made.add_argument(
+        "--batch", required=True, metavar="REF",
+        help="of all ranks: a pytree of tensors, a function that returns one, or a DataLoader",
+    )  # fmt: skip
+    made.add_argument("--config", metavar="FILE", help="a recipe in YAML; the options below go over it")
+    made.add_argument("--strategy", help='such as fsdp, or "ddp(2) * fsdp(4)" (default: local)')
+    made.add_argument("--precision", help="fp32, bf16 or fp16")
+    made.add_argument("--accumulate", type=int, help="micro-batches in an update")
+    made.add_argument("--clip-norm", type=float, help="the largest norm of the gradient")
+    made.add_argument("--optimizer", metavar="NAME", help="adamw, adam, sgd, adafactor (default: adamw)")
+    made.add_argument("--steps", type=int, default=30, help="how many are timed (default: 30)")
+    made.add_argument(
+        "--scopes", default=_DEFAULT, metavar="LIST",
+        help=f"separated by commas; eager, which they are compared with, always runs (default: {_DEFAULT})",
+    )  # fmt: skip
+    made.add_argument("-n", "--nproc", type=int, default=1, metavar="RANKS", help="processes (default: 1)")
+    made.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever else there is")
+    made.add_argument(
+        "--cold", action="store_true", help="leave out torch's compile cache, as on a new machine"
+    )
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    return made
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """What was asked for, checked."""
+
+    loss: str
+    model: str
+    batch: str
+    recipe: Recipe
+    scopes: tuple[str, ...]
+    steps: int
+    ranks: int
+    cpu: bool
+    cold: bool
+    json: Path | None
+
+    def task(self, scope: str) -> Task:
+        """What the processes of one scope are given."""
+        return Task(
+            loss=self.loss, model=self.model, batch=self.batch,
+            recipe=to_yaml(self.recipe), scope=scope, steps=self.steps,
+        )  # fmt: skip
+
+
+def read(arguments: Sequence[str]) -> Options:
+    """The options, checked as far as that can be done without importing the user's code.
+
+    Raises:
+        ArgumentError, ConfigError, UnknownNameError, AxisProductError: what can't be.
+
+    Example: `read(["train:loss_fn", "--model", "train:GPT", "--batch", "train:batch"]).scopes`.
+    """
+    found = parser().parse_args(arguments)
+    if found.steps < 1:
+        raise ArgumentError(f"{found.steps} steps can't be timed", where=f"{_PROG} --steps", fix="1, or more")
+    recipe = _recipe(found)
+    _check_ranks(found.nproc, recipe, cpu=found.cpu)
+    if found.json is not None and (found.json.is_dir() or not found.json.parent.is_dir()):
+        raise ArgumentError(
+            f"no file can be written as {found.json}",
+            where=f"{_PROG} --json",
+            fix="name a file in a folder that exists",
+        )
+    return Options(
+        loss=found.loss,
+        model=found.model,
+        batch=found.batch,
+        recipe=recipe,
+        scopes=_scopes(found.scopes),
+        steps=found.steps,
+        ranks=found.nproc,
+        cpu=found.cpu,
+        cold=found.cold,
+        json=found.json,
+    )
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Measure, print the table and what to use.
+
+    Returns:
+        0, or 1 where not one scope could be measured; then eager's error is printed.
+
+    Raises:
+        FnaccelError: what was asked for can't be; nothing was measured.
+
+    Example: `fnaccel bench train:loss_fn --model train:GPT --batch train:batch`.
+    """
+    options = read(arguments)
+    answers: dict[str, Answer] = {}
+    for number, scope in enumerate(options.scopes, 1):
+        print(f"{_PROG}: {scope} ({number} of {len(options.scopes)})", file=sys.stderr, flush=True)
+        with _ended_in_order(), _environment(cold=options.cold) as environ:
+            answer = run_isolated(options.task(scope), ranks=options.ranks, cpu=options.cpu, environ=environ)
+        if isinstance(answer, Failed) and answer.setup:
+            raise _again(answer)
+        answers[scope] = answer
+    rows = judge(answers, tolerance_of(options.recipe.precision))
+    return _report(options, rows)
+
+
+def _report(options: Options, rows: Sequence[Row]) -> int:
+    verdict = recommend(rows)
+    print(_title(options, rows))
+    print()
+    print(printable(table(rows), keep="\n"))
+    print()
+    if options.json is not None:
+        about = {
+            "loss": options.loss, "ranks": options.ranks, "steps": options.steps,
+            "recipe": to_yaml(options.recipe), "torch": torch.__version__,
+        }  # fmt: skip
+        options.json.write_text(json.dumps(about | document(rows, verdict), indent=1) + "\n")
+    if verdict.scope is None:
+        failed = next(row.failed for row in rows if row.failed is not None)  # eager's, the first
+        print(printable(failed.text, keep="\n"), file=sys.stderr)
+        return 1
+    print(f"recommended: {verdict.scope}, {verdict.why}")
+    return 0
+
+
+def _title(options: Options, rows: Sequence[Row]) -> str:
+    recipe = options.recipe
+    device = next((row.measured.device for row in rows if row.measured is not None), None)
+    ranks = "1 rank" if options.ranks == 1 else f"{options.ranks} ranks"
+    parts = [
+        f"{recipe.strategy} on {ranks}{f' ({device})' if device else ''}",
+        recipe.precision,
+        recipe.optimizer.name,
+        *([f"accumulate {recipe.accumulate}"] if recipe.accumulate > 1 else []),
+        *([f"clip {recipe.clip_norm:g}"] if recipe.clip_norm is not None else []),
+        f"{options.steps} steps timed",
+    ]
+    return f"{options.loss}: {', '.join(parts)}"
+
+
+def _recipe(found: argparse.Namespace) -> Recipe:
+    base = Recipe() if found.config is None else from_yaml(Path(found.config))
+    given = {name: getattr(found, name) for name in ("strategy", "precision", "accumulate", "clip_norm")}
+    recipe = attrs.evolve(
+        base, compile=None, **{name: value for name, value in given.items() if value is not None}
+    )
+    if found.optimizer is not None:
+        recipe = attrs.evolve(recipe, optimizer=attrs.evolve(recipe.optimizer, name=found.optimizer))
+    dtype_of(recipe.precision, f"{_PROG} --precision")
+    return recipe
+
+
+def _check_ranks(ranks: int, recipe: Recipe, *, cpu: bool) -> None:
+    if ranks < 1:
+        raise ArgumentError(f"{ranks} ranks can't train", where=f"{_PROG} -n", fix="-n 1, or more")
+    chosen = strategy(recipe.strategy)
+    resolve(chosen.degrees(), ranks, str(chosen))
+    there = 0 if cpu else count_accelerators()
+    if 0 < there < ranks:
+        raise ArgumentError(
+            f"{ranks} ranks need an accelerator each, and there are {there}",
+            where=f"{_PROG} -n {ranks}",
+            fix=f"-n {there}, or --cpu to compute without",
+        )
+
+
+def _scopes(text: str) -> tuple[str, ...]:
+    known = (EAGER, *get_args(Scope))
+    asked = [name.strip() for name in text.split(",") if name.strip()]
+    for name in asked:
+        if name not in known:
+            raise UnknownNameError(
+                f"no scope is called {name!r}", where=f"{_PROG} --scopes", fix=nearest(name, known)
+            )
+    return tuple(dict.fromkeys([EAGER, *asked]))
+
+
+@contextmanager
+def _environment(*, cold: bool) -> Generator[dict[str, str]]:
+    """What the processes of one scope get; `cold`: an empty compile cache of their own."""
+    if not cold:
+        yield {**os.environ}
+        return
+    with tempfile.TemporaryDirectory(prefix="fnaccel-bench-cache-", ignore_cleanup_errors=True) as cache:
+        yield os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+
+
+@contextmanager
+def _ended_in_order() -> Generator[None]:
+    """Let SIGTERM unwind as Ctrl-C does: what was started is ended with this process."""
+
+    def stop(number: int, _: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _again(failed: Failed) -> FnaccelError:
+    """The error that a child saw before there was anything to measure."""
+    kind = getattr(errors, failed.kind, None)
+    if isinstance(kind, type) and issubclass(kind, FnaccelError):
+        return kind(failed.what, where=failed.where, fix=failed.fix)
+    return errors.LaunchError(failed.what, where=_PROG, fix="see what it says, and make it run by itself")
