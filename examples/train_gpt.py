@@ -139,6 +139,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--global-batch", type=int, default=16, help="rows in an update, on all ranks")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches in an update")
+    parser.add_argument("--compile", metavar="SCOPE", help="auto, step, loss or block")
+    parser.add_argument("--compile-cache", metavar="DIR", help="keep compiled code here, for the next start")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", help="save here, and go on from what is there")
     parser.add_argument("--save-every", type=int, metavar="STEPS", help="save so often, not at the end only")
@@ -157,6 +159,7 @@ def main() -> None:
             strategy=args.strategy,
             precision=args.precision,
             accumulate=args.accumulate,
+            compile=args.compile,
             clip_norm=1.0,
             optimizer=fa.OptimizerRecipe(
                 name="adamw",
@@ -170,7 +173,7 @@ def main() -> None:
         )
     )
     loader = DataLoader(Sources(), batch_size=args.global_batch, shuffle=True)
-    with fa.start() as world:
+    with fa.start(compile_cache=args.compile_cache) as world:
         train_step = fa.apply(recipe, loss_fn, GPT)
         world.print(train_step.plan)
         directory = recipe.checkpoint.directory
@@ -184,6 +187,8 @@ def main() -> None:
         for state, metrics in fa.scan(train_step, state, shards, **options):
             losses.append(metrics["loss"])
         losses = [float(loss) for loss in losses]
+        if train_step.compilation:
+            world.print(train_step.compilation)
         if losses:
             late = losses[-20:]
             mean = sum(late) / len(late)

@@ -59,11 +59,8 @@ def compile_cache_counts() -> tuple[int, int]:
     """(hits, misses) of the compile cache on disk in this process. (2.13)"""
     from torch._dynamo.utils import counters  # noqa: PLC0415 - slow to import
 
-    whole, parts = counters["aot_autograd"], counters["inductor"]
-    return (
-        int(whole["autograd_cache_hit"] + parts["fxgraph_cache_hit"]),
-        int(parts["fxgraph_cache_miss"]),
-    )
+    found = counters["inductor"]
+    return int(found["fxgraph_cache_hit"]), int(found["fxgraph_cache_miss"])
 
 
 def can_trace_autograd() -> bool:
@@ -90,6 +87,30 @@ def compile_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc  # noqa: PLC0415 - slow to import
 
     return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
+
+
+def graph_pass(change: Callable[[Any], None], file: str) -> Any:
+    """A change of a graph as inductor takes it; the text of `file` keys its cache. (2.13)"""
+    from torch._inductor.custom_graph_pass import (  # noqa: PLC0415 - slow to import
+        CustomGraphPass,
+        get_hash_for_files,
+    )
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: Any) -> None:
+            change(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((file,))
+
+    return Pass()
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """What a mode of torch.compile sets for inductor. (2.11, 2.13)"""
+    from torch._inductor import list_mode_options  # noqa: PLC0415 - slow to import
+
+    return dict(list_mode_options(mode)) if mode else {}
 
 
 def mark_dynamic(value: torch.Tensor, dim: int) -> None:

@@ -19,6 +19,7 @@ class Capture:
         leaves: the trainable parameters; `shard` is the very tensor that gradients are taken of.
         run: `run(fn, *args)` calls `fn(model, *args)` in the graph.
         average: in the graph, gradients averaged over ranks; None where they are by then.
+        graph_pass: a change of the graph before inductor lowers it; other backends run without.
         before: called before the first micro-batch of a step, outside of the graph.
     """
 
@@ -26,3 +27,4 @@ class Capture:
     run: Callable[..., Any]
     average: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
     before: Callable[[], None] | None = None
+    graph_pass: Any = None

@@ -27,7 +27,8 @@ class Compilation:
         graphs: graphs captured, those of the first call included.
         recompilations: later calls in which something was compiled again.
         seconds: time of the calls in which something was compiled.
-        cache_hits, cache_misses: graphs that came from the cache on disk, and that did not.
+        cache_hits, cache_misses: graphs of inductor (forward and backward apart) that came from the
+            cache on disk, and that did not.
     """
 
     scope: str

@@ -67,8 +67,8 @@ class WholeStep:
         self._traced = attrs.evolve(engine, leaves=self._capture.leaves)
         self._group = engine.mesh.group("batch")
         kernels.register()
-        self._add = settings.of_step(self._adding())
-        self._finish = settings.of_step(self._finishing())
+        self._add = settings.of_step(self._adding(), capture.graph_pass)
+        self._finish = settings.of_step(self._finishing(), capture.graph_pass)
 
     def run(self, micros: Sequence[Micro], call: Call, rates: Any, number: torch.Tensor) -> Found:
         """One step.

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Generator
 from contextvars import ContextVar, Token
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import attrs
@@ -207,6 +208,7 @@ def start(
     device: torch.device | str | None = None,
     backend: str | None = None,
     timeout: float = 600.0,
+    compile_cache: str | os.PathLike[str] | None = None,
 ) -> World:
     """Join the other processes and return the `World`; use it as a context manager.
 
@@ -217,10 +219,14 @@ def start(
         device: where to compute; the accelerator of this local rank, or the CPU, by default.
         backend: collective backend; chosen from the device by default.
         timeout: seconds that a collective may take.
+        compile_cache: folder in which torch.compile keeps what it compiled, for this and later
+            processes; by default one in the temporary files. Ranks may share it.
 
     Raises:
         WorldError: the environment contradicts itself, or has fewer devices than processes.
     """
+    if compile_cache is not None:
+        _keep_compiled(Path(compile_cache))
     found = _ranks_of_running_group() if dist.is_initialized() else detect(os.environ)
     chosen = _choose_device(device, found)
     owns = False
@@ -243,6 +249,13 @@ def start(
     )
     world.enter()
     return world
+
+
+def _keep_compiled(folder: Path) -> None:
+    """Tell torch where compiled code goes; inductor and Triton read this when they need it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.absolute())
+    os.environ["TRITON_CACHE_DIR"] = str(folder.absolute() / "triton")
 
 
 def _ranks_of_running_group() -> Ranks:

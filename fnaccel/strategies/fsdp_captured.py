@@ -2,7 +2,7 @@
 
 Parameters are gathered by plain operations of the graph, one all-gather for each unit, and their
 gradients leave it through one reduce-scatter each (Rajbhandari et al. 2020). What is gathered stays
-until backward has used it, as under `reshard_after_forward=False` (ZeRO-2).
+until backward has used it (ZeRO-2), unless `regather` rewrites the graph (ZeRO-3).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fnaccel.leaf import Leaf
 from fnaccel.strategies.construct import Built
 from fnaccel.strategies.engines import Request
 from fnaccel.strategies.fsdp import Fsdp
+from fnaccel.strategies.regather import zero3_pass
 from fnaccel.units import find_units
 
 # autocast casts the weights of these by itself: gathered in the compute dtype, they come out the same
@@ -85,7 +86,9 @@ def build_captured(built: Built, request: Request, options: Fsdp) -> Engine:
         averaged=mesh.batch_size,
         norm_axes=(mesh["dp_shard"],),
         modules=tuple(built.modules.values()),
-        capture=Capture(leaves=in_graph, run=run),
+        capture=Capture(
+            leaves=in_graph, run=run, graph_pass=zero3_pass() if options.reshard_after_forward else None
+        ),
     )
 
 

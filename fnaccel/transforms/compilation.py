@@ -89,9 +89,13 @@ class Compile:
 
         return self._compiled(own_code(loss), self.fullgraph)
 
-    def of_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A part of a train step under torch.compile, always one graph."""
-        return self._compiled(own_code(fn), True)
+    def of_step(self, fn: Callable[..., Any], graph_pass: Any = None) -> Callable[..., Any]:
+        """A part of a train step under torch.compile, always one graph; inductor runs `graph_pass` on it."""
+        if graph_pass is None or self.backend != "inductor":
+            return self._compiled(own_code(fn), True)
+        options = {**_torch.mode_options(self.mode), "post_grad_custom_post_pass": graph_pass}
+        dynamic = None if self.dims else self.dynamic
+        return torch.compile(own_code(fn), fullgraph=True, dynamic=dynamic, options=options)
 
     def _compiled(self, fn: Callable[..., Any], fullgraph: bool) -> Callable[..., Any]:
         dynamic = None if self.dims else self.dynamic

@@ -94,3 +94,21 @@ def test_train_gpt_draws_samples_and_saves(tmp_path):
     assert "3/3" in done.stderr
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert list((tmp_path / "run").glob("step-*/*"))
+
+
+def test_train_gpt_compiled_is_the_same_run_and_a_second_start_is_warm(tmp_path):
+    losses = {}
+    for name, flags in (
+        ("eager", ()),
+        ("cold", ("--compile", "auto", "--compile-cache", str(tmp_path / "cache"))),
+        ("warm", ("--compile", "auto", "--compile-cache", str(tmp_path / "cache"))),
+    ):
+        file = tmp_path / f"{name}.json"
+        out = run("train_gpt", "--steps", "20", "--quiet", "--json", str(file), *flags).stdout
+        losses[name] = json.loads(file.read_text())["losses"]
+        if name != "eager":
+            assert "scope step (chosen: no hooks in the way" in out
+            hits, misses = re.search(r"cache_hits=(\d+), cache_misses=(\d+)", out).groups()
+            assert (hits, misses) == (("0", "1") if name == "cold" else ("1", "0"))
+    assert losses["cold"] == pytest.approx(losses["eager"], abs=1e-5)
+    assert losses["warm"] == losses["cold"]

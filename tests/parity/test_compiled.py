@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
 
 import fnaccel as fa
+from fnaccel import _torch
+from fnaccel.strategies import fsdp_captured, regather
 from tests.parity.compiled import SETUPS, run_kind
 
 FEW = ("plain", "rich", "fp16", "ema", "ragged")
@@ -39,12 +42,38 @@ def test_compiled_equals_eager(pools, strategy, scope, kind):
         assert one["compilation"].scope == scope
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("local", "ragged"), ("local", "fp16"), ("ddp", "aux")])
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("local", "ragged"), ("local", "fp16"), ("ddp", "aux"), ("fsdp", "ragged")]
+)
 def test_inductor_equals_eager(pools, strategy, kind):
     expected = eager(pools, strategy, kind)
     found = pools.run(RANKS[strategy], run_kind, kind, strategy, "step", "inductor")
     for one, other in zip(found, expected, strict=True):
         assert_alike(one["out"], other["out"], LOOSE.get(kind, 1e-5))
+
+
+def gathers(strategy):
+    """How often a captured step of two blocks and a root gathers: as written, and as it is run."""
+    counts = []
+
+    def counting(graph):
+        def count():
+            return sum("all_gather_into_tensor" in str(node.target) for node in graph.nodes)
+
+        before = count()
+        regather.regather(graph)
+        counts.append((before, count()))
+
+    own = mock.Mock(return_value=_torch.graph_pass(counting, __file__))
+    uncached = torch._inductor.config.patch(force_disable_caches=True)  # or the pass runs once ever
+    with mock.patch.object(fsdp_captured, "zero3_pass", own), uncached:
+        run_kind("plain", strategy, "step", "inductor")
+    return counts
+
+
+def test_zero_3_gathers_blocks_again_for_backward(pools):
+    assert pools.run(2, gathers, "fsdp") == [[(3, 5)]] * 2
+    assert pools.run(2, gathers, "fsdp(reshard_after_forward=False)") == [[]] * 2
 
 
 def assert_alike(found, expected, tolerance):
