@@ -29,11 +29,14 @@ def _parts(factory: Factory, fused: bool = False) -> tuple[nn.Module, Any, Any]:
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
 
-def ours(factory: Factory, data: Any) -> Iterator[torch.Tensor]:
-    """fnaccel, with its loader."""
-    train_step = _train_step(factory)
+def ours(
+    factory: Factory, data: Any, *, batch: int = BATCH, scope: Any = None, **compiling: Any
+) -> Iterator[torch.Tensor]:
+    """fnaccel, with its loader; compiled where there is a `scope`."""
+    step = our_loss if scope is None else fa.compile(our_loss, scope, **compiling)
+    train_step = _train_step(factory, step)
     state = train_step.init(seed=SEED)
-    shards = fa.shard(DataLoader(data, batch_size=BATCH))
+    shards = fa.shard(DataLoader(data, batch_size=batch))
     for state, metrics in fa.scan(train_step, state, shards, epochs=1_000_000):  # noqa: B007, B020
         yield metrics["loss"]
 
@@ -47,14 +50,16 @@ def ours_resident(factory: Factory, batch: Any) -> Iterator[torch.Tensor]:
         yield metrics["loss"]
 
 
-def _train_step(factory: Factory) -> fa.TrainStep:
-    step = fa.clip_norm(our_loss, 1.0)
+def _train_step(factory: Factory, loss: Any = our_loss) -> fa.TrainStep:
+    step = fa.clip_norm(loss, 1.0)
     return fa.train_step(step, model=fa.distribute(factory, fa.local()), optimizer=our_optimizer())
 
 
-def by_hand(factory: Factory, data: Any, *, fused: bool = False) -> Iterator[torch.Tensor]:
+def by_hand(
+    factory: Factory, data: Any, *, fused: bool = False, batch: int = BATCH
+) -> Iterator[torch.Tensor]:
     """The loop of PyTorch's tutorials, without a host read."""
-    loader = DataLoader(data, batch_size=BATCH)
+    loader = DataLoader(data, batch_size=batch)
     step = _step_by_hand(factory, fused=fused)
     while True:
         for x, y in loader:
@@ -84,13 +89,26 @@ def _step_by_hand(factory: Factory, *, fused: bool) -> Callable[..., torch.Tenso
     return step
 
 
-def with_accelerate(factory: Factory, data: Any) -> Iterator[torch.Tensor]:
-    """Hugging Face Accelerate, as its documentation writes the loop."""
+def with_accelerate(
+    factory: Factory,
+    data: Any,
+    *,
+    fused: bool = False,
+    batch: int = BATCH,
+    mode: str | None = None,
+    **options: Any,
+) -> Iterator[torch.Tensor]:
+    """Hugging Face Accelerate, as its documentation writes the loop.
+
+    `options` are the Accelerator's; `mode` is that of torch.compile, of which its shared state holds one.
+    """
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, scheduler = _parts(factory)
-    loader = DataLoader(data, batch_size=BATCH)
+    accelerator = Accelerator(**{"cpu": True, **options})
+    if "dynamo_backend" in options:
+        accelerator.state.dynamo_plugin.mode = mode or "default"
+    model, optimizer, scheduler = _parts(factory, fused)
+    loader = DataLoader(data, batch_size=batch)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     model.train()
     while True:

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,33 @@ class Row:
         }
 
 
+@attrs.frozen
+class NotRun:
+    """A row that has a goal and no figures here, and why."""
+
+    what: str
+    against: str
+    goal: float
+    reason: str
+    unit: str = "ms"
+
+    def cells(self) -> list[str]:
+        """The row as text."""
+        return [self.what, self.against, "", "", "", f"<= {self.goal:.2f}", f"not run: {self.reason}"]
+
+    def record(self) -> dict[str, Any]:
+        """The row as JSON has it."""
+        empty = {"ours": None, "peer": None, "ratio": None}
+        return {
+            "what": self.what,
+            "against": self.against,
+            **empty,
+            "goal": self.goal,
+            "unit": self.unit,
+            "not_run": self.reason,
+        }
+
+
 def compare(
     what: str, found: dict[str, float], goals: dict[str, float] | None = None, unit: str = "us"
 ) -> list[Row]:
@@ -87,7 +115,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: Sequence[Row | NotRun]) -> str:
     """The rows as a Markdown table."""
     head = ["what", "against", "fnaccel", "peer", "ratio", "goal", "met"]
     lines = [head, *(row.cells() for row in rows)]
@@ -100,7 +128,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join([drawn[0], rule, *drawn[1:]])
 
 
-def publish(name: str, rows: list[Row], *, merge: bool = False) -> None:
+def publish(name: str, rows: Sequence[Row | NotRun], *, merge: bool = False) -> None:
     """Print the table, and write `results/NAME.json`.
 
     With `merge` the other rows of a file from the same day and versions stay as they are.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from interleave import race_steps
-from models import GPT, PEAK, our_loss, our_optimizer, peer_loss, rate, tokens
+from models import GPT, PEAK, gpt_of_its_own, our_loss, our_optimizer, peer_loss, rate, tokens
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -24,9 +24,10 @@ import fnaccel as fa
 GLOBAL_BATCH, MICRO = 32, 4
 
 
-def ours(strategy: Any) -> Iterator[torch.Tensor]:
-    """fnaccel; what it logs is the global mean too."""
+def ours(strategy: Any, scope: Any = None) -> Iterator[torch.Tensor]:
+    """fnaccel; what it logs is the global mean too. Compiled where there is a `scope`."""
     step = fa.clip_norm(fa.accumulate(our_loss, MICRO), 1.0)
+    step = step if scope is None else fa.compile(step, scope)
     train_step = fa.train_step(step, model=fa.distribute(GPT, strategy), optimizer=our_optimizer())
     state = train_step.init(seed=0)
     shards = fa.shard(DataLoader(tokens(), batch_size=GLOBAL_BATCH))
@@ -59,21 +60,29 @@ def _loop(model: Any, context: Callable[[bool], Any], *, fused: bool, log: bool)
             yield total
 
 
-def ddp_by_hand(*, fused: bool = True, log: bool = True) -> Iterator[torch.Tensor]:
+def ddp_by_hand(*, fused: bool = True, log: bool = True, compiled: bool = False) -> Iterator[torch.Tensor]:
     """DistributedDataParallel with `no_sync` on all micro-batches but the last."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(GPT(), gradient_as_bucket_view=True)
+    inner = torch.compile(gpt_of_its_own()()) if compiled else GPT()
+    model = DistributedDataParallel(inner, gradient_as_bucket_view=True)
     return _loop(
         model, lambda last: contextlib.nullcontext() if last else model.no_sync(), fused=fused, log=log
     )
 
 
-def fsdp_by_hand(*, fused: bool = True, log: bool = True) -> Iterator[torch.Tensor]:
-    """`fully_shard` on each block and the root; gradients are reduced on the last micro-batch."""
+def fsdp_by_hand(
+    *, fused: bool = True, log: bool = True, compiled: bool = False, reshard: bool = True
+) -> Iterator[torch.Tensor]:
+    """`fully_shard` on each block and the root; gradients are reduced on the last micro-batch.
+
+    Blocks are compiled before they are sharded, so that the hooks stay outside of the graphs.
+    """
     torch.manual_seed(0)
-    model: Any = GPT()
-    for block in model.blocks:
-        fully_shard(block)
+    model: Any = gpt_of_its_own()()
+    for index, block in enumerate(model.blocks):
+        if compiled:
+            model.blocks[index] = torch.compile(block)
+        fully_shard(model.blocks[index], reshard_after_forward=reshard)
     fully_shard(model)
 
     def toggle(last: bool) -> Any:
@@ -99,6 +108,37 @@ def measure(kind: str, blocks: int, calls: int) -> dict[str, float]:
     mean = partial(_averaged, unlogged)
     loops[f"{kind} by hand, no loss logged"] = _Switch(unlogged, mean)
     return race_steps(loops, check=4, blocks=blocks, calls=calls)
+
+
+def measure_compiled(kind: str, blocks: int, calls: int) -> dict[str, float]:
+    """The same for compiled loops; fnaccel's is scope "step"."""
+    loops = compiled_ddp() if kind == "DDP" else compiled_fsdp()
+    return race_steps(loops, check=4, blocks=blocks, calls=calls)
+
+
+def compiled_ddp() -> dict[str, Iterator[torch.Tensor]]:
+    """Compiled loops that replicate, and fnaccel's eager one."""
+    return {
+        "fnaccel": ours(fa.ddp(), "step"),
+        "DDP by hand, compiled": ddp_by_hand(compiled=True),
+        "DDP by hand, eager": ddp_by_hand(),
+        "fnaccel, scope loss": ours(fa.ddp(), "loss"),
+        "fnaccel, eager": ours(fa.ddp()),
+    }
+
+
+def compiled_fsdp() -> dict[str, Iterator[torch.Tensor]]:
+    """Compiled loops that shard. fnaccel's scope "step" keeps what it gathered, as ZeRO-2 does."""
+    kept = fa.fsdp(reshard_after_forward=False)
+    return {
+        "fnaccel": ours(fa.fsdp(), "step"),
+        "FSDP2 by hand, compiled blocks": fsdp_by_hand(compiled=True),
+        "FSDP2 by hand, compiled blocks, ZeRO-2": fsdp_by_hand(compiled=True, reshard=False),
+        "fnaccel, scope block": ours(fa.fsdp(), "block"),
+        "fnaccel, scope block, ZeRO-2": ours(kept, "block"),
+        "fnaccel, eager": ours(fa.fsdp()),
+        "fnaccel, eager, ZeRO-2": ours(kept),
+    }
 
 
 class _Switch:

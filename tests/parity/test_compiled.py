@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import secrets
+import tempfile
 from unittest import mock
 
 import pytest
@@ -64,10 +66,12 @@ def gathers(strategy):
         regather.regather(graph)
         counts.append((before, count()))
 
-    own = mock.Mock(return_value=_torch.graph_pass(counting, __file__))
-    uncached = torch._inductor.config.patch(force_disable_caches=True)  # or the pass runs once ever
-    with mock.patch.object(fsdp_captured, "zero3_pass", own), uncached:
-        run_kind("plain", strategy, "step", "inductor")
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(secrets.token_bytes())  # another key in the compile cache, or the pass runs once ever
+        file.flush()
+        own = mock.Mock(return_value=_torch.graph_pass(counting, file.name))
+        with mock.patch.object(fsdp_captured, "zero3_pass", own):
+            run_kind("plain", strategy, "step", "inductor")
     return counts
 
 
