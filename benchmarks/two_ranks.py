@@ -112,12 +112,12 @@ def measure(kind: str, blocks: int, calls: int) -> dict[str, float]:
 
 def measure_compiled(kind: str, blocks: int, calls: int) -> dict[str, float]:
     """The same for compiled loops; fnaccel's is scope "step"."""
-    loops = compiled_ddp() if kind == "DDP" else compiled_fsdp()
+    loops = compiled_ddp() if kind == "DDP" else compiled_fsdp(reshard=kind == "ZeRO-3")
     return race_steps(loops, check=4, blocks=blocks, calls=calls)
 
 
 def compiled_ddp() -> dict[str, Iterator[torch.Tensor]]:
-    """Compiled loops that replicate, and fnaccel's eager one."""
+    """Compiled loops that replicate, and the eager ones."""
     return {
         "fnaccel": ours(fa.ddp(), "step"),
         "DDP by hand, compiled": ddp_by_hand(compiled=True),
@@ -127,17 +127,15 @@ def compiled_ddp() -> dict[str, Iterator[torch.Tensor]]:
     }
 
 
-def compiled_fsdp() -> dict[str, Iterator[torch.Tensor]]:
-    """Compiled loops that shard. fnaccel's scope "step" keeps what it gathered, as ZeRO-2 does."""
-    kept = fa.fsdp(reshard_after_forward=False)
+def compiled_fsdp(*, reshard: bool) -> dict[str, Iterator[torch.Tensor]]:
+    """Compiled loops that shard, and the eager ones: ZeRO-3, or ZeRO-2 without `reshard`."""
+    strategy = fa.fsdp(reshard_after_forward=reshard)
     return {
-        "fnaccel": ours(fa.fsdp(), "step"),
-        "FSDP2 by hand, compiled blocks": fsdp_by_hand(compiled=True),
-        "FSDP2 by hand, compiled blocks, ZeRO-2": fsdp_by_hand(compiled=True, reshard=False),
-        "fnaccel, scope block": ours(fa.fsdp(), "block"),
-        "fnaccel, scope block, ZeRO-2": ours(kept, "block"),
-        "fnaccel, eager": ours(fa.fsdp()),
-        "fnaccel, eager, ZeRO-2": ours(kept),
+        "fnaccel": ours(strategy, "step"),
+        "FSDP2 by hand, compiled blocks": fsdp_by_hand(compiled=True, reshard=reshard),
+        "FSDP2 by hand, eager": fsdp_by_hand(reshard=reshard),
+        "fnaccel, scope block": ours(strategy, "block"),
+        "fnaccel, eager": ours(strategy),
     }
 
 

@@ -13,8 +13,8 @@ import torch
 
 from fnaccel import _torch
 
-_MIB = 1 << 20
-_SMALLEST, _LARGEST = 1 * _MIB, 25 * _MIB
+MIB = 1 << 20
+_SMALLEST, _LARGEST = 1 * MIB, 25 * MIB
 _WANTED = 8
 
 
@@ -65,7 +65,7 @@ def lay_out(tensors: Sequence[torch.Tensor], bucket_mb: float | None) -> tuple[t
         bucket_mb: MiB in a bucket; None: from the size of the model.
     """
     total = sum(t.numel() * t.element_size() for t in tensors)
-    most = bucket_bytes(total) if bucket_mb is None else bucket_mb * _MIB
+    most = bucket_bytes(total) if bucket_mb is None else bucket_mb * MIB
     buckets: list[list[int]] = []
     filled: dict[torch.dtype, tuple[list[int], int]] = {}
     for index in reversed(range(len(tensors))):

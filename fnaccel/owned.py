@@ -15,7 +15,7 @@ from fnaccel.state import Seed, TrainState
 from fnaccel.strategies.construct import Built, freeze, release
 from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.engines import Interpreter, Request
-from fnaccel.updating import Optimizers, Updater
+from fnaccel.updating import Optimizers, Updater, traceable
 from fnaccel.whole_step import Tail, WholeStep
 
 
@@ -30,23 +30,13 @@ class Owned:
         self._nested = None not in built.modules
         self._empty = built.empty
         device = engine.mesh.world.device
-        captured = engine.capture
-        self.updater = Updater(engine.leaves, optimizers or {}, device, on_device=lowered.skips)
-        self.whole: WholeStep | None = None
-        if captured is not None and lowered.compile is not None:
-            tail = None
-            if self.updater.traceable and lowered.own_hooks:
-                # in the graph, updates go to the tensors that gradients are taken of: no second name for them
-                self.updater = Updater(captured.leaves, optimizers or {}, device, on_device=lowered.skips)
-                tail = Tail(
-                    skips=lowered.skips,
-                    gradients=tuple(hook for _, hook in lowered.gradients),
-                    updates=tuple(hook for _, hook in lowered.updates),
-                    update=self.updater.update,
-                )
-            self.whole = WholeStep(engine, captured, lowered.loss, lowered.compile, tail)
+        # in the graph, updates go to the tensors that gradients are taken of: no second name for them
+        inside = engine.capture is not None and lowered.own_hooks and traceable(optimizers or {})
+        leaves = engine.capture.leaves if engine.capture is not None and inside else engine.leaves
+        self.updater = Updater(leaves, optimizers or {}, device, on_device=lowered.skips)
         if lowered.ema is not None:
             engine.averages.extend(leaf.shard.clone() for leaf in engine.leaves)
+        self.whole = self._captured(inside) if self._trains else None
         self.params = self._show(engine.parameters)
         self.opt = self._show(self.updater.slots)
         self.ema = self._show_averages() if lowered.ema is not None else None
@@ -57,6 +47,22 @@ class Owned:
             if (full := name if key is None else f"{key}/{name}") in engine.buffers
         ]
         self.buffers = self._show(engine.buffers)
+
+    def _captured(self, inside: bool) -> WholeStep | None:
+        """The step as compiled programs where that was asked for; the update is part of them if `inside`."""
+        engine, lowered = self.engine, self._lowered
+        if engine.capture is None or lowered.compile is None:
+            return None
+        # a CUDA graph reads and writes these where they lie
+        slots = [_torch.local_of(value) for one in self.updater.slots.values() for value in one.values()]
+        _torch.mark_static([*slots, *engine.averages, *(leaf.shard for leaf in engine.capture.leaves)])
+        tail = Tail(
+            skips=lowered.skips,
+            gradients=tuple(hook for _, hook in lowered.gradients),
+            updates=tuple(hook for _, hook in lowered.updates),
+            update=self.updater.update,
+        )
+        return WholeStep(engine, engine.capture, lowered.loss, lowered.compile, tail if inside else None)
 
     def _show(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Names as the state shows them: by model first where there are several."""

@@ -43,6 +43,11 @@ def by_model(optimizer: Any, keys: Sequence[str | None]) -> Optimizers:
     return named
 
 
+def traceable(optimizers: Optimizers) -> bool:
+    """Whether updates can stand in a compiled graph."""
+    return all(getattr(one.kernel, "traceable", False) for one in optimizers.values())
+
+
 @attrs.frozen
 class _Part:
     """One optimizer, the indices of its leaves, and the schedule of each of its groups."""
@@ -82,11 +87,6 @@ class Updater:
             )
         where = leaves[0].shard.device if leaves else device
         self._count = torch.zeros((), dtype=torch.float32, device=where)
-
-    @property
-    def traceable(self) -> bool:
-        """Whether all of it can stand in a compiled graph."""
-        return all(getattr(part.bound, "traceable", False) for part in self._parts)
 
     def apply(self, grads: Gradients, updates: Any) -> dict[str, Any]:
         """Update the parameters in place; the rates, to report.

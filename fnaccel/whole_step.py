@@ -13,7 +13,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from fnaccel import _torch
+from fnaccel import _torch, tree
 from fnaccel.aux_values import AuxValues, packed, plain
 from fnaccel.capture import Capture
 from fnaccel.engine import Call, Engine, Loss, Micro, attempt, multiplier_of, up_front_of
@@ -66,6 +66,7 @@ class WholeStep:
         self._leaves = [leaf.shard for leaf in self._capture.leaves]
         self._traced = attrs.evolve(engine, leaves=self._capture.leaves)
         self._group = engine.mesh.group("batch")
+        self._replays = settings.mode in ("reduce-overhead", "max-autotune")
         kernels.register()
         self._add = settings.of_step(self._adding(), capture.graph_pass)
         self._finish = settings.of_step(self._finishing(), capture.graph_pass)
@@ -83,6 +84,8 @@ class WholeStep:
             CapabilityError: a lent model whose parameters are sharded.
         """
         given = () if call.given is None else (_whole_models(call.given),)
+        if self._replays:
+            torch.compiler.cudagraph_mark_step_begin()
         engine, device = self._engine, self._engine.mesh.world.device
         before, last = micros[:-1], micros[-1]
         with attempt(engine, call) as seed:
@@ -111,7 +114,9 @@ class WholeStep:
                 last.data, given, self._keep(last), up_front, carried, torch.cat([sums, asked]), known,
                 call.scale, rates, number,
             )  # fmt: skip
-        metrics, found, asked, grads, multiplier, skip = outs
+        # the next replay of a CUDA graph writes to the same memory
+        metrics, found, asked, skip = tree.map_tensors(torch.clone, outs[0]) if self._replays else outs[0]
+        grads, multiplier = outs[1]
         report.hear(asked)
         aux.take(found, valid=last.valid > 0)
         metrics.update(self._shared(aux))
@@ -170,9 +175,9 @@ class WholeStep:
             dtype = torch.promote_types(total.dtype, torch.float32)
             metrics: dict[str, Any] = {"loss": (sums[0] / weight).to(dtype), "weight": weight.clone()}
             if self._tail is None:
-                return metrics, aux, sums[2], grads, multiplier, None
+                return (metrics, aux, sums[2], None), (grads, multiplier)
             skip = self._end(self._tail, grads, multiplier, metrics, rates, number)
-            return metrics, aux, sums[2], None, None, skip
+            return (metrics, aux, sums[2], skip), (None, None)
 
         return finish
 

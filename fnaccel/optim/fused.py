@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -25,6 +25,7 @@ _DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
 class FusedKernel:
     """One of torch's fused optimizers, by name: `"sgd"`, `"adam"` or `"adamw"`."""
 
+    traceable: ClassVar[bool] = True
     name: str
 
     def bind(self, groups: Sequence[Group]) -> BoundFused:
@@ -61,7 +62,6 @@ class BoundFused:
     """A fused optimizer over the shards of real parameters."""
 
     reads_host = False
-    traceable = True
 
     def __init__(self, name: str, groups: Sequence[Group]) -> None:
         self.slots: dict[str, dict[str, Any]] = {}
