@@ -15,7 +15,7 @@ GROUPS = {
     "World": ["start", "World"],
     "Steps and programs": [
         "train_step", "TrainStep", "scan", "evaluate", "Step", "Transform", "Phase", "Capability", "Info", "Plan",
-        "fit_batch_size",
+        "Compilation", "fit_batch_size",
     ],
     "Preemption": ["preemption", "Notice", "Preempted"],
     "Losses": ["Mean", "Sum", "Concat"],

@@ -18,6 +18,7 @@ from fnaccel.collectives import gather_objects as gather_objects
 from fnaccel.collectives import pad_across_processes as pad_across_processes
 from fnaccel.collectives import reduce as reduce
 from fnaccel.collectives import split_between_processes as split_between_processes
+from fnaccel.compiled import Compilation as Compilation
 from fnaccel.data import Batch as Batch
 from fnaccel.data import Shards as Shards
 from fnaccel.data import Window as Window

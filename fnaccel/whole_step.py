@@ -66,6 +66,7 @@ class WholeStep:
         self._leaves = [leaf.shard for leaf in self._capture.leaves]
         self._traced = attrs.evolve(engine, leaves=self._capture.leaves)
         self._group = engine.mesh.group("batch")
+        self._used: tuple[bool, ...] = ()
         self._replays = settings.mode in ("reduce-overhead", "max-autotune")
         kernels.register()
         self._add = settings.of_step(self._adding(), capture.graph_pass)
@@ -81,9 +82,11 @@ class WholeStep:
             number: 0-d tensor, the number of this update.
 
         Raises:
-            CapabilityError: a lent model whose parameters are sharded.
+            CapabilityError: a lent model whose parameters are sharded; parameters that got no gradient, on
+                several ranks.
         """
         given = () if call.given is None else (_whole_models(call.given),)
+        self._check_used()
         if self._replays:
             torch.compiler.cudagraph_mark_step_begin()
         engine, device = self._engine, self._engine.mesh.world.device
@@ -104,19 +107,21 @@ class WholeStep:
                 for index, micro in enumerate(before):
                     seed(index)
                     keep = self._keep(micro)
-                    sums, now, found = self._add(micro.data, given, keep, up_front, carried, sums)
+                    sums, now, found = self._call(self._add, micro.data, given, keep, up_front, carried, sums)
                     used = tuple(a or b for a, b in zip(used, now, strict=True))
                     aux.take(found, valid=micro.valid > 0)
                 carried = [grad if was else None for grad, was in zip(carried, used, strict=True)]
             seed(len(before))
             asked = torch.full((1,), float(report.asked), dtype=sums.dtype, device=device)
-            outs = self._finish(
-                last.data, given, self._keep(last), up_front, carried, torch.cat([sums, asked]), known,
+            sums = torch.cat([sums, asked])
+            outs = self._call(
+                self._finish, last.data, given, self._keep(last), up_front, carried, sums, known,
                 call.scale, rates, number,
             )  # fmt: skip
         # the next replay of a CUDA graph writes to the same memory
         metrics, found, asked, skip = tree.map_tensors(torch.clone, outs[0]) if self._replays else outs[0]
         grads, multiplier = outs[1]
+        self._used = outs[2]
         report.hear(asked)
         aux.take(found, valid=last.valid > 0)
         metrics.update(self._shared(aux))
@@ -124,6 +129,40 @@ class WholeStep:
         if self._tail is None:
             pending = Gradients(engine.leaves, list(grads), multiplier, engine.norm_axes, device)
         return Found(metrics=metrics, grads=pending, skip=skip)
+
+    def _check_used(self) -> None:
+        """Raise CapabilityError where ranks average gradients, and the last step had none for a parameter."""
+        if self._capture.average is not None and not all(self._used):
+            pairs = zip(self._capture.leaves, self._used, strict=True)
+            raise CapabilityError(
+                f"{', '.join(leaf.name for leaf, used in pairs if not used)} got no gradient in the last step, "
+                "and other ranks may have one for them",
+                where="fa.ddp()",
+                fix="fa.ddp(unused_parameters=True) (fa.compile then takes the loss only); or freeze them: "
+                "fa.train_step(frozen=...)",
+            )
+
+    def _call(self, program: Callable[..., Any], data: Any, given: Any, *args: Any) -> Any:
+        """Run a compiled program; where it can't be compiled, first see whether the loss itself fails."""
+        try:
+            return program(data, given, *args)
+        except _torch.compile_errors():
+            # shards are gathered by all ranks, and others may not have failed
+            if not any(leaf.sharded for leaf in self._capture.leaves):
+                self._try_eagerly(data, given)
+            raise
+
+    def _try_eagerly(self, data: Any, given: Any) -> None:
+        """Raise what the loss function raises without compilation; buffers are put back."""
+        kept = {name: value.clone() for name, value in self._engine.buffers.items()}
+        try:
+            total, _, _ = read_loss(self._capture.run(self._loss.fn, data, *given), self._loss.where)
+            check_attached(total, self._loss.where)
+        except Exception as error:
+            raise error from None  # torch's own account of it is longer, and says less
+        finally:
+            for name, value in kept.items():
+                self._engine.buffers[name].copy_(value)
 
     def _keep(self, micro: Micro) -> torch.Tensor:
         """1, or 0 for a filler: a tensor, since a number would be compiled in."""
@@ -166,6 +205,7 @@ class WholeStep:
             grads = self._backward(total, keep, up_front, average=self._loss.sync_each)
             if carried is not None:
                 grads = [_sum(held, grad) for held, grad in zip(carried, grads, strict=True)]
+            used = tuple(grad is not None for grad in grads)
             if not self._loss.sync_each:
                 grads = self._average(grads)
             if self._group is not None:
@@ -175,9 +215,9 @@ class WholeStep:
             dtype = torch.promote_types(total.dtype, torch.float32)
             metrics: dict[str, Any] = {"loss": (sums[0] / weight).to(dtype), "weight": weight.clone()}
             if self._tail is None:
-                return (metrics, aux, sums[2], None), (grads, multiplier)
+                return (metrics, aux, sums[2], None), (grads, multiplier), used
             skip = self._end(self._tail, grads, multiplier, metrics, rates, number)
-            return (metrics, aux, sums[2], skip), (None, None)
+            return (metrics, aux, sums[2], skip), (None, None), used
 
         return finish
 

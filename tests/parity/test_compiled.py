@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fnaccel as fa
-from fnaccel import _torch
+from fnaccel import _torch, errors
 from fnaccel.strategies import fsdp_captured, regather
 from tests.parity.compiled import SETUPS, run_kind
 
@@ -52,6 +52,11 @@ def test_inductor_equals_eager(pools, strategy, kind):
     found = pools.run(RANKS[strategy], run_kind, kind, strategy, "step", "inductor")
     for one, other in zip(found, expected, strict=True):
         assert_alike(one["out"], other["out"], LOOSE.get(kind, 1e-5))
+
+
+def test_a_parameter_without_a_gradient_is_an_error_on_several_ranks(pools):
+    with pytest.raises(errors.CapabilityError, match=r"spare\.weight, spare\.bias got no gradient"):
+        pools.run(2, run_kind, "spare", "ddp", "step")
 
 
 def gathers(strategy):

@@ -1,0 +1,138 @@
+"""What goes wrong while a step is captured: whose error it is, and that the state lives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fnaccel as fa
+from fnaccel import errors
+from fnaccel.buckets import MIB, bucket_bytes, lay_out
+from tests.models import Net, batch_of, loss_fn, program, whole_params
+
+
+@pytest.fixture(autouse=True)
+def world():
+    with fa.start() as started:
+        yield started
+
+
+def failing(model, batch):
+    raise KeyError("labels")
+
+
+def detached(model, batch):
+    return fa.Mean(loss_fn(model, batch).total.detach(), weight=1)
+
+
+def reading(model, batch):
+    loss = loss_fn(model, batch)
+    return loss if loss.total.item() < 100.0 else fa.Mean(loss.total * 2, loss.weight)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "text"),
+    [
+        (failing, KeyError, "labels"),
+        (detached, errors.LossError, "detached"),
+        (reading, errors.NotCompiledError, "in reading"),
+    ],
+)
+def test_an_error_before_the_update_leaves_the_state_alive(loss, error, text):
+    train_step = program(fa.compile(loss, "step", backend="aot_eager"))
+    state = train_step.init()
+    before = whole_params(state)
+    for _ in range(2):
+        with pytest.raises(error, match=text):
+            train_step(state, batch_of(4))
+    assert all(torch.equal(value, before[name]) for name, value in whole_params(state).items())
+
+
+def test_shapes_that_keep_changing_are_named():
+    step = fa.compile(loss_fn, "step", backend="aot_eager", dynamic=False, limit=2)
+    train_step = program(step)
+    state = train_step.init()
+    for rows in (4, 5, 6, 7):
+        state, metrics = train_step(state, batch_of(rows))
+    assert metrics["recompilations"] == 3
+    assert train_step.compilation.graphs == 4
+    with pytest.raises(errors.RecompileLimitError, match=r"3 times more.*2 are allowed.*\[6, 3\].*\[7, 3\]"):
+        train_step(state, batch_of(8))
+    assert "donated" not in repr(state)
+
+
+def test_a_marked_dimension_is_compiled_once():
+    step = fa.compile(loss_fn, "step", backend="aot_eager", dynamic={"*": 0}, limit=0)
+    train_step = program(step)
+    state = train_step.init()
+    for rows in range(4, 12):
+        state, metrics = train_step(state, batch_of(rows))
+    assert metrics["recompilations"] == 0
+    assert train_step.compilation.graphs == 1
+
+
+def test_equal_blocks_share_one_compilation():
+    for step in (loss_fn, fa.remat(loss_fn)):
+        train_step = program(fa.compile(step, "block", backend="aot_eager"))
+        train_step(train_step.init(), batch_of(4))
+        assert train_step.compilation.graphs == 1
+
+
+def test_train_steps_do_not_use_up_each_other_s_limit():
+    for width in range(12):
+        train_step = program(fa.compile(loss_fn, "step", backend="aot_eager", dynamic=False))
+        train_step(train_step.init(), batch_of(width + 1))
+        assert train_step.compilation.graphs == 1
+        train_step.close()
+
+
+def test_the_plan_says_what_is_compiled_and_why():
+    chosen = {
+        "scope step (chosen: no hooks in the way": fa.compile(loss_fn),
+        "scope loss (chosen: remat needs": fa.remat(fa.compile(loss_fn)),
+        "scope block": fa.compile(loss_fn, "block"),
+    }
+    for text, step in chosen.items():
+        assert text in str(program(step).plan)
+
+
+def test_a_lent_model_and_its_borrower_are_captured():
+    def distilled(model, batch, given):
+        target = given["teacher"](batch[0])
+        return fa.Mean((model(batch[0]) - target).square().sum(), weight=len(batch[0]))
+
+    teacher = fa.train_step(loss_fn, model=fa.distribute(Net, "local"), optimizer=None)
+    lent = teacher.init(seed=1)
+    results = []
+    for step in (distilled, fa.compile(distilled, "step", backend="aot_eager")):
+        student = program(step)
+        state = student.init()
+        for call in range(3):
+            state, _ = student(state, batch_of(4, call), given={"teacher": lent})
+        results.append(whole_params(state))
+    for name, value in results[0].items():
+        assert torch.allclose(value, results[1][name], atol=1e-6)
+
+
+def test_compiled_code_goes_where_it_is_told(tmp_path, monkeypatch):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "elsewhere")
+    with fa.start(compile_cache=tmp_path / "compiled"):
+        train_step = program(fa.compile(loss_fn, "step"))
+        train_step(train_step.init(), batch_of(4))
+    assert any((tmp_path / "compiled").rglob("*"))
+
+
+class TestBuckets:
+    def test_a_bucket_is_an_eighth_of_the_gradients_within_bounds(self):
+        assert [bucket_bytes(size * MIB) // MIB for size in (1, 8, 80, 800)] == [1, 1, 10, 25]
+
+    def test_the_last_parameter_travels_first_and_dtypes_apart(self):
+        tensors = [
+            torch.zeros(MIB // 4),
+            torch.zeros(MIB // 4),
+            torch.zeros(3, dtype=torch.bfloat16),
+            torch.zeros(5),
+        ]
+        assert lay_out(tensors, 1.0) == ((3,), (2,), (1,), (0,))
+        assert lay_out(tensors, 2.5) == ((3, 1, 0), (2,))
