@@ -134,9 +134,9 @@ class WholeStep:
         """Raise CapabilityError where ranks average gradients, and the last step had none for a parameter."""
         if self._capture.average is not None and not all(self._used):
             pairs = zip(self._capture.leaves, self._used, strict=True)
+            names = ", ".join(leaf.name for leaf, used in pairs if not used)
             raise CapabilityError(
-                f"{', '.join(leaf.name for leaf, used in pairs if not used)} got no gradient in the last step, "
-                "and other ranks may have one for them",
+                f"{names} got no gradient in the last step, and other ranks may have one for them",
                 where="fa.ddp()",
                 fix="fa.ddp(unused_parameters=True) (fa.compile then takes the loss only); or freeze them: "
                 "fa.train_step(frozen=...)",

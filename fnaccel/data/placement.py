@@ -1,10 +1,11 @@
-"""Moving batches to the device, one ahead, so that the copy runs beside the computation.
+"""Moving batches to the device ahead of time, so that the copy runs beside the computation.
 
 On the CPU nothing is done at all. What a batch holds is decided before it comes here.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import attrs
@@ -16,18 +17,18 @@ from fnaccel.data.batch import Batch
 _STREAMED = ("cuda", "xpu")  # devices that copy from pinned memory on a stream of their own
 
 
-def place(batches: Iterator[Batch], device: torch.device, *, prefetch: bool = True) -> Iterator[Batch]:
+def place(batches: Iterator[Batch], device: torch.device, *, prefetch: int = 1) -> Iterator[Batch]:
     """The same batches with their tensors on `device`.
 
     Args:
         batches: batches whose tensors are anywhere.
         device: where to put them; on the CPU `batches` itself is returned.
-        prefetch: whether to begin the copy of a batch while the one before it is in use.
+        prefetch: how many batches beyond the one in use are read, and their copies begun.
     """
     if device.type == "cpu":
         return batches
     if prefetch and device.type in _STREAMED:
-        return _ahead(batches, device)
+        return _ahead(batches, device, prefetch)
     return (attrs.evolve(batch, data=_moved(batch.data, device)) for batch in batches)
 
 
@@ -36,16 +37,15 @@ def _moved(data: tree.Tree, device: torch.device) -> tree.Tree:
     return tree.to(data, device)
 
 
-def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def _ahead(batches: Iterator[Batch], device: torch.device, depth: int) -> Iterator[Batch]:
     side = torch.Stream(device=device)
-    ready: tuple[Batch, torch.Event] | None = None
+    begun: deque[tuple[Batch, torch.Event]] = deque()
     for batch in batches:
-        following = _begin(batch, device, side)
-        if ready is not None:
-            yield _await(*ready, device)
-        ready = following
-    if ready is not None:
-        yield _await(*ready, device)
+        begun.append(_begin(batch, device, side))
+        if len(begun) > depth:
+            yield _await(*begun.popleft(), device)
+    while begun:
+        yield _await(*begun.popleft(), device)
 
 
 def _begin(batch: Batch, device: torch.device, side: torch.Stream) -> tuple[Batch, torch.Event]:

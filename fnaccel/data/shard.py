@@ -45,7 +45,7 @@ class Shards:
         per_rank: whether a batch of the loader is one rank's, not all ranks'.
         dispatch: whether rank 0 reads for all.
         shuffle: overrides what the loader's sampler does; None leaves it.
-        prefetch: whether batches are copied to the device one ahead.
+        prefetch: how many batches are copied to the device ahead of the one in use.
         start: where iteration begins.
     """
 
@@ -56,7 +56,7 @@ class Shards:
     per_rank: bool = False
     dispatch: bool = False
     shuffle: bool | None = None
-    prefetch: bool = True
+    prefetch: int = 1
     start: Position = attrs.field(factory=Position)
     _kept: dict[str, Any] = attrs.field(factory=dict[str, Any], eq=False, repr=False)
 
@@ -88,7 +88,7 @@ def shard(
     per_rank: bool = False,
     dispatch: bool = False,
     shuffle: bool | None = None,
-    prefetch: bool = True,
+    prefetch: int = 1,
 ) -> Shards:
     """Describe how ranks share a loader; nothing is read yet.
 
@@ -112,11 +112,12 @@ def shard(
         per_rank: a batch of the loader is one rank's; the global batch is `ranks` times as large.
         dispatch: rank 0 alone reads, and sends each rank its rows.
         shuffle: True or False overrides the sampler of a map-style loader.
-        prefetch: copy batches to the device one ahead.
+        prefetch: how many batches are read, and their copies to an accelerator begun, ahead of the one in
+            use; 0 for none. The CPU copies nothing.
 
     Raises:
         UnknownNameError: no such remainder.
-        ArgumentError: a window below 1, or dispatch together with per_rank.
+        ArgumentError: a window below 1, a prefetch below 0, or dispatch together with per_rank.
         LoaderError: not iterable, empty, split between ranks already, or can't be shuffled.
 
     Example:
@@ -130,6 +131,12 @@ def shard(
             f"window={window} batches make no update",
             where=where,
             fix="pass window=1 or more, or leave it out",
+        )
+    if prefetch < 0:
+        raise ArgumentError(
+            f"prefetch={prefetch} batches can't be read ahead",
+            where=where,
+            fix="pass how many, or 0 for none",
         )
     if dispatch and per_rank:
         raise ArgumentError(
@@ -152,7 +159,7 @@ def shard(
         per_rank=per_rank,
         dispatch=dispatch,
         shuffle=shuffle,
-        prefetch=prefetch,
+        prefetch=int(prefetch),
     )
 
 
