@@ -151,3 +151,21 @@ def run_kind(kind: str, strategy: str, scope: str | None, backend: str = "aot_ea
     plan = str(train_step.plan)
     train_step.close()
     return {"out": out, "compilation": compilation, "plan": plan}
+
+
+def run_in_two_parts(root: str, strategy: str, first: str | None, second: str | None) -> dict[str, Any]:
+    """Two calls in one scope, a checkpoint, and two calls in another scope, by another train step."""
+    step, model, options = SETUPS["rich"]()
+    state: Any = None
+    for start, scope in ((0, first), (2, second)):
+        scoped = step if scope is None else fa.compile(step, scope, backend="aot_eager")
+        train_step = fa.train_step(
+            scoped, model=fa.distribute(model, strategy), **{"optimizer": fa.adamw(0.05), **options}
+        )
+        state = fa.resume_or_init(root, train_step, seed=0)
+        for call in range(start, start + 2):
+            state, _ = train_step(state, my_batch(call, "rich"))
+        if start == 0:
+            fa.save(root, state)
+            train_step.close()
+    return {"params": fa.tree.map(whole, state.params), "opt": fa.tree.map(whole, state.opt)}

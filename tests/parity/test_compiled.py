@@ -13,7 +13,7 @@ import torch
 import fnaccel as fa
 from fnaccel import _torch, errors
 from fnaccel.strategies import fsdp_captured, regather
-from tests.parity.compiled import SETUPS, run_kind
+from tests.parity.compiled import SETUPS, run_in_two_parts, run_kind
 
 FEW = ("plain", "rich", "fp16", "ema", "ragged")
 CASES = [
@@ -52,6 +52,17 @@ def test_inductor_equals_eager(pools, strategy, kind):
     found = pools.run(RANKS[strategy], run_kind, kind, strategy, "step", "inductor")
     for one, other in zip(found, expected, strict=True):
         assert_alike(one["out"], other["out"], LOOSE.get(kind, 1e-5))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_goes_on_in_another_scope(pools, tmp_path, strategy):
+    unbroken = pools.run(2, run_kind, "rich", strategy, "step")
+    straight = [{name: one["out"][name] for name in ("params", "opt")} for one in unbroken]
+    again = pools.run(2, run_in_two_parts, str(tmp_path / "again"), strategy, "step", "step")
+    assert_alike(again, straight, 0.0)  # to the bit, through a checkpoint
+    for first, second in (("step", None), (None, "step")):
+        root = str(tmp_path / f"{first}")
+        assert_alike(pools.run(2, run_in_two_parts, root, strategy, first, second), straight, 2e-6)
 
 
 def test_a_parameter_without_a_gradient_is_an_error_on_several_ranks(pools):
