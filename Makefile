@@ -29,10 +29,12 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/results
+bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/results, plots to docs/images
 	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/compiled.py
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/plots.py
 
 # torch by itself first: the constraints pin the build that the rest must accept
 .venv/.torch: constraints.txt

@@ -96,24 +96,12 @@ class WholeStep:
                 self._capture.before()
             report = Report(self._group, device, engine.agreement, call.notice)
             up_front = up_front_of(self._loss, micros, call, report, engine.averaged, device)
-            if up_front is not None:
-                up_front = torch.as_tensor(up_front, dtype=torch.float32, device=device)
+            up_front = None if up_front is None else _filled(up_front, torch.float32, device)
             known = packed([report.weight], device)[0] if self._loss.weight_fn is not None else None
-            sums, carried = torch.zeros(2, dtype=_sum_type(device), device=device), None
             aux = AuxValues()
-            if before:
-                carried = [torch.zeros_like(leaf) for leaf in self._leaves]
-                used = (False,) * len(carried)
-                for index, micro in enumerate(before):
-                    seed(index)
-                    keep = self._keep(micro)
-                    sums, now, found = self._call(self._add, micro.data, given, keep, up_front, carried, sums)
-                    used = tuple(a or b for a, b in zip(used, now, strict=True))
-                    aux.take(found, valid=micro.valid > 0)
-                carried = [grad if was else None for grad, was in zip(carried, used, strict=True)]
+            sums, carried = self._accumulate(before, given, up_front, aux, seed)
             seed(len(before))
-            asked = torch.full((1,), float(report.asked), dtype=sums.dtype, device=device)
-            sums = torch.cat([sums, asked])
+            sums = torch.cat([sums, _filled(report.asked, sums.dtype, device).view(1)])
             outs = self._call(
                 self._finish, last.data, given, self._keep(last), up_front, carried, sums, known,
                 call.scale, rates, number,
@@ -129,6 +117,25 @@ class WholeStep:
         if self._tail is None:
             pending = Gradients(engine.leaves, list(grads), multiplier, engine.norm_axes, device)
         return Found(metrics=metrics, grads=pending, skip=skip)
+
+    def _accumulate(
+        self, micros: Sequence[Micro], given: Any, up_front: Any, aux: AuxValues, seed: Callable[[int], None]
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None] | None]:
+        """Total and weight, and the gradients, of all micro-batches but the last."""
+        device = self._engine.mesh.world.device
+        sums = torch.zeros(2, dtype=_sum_type(device), device=device)
+        if not micros:
+            return sums, None
+        grads = [torch.zeros_like(leaf) for leaf in self._leaves]
+        used = (False,) * len(grads)
+        for index, micro in enumerate(micros):
+            seed(index)
+            sums, now, found = self._call(
+                self._add, micro.data, given, self._keep(micro), up_front, grads, sums
+            )
+            used = tuple(a or b for a, b in zip(used, now, strict=True))
+            aux.take(found, valid=micro.valid > 0)
+        return sums, [grad if was else None for grad, was in zip(grads, used, strict=True)]
 
     def _check_used(self) -> None:
         """Raise CapabilityError where ranks average gradients, and the last step had none for a parameter."""
@@ -166,7 +173,7 @@ class WholeStep:
 
     def _keep(self, micro: Micro) -> torch.Tensor:
         """1, or 0 for a filler: a tensor, since a number would be compiled in."""
-        return torch.full((), float(micro.valid > 0), device=self._engine.mesh.world.device)
+        return _filled(micro.valid > 0, torch.float32, self._engine.mesh.world.device)
 
     def _shared(self, aux: AuxValues) -> dict[str, Any]:
         """The aux of all ranks, in an all-reduce of its own where there is any."""
@@ -289,6 +296,15 @@ def _whole_models(given: Any) -> Any:
 
 def _sum_type(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _filled(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A 0-d tensor, filled on the device: a copy of a host value would wait for all work before it."""
+    return (
+        value.to(dtype)
+        if isinstance(value, torch.Tensor)
+        else torch.full((), value, dtype=dtype, device=device)
+    )
 
 
 def _number(value: Any, like: torch.Tensor) -> torch.Tensor:
