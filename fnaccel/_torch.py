@@ -8,6 +8,7 @@ Nothing else lives here: a name that is public and the same in torch 2.9 to 2.13
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -29,6 +30,11 @@ fused_adamw_: Any = torch._fused_adamw_  # pyright: ignore[reportAttributeAccess
 # the loss-scale rule of torch.amp.GradScaler, on the device (2.9 to 2.13)
 amp_update_scale_: Any = torch._amp_update_scale_
 
+# an operation that pairs elements by place in memory, so that inductor may not lay them out anew (2.13)
+EXACT_STRIDES: tuple[Any, ...] = tuple(
+    getattr(torch.Tag, name) for name in ("needs_exact_strides",) if hasattr(torch.Tag, name)
+)
+
 # stores, which torch's stubs leave out of torch.distributed (2.9 to 2.13)
 TCPStore: Any = dist.TCPStore
 PrefixStore: Any = dist.PrefixStore
@@ -37,6 +43,7 @@ HashStore: Any = dist.HashStore
 # list kernels that have no public name (2.9 to 2.13)
 foreach_norm: Any = torch._foreach_norm
 foreach_mul_: Any = torch._foreach_mul_
+foreach_div: Any = torch._foreach_div
 foreach_add_: Any = torch._foreach_add_
 foreach_lerp_: Any = torch._foreach_lerp_
 foreach_clamp_min_: Any = torch._foreach_clamp_min_
@@ -70,6 +77,10 @@ def can_trace_autograd() -> bool:
     return hasattr(config, "trace_autograd_ops")
 
 
+# transformers adds the last two
+_LOGGING = ("debug", "info", "warning", "error", "log", "warning_once", "info_once")
+
+
 def compiling(limit: int) -> Any:
     """Context in which torch.compile captures `torch.autograd.grad`, and compiles `limit` times more than
     once. (2.11, 2.13)
@@ -77,6 +88,12 @@ def compiling(limit: int) -> Any:
     from torch._dynamo import config  # noqa: PLC0415 - slow to import
 
     changes: dict[str, Any] = {"recompile_limit": limit + 2}
+    # a graph can't log; models of libraries do, and it is no reason to fail
+    for name in ("ignore_logging_functions", "ignore_logger_methods"):
+        if hasattr(config, name):
+            own = vars(logging.Logger)
+            changes[name] = getattr(config, name) | {own[method] for method in _LOGGING if method in own}
+            break
     if hasattr(config, "trace_autograd_ops"):
         changes["trace_autograd_ops"] = True
     return config.patch(changes)
@@ -146,12 +163,11 @@ def all_gather_in_graph(value: torch.Tensor, size: int, group: Any) -> torch.Ten
     return torch.ops._c10d_functional.wait_tensor(found)
 
 
-def reduce_scatter_in_graph(value: torch.Tensor, size: int, group: Any) -> torch.Tensor:
-    """This rank's part of the sum of all ranks' tensors of shape `[size * n]`. (2.11, 2.13)"""
+def begin_reduce_scatter(value: torch.Tensor, size: int, group: Any) -> torch.Tensor:
+    """Start to sum the ranks' tensors of shape `[size * n]`, each rank its part. (2.11, 2.13)"""
     if group is None:
         return value
-    found = torch.ops._c10d_functional.reduce_scatter_tensor(value, "sum", size, group.group_name)
-    return torch.ops._c10d_functional.wait_tensor(found)
+    return torch.ops._c10d_functional.reduce_scatter_tensor(value, "sum", size, group.group_name)
 
 
 def replace_parameters(root: torch.nn.Module, make: Callable[[Any], Any]) -> None:

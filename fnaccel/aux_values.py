@@ -47,6 +47,36 @@ def packed(values: list[Any], device: torch.device) -> torch.Tensor:
     )
 
 
+def check_aux(aux: Any) -> None:
+    """Raise LossError where aux can't be reported; torch.compile can trace it."""
+    if isinstance(aux, dict):
+        if any(name in RESERVED for name in aux):
+            raise _taken([name for name in aux if name in RESERVED])
+        for value in aux.values():
+            _check_leaf(value)
+    else:
+        _check_leaf(aux)
+
+
+def _check_leaf(value: Any) -> None:
+    if isinstance(value, dict):
+        for inner in value.values():
+            _check_leaf(inner)
+    elif isinstance(value, (list, tuple)):  # a union is not traceable
+        for inner in value:
+            _check_leaf(inner)
+    elif isinstance(value, torch.Tensor):
+        parts_of(value, 1, "the loss function's aux")
+
+
+def _taken(names: list[str]) -> LossError:
+    return LossError(
+        f"aux holds {', '.join(map(repr, sorted(names)))}, which the step itself reports",
+        where="the loss function's aux",
+        fix="give it another name",
+    )
+
+
 class Agreement:
     """What aux looks like on every rank; asked once, since ranks add their values up by place."""
 
@@ -151,9 +181,5 @@ class AuxValues:
             return {"aux": aux}
         taken = RESERVED & aux.keys()
         if taken:
-            raise LossError(
-                f"aux holds {', '.join(map(repr, sorted(taken)))}, which the step itself reports",
-                where="the loss function's aux",
-                fix="give it another name",
-            )
+            raise _taken([*taken])
         return aux

@@ -10,21 +10,28 @@ import torch
 
 from fnaccel.leaf import Leaf
 
+Opened = tuple[list[torch.Tensor], Callable[..., Any]]
+"""The tensors that gradients are taken of, and `run(fn, *args)`, which calls `fn(model, *args)` with them."""
+
 
 @attrs.frozen(kw_only=True)
 class Capture:
     """What a captured step needs of its layout.
 
     Attributes:
-        leaves: the trainable parameters; `shard` is the very tensor that gradients are taken of.
-        run: `run(fn, *args)` calls `fn(model, *args)` in the graph.
-        average: in the graph, gradients averaged over ranks; None where they are by then.
+        leaves: the trainable parameters; `shard` is the very tensor that the update changes.
+        open: in the graph, before forward; gathers parameters where ranks hold parts of them.
+        blank: zeros laid out as the gradients that `open`'s tensors get, outside of the graph.
+        average: in the graph, from these gradients to those of the leaves, averaged over ranks.
+        complete: whether every parameter has to get a gradient, as ranks would part otherwise.
         graph_pass: a change of the graph before inductor lowers it; other backends run without.
         before: called before the first micro-batch of a step, outside of the graph.
     """
 
     leaves: tuple[Leaf, ...]
-    run: Callable[..., Any]
+    open: Callable[[], Opened]
+    blank: Callable[[], list[torch.Tensor]]
     average: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+    complete: bool = False
     before: Callable[[], None] | None = None
     graph_pass: Any = None

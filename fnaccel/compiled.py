@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from fnaccel import _torch, tree
-from fnaccel.errors import NotCompiledError, RecompileLimitError
+from fnaccel.errors import ArgumentError, NotCompiledError, RecompileLimitError
 from fnaccel.transforms.compilation import Compile
 
 _SHOWN = 4
@@ -59,6 +59,7 @@ class Meter:
         """In the body compiled code may run; `datas` are the micro-batches it runs on.
 
         Raises:
+            ArgumentError: `dynamic=` names dimensions that the batch has not.
             NotCompiledError: torch can't compile it, or found nothing to compile.
             RecompileLimitError: torch gave up compiling again.
         """
@@ -119,12 +120,17 @@ class Meter:
                 known.append(shape)
 
     def _mark(self, datas: Sequence[Any], pattern: str, dims: tuple[int, ...]) -> None:
-        for data in datas:
-            for path, value in tree.items(data):
-                if isinstance(value, torch.Tensor) and fnmatchcase(path, pattern):
-                    for dim in dims:
-                        if dim < value.dim():
-                            _torch.mark_dynamic(value, dim)
+        named = [(path, x) for data in datas for path, x in tree.items(data) if isinstance(x, torch.Tensor)]
+        matched = [(path, x) for path, x in named if fnmatchcase(path, pattern)]
+        marked = [(x, dim) for _, x in matched for dim in dims if -x.dim() <= dim < x.dim()]
+        if not marked:
+            raise ArgumentError(
+                f"dynamic={{{pattern!r}: {dims}}} names no dimension of the batch",
+                where=self._where,
+                fix=f"the batch holds {', '.join(sorted({f'{path} {list(x.shape)}' for path, x in named}))}",
+            )
+        for value, dim in marked:
+            _torch.mark_dynamic(value, dim % value.dim())
 
     def _too_often(self) -> RecompileLimitError:
         changed = [

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import _torch, tree
-from fnaccel.aux_values import AuxValues, packed, plain
+from fnaccel.aux_values import AuxValues, check_aux, packed, plain
 from fnaccel.capture import Capture
 from fnaccel.engine import Call, Engine, Loss, Micro, attempt, multiplier_of, up_front_of
 from fnaccel.errors import CapabilityError
@@ -63,7 +63,6 @@ class WholeStep:
         self._capture = capture
         self._loss = loss
         self._tail = tail
-        self._leaves = [leaf.shard for leaf in self._capture.leaves]
         self._traced = attrs.evolve(engine, leaves=self._capture.leaves)
         self._group = engine.mesh.group("batch")
         self._used: tuple[bool, ...] = ()
@@ -94,6 +93,7 @@ class WholeStep:
         with attempt(engine, call) as seed:
             if self._capture.before is not None:
                 self._capture.before()
+            self._agree(last.data, given)
             report = Report(self._group, device, engine.agreement, call.notice)
             up_front = up_front_of(self._loss, micros, call, report, engine.averaged, device)
             up_front = None if up_front is None else _filled(up_front, torch.float32, device)
@@ -115,7 +115,7 @@ class WholeStep:
         metrics.update(self._shared(aux))
         pending = None
         if self._tail is None:
-            pending = Gradients(engine.leaves, list(grads), multiplier, engine.norm_axes, device)
+            pending = Gradients(engine.leaves, _apart(grads), multiplier, engine.norm_axes, device)
         return Found(metrics=metrics, grads=pending, skip=skip)
 
     def _accumulate(
@@ -126,7 +126,9 @@ class WholeStep:
         sums = torch.zeros(2, dtype=_sum_type(device), device=device)
         if not micros:
             return sums, None
-        grads = [torch.zeros_like(leaf) for leaf in self._leaves]
+        whole = self._capture.average is None or not self._loss.sync_each
+        shards = self._capture.leaves
+        grads = self._capture.blank() if whole else [torch.zeros_like(leaf.shard) for leaf in shards]
         used = (False,) * len(grads)
         for index, micro in enumerate(micros):
             seed(index)
@@ -139,7 +141,7 @@ class WholeStep:
 
     def _check_used(self) -> None:
         """Raise CapabilityError where ranks average gradients, and the last step had none for a parameter."""
-        if self._capture.average is not None and not all(self._used):
+        if self._capture.complete and not all(self._used):
             pairs = zip(self._capture.leaves, self._used, strict=True)
             names = ", ".join(leaf.name for leaf, used in pairs if not used)
             raise CapabilityError(
@@ -159,17 +161,35 @@ class WholeStep:
                 self._try_eagerly(data, given)
             raise
 
+    def _agree(self, data: Any, given: Any) -> None:
+        """See, before the first step changes anything, that the aux of all ranks looks alike."""
+        agreement = self._engine.agreement
+        if self._group is None or agreement.seen is not None:
+            return
+        aux = AuxValues()
+        with torch.no_grad():
+            aux.take(self._eagerly(data, given)[2], valid=False)
+        agreement.check(aux.shape, self._group)
+
     def _try_eagerly(self, data: Any, given: Any) -> None:
-        """Raise what the loss function raises without compilation; buffers are put back."""
-        kept = {name: value.clone() for name, value in self._engine.buffers.items()}
+        """Raise what the loss function raises without compilation."""
         try:
-            total, _, _ = read_loss(self._capture.run(self._loss.fn, data, *given), self._loss.where)
+            total, _, aux = self._eagerly(data, given)
             check_attached(total, self._loss.where)
+            check_aux(aux)
         except Exception as error:
             raise error from None  # torch's own account of it is longer, and says less
+
+    def _eagerly(self, data: Any, given: Any) -> Any:
+        """What the loss gives without compilation; buffers are put back."""
+        slots = [_torch.buffers_of(module) for root in self._engine.modules for module in root.modules()]
+        kept = [(own, name, x, x.clone()) for own in slots for name, x in own.items() if x is not None]
+        try:
+            return read_loss(self._engine.run(self._loss.fn, data, *given), self._loss.where)
         finally:
-            for name, value in kept.items():
-                self._engine.buffers[name].copy_(value)
+            with torch.no_grad():
+                for own, name, buffer, before in kept:
+                    own[name] = buffer.copy_(before)
 
     def _keep(self, micro: Micro) -> torch.Tensor:
         """1, or 0 for a filler: a tensor, since a number would be compiled in."""
@@ -192,8 +212,8 @@ class WholeStep:
         def add(
             data: Any, given: Any, keep: Any, up_front: Any, carried: list[torch.Tensor], sums: torch.Tensor
         ) -> Any:
-            total, sums, aux = self._forward(data, given, keep, sums)
-            grads = self._backward(total, keep, up_front, average=self._loss.sync_each)
+            total, sums, aux, params = self._forward(data, given, keep, sums)
+            grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
             for held, grad in zip(carried, grads, strict=True):
                 if grad is not None:
                     held.add_(grad)
@@ -206,15 +226,17 @@ class WholeStep:
             data: Any, given: Any, keep: Any, up_front: Any, carried: Any, sums: torch.Tensor, known: Any,
             scale: Any, rates: Any, number: torch.Tensor,
         ) -> Any:  # fmt: skip
-            total, sums, aux = self._forward(data, given, keep, sums)
+            total, sums, aux, params = self._forward(data, given, keep, sums)
             if self._group is not None:
                 sums = _torch.begin_all_reduce(sums, self._group)  # beside the backward pass
-            grads = self._backward(total, keep, up_front, average=self._loss.sync_each)
+            grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
             if carried is not None:
                 grads = [_sum(held, grad) for held, grad in zip(carried, grads, strict=True)]
             used = tuple(grad is not None for grad in grads)
             if not self._loss.sync_each:
-                grads = self._average(grads)
+                grads = self._average(grads, params)
+            pairs = zip(grads, self._capture.leaves, strict=True)
+            grads = [None if grad is None else _laid_out(grad, leaf.shard) for grad, leaf in pairs]
             if self._group is not None:
                 sums = _torch.end_collective(sums)
             weight = sums[1] if known is None else known
@@ -229,29 +251,33 @@ class WholeStep:
         return finish
 
     def _forward(self, data: Any, given: Any, keep: Any, sums: torch.Tensor) -> Any:
-        found = self._capture.run(self._loss.fn, data, *given)
-        total, weight, aux = read_loss(found, self._loss.where)
+        params, run = self._capture.open()
+        total, weight, aux = read_loss(run(self._loss.fn, data, *given), self._loss.where)
         check_attached(total, self._loss.where)
+        check_aux(aux)
         counted = torch.stack([_number(total, sums), _number(weight, sums)])
         counted = torch.where(keep > 0, counted, torch.zeros_like(counted))
         if sums.numel() > 2:  # the last is whether this rank was asked to stop
             counted = torch.cat([counted, torch.zeros_like(counted[:1])])
-        return total, sums + counted, _detached(aux)
+        return total, sums + counted, _detached(aux), params
 
-    def _backward(self, total: torch.Tensor, keep: Any, up_front: Any, *, average: bool) -> Any:
+    def _backward(
+        self, total: torch.Tensor, params: list[torch.Tensor], keep: Any, up_front: Any, *, average: bool
+    ) -> Any:
         total = total * keep
         if up_front is not None:
             total = total * up_front
-        grads = list(torch.autograd.grad(total, self._leaves, allow_unused=True))
-        return self._average(grads) if average else grads
+        grads = list(torch.autograd.grad(total, params, allow_unused=True))
+        return self._average(grads, params) if average else grads
 
-    def _average(self, grads: Sequence[torch.Tensor | None]) -> Any:
+    def _average(self, grads: Sequence[torch.Tensor | None], params: list[torch.Tensor]) -> Any:
         average = self._capture.average
         if average is None:
             return grads
         # every rank sends every gradient, also one that it has not: others may have it
-        pairs = zip(grads, self._leaves, strict=True)
-        return average([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs])
+        pairs = zip(grads, params, strict=True)
+        averaged = average([torch.zeros_like(param) if grad is None else grad for grad, param in pairs])
+        return [None if grad is None else found for grad, found in zip(grads, averaged, strict=True)]
 
     def _end(
         self,
@@ -284,12 +310,25 @@ class WholeStep:
         return held.skip
 
 
+def _apart(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Gradients of which no two share memory: what follows changes them in place."""
+    seen: set[int] = set()
+    found: list[torch.Tensor | None] = []
+    for grad in grads:
+        shared = grad is not None and grad.untyped_storage().data_ptr() in seen
+        found.append(grad.clone() if grad is not None and shared else grad)
+        if grad is not None:
+            seen.add(grad.untyped_storage().data_ptr())
+    return found
+
+
 def _whole_models(given: Any) -> Any:
-    if any(leaf.sharded for engine in given.engines for leaf in engine.leaves):
+    if any(hasattr(p, "placements") for engine in given.engines for p in engine.parameters.values()):
         raise CapabilityError(
             "a model that lies in shards is lent to a step that is captured as one graph",
             where="train_step(state, batch, given=...)",
-            fix="fa.compile(step, scope='loss'), or lend a model under local() or ddp()",
+            fix="lend a model under local() or ddp(); or fa.compile(step, scope='block') (scope 'loss' where "
+            "the borrower is not sharded)",
         )
     return given.models
 
@@ -311,6 +350,14 @@ def _number(value: Any, like: torch.Tensor) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().to(like.dtype)
     return torch.full((), value, dtype=like.dtype, device=like.device)
+
+
+def _laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A gradient whose elements lie in memory as the parameter's: fused kernels pair them by place."""
+    pairs = zip(grad.stride(), param.stride(), grad.shape, strict=True)
+    if all(mine == wanted or length < 2 for mine, wanted, length in pairs):
+        return grad
+    return torch.empty_like(param).copy_(grad)
 
 
 def _sum(held: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:

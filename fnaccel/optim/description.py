@@ -94,7 +94,9 @@ class Optimizer:
 
     def describe(self) -> str:
         """One line for the plan."""
-        rate = self.lr.value if isinstance(self.lr, constant) else repr(self.lr)
+        # a function by its name: its repr holds an address, which is another on every rank
+        named = getattr(self.lr, "__qualname__", None) or repr(self.lr)
+        rate = self.lr.value if isinstance(self.lr, constant) else named
         parts = [f"lr={rate}", *(f"{name}={value!r}" for name, value in self.options)]
         parts += [f"{pattern!r}: {dict(options)}" for pattern, options in self.groups]
         return f"{self.name}({', '.join(parts)})"

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
+from fnaccel import _torch
 from fnaccel.errors import CapabilityError
 from fnaccel.optim import kernels
 from fnaccel.optim.description import Group, Optimizer, options_of
@@ -112,6 +113,8 @@ class BoundFused:
             # offloaded parameters lie elsewhere than what was decided on the device
             where = shards[0].device
             scale, off = (x if x is None else x.to(where) for x in (divisor, skip))
+            if scale is not None and torch.compiler.is_compiling():
+                taken, scale = _torch.foreach_div(taken, scale), None
             self._run(shards, taken, first, second, updates.to(where), rate, work.options, scale, off)
 
 

@@ -1,7 +1,8 @@
 """torch's fused optimizer kernels, as they are called directly and as they stand in a compiled graph.
 
 torch.compile knows no fused optimizer: in a graph each is one opaque operation of our own, which
-calls the same kernel. So a compiled update computes what an eager one does, to the bit.
+calls the same kernel. It takes gradients that are scaled by then: with a scale the kernel would write to
+them, and in a graph two of them may be one tensor.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch
 from fnaccel import _torch
 
 _ADAM_LIKE = (
-    "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] first, Tensor(d!)[] second, Tensor updates, "
-    "Tensor rate, float beta1, float beta2, float weight_decay, float eps, Tensor? scale, Tensor? skip) -> ()"
+    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, Tensor updates, "
+    "Tensor rate, float beta1, float beta2, float weight_decay, float eps, Tensor? skip) -> ()"
 )
 _SGD = (
-    "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] first, Tensor rate, float momentum, "
-    "float weight_decay, bool nesterov, Tensor? scale, Tensor? skip) -> ()"
+    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor rate, float momentum, "
+    "float weight_decay, bool nesterov, Tensor? skip) -> ()"
 )
 
 
@@ -45,7 +46,7 @@ def _operations() -> Any:
         "sgd_": (_SGD, _sgd_body),
     }
     for name, (schema, body) in bodies.items():
-        library.define(name + schema)
+        library.define(name + schema, tags=_torch.EXACT_STRIDES)
         library.impl(name, body, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fnaccel::{name}", lambda *_: None, lib=library)
     return library, torch.ops.fnaccel
@@ -58,12 +59,14 @@ def register() -> None:
 
 def _adam_body(kernel: Any, *args: Any) -> None:
     _Begun.updates += 1
-    _run_adam(kernel, *args)
+    *others, skip = args
+    _run_adam(kernel, *others, scale=None, skip=skip)
 
 
 def _sgd_body(*args: Any) -> None:
     _Begun.updates += 1
-    _run_sgd(*args)
+    *others, skip = args
+    _run_sgd(*others, scale=None, skip=skip)
 
 
 def _run_adam(
@@ -130,7 +133,7 @@ def _run_sgd(
 def adam_(*args: Any) -> None:
     """Adam in place; the arguments are those of `_run_adam` after the kernel."""
     if torch.compiler.is_compiling():
-        torch.ops.fnaccel.adam_(*args)
+        torch.ops.fnaccel.adam_(*args[:-2], args[-1])
     else:
         _run_adam(_torch.fused_adam_, *args)
 
@@ -138,7 +141,7 @@ def adam_(*args: Any) -> None:
 def adamw_(*args: Any) -> None:
     """AdamW in place; arguments as for `adam_`."""
     if torch.compiler.is_compiling():
-        torch.ops.fnaccel.adamw_(*args)
+        torch.ops.fnaccel.adamw_(*args[:-2], args[-1])
     else:
         _run_adam(_torch.fused_adamw_, *args)
 
@@ -146,6 +149,6 @@ def adamw_(*args: Any) -> None:
 def sgd_(*args: Any) -> None:
     """SGD in place; arguments as for `_run_sgd`."""
     if torch.compiler.is_compiling():
-        torch.ops.fnaccel.sgd_(*args)
+        torch.ops.fnaccel.sgd_(*args[:-2], args[-1])
     else:
         _run_sgd(*args)

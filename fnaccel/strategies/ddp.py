@@ -8,7 +8,6 @@ any method of the model.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -140,17 +139,28 @@ def _captured(built: Built, request: Request, options: Ddp, hook: Hook | None) -
     """The engine without hooks: what the wrapper does by hooks is part of the graph."""
     mesh = request.mesh
     group: Any = mesh.group("batch") or dist.group.WORLD
-    _share([value.detach() for what in ("parameters", "buffers") for _, value in built.named(what)], group)
-    buffers = [value for _, value in built.named("buffers")]
-    shared = options.sync_buffers and bool(buffers)
-    capture = capture_whole(built, before=functools.partial(_share, buffers, group) if shared else None)
+    with torch.no_grad():
+        _share([value for what in ("parameters", "buffers") for _, value in built.named(what)], group)
+    slots = [
+        (module, name)
+        for root in built.modules.values()
+        for module in root.modules()
+        for name in _torch.buffers_of(module)
+    ]
+
+    def share_buffers() -> None:
+        # looked up each time: a forward may put another tensor in the place of a buffer
+        found = (_torch.buffers_of(module)[name] for module, name in slots)
+        _share([value for value in found if value is not None], group)
+
+    capture = capture_whole(built, before=share_buffers if options.sync_buffers and slots else None)
     buckets = Buckets(
-        members=lay_out([leaf.shard for leaf in capture.leaves], options.bucket_mb),
+        members=lay_out([leaf.param for leaf in capture.leaves], options.bucket_mb),
         group=group,
         size=mesh.batch_size,
         dtype=None if hook is None else _SENT[hook.name],
     )
-    capture = attrs.evolve(capture, average=buckets.average)
+    capture = attrs.evolve(capture, average=buckets.average, complete=mesh.batch_size > 1)
     return whole_engine("ddp", built, request, averaged=mesh.batch_size, capture=capture)
 
 

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fnaccel import _torch
-from fnaccel.capture import Capture
+from fnaccel.capture import Capture, Opened
 from fnaccel.engine import Engine
+from fnaccel.errors import CapabilityError
 from fnaccel.leaf import Leaf
 from fnaccel.strategies.construct import Built
 from fnaccel.strategies.engines import Request
@@ -26,6 +27,7 @@ from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.regather import zero3_pass
 from fnaccel.units import find_units
 
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)  # what may be sent in another precision
 # autocast casts the weights of these by itself: gathered in the compute dtype, they come out the same
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -40,6 +42,7 @@ class _Piece:
     shape: torch.Size
     chunk: int
     local: torch.Tensor
+    trained: bool
 
     @property
     def width(self) -> int:
@@ -53,6 +56,7 @@ class _Unit:
 
     pieces: tuple[_Piece, ...]
     dtype: torch.dtype
+    trained: bool
 
 
 def build_captured(built: Built, request: Request, options: Fsdp) -> Engine:
@@ -64,15 +68,31 @@ def build_captured(built: Built, request: Request, options: Fsdp) -> Engine:
     pieces = {piece.name: piece for unit in units for piece in unit.pieces}
     order = [name for name, _ in built.named("parameters")]
     _torch.replace_parameters(built.host, lambda p: nn.Parameter(p.to("meta"), requires_grad=p.requires_grad))
-    gather = _gatherer(units, request)
     host = built.host
+    trained = [pieces[name] for name in order if pieces[name].trained]
+    shards = _Shards(units, trained, request)
 
     def run(fn: Callable[..., Any], *args: Any) -> Any:
-        return torch.func.functional_call(host, gather(), (fn, *args))
+        return torch.func.functional_call(host, shards.gather(), (fn, *args))
 
-    trained = [pieces[name] for name in order if pieces[name].local.requires_grad]
-    leaves = tuple(Leaf(p.name, p.param, p.local.detach(), _like(p.param)) for p in trained)
-    in_graph = tuple(attrs.evolve(leaf, shard=p.local) for leaf, p in zip(leaves, trained, strict=True))
+    def opened() -> Opened:
+        whole = shards.gather()
+        for piece in trained:
+            whole[piece.hosted] = whole[piece.hosted].detach().requires_grad_()
+
+        def run_opened(fn: Callable[..., Any], *args: Any) -> Any:
+            return torch.func.functional_call(host, whole, (fn, *args))
+
+        return [whole[piece.hosted] for piece in trained], run_opened
+
+    leaves = tuple(Leaf(p.name, p.param, p.local, _like(p.param)) for p in trained)
+    capture = Capture(
+        leaves=leaves,
+        open=opened,
+        blank=lambda: [torch.zeros(p.shape, dtype=p.local.dtype, device=p.local.device) for p in trained],
+        average=shards.average,
+        graph_pass=zero3_pass() if options.reshard_after_forward else None,
+    )
     return Engine(
         name="fsdp",
         mesh=mesh,
@@ -86,9 +106,7 @@ def build_captured(built: Built, request: Request, options: Fsdp) -> Engine:
         averaged=mesh.batch_size,
         norm_axes=(mesh["dp_shard"],),
         modules=tuple(built.modules.values()),
-        capture=Capture(
-            leaves=in_graph, run=run, graph_pass=zero3_pass() if options.reshard_after_forward else None
-        ),
+        capture=capture,
     )
 
 
@@ -104,7 +122,7 @@ def _units(built: Built, request: Request, options: Fsdp) -> list[_Unit]:
         key = (owners.get(id(param), -1), param.requires_grad, dtype)
         groups.setdefault(key, []).append(_cut(name, names[id(param)], param, request))
     ordered = sorted(groups.items(), key=lambda item: item[0][0] % (len(owners) + 1))
-    return [_Unit(tuple(pieces), key[2]) for key, pieces in ordered]
+    return [_Unit(tuple(pieces), dtype, trained) for (_, trained, dtype), pieces in ordered]
 
 
 def _owners(built: Built, options: Fsdp) -> dict[int, int]:
@@ -127,7 +145,13 @@ def _cut(name: str, hosted: str, param: Any, request: Request) -> _Piece:
     mesh = request.mesh
     axis = mesh["dp_shard"]
     replicas = mesh.degrees.get("dp_replicate", 1) > 1
-    full = param.detach() if param.dim() else param.detach().reshape(1)
+    if not param.dim():
+        raise CapabilityError(
+            f"{name} is a single number, which has no rows to shard",
+            where=f"strategy {request.strategy}",
+            fix="give it the shape [1]",
+        )
+    full = param.detach()
     chunk = -(-full.shape[0] // axis.size)
     part = full[axis.rank * chunk : (axis.rank + 1) * chunk].to(mesh.world.device, copy=True)
     shown = DTensor.from_local(
@@ -139,8 +163,7 @@ def _cut(name: str, hosted: str, param: Any, request: Request) -> _Piece:
         stride=full.stride(),
     )
     held = nn.Parameter(shown, requires_grad=param.requires_grad)
-    local = _torch.local_of(held).detach().requires_grad_(param.requires_grad)
-    return _Piece(name, hosted, held, param.shape, chunk, local)
+    return _Piece(name, hosted, held, param.shape, chunk, _torch.local_of(held).detach(), param.requires_grad)
 
 
 def _like(param: Any) -> Callable[[torch.Tensor], Any]:
@@ -159,41 +182,60 @@ def _like(param: Any) -> Callable[[torch.Tensor], Any]:
     return like
 
 
-def _gatherer(units: Sequence[_Unit], request: Request) -> Callable[[], dict[str, torch.Tensor]]:
-    """What gives all parameters whole, by their names in the host module."""
-    mesh = request.mesh
-    axis = mesh["dp_shard"]
-    replicas = mesh.group("dp_replicate") if mesh.degrees.get("dp_replicate", 1) > 1 else None
-    reduce, ranks = request.precision.reduce, mesh.batch_size
+class _Shards:
+    """Gathers parameters and reduces their gradients, one collective for each unit; for compiled code."""
 
-    class Gather(torch.autograd.Function):
-        """All-gather forward; reduce-scatter of the mean over ranks backward."""
+    def __init__(self, units: Sequence[_Unit], trained: Sequence[_Piece], request: Request) -> None:
+        mesh = request.mesh
+        self._axis = mesh["dp_shard"]
+        self._replicas = mesh.group("dp_replicate") if mesh.degrees.get("dp_replicate", 1) > 1 else None
+        self._reduce = request.precision.reduce
+        self._ranks = mesh.batch_size
+        self._units = units
+        place = {piece.name: index for index, piece in enumerate(trained)}
+        # the last units' gradients come first
+        self._members = [
+            [(place[piece.name], piece) for piece in unit.pieces] for unit in reversed(units) if unit.trained
+        ]
 
-        @staticmethod
-        def forward(ctx: Any, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-            ctx.dtype = flat.dtype
-            return _torch.all_gather_in_graph(flat.to(dtype), axis.size, axis.group)
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            part = _torch.reduce_scatter_in_graph(grad.to(reduce) / ranks, axis.size, axis.group)
-            if replicas is not None:
-                part = _torch.end_collective(_torch.begin_all_reduce(part, replicas))
-            return part.to(ctx.dtype), None
-
-    def gather() -> dict[str, torch.Tensor]:
+    def gather(self) -> dict[str, torch.Tensor]:
+        """All parameters whole, by their names in the host module; no gradient flows through this."""
         whole: dict[str, torch.Tensor] = {}
-        for unit in units:
-            flat = torch.cat([_padded(piece) for piece in unit.pieces])
-            rows = Gather.apply(flat, unit.dtype).view(axis.size, -1)  # pyright: ignore[reportOptionalMemberAccess]
-            parts = rows.split([piece.width for piece in unit.pieces], dim=1)
-            for piece, part in zip(unit.pieces, parts, strict=True):
-                padded = part.reshape(axis.size * piece.chunk, *piece.shape[1:])
-                cut = padded[: piece.shape[0]] if piece.shape else padded[0]
-                whole[piece.hosted] = cut
+        size = self._axis.size
+        with torch.no_grad():
+            for unit in self._units:
+                flat = torch.cat([_padded(piece) for piece in unit.pieces]).to(unit.dtype)
+                rows = _torch.all_gather_in_graph(flat, size, self._axis.group).view(size, -1)
+                parts = rows.split([piece.width for piece in unit.pieces], dim=1)
+                for piece, part in zip(unit.pieces, parts, strict=True):
+                    padded = part.reshape(size * piece.chunk, *piece.shape[1:])
+                    whole[piece.hosted] = padded[: piece.shape[0]]
         return whole
 
-    return gather
+    def average(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's rows of the mean over ranks of whole gradients."""
+        begun = [self._begin([(grads[index], piece) for index, piece in unit]) for unit in self._members]
+        averaged = list(grads)
+        for unit, flat in zip(self._members, begun, strict=True):
+            part = flat if self._axis.group is None else _torch.end_collective(flat)
+            if self._replicas is not None:
+                part = _torch.end_collective(_torch.begin_all_reduce(part, self._replicas))
+            for (index, piece), rows in zip(unit, part.split([p.width for _, p in unit]), strict=True):
+                local = rows[: piece.local.numel()].view(piece.local.shape)
+                averaged[index] = local.to(piece.local.dtype)
+        return averaged
+
+    def _begin(self, unit: list[tuple[torch.Tensor, _Piece]]) -> torch.Tensor:
+        size = self._axis.size
+        rows = [
+            F.pad(grad.reshape(-1), (0, size * piece.width - grad.numel())).view(size, -1)
+            if size * piece.width > grad.numel()
+            else grad.reshape(size, -1)
+            for grad, piece in unit
+        ]
+        flat = torch.cat(rows, dim=1).reshape(-1)
+        sent = flat.to(self._reduce) if flat.dtype in _NARROW else flat
+        return _torch.begin_reduce_scatter(sent / self._ranks, size, self._axis.group)
 
 
 def _padded(piece: _Piece) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import torch
 
 from fnaccel.capture import Capture
 from fnaccel.engine import Engine
@@ -49,12 +50,18 @@ def capture_whole(built: Built, **fields: Any) -> Capture:
         fields: how gradients are averaged, where there are several ranks.
     """
     model = built.model
+    leaves = tuple(attrs.evolve(leaf, shard=leaf.param) for leaf in whole_leaves(built))
+    params = [leaf.param for leaf in leaves]
 
     def run(fn: Any, *args: Any) -> Any:
         return fn(model, *args)
 
-    leaves = tuple(attrs.evolve(leaf, shard=leaf.param) for leaf in whole_leaves(built))
-    return Capture(leaves=leaves, run=run, **fields)
+    return Capture(
+        leaves=leaves,
+        open=lambda: (params, run),
+        blank=lambda: [torch.zeros_like(param) for param in params],
+        **fields,
+    )
 
 
 def whole_engine(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fnaccel import _torch
-from fnaccel.errors import NotCompiledError, UnknownNameError, nearest
+from fnaccel.errors import ArgumentError, NotCompiledError, UnknownNameError, nearest
 from fnaccel.step import Capability, Phase, Step, Transform, append, require
 from fnaccel.units import Units, find_units
 
@@ -91,15 +91,30 @@ class Compile:
 
     def of_step(self, fn: Callable[..., Any], graph_pass: Any = None) -> Callable[..., Any]:
         """A part of a train step under torch.compile, always one graph; inductor runs `graph_pass` on it."""
-        if graph_pass is None or self.backend != "inductor":
-            return self._compiled(own_code(fn), True)
-        options = {**_torch.mode_options(self.mode), "post_grad_custom_post_pass": graph_pass}
-        dynamic = None if self.dims else self.dynamic
-        return torch.compile(own_code(fn), fullgraph=True, dynamic=dynamic, options=options)
+        return self._compiled(own_code(fn), True, graph_pass if self.backend == "inductor" else None)
 
-    def _compiled(self, fn: Callable[..., Any], fullgraph: bool) -> Callable[..., Any]:
-        dynamic = None if self.dims else self.dynamic
-        return torch.compile(fn, backend=self.backend, mode=self.mode, dynamic=dynamic, fullgraph=fullgraph)
+    def _compiled(
+        self, fn: Callable[..., Any], fullgraph: bool, graph_pass: Any = None
+    ) -> Callable[..., Any]:
+        options: dict[str, Any] = {"mode": self.mode}
+        if graph_pass is not None:  # torch takes a mode, or options
+            options = {
+                "options": {**_torch.mode_options(self.mode), "post_grad_custom_post_pass": graph_pass}
+            }
+        try:
+            return torch.compile(
+                fn,
+                backend=self.backend,
+                dynamic=None if self.dims else self.dynamic,
+                fullgraph=fullgraph,
+                **options,
+            )
+        except (RuntimeError, *_torch.compile_errors()) as error:
+            raise ArgumentError(
+                f"torch.compile does not take backend={self.backend!r}, mode={self.mode!r}",
+                where="fa.compile",
+                fix=str(error).strip().splitlines()[0],
+            ) from error
 
 
 _numbers = itertools.count()

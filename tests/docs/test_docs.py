@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,9 @@ def blocks(page):
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    names = {"__name__": "__main__"}
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)  # where torch.compile looks globals up
+    names = main.__dict__
     with contextlib.ExitStack() as stack:
         for language, flags, code, line in blocks(page):
             if language != "python" or "no-run" in flags:

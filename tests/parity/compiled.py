@@ -45,6 +45,36 @@ class Spare(Net):
         self.spare = nn.Linear(3, 3)
 
 
+class Strided(nn.Module):
+    """Parameters and gradients whose elements lie in memory in other orders, and gradients that are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(4, 3, 2))
+        self.slanted = nn.Parameter(torch.randn(7, 3, 2).permute(1, 2, 0))
+        self.first, self.second = nn.Parameter(torch.randn(3, 1)), nn.Parameter(torch.randn(3, 1))
+        self.even = nn.Parameter(torch.randn(30, 20))
+        self.conv = nn.Conv2d(1, 4, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        spread = torch.einsum("bj,ijk->bki", x, self.turned).sum((1, 2)) + (x @ self.slanted.sum(2)).sum(1)
+        image = x[:, None, :, None].expand(-1, 1, 3, 3).to(memory_format=torch.channels_last)
+        rest = (x @ (self.first + self.second))[:, 0] + self.even.sum() * 0.01
+        return (spread + rest + self.conv(image).mean((1, 2, 3)))[:, None]
+
+
+class Replacing(Net):
+    """A buffer in whose place the forward puts another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return super().forward(x - self.mean)
+
+
 def aux_loss(model, batch):
     x, y = batch
     out = model(x)
@@ -107,6 +137,12 @@ SETUPS: dict[str, Any] = {
         {"a": Net, "b": Net},
         {},
     ),
+    "strided": lambda: (loss_fn, Strided, {"optimizer": fa.adamw(0.05)}),
+    "strided clip": lambda: (fa.clip_norm(fa.with_ema(loss_fn, 0.5), 0.3), Strided, {}),
+    "strided foreign": lambda: (
+        fa.clip_value(loss_fn, 0.1), Strided, {"optimizer": fa.from_torch(torch.optim.RMSprop, lr=0.01)},
+    ),
+    "replacing": lambda: (loss_fn, Replacing, {}),
     "each": lambda: (fa.accumulate(loss_fn, 3, sync="each"), Net, {}),
     "spare": lambda: (fa.accumulate(loss_fn, 2), Spare, {}),
 }  # fmt: skip

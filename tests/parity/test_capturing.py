@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -136,3 +138,42 @@ class TestBuckets:
         ]
         assert lay_out(tensors, 1.0) == ((3,), (2,), (1,), (0,))
         assert lay_out(tensors, 2.5) == ((3, 1, 0), (2,))
+
+
+LOGGER = logging.getLogger("a.library")
+
+
+def noisy(model, batch):
+    LOGGER.warning("rows: %s", len(batch[0]))
+    return loss_fn(model, batch)
+
+
+def test_what_a_library_logs_is_no_obstacle():
+    train_step = program(fa.compile(noisy, "step", backend="aot_eager"))
+    train_step(train_step.init(), batch_of(4))
+    assert train_step.compilation.graphs == 1
+
+
+def test_dimensions_that_do_not_exist_are_an_error():
+    for dynamic in ({"tokens": 0}, {"0": 7}):
+        train_step = program(fa.compile(loss_fn, "step", backend="aot_eager", dynamic=dynamic))
+        with pytest.raises(errors.ArgumentError, match="names no dimension of the batch"):
+            train_step(train_step.init(), batch_of(4))
+
+
+def test_settings_that_torch_refuses_are_an_error():
+    for settings in ({"mode": "fastest"}, {"backend": "nothing"}):
+        with pytest.raises(errors.ArgumentError, match="does not take"):
+            program(fa.compile(loss_fn, "step", **settings)).init()
+
+
+@pytest.mark.parametrize("aux", [{"loss": torch.zeros(())}, {"rows": torch.zeros(3)}])
+def test_aux_that_can_t_be_reported_changes_nothing(aux):
+    def telling(model, batch):
+        return fa.Mean(loss_fn(model, batch).total, weight=1, aux=aux)
+
+    train_step = program(fa.compile(telling, "step", backend="aot_eager"))
+    state = train_step.init()
+    with pytest.raises(errors.LossError):
+        train_step(state, batch_of(4))
+    assert "donated" not in repr(state)
