@@ -19,7 +19,7 @@ from fnaccel.mesh import Mesh, build, resolve
 from fnaccel.notice import Notice
 from fnaccel.owned import Owned, assemble
 from fnaccel.plan import Plan, compare, host_reads, make_plan
-from fnaccel.scoping import resolve_scope
+from fnaccel.scoping import compile_notes, resolve_scope
 from fnaccel.state import Lease, TrainState, donate, lease, lease_of
 from fnaccel.step import Step, as_step, freeze
 from fnaccel.stepping import Rng, Stepper
@@ -311,6 +311,7 @@ def train_step(
     lowered = lower(described)
     rates = [one.lr for one in (optimizers or {}).values()]
     notes = host_reads(described, optimizer, not all(takes_tensors(rate) for rate in rates))
+    notes += compile_notes(described, strategy, (optimizers or {}).values())
     if rng == "stream":
         notes.append("randomness is PyTorch's own stream: it depends on the number of ranks")
     shown = optimizers if optimizers and None not in optimizers else optimizer

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import attrs
 
 from fnaccel.errors import CapabilityError
-from fnaccel.step import Capability, Step
+from fnaccel.step import Capability, Phase, Step
 from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.strategy import Strategy
 from fnaccel.transforms.compilation import Compile, Scope, as_transform, step_can_be_captured
 from fnaccel.transforms.rematerialisation import Remat
+
+_TAIL = (Phase.GRADS, Phase.UPDATE)
 
 
 def resolve_scope(step: Step, strategy: Strategy) -> Step:
@@ -34,6 +39,22 @@ def resolve_scope(step: Step, strategy: Strategy) -> Step:
     scope, why = _choose(strategy, obstacle)
     resolved = as_transform(attrs.evolve(record, scope=scope, why=f"chosen: {why}"))
     return Step(step.loss_fn, tuple(resolved if isinstance(t.apply, Compile) else t for t in step.transforms))
+
+
+def compile_notes(step: Step, strategy: Strategy, optimizers: Iterable[Any]) -> list[str]:
+    """What a plan has to say of a captured step: what is left out of it."""
+    record: Compile | None = step.find(Compile)
+    if record is None or record.scope != "step":
+        return []
+    after = [t.name for t in step.transforms if t.phase in _TAIL and not attrs.has(type(t.apply))]
+    after += [one.name for one in optimizers if not getattr(one.kernel, "traceable", False)]
+    notes: list[str] = []
+    if after:
+        notes.append(f"{', '.join(after)} can't be captured: what follows the gradients runs after the graph")
+    fsdp: Fsdp | None = strategy.find(Fsdp)
+    if fsdp is not None and fsdp.reshard_after_forward and record.backend != "inductor":
+        notes.append("only inductor gathers parameters again for backward: here they stay gathered (ZeRO-2)")
+    return notes
 
 
 def _choose(strategy: Strategy, obstacle: str) -> tuple[Scope, str]:

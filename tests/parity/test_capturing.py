@@ -98,6 +98,17 @@ def test_the_plan_says_what_is_compiled_and_why():
         assert text in str(program(step).plan)
 
 
+def test_the_plan_says_what_is_not_captured():
+    own = fa.Transform("half", fa.Phase.GRADS, apply=lambda named, own, info: (named, own))
+    foreign = fa.from_torch(torch.optim.RMSprop, lr=0.01)
+    plan = str(program(own(fa.clip_norm(fa.compile(loss_fn), 1.0)), optimizer=foreign).plan)
+    assert "note: half, RMSprop can't be captured: what follows the gradients runs after the graph" in plan
+    assert "captured" not in str(program(fa.clip_norm(fa.compile(loss_fn), 1.0)).plan)
+    assert "stay gathered (ZeRO-2)" in str(
+        program(fa.compile(loss_fn, backend="aot_eager"), strategy="fsdp").plan
+    )
+
+
 def test_a_lent_model_and_its_borrower_are_captured():
     def distilled(model, batch, given):
         target = given["teacher"](batch[0])
