@@ -23,7 +23,7 @@ class Capture:
         open: in the graph, before forward; gathers parameters where ranks hold parts of them.
         blank: zeros laid out as the gradients that `open`'s tensors get, outside of the graph.
         average: in the graph, from these gradients to those of the leaves, averaged over ranks.
-        complete: whether every parameter has to get a gradient, as ranks would part otherwise.
+        complete: whether a parameter that no rank has a gradient for is an error.
         graph_pass: a change of the graph before inductor lowers it; other backends run without.
         before: called before the first micro-batch of a step, outside of the graph.
     """

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from fnaccel import _torch, tree
 from fnaccel.aux_values import AuxValues, check_aux, packed, plain
 from fnaccel.capture import Capture
-from fnaccel.engine import Call, Engine, Loss, Micro, attempt, multiplier_of, up_front_of
+from fnaccel.collectives import gather_objects
+from fnaccel.engine import Call, Engine, Loss, Micro, attempt, generators_of, multiplier_of, up_front_of
 from fnaccel.errors import CapabilityError
 from fnaccel.gradients import Gradients
 from fnaccel.loss import Concat, Mean, Sum, check_attached, read_loss
@@ -65,7 +66,7 @@ class WholeStep:
         self._tail = tail
         self._traced = attrs.evolve(engine, leaves=self._capture.leaves)
         self._group = engine.mesh.group("batch")
-        self._used: tuple[bool, ...] = ()
+        self._agreed: tuple[bool, ...] | None = None
         self._replays = settings.mode in ("reduce-overhead", "max-autotune")
         kernels.register()
         self._add = settings.of_step(self._adding(), capture.graph_pass)
@@ -81,11 +82,10 @@ class WholeStep:
             number: 0-d tensor, the number of this update.
 
         Raises:
-            CapabilityError: a lent model whose parameters are sharded; parameters that got no gradient, on
-                several ranks.
+            CapabilityError: a lent model whose parameters are sharded; in the first call, parameters without
+                a gradient under ddp.
         """
         given = () if call.given is None else (_whole_models(call.given),)
-        self._check_used()
         if self._replays:
             torch.compiler.cudagraph_mark_step_begin()
         engine, device = self._engine, self._engine.mesh.world.device
@@ -109,7 +109,6 @@ class WholeStep:
         # the next replay of a CUDA graph writes to the same memory
         metrics, found, asked, skip = tree.map_tensors(torch.clone, outs[0]) if self._replays else outs[0]
         grads, multiplier = outs[1]
-        self._used = outs[2]
         report.hear(asked)
         aux.take(found, valid=last.valid > 0)
         metrics.update(self._shared(aux))
@@ -139,18 +138,6 @@ class WholeStep:
             aux.take(found, valid=micro.valid > 0)
         return sums, [grad if was else None for grad, was in zip(grads, used, strict=True)]
 
-    def _check_used(self) -> None:
-        """Raise CapabilityError where ranks average gradients, and the last step had none for a parameter."""
-        if self._capture.complete and not all(self._used):
-            pairs = zip(self._capture.leaves, self._used, strict=True)
-            names = ", ".join(leaf.name for leaf, used in pairs if not used)
-            raise CapabilityError(
-                f"{names} got no gradient in the last step, and other ranks may have one for them",
-                where="fa.ddp()",
-                fix="fa.ddp(unused_parameters=True) (fa.compile then takes the loss only); or freeze them: "
-                "fa.train_step(frozen=...)",
-            )
-
     def _call(self, program: Callable[..., Any], data: Any, given: Any, *args: Any) -> Any:
         """Run a compiled program; where it can't be compiled, first see whether the loss itself fails."""
         try:
@@ -162,31 +149,52 @@ class WholeStep:
             raise
 
     def _agree(self, data: Any, given: Any) -> None:
-        """See, before the first step changes anything, that the aux of all ranks looks alike."""
-        agreement = self._engine.agreement
-        if self._group is None or agreement.seen is not None:
+        """See, before the first step, that ranks report alike, and which parameters any of them uses.
+
+        Raises:
+            LossError: the aux of ranks differs.
+            CapabilityError: no rank has a gradient for some parameter, and the strategy needs one.
+        """
+        if self._group is None or self._agreed is not None:
             return
-        aux = AuxValues()
-        with torch.no_grad():
-            aux.take(self._eagerly(data, given)[2], valid=False)
-        agreement.check(aux.shape, self._group)
+        aux, own = self._eagerly(data, given)
+        values = AuxValues()
+        values.take(_detached(aux), valid=False)
+        self._engine.agreement.check(values.shape, self._group)
+        used = tuple(map(any, zip(*gather_objects(own, over=self._group), strict=True)))
+        if self._capture.complete and not all(used):
+            names = [leaf.name for leaf, was in zip(self._capture.leaves, used, strict=True) if not was]
+            raise CapabilityError(
+                f"{', '.join(names)} got no gradient on any rank",
+                where="fa.ddp()",
+                fix="freeze them, fa.train_step(frozen=...); or fa.ddp(unused_parameters=True), for which "
+                "fa.compile takes the loss only",
+            )
+        self._agreed = used
 
     def _try_eagerly(self, data: Any, given: Any) -> None:
         """Raise what the loss function raises without compilation."""
         try:
-            total, _, aux = self._eagerly(data, given)
-            check_attached(total, self._loss.where)
-            check_aux(aux)
+            self._eagerly(data, given)
         except Exception as error:
             raise error from None  # torch's own account of it is longer, and says less
 
-    def _eagerly(self, data: Any, given: Any) -> Any:
-        """What the loss gives without compilation; buffers are put back."""
-        slots = [_torch.buffers_of(module) for root in self._engine.modules for module in root.modules()]
+    def _eagerly(self, data: Any, given: Any) -> tuple[Any, list[bool]]:
+        """Aux, and which parameters get a gradient, without compilation; leaves nothing behind."""
+        engine = self._engine
+        slots = [_torch.buffers_of(module) for root in engine.modules for module in root.modules()]
         kept = [(own, name, x, x.clone()) for own in slots for name, x in own.items() if x is not None]
+        states = [(one, one.get_state()) for one in generators_of(engine.mesh.world.device)]
         try:
-            return read_loss(self._engine.run(self._loss.fn, data, *given), self._loss.where)
+            params, run = self._capture.open()
+            total, _, aux = read_loss(run(self._loss.fn, data, *given), self._loss.where)
+            check_attached(total, self._loss.where)
+            check_aux(aux)
+            grads: Any = torch.autograd.grad(total, params, allow_unused=True)
+            return aux, [grad is not None for grad in grads]
         finally:
+            for generator, state in states:
+                generator.set_state(state)
             with torch.no_grad():
                 for own, name, buffer, before in kept:
                     own[name] = buffer.copy_(before)
@@ -232,7 +240,6 @@ class WholeStep:
             grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
             if carried is not None:
                 grads = [_sum(held, grad) for held, grad in zip(carried, grads, strict=True)]
-            used = tuple(grad is not None for grad in grads)
             if not self._loss.sync_each:
                 grads = self._average(grads, params)
             pairs = zip(grads, self._capture.leaves, strict=True)
@@ -244,9 +251,9 @@ class WholeStep:
             dtype = torch.promote_types(total.dtype, torch.float32)
             metrics: dict[str, Any] = {"loss": (sums[0] / weight).to(dtype), "weight": weight.clone()}
             if self._tail is None:
-                return (metrics, aux, sums[2], None), (grads, multiplier), used
+                return (metrics, aux, sums[2], None), (grads, multiplier)
             skip = self._end(self._tail, grads, multiplier, metrics, rates, number)
-            return (metrics, aux, sums[2], skip), (None, None), used
+            return (metrics, aux, sums[2], skip), (None, None)
 
         return finish
 
@@ -277,7 +284,9 @@ class WholeStep:
         # every rank sends every gradient, also one that it has not: others may have it
         pairs = zip(grads, params, strict=True)
         averaged = average([torch.zeros_like(param) if grad is None else grad for grad, param in pairs])
-        return [None if grad is None else found for grad, found in zip(grads, averaged, strict=True)]
+        own = tuple(grad is not None for grad in grads)
+        used = own if self._agreed is None else self._agreed
+        return [found if was else None for found, was in zip(averaged, used, strict=True)]
 
     def _end(
         self,

@@ -63,6 +63,17 @@ class Strided(nn.Module):
         return (spread + rest + self.conv(image).mean((1, 2, 3)))[:, None]
 
 
+class Some(Net):
+    """A layer that only a rank of many rows uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return super().forward(x) + (self.spare(x) if len(x) > 6 else 0.0)
+
+
 class Replacing(Net):
     """A buffer in whose place the forward puts another tensor."""
 
@@ -144,6 +155,7 @@ SETUPS: dict[str, Any] = {
     ),
     "replacing": lambda: (loss_fn, Replacing, {}),
     "each": lambda: (fa.accumulate(loss_fn, 3, sync="each"), Net, {}),
+    "some": lambda: (loss_fn, Some, {}),
     "spare": lambda: (fa.accumulate(loss_fn, 2), Spare, {}),
 }  # fmt: skip
 
@@ -160,15 +172,17 @@ def my_batch(call: int, kind: str) -> Any:
     return x, y
 
 
-def run_kind(kind: str, strategy: str, scope: str | None, backend: str = "aot_eager") -> dict[str, Any]:
+def run_kind(
+    kind: str, strategy: str, scope: str | None, backend: str = "aot_eager", **more: Any
+) -> dict[str, Any]:
     """Losses, metrics and all of the state after a few calls."""
     step, model, options = SETUPS[kind]()
     if scope is not None:
         step = fa.compile(step, scope, backend=backend)
-    train_step = fa.train_step(
-        step, model=fa.distribute(model, strategy), **{"optimizer": fa.adamw(0.05), **options}
-    )
+    options = {"optimizer": fa.adamw(0.05), **options, **more}
+    train_step = fa.train_step(step, model=fa.distribute(model, strategy), **options)
     state = train_step.init(seed=0)
+    torch.manual_seed(11)
     seen: list[dict[str, Any]] = []
     for call in range(STEPS):
         state, metrics = train_step(state, my_batch(call, kind))

@@ -16,11 +16,11 @@ from fnaccel.strategies import fsdp_captured, regather
 from tests.parity.compiled import SETUPS, run_in_two_parts, run_kind
 
 # FSDP2 takes no parameter that is not contiguous, and an optimizer of torch its own way with shards
-UNSHARDED = ("foreign", "strided", "strided clip", "strided foreign")
+UNSHARDED = ("some", "foreign", "strided", "strided clip", "strided foreign")
 FEW = ("plain", "rich", "fp16", "ema", "ragged")
 CASES = [
     *(("local", "step", kind) for kind in SETUPS),
-    *(("ddp", "step", kind) for kind in SETUPS if kind != "spare"),
+    *(("ddp", "step", kind) for kind in SETUPS if kind not in ("spare", "some")),
     *(("local", "loss", kind) for kind in FEW),
     *(("ddp", "loss", kind) for kind in FEW),
     *((strategy, "block", kind) for strategy in ("local", "ddp") for kind in FEW),
@@ -68,8 +68,25 @@ def test_a_run_goes_on_in_another_scope(pools, tmp_path, strategy):
 
 
 def test_a_parameter_without_a_gradient_is_an_error_on_several_ranks(pools):
-    with pytest.raises(errors.CapabilityError, match=r"spare\.weight, spare\.bias got no gradient"):
+    with pytest.raises(
+        errors.CapabilityError, match=r"spare\.weight, spare\.bias got no gradient on any rank"
+    ):
         pools.run(2, run_kind, "spare", "ddp", "step")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_parameter_that_one_rank_uses_is_trained_on_all(pools, strategy):
+    expected = pools.run(2, run_kind, "some", "ddp(unused_parameters=True)", None)
+    found = pools.run(2, run_kind, "some", strategy, "step")
+    for one, other in zip(found, expected, strict=True):
+        assert_alike(one["out"]["params"], other["out"]["params"], 2e-6)
+
+
+def test_the_global_stream_is_eager_s(pools):
+    expected = pools.run(2, run_kind, "rich", "ddp", None, rng="stream")
+    found = pools.run(2, run_kind, "rich", "ddp", "step", rng="stream")
+    for one, other in zip(found, expected, strict=True):
+        assert_alike(one["out"], other["out"], 2e-6)
 
 
 def gathers(strategy):
