@@ -7,12 +7,13 @@ from typing import Any
 
 import attrs
 
+from fnaccel import _torch
 from fnaccel.errors import CapabilityError
 from fnaccel.step import Capability, Phase, Step
 from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.strategy import Strategy
-from fnaccel.transforms.compilation import Compile, Scope, as_transform, step_can_be_captured
+from fnaccel.transforms.compilation import Compile, Scope, as_transform
 from fnaccel.transforms.rematerialisation import Remat
 
 _TAIL = (Phase.GRADS, Phase.UPDATE)
@@ -68,7 +69,7 @@ def _choose(strategy: Strategy, obstacle: str) -> tuple[Scope, str]:
 
 def _obstacle(step: Step, strategy: Strategy) -> str:
     """What keeps a step from being captured whole; empty where nothing does."""
-    if not step_can_be_captured():
+    if not _torch.can_trace_autograd():
         return "this torch can't capture torch.autograd.grad (2.11 or newer does)"
     if step.find(Remat) is not None:
         return "remat needs forward and backward as two programs"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import torch
 
 from fnaccel.engine import Engine
 from fnaccel.errors import CapabilityError
@@ -65,6 +66,23 @@ def interpreter_of(strategy: Strategy) -> Interpreter:
 def same(local: Any) -> Any:
     """The layout of a parameter that every rank holds whole: the local tensor itself."""
     return local
+
+
+def laid_out_as(param: Any) -> Callable[[torch.Tensor], Any]:
+    """What lays a local tensor out over ranks as a DTensor parameter is."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
+
+    def like(local: torch.Tensor) -> Any:
+        return DTensor.from_local(
+            local,
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+
+    return like
 
 
 def whole_leaves(built: Built) -> tuple[Leaf, ...]:

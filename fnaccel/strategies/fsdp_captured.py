@@ -22,7 +22,7 @@ from fnaccel.engine import Engine
 from fnaccel.errors import CapabilityError
 from fnaccel.leaf import Leaf
 from fnaccel.strategies.construct import Built
-from fnaccel.strategies.engines import Request
+from fnaccel.strategies.engines import Request, laid_out_as
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.regather import zero3_pass
 from fnaccel.units import find_units
@@ -85,7 +85,7 @@ def build_captured(built: Built, request: Request, options: Fsdp) -> Engine:
 
         return [whole[piece.hosted] for piece in trained], run_opened
 
-    leaves = tuple(Leaf(p.name, p.param, p.local, _like(p.param)) for p in trained)
+    leaves = tuple(Leaf(p.name, p.param, p.local, laid_out_as(p.param)) for p in trained)
     capture = Capture(
         leaves=leaves,
         open=opened,
@@ -164,22 +164,6 @@ def _cut(name: str, hosted: str, param: Any, request: Request) -> _Piece:
     )
     held = nn.Parameter(shown, requires_grad=param.requires_grad)
     return _Piece(name, hosted, held, param.shape, chunk, _torch.local_of(held).detach(), param.requires_grad)
-
-
-def _like(param: Any) -> Callable[[torch.Tensor], Any]:
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
-
-    def like(local: torch.Tensor) -> Any:
-        return DTensor.from_local(
-            local,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
-
-    return like
 
 
 class _Shards:

@@ -23,7 +23,7 @@ from fnaccel.leaf import Leaf
 from fnaccel.mesh import Mesh, ensure_group
 from fnaccel.strategies.construct import Built, construct
 from fnaccel.strategies.ddp import Ddp
-from fnaccel.strategies.engines import Request, interpreter, same
+from fnaccel.strategies.engines import Request, interpreter, laid_out_as, same
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_captured import build_captured
 from fnaccel.transforms.precision import Precision
@@ -228,19 +228,7 @@ def _fill(built: Built, mesh: Mesh, options: Fsdp, values: dict[str, Any]) -> No
 def _leaf(name: str, param: Any) -> Leaf:
     if not hasattr(param, "placements"):
         return Leaf(name, param, param.detach(), same)
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
-
-    def like(local: torch.Tensor) -> Any:
-        return DTensor.from_local(
-            local,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
-
-    return Leaf(name, param, _torch.local_of(param).detach(), like)
+    return Leaf(name, param, _torch.local_of(param).detach(), laid_out_as(param))
 
 
 def _runner(host: Any) -> Callable[..., Any]:

@@ -199,8 +199,3 @@ def as_transform(record: Compile) -> Transform:
     """The record in its phase: blocks are compiled before they are sharded, the rest around the call."""
     phase = Phase.MODULE if record.scope == "block" else Phase.CALL
     return Transform("compile", phase, apply=record, needs=_NEEDS[record.scope])
-
-
-def step_can_be_captured() -> bool:
-    """Whether this torch can put `torch.autograd.grad` into a graph."""
-    return _torch.can_trace_autograd()
