@@ -52,8 +52,10 @@ def named(items):
 
 def read_back(folder):
     """(the config, the steps' metrics) of the one offline run in a folder."""
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # `finish` can return before the service process has written its last block out
     [path] = folder.glob("wandb/offline-run-*/run-*.wandb")
     config, history, run = {}, [], None
     for data in records(path.read_bytes()):
