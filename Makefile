@@ -13,6 +13,22 @@ demo: .venv/.demo  ## train the main job, with a progress bar, a plot of the los
 test: .venv/.dev  ## the whole suite
 	$(BIN)/python -m pytest
 
+# torch_xla links against one release of torch, so XLA has an environment of its own (7 GB)
+XLA := .venv-xla/bin
+.PHONY: test-xla
+
+test-xla: .venv-xla/.xla  ## the XLA strategy on virtual devices, and a sample of the suite on torch 2.9
+	$(XLA)/python -m pytest tests/xla
+	$(XLA)/python -m pytest tests/test_*.py tests/optim tests/checkpoint -k "not compiled_step"  # needs torch 2.11
+	$(XLA)/python -m pytest tests/parity/test_matrix.py -k "fp32 and (local or ddp or -2- or -4-)"
+
+.venv-xla/.xla: pyproject.toml
+	$(PYTHON) -m venv .venv-xla
+	$(XLA)/python -m pip install --quiet torch==2.9.0 torch_xla==2.9.0
+	$(XLA)/python -m pip install --quiet torch==2.9.0 -e ".[data]" "numpy>=2,<3" "scikit-learn>=1.5" \
+		"hypothesis>=6.100" "pytest>=8" "pytest-timeout>=2.3" "expecttest>=0.2"
+	touch $@
+
 soak: .venv/.dev  ## kill -9 a training run dozens of times, and compare the bits at its end
 	$(BIN)/python -m pytest tests/soak
 
@@ -50,6 +66,9 @@ bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/result
 
 .venv/.dev: .venv/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@# its setup asks torch what it could compile, so it needs the one that is here; nothing is compiled now
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel ninja
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[deepspeed]"
 	mkdir -p runs
 	touch $@
 

@@ -20,12 +20,12 @@ GROUPS = {
     "Preemption": ["preemption", "Notice", "Preempted"],
     "Losses": ["Mean", "Sum", "Concat"],
     "Transforms": [
-        "with_precision", "Precision", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite",
+        "with_precision", "Precision", "Float8", "float8_layers", "cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite",
         "with_ema", "remat", "compile",
     ],
-    "Strategies": ["distribute", "Distributed", "Strategy", "strategy", "local", "ddp", "powersgd", "fsdp", "hsdp", "Mesh"],
+    "Strategies": ["distribute", "Distributed", "Strategy", "strategy", "local", "ddp", "powersgd", "fsdp", "hsdp", "deepspeed", "xla", "Mesh"],
     "Optimizers and schedules": [
-        "sgd", "adam", "adamw", "adafactor", "from_torch", "Optimizer", "constant", "linear", "cosine",
+        "sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamw_fp8", "adafactor", "from_torch", "from_deepspeed", "deepspeed_lr", "Optimizer", "constant", "linear", "cosine",
         "warmup_constant", "warmup_linear", "warmup_cosine", "inverse_sqrt", "one_cycle", "piecewise", "joined",
         "from_torch_scheduler",
     ],

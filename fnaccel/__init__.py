@@ -33,8 +33,13 @@ from fnaccel.optim import Optimizer as Optimizer
 from fnaccel.optim import adafactor as adafactor
 from fnaccel.optim import adam as adam
 from fnaccel.optim import adamw as adamw
+from fnaccel.optim import adamw4bit as adamw4bit
+from fnaccel.optim import adamw8bit as adamw8bit
+from fnaccel.optim import adamw_fp8 as adamw_fp8
 from fnaccel.optim import constant as constant
 from fnaccel.optim import cosine as cosine
+from fnaccel.optim import deepspeed_lr as deepspeed_lr
+from fnaccel.optim import from_deepspeed as from_deepspeed
 from fnaccel.optim import from_torch as from_torch
 from fnaccel.optim import from_torch_scheduler as from_torch_scheduler
 from fnaccel.optim import inverse_sqrt as inverse_sqrt
@@ -65,18 +70,23 @@ from fnaccel.step import Transform as Transform
 from fnaccel.strategies import Distributed as Distributed
 from fnaccel.strategies import Strategy as Strategy
 from fnaccel.strategies import ddp as ddp
+from fnaccel.strategies import deepspeed as deepspeed
 from fnaccel.strategies import distribute as distribute
 from fnaccel.strategies import fsdp as fsdp
 from fnaccel.strategies import hsdp as hsdp
 from fnaccel.strategies import local as local
 from fnaccel.strategies import powersgd as powersgd
 from fnaccel.strategies import strategy as strategy
+from fnaccel.strategies import xla as xla
 from fnaccel.tracking import Tracker as Tracker
+from fnaccel.transforms import Float8 as Float8
 from fnaccel.transforms import Precision as Precision
 from fnaccel.transforms import accumulate as accumulate
+from fnaccel.transforms import cast_layers as cast_layers
 from fnaccel.transforms import clip_norm as clip_norm
 from fnaccel.transforms import clip_value as clip_value
 from fnaccel.transforms import compile as compile  # noqa: A004 - jax.jit's place, torch.compile's name
+from fnaccel.transforms import float8_layers as float8_layers
 from fnaccel.transforms import remat as remat
 from fnaccel.transforms import skip_nonfinite as skip_nonfinite
 from fnaccel.transforms import with_ema as with_ema

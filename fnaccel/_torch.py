@@ -50,9 +50,18 @@ foreach_clamp_min_: Any = torch._foreach_clamp_min_
 foreach_clamp_max_: Any = torch._foreach_clamp_max_
 
 
+def wrapper_tensor(cls: Any, shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass that has no storage of its own. (2.9 to 2.13)"""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
+
+
 def local_of(value: Any) -> torch.Tensor:
-    """The local part of a DTensor without an autograd view; a plain tensor as it is. (2.9 to 2.13)"""
-    return getattr(value, "_local_tensor", value)
+    """The local part of a DTensor without an autograd view; a plain tensor as it is. (2.9 to 2.13)
+
+    Inside of what torchao lays around a weight that is gathered as fp8, it is the weight. (torchao 0.18)
+    """
+    local = getattr(value, "_local_tensor", value)
+    return getattr(local, "_tensor", local)
 
 
 def compiled_graphs() -> int:
@@ -207,6 +216,11 @@ def buffer_sync(sync: bool) -> dict[str, Any]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": sync}
 
 
+def leave_to_others(module: torch.nn.Module, names: list[str]) -> None:
+    """Let DistributedDataParallel neither send nor average these parameters. (2.9 to 2.13)"""
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
 class FixedBuckets(torch.nn.parallel.DistributedDataParallel):
     """DistributedDataParallel whose buckets are laid out once, last parameter first. (2.13)
 
@@ -294,3 +308,18 @@ def drop_unsharded_gradients(unit: Any) -> None:
         param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):
             param._unsharded_param.grad = None
+
+
+def finish_shards(root: torch.nn.Module) -> None:
+    """Let FSDP2 put its padded shards in place now, not in the first forward. (2.9, 2.13)
+
+    Up to 2.9 the first forward replaces every shard that is not full by another tensor: whoever took the old
+    one before would update what nobody reads.
+    """
+    for module in root.modules():
+        find = getattr(module, "_get_fsdp_state", None)
+        group = None if find is None else find()._fsdp_param_group
+        if group is not None and group.is_sharded:
+            for param in group.fsdp_params:
+                param.reset_sharded_param()
+            group._reset_sharded_params = True

@@ -17,7 +17,9 @@ import torch
 from fnaccel import _torch
 from fnaccel.aux_values import Agreement
 from fnaccel.capture import Capture
-from fnaccel.errors import PeerLostError
+from fnaccel.data.cut import rows_of
+from fnaccel.devices import stream_of
+from fnaccel.errors import MicroBatchError, PeerLostError
 from fnaccel.gradients import Gradients
 from fnaccel.leaf import Leaf
 from fnaccel.loss import check_attached, read_loss
@@ -82,6 +84,12 @@ class Engine:
         averaged: what the engine's own averaging divides gradients by.
         norm_axes: the axes over which `leaves` are sharded, for norms.
         finish: called after the last backward, before gradients are read; None where not needed.
+        backward: how a total is differentiated; `total.backward()` where it is None.
+        recover: undoes what a step left that failed before its update; None where there is nothing.
+        end: called when a state is complete: made, filled, or updated; None where not needed.
+        bound: the optimizer, where a runtime made it.
+        native: the runtime's own engine, for what only it can do.
+        rows: how many rows a micro-batch must have, where the runtime's configuration says so.
         averages: the shards of the EMA, where there is one.
         agreement: what ranks found out about each other's aux.
         capture: how a step can be captured as one graph, where that was asked for.
@@ -102,6 +110,12 @@ class Engine:
     averaged: int = 1
     norm_axes: tuple[MeshAxis, ...] = ()
     finish: Callable[[], None] | None = None
+    backward: Callable[[torch.Tensor], Any] | None = None
+    recover: Callable[[], None] | None = None
+    end: Callable[[], None] | None = None
+    bound: Any = None
+    native: Any = None
+    rows: int | None = None
     averages: list[torch.Tensor] = attrs.field(factory=list)
     capture: Capture | None = None
     agreement: Agreement = attrs.field(factory=Agreement, eq=False, repr=False)
@@ -113,6 +127,8 @@ class Engine:
 
         Changes no parameter. An exception leaves no gradient behind.
         """
+        if self.rows is not None:
+            _check_rows(self.rows, micros, self.name)
         with attempt(self, call) as seed:
             return _run_micro_batches(self, loss, micros, call, seed)
 
@@ -139,14 +155,12 @@ class Engine:
 # what gloo and NCCL say of a peer that is not there
 _LOST = re.compile(r"timeout|timed out|closed by peer|connection reset|pair closure", re.IGNORECASE)
 
-_BACKENDS = {"cuda": "cuda", "xpu": "xpu"}
-
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Torch's default generators that a forward on `device` may draw from."""
+    """The random streams that a forward on `device` may draw from: torch's default generators."""
     found = [torch.default_generator]
-    if device.type in _BACKENDS:
-        found.append(getattr(torch, _BACKENDS[device.type]).default_generators[device.index or 0])
+    if device.type != "cpu":
+        found.append(stream_of(device))
     return found
 
 
@@ -173,8 +187,9 @@ def attempt(engine: Engine, call: Call) -> Generator[Callable[[int], None]]:
         yield seed
     except BaseException as error:
         engine.clear()
-        if engine.settle is not None:
-            engine.settle()
+        for undo in (engine.settle, engine.recover):
+            if undo is not None:
+                undo()
         world = mesh.world
         if world.size > 1 and isinstance(error, RuntimeError) and _LOST.search(str(error)):
             raise PeerLostError(
@@ -203,17 +218,28 @@ def _run_micro_batches(
         seed(index)
         if engine.sync is None:
             total = _forward(engine, loss, micro, call, report)
-            _backward(total, micro, up_front, report, index == last)
+            _backward(engine, total, micro, up_front, report, index == last)
         else:
             with engine.sync(index == last or loss.sync_each):
                 total = _forward(engine, loss, micro, call, report)
-                _backward(total, micro, up_front, report, index == last)
+                _backward(engine, total, micro, up_front, report, index == last)
     if engine.finish is not None:
         engine.finish()
     grads = [_torch.local_of(g) if (g := leaf.param.grad) is not None else None for leaf in engine.leaves]
     report.wait()
     multiplier = multiplier_of(loss, engine.averaged, report.weight, call.scale, up_front)
     return Gradients(engine.leaves, grads, multiplier, engine.norm_axes, device), report
+
+
+def _check_rows(declared: int, micros: Sequence[Micro], name: str) -> None:
+    """Raise MicroBatchError where a micro-batch has more or fewer rows than was declared."""
+    found = sorted({rows_of(micro.data) for micro in micros if micro.valid})
+    if found != [declared]:
+        raise MicroBatchError(
+            f"the configuration of {name} says {declared} rows in a rank's micro-batch, and it has {found}",
+            where="train_step(state, batch)",
+            fix='write "auto" for train_batch_size and train_micro_batch_size_per_gpu, or mend the loader',
+        )
 
 
 def multiplier_of(loss: Loss, averaged: int, weight: Any, scale: Any, up_front: Any) -> Any:
@@ -263,11 +289,16 @@ def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Repor
     return total
 
 
-def _backward(total: torch.Tensor, micro: Micro, up_front: Any, report: Report, last: bool) -> None:
+def _backward(
+    engine: Engine, total: torch.Tensor, micro: Micro, up_front: Any, report: Report, last: bool
+) -> None:
     if last:
         report.send()  # overlaps with the backward pass
     if not micro.valid:
         total = total * 0.0
     if up_front is not None:
         total = total * up_front
-    total.backward()
+    if engine.backward is None:
+        total.backward()
+    else:
+        engine.backward(total)

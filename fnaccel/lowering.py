@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import attrs
@@ -80,6 +80,8 @@ class Lowered:
     inits: tuple[tuple[str, Callable[[Any], Any]], ...]
     ema: Ema | None
     compile: Compile | None
+    skips: bool
+    """Whether an update may be skipped on the device."""
 
     @property
     def own_hooks(self) -> bool:
@@ -87,14 +89,14 @@ class Lowered:
         users = (UserGradients, UserUpdate)
         return not any(isinstance(hook, users) for _, hook in (*self.gradients, *self.updates))
 
-    @property
-    def skips(self) -> bool:
-        """Whether an update may be skipped on the device."""
-        return self.precision.scaled or any(isinstance(hook, SkipNonfinite) for _, hook in self.gradients)
 
+def lower(step: Step, delegated: Container[str] = ()) -> Lowered:
+    """Sort the transforms of a step into hooks, and compile its loss where that was asked for.
 
-def lower(step: Step) -> Lowered:
-    """Sort the transforms of a step into hooks, and compile its loss where that was asked for."""
+    Args:
+        step: the step.
+        delegated: names of transforms that a runtime carries out, so that they hook nothing here.
+    """
     ordered = order(step)
     accumulate: Accumulate | None = step.find(Accumulate)
     weigh: Weigh | None = step.find(Weigh)
@@ -110,6 +112,8 @@ def lower(step: Step) -> Lowered:
     for t in ordered:
         if t.phase is Phase.MODULE:
             modules.append((t.name, t.apply if isinstance(t.apply, ModuleHook) else UserModule(t.apply)))
+        elif t.name in delegated:
+            pass
         elif t.phase is Phase.GRADS:
             gradients.append(
                 (t.name, t.apply if isinstance(t.apply, GradientHook) else UserGradients(t.apply, t.name))
@@ -134,6 +138,7 @@ def lower(step: Step) -> Lowered:
         calls=tuple(calls),
         inits=tuple((t.name, t.init) for t in ordered if t.init is not None),
         ema=step.find(Ema),
+        skips=precision.scaled or step.find(SkipNonfinite) is not None,
         compile=compiled,
     )
 

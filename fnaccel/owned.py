@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
 
 from fnaccel import _torch, tree
@@ -11,8 +13,10 @@ from fnaccel.engine import Engine
 from fnaccel.errors import CapabilityError, TreeMismatchError
 from fnaccel.lowering import Lowered
 from fnaccel.mesh import Mesh
+from fnaccel.remote import Remote
 from fnaccel.state import Seed, TrainState
 from fnaccel.strategies.construct import Built, freeze, release
+from fnaccel.strategies.delegation import Delegation
 from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.engines import Interpreter, Request
 from fnaccel.updating import Optimizers, Updater, traceable
@@ -33,7 +37,7 @@ class Owned:
         # in the graph, updates go to the tensors that gradients are taken of: no second name for them
         inside = engine.capture is not None and lowered.own_hooks and traceable(optimizers or {})
         leaves = engine.capture.leaves if engine.capture is not None and inside else engine.leaves
-        self.updater = Updater(leaves, optimizers or {}, device, on_device=lowered.skips)
+        self.updater = Updater(leaves, optimizers or {}, device, on_device=lowered.skips, bound=engine.bound)
         if lowered.ema is not None:
             engine.averages.extend(leaf.shard.clone() for leaf in engine.leaves)
         self.whole = self._captured(inside) if self._trains else None
@@ -89,6 +93,9 @@ class Owned:
                 "weight": torch.ones((), device=device),
             }
         updates: Any = torch.zeros((), device=device) if self._lowered.skips else 0
+        transforms = {name: init(self.engine.parameters) for name, init in self._lowered.inits}
+        if self.engine.end is not None:
+            self.engine.end()
         return TrainState(
             step=0,
             updates=updates,
@@ -99,7 +106,7 @@ class Owned:
             ema=self.ema,
             rng=Seed(seed),
             extras=extras,
-            transforms={name: init(self.engine.parameters) for name, init in self._lowered.inits},
+            transforms=transforms,
         )
 
     def check_ready(self) -> None:
@@ -187,6 +194,20 @@ class Owned:
             transforms=tree.map_tensors(torch.clone, state.transforms),
         )
 
+    def filled(self, state: TrainState, fill: Callable[[TrainState], TrainState]) -> TrainState:
+        """What `fill` makes of a state, in the tensors owned here; a runtime's are copied in and out."""
+        shown = attrs.evolve(state, buffers=self.current_buffers())
+        if not any(isinstance(leaf, Remote) for leaf in tree.leaves(shown.params)):
+            return fill(shown)
+        made = fill(tree.map_tensors(lambda x: x.solid() if isinstance(x, Remote) else x, shown))
+        with torch.no_grad():
+            for name in ("params", "opt"):
+                targets, values = (tree.leaves(getattr(one, name)) for one in (shown, made))
+                for target, value in zip(targets, values, strict=True):
+                    if isinstance(target, Remote):
+                        target.copy_(value)
+        return attrs.evolve(made, params=shown.params, opt=shown.opt)
+
     def check_filled(self, complete: bool) -> None:
         """Raise CapabilityError where a model without values is to be given some of them only."""
         if self._empty and not complete:
@@ -199,6 +220,8 @@ class Owned:
     def restored(self) -> None:
         """Note that the parameters hold values now."""
         self._empty = False
+        if self.engine.end is not None:
+            self.engine.end()
 
     def swap_averages(self) -> None:
         """Exchange parameters and their averages in place; twice puts them back."""
@@ -264,6 +287,7 @@ def assemble(
     mesh: Mesh,
     frozen: tuple[str, ...],
     seed: int,
+    delegation: Delegation | None = None,
 ) -> Owned:
     """Build modules, engine and optimizers; what fails leaves the modules free."""
     made: list[Built] = []
@@ -290,6 +314,9 @@ def assemble(
                 precision=lowered.precision,
                 prepare=prepare,
                 capture=lowered.compile is not None and lowered.compile.scope == "step",
+                optimizers=optimizers,
+                skips=lowered.skips,
+                delegation=delegation,
             )
         )
         return Owned(engine, built, lowered, optimizers)

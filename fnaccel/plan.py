@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -15,9 +16,11 @@ from fnaccel.mesh import Mesh
 from fnaccel.optim.description import Optimizer
 from fnaccel.step import Capability, Phase, Step, Transform
 from fnaccel.strategies.ddp import Ddp
+from fnaccel.strategies.delegation import Delegation
 from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.strategy import Strategy
 from fnaccel.transforms.compilation import Compile
+from fnaccel.transforms.low_precision.foreseeing import Foresees, Prospect
 from fnaccel.transforms.precision import Precision
 from fnaccel.transforms.skipping import SkipNonfinite
 from fnaccel.transforms.weighting import Weigh
@@ -43,6 +46,23 @@ class Plan:
     notes: tuple[str, ...]
     digests: tuple[tuple[str, str], ...]
     """(what, digest) of each function, so that ranks running different code are told apart."""
+    runtime: str | None = None
+    """The configuration of the runtime behind the strategy, as JSON; None without one."""
+
+    @property
+    def deepspeed(self) -> dict[str, Any]:
+        """DeepSpeed's configuration, complete; a copy.
+
+        Raises:
+            CapabilityError: the strategy is another.
+        """
+        if self.runtime is None:
+            raise CapabilityError(
+                "this train step does not run on DeepSpeed",
+                where="train_step.plan.deepspeed",
+                fix="fa.distribute(model, fa.deepspeed(stage=2))",
+            )
+        return json.loads(self.runtime)
 
     def __str__(self) -> str:
         width = max((len(row.what) for row in self.rows), default=0)
@@ -117,8 +137,9 @@ def make_plan(
     mesh: Mesh,
     frozen: tuple[str, ...],
     notes: list[str],
+    delegation: Delegation | None = None,
 ) -> Plan:
-    """Validate a step against a strategy and describe it.
+    """Validate a step against a strategy and describe it; what a runtime carries out is marked.
 
     Raises:
         CapabilityError: a transform asks for what the strategy can't do.
@@ -126,8 +147,10 @@ def make_plan(
     ordered = order(step)
     strategy = distributed.strategy
     able = strategy.capabilities()
+    delegated = frozenset[str]() if delegation is None else delegation.names
+    by = "" if delegation is None else delegation.by
     for transform in ordered:
-        lacking = transform.needs - able
+        lacking = frozenset() if transform.name in delegated else transform.needs - able
         if lacking:
             raise CapabilityError(
                 f"{transform.name} needs {', '.join(sorted(lacking))}, which {strategy} can't do",
@@ -135,7 +158,24 @@ def make_plan(
                 fix=_way_out(transform, able),
             )
     _check_half_reduction(step, strategy)
-    rows = [Row(t.phase.name, t.name, t.describe()) for t in ordered if t.phase < Phase.GRADS]
+    prospect = Prospect(
+        step=step,
+        model=distributed.model,
+        strategy=strategy,
+        device=mesh.world.device,
+        ranks=mesh.world.size,
+        frozen=frozen,
+        trains=optimizer is not None,
+        runtime=by,
+    )
+    for transform in ordered:
+        if isinstance(transform.apply, Foresees):
+            notes = [*notes, *transform.apply.foresee(prospect)]
+
+    def row(t: Transform) -> Row:
+        return Row(t.phase.name, t.name, t.describe(), by if t.name in delegated else "fnaccel")
+
+    rows = [row(t) for t in ordered if t.phase < Phase.GRADS]
     weighted = step.find(Weigh) is not None
     rows.append(
         Row(
@@ -143,11 +183,13 @@ def make_plan(
             "gradients",
             "d(sum of totals) / (sum of weights), over micro-batches and ranks"
             + ("; divided up front" if weighted else ""),
+            by or "fnaccel",
         )
     )
-    rows += [Row(t.phase.name, t.name, t.describe()) for t in ordered if t.phase == Phase.GRADS]
-    rows += _optimizer_rows(optimizer, frozen)
-    rows += [Row(t.phase.name, t.name, t.describe()) for t in ordered if t.phase > Phase.GRADS]
+    rows += [row(t) for t in ordered if t.phase == Phase.GRADS]
+    rows += _optimizer_rows(optimizer, frozen, by or "fnaccel")
+    rows += [row(t) for t in ordered if t.phase > Phase.GRADS]
+    config = None if delegation is None else json.dumps(delegation.config, sort_keys=True)
     functions = [
         ("loss", step.loss_fn),
         *((t.name, t.apply) for t in ordered if not attrs.has(type(t.apply))),
@@ -160,7 +202,11 @@ def make_plan(
         layout=f"{strategy}: {size}{f', {axes}' if axes else ''}",
         rows=tuple(rows),
         notes=tuple(notes),
-        digests=tuple((what, digest(fn)) for what, fn in functions),
+        digests=(
+            *((what, digest(fn)) for what, fn in functions),
+            *(() if config is None else ((by, config),)),
+        ),
+        runtime=config,
     )
 
 
@@ -178,12 +224,13 @@ def _check_half_reduction(step: Step, strategy: Strategy) -> None:
         )
 
 
-def _optimizer_rows(optimizer: Any, frozen: tuple[str, ...]) -> list[Row]:
+def _optimizer_rows(optimizer: Any, frozen: tuple[str, ...], by: str) -> list[Row]:
     if optimizer is None:
         return [Row("UPDATE", "none", "inference only: this train step can't be called")]
     named = optimizer if isinstance(optimizer, dict) else {"": optimizer}
     rows = [
-        Row("UPDATE", f"{key}: {one.name}" if key else one.name, one.describe()) for key, one in named.items()
+        Row("UPDATE", f"{key}: {one.name}" if key else one.name, one.describe(), by)
+        for key, one in named.items()
     ]
     if frozen:
         rows.append(Row("UPDATE", "frozen", ", ".join(frozen)))

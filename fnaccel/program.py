@@ -11,6 +11,7 @@ import attrs
 
 from fnaccel.collectives import gather_objects
 from fnaccel.compiled import Compilation
+from fnaccel.devices import check_precision
 from fnaccel.engine import Engine
 from fnaccel.errors import ArgumentError, OwnershipError, UnleasedStateError
 from fnaccel.lending import lend
@@ -24,9 +25,11 @@ from fnaccel.state import Lease, TrainState, donate, lease, lease_of
 from fnaccel.step import Step, as_step, freeze
 from fnaccel.stepping import Rng, Stepper
 from fnaccel.strategies.construct import check_factories
+from fnaccel.strategies.delegation import Ask, Delegation, delegate
 from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.engines import interpreter_of
-from fnaccel.updating import Optimizers, by_model, takes_tensors
+from fnaccel.strategies.xla.record import device_notes
+from fnaccel.updating import Optimizers, by_model, check_own, takes_tensors
 from fnaccel.world import World, current
 
 
@@ -39,6 +42,7 @@ class Description:
     optimizers: Optimizers | None
     frozen: tuple[str, ...]
     rng: Rng
+    delegation: Delegation | None
 
 
 class TrainStep:
@@ -124,6 +128,7 @@ class TrainStep:
             self.mesh,
             described.frozen,
             seed,
+            described.delegation,
         )
         self._stepper.reset()
         return lease(self._owned.first_state(seed, extras), self._lease)
@@ -170,7 +175,7 @@ class TrainStep:
         lease_of(state, "train_step.refill(state, fill)")
         owned.check_filled(complete)
         try:
-            made = fill(attrs.evolve(state, buffers=owned.current_buffers()))
+            made = owned.filled(state, fill)
         except BaseException:
             donate(state)
             self._lease.live = None
@@ -308,16 +313,33 @@ def train_step(
     keys: list[str | None] = list(model.model) if isinstance(model.model, dict) else [None]
     optimizers = None if optimizer is None else by_model(optimizer, keys)
     patterns = freeze(frozen)
-    lowered = lower(described)
+    delegation = delegate(
+        Ask(step=described, strategy=strategy, optimizers=optimizers, mesh=mesh, model=model.model)
+    )
+    if delegation is not None:
+        described = delegation.step
+    else:
+        check_own(optimizers or {})
+    lowered = lower(described, () if delegation is None else delegation.names)
+    check_precision(found.device, lowered.precision.compute)
     rates = [one.lr for one in (optimizers or {}).values()]
     notes = host_reads(described, optimizer, not all(takes_tensors(rate) for rate in rates))
     notes += compile_notes(described, strategy, (optimizers or {}).values())
+    notes += [] if delegation is None else delegation.notes
+    notes += device_notes(strategy, found)
     if rng == "stream":
         notes.append("randomness is PyTorch's own stream: it depends on the number of ranks")
     shown = optimizers if optimizers and None not in optimizers else optimizer
-    plan = make_plan(described, model, shown, mesh, patterns, notes)
+    plan = make_plan(described, model, shown, mesh, patterns, notes, delegation)
     made = TrainStep(
-        Description(step=described, distributed=model, optimizers=optimizers, frozen=patterns, rng=rng),
+        Description(
+            step=described,
+            distributed=model,
+            optimizers=optimizers,
+            frozen=patterns,
+            rng=rng,
+            delegation=delegation,
+        ),
         lowered,
         plan,
         mesh,

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
+
 from fnaccel.compiled import Compilation, Meter
 from fnaccel.engine import Call, Micro
 from fnaccel.gradients import Gradients
@@ -76,11 +78,14 @@ class Stepper:
             metrics["recompilations"] = meter.found.recompilations
         after: Any = before.updates + 1
         if skip is not None:
-            after = before.updates + (1.0 - skip)
+            counted = isinstance(before.updates, torch.Tensor)
+            after = before.updates + (1.0 - skip if counted else int(not skip))
             metrics["skipped"] = skip
         if before.scale is not None:
             metrics["loss_scale"] = before.scale["scale"].clone()
             owned.move_scale(before.scale, skip, metrics["weight"])
+        if owned.engine.end is not None:
+            owned.engine.end()
         following = TrainState(
             step=before.step + 1,
             updates=after,

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.gradients import Gradients
 from fnaccel.leaf import Leaf
 from fnaccel.optim.description import Bound, Optimizer, group_leaves
@@ -43,6 +43,19 @@ def by_model(optimizer: Any, keys: Sequence[str | None]) -> Optimizers:
     return named
 
 
+def check_own(optimizers: Optimizers) -> None:
+    """Raise CapabilityError where an optimizer or a schedule is a runtime's that the strategy is not."""
+    for one in optimizers.values():
+        for part in (one.kernel, one.lr):
+            runtime = getattr(part, "runtime", None)
+            if runtime is not None:
+                raise CapabilityError(
+                    f"fa.{one.name} takes what {runtime}'s configuration names, and the strategy is another",
+                    where="fa.train_step(optimizer=)",
+                    fix=f"fa.distribute(model, fa.{runtime}(config=...)), or fa.adamw(lr=...)",
+                )
+
+
 def traceable(optimizers: Optimizers) -> bool:
     """Whether updates can stand in a compiled graph."""
     return all(getattr(one.kernel, "traceable", False) for one in optimizers.values())
@@ -64,21 +77,31 @@ class Updater:
     """Applies all optimizers of a train step to its leaves."""
 
     def __init__(
-        self, leaves: Sequence[Leaf], optimizers: Optimizers, device: torch.device, *, on_device: bool
+        self,
+        leaves: Sequence[Leaf],
+        optimizers: Optimizers,
+        device: torch.device,
+        *,
+        on_device: bool,
+        bound: Bound | None = None,
     ) -> None:
         self.slots: dict[str, dict[str, Any]] = {}
         self._parts: list[_Part] = []
         self._on_device = on_device
+        self._made = bound
+        self._keys = list(optimizers)
+        if bound is not None:  # one optimizer over all models
+            optimizers = {None: next(iter(optimizers.values()))}
         for key, optimizer in optimizers.items():
             mine = [i for i, leaf in enumerate(leaves) if key is None or leaf.name.startswith(f"{key}/")]
             own: list[Leaf] = [leaves[i] for i in mine]
             groups = group_leaves(optimizer, own) if own else []
-            bound = optimizer.kernel.bind(groups)
-            self.slots.update(bound.slots)
+            made = bound or optimizer.kernel.bind(groups)
+            self.slots.update(made.slots)
             self._parts.append(
                 _Part(
                     key,
-                    bound,
+                    made,
                     tuple(mine),
                     optimizer.lr,
                     tuple(group.lr for group in groups),
@@ -97,6 +120,11 @@ class Updater:
         """
         reported, rates = self.rates(updates)
         self.update(grads, rates, self.number(updates))
+        if self._made is not None:
+            reported.update(getattr(self._made, "metrics", {}))
+            if self._keys != [None]:
+                reported.update({f"lr/{key}": reported["lr"] for key in self._keys})
+                del reported["lr"]
         return reported
 
     def number(self, updates: Any) -> torch.Tensor:
@@ -127,7 +155,9 @@ class Updater:
         """Update the parameters in place."""
         for part, each in zip(self._parts, rates, strict=True):
             shards = grads.shards if part.whole else [grads.shards[i] for i in part.indices]
-            part.bound.apply(shards, each, grads.multiplier, grads.skip, number)
+            skipped = part.bound.apply(shards, each, grads.multiplier, grads.skip, number)
+            if skipped is not None:
+                grads.skip = torch.tensor(skipped, device=number.device)
 
     def _rate(self, schedule: Callable[[Any], Any], updates: Any) -> Any:
         if self._on_device and not takes_tensors(schedule):

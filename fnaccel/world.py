@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import _torch
+from fnaccel.devices import HOSTED, check_processes, open_device
 from fnaccel.errors import NoWorldError, WorldError
 from fnaccel.ranks import Ranks, detect, first_host
 
@@ -203,6 +204,11 @@ def current(world: World | None = None) -> World:
     return found
 
 
+def announce(world: World) -> None:
+    """Let the environment say LOCAL_RANK, where a runtime looks for it."""
+    os.environ["LOCAL_RANK"] = str(world.local_rank)
+
+
 def start(
     *,
     device: torch.device | str | None = None,
@@ -233,7 +239,7 @@ def start(
     if not dist.is_initialized() and found.size > 1:
         _join(found, chosen, backend, timeout)
         owns = True
-    if chosen.type != "cpu":
+    if chosen.type not in HOSTED:
         torch.accelerator.set_device_index(chosen.index or 0)
     world = World(
         rank=found.rank,
@@ -272,12 +278,13 @@ def _ranks_of_running_group() -> Ranks:
 def _choose_device(device: torch.device | str | None, ranks: Ranks) -> torch.device:
     wanted = device if device is not None else os.environ.get("FNACCEL_DEVICE") or None
     if wanted is not None:
-        chosen = torch.device(wanted)
+        chosen = open_device(wanted)
     else:
         found = torch.accelerator.current_accelerator(check_available=True)
         chosen = found if found is not None else torch.device("cpu")
-    if chosen.type == "cpu":
-        return torch.device("cpu")
+    check_processes(chosen, ranks.size)
+    if chosen.type in HOSTED:
+        return chosen if chosen.type != "cpu" else torch.device("cpu")
     count = torch.accelerator.device_count()
     named: Any = chosen.index  # None where the device has no number, whatever torch's stub says
     index: int = ranks.local_rank if named is None else named

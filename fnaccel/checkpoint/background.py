@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fnaccel.checkpoint.pieces import Part
 from fnaccel.checkpoint.writing import Writing
 from fnaccel.collectives import gather_objects
+from fnaccel.devices import HOSTED
 from fnaccel.mesh import gloo_group
 from fnaccel.world import World
 
@@ -145,10 +146,10 @@ class Copies:
         for path, part in parts.items():
             known = self.tensors.get(path)
             if known is None or (known.dtype, known.shape) != (part.local.dtype, part.local.shape):
-                pinned = part.local.device.type != "cpu"
+                pinned = part.local.device.type not in HOSTED
                 known = torch.empty(part.local.shape, dtype=part.local.dtype, pin_memory=pinned)
             fresh[path] = known.copy_(part.local, non_blocking=True)
         self.tensors = fresh
-        if self.device.type != "cpu":
+        if self.device.type not in HOSTED:
             torch.accelerator.synchronize(self.device)  # what fails here would be a torn copy
         return {path: attrs.evolve(part, local=fresh[path]) for path, part in parts.items()}

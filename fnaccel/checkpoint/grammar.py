@@ -35,6 +35,7 @@ from fnaccel import _torch, tree
 from fnaccel.checkpoint.dtypes import CODES
 from fnaccel.checkpoint.pieces import is_sharded
 from fnaccel.errors import CheckpointError, NotSerializableError
+from fnaccel.remote import Remote
 from fnaccel.state import Position, Seed, TrainState
 
 NODES: dict[str, type[Any]] = {"TrainState": TrainState, "Position": Position, "Seed": Seed}
@@ -266,7 +267,10 @@ def _unfit(value: torch.Tensor) -> tuple[str, str] | None:
         odd = [one for one in spread.placements if type(one).__name__ not in ("Shard", "Replicate")]
         if odd:
             return f"is a DTensor placed {odd[0]}", "redistribute it to Shard(dim) or Replicate() placements"
-    elif type(value) not in (torch.Tensor, torch.nn.Parameter):
+        local: Any = _torch.local_of(value)
+        if type(local) not in (torch.Tensor, torch.nn.Parameter):  # it may have no memory of its own
+            return f"is a DTensor of {type(local).__qualname__}", "save the plain values that it stands for"
+    elif type(value) not in (torch.Tensor, torch.nn.Parameter, Remote):
         return f"is a {type(value).__qualname__}", "x.as_subclass(torch.Tensor) keeps the plain values"
     if value.is_meta:
         return "is on the meta device, so it has no values", "materialise it: module.to_empty(device=...)"
@@ -278,7 +282,8 @@ def _unfit(value: torch.Tensor) -> tuple[str, str] | None:
 def _identity(value: torch.Tensor) -> Any:
     """Equal for two tensors that are the same memory seen in the same way."""
     local = _torch.local_of(value)
-    if not local.numel():
+    # no memory of its own, or (XLA) none with an address: all would be one
+    if not local.numel() or isinstance(value, Remote) or local.device.type == "xla":
         return id(value)
     placed = tuple(map(str, getattr(value, "placements", ())))
     where = (local.device, local.data_ptr(), local.dtype)

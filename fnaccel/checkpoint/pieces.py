@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from fnaccel import _torch
+from fnaccel.remote import Remote
 
 
 @attrs.frozen
@@ -67,6 +68,9 @@ def part_of(value: torch.Tensor, rank: int) -> Part:
     Of copies, one is written: a plain tensor by rank 0, a replicated shard by the ranks with
     coordinate 0 on every replicated mesh dimension.
     """
+    if isinstance(value, Remote):
+        offset, rows, writes = value.part()
+        return Part(Box(offset, tuple(rows.shape)), rows, writes)
     if not is_sharded(value):
         plain = value.detach()
         return Part(whole(tuple(plain.shape)), plain, rank == 0)

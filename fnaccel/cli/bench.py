@@ -28,7 +28,7 @@ from fnaccel.launch.accelerators import count_accelerators
 from fnaccel.mesh import resolve
 from fnaccel.strategies import strategy
 from fnaccel.transforms.compilation import Scope
-from fnaccel.transforms.precision import dtype_of
+from fnaccel.transforms.precision import check_precision
 
 _PROG = "fnaccel bench"
 _DEFAULT = "eager,block,loss,step"
@@ -201,7 +201,7 @@ def _recipe(found: argparse.Namespace) -> Recipe:
     )
     if found.optimizer is not None:
         recipe = attrs.evolve(recipe, optimizer=attrs.evolve(recipe.optimizer, name=found.optimizer))
-    dtype_of(recipe.precision, f"{_PROG} --precision")
+    check_precision(recipe.precision, f"{_PROG} --precision")
     return recipe
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 # argparse: no dependency, and with REMAINDER all that stands after the script's name is the script's,
 # also where it looks like an option of ours
 import argparse
+import os
+import subprocess
 from collections.abc import Sequence
 from typing import NoReturn
 
 from fnaccel.cli.overriding import check_overrides, gather_overrides
 from fnaccel.errors import LaunchError, nearest
-from fnaccel.launch import Job, launch
+from fnaccel.launch import Job, launch, tpu
 from fnaccel.launch.accelerators import count_accelerators
 from fnaccel.launch.ending import leave
 
@@ -42,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
         "-n", "--nproc", type=int, help="processes on this machine (default: its accelerators, or 1)"
     )
     made.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever else there is")
+    made.add_argument(
+        "--cpu-affinity", action="store_true",
+        help="keep each process, and its threads, on cores of its own, in one NUMA node (Linux)",
+    )  # fmt: skip
     made.add_argument("--threads", type=int, help="of each process (default: OMP_NUM_THREADS, or a part)")
     made.add_argument(
         "--timeout-grace", type=float, default=30.0, metavar="SECONDS",
@@ -58,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     recipe = made.add_argument_group("recipe")
     recipe.add_argument("--config", metavar="FILE", help="a recipe in YAML; the options below go over it")
     recipe.add_argument("--strategy", help='such as fsdp, or "ddp(2) * fsdp(4)"')
-    recipe.add_argument("--precision", help="fp32, bf16 or fp16")
+    recipe.add_argument("--precision", help="fp32, bf16, fp16 or fp8")
     recipe.add_argument("--accumulate", type=int, help="micro-batches in an update")
     recipe.add_argument("--clip-norm", type=float, help="the largest norm of the gradient")
     recipe.add_argument("--compile", metavar="SCOPE", help="auto, block, loss or step")
@@ -74,6 +80,12 @@ def parser() -> argparse.ArgumentParser:
     several.add_argument("--node-rank", type=int, help="which one this is, from 0")
     several.add_argument("--master-addr", help="a name or address of machine 0 that all reach")
     several.add_argument("--master-port", type=int, help="a free port there (default: 29500)")
+    chips = made.add_argument_group("TPU", "one process drives all chips of a TPU VM: fa.xla()")
+    chips.add_argument("--tpu", action="store_true", help="use XLA devices (default if PJRT_DEVICE=TPU)")
+    chips.add_argument("--tpu-name", metavar="NAME", help="start on this TPU VM, through gcloud")
+    chips.add_argument("--tpu-zone", metavar="ZONE", help="where it is")
+    chips.add_argument("--tpu-folder", metavar="PATH", help="where to run there (default: the home folder)")
+    chips.add_argument("--tpu-sudo", action="store_true", help="run as root there")
     return made
 
 
@@ -101,16 +113,19 @@ def read(arguments: Sequence[str]) -> Job:
     overrides = gather_overrides(found)
     check_overrides(overrides)
     _check_machines(found)
+    chips: bool = found.tpu or (tpu.is_tpu(os.environ) and not found.cpu)
     return Job(
         script=name if found.module is None else None,
         module=name if found.module is not None else None,
         args=tuple(program[1:]),
-        processes=_processes(found.nproc, cpu=found.cpu),
+        processes=_processes(found.nproc, cpu=found.cpu or chips),
         machines=found.nnodes,
         machine=found.node_rank or 0,
         address=found.master_addr or "127.0.0.1",
         port=found.master_port,
         cpu=found.cpu,
+        tpu=chips,
+        affinity=found.cpu_affinity,
         threads=found.threads,
         grace=found.timeout_grace,
         restarts=found.max_restarts,
@@ -127,7 +142,40 @@ def run(arguments: Sequence[str]) -> NoReturn:
 
     Example: `fnaccel launch -n 2 --strategy fsdp train.py`.
     """
-    leave(launch(read(arguments)))
+    job = read(arguments)
+    command = _elsewhere(arguments)
+    if command is None:
+        leave(launch(job))
+    try:
+        leave(subprocess.run(command, check=False).returncode)
+    except FileNotFoundError:
+        raise LaunchError(
+            "gcloud is not installed, and it is what reaches a TPU VM",
+            where="fnaccel launch --tpu-name",
+            fix="install the Google Cloud CLI; or log in on the TPU VM and start with: fnaccel launch --tpu",
+        ) from None
+
+
+def _elsewhere(arguments: Sequence[str]) -> list[str] | None:
+    """The command that starts the job on a TPU VM; None where it runs here."""
+    found, _ = parser().parse_known_args(arguments)
+    if found.tpu_name is None:
+        stray = [flag for flag in tpu.FLAGS if getattr(found, flag.removeprefix("--").replace("-", "_"))]
+        if stray:
+            raise LaunchError(
+                f"{stray[0]} without --tpu-name",
+                where="fnaccel launch",
+                fix="--tpu-name NAME; or leave it out on the TPU VM itself",
+            )
+        return None
+    return tpu.remote_command(
+        arguments,
+        found.module or found.script,
+        name=found.tpu_name,
+        zone=found.tpu_zone,
+        folder=found.tpu_folder,
+        sudo=found.tpu_sudo,
+    )
 
 
 def _processes(asked: int | None, *, cpu: bool) -> int:

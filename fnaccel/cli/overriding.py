@@ -15,7 +15,7 @@ from fnaccel.config import Recipe, from_yaml
 from fnaccel.config.yaml import override
 from fnaccel.errors import LaunchError
 from fnaccel.strategies import strategy
-from fnaccel.transforms.precision import dtype_of
+from fnaccel.transforms.precision import check_precision
 
 FLAGS = ("strategy", "precision", "accumulate", "clip_norm", "compile")
 """Options that are named as the field of the recipe they set."""
@@ -71,7 +71,7 @@ def check_overrides(overrides: dict[str, Any]) -> None:
     attrs.evolve(Recipe(), **{name: overrides[name] for name in FLAGS if name in overrides})
     recipe = override(Recipe(), overrides)
     strategy(recipe.strategy)
-    dtype_of(recipe.precision, "fnaccel launch --precision")
+    check_precision(recipe.precision, "fnaccel launch --precision")
 
 
 def _fields_of(path: Path) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Recipe:
 
     Attributes:
         strategy: a name or text, such as `"fsdp"` or `"ddp(2) * fsdp(4)"`.
-        precision: `"fp32"`, `"bf16"` or `"fp16"`.
+        precision: `"fp32"`, `"bf16"`, `"fp16"` or `"fp8"`.
         accumulate: micro-batches in an update.
         clip_norm, clip_value: bounds of the gradient, or None.
         skip_nonfinite: whether updates with NaN or infinite gradients are skipped.

@@ -14,7 +14,7 @@ import torch
 
 from fnaccel.checkpoint.choosing import Patterns, Rename, choose, renamed
 from fnaccel.checkpoint.dtypes import CODES, name_of
-from fnaccel.checkpoint.pieces import Box, is_sharded
+from fnaccel.checkpoint.pieces import Box
 from fnaccel.errors import ArgumentError
 from fnaccel.interchange.found import Found
 
@@ -105,8 +105,8 @@ def bytes_of(block: torch.Tensor) -> memoryview:
 def _gathering(value: torch.Tensor, dtype: torch.dtype | None, *, keep: bool) -> Callable[[], Iterator[Any]]:
     def blocks() -> Iterator[torch.Tensor]:
         whole: Any = value.detach()
-        if is_sharded(whole):
-            whole = whole.full_tensor()  # every rank takes part
+        if hasattr(whole, "full_tensor"):
+            whole = whole.full_tensor()  # sharded, or kept by a runtime: every rank takes part
         if keep and whole.numel():
             plain = whole.resolve_conj().resolve_neg()
             yield plain.to("cpu", cast_of(value.dtype, dtype)).contiguous()

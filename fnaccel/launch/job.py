@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from fnaccel.errors import LaunchError
+from fnaccel.launch import affinity
 from fnaccel.launch.network import check_port
 
 STATIC_PORT = 29_500
@@ -33,6 +34,8 @@ class Job:
         address: where rank 0 listens, a name or address that every machine reaches.
         port: the port there; None: a free one (one machine), or 29500 (several).
         cpu: keep `fa.start` from taking an accelerator.
+        tpu: let `fa.start` take the XLA devices, all for one process.
+        affinity: keep each process on cores of its own.
         threads: of each process; None: what OMP_NUM_THREADS says, or an even part of the cores.
         grace: seconds between SIGTERM and SIGKILL when the launcher is told to end, for ranks that are
             saving; after a failure there is nothing to save, and it is 10 at most.
@@ -52,6 +55,8 @@ class Job:
     address: str = "127.0.0.1"
     port: int | None = None
     cpu: bool = False
+    tpu: bool = False
+    affinity: bool = False
     threads: int | None = None
     grace: float = 30.0  # what SLURM gives, too
     restarts: int = 0
@@ -87,6 +92,7 @@ def check(job: Job) -> None:
     )
     _require(job.grace >= 0, f"a grace of {job.grace:g} seconds is in the past", "--timeout-grace 30")
     _check_restarts(job)
+    _check_devices(job)
     _require(job.machines >= 1, f"{job.machines} machines were asked for", "--nnodes 1, or more")
     _require(
         0 <= job.machine < job.machines,
@@ -111,6 +117,17 @@ def _check_restarts(job: Job) -> None:
         f"{job.processes} ranks can't go on as {job.min_ranks}",
         f"--min-ranks from 1 to {job.processes}",
     )
+
+
+def _check_devices(job: Job) -> None:
+    _require(not (job.tpu and job.cpu), "--tpu and --cpu together", "one of the two")
+    _require(
+        not job.tpu or job.size == 1,
+        f"{job.size} processes for XLA devices, which one drives all",
+        "-n 1, and fa.xla(shard=True) to spread a model over them",
+    )
+    if job.affinity:
+        affinity.cores_of(0, job.processes)
 
 
 def _check_program(job: Job) -> None:

@@ -14,7 +14,7 @@ from types import TracebackType
 import attrs
 import torch
 
-from fnaccel.launch import overrides
+from fnaccel.launch import affinity, overrides
 from fnaccel.launch.failure import Failure, follows, shown
 from fnaccel.launch.job import Job
 from fnaccel.launch.program import run_file, run_module
@@ -37,6 +37,8 @@ def live(job: Job, local_rank: int, *, environ: dict[str, str], launcher: int, p
         The exit code; the caller ends the process with it.
     """
     _end_with(launcher)
+    if job.affinity:
+        affinity.pin(affinity.cores_of(local_rank, job.processes))
     _take_place(local_rank, environ)
     report = _Report(job.rank(local_rank), pipe)
     # a hook that the script (or its tracker) puts around this one still comes before it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from fnaccel.launch import overrides
+from fnaccel.launch import affinity, overrides, tpu
 from fnaccel.launch.job import Job
 
 _OF_ANOTHER_LAUNCH = (
@@ -56,10 +56,14 @@ def variables(
     }
     if job.cpu:
         found["FNACCEL_DEVICE"] = "cpu"
+    if job.tpu:
+        found.update(tpu.variables(environ))
     if interface is not None:
         found.setdefault("GLOO_SOCKET_IFNAME", interface)
     if job.threads is not None:
         found["OMP_NUM_THREADS"] = str(job.threads)
+    elif job.affinity:
+        found["OMP_NUM_THREADS"] = str(len(affinity.cores_of(local_rank, job.processes)))
     elif job.processes > 1:  # a single process has the machine to itself: PyTorch's own choice is right
         each = (cores or _cores()) // job.processes
         found.setdefault("OMP_NUM_THREADS", str(max(1, each)))

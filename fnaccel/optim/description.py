@@ -50,7 +50,7 @@ class Bound(Protocol):
         multiplier: Any,
         skip: torch.Tensor | None,
         updates: torch.Tensor,
-    ) -> None:
+    ) -> float | None:
         """Update the parameters in place.
 
         Args:
@@ -59,6 +59,9 @@ class Bound(Protocol):
             multiplier: what gradients are multiplied by first; None means 1.
             skip: 0-d float tensor, 1 where nothing may change; None where that can't be.
             updates: 0-d float32 tensor, the number of this update, from 1.
+
+        Returns:
+            1.0 where a runtime left the update out, 0.0 where it did not; None where `skip` decides.
         """
         ...
 

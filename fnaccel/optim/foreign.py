@@ -48,7 +48,7 @@ class BoundTorch:
     def __init__(self, cls: Any, groups: Sequence[Group]) -> None:
         self._leaves = {m.index: m.leaf for group in groups for m in group.members}
         self.slots: dict[str, dict[str, Any]] = {}
-        initial = _probe(cls, groups)
+        initial = first_slots(cls, groups)
         self._optimizer = _make(cls, groups, {m.index: m.leaf.param for g in groups for m in g.members})
         for group in groups:
             for member in group.members:
@@ -87,7 +87,12 @@ def _make(cls: Any, groups: Sequence[Group], params: dict[int, Any]) -> Any:
     )
 
 
-def _probe(cls: Any, groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
+def first_slots(cls: Any, groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
+    """The state that an optimizer class makes for each parameter, found on clones of them.
+
+    Raises:
+        CapabilityError: it can't update these parameters.
+    """
     clones: dict[int, torch.nn.Parameter] = {}
     for group in groups:
         for member in group.members:
@@ -97,7 +102,11 @@ def _probe(cls: Any, groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
             clones[member.index] = clone
     try:
         probe = _make(cls, groups, clones)
+        begun = probe.state  # Adagrad of torch 2.9 makes its state as it is constructed
         probe.state = defaultdict(_Recorder)
+        for clone, slots in begun.items():
+            for slot, value in slots.items():
+                probe.state[clone][slot] = value
         probe.step()
     except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise CapabilityError(

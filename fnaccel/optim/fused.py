@@ -19,7 +19,7 @@ from fnaccel.optim import kernels
 from fnaccel.optim.description import Group, Optimizer, options_of
 from fnaccel.step import require
 
-_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
+_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps", "xla"})
 
 
 @attrs.frozen

@@ -3,11 +3,15 @@
 torch.compile knows no fused optimizer: in a graph each is one opaque operation of our own, which
 calls the same kernel. It takes gradients that are scaled by then: with a scale the kernel would write to
 them, and in a graph two of them may be one tensor.
+
+XLA has no such kernels: `plain_*` do their arithmetic. All that changes between steps is a tensor there, so
+that the graph stays the same.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -134,6 +138,8 @@ def adam_(*args: Any) -> None:
     """Adam in place; the arguments are those of `_run_adam` after the kernel."""
     if torch.compiler.is_compiling():
         torch.ops.fnaccel.adam_(*args[:-2], args[-1])
+    elif args[0][0].device.type == "xla":
+        plain_adam_(*args)
     else:
         _run_adam(_torch.fused_adam_, *args)
 
@@ -142,6 +148,8 @@ def adamw_(*args: Any) -> None:
     """AdamW in place; arguments as for `adam_`."""
     if torch.compiler.is_compiling():
         torch.ops.fnaccel.adamw_(*args[:-2], args[-1])
+    elif args[0][0].device.type == "xla":
+        plain_adamw_(*args)
     else:
         _run_adam(_torch.fused_adamw_, *args)
 
@@ -150,5 +158,99 @@ def sgd_(*args: Any) -> None:
     """SGD in place; arguments as for `_run_sgd`."""
     if torch.compiler.is_compiling():
         torch.ops.fnaccel.sgd_(*args[:-2], args[-1])
+    elif args[0][0].device.type == "xla":
+        plain_sgd_(*args)
     else:
         _run_sgd(*args)
+
+
+def plain_adam_(*args: Any) -> None:
+    """Adam in plain operations; arguments as for `adam_`."""
+    _adam(*args, apart=False)
+
+
+def plain_adamw_(*args: Any) -> None:
+    """AdamW in plain operations; arguments as for `adam_`."""
+    _adam(*args, apart=True)
+
+
+def _adam(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    first: Sequence[torch.Tensor],
+    second: Sequence[torch.Tensor],
+    updates: torch.Tensor,
+    rate: Any,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    scale: torch.Tensor | None,
+    skip: torch.Tensor | None,
+    *,
+    apart: bool,
+) -> None:
+    rate = _on_device(rate, params[0].device)
+    size = rate / _unbiased(beta1, updates)
+    root = _unbiased(beta2, updates) ** 0.5
+    for param, grad, mean, square in zip(params, grads, first, second, strict=True):
+        value, slope = _wide(param), _scaled(grad, scale)
+        if weight_decay and not apart:
+            slope = slope + weight_decay * value
+        if weight_decay and apart:
+            value = value * (1.0 - rate * weight_decay)
+        moved = torch.lerp(_wide(mean), slope, 1.0 - beta1)
+        spread = beta2 * _wide(square) + (1.0 - beta2) * slope * slope
+        _put(param, value - size * moved / (spread.sqrt() / root + eps), skip)
+        _put(mean, moved, skip)
+        _put(square, spread, skip)
+
+
+def plain_sgd_(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    first: Sequence[torch.Tensor],
+    rate: Any,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+    scale: torch.Tensor | None,
+    skip: torch.Tensor | None,
+) -> None:
+    """SGD in plain operations; arguments as for `sgd_`."""
+    rate = _on_device(rate, params[0].device)
+    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        value, slope = _wide(param), _scaled(grad, scale)
+        if weight_decay:
+            slope = slope + weight_decay * value
+        if momentum:
+            moved = momentum * _wide(first[index]) + slope
+            _put(first[index], moved, skip)
+            slope = slope + momentum * moved if nesterov else moved
+        _put(param, value - rate * slope, skip)
+
+
+def _unbiased(beta: float, updates: torch.Tensor) -> Any:
+    """`1 - beta**updates`; as a difference it would lose half of fp32's digits where beta is near 1."""
+    return -torch.expm1(updates * math.log(beta)) if beta else 1.0
+
+
+def _on_device(rate: Any, device: torch.device) -> torch.Tensor:
+    """A rate as an input of the graph: a number would be part of it, and a schedule compile it anew."""
+    if isinstance(rate, torch.Tensor):
+        return rate.to(device)
+    return torch.tensor(rate, dtype=torch.float32).to(device)
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    """In fp32 at least, as the kernels compute."""
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _scaled(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return _wide(grad) if scale is None else _wide(grad) / scale
+
+
+def _put(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
+    # not a product: what is skipped may be NaN
+    target.copy_(value if skip is None else torch.where(skip > 0, _wide(target), value))

@@ -3,6 +3,7 @@
 from fnaccel.strategies import fsdp_engine as _fsdp_engine
 from fnaccel.strategies import local as _local
 from fnaccel.strategies.ddp import ddp as ddp
+from fnaccel.strategies.deepspeed import deepspeed as deepspeed
 from fnaccel.strategies.distribute import Distributed as Distributed
 from fnaccel.strategies.distribute import distribute as distribute
 from fnaccel.strategies.fsdp import fsdp as fsdp
@@ -11,5 +12,6 @@ from fnaccel.strategies.hooks import powersgd as powersgd
 from fnaccel.strategies.local import local as local
 from fnaccel.strategies.strategy import Strategy as Strategy
 from fnaccel.strategies.strategy import strategy as strategy
+from fnaccel.strategies.xla import xla as xla
 
 _INTERPRETERS = (_local, _fsdp_engine)  # importing them registers them

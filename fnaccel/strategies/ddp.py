@@ -112,6 +112,7 @@ def build_ddp(request: Request) -> tuple[Engine, Built]:
     ensure_group(mesh.world)
     if request.capture:
         return _captured(built, request, options, hook), built
+    _send_small(built, mesh.group("batch") or dist.group.WORLD)
     size = sum(p.numel() * p.element_size() for _, p in built.named("parameters") if p.requires_grad)
     wrapped = _torch.FixedBuckets(
         built.host,
@@ -162,6 +163,16 @@ def _captured(built: Built, request: Request, options: Ddp, hook: Hook | None) -
     )
     capture = attrs.evolve(capture, average=buckets.average, complete=mesh.batch_size > 1)
     return whole_engine("ddp", built, request, averaged=mesh.batch_size, capture=capture)
+
+
+def _send_small(built: Built, group: Any) -> None:
+    """Give every rank the first one's fp8 weights, as bytes (gloo sends no fp8); the wrapper skips them."""
+    named = list(built.host.named_parameters())
+    small = {n: p for n, p in named if p.is_floating_point() and p.itemsize == 1 and not p.requires_grad}
+    if small:
+        with torch.no_grad():
+            _share([param.view(torch.uint8) for param in small.values()], group)
+        _torch.leave_to_others(built.host, list(small))
 
 
 def _share(values: list[torch.Tensor], group: Any) -> None:

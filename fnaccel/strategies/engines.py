@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -13,6 +13,7 @@ from fnaccel.errors import CapabilityError
 from fnaccel.leaf import Leaf
 from fnaccel.mesh import Mesh
 from fnaccel.strategies.construct import Built
+from fnaccel.strategies.delegation import Delegation
 from fnaccel.strategies.strategy import Strategy
 from fnaccel.transforms.precision import Precision
 
@@ -30,6 +31,12 @@ class Request:
     """Freezes parameters, casts them and applies MODULE transforms, in that order."""
     capture: bool = False
     """Whether the step is captured as one graph, so that hooks have no place."""
+    optimizers: Mapping[str | None, Any] | None = None
+    """The descriptions by model, for runtimes that make the optimizer; None where nothing is trained."""
+    skips: bool = False
+    """Whether an update whose gradient is not finite is left out."""
+    delegation: Delegation | None = None
+    """What a runtime said that it carries out, and its configuration."""
 
 
 Interpreter = Callable[[Request], tuple[Engine, Built]]

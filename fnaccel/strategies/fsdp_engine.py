@@ -71,6 +71,7 @@ def build_fsdp(request: Request) -> tuple[Engine, Built]:
     if options.init != "seeded":
         _fill(built, mesh, options, values)
     host: Any = built.host
+    _torch.finish_shards(host)
     parameters = dict(built.named("parameters"))
     # by name, not as the set has them: ranks must agree on the order
     whole = [p for p in parameters.values() if p in ignored and p.requires_grad]

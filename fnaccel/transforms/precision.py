@@ -20,8 +20,8 @@ from fnaccel.step import Phase, Step, Transform, append, require
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
-def dtype_of(name: str | torch.dtype, where: str) -> torch.dtype:
-    """A dtype by its short name.
+def dtype_of(name: str | torch.dtype, where: str, others: tuple[str, ...] = ()) -> torch.dtype:
+    """A dtype by its short name; `others` are names that `where` takes besides, for the message.
 
     Raises:
         UnknownNameError: there is none of that name; names the nearest.
@@ -31,8 +31,15 @@ def dtype_of(name: str | torch.dtype, where: str) -> torch.dtype:
     long = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
     short = long.get(name.removeprefix("torch."), name)
     if short not in DTYPES:
-        raise UnknownNameError(f"no precision is called {name!r}", where=where, fix=nearest(name, DTYPES))
+        known = (*DTYPES, *others)
+        raise UnknownNameError(f"no precision is called {name!r}", where=where, fix=nearest(name, known))
     return DTYPES[short]
+
+
+def check_precision(name: str, where: str) -> None:
+    """Raise UnknownNameError unless `with_precision` takes a name."""
+    if name != "fp8":
+        dtype_of(name, where, ("fp8",))
 
 
 def _to_dtype(name: str | torch.dtype) -> torch.dtype:
@@ -133,20 +140,35 @@ def device_of(batch: Any) -> str:
     return "cpu" if first is None else first.device.type
 
 
-def with_precision(step: Any, precision: str | Precision) -> Step:
+def with_precision(step: Any, precision: Any, *, recipe: str | None = None) -> Step:
     """Choose the dtypes a step computes in; means the same on every strategy.
 
     Args:
         step: a step or a loss function.
         precision: `"fp32"`, `"bf16"`, `"fp16"` (parameters stay fp32, compute is cast, fp16 keeps a
-            dynamic loss scale in the state), or a `Precision` policy.
+            dynamic loss scale in the state), or a `Precision` policy; `"fp8"` or a `Float8` for linear
+            layers in fp8 and the rest in bf16.
+        recipe: with `"fp8"`, how tensors are scaled; see `Float8`.
 
     Raises:
-        UnknownNameError: no such dtype.
-        CapabilityError: a compute dtype that autocast can't cast to.
+        UnknownNameError: no such dtype or recipe.
+        ArgumentError: a recipe without `"fp8"`.
+        CapabilityError: a compute dtype that autocast can't cast to; at `train_step`, a device without fp8.
 
     Example: `step = fa.with_precision(loss_fn, "bf16")`.
     """
+    from fnaccel.transforms.float8 import Float8, with_float8  # noqa: PLC0415 - it imports this file
+
+    if precision == "fp8":
+        return with_float8(step, Float8() if recipe is None else Float8(recipe=recipe))
+    require(
+        recipe is None,
+        f"recipe={recipe!r} says how fp8 is scaled, and the precision is {precision!r}",
+        "fa.with_precision",
+        'with_precision(step, "fp8", recipe=...), or fa.Float8(recipe=...)',
+    )
+    if isinstance(precision, Float8):
+        return with_float8(step, precision)
     policy = precision
     if not isinstance(policy, Precision):
         require(
@@ -155,7 +177,7 @@ def with_precision(step: Any, precision: str | Precision) -> Step:
             "fa.with_precision",
             'with_precision(step, "bf16")',
         )
-        compute = dtype_of(precision, "fa.with_precision")  # pyright: ignore[reportArgumentType]
+        compute = dtype_of(precision, "fa.with_precision", ("fp8",))
         policy = Precision(compute=compute)
     if policy.autocast and policy.compute not in (torch.bfloat16, torch.float16):
         raise CapabilityError(

@@ -1,0 +1,264 @@
+"""Kinds of devices: what each can compute in, how many processes share one, which package brings it.
+
+A small table and the checks that use it. CPUs and CUDA are tested; the other rows come from the
+documentation of their makers and were not run on hardware, save for XLA's CPU client.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel.errors import CapabilityError, MissingBackendError, WorldError
+
+_SHORT = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+
+
+@attrs.frozen(kw_only=True)
+class Kind:
+    """One kind of device.
+
+    Attributes:
+        name: torch's device type.
+        backend: the collective backend between its processes; None where there is one process only.
+        precisions: what a step may compute in.
+        package: the package that brings it, where torch itself does not.
+        install: how to get that package.
+    """
+
+    name: str
+    backend: str | None
+    precisions: tuple[str, ...]
+    package: str | None = None
+    install: str = ""
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(name="cpu", backend="gloo", precisions=("fp64", "fp32", "bf16", "fp16", "fp8")),
+        Kind(name="cuda", backend="nccl", precisions=("fp64", "fp32", "bf16", "fp16", "fp8")),
+        Kind(name="xpu", backend="xccl", precisions=("fp64", "fp32", "bf16", "fp16")),
+        # no loss scale: torch has no kernel that moves one there, and fp16 needs it
+        Kind(name="mps", backend=None, precisions=("fp32", "bf16")),
+        Kind(
+            name="npu",
+            backend="hccl",
+            precisions=("fp32", "bf16", "fp16"),
+            package="torch_npu",
+            install="pip install torch-npu, of the same release as torch",
+        ),
+        Kind(
+            name="hpu",
+            backend="hccl",
+            precisions=("fp32", "bf16"),
+            package="habana_frameworks.torch",
+            install="pip install habana-torch-plugin, with the torch that it was built for",
+        ),
+        Kind(
+            name="xla",
+            backend=None,
+            precisions=("fp32", "bf16"),
+            package="torch_xla",
+            install="pip install torch==2.9.0 'fnaccel[xla]' (torch_xla 2.9 goes with torch 2.9, and is the "
+            "last series)",
+        ),
+    )
+}
+"""What is known, by torch's device type; a type that is not listed is not checked."""
+
+
+HOSTED = ("cpu", "xla")
+"""Types that are one device to a process, and that torch.accelerator does not know."""
+
+
+def check_precision(device: torch.device, compute: torch.dtype) -> None:
+    """See that a kind of device can compute in a dtype.
+
+    Args:
+        device: where the step runs.
+        compute: what its matrix products run in.
+
+    Raises:
+        CapabilityError: it can't; names what it can.
+
+    Example: `check_precision(torch.device("mps"), torch.bfloat16)`.
+    """
+    kind = KINDS.get(device.type)
+    wanted = _SHORT.get(compute, str(compute))
+    if kind is None or wanted in kind.precisions:
+        return
+    why = {
+        ("mps", "fp16"): "fp16 needs a loss scale, and torch has none on mps",
+        ("xla", "fp16"): "TPUs compute in bf16, and fp16 would need a loss scale",
+    }.get((device.type, wanted), f"no step can compute in {wanted} on {device.type}")
+    raise CapabilityError(
+        why,
+        where=f"fa.with_precision on {device.type}",
+        fix=f"choose one of: {', '.join(kind.precisions)}",
+    )
+
+
+def check_processes(device: torch.device, size: int) -> None:
+    """See that `size` processes can share a run on a kind of device.
+
+    Args:
+        device: where each computes.
+        size: how many there are.
+
+    Raises:
+        WorldError: there can be one only.
+
+    Example: `check_processes(torch.device("mps"), 1)`.
+    """
+    kind = KINDS.get(device.type)
+    if kind is None or kind.backend is not None or size == 1:
+        return
+    why = {
+        "mps": "a Mac has one GPU, and torch has no collectives for it",
+        "xla": "one process drives all XLA devices of its machine, through SPMD",
+    }[device.type]
+    raise WorldError(
+        f"{size} processes were started on {device.type}: {why}",
+        where="fa.start",
+        fix="start one process" + (": fnaccel launch --tpu train.py" if device.type == "xla" else ""),
+    )
+
+
+def open_device(name: torch.device | str) -> torch.device:
+    """A device by its name, once the package that brings it is imported.
+
+    Args:
+        name: such as `"cuda:1"`, `"xla"`, `"npu"`.
+
+    Raises:
+        MissingBackendError: the package is not installed, or was built for another torch.
+        WorldError: torch knows no such device.
+
+    Example: `open_device("cpu")`.
+    """
+    kind = KINDS.get(str(name).partition(":")[0])
+    if kind is not None and kind.package is not None:
+        _import(kind)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise WorldError(
+            f"torch knows no device {str(name)!r}",
+            where="fa.start(device=)",
+            fix=f"choose one of: {', '.join(KINDS)}",
+        ) from error
+    return _begin_xla() if device.type == "xla" else device
+
+
+def _import(kind: Kind) -> None:
+    if kind.name == "xla":
+        _check_xla_version()
+    try:
+        importlib.import_module(str(kind.package))
+    except (ImportError, OSError) as error:
+        lines = str(error).splitlines()
+        raise MissingBackendError(
+            f"the package {kind.package} can't be imported: {lines[0] if lines else type(error).__name__}",
+            where=f"fa.start(device={kind.name!r})",
+            fix=kind.install,
+        ) from error
+
+
+def _check_xla_version() -> None:
+    """torch_xla links against one release of torch: beside another it fails with a missing symbol."""
+    try:
+        found = importlib.metadata.version("torch_xla")
+    except importlib.metadata.PackageNotFoundError:
+        return  # importing it says so
+    mine = torch.__version__
+    if found.split(".")[:2] != mine.split(".")[:2]:
+        raise MissingBackendError(
+            f"torch_xla {found} was not built for torch {mine}",
+            where="fa.start(device='xla')",
+            fix="an environment of its own: pip install torch==2.9.0 torch_xla==2.9.0 (they go together)",
+        )
+
+
+def _begin_xla() -> torch.device:
+    """The one virtual device behind which XLA spreads tensors over all real ones."""
+    import torch_xla  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    import torch_xla.runtime as xr  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+
+    if not xr.is_spmd():
+        xr.use_spmd()
+    if xr.process_count() > 1:
+        raise WorldError(
+            f"{xr.process_count()} hosts of a TPU slice run together, and this process feeds one of them",
+            where="fa.start(device='xla')",
+            fix="use a slice with one host (v5litepod-8, v6e-8 and smaller)",
+        )
+    return torch_xla.device()
+
+
+@attrs.frozen
+class ModuleStream:
+    """The random stream of a device whose torch module has functions for it, and no generator to take."""
+
+    device: torch.device
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.device)
+
+    def get_state(self) -> torch.Tensor:
+        """Its state, a 1-d uint8 tensor on the CPU."""
+        return self._module.get_rng_state()
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Go to a state."""
+        self._module.set_rng_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        """Begin anew."""
+        self._module.manual_seed(seed)
+
+
+@attrs.frozen
+class XlaStream:
+    """XLA's random stream: one number, which a graph takes as an input, so that no seed is compiled in."""
+
+    device: torch.device
+
+    def get_state(self) -> torch.Tensor:
+        """Its state, 8 bytes."""
+        import torch_xla.core.xla_model as xm  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+
+        seed: int = xm.get_rng_state(str(self.device))
+        return torch.frombuffer(bytearray(seed.to_bytes(8, "little")), dtype=torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Go to a state."""
+        self.manual_seed(int.from_bytes(bytes(state.tolist()), "little"))
+
+    def manual_seed(self, seed: int) -> None:
+        """Begin anew."""
+        import torch_xla.core.xla_model as xm  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+
+        xm.set_rng_state(seed % 2**63, str(self.device))
+
+
+def stream_of(device: torch.device) -> Any:
+    """The random stream of a device other than the CPU: a torch.Generator, or what has its methods."""
+    if device.type == "xla":
+        return XlaStream(device)
+    module = torch.get_device_module(device)
+    if hasattr(module, "default_generators"):
+        return module.default_generators[device.index or 0]
+    return ModuleStream(device)

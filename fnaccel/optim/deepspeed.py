@@ -1,0 +1,80 @@
+"""The optimizer and the schedule that a DeepSpeed configuration names, as descriptions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NoReturn
+
+import attrs
+
+from fnaccel.errors import CapabilityError
+from fnaccel.optim.description import Group, Optimizer, options_of
+from fnaccel.optim.fused import Groups
+from fnaccel.step import require
+
+
+@attrs.frozen
+class DeepspeedRate:
+    """A schedule that DeepSpeed carries out; see `deepspeed_lr`."""
+
+    runtime: ClassVar[str] = "deepspeed"
+    host_only: ClassVar[bool] = True
+
+    lr: float
+    warmup: int | None = None
+    total: int | None = None
+    low: float = 0.0
+
+    def __call__(self, updates: Any) -> float:  # noqa: ARG002 - what a schedule takes
+        """The rate to make an optimizer with; the schedule itself is DeepSpeed's."""
+        return self.lr
+
+
+@attrs.frozen
+class DeepspeedKernel:
+    """The optimizer that the configuration names."""
+
+    runtime: ClassVar[str] = "deepspeed"
+
+    def bind(self, groups: Sequence[Group]) -> NoReturn:  # noqa: ARG002 - what a kernel takes
+        """DeepSpeed makes it."""
+        raise CapabilityError(
+            "only DeepSpeed has the optimizer that its configuration names",
+            where="fa.from_deepspeed()",
+            fix="fa.adamw(...), or fa.distribute(model, fa.deepspeed(config=...))",
+        )
+
+
+def from_deepspeed(lr: Any, *, groups: Groups = None, **options: Any) -> Optimizer:
+    """The optimizer that the DeepSpeed configuration names (`"optimizer": {"type": ..., "params": ...}`).
+
+    Args:
+        lr: a number, or `fa.deepspeed_lr(...)` where the configuration names a scheduler; fills an `"auto"`.
+        groups: `{pattern: options}`, as for `fa.adamw`.
+        options: further parameters, which have to agree with the configuration's.
+
+    Example: `fa.from_deepspeed(3e-4)` with `fa.deepspeed(config="ds.json")`.
+    """
+    known = dict.fromkeys(name for extra in dict(groups or {}).values() for name in extra if name != "lr")
+    _, checked = options_of("from_deepspeed", {**known, **options}, groups)
+    return Optimizer(
+        name="from_deepspeed", lr=lr, options=tuple(options.items()), groups=checked, kernel=DeepspeedKernel()
+    )
+
+
+def deepspeed_lr(lr: float, *, warmup: int | None = None, total: int | None = None, low: float = 0.0) -> Any:
+    """The schedule that the DeepSpeed configuration names (`"scheduler": {"type": ..., "params": ...}`).
+
+    Args:
+        lr: the highest rate; fills `warmup_max_lr`.
+        warmup: updates until then; fills `warmup_num_steps`.
+        total: updates in all; fills `total_num_steps`.
+        low: the first rate; fills `warmup_min_lr`.
+
+    Raises:
+        ArgumentError: a rate that is none.
+
+    Example: `fa.adamw(lr=fa.deepspeed_lr(3e-4, warmup=100, total=1_000))`.
+    """
+    require(lr > 0, f"a rate can't be {lr}", "fa.deepspeed_lr", "a positive number")
+    return DeepspeedRate(lr, warmup, total, low)

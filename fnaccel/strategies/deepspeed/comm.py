@@ -1,0 +1,92 @@
+"""DeepSpeed's communication, over the process group that fnaccel began."""
+
+# pyright: reportPrivateUsage=false
+# ruff: noqa: SLF001 - what DeepSpeed has no public name for
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import time
+import warnings
+import weakref
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fnaccel.errors import MissingBackendError
+from fnaccel.mesh import ensure_group
+from fnaccel.world import World, announce
+
+_STALE = 900  # seconds; its longest build takes a few minutes
+_last: weakref.ref[Any] | None = None
+
+
+def begin(world: World) -> Any:
+    """The package deepspeed, talking over this world's group.
+
+    DeepSpeed keeps groups in globals; those of a world that has ended are dropped. Checked with 0.19.8.
+
+    Raises:
+        MissingBackendError: it is not installed.
+    """
+    global _last  # the globals are DeepSpeed's, and one set for the process
+    try:
+        with quiet():
+            deepspeed = importlib.import_module("deepspeed")  # an extra, and slow to import
+            comm, groups = part_of_package("comm.comm"), part_of_package("utils.groups")
+    except ImportError as error:
+        raise MissingBackendError(
+            f"the package deepspeed can't be imported: {error}",
+            where="fa.deepspeed",
+            fix="pip install 'fnaccel[deepspeed]' (DS_BUILD_OPS=0 and --no-build-isolation where it builds)",
+        ) from error
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # DeepSpeed's calls, not the user's
+        warnings.filterwarnings("ignore", f".*{name}. is deprecated", FutureWarning)
+    _warn_of_locks()
+    ensure_group(world)
+    announce(world)
+    group: Any = dist.group.WORLD
+    if _last is None or _last() is not group:
+        if comm.cdb is not None:
+            comm.cdb = None
+            groups._release_process_group_references()
+        with quiet():
+            deepspeed.init_distributed(dist_backend=str(dist.get_backend()), verbose=False)
+        _last = weakref.ref(group)
+    # the group of an engine with hpz=: the next engine would take it for its own, and compute wrong numbers
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    return deepspeed
+
+
+def _warn_of_locks() -> None:
+    """Name a lock that a killed build of DeepSpeed's extensions left: it would be waited for without end."""
+    from torch.utils.cpp_extension import get_default_build_root  # noqa: PLC0415 - slow to import
+
+    for lock in Path(get_default_build_root()).glob("*/*/lock"):
+        with contextlib.suppress(OSError):
+            if time.time() - lock.stat().st_mtime > _STALE:
+                warnings.warn(
+                    f"{lock} is older than {_STALE // 60} minutes: if no build is running, remove it, "
+                    "or DeepSpeed waits for it without end",
+                    stacklevel=2,
+                )
+
+
+def part_of_package(name: str) -> Any:
+    """A module of DeepSpeed, which is imported by now."""
+    return importlib.import_module(f"deepspeed.{name}")
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+    """In the body DeepSpeed logs nothing: it warns of what was decided here, such as the device."""
+    logger = logging.getLogger("DeepSpeed")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+        logger.setLevel(logging.WARNING)

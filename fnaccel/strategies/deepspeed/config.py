@@ -1,0 +1,365 @@
+"""From a step, an optimizer and a file to the one configuration that DeepSpeed gets; nothing is imported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from fnaccel.errors import CapabilityError, ConfigError
+from fnaccel.optim.deepspeed import DeepspeedKernel, DeepspeedRate
+from fnaccel.optim.schedules import constant
+from fnaccel.step import Step
+from fnaccel.strategies.deepspeed.draft import Draft
+from fnaccel.strategies.deepspeed.record import Deepspeed
+from fnaccel.strategies.delegation import Ask, Delegation, delegator
+from fnaccel.transforms.accumulation import Accumulate, accumulate
+from fnaccel.transforms.averaging import Ema
+from fnaccel.transforms.clipping import ClipNorm, clip_norm
+from fnaccel.transforms.precision import DTYPES, Precision, with_precision
+
+_WHERE = "fa.deepspeed"
+_DELEGATED = frozenset({"accumulate", "clip_norm", "skip_nonfinite"})
+_QUIET = 2_000_000_000  # steps between two lines that nobody asked for
+
+# an argument, and where the file has it
+_KEYS = {
+    "contiguous_gradients": "contiguous_gradients",
+    "overlap_comm": "overlap_comm",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_bucket_size": "reduce_bucket_size",
+    "allgather_bucket_size": "allgather_bucket_size",
+    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+    "param_persistence_threshold": "stage3_param_persistence_threshold",
+    "sub_group_size": "sub_group_size",
+    "max_live_parameters": "stage3_max_live_parameters",
+    "max_reuse_distance": "stage3_max_reuse_distance",
+    "save_16bit": "stage3_gather_16bit_weights_on_model_save",
+    "hpz": "zero_hpz_partition_size",
+    "quantized_weights": "zero_quantized_weights",
+    "quantized_gradients": "zero_quantized_gradients",
+}
+
+
+@delegator(Deepspeed)
+def delegate(ask: Ask) -> Delegation:
+    """What DeepSpeed carries out, and its configuration.
+
+    Raises:
+        CapabilityError: the step asks for what it can't do.
+        ConfigError: the file, the arguments, the step and the optimizer don't agree.
+    """
+    record: Deepspeed = ask.strategy.find(Deepspeed)
+    draft = Draft(record.written, _origin(record))
+    _arguments(record, draft)
+    step = _precision(ask.step, draft)
+    step = _accumulation(step, draft)
+    step = _clipping(step, draft)
+    _optimizer(ask, draft, record)
+    _batch(draft, ask.mesh.batch_size)
+    draft.check(_WHERE)
+    _hidden(ask.model, record, draft)
+    draft.fill("steps_per_print", _QUIET)
+    draft.fill("zero_allow_untested_optimizer", True)
+    draft.fill("zero_force_ds_cpu_optimizer", False)
+    _check_averages(step, record)
+    return Delegation(
+        step=step,
+        by="deepspeed",
+        names=_DELEGATED,
+        config=draft.finish(_WHERE),
+        notes=_notes(step, record),
+    )
+
+
+def _origin(record: Deepspeed) -> str:
+    return "fa.deepspeed()" if record.config is None else record.config.origin
+
+
+def _arguments(record: Deepspeed, draft: Draft) -> None:
+    """What `fa.deepspeed(...)` was told."""
+    zero = "zero_optimization"
+    if record.stage is None:
+        draft.fill(f"{zero}.stage", record.level)
+    else:
+        draft.say(f"{zero}.stage", record.stage, f"fa.deepspeed(stage={record.stage})")
+    for name, key in _KEYS.items():
+        value = getattr(record, name)
+        if value == "auto":
+            draft.fill(f"{zero}.{key}", "auto")
+        elif value is not None:
+            draft.say(f"{zero}.{key}", value, f"fa.deepspeed({name}={value!r})")
+    for name, key in (("offload_optimizer", "offload_optimizer"), ("offload_params", "offload_param")):
+        place = getattr(record, name)
+        where = f"{zero}.{key}"
+        draft.resolve(f"{where}.device", place or "none")
+        if place is not None:
+            origin = f"fa.deepspeed({name}={place!r})"
+            draft.say(f"{where}.device", place, origin)
+            draft.fill(f"{where}.pin_memory", torch.accelerator.is_available())
+            if place == "nvme":
+                draft.say(
+                    f"{where}.nvme_path", record.nvme_path, f"fa.deepspeed(nvme_path={record.nvme_path!r})"
+                )
+        draft.resolve(f"{where}.pin_memory", torch.accelerator.is_available())
+        draft.resolve(f"{where}.nvme_path", record.nvme_path)
+    draft.resolve(f"{zero}.{_KEYS['save_16bit']}", False)
+
+
+def _precision(step: Step, draft: Draft) -> Step:
+    """The dtype that runs: the step's, or else the file's."""
+    if draft.written("torch_autocast.enabled"):
+        draft.object_to(
+            'torch_autocast casts a second time: leave it out, and say fa.with_precision(step, "bf16")'
+        )
+    policy: Precision | None = step.find(Precision)
+    if policy is None:
+        asked = [name for name in ("bf16", "fp16") if draft.written(f"{name}.enabled")]
+        if asked:
+            step = with_precision(step, asked[0])
+            policy = step.find(Precision)
+    compute = torch.float32 if policy is None else policy.compute
+    if policy is not None and policy.param is not torch.float32:
+        raise CapabilityError(
+            f"deepspeed updates parameters in fp32, and the step keeps them in {policy.param}",
+            where="fa.with_precision",
+            fix='fa.with_precision(step, "bf16"): computes in bf16 and updates in fp32',
+        )
+    short = {dtype: name for name, dtype in DTYPES.items()}
+    said = f'fa.with_precision(step, "{short.get(compute, str(compute))}")'
+    for name in ("bf16", "fp16"):
+        wanted = compute is DTYPES[name]
+        if wanted or draft.written(f"{name}.enabled") is not None or draft.is_auto(f"{name}.enabled"):
+            draft.say(f"{name}.enabled", wanted, said)
+    if policy is not None and compute in (torch.bfloat16, torch.float16):
+        draft.fill("communication_data_type", short.get(policy.reduce, "fp32"))
+    if policy is not None and compute is torch.float16:
+        step = _with(step, _loss_scale(policy, draft, said))
+    return step
+
+
+def _loss_scale(policy: Precision, draft: Draft, said: str) -> Precision:
+    """The fp16 policy, with what the file says of the loss scale: it is kept in the state, as anywhere."""
+    usual = Precision()
+    static = draft.written("fp16.loss_scale")
+    draft.drop("fp16.loss_scale")
+    draft.fill("fp16.loss_scale", 1.0)  # what DeepSpeed multiplies by: the scale is the state's
+    if static:
+        return attrs.evolve(policy, init_scale=float(static), growth=1.0, backoff=1.0)
+    for field, key, to, back in (
+        (
+            "init_scale",
+            "fp16.initial_scale_power",
+            lambda scale: int(math.log2(scale)),
+            lambda power: 2.0**power,
+        ),
+        ("interval", "fp16.loss_scale_window", int, int),
+    ):
+        mine = getattr(policy, field)
+        there = draft.written(key)
+        if there is None:
+            draft.fill(key, to(mine))
+        elif mine == getattr(usual, field):
+            policy = attrs.evolve(policy, **{field: back(there)})
+        else:
+            draft.say(key, to(mine), said)
+    return policy
+
+
+def _with(step: Step, policy: Precision) -> Step:
+    changed = [
+        attrs.evolve(t, apply=policy) if isinstance(t.apply, Precision) else t for t in step.transforms
+    ]
+    return Step(step.loss_fn, tuple(changed))
+
+
+def _accumulation(step: Step, draft: Draft) -> Step:
+    record: Accumulate | None = step.find(Accumulate)
+    written = draft.written("gradient_accumulation_steps")
+    if record is not None and record.sync == "each":  # that is DeepSpeed's to say
+        once = attrs.evolve(record, sync="last")
+        changed = [attrs.evolve(t, apply=once) if t.apply is record else t for t in step.transforms]
+        step = Step(step.loss_fn, tuple(changed))
+    if record is not None:
+        draft.say("gradient_accumulation_steps", record.n, f"fa.accumulate(step, {record.n})")
+    elif type(written) is int and written > 1:
+        step = accumulate(step, written)
+    draft.fill("gradient_accumulation_steps", 1)
+    return step
+
+
+def _clipping(step: Step, draft: Draft) -> Step:
+    record: ClipNorm | None = step.find(ClipNorm)
+    written = draft.written("gradient_clipping")
+    if record is not None:
+        draft.say("gradient_clipping", record.max_norm, f"fa.clip_norm(step, {record.max_norm})")
+    elif written:
+        step = clip_norm(step, written)
+    draft.fill("gradient_clipping", 0.0)
+    return step
+
+
+def _optimizer(ask: Ask, draft: Draft, record: Deepspeed) -> None:
+    """Who updates and by what schedule: ours, or the file's by name."""
+    named, scheduled = draft.written("optimizer"), draft.written("scheduler")
+    if ask.optimizers is None:
+        draft.drop("optimizer")
+        draft.drop("scheduler")
+        if record.level in (1, 2):
+            raise CapabilityError(
+                f"stage {record.level} partitions what an optimizer needs, and there is none",
+                where="fa.train_step(optimizer=None)",
+                fix="fa.deepspeed(stage=3) for inference; or give an optimizer",
+            )
+        return
+    one = _only(ask.optimizers.values())
+    rate, own = one.lr, isinstance(one.kernel, DeepspeedKernel)
+    kind = named.get("type", "?") if isinstance(named, dict) else named
+    if named is not None and not own:
+        draft.object_to(
+            f"optimizer is {kind!r} in {draft.origin}, and fa.{one.name} in fa.train_step(optimizer=)"
+        )
+    if named is None and own:
+        raise ConfigError(
+            f"fa.from_deepspeed() takes the optimizer that the file names, and {draft.origin} names none",
+            where="fa.train_step(optimizer=)",
+            fix='config={"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, or fa.adamw(...)',
+        )
+    if isinstance(rate, DeepspeedRate) and scheduled is None:
+        raise ConfigError(
+            f"fa.deepspeed_lr() takes the schedule that the file names, and {draft.origin} names none",
+            where=f"fa.{one.name}(lr=)",
+            fix='config={"scheduler": {"type": "WarmupLR", "params": {...}}}, or another schedule',
+        )
+    if scheduled is not None and not isinstance(rate, DeepspeedRate):
+        name = scheduled.get("type", "?") if isinstance(scheduled, dict) else scheduled
+        draft.object_to(f"scheduler is {name!r} in {draft.origin}, and lr={rate!r} in fa.{one.name}")
+    if own and not isinstance(rate, DeepspeedRate | constant):
+        raise CapabilityError(
+            f"DeepSpeed's own {kind} takes a number or DeepSpeed's own schedule, not {rate!r}",
+            where="fa.from_deepspeed(lr=)",
+            fix="fa.deepspeed_lr(...) with a scheduler in the file; or fa.adamw(lr=schedule)",
+        )
+    base = rate.lr if isinstance(rate, DeepspeedRate) else rate.value if isinstance(rate, constant) else None
+    if own:
+        draft.resolve("optimizer.params.lr", base)
+        draft.fill("optimizer.params.lr", base)
+        if draft.written("optimizer.params.lr") != base:
+            draft.say("optimizer.params.lr", base, "fa.from_deepspeed(lr=)")
+        for option, value in one.options:
+            draft.say(f"optimizer.params.{option}", list(value) if isinstance(value, tuple) else value,
+                      f"fa.from_deepspeed({option}=)")  # fmt: skip
+        for option in ("betas", "eps", "weight_decay"):
+            if draft.is_auto(f"optimizer.params.{option}"):
+                draft.drop(f"optimizer.params.{option}")
+    if isinstance(rate, DeepspeedRate):
+        for option, value in (
+            ("warmup_min_lr", rate.low), ("warmup_max_lr", rate.lr),
+            ("warmup_num_steps", rate.warmup), ("total_num_steps", rate.total),
+        ):  # fmt: skip
+            if value is not None:
+                draft.resolve(f"scheduler.params.{option}", value)
+
+
+def _only(optimizers: Iterable[Any]) -> Any:
+    first, *others = optimizers
+    if any(other != first for other in others):
+        raise CapabilityError(
+            "one DeepSpeed engine has one optimizer, and the models were given several",
+            where="fa.train_step(optimizer={...})",
+            fix="give one optimizer for all models, or one train step to each",
+        )
+    return first
+
+
+def _batch(draft: Draft, ranks: int) -> None:
+    """The three sizes that DeepSpeed relates; what a batch really has is compared when it comes."""
+    per_rank, whole = draft.written("train_micro_batch_size_per_gpu"), draft.written("train_batch_size")
+    steps = draft.written("gradient_accumulation_steps")
+    if per_rank is None and whole is not None and not whole % (ranks * steps):
+        per_rank = whole // (ranks * steps)
+    if whole is not None and (per_rank is None or per_rank * steps * ranks != whole):
+        draft.object_to(
+            f"train_batch_size is {whole}, and {ranks} ranks of {steps} micro-batches"
+            + ("" if per_rank is None else f" of {per_rank} rows")
+            + " don't make that up"
+        )
+    draft.drop("train_batch_size")  # it follows from the other two
+    draft.fill("train_micro_batch_size_per_gpu", per_rank or 1)  # without one it only names the log's unit
+
+
+def declared_rows(record: Deepspeed, ranks: int) -> int | None:
+    """How many rows a micro-batch of one rank has by the file; None where it leaves that open."""
+    written = record.written
+    rows, whole = written.get("train_micro_batch_size_per_gpu"), written.get("train_batch_size")
+    steps = written.get("gradient_accumulation_steps")
+    if type(rows) is int:
+        return rows
+    return whole // (ranks * steps) if type(whole) is int and type(steps) is int else None
+
+
+def _hidden(model: Any, record: Deepspeed, draft: Draft) -> None:
+    """Bucket sizes that follow from the model's hidden size (the rule of the Transformers integration)."""
+    zero = "zero_optimization"
+    rules: dict[str, Any] = {
+        f"{zero}.reduce_bucket_size": lambda hidden: hidden * hidden,
+        f"{zero}.stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+        f"{zero}.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+    }
+    asked = [key for key in rules if draft.is_auto(key)]
+    if not asked:
+        return
+    hidden = record.hidden_size or hidden_size(model)
+    if hidden is None:
+        raise ConfigError(
+            f'{", ".join(asked)} is "auto", which follows from config.hidden_size, and the model has none',
+            where=f"{_WHERE}, {draft.origin}",
+            fix="fa.deepspeed(hidden_size=768), or write the values out",
+        )
+    for key in asked:
+        draft.resolve(key, rules[key](hidden))
+
+
+def hidden_size(model: Any) -> int | None:
+    """`config.hidden_size` of a model, the largest of `hidden_sizes`, or that of `text_config`."""
+    for source in model.values() if isinstance(model, dict) else (model,):
+        if isinstance(source, nn.Module):
+            made: Any = source
+        else:
+            with torch.device("meta"):  # no memory, no values: only its config is read
+                made = source()
+        config: Any = getattr(made, "config", None)
+        for place in (config, getattr(config, "text_config", None)):
+            if isinstance(size := getattr(place, "hidden_size", None), int):
+                return size
+            if sizes := getattr(place, "hidden_sizes", None):
+                return max(sizes)
+    return None
+
+
+def _check_averages(step: Step, record: Deepspeed) -> None:
+    policy: Precision | None = step.find(Precision)
+    half = policy is not None and policy.compute is not torch.float32
+    if step.find(Ema) is not None and half and record.level < 3:
+        raise CapabilityError(
+            "with_ema would average the half-precision copy: deepspeed partitions the fp32 parameters",
+            where="fa.with_ema",
+            fix="train in fp32, or use fa.fsdp()",
+        )
+
+
+def _notes(step: Step, record: Deepspeed) -> tuple[str, ...]:
+    found: list[str] = ["deepspeed reads the weight and the norm on the host each step"]
+    accumulated: Accumulate | None = step.find(Accumulate)
+    if accumulated is not None and record.level >= 2:
+        found.append(f"stage {record.level} communicates gradients after each micro-batch")
+    if record.level > 0:
+        found.append("an update whose gradient is not finite is skipped, as by fa.skip_nonfinite")
+    written: Any = record.written.get("fp16", {})
+    if isinstance(written, dict) and written.get("hysteresis", 1) != 1 and step.find(Precision) is not None:
+        found.append("hysteresis is not used: the loss scale, which is in the state, halves at each overflow")
+    return tuple(found)

@@ -1,0 +1,254 @@
+"""`deepspeed(...)`: what the strategy may be told. What is made of it is in `config` and `runtime`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+import attrs
+
+from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest
+from fnaccel.step import Capability, freeze, require
+from fnaccel.strategies.strategy import PRESETS, Strategy, maker
+
+Offload = Literal["cpu", "nvme"]
+Auto = Literal["auto"]
+
+_WHERE = "fa.deepspeed"
+_PARTITIONED = frozenset({Capability.MODULES})
+_WHOLE = _PARTITIONED | {Capability.PARAMETERS, Capability.COMPILE_BLOCK, Capability.COMPILE_LOSS}
+PRESETS.update({f"deepspeed_zero{stage}": f"deepspeed(stage={stage})" for stage in range(4)})
+
+
+@attrs.frozen(repr=False)
+class Written:
+    """A configuration as text, so that it can be compared and hashed, and where it came from."""
+
+    text: str
+    path: str | None = None
+
+    def __repr__(self) -> str:
+        return repr(self.path) if self.path is not None else repr(self.value())
+
+    @property
+    def origin(self) -> str:
+        """What to call it in messages."""
+        return "config={...}" if self.path is None else self.path
+
+    def value(self) -> dict[str, Any]:
+        """The configuration."""
+        return json.loads(self.text)
+
+
+@attrs.frozen
+class Deepspeed:
+    """The runtime that owns the axis `dp_shard`; see `deepspeed`."""
+
+    axis: ClassVar[str] = "dp_shard"
+    maker: ClassVar[str] = "deepspeed"
+
+    stage: int | None = None
+    offload_optimizer: Offload | None = None
+    offload_params: Offload | None = None
+    nvme_path: str | None = None
+    zero3_init: bool = False
+    hpz: int | None = None
+    quantized_weights: bool | None = None
+    quantized_gradients: bool | None = None
+    contiguous_gradients: bool | None = None
+    overlap_comm: bool | None = None
+    reduce_scatter: bool | None = None
+    reduce_bucket_size: int | Auto | None = None
+    allgather_bucket_size: int | None = None
+    prefetch_bucket_size: int | Auto | None = None
+    param_persistence_threshold: int | Auto | None = None
+    sub_group_size: int | None = None
+    max_live_parameters: int | None = None
+    max_reuse_distance: int | None = None
+    save_16bit: bool | None = None
+    moe_layers: tuple[str, ...] = ()
+    hidden_size: int | None = None
+    config: Written | None = None
+    degree: int = -1
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """What the file says; empty without one."""
+        return {} if self.config is None else self.config.value()
+
+    @property
+    def level(self) -> int:
+        """The ZeRO stage that will run: the argument, or the file's, or 2."""
+        if self.stage is not None:
+            return self.stage
+        section: Any = self.written.get("zero_optimization")
+        found: Any = section.get("stage") if isinstance(section, dict) else None
+        return found if isinstance(found, int) else 0 if self.config is not None and section is None else 2
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What transforms may ask of it: up to stage 2 parameters are whole, and no module has hooks."""
+        return _WHOLE if self.level < 3 else _PARTITIONED
+
+
+@maker
+def deepspeed(
+    stage: int | None = None,
+    *,
+    config: str | os.PathLike[str] | dict[str, Any] | None = None,
+    offload_optimizer: Offload | None = None,
+    offload_params: Offload | None = None,
+    nvme_path: str | os.PathLike[str] | None = None,
+    zero3_init: bool = False,
+    hpz: int | None = None,
+    quantized_weights: bool | None = None,
+    quantized_gradients: bool | None = None,
+    contiguous_gradients: bool | None = None,
+    overlap_comm: bool | None = None,
+    reduce_scatter: bool | None = None,
+    reduce_bucket_size: int | Auto | None = None,
+    allgather_bucket_size: int | None = None,
+    prefetch_bucket_size: int | Auto | None = None,
+    param_persistence_threshold: int | Auto | None = None,
+    sub_group_size: int | None = None,
+    max_live_parameters: int | None = None,
+    max_reuse_distance: int | None = None,
+    save_16bit: bool | None = None,
+    moe_layers: Any = (),
+    hidden_size: int | None = None,
+) -> Strategy:
+    """Train on DeepSpeed's ZeRO engine (Rajbhandari et al. 2020): same step, same transforms, same state.
+
+    DeepSpeed averages, clips and updates by itself, which the plan shows; `train_step.plan.deepspeed` is the
+    configuration that it gets. Where the step and `config` both say something, they have to agree. Arguments
+    that are None leave a value to the file, or else to DeepSpeed's default
+    (https://www.deepspeed.ai/docs/config-json/).
+
+    Args:
+        stage: what is partitioned: 0 nothing, 1 optimizer slots, 2 gradients too, 3 parameters too;
+            the file's by default, or 2.
+        config: a DeepSpeed JSON file, or a dict like one. `"auto"` in it is filled from the step, the
+            optimizer and the model.
+        offload_optimizer: keep optimizer slots and fp32 parameters on `"cpu"` or `"nvme"` (stage 3).
+        offload_params: keep parameters there (stage 3).
+        nvme_path: the folder that `"nvme"` writes to.
+        zero3_init: partition each parameter as it is made, so that no rank ever holds the whole model
+            (stage 3, needs a factory).
+        hpz: ZeRO++: over how many ranks the second copy of parameters is partitioned (a machine's).
+        quantized_weights, quantized_gradients: ZeRO++: communicate them in few bits (need a GPU).
+        contiguous_gradients, overlap_comm, reduce_scatter: how gradients travel.
+        reduce_bucket_size, allgather_bucket_size: elements in one collective; `"auto"`: hidden size squared.
+        prefetch_bucket_size: elements gathered ahead (stage 3); `"auto"`: 0.9 hidden size squared.
+        param_persistence_threshold: parameters of fewer elements stay whole (stage 3); `"auto"`: 10 hidden.
+        sub_group_size: elements that are updated at a time (stage 3).
+        max_live_parameters, max_reuse_distance: how many elements stay gathered (stage 3).
+        save_16bit: let DeepSpeed consolidate 16-bit weights when asked to save them (stage 3).
+        moe_layers: class names of mixture-of-experts layers that are gathered as one (stage 3).
+        hidden_size: for `"auto"`, where the model has no `config.hidden_size`.
+
+    Raises:
+        ArgumentError: a stage that is none, or options that need another stage.
+        ConfigError: the file can't be read, or says otherwise than an argument.
+
+    Example: `fa.distribute(GPT, fa.deepspeed(stage=3, offload_optimizer="cpu"))`.
+    """
+    record = Deepspeed(
+        stage=stage,
+        offload_optimizer=offload_optimizer,
+        offload_params=offload_params,
+        nvme_path=None if nvme_path is None else str(nvme_path),
+        zero3_init=zero3_init,
+        hpz=hpz,
+        quantized_weights=quantized_weights,
+        quantized_gradients=quantized_gradients,
+        contiguous_gradients=contiguous_gradients,
+        overlap_comm=overlap_comm,
+        reduce_scatter=reduce_scatter,
+        reduce_bucket_size=reduce_bucket_size,
+        allgather_bucket_size=allgather_bucket_size,
+        prefetch_bucket_size=prefetch_bucket_size,
+        param_persistence_threshold=param_persistence_threshold,
+        sub_group_size=sub_group_size,
+        max_live_parameters=max_live_parameters,
+        max_reuse_distance=max_reuse_distance,
+        save_16bit=save_16bit,
+        moe_layers=freeze(moe_layers),
+        hidden_size=hidden_size,
+        config=None if config is None else _read(config),
+    )
+    _check(record)
+    return Strategy((record,))
+
+
+def _read(config: Any) -> Written:
+    if isinstance(config, dict):
+        try:
+            return Written(json.dumps(config, sort_keys=True))
+        except TypeError as error:
+            raise ConfigError(
+                f"the configuration is not JSON: {error}", where=_WHERE, fix="numbers, text, lists and dicts"
+            ) from error
+    path = Path(config)
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{path} can't be read: {error.strerror}",
+            where=f"{_WHERE}(config=)",
+            fix="give the path of a file",
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is not JSON: {error}", where=f"{_WHERE}(config=)", fix="mend it"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{path} holds a {type(found).__name__}, not an object", where=f"{_WHERE}(config=)", fix="{...}"
+        )
+    return Written(json.dumps(found, sort_keys=True), str(config))
+
+
+_STAGE_3 = (
+    "offload_params", "hpz", "quantized_weights", "quantized_gradients", "prefetch_bucket_size",
+    "param_persistence_threshold", "sub_group_size", "max_live_parameters", "max_reuse_distance",
+    "save_16bit", "zero3_init", "moe_layers",
+)  # fmt: skip
+
+
+def _check(record: Deepspeed) -> None:
+    stage = record.stage
+    require(
+        stage is None or (type(stage) is int and 0 <= stage <= 3),
+        f"stage={stage!r}",
+        _WHERE,
+        "stage is 0, 1, 2 or 3",
+    )
+    for name in ("offload_optimizer", "offload_params"):
+        value = getattr(record, name)
+        if value is not None and value not in get_args(Offload):
+            raise UnknownNameError(
+                f"{name} has no place called {value!r}",
+                where=_WHERE,
+                fix=nearest(str(value), get_args(Offload)),
+            )
+    for name in ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold"):
+        value = getattr(record, name)
+        require(value is None or value == "auto" or (type(value) is int and value >= 0), f"{name}={value!r}",
+                _WHERE, 'a number of elements, or "auto"')  # fmt: skip
+    if record.level < 3:
+        chosen = [name for name in _STAGE_3 if getattr(record, name)]
+        if chosen:
+            raise ArgumentError(
+                f"{', '.join(chosen)} partition or gather parameters, which stage {record.level} does not",
+                where=_WHERE,
+                fix=f"fa.deepspeed(stage=3, {chosen[0]}=...), or leave it out",
+            )
+        require(record.offload_optimizer != "nvme", f"stage {record.level} can't offload to NVMe", _WHERE,
+                'stage=3, or offload_optimizer="cpu"')  # fmt: skip
+    if record.level == 0:
+        require(record.offload_optimizer is None, "stage 0 offloads nothing", _WHERE, "stage=1, 2 or 3")
+    if "nvme" in (record.offload_optimizer, record.offload_params):
+        require(record.nvme_path is not None, "nothing says where NVMe offload writes to", _WHERE,
+                'nvme_path="/local_nvme"')  # fmt: skip

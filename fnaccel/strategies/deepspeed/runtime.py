@@ -1,0 +1,288 @@
+"""The engine of `deepspeed`: DeepSpeed's own, behind the table of functions that all engines are."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fnaccel.engine import Engine
+from fnaccel.errors import ArgumentError, CapabilityError, ConfigError, FnaccelError, nearest
+from fnaccel.leaf import Leaf
+from fnaccel.mesh import Mesh
+from fnaccel.optim.deepspeed import DeepspeedKernel
+from fnaccel.optim.description import Group, Member, Optimizer, group_leaves
+from fnaccel.optim.foreign import TorchKernel, first_slots
+from fnaccel.optim.fused import FusedKernel
+from fnaccel.remote import Remote
+from fnaccel.strategies.construct import Built, construct
+from fnaccel.strategies.deepspeed.comm import begin, part_of_package, quiet
+from fnaccel.strategies.deepspeed.config import declared_rows
+from fnaccel.strategies.deepspeed.parts import Parts
+from fnaccel.strategies.deepspeed.record import Deepspeed
+from fnaccel.strategies.deepspeed.update import BoundDeepspeed
+from fnaccel.strategies.engines import Request, interpreter, same, whole_leaves
+
+_FIRST_MICRO_STEP = -1  # deepspeed.runtime.zero.stage_1_and_2.INITIAL_MICRO_STEP_ID
+_FUSED = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+
+
+@interpreter(Deepspeed)
+def build_deepspeed(request: Request) -> tuple[Engine, Built]:
+    """The engine of DeepSpeed's ZeRO.
+
+    Raises:
+        MissingBackendError: DeepSpeed is not installed.
+        ConfigError: it refuses the configuration.
+        CapabilityError: it can't take the optimizer.
+    """
+    record: Deepspeed = request.strategy.find(Deepspeed)
+    if request.delegation is None:
+        raise CapabilityError("no configuration was made", where="fa.deepspeed", fix="use fa.train_step")
+    config = copy.deepcopy(request.delegation.config)
+    mesh = request.mesh
+    package = begin(mesh.world)
+    built = _construct(request, record, package, config)
+    _mark_leaves(built, record)
+    half = any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+    if half:
+        _check_norms(built, mesh.world.device.type)
+    # DeepSpeed makes its fp32 parameters of the half-precision copy; these are what they were
+    values = (
+        {n: p.detach().clone() for n, p in built.named("parameters")}
+        if half and not record.zero3_init
+        else {}
+    )
+    optimizer = None if request.optimizers is None else next(iter(request.optimizers.values()))
+    groups = [] if optimizer is None else group_leaves(optimizer, whole_leaves(built))
+    if optimizer is not None and record.level > 0:
+        _check_elementwise(optimizer)
+    engine = _initialise(package, built, optimizer, groups, config)
+    parts = Parts(engine, record.level)
+    named = dict(built.named("parameters"))
+    for name, value in values.items():
+        parts.write(named[name], value)
+    bound = None
+    if optimizer is not None:
+        names = parts.make_slots()
+        trained = [name for name, param in named.items() if param.requires_grad]
+        slots = {
+            name: {slot: _remote(mesh, parts, named[name], f"opt/{name}/{slot}", slot) for slot in names}
+            for name in trained
+        }
+        clip = float(config["gradient_clipping"])
+        bound = BoundDeepspeed(engine, parts, slots, clip, skips=request.skips)
+    made = Engine(
+        name="deepspeed",
+        mesh=mesh,
+        capabilities=request.strategy.capabilities(),
+        model=built.model,
+        leaves=tuple(Leaf(n, p, p.data, same) for n, p in named.items() if p.requires_grad),
+        parameters={n: _remote(mesh, parts, p, f"params/{n}") for n, p in named.items()},
+        buffers=dict(built.named("buffers")),
+        run=_runner(engine),
+        lend=_runner(engine.module),
+        sync=_syncer(engine),
+        # times one: what leaves the forward itself DeepSpeed divides by the number of micro-batches
+        backward=lambda total: engine.backward(total * 1.0, scale_wrt_gas=False),
+        recover=_recoverer(engine, record.level),
+        averaged=mesh.batch_size,
+        bound=bound,
+        native=engine,
+        rows=declared_rows(record, mesh.batch_size),
+        modules=tuple(built.modules.values()),
+        free=_freer(engine),
+    )
+    return made, built
+
+
+def _construct(request: Request, record: Deepspeed, package: Any, config: dict[str, Any]) -> Built:
+    """The modules; under `zero3_init` each parameter is partitioned as it is made."""
+    sources = request.model.values() if isinstance(request.model, dict) else (request.model,)
+    if record.zero3_init and any(isinstance(source, nn.Module) for source in sources):
+        raise ArgumentError(
+            "zero3_init partitions parameters as they are made, and a built module was given",
+            where="fa.deepspeed",
+            fix="give a factory: fa.distribute(lambda: GPT(config), fa.deepspeed(stage=3, zero3_init=True))",
+        )
+    with package.zero.Init(config_dict_or_path=config) if record.zero3_init else contextlib.nullcontext():
+        built = construct(request.model, request.seed)
+    request.prepare(built)
+    return built
+
+
+def _check_norms(built: Built, device: str) -> None:
+    """Raise CapabilityError where half-precision weights would stand beside fp32 averages on a CPU."""
+    for name, module in built.host.named_modules():
+        kept = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        if device == "cpu" and kept and any(True for _ in module.parameters()):
+            raise CapabilityError(
+                f"{name.removeprefix('target.')} is a {type(module).__name__}: DeepSpeed casts its weights, "
+                "and on a CPU torch needs them in the dtype of its running averages",
+                where="fa.deepspeed, fa.with_precision",
+                fix="train in fp32, use another norm, or fa.fsdp()",
+            )
+
+
+def _mark_leaves(built: Built, record: Deepspeed) -> None:
+    """Tell DeepSpeed which modules to gather as one."""
+    if not record.moe_layers:
+        return
+    classes = {type(module).__name__: type(module) for module in built.host.modules()}
+    for name in record.moe_layers:
+        if name not in classes:
+            raise ArgumentError(
+                f"no module of the model is a {name}",
+                where="fa.deepspeed(moe_layers=)",
+                fix=nearest(name, classes),
+            )
+    part_of_package("utils").set_z3_leaf_modules(built.host, [classes[name] for name in record.moe_layers])
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    """Raise CapabilityError where an optimizer goes by a parameter's shape, which flat partitions lose."""
+    kernel: Any = optimizer.kernel
+    if not isinstance(kernel, TorchKernel):
+        return
+    matrix = nn.Parameter(torch.zeros(2, 3))
+    one = Group((Member(0, Leaf("", matrix, matrix.data, same)),), dict(optimizer.options), None, 1.0)
+    found = first_slots(kernel.cls, [one])[0]
+    odd = [
+        name
+        for name, value in found.items()
+        if name != "step" and getattr(value, "shape", None) != matrix.shape
+    ]
+    if odd:
+        raise CapabilityError(
+            f"{optimizer.name} keeps {', '.join(odd)}, not one number for each element, "
+            "and DeepSpeed partitions elements",
+            where="fa.train_step(optimizer=)",
+            fix="fa.sgd, fa.adam, fa.adamw, RMSprop, Adagrad; or fa.ddp()",
+        )
+
+
+def _initialise(
+    package: Any,
+    built: Built,
+    optimizer: Optimizer | None,
+    groups: Sequence[Group],
+    config: dict[str, Any],
+) -> Any:
+    params = [
+        {
+            "params": [m.leaf.param for m in group.members],
+            "lr": group.first_rate,
+            **_options(optimizer, group),
+        }
+        for group in groups
+    ]
+    client = None
+    if optimizer is not None and not isinstance(optimizer.kernel, DeepspeedKernel):
+        client = _client(optimizer, params)
+    try:
+        with quiet():
+            engine, *_ = package.initialize(
+                model=built.host, optimizer=client, model_parameters=params or None, config=config
+            )
+    except FnaccelError:
+        raise
+    except (AssertionError, ValueError, TypeError) as error:
+        said = str(error).strip() or repr(error)
+        raise ConfigError(
+            f"DeepSpeed refuses this configuration: {said.splitlines()[0]}",
+            where="fa.deepspeed",
+            fix="see train_step.plan.deepspeed, and https://www.deepspeed.ai/docs/config-json/",
+        ) from error
+    return engine
+
+
+def _options(optimizer: Optimizer | None, group: Group) -> dict[str, Any]:
+    """What a group has of its own; the configuration's own optimizer knows the rest."""
+    if optimizer is None or isinstance(optimizer.kernel, DeepspeedKernel):
+        shared = {} if optimizer is None else dict(optimizer.options)
+        return {name: value for name, value in group.options.items() if shared.get(name, group) != value}
+    return group.options
+
+
+def _client(optimizer: Optimizer, params: list[dict[str, Any]]) -> Any:
+    """The torch optimizer that a description stands for; fused, which on a CPU needs no build."""
+    kernel: Any = optimizer.kernel
+    if isinstance(kernel, FusedKernel):
+        return _FUSED[kernel.name](params, fused=True)
+    if isinstance(kernel, TorchKernel):
+        return kernel.cls(params)
+    raise CapabilityError(
+        f"DeepSpeed takes an optimizer of torch, and fa.{optimizer.name} is none",
+        where="fa.train_step(optimizer=)",
+        fix="fa.sgd, fa.adam, fa.adamw, fa.from_torch(...), or fa.from_deepspeed(...)",
+    )
+
+
+def _remote(mesh: Mesh, parts: Parts, param: Any, name: str, slot: str | None = None) -> Remote:
+    held = torch.float32 if param.requires_grad else param.dtype
+    return Remote.make(
+        parts.shape(param),
+        held,
+        mesh.world.device,
+        name=name,
+        read=lambda: parts.read(param, slot),
+        write=lambda value: parts.write(param, value, slot),
+        mesh=mesh,
+    )
+
+
+def _runner(module: Any) -> Callable[..., Any]:
+    """Run a function of the model inside DeepSpeed's forward, whose hooks know tensors only."""
+
+    def run(fn: Callable[..., Any], *args: Any) -> Any:
+        others: list[Any] = []
+
+        def entry(model: Any, *rest: Any) -> Any:
+            found = fn(model, *rest)
+            if isinstance(found, torch.Tensor):
+                return found
+            others.append(found)
+            return ()
+
+        found = module(entry, *args)
+        return others[0] if others else found
+
+    return run
+
+
+def _syncer(engine: Any) -> Callable[[bool], contextlib.AbstractContextManager[None]]:
+    @contextlib.contextmanager
+    def sync(communicate: bool) -> Generator[None]:
+        engine.set_gradient_accumulation_boundary(communicate)
+        yield
+
+    return sync
+
+
+def _recoverer(engine: Any, stage: int) -> Callable[[], None]:
+    """What undoes a step that failed between its first forward and its update."""
+
+    def recover() -> None:
+        optimizer: Any = engine.optimizer
+        engine.zero_grad()
+        if stage == 0 or optimizer is None:
+            return
+        optimizer.zero_grad()
+        if stage < 3:  # what earlier micro-batches left in its partition
+            optimizer.micro_step_id = _FIRST_MICRO_STEP
+            for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+                for key in kept:
+                    kept[key] = None
+
+    return recover
+
+
+def _freer(engine: Any) -> Callable[[], None]:
+    def free() -> None:
+        engine.destroy()
+
+    return free

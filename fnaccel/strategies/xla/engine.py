@@ -1,0 +1,77 @@
+"""The engine behind `xla`: modules on the virtual device, layouts as annotations, one graph a step.
+
+XLA records operations and runs them when told to. That is once after each update (and once before the
+first, so that the first step's graph is that of the others), never between micro-batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fnaccel import _torch, tree
+from fnaccel.engine import Engine
+from fnaccel.leaf import Leaf
+from fnaccel.strategies.construct import Built, construct
+from fnaccel.strategies.engines import Request, interpreter
+from fnaccel.strategies.xla.layout import Layout
+from fnaccel.strategies.xla.record import Xla
+
+
+@interpreter(Xla)
+def build_xla(request: Request) -> tuple[Engine, Built]:
+    """The engine of all XLA devices of this machine."""
+    options: Xla = request.strategy.find(Xla)
+    layout = Layout.of(options)
+    built = construct(request.model, request.seed)
+    request.prepare(built)
+    _move(built, request.mesh.world.device)
+    for _, value in [*built.named("parameters"), *built.named("buffers")]:
+        layout.keep(value)
+    model = built.model
+
+    def direct(fn: Any, *args: Any) -> Any:
+        return fn(model, *args)
+
+    def run(fn: Any, *args: Any) -> Any:
+        # the batch comes first; models that are lent are laid out by their own engine
+        spread = tree.map_tensors(layout.spread, args[0]) if args else None
+        return direct(fn, spread, *args[1:]) if args else direct(fn)
+
+    engine = Engine(
+        name="xla",
+        mesh=request.mesh,
+        capabilities=request.strategy.capabilities(),
+        model=model,
+        leaves=tuple(
+            Leaf(name, param, param.detach(), layout.keep)
+            for name, param in built.named("parameters")
+            if param.requires_grad
+        ),
+        parameters=dict(built.named("parameters")),
+        buffers=dict(built.named("buffers")),
+        modules=tuple(built.modules.values()),
+        lend=direct,
+        run=run,
+        settle=layout.carry_out,
+        end=layout.carry_out,
+    )
+    return engine, built
+
+
+def _move(built: Built, device: torch.device) -> None:
+    """Move parameters and buffers; `module.to` would make two of a tied weight."""
+
+    def moved(param: Any) -> Any:
+        return torch.nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
+
+    _torch.replace_parameters(built.host, moved)
+    made: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []  # or a later tensor could have the id of one that is gone
+    for module in built.host.modules():
+        slots = _torch.buffers_of(module)
+        for name, value in slots.items():
+            if value is not None:
+                kept.append(value)
+                slots[name] = made.setdefault(id(value), value.to(device))

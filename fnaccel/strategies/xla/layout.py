@@ -1,0 +1,104 @@
+"""How tensors lie over XLA devices: annotations that change where a tensor is, never what it holds."""
+
+# pyright: reportMissingImports=false, reportPrivateUsage=false
+# ruff: noqa: SLF001 - torch_xla has no public name for the annotation that a tensor has
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel.strategies.xla.record import Xla
+
+_ROWS = ("replicate", "shard")
+
+
+@attrs.frozen(eq=False)
+class Layout:
+    """The devices as a grid: `replicas` groups of `group` devices.
+
+    Attributes:
+        mesh: torch_xla's, of shape `[replicas, group]`.
+        devices, group: how many there are, and over how many a parameter is sharded.
+    """
+
+    mesh: Any
+    devices: int
+    group: int
+    _kept: list[weakref.ref[torch.Tensor]] = attrs.field(factory=list[weakref.ref[torch.Tensor]], repr=False)
+
+    @classmethod
+    def of(cls, options: Xla) -> Layout:
+        """The layout that a strategy asks for, over the devices that are there.
+
+        Raises:
+            ArgumentError: groups of that size don't make up the devices.
+        """
+        import numpy as np  # noqa: PLC0415 - torch_xla's meshes are numpy arrays
+        import torch_xla.distributed.spmd as xs  # noqa: PLC0415 - an extra
+        import torch_xla.runtime as xr  # noqa: PLC0415
+
+        devices: int = xr.global_runtime_device_count()
+        group = options.group(devices)
+        mesh = xs.Mesh(np.arange(devices), (devices // group, group), _ROWS)
+        return cls(mesh, devices, group)
+
+    def keep(self, value: torch.Tensor) -> torch.Tensor:
+        """Lay a parameter, a slot or an average out, now and whenever a step ends."""
+        self._kept.append(weakref.ref(value))
+        if not self._shard(value) and value.dim():
+            # said aloud: a graph of several devices without any annotation was seen to abort the process
+            self._mark(value, (None,) * value.dim())
+        return value
+
+    def spread(self, value: torch.Tensor) -> torch.Tensor:
+        """Spread the rows of a batch's tensor over all devices; where they don't divide, each takes all."""
+        if value.device.type != "xla" or not value.dim() or not len(value):
+            return value
+        if len(value) % self.devices:
+            # XLA pads: its partitioner was seen to abort the process on the backward of an embedding
+            warnings.warn(
+                f"{len(value)} rows don't divide over {self.devices} XLA devices: each computes all of them "
+                "(cut batches and micro-batches in multiples, and fa.shard(loader, remainder='drop'))",
+                stacklevel=2,
+            )
+            self._mark(value, (None,) * value.dim())
+        else:
+            self._mark(value, (_ROWS, *(None,) * (value.dim() - 1)))
+        return value
+
+    def carry_out(self) -> None:
+        """Run what was recorded, as one graph; the host does not wait for it."""
+        import torch_xla  # noqa: PLC0415 - an extra
+
+        self._kept[:] = [one for one in self._kept if one() is not None]
+        for one in self._kept:
+            value = one()
+            if value is not None:
+                self._shard(value)  # an annotation goes where a tensor is written in place as a whole
+        torch_xla.sync()
+
+    def _shard(self, value: torch.Tensor) -> bool:
+        """Spread a tensor over its group along the widest dimension that divides; whether there is one."""
+        if self.group == 1 or not value.numel():
+            return False
+        fitting = [dim for dim in range(value.dim()) if value.shape[dim] % self.group == 0]
+        if not fitting:
+            return False
+        widest = max(fitting, key=lambda dim: (value.shape[dim], -dim))
+        self._mark(value, tuple("shard" if dim == widest else None for dim in range(value.dim())))
+        return True
+
+    def _mark(self, value: torch.Tensor, spec: tuple[Any, ...]) -> None:
+        import torch_xla  # noqa: PLC0415 - an extra
+        import torch_xla.distributed.spmd as xs  # noqa: PLC0415
+
+        found: str = torch_xla._XLAC._get_xla_sharding_spec(value)
+        if "devices=" in found:
+            return
+        if found:
+            xs.clear_sharding(value)
+        xs.mark_sharding(value, self.mesh, spec)

@@ -1,0 +1,325 @@
+"""`cast_layers`: frozen weights stored in a small dtype, and cast around each layer's forward.
+
+What is saved for backward is the small weight; it is cast once more there. Trainable parameters are never
+stored small: an update would be lost in the rounding.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from fnaccel.errors import CapabilityError, UnknownNameError, nearest
+from fnaccel.step import Capability, Phase, Step, Transform, append, freeze, require
+from fnaccel.transforms.compilation import Compile
+from fnaccel.transforms.low_precision.foreseeing import Prospect, modules_without_values
+from fnaccel.transforms.low_precision.layers import Layers, check_patterns, matches
+from fnaccel.transforms.precision import Precision, dtype_of
+
+_WHERE = "fa.cast_layers"
+_FP8 = {
+    "fp8": torch.float8_e4m3fn,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+_KINDS = (
+    nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
+
+def _to_storage(name: Any) -> torch.dtype:
+    return _FP8[name] if isinstance(name, str) and name in _FP8 else dtype_of(name, _WHERE)
+
+
+def _to_compute(name: Any) -> torch.dtype:
+    return dtype_of(name, _WHERE)
+
+
+@attrs.frozen(kw_only=True)
+class CastLayers:
+    """Which frozen weights are stored in which dtype; see `cast_layers`."""
+
+    storage: torch.dtype = attrs.field(default=torch.float8_e4m3fn, converter=_to_storage)
+    compute: torch.dtype = attrs.field(default=torch.bfloat16, converter=_to_compute)
+    only: tuple[str, ...] = attrs.field(default=(), converter=freeze)
+    skip: tuple[str, ...] = attrs.field(default=("*norm*",), converter=freeze)
+
+    def describe(self) -> str:
+        """What the plan prints."""
+        parts = [f"frozen weights stored in {_short(self.storage)}, computed in {_short(self.compute)}"]
+        parts += [f"{name}={list(getattr(self, name))}" for name in ("only", "skip") if getattr(self, name)]
+        return ", ".join(parts)
+
+    def layers(self, module: nn.Module, trained: Callable[[str, Any], bool]) -> Layers:
+        """Which layers are cast, and which of the same kinds are not.
+
+        Args:
+            module: the model.
+            trained: whether the parameter of a path is trained.
+
+        Raises:
+            CapabilityError: a layer that `only` names is trained.
+            ArgumentError: a pattern of `only` matches nothing.
+        """
+        check_patterns(self.only, module, _WHERE)
+        found = [
+            (path, layer)
+            for path, layer in module.named_modules(remove_duplicate=False)
+            if next(layer.parameters(recurse=False), None) is not None
+        ]
+        # a weight that also serves a layer which is not cast has to stay as that one needs it
+        kept: dict[Any, str] = {}
+        for path, layer in found:
+            if self._left(path, layer) is not None:
+                kept.update(dict.fromkeys(layer.parameters(recurse=False), path))
+        converted: list[str] = []
+        skipped: dict[str, str] = {}
+        for path, layer in found:
+            why = self._left(path, layer)
+            own = dict(layer.named_parameters(recurse=False))
+            training = [name for name in own if trained(f"{path}.{name}" if path else name, own[name])]
+            tied = next((kept[param] for param in own.values() if param in kept), None)
+            if why is not None:
+                if isinstance(layer, _KINDS):
+                    skipped[path] = why
+            elif len(training) == len(own):
+                self._check_not_asked(path, training)
+                skipped[path] = "trained"
+            elif tied is not None:
+                skipped[path] = f"tied to {tied}, which is not cast"
+            else:
+                converted.append(path)
+        return Layers(tuple(converted), skipped)
+
+    def _left(self, path: str, layer: nn.Module) -> str | None:
+        """Why the patterns or its kind leave a layer as it is."""
+        pattern = matches(path, self.skip, ("weight", "bias"))
+        if not isinstance(layer, _KINDS) or next(layer.children(), None) is not None:
+            return f"{type(layer).__name__} is not of a kind that is cast"
+        if pattern is not None:
+            return f"skip={pattern!r}"
+        if self.only and matches(path, self.only, ("weight", "bias")) is None:
+            return "no pattern of only= matches"
+        return None
+
+    def _check_not_asked(self, path: str, training: list[str]) -> None:
+        if matches(path, self.only, ("weight", "bias")) is not None:
+            raise CapabilityError(
+                f"{path}.{training[0]} is trained, and an update would be lost in {_short(self.storage)}",
+                where=_WHERE,
+                fix=f'fa.train_step(..., frozen=("{path}.*",)), or take it out of only=',
+            )
+
+    def foresee(self, prospect: Prospect) -> list[str]:
+        """Notes for the plan: the layers that are cast, and those that are not.
+
+        Raises:
+            CapabilityError: the strategy or the compiler can't carry it out, or nothing is frozen.
+        """
+        self._check_surroundings(prospect)
+        notes: list[str] = []
+        for key, module in modules_without_values(prospect.model).items():
+            name = f"stored in {_short(self.storage)}" if key is None else f"{key} in {_short(self.storage)}"
+            if isinstance(module, str):
+                notes.append(f"{name}: known when init has built it: {module}")
+                continue
+
+            found = self.layers(module, _trained(prospect, key, module))
+            _check_some(found, _WHERE)
+            first, *rest = found.describe()
+            notes += [f"{name}: {first}", *rest]
+        return notes
+
+    def _check_surroundings(self, prospect: Prospect) -> None:
+        where = f"strategy {prospect.strategy}"
+        axes = [axis.axis for axis in prospect.strategy.axes]
+        if prospect.runtime or "dp_shard" in axes:
+            raise CapabilityError(
+                f"{prospect.runtime or 'fsdp'} gathers and casts weights itself, and would not see what they "
+                "are stored in",
+                where=where,
+                fix="fa.local() or fa.ddp(); or leave out cast_layers: fsdp shards frozen weights too",
+            )
+        precision: Precision | None = prospect.step.find(Precision)
+        if precision is not None and precision.autocast and precision.compute is not self.compute:
+            raise CapabilityError(
+                f"with_precision computes in {_short(precision.compute)} and cast_layers in "
+                f"{_short(self.compute)}: weights would be cast twice, and backward keep the second copy",
+                where=_WHERE,
+                fix=f'fa.cast_layers(step, compute="{_short(precision.compute)}")',
+            )
+        if prospect.step.find(Compile) is not None:
+            raise CapabilityError(
+                "cast_layers keeps small weights for backward by hooks, which torch.compile does not capture",
+                where=_WHERE,
+                fix="leave out fa.compile, or cast_layers",
+            )
+
+    def on_module(self, module: nn.Module, where: str) -> None:
+        """Store the weights small and cast them around each forward; names stay as they are."""
+
+        def trained(_: str, param: Any) -> bool:
+            return param.requires_grad
+
+        found = self.layers(module, trained)
+        _check_some(found, where)
+        # before any is cast: a tied weight has the dtype it came in under both of its names
+        layers = [module.get_submodule(path) for path in found.converted]
+        plans = [(layer, _dtype_before(layer)) for layer in layers]
+        done: set[nn.Module] = set()
+        for layer, before in plans:
+            if layer in done:  # one module under two names
+                continue
+            done.add(layer)
+            for param in layer.parameters(recurse=False):
+                if not param.requires_grad:
+                    param.data = param.data.to(self.storage)
+            plain: Any = layer.forward
+            layer.forward = functools.partial(_forward, layer, plain, self.compute, before)
+
+
+def _check_some(found: Layers, where: str) -> None:
+    if not found.converted:
+        reasons = "; ".join(found.describe()[1:]) or "it has no layer of a kind that is cast"
+        raise CapabilityError(
+            f"no weight of this model can be stored small: {reasons}",
+            where=where,
+            fix='freeze what is not trained: fa.train_step(..., frozen=("base.*",))',
+        )
+
+
+def _trained(prospect: Prospect, key: str | None, module: nn.Module) -> Callable[[str, Any], bool]:
+    """What will say of a parameter whether it is trained: `frozen=` goes by its first name."""
+    prefix = "" if key is None else f"{key}/"
+    frozen = {
+        param
+        for name, param in module.named_parameters()
+        if any(fnmatch.fnmatchcase(prefix + name, pattern) for pattern in prospect.frozen)
+    }
+    return lambda _, param: prospect.trains and param.requires_grad and param not in frozen
+
+
+def _dtype_before(layer: nn.Module) -> torch.dtype:
+    """What a layer returned, outside of autocast, before its weights were cast."""
+    return next(param.dtype for param in layer.parameters(recurse=False) if not param.requires_grad)
+
+
+def _forward(
+    layer: nn.Module,
+    plain: Callable[..., Any],
+    compute: torch.dtype,
+    before: torch.dtype,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    kind = next(layer.parameters(recurse=False)).device.type
+    autocast = torch.is_autocast_enabled(kind)
+    if not autocast:  # else it casts inputs itself, and what follows takes what it returns
+        args, kwargs = _floats_to(args, compute), _floats_to(kwargs, compute)
+    with _cast(layer, compute, everything=not autocast):
+        out = plain(*args, **kwargs)
+    return out if autocast else _floats_to(out, before)
+
+
+@contextmanager
+def _cast(layer: nn.Module, compute: torch.dtype, *, everything: bool) -> Generator[None]:
+    """In the body a layer's frozen parameters are in the compute dtype; backward keeps the small ones.
+
+    With `everything` trained ones are cast too, so that all that meets in one product has one dtype.
+    """
+    own: Any = dict(layer.named_parameters(recurse=False))
+    cast = {name: p.to(compute) for name, p in own.items() if everything or not p.requires_grad}
+    small = {
+        value.untyped_storage().data_ptr(): own[name]
+        for name, value in cast.items()
+        if not own[name].requires_grad and value is not own[name]
+    }
+
+    def pack(saved: torch.Tensor) -> Any:
+        param = small.get(saved.untyped_storage().data_ptr())
+        if param is None:
+            return saved
+        return param, saved.size(), saved.stride(), saved.storage_offset()
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        param, size, stride, offset = packed
+        return param.to(compute).as_strided(size, stride, offset)
+
+    table: Any = vars(layer)["_parameters"]
+    table.update(cast)
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        table.update(own)
+
+
+def _floats_to(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _floats_to(one, dtype) for key, one in value.items()}
+    return tuple(_floats_to(one, dtype) for one in value) if type(value) is tuple else value
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def cast_layers(
+    step: Any, storage: Any = "fp8", *, compute: Any = "bf16", only: Any = (), skip: Any = ("*norm*",)
+) -> Step:
+    """Store frozen weights in a small dtype and cast them around each layer's forward.
+
+    For models of which a small part is trained (adapters, a head), and for teachers: weights take a
+    quarter of fp32's memory in fp8. The state and its checkpoints hold the small values. They are rounded
+    without a scale, as diffusers' layerwise casting does: e4m3 ends at 448, and below 2**-6 it has fewer
+    than its four digits. Linear, embedding and convolution layers are cast; others are left.
+
+    Args:
+        step: a step or a loss function.
+        storage: `"fp8"` (e4m3), `"float8_e5m2"`, `"bf16"`, `"fp16"`, or a dtype.
+        compute: the dtype each layer computes in; that of `with_precision`, where the step has it.
+        only: patterns of paths of layers or parameters; by default all that are wholly or partly frozen.
+        skip: patterns of those that are left.
+
+    Raises:
+        UnknownNameError: no such dtype.
+        ArgumentError: storage that is not smaller than what is computed in; at `train_step`, a pattern of
+            `only` that matches nothing.
+        CapabilityError: at `train_step`: a trained parameter that `only` names, nothing frozen, another
+            dtype than autocast's, `fsdp`, DeepSpeed, `compile`, and fp8 under `ddp` on CPUs.
+
+    Example: `step = fa.cast_layers(loss_fn, "fp8", skip=("*norm*", "*embed*"))`.
+    """
+    if isinstance(storage, str) and storage not in _FP8:
+        try:
+            dtype_of(storage, _WHERE)
+        except UnknownNameError as error:
+            raise UnknownNameError(
+                f"no storage is called {storage!r}",
+                where=_WHERE,
+                fix=nearest(storage, [*_FP8, "bf16", "fp16"]),
+            ) from error
+    record = CastLayers(storage=storage, compute=compute, only=only, skip=skip)
+    require(
+        record.storage.is_floating_point
+        and record.storage.itemsize <= record.compute.itemsize
+        and record.compute.itemsize > 1,
+        f"weights stored in {_short(record.storage)} and computed in {_short(record.compute)} save nothing",
+        _WHERE,
+        'storage="fp8", compute="bf16"',
+    )
+    needs = frozenset({Capability.MODULES})
+    return append(step, Transform("cast_layers", Phase.MODULE, apply=record, needs=needs))

@@ -1,0 +1,134 @@
+"""What a researcher asks of DeepSpeed: offload, ZeRO++, several engines, inference, and steps that fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.deepspeed.training import (
+    adopt_and_export,
+    distil,
+    fail_and_go_on,
+    foreign,
+    half_norm,
+    infer,
+    run_offloaded,
+    run_with,
+    scheduled,
+    two_models,
+    wrong_rows,
+)
+
+FOREIGN = [
+    (0, "RMSprop", True),
+    (2, "RMSprop", True),
+    (3, "Adagrad", True),
+    (2, "NAdam", False),
+    (3, "Adafactor", False),
+]
+
+OPTIONS = {
+    "optimizer on the CPU, stage 1": (1, {"offload_optimizer": "cpu"}),
+    "optimizer on the CPU, stage 2": (2, {"offload_optimizer": "cpu"}),
+    "both on the CPU": (3, {"offload_optimizer": "cpu", "offload_params": "cpu"}),
+    "partitioned as made": (3, {"zero3_init": True}),
+    "nothing stays whole": (3, {"param_persistence_threshold": 0}),
+    "a second copy within machines": (3, {"hpz": 2}),
+    "layers gathered as one": (3, {"moe_layers": ("Block",)}),
+    "sizes from the hidden size": (
+        3,
+        {
+            "reduce_bucket_size": "auto",
+            "prefetch_bucket_size": "auto",
+            "param_persistence_threshold": "auto",
+            "hidden_size": 7,
+            "sub_group_size": 50,
+            "overlap_comm": False,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(pools):
+    return pools.run(2, run_with, "ddp", {})[0]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_option_changes_the_numbers(pools, plain, name):
+    stage, options = OPTIONS[name]
+    for losses, params in pools.run(2, run_with, stage, options):
+        assert losses == pytest.approx(plain[0], abs=1e-6)
+        assert params == pytest.approx(plain[1], abs=1e-6)
+
+
+def test_state_that_is_offloaded(pools, tmp_path):
+    """Slots and parameters on the CPU are saved, restored and trained on as any."""
+    for rank, later in enumerate(pools.run(2, run_offloaded, tmp_path)):
+        assert later == [], rank
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_that_fails_leaves_the_state_live(pools, stage):
+    """A loss that raises in the second of three micro-batches: the next call is as if it had not been."""
+    for losses, expected in pools.run(2, fail_and_go_on, stage):
+        assert losses == expected
+
+
+@pytest.mark.parametrize(("student", "teacher"), [(2, 3), (3, 3), (1, 0)])
+def test_a_student_and_a_lent_teacher(pools, student, teacher):
+    """ZeRO inference (stage 3 without an optimizer) lends its model; the student learns as under ddp."""
+    for losses, expected, moved in pools.run(2, distil, student, teacher):
+        assert losses == pytest.approx(expected, abs=1e-6)
+        assert not moved
+
+
+def test_two_models_in_turn(pools):
+    """Two engines of different stages in one process don't disturb each other."""
+    for losses, alone in pools.run(2, two_models):
+        assert losses == alone
+
+
+def test_inference(pools):
+    for looked, expected, refused in pools.run(2, infer):
+        assert looked == pytest.approx(expected, abs=1e-6)
+        assert "no optimizer" in refused
+
+
+def test_adopt_and_export(pools, tmp_path):
+    """A checkpoint that DeepSpeed wrote itself is adopted; `export_hf` writes the whole model in bf16."""
+    for wrong, exported in pools.run(2, adopt_and_export, tmp_path):
+        assert wrong == []
+        assert exported == []
+
+
+@pytest.mark.parametrize(("stage", "ours", "same"), FOREIGN)
+def test_other_optimizers_of_torch(pools, stage, ours, same):
+    """Elementwise ones train as under ddp; the others are refused, never changed."""
+    for losses, expected, refused in pools.run(2, foreign, stage, ours):
+        assert losses == (pytest.approx(expected, abs=1e-6) if same else [])
+        assert ("partitions elements" in refused) is not same
+
+
+@pytest.mark.parametrize("scope", ["loss", "block"])
+def test_compiled_below_stage_3(pools, plain, scope):
+    for losses, params in pools.run(2, run_with, 2, {"compile": scope}):
+        assert losses == pytest.approx(plain[0], abs=1e-5)
+        assert params == pytest.approx(plain[1], abs=1e-5)
+
+
+def test_batch_norm_in_half_precision_is_refused(pools):
+    for text in pools.run(1, half_norm):
+        assert "DeepSpeed casts its weights" in text
+
+
+def test_a_batch_of_another_size_than_the_file_says(pools):
+    for text in pools.run(1, wrong_rows):
+        assert "says 5 rows in a rank's micro-batch, and it has [4]" in text
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeeds_own_schedule(pools, stage):
+    """WarmupLR as DeepSpeed runs it, and the same after going back to an earlier state."""
+    for rates, again in pools.run(2, scheduled, stage):
+        assert rates == pytest.approx([0.0, 0.0, 0.01, 0.02, 0.03], abs=1e-9)
+        assert again == rates[2:]

@@ -1,0 +1,260 @@
+"""What can be said of `xla` where torch_xla is not installed: the record, messages, options, commands."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import types
+
+import pytest
+import torch
+
+import fnaccel as fa
+from fnaccel import devices
+from fnaccel.cli import launch as command
+from fnaccel.cli.launch import read
+from fnaccel.errors import (
+    ArgumentError,
+    AxisProductError,
+    CapabilityError,
+    LaunchError,
+    MissingBackendError,
+    WorldError,
+)
+from fnaccel.launch import Job, tpu
+from fnaccel.launch.job import check
+from fnaccel.launch.variables import variables
+from fnaccel.mesh import resolve
+from fnaccel.optim import kernels
+from fnaccel.strategies.xla.record import Xla, device_notes
+from tests.models import Net, loss_fn
+
+
+def world_on(kind):
+    return types.SimpleNamespace(device=torch.device(kind), size=1)
+
+
+def test_the_record_prints_as_the_text_that_makes_it():
+    for text in ("xla()", "xla(shard=True)", "xla(shard=4)"):
+        assert str(fa.strategy(text)) == text
+        assert fa.strategy(text) == fa.strategy(str(fa.strategy(text)))
+    assert fa.strategy("xla") == fa.xla()
+    assert fa.xla(shard=True) != fa.xla()
+
+
+@pytest.mark.parametrize("shard", [0, -1, "all", 2.0])
+def test_shards_that_cannot_be(shard):
+    with pytest.raises(ArgumentError, match="can't be sharded over"):
+        fa.xla(shard=shard)
+
+
+@pytest.mark.parametrize(("shard", "devices_", "group"), [(False, 4, 1), (True, 4, 4), (2, 4, 2), (1, 4, 1)])
+def test_groups(shard, devices_, group):
+    assert Xla(shard).group(devices_) == group
+
+
+def test_groups_that_do_not_make_up_the_devices():
+    with pytest.raises(ArgumentError, match="4 devices can't be parted in groups of 3"):
+        Xla(3).group(4)
+
+
+def test_it_takes_one_process():
+    assert resolve(fa.xla().degrees(), 1, "xla()") == {}
+    with pytest.raises(AxisProductError, match="the world has 2"):
+        resolve(fa.xla().degrees(), 2, "xla()")
+
+
+def test_it_stands_alone():
+    with fa.start(device="cpu"), pytest.raises(CapabilityError, match="no interpreter together"):
+        fa.train_step(
+            loss_fn, model=fa.distribute(Net, fa.local() * fa.xla() * fa.ddp()), optimizer=fa.sgd(0.1)
+        )
+
+
+def test_elsewhere_than_on_xla_it_says_what_to_start():
+    with fa.start(device="cpu"), pytest.raises(WorldError, match="this world computes on cpu") as raised:
+        fa.train_step(loss_fn, model=fa.distribute(Net, fa.xla()), optimizer=fa.sgd(0.1))
+    assert "fa.start(device='xla')" in raised.value.fix
+
+
+def test_another_strategy_on_xla():
+    with pytest.raises(WorldError, match="nothing would end the graph"):
+        device_notes(fa.local(), world_on("xla"))
+    assert device_notes(fa.local(), world_on("cpu")) == []
+
+
+def test_the_package_is_missing(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    def absent(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(devices.importlib, "import_module", absent)
+    with pytest.raises(MissingBackendError, match="torch_xla") as raised:
+        fa.start(device="xla")
+    assert "fnaccel[xla]" in raised.value.fix
+
+
+def test_the_package_was_built_for_another_torch(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
+    with pytest.raises(MissingBackendError, match=r"torch_xla 1\.2\.3 was not built for torch") as raised:
+        fa.start(device="xla")
+    assert "torch==2.9.0 torch_xla==2.9.0" in raised.value.fix
+
+
+def test_the_package_breaks_as_it_is_imported(monkeypatch):
+    def broken(name):
+        raise OSError("libcublas.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: torch.__version__)
+    monkeypatch.setattr(devices.importlib, "import_module", broken)
+    with pytest.raises(MissingBackendError, match="libcublas"):
+        fa.start(device="xla")
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov", "adam", "adamw"])
+@pytest.mark.parametrize("skip", [0.0, 1.0, None])
+def test_the_plain_arithmetic_equals_the_fused_kernels(name, skip):
+    """In float64 to the last bits; a skipped update changes nothing, though its gradient is NaN."""
+    torch.manual_seed(0)
+    start = [[torch.randn(3, 5, dtype=torch.float64) for _ in range(2)] for _ in range(2)]
+    slots = [[torch.zeros_like(p) for p in start[0]] for _ in range(4)]
+    params = [[p.clone() for p in start[0]] for _ in range(2)]
+    for update in range(1, 4):
+        skips = None if skip is None else torch.tensor(skip)
+        grads = [torch.full_like(g, float("nan")) if skip else g * update for g in start[1]]
+        rate, count, scale = 0.1 / update, torch.tensor(float(update)), torch.tensor(0.5)
+        for which, prefix in enumerate(("", "plain_")):
+            first, second = slots[2 * which], slots[2 * which + 1]
+            if name.startswith("adam"):
+                run = getattr(kernels, f"{prefix}{name}_")
+                run(
+                    params[which],
+                    [g.clone() for g in grads],
+                    first,
+                    second,
+                    count,
+                    rate,
+                    0.9,
+                    0.99,
+                    0.1,
+                    1e-8,
+                    scale,
+                    skips,
+                )
+            else:
+                momentum = 0.0 if name == "sgd" else 0.9
+                run = getattr(kernels, f"{prefix}sgd_")
+                run(
+                    params[which],
+                    [g.clone() for g in grads],
+                    first if momentum else [],
+                    rate,
+                    momentum,
+                    0.1,
+                    name == "nesterov",
+                    scale,
+                    skips,
+                )
+    changed = not torch.equal(params[1][0], start[0][0])
+    assert changed is (not skip)
+    for fused, ours in zip(
+        (*params[0], *slots[0], *slots[1]), (*params[1], *slots[2], *slots[3]), strict=True
+    ):
+        # rate and number of updates are fp32 tensors
+        torch.testing.assert_close(ours, fused, rtol=1e-6, atol=1e-7)
+
+
+def test_the_environment_of_the_one_process():
+    found = variables(Job(script=__file__, tpu=True), 0, port=1, environ={})
+    assert (found["FNACCEL_DEVICE"], found["PJRT_DEVICE"]) == ("xla", "TPU")
+    rehearsed = variables(Job(script=__file__, tpu=True), 0, port=1, environ={"PJRT_DEVICE": "CPU"})
+    assert (rehearsed["FNACCEL_DEVICE"], rehearsed["PJRT_DEVICE"]) == ("xla", "CPU")
+    assert "PJRT_DEVICE" not in variables(Job(script=__file__), 0, port=1, environ={})
+
+
+def test_a_tpu_vm_needs_no_option(monkeypatch):
+    monkeypatch.setattr(command, "count_accelerators", lambda: 3)
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    assert read(["t.py"]).tpu
+    assert read(["t.py"]).processes == 1
+    assert not read(["--cpu", "t.py"]).tpu
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert not read(["t.py"]).tpu
+    assert read(["--tpu", "t.py"]).tpu
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"processes": 2}, "which one drives all"),
+        ({"machines": 2}, "which one drives all"),
+        ({"cpu": True}, "together"),
+    ],
+)
+def test_what_cannot_be_started_on_tpus(fields, message):
+    with pytest.raises(LaunchError, match=message):
+        check(Job(script=__file__, tpu=True, **fields))
+
+
+class LeftError(Exception):
+    """Stands for the end of the process."""
+
+
+def ran(monkeypatch, *arguments):
+    """The command that `fnaccel launch` hands over, and the exit code that it ends with."""
+    seen = []
+
+    def run(found, check):
+        seen.append(found)
+        return types.SimpleNamespace(returncode=7)
+
+    def leave(code):
+        seen.append(code)
+        raise LeftError
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    monkeypatch.setattr(command, "leave", leave)
+    with pytest.raises(LeftError):
+        command.run(list(arguments))
+    return seen
+
+
+def test_a_tpu_vm_from_afar(monkeypatch):
+    found, code = ran(
+        monkeypatch, "--tpu-name", "mine", "--tpu-zone=us-central2-b", "--tpu-sudo", "--precision", "bf16",
+        "--tpu-folder", "my code", "train.py", "--tpu-name", "the script's",
+    )  # fmt: skip
+    assert code == 7
+    assert found[:-1] == [
+        "gcloud", "compute", "tpus", "tpu-vm", "ssh", "mine", "--zone", "us-central2-b", "--worker", "all", "--command",
+    ]  # fmt: skip
+    assert found[-1] == (
+        "cd 'my code' && sudo fnaccel launch --tpu --precision bf16 train.py --tpu-name 'the script'\"'\"'s'"
+    )
+
+
+def test_a_module_from_afar(monkeypatch):
+    found, _ = ran(
+        monkeypatch, "--tpu", "--tpu-name", "mine", "--tpu-zone", "z", "-m", "pkg.train", "--lr", "1"
+    )
+    assert found[-1] == "fnaccel launch --tpu -m pkg.train --lr 1"
+
+
+def test_a_zone_is_needed(monkeypatch):
+    with pytest.raises(LaunchError, match="in no zone"):
+        command.run(["--tpu-name", "mine", "t.py"])
+    with pytest.raises(LaunchError, match="--tpu-zone without --tpu-name"):
+        command.run(["--tpu-zone", "z", "t.py"])
+
+
+def test_gcloud_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="gcloud is not installed"):
+        command.run(["--tpu-name", "mine", "--tpu-zone", "z", "t.py"])
+
+
+def test_flags_are_those_of_the_command_line():
+    known = command.parser().format_help()
+    assert all(flag in known for flag in tpu.FLAGS)
