@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test soak lint types check format bench clean
+.PHONY: demo test test-nvme soak lint types check format bench clean
 
 demo: .venv/.demo  ## train the main job, with a progress bar, a plot of the loss and a sample of text
 	rm -rf runs/gpt  # the demo begins anew; a run of yours goes on: see --dir
@@ -31,6 +31,9 @@ test-xla: .venv-xla/.xla  ## the XLA strategy on virtual devices, and a sample o
 
 soak: .venv/.dev  ## kill -9 a training run dozens of times, and compare the bits at its end
 	$(BIN)/python -m pytest tests/soak
+
+test-nvme: .venv/.dev  ## ZeRO-Infinity on a disk; compiles DeepSpeed's async_io, which takes minutes and libaio-dev
+	MAX_JOBS=2 $(BIN)/python -m pytest tests/nvme
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

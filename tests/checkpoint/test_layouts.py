@@ -9,7 +9,7 @@ import torch
 
 from fnaccel.checkpoint import latest, restore, save
 from fnaccel.state import Position
-from tests.checkpoint.training import LAYOUTS, gathered, make, train, unequal, unlike
+from tests.checkpoint.training import LAYOUTS, gathered, make, read, train, unequal, unlike
 
 EXTRAS = {"note": "kept", "table": torch.arange(6.0).reshape(2, 3)}
 
@@ -20,20 +20,6 @@ def write(layout, directory):
     object.__setattr__(state, "data", Position(epoch=1, samples=26))
     save(directory, state)
     return gathered(state), gathered(train(step, state, 2, 2))
-
-
-def read(layout, directories, written, own, after):
-    step = make(layout)
-    state = step.init(seed=4)
-    wrong = {}
-    for source, directory in directories.items():
-        before = state
-        state = restore(directory, like=state)
-        assert step.adopt(state) is state
-        assert before is not state
-        wrong[source] = unlike(state, written[source])
-    state = restore(directories[own], like=state, verify=True)
-    return wrong, unequal(gathered(train(step, state, 2, 2)), after)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +38,7 @@ def test_any_layout_restores_any_other(pools, saved, layout):
     written = {source: before for source, (_, (before, _)) in saved.items()}
     after = saved[layout][1][1]
     for rank, (wrong, later) in enumerate(
-        pools.run(layout[1], read, layout[0], directories, written, layout, after)
+        pools.run(layout[1], read, make, layout[0], directories, written, layout, after)
     ):
         assert {source: paths for source, paths in wrong.items() if paths} == {}
         # every rank's buffers go on from rank 0's: afterwards only rank 0's are the undisturbed ones

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
 from fnaccel import tree
+from fnaccel.checkpoint import restore
 from fnaccel.loss import Mean
 from fnaccel.mesh import Mesh
 from fnaccel.optim import adamw
@@ -106,3 +107,18 @@ def unlike(value, wanted: dict[str, object]) -> list[str]:
             there[path] = distribute_tensor(there[path], *place, src_data_rank=None).to_local()
             here[path] = leaf.to_local()
     return unequal(here, there)
+
+
+def read(build, layout, directories, written, own, after):
+    """Restore what every layout wrote in one run, then its own, and go on: what differs, by source and by path."""
+    step = build(layout)
+    state = step.init(seed=4)
+    wrong = {}
+    for source, directory in directories.items():
+        before = state
+        state = restore(directory, like=state)
+        assert step.adopt(state) is state
+        assert before is not state
+        wrong[source] = unlike(state, written[source])
+    state = restore(directories[own], like=state, verify=True)
+    return wrong, unequal(gathered(train(step, state, 2, 2)), after)

@@ -7,7 +7,7 @@ import torch
 
 import fnaccel as fa
 from fnaccel.checkpoint import restore, save
-from tests.checkpoint.training import gathered, make, train, unequal, unlike
+from tests.checkpoint.training import gathered, make, read, train, unequal
 
 ZERO = [(f"deepspeed_zero{stage}", ranks) for stage in (0, 1, 2, 3) for ranks in (1, 2)]
 LAYOUTS = [("local", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 3), *ZERO, ("deepspeed_zero3", 3)]
@@ -22,18 +22,6 @@ def write(layout, directory):
     state = train(step, step.init(seed=3), 0, 2)
     save(directory, state)
     return gathered(state), gathered(train(step, state, 2, 2))
-
-
-def read(layout, directories, written, own, after):
-    step = plain(layout)
-    state = step.init(seed=4)
-    wrong = {}
-    for source, directory in directories.items():
-        state = restore(directory, like=state)
-        assert step.adopt(state) is state
-        wrong[source] = unlike(state, written[source])
-    state = restore(directories[own], like=state, verify=True)
-    return wrong, unequal(gathered(train(step, state, 2, 2)), after)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +40,7 @@ def test_any_layout_restores_any_other(pools, saved, layout):
     written = {source: before for source, (_, (before, _)) in saved.items()}
     after = saved[layout][1][1]
     for rank, (wrong, later) in enumerate(
-        pools.run(layout[1], read, layout[0], directories, written, layout, after)
+        pools.run(layout[1], read, plain, layout[0], directories, written, layout, after)
     ):
         assert {source: paths for source, paths in wrong.items() if paths} == {}
         assert [path for path in later if rank == 0 or not path.startswith("buffers/")] == []

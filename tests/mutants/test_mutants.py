@@ -171,6 +171,32 @@ MUTANTS = [
         "checksums are not compared", "checkpoint/reading.py", "if durable.checksum_of(path / name) != found.files[name].crc32:",
         "if False:", ("tests/checkpoint/test_restore.py",),
     ),
+    Mutant(
+        "deepspeed is not told the weight", "strategies/deepspeed/update.py",
+        "optimizer.loss_scale = 1.0 / factor if factor else math.inf", "optimizer.loss_scale = 1.0",
+        ("tests/deepspeed/test_parity.py", "-k", "zero2-fp32-acc1-clip-1"),
+    ),
+    Mutant(
+        "deepspeed's fp32 values stay rounded", "strategies/deepspeed/runtime.py", "parts.write(named[name], value)", "pass",
+        ("tests/deepspeed/test_state.py", "-k", "half and 2"),
+    ),
+    Mutant(
+        "what a failed step left is added up", "strategies/deepspeed/runtime.py", "        optimizer.zero_grad()\n", "",
+        ("tests/deepspeed/test_features.py", "-k", "fails and 3"),
+    ),
+    Mutant(
+        "what is restored is not given back to the runtime", "owned.py", "                        target.copy_(value)",
+        "                        pass", ("tests/deepspeed/test_state.py", "-k", "half and 1"),
+    ),
+    Mutant(
+        "the forward keeps its old partition", "strategies/deepspeed/parts.py", "held.data.copy_(mine)", "pass",
+        ("tests/deepspeed/test_state.py", "-k", "goes_back and zero3"),
+    ),
+    Mutant(
+        "an engine inherits the group of another", "strategies/deepspeed/comm.py",
+        "    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None\n", "",
+        ("tests/deepspeed/test_features.py", "-k", "copy or offloaded"),
+    ),
 ]  # fmt: skip
 
 
