@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# what DeepSpeed compiles belongs to one environment: shared, two checkouts would compile it in turns, and wait
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/extensions
 
 .PHONY: demo test test-nvme soak lint types check format bench clean
 

@@ -17,13 +17,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="deepspeed is not installed"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def built():
+@pytest.fixture(scope="module", autouse=True)
+def ready(request):
+    if "test_config" not in request.node.nodeid:
+        request.getfixturevalue("compiled")
+
+
+@pytest.fixture(scope="session")
+def compiled():
     """Let DeepSpeed compile its communication extension before ranks with a time limit need it.
 
     In a process of its own: the one that forks ranks imports no more than they need.
     """
-    if importlib.util.find_spec("deepspeed") is None:
-        return
     code = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load(verbose=False)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=280)

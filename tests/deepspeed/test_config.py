@@ -112,6 +112,14 @@ def test_scenario_3_everything_is_auto():
     assert "auto" not in json.dumps(found)
 
 
+def test_other_spellings():
+    found = made(
+        fa.deepspeed(config={"bfloat16": {"enabled": True}, "gradient_accumulation_steps": 2.0})
+    ).plan
+    assert found.deepspeed["bf16"]["enabled"] is True
+    assert next(row.detail for row in found.rows if row.what == "accumulate").startswith("n=2")
+
+
 def test_equality_is_accepted():
     step = fa.clip_norm(fa.accumulate(fa.with_precision(loss_fn, "bf16"), 10), 1)
     assert config(fa.deepspeed(stage=3, config=FILE), step)["gradient_clipping"] == 1.0
@@ -207,6 +215,8 @@ def test_the_files_optimizer_with_our_schedule_is_refused():
             fa.from_deepspeed(1e-3),
             "optimizer.params.lr is 0.01 in config={...}, and 0.001",
         ),
+        ({"gradient_accumulation_steps": 2.5}, fa.adamw(1e-3), "gradient_accumulation_steps is 2.5"),
+        ({"gradient_accumulation_steps": "2"}, fa.adamw(1e-3), "gradient_accumulation_steps is '2'"),
         ({"torch_autocast": {"enabled": True}}, fa.adamw(1e-3), "torch_autocast casts a second time"),
         (
             {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},

@@ -186,8 +186,13 @@ def _accumulation(step: Step, draft: Draft) -> Step:
         step = Step(step.loss_fn, tuple(changed))
     if record is not None:
         draft.say("gradient_accumulation_steps", record.n, f"fa.accumulate(step, {record.n})")
-    elif type(written) is int and written > 1:
-        step = accumulate(step, written)
+    elif written is not None and written != 1:
+        if isinstance(written, bool | str) or written < 1 or written != int(written):
+            draft.object_to(
+                f"gradient_accumulation_steps is {written!r} in {draft.origin}: no whole number"
+            )
+        else:
+            step = accumulate(step, int(written))
     draft.fill("gradient_accumulation_steps", 1)
     return step
 

@@ -185,7 +185,7 @@ def deepspeed(
 def _read(config: Any) -> Written:
     if isinstance(config, dict):
         try:
-            return Written(json.dumps(config, sort_keys=True))
+            return _written(config, None)
         except TypeError as error:
             raise ConfigError(
                 f"the configuration is not JSON: {error}", where=_WHERE, fix="numbers, text, lists and dicts"
@@ -207,7 +207,13 @@ def _read(config: Any) -> Written:
         raise ConfigError(
             f"{path} holds a {type(found).__name__}, not an object", where=f"{_WHERE}(config=)", fix="{...}"
         )
-    return Written(json.dumps(found, sort_keys=True), str(config))
+    return _written(found, str(config))
+
+
+def _written(config: dict[str, Any], path: str | None) -> Written:
+    # DeepSpeed takes both names of this section
+    named = {"bf16" if name == "bfloat16" else name: value for name, value in config.items()}
+    return Written(json.dumps(named, sort_keys=True), path)
 
 
 _STAGE_3 = (
