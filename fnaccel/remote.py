@@ -7,12 +7,13 @@ works on what the runtime holds at that moment. `copy_` writes back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from fnaccel import _torch
+from fnaccel.errors import CapabilityError
 from fnaccel.mesh import Mesh
 
 
@@ -84,11 +85,30 @@ class Remote(torch.Tensor):
             stride=torch.empty(self.shape, device="meta").stride(),
         )
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        whole = self.full_tensor()
+        with torch.no_grad():
+            whole[index] = _fetched(value)
+            self._write(whole)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.solid()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _no_memory(self, "pickled")
+
+    def share_memory_(self) -> Any:
+        """Raise: there is no memory to share."""
+        raise _no_memory(self, "shared")
+
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Fetch what is needed, and do it there; `copy_` into a Remote writes, `clone` spreads the copy."""
+        """Fetch what is needed, and do it there; what changes in place is written back, `clone` spreads.
+
+        A view is one of the copy: changing it changes nothing here.
+        """
         ops = torch.ops.aten
         if func is ops.detach.default:
             return args[0]._alias()  # noqa: SLF001
@@ -99,8 +119,19 @@ class Remote(torch.Tensor):
             source = _fetched(args[1]).to(device=target.device, dtype=target.dtype)
             target._write(source.expand(target.shape).contiguous())  # noqa: SLF001
             return target
-        named = {name: _fetched(value) for name, value in (kwargs or {}).items()}
-        return func(*(_fetched(value) for value in args), **named)
+        named = kwargs or {}
+        given = [_fetched(value) for value in args]
+        given_named = {name: _fetched(value) for name, value in named.items()}
+        found = func(*given, **given_named)
+        for place, one in enumerate(func._schema.arguments):  # noqa: SLF001 - what torch documents for subclasses
+            if one.alias_info is None or not one.alias_info.is_write:
+                continue
+            before = args[place] if place < len(args) else named.get(one.name)
+            after = given[place] if place < len(args) else given_named.get(one.name)
+            for target, value in _changed(before, after):
+                target._write(value)  # noqa: SLF001
+                found = target if found is value else found
+        return found
 
     def _alias(self) -> Remote:
         return Remote.make(
@@ -112,6 +143,23 @@ class Remote(torch.Tensor):
             write=self._write,
             mesh=self._mesh,
         )
+
+
+def _changed(before: Any, after: Any) -> Iterator[tuple[Remote, torch.Tensor]]:
+    """Each Remote that an operation was to change, with the copy that it did change."""
+    if isinstance(before, Remote):
+        yield before, after
+    elif isinstance(before, list | tuple):
+        for one, other in zip(before, after, strict=True):
+            yield from _changed(one, other)
+
+
+def _no_memory(value: Remote, what: str) -> CapabilityError:
+    return CapabilityError(
+        f"{value!r} is kept by a runtime, and can't be {what}",
+        where="a leaf of a state",
+        fix="value.full_tensor() is a tensor like any; fa.snapshot(state) copies a whole state",
+    )
 
 
 def _fetched(value: Any) -> Any:

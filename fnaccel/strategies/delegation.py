@@ -33,6 +33,7 @@ class Delegation:
         names: the transforms it carries out itself; these need no capability of the strategy.
         config: its configuration, complete, as it will be used.
         notes: what the plan has to say.
+        rows: how many rows a rank's micro-batch must have; None: any.
     """
 
     step: Step
@@ -40,6 +41,7 @@ class Delegation:
     names: frozenset[str]
     config: dict[str, Any]
     notes: tuple[str, ...] = ()
+    rows: int | None = None
 
 
 Delegator = Callable[[Ask], Delegation]

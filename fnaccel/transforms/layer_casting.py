@@ -182,9 +182,23 @@ class CastLayers:
             done.add(layer)
             for param in layer.parameters(recurse=False):
                 if not param.requires_grad:
+                    _check_range(param, self.storage, where)
                     param.data = param.data.to(self.storage)
             plain: Any = layer.forward
             layer.forward = functools.partial(_forward, layer, plain, self.compute, before)
+
+
+def _check_range(param: Any, storage: torch.dtype, where: str) -> None:
+    """Raise CapabilityError where a value would be cut off: torch saturates in fp8 without a word."""
+    if param.numel() == 0 or param.is_meta or param.dtype is storage:
+        return
+    largest, most = float(param.detach().abs().max()), torch.finfo(storage).max
+    if largest > most:
+        raise CapabilityError(
+            f"a weight of shape {list(param.shape)} holds {largest:g}; {_short(storage)} ends at {most:g}",
+            where=where,
+            fix='fa.cast_layers(step, storage="bf16"), or skip= this layer',
+        )
 
 
 def _check_some(found: Layers, where: str) -> None:

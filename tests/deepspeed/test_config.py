@@ -217,6 +217,16 @@ def test_the_files_optimizer_with_our_schedule_is_refused():
         ),
         ({"gradient_accumulation_steps": 2.5}, fa.adamw(1e-3), "gradient_accumulation_steps is 2.5"),
         ({"gradient_accumulation_steps": "2"}, fa.adamw(1e-3), "gradient_accumulation_steps is '2'"),
+        ({"gradient_clippng": 1.0}, fa.adamw(1e-3), "'gradient_clipping' may be meant"),
+        ({"gradient_clipping": "1.0"}, fa.adamw(1e-3), "gradient_clipping is '1.0'"),
+        ({"train_batch_size": "8"}, fa.adamw(1e-3), "train_batch_size is '8'"),
+        ({"bf16": True}, fa.adamw(1e-3), "bf16 is True in config={...}, and not a section"),
+        (
+            {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
+            fa.adamw(1e-3),
+            "bf16 and fp16 are both enabled",
+        ),
+        ({"zero_optimization": {"stage": "3"}}, fa.adamw(1e-3), "zero_optimization.stage is '3'"),
         ({"torch_autocast": {"enabled": True}}, fa.adamw(1e-3), "torch_autocast casts a second time"),
         (
             {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
@@ -229,6 +239,12 @@ def test_contradictions(written, optimizer, said):
     with pytest.raises(ConfigError) as raised:
         made(fa.deepspeed(config=written), optimizer=optimizer)
     assert said in str(raised.value)
+
+
+def test_a_rate_for_a_group_beside_deepspeeds_schedule():
+    optimizer = fa.adamw(fa.deepspeed_lr(1e-2), groups={"*bias": {"lr": 1e-4}})
+    with pytest.raises(CapabilityError, match="a group has a rate of its own"):
+        made(fa.deepspeed(config={"scheduler": WARMUP}), optimizer=optimizer)
 
 
 def test_elsewhere_deepspeeds_own_is_refused():

@@ -6,6 +6,7 @@ import pytest
 
 from tests.deepspeed.training import (
     adopt_and_export,
+    break_backward,
     distil,
     fail_and_go_on,
     foreign,
@@ -132,3 +133,12 @@ def test_deepspeeds_own_schedule(pools, stage):
     for rates, again in pools.run(2, scheduled, stage):
         assert rates == pytest.approx([0.0, 0.0, 0.01, 0.02, 0.03], abs=1e-9)
         assert again == rates[2:]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_pass_that_fails(pools, stage):
+    """Below stage 2 the next call works; from there on it says what to do, and the state can be saved."""
+    for same, said in pools.run(2, break_backward, stage):
+        assert same
+        assert ("a backward pass failed" in said) is (stage >= 2)
+        assert stage >= 2 or not said

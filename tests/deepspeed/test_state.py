@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
 import fnaccel as fa
 from fnaccel.checkpoint import restore, save
+from fnaccel.errors import CapabilityError, StaleStateError
 from tests.checkpoint.training import gathered, make, read, train, unequal
 
 ZERO = [(f"deepspeed_zero{stage}", ranks) for stage in (0, 1, 2, 3) for ranks in (1, 2)]
@@ -75,15 +79,25 @@ def leaves(layout):
     whole = weight.full_tensor()
     with torch.no_grad():
         weight.copy_(torch.ones(5, 7))
-    return text, norm, float(whole.norm()), float(state.params["first.weight"].full_tensor().sum())
+        weight.mul_(3.0)
+        weight[0] = 0.0
+        torch.nn.init.ones_(state.params["first.bias"])
+    sums = [float(state.params[name].full_tensor().sum()) for name in ("first.weight", "first.bias")]
+    with pytest.raises(CapabilityError, match="can't be pickled"):
+        pickle.dumps(weight)
+    copied = copy.deepcopy(weight)
+    step.close()
+    with pytest.raises(StaleStateError, match="closed"):
+        weight.norm()
+    return text, norm, float(whole.norm()), [*sums, float(copied.full_tensor().sum())]
 
 
 @pytest.mark.parametrize("layout", ["deepspeed_zero1", "deepspeed_zero3"])
 def test_what_states_show(pools, layout):
-    for text, norm, direct, ones in pools.run(2, leaves, layout):
+    for text, norm, direct, sums in pools.run(2, leaves, layout):
         assert text == "Remote(params/first.weight, [5, 7], torch.float32)"
         assert norm == pytest.approx(direct)
-        assert ones == 35.0
+        assert sums == [84.0, 5.0, 84.0]
 
 
 def half(stage, directory):

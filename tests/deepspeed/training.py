@@ -330,3 +330,48 @@ def scheduled(stage: int) -> tuple[list[float], list[float]]:
         again.append(float(metrics["lr"]))
     train_step.close()
     return rates, again
+
+
+class Breaks(torch.autograd.Function):
+    """An identity whose backward pass fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("in the middle of backward")
+
+
+def break_backward(stage: int) -> tuple[bool, str]:
+    """After a backward pass that failed: whether parameters are as before, and what the next call says."""
+
+    class Fragile(Net):
+        breaks = True
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embed(tokens)
+            for number, block in enumerate(self.blocks):
+                x = block(x)
+                if self.breaks and number == 0:
+                    x = Breaks.apply(x)
+            return self.out(x)
+
+    train_step = fa.train_step(
+        loss_fn, model=fa.distribute(Fragile, fa.deepspeed(stage)), optimizer=fa.sgd(0.1)
+    )
+    state = train_step.init(seed=0)
+    before = {name: whole(value) for name, value in state.params.items()}
+    said = ""
+    try:
+        train_step(state, rank_batch(0, current().rank))
+    except ValueError:
+        Fragile.breaks = False
+    same = all(torch.equal(whole(state.params[name]), one) for name, one in before.items())
+    try:
+        train_step(state, rank_batch(0, current().rank))
+    except fa.FnaccelError as error:
+        said = str(error)
+    train_step.close()
+    return same, said

@@ -16,6 +16,7 @@ from fnaccel.optim.schedules import constant
 from fnaccel.step import Step
 from fnaccel.strategies.deepspeed.draft import Draft
 from fnaccel.strategies.deepspeed.record import Deepspeed
+from fnaccel.strategies.deepspeed.shape import check_shape
 from fnaccel.strategies.delegation import Ask, Delegation, delegator
 from fnaccel.transforms.accumulation import Accumulate, accumulate
 from fnaccel.transforms.averaging import Ema
@@ -55,12 +56,13 @@ def delegate(ask: Ask) -> Delegation:
     """
     record: Deepspeed = ask.strategy.find(Deepspeed)
     draft = Draft(record.written, _origin(record))
+    check_shape(draft, record.written)
     _arguments(record, draft)
     step = _precision(ask.step, draft)
     step = _accumulation(step, draft)
     step = _clipping(step, draft)
     _optimizer(ask, draft, record)
-    _batch(draft, ask.mesh.batch_size)
+    rows = _batch(draft, ask.mesh.batch_size)
     draft.check(_WHERE)
     _hidden(ask.model, record, draft)
     draft.fill("steps_per_print", _QUIET)
@@ -73,6 +75,7 @@ def delegate(ask: Ask) -> Delegation:
         names=_DELEGATED,
         config=draft.finish(_WHERE),
         notes=_notes(step, record),
+        rows=rows,
     )
 
 
@@ -118,7 +121,10 @@ def _precision(step: Step, draft: Draft) -> Step:
         )
     policy: Precision | None = step.find(Precision)
     if policy is None:
-        asked = [name for name in ("bf16", "fp16") if draft.written(f"{name}.enabled")]
+        asked = [name for name in ("bf16", "fp16") if draft.written(f"{name}.enabled") is True]
+        if len(asked) > 1:
+            draft.object_to(f"bf16 and fp16 are both enabled in {draft.origin}")
+            draft.check(_WHERE)
         if asked:
             step = with_precision(step, asked[0])
             policy = step.find(Precision)
@@ -188,9 +194,7 @@ def _accumulation(step: Step, draft: Draft) -> Step:
         draft.say("gradient_accumulation_steps", record.n, f"fa.accumulate(step, {record.n})")
     elif written is not None and written != 1:
         if isinstance(written, bool | str) or written < 1 or written != int(written):
-            draft.object_to(
-                f"gradient_accumulation_steps is {written!r} in {draft.origin}: no whole number"
-            )
+            draft.object_to(f"gradient_accumulation_steps is {written!r} in {draft.origin}: no whole number")
         else:
             step = accumulate(step, int(written))
     draft.fill("gradient_accumulation_steps", 1)
@@ -240,6 +244,12 @@ def _optimizer(ask: Ask, draft: Draft, record: Deepspeed) -> None:
             where=f"fa.{one.name}(lr=)",
             fix='config={"scheduler": {"type": "WarmupLR", "params": {...}}}, or another schedule',
         )
+    if isinstance(rate, DeepspeedRate) and any("lr" in dict(extra) for _, extra in one.groups):
+        raise CapabilityError(
+            "a group has a rate of its own, and DeepSpeed's schedule sets one rate for all",
+            where=f"fa.{one.name}(groups=)",
+            fix='leave "lr" out of the groups, or use a schedule of fnaccel: fa.warmup_cosine(...)',
+        )
     if scheduled is not None and not isinstance(rate, DeepspeedRate):
         name = scheduled.get("type", "?") if isinstance(scheduled, dict) else scheduled
         draft.object_to(f"scheduler is {name!r} in {draft.origin}, and lr={rate!r} in fa.{one.name}")
@@ -281,8 +291,8 @@ def _only(optimizers: Iterable[Any]) -> Any:
     return first
 
 
-def _batch(draft: Draft, ranks: int) -> None:
-    """The three sizes that DeepSpeed relates; what a batch really has is compared when it comes."""
+def _batch(draft: Draft, ranks: int) -> int | None:
+    """The three sizes that DeepSpeed relates; how many rows a micro-batch has, where the file says so."""
     per_rank, whole = draft.written("train_micro_batch_size_per_gpu"), draft.written("train_batch_size")
     steps = draft.written("gradient_accumulation_steps")
     if per_rank is None and whole is not None and not whole % (ranks * steps):
@@ -294,17 +304,10 @@ def _batch(draft: Draft, ranks: int) -> None:
             + " don't make that up"
         )
     draft.drop("train_batch_size")  # it follows from the other two
-    draft.fill("train_micro_batch_size_per_gpu", per_rank or 1)  # without one it only names the log's unit
-
-
-def declared_rows(record: Deepspeed, ranks: int) -> int | None:
-    """How many rows a micro-batch of one rank has by the file; None where it leaves that open."""
-    written = record.written
-    rows, whole = written.get("train_micro_batch_size_per_gpu"), written.get("train_batch_size")
-    steps = written.get("gradient_accumulation_steps")
-    if type(rows) is int:
-        return rows
-    return whole // (ranks * steps) if type(whole) is int and type(steps) is int else None
+    draft.fill(
+        "train_micro_batch_size_per_gpu", int(per_rank or 1)
+    )  # without one it only names the log's unit
+    return None if per_rank is None else int(per_rank)
 
 
 def _hidden(model: Any, record: Deepspeed, draft: Draft) -> None:

@@ -33,6 +33,10 @@ class Draft:
         value = self._find(key)
         return None if value == AUTO else value
 
+    def is_section(self, key: str) -> bool:
+        """Whether a section stands there."""
+        return isinstance(self._find(key), dict)
+
     def is_auto(self, key: str) -> bool:
         """Whether the file leaves a value to be found."""
         return self._find(key) == AUTO

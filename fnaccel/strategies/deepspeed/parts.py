@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fnaccel.errors import CapabilityError
+from fnaccel.errors import CapabilityError, StaleStateError
 from fnaccel.strategies.deepspeed.comm import part_of_package
 
 
@@ -28,6 +28,7 @@ class Parts:
     def __init__(self, engine: Any, stage: int) -> None:
         self._engine = engine
         self.stage = stage
+        self.closed = False
         outer: Any = engine.optimizer
         # the torch optimizer inside, whose slots these are
         self.inner: Any = getattr(outer, "optimizer", outer)
@@ -44,8 +45,9 @@ class Parts:
 
     def read(self, param: Any, slot: str | None = None) -> torch.Tensor:
         """The whole fp32 parameter, or one of its slots; a copy. Collective."""
+        self._check_open()
         if not param.requires_grad:
-            return self._frozen(param)
+            return self._frozen(param).float()
         if self.stage == 0:
             return self._held(param, slot).detach().clone()
         accessors = part_of_package("utils")
@@ -58,6 +60,7 @@ class Parts:
 
     def write(self, param: Any, value: torch.Tensor, slot: str | None = None) -> None:
         """Set the whole fp32 parameter and the copy that the forward uses, or one of its slots."""
+        self._check_open()
         with torch.no_grad():
             if not param.requires_grad:
                 self._write_frozen(param, value)
@@ -69,6 +72,14 @@ class Parts:
                 self._write_mapped(param, value, slot)
             else:
                 self._write_partition(param, value, slot)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise StaleStateError(
+                "a value of a train step that was closed was used",
+                where="a leaf of a state under fa.deepspeed",
+                fix="keep a copy before close(): value.full_tensor(), or fa.snapshot(state)",
+            )
 
     def _held(self, param: Any, slot: str | None) -> Any:
         """What stage 0 updates: the parameter, or the fp32 copy of a half-precision one; or a slot of it."""

@@ -21,7 +21,6 @@ from fnaccel.optim.fused import FusedKernel
 from fnaccel.remote import Remote
 from fnaccel.strategies.construct import Built, construct
 from fnaccel.strategies.deepspeed.comm import begin, part_of_package, quiet
-from fnaccel.strategies.deepspeed.config import declared_rows
 from fnaccel.strategies.deepspeed.parts import Parts
 from fnaccel.strategies.deepspeed.record import Deepspeed
 from fnaccel.strategies.deepspeed.update import BoundDeepspeed
@@ -49,6 +48,7 @@ def build_deepspeed(request: Request) -> tuple[Engine, Built]:
     built = _construct(request, record, package, config)
     _mark_leaves(built, record)
     half = any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+    _check_parameters(built)
     if half:
         _check_norms(built, mesh.world.device.type)
     # DeepSpeed makes its fp32 parameters of the half-precision copy; these are what they were
@@ -76,6 +76,7 @@ def build_deepspeed(request: Request) -> tuple[Engine, Built]:
         }
         clip = float(config["gradient_clipping"])
         bound = BoundDeepspeed(engine, parts, slots, clip, skips=request.skips)
+    torn: list[bool] = []
     made = Engine(
         name="deepspeed",
         mesh=mesh,
@@ -84,18 +85,17 @@ def build_deepspeed(request: Request) -> tuple[Engine, Built]:
         leaves=tuple(Leaf(n, p, p.data, same) for n, p in named.items() if p.requires_grad),
         parameters={n: _remote(mesh, parts, p, f"params/{n}") for n, p in named.items()},
         buffers=dict(built.named("buffers")),
-        run=_runner(engine),
-        lend=_runner(engine.module),
+        run=_runner(engine, torn),
+        lend=_runner(engine.module, torn),
         sync=_syncer(engine),
-        # times one: what leaves the forward itself DeepSpeed divides by the number of micro-batches
-        backward=lambda total: engine.backward(total * 1.0, scale_wrt_gas=False),
+        backward=_backward(engine, record.level, torn),
         recover=_recoverer(engine, record.level),
         averaged=mesh.batch_size,
         bound=bound,
         native=engine,
-        rows=declared_rows(record, mesh.batch_size),
+        rows=request.delegation.rows,
         modules=tuple(built.modules.values()),
-        free=_freer(engine),
+        free=_freer(engine, parts),
     )
     return made, built
 
@@ -113,6 +113,24 @@ def _construct(request: Request, record: Deepspeed, package: Any, config: dict[s
         built = construct(request.model, request.seed)
     request.prepare(built)
     return built
+
+
+def _check_parameters(built: Built) -> None:
+    """Raise CapabilityError where DeepSpeed would fail in the middle, or compute in another dtype."""
+    for name, param in built.named("parameters"):
+        shape: Any = getattr(param, "ds_shape", param.shape)
+        if not shape or not shape.numel():
+            raise CapabilityError(
+                f"{name} has shape {list(shape)}, and DeepSpeed needs a dimension and elements to partition",
+                where="fa.deepspeed",
+                fix="give it shape [1], leave it out, or use fa.ddp() or fa.fsdp()",
+            )
+        if not hasattr(param, "ds_shape") and param.dtype is not torch.float32:
+            raise CapabilityError(
+                f"{name} is {param.dtype}, and DeepSpeed updates parameters in fp32",
+                where="fa.deepspeed",
+                fix="build the model in fp32: model.float(); fa.with_precision says what it computes in",
+            )
 
 
 def _check_norms(built: Built, device: str) -> None:
@@ -190,10 +208,11 @@ def _initialise(
             )
     except FnaccelError:
         raise
-    except (AssertionError, ValueError, TypeError) as error:
+    except Exception as error:  # of many classes: DeepSpeed's own, pydantic's, asserts
         said = str(error).strip() or repr(error)
+        lines = [line.strip() for line in said.splitlines() if "errors.pydantic.dev" not in line]
         raise ConfigError(
-            f"DeepSpeed refuses this configuration: {said.splitlines()[0]}",
+            f"DeepSpeed refuses this configuration ({type(error).__name__}): {'; '.join(lines[:6])}",
             where="fa.deepspeed",
             fix="see train_step.plan.deepspeed, and https://www.deepspeed.ai/docs/config-json/",
         ) from error
@@ -223,10 +242,9 @@ def _client(optimizer: Optimizer, params: list[dict[str, Any]]) -> Any:
 
 
 def _remote(mesh: Mesh, parts: Parts, param: Any, name: str, slot: str | None = None) -> Remote:
-    held = torch.float32 if param.requires_grad else param.dtype
     return Remote.make(
         parts.shape(param),
-        held,
+        torch.float32,
         mesh.world.device,
         name=name,
         read=lambda: parts.read(param, slot),
@@ -235,10 +253,16 @@ def _remote(mesh: Mesh, parts: Parts, param: Any, name: str, slot: str | None = 
     )
 
 
-def _runner(module: Any) -> Callable[..., Any]:
+def _runner(module: Any, torn: list[bool]) -> Callable[..., Any]:
     """Run a function of the model inside DeepSpeed's forward, whose hooks know tensors only."""
 
     def run(fn: Callable[..., Any], *args: Any) -> Any:
+        if torn:
+            raise CapabilityError(
+                "a backward pass failed, and from stage 2 on DeepSpeed can't take back what it had reduced",
+                where="train_step(state, batch) under fa.deepspeed",
+                fix="fa.save(directory, state), which is as it was, and restore it into train_step.init()",
+            )
         others: list[Any] = []
 
         def entry(model: Any, *rest: Any) -> Any:
@@ -252,6 +276,21 @@ def _runner(module: Any) -> Callable[..., Any]:
         return others[0] if others else found
 
     return run
+
+
+def _backward(engine: Any, stage: int, torn: list[bool]) -> Callable[[torch.Tensor], None]:
+    """Differentiate a total; `torn` is filled where that fails in the middle of a reduction."""
+
+    def backward(total: torch.Tensor) -> None:
+        try:
+            # times one: what leaves the forward itself DeepSpeed divides by the number of micro-batches
+            engine.backward(total * 1.0, scale_wrt_gas=False)
+        except BaseException:
+            if stage >= 2:
+                torn.append(True)
+            raise
+
+    return backward
 
 
 def _syncer(engine: Any) -> Callable[[bool], contextlib.AbstractContextManager[None]]:
@@ -281,8 +320,9 @@ def _recoverer(engine: Any, stage: int) -> Callable[[], None]:
     return recover
 
 
-def _freer(engine: Any) -> Callable[[], None]:
+def _freer(engine: Any, parts: Parts) -> Callable[[], None]:
     def free() -> None:
+        parts.closed = True
         engine.destroy()
 
     return free
