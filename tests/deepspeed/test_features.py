@@ -11,6 +11,7 @@ from tests.deepspeed.training import (
     fail_and_go_on,
     foreign,
     half_norm,
+    held_after_closing,
     infer,
     run_offloaded,
     run_with,
@@ -142,3 +143,9 @@ def test_a_backward_pass_that_fails(pools, stage):
         assert same
         assert ("a backward pass failed" in said) is (stage >= 2)
         assert stage >= 2 or not said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_closing_frees_the_tensors(pools, stage):
+    for first, *later in pools.run(1, held_after_closing, stage):
+        assert max(later) <= first + 64

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import fnaccel as fa
+from fnaccel.remote import Remote
 from fnaccel.world import current
 from tests.parity.rows import RATES, STEPS, Net, Row, loss_fn, rank_batch, whole
 
@@ -375,3 +376,20 @@ def break_backward(stage: int) -> tuple[bool, str]:
         said = str(error)
     train_step.close()
     return same, said
+
+
+def held_after_closing(stage: int) -> list[int]:
+    """Bytes of all tensors that are alive after each of four train steps was made, used and closed."""
+    import gc
+
+    found: list[int] = []
+    for _ in range(4):
+        train_step = fa.train_step(
+            loss_fn, model=fa.distribute(lambda: Net(32), fa.deepspeed(stage)), optimizer=fa.adamw(0.01)
+        )
+        train_step(train_step.init(seed=0), rank_batch(0, current().rank))
+        train_step.close()
+        gc.collect()
+        alive = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+        found.append(sum(one.untyped_storage().nbytes() for one in alive if not isinstance(one, Remote)))
+    return found

@@ -323,6 +323,18 @@ def _recoverer(engine: Any, stage: int) -> Callable[[], None]:
 def _freer(engine: Any, parts: Parts) -> Callable[[], None]:
     def free() -> None:
         parts.closed = True
+        modules, params = list(engine.module.modules()), list(engine.module.parameters())
+        optimizer = engine.optimizer
         engine.destroy()
+        # stage 3 ties parameters, modules, hooks and the engine into one knot; torch holds parts of it (a
+        # class of autograd functions for each module), so that Python would never collect it
+        if parts.stage == 3:
+            for param in params:
+                param.data = param.data.new_empty(0)
+        for held in (*params, getattr(optimizer, "parameter_offload", None), optimizer, engine):
+            if hasattr(held, "__dict__"):
+                vars(held).clear()
+        for module in modules:
+            vars(module)["_parameters"] = dict(vars(module)["_parameters"])
 
     return free
