@@ -84,7 +84,7 @@ MUTANTS = [
         (ENGINES, "-k", "ragged_epochs"),
     ),
     Mutant(
-        "skipped updates counted", "stepping.py", "after = before.updates + (1.0 - skip)", "after = before.updates + 1.0",
+        "skipped updates counted", "stepping.py", "(1.0 - skip if counted else int(not skip))", "(1.0 if counted else 1)",
         ("tests/transforms", "-k", "fp16_skips"),
     ),
     Mutant(
