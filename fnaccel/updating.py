@@ -11,6 +11,7 @@ import torch
 from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.gradients import Gradients
 from fnaccel.leaf import Leaf
+from fnaccel.optim import kernels
 from fnaccel.optim.description import Bound, Optimizer, group_leaves
 
 Optimizers = dict[str | None, Optimizer]
@@ -129,7 +130,11 @@ class Updater:
 
     def number(self, updates: Any) -> torch.Tensor:
         """The number of the next update, from 1; a 0-d tensor."""
-        return updates + 1.0 if self._on_device else self._count.fill_(updates + 1)
+        if self._on_device:
+            return updates + 1.0
+        if self._count.device.type == "xla":
+            return kernels.as_input(updates + 1.0, self._count.device)
+        return self._count.fill_(updates + 1)
 
     def rates(self, updates: Any) -> tuple[dict[str, Any], list[list[Any]]]:
         """The rates as metrics, and those of each optimizer's groups."""

@@ -239,7 +239,16 @@ def _on_device(rate: Any, device: torch.device) -> torch.Tensor:
     """A rate as an input of the graph: a number would be part of it, and a schedule compile it anew."""
     if isinstance(rate, torch.Tensor):
         return rate.to(device)
-    return torch.tensor(rate, dtype=torch.float32).to(device)
+    return as_input(rate, device)
+
+
+def as_input(value: float, device: torch.device) -> torch.Tensor:
+    """A number as a 0-d fp32 tensor, and an input of XLA's graph whatever its value.
+
+    torch_xla takes a 0-d tensor of 0 or 1 for a constant, and two equal ones for one input (2.9): either
+    would compile the step anew.
+    """
+    return torch.tensor([value], dtype=torch.float32).to(device).reshape(())
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
