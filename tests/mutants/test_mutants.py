@@ -190,7 +190,7 @@ MUTANTS = [
     ),
     Mutant(
         "the forward keeps its old partition", "strategies/deepspeed/parts.py", "held.data.copy_(mine)", "pass",
-        ("tests/deepspeed/test_state.py", "-k", "goes_back and zero3"),
+        ("tests/deepspeed/test_state.py", "-k", "goes_back and persistence"),
     ),
     Mutant(
         "an engine inherits the group of another", "strategies/deepspeed/comm.py",
