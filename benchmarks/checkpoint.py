@@ -8,7 +8,6 @@ Contestants hold the same model and moments, and take turns; each writes to an e
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import statistics
 import tempfile
@@ -40,17 +39,17 @@ def time_all(contest: saving.Contest, rounds: int) -> dict[str, dict[str, float]
     savers, stallers = contest.savers(), contest.stallers()
     for number, name in saving.turns(list(savers), rounds):
         contest.clear(name)
-        gc.collect()
+        contest.settle()
         note("save", number, name, saving.timed(savers[name])[0])
     for number, name in saving.turns(list(stallers), rounds):
         contest.clear(name)
-        gc.collect()
+        contest.settle()
         seconds, wait = saving.timed(stallers[name])
         wait()
         note("stall", number, name, seconds)
     restorers = contest.restorers()
     for number, name in saving.turns(list(restorers), rounds):
-        gc.collect()
+        contest.settle()
         note("restore", number, name, saving.timed(restorers[name])[0])
     return {
         kind: {name: statistics.median(seconds) for name, seconds in found.items()}

@@ -9,7 +9,16 @@ import torch
 
 from fnaccel.checkpoint import latest, restore, save
 from fnaccel.state import Position
-from tests.checkpoint.training import LAYOUTS, gathered, make, read, train, unequal, unlike
+from tests.checkpoint.training import (
+    LAYOUTS,
+    check_restores_any,
+    gathered,
+    make,
+    train,
+    unequal,
+    unlike,
+    written_by_all,
+)
 
 EXTRAS = {"note": "kept", "table": torch.arange(6.0).reshape(2, 3)}
 
@@ -24,25 +33,12 @@ def write(layout, directory):
 
 @pytest.fixture(scope="module")
 def saved(pools, tmp_path_factory):
-    root = tmp_path_factory.mktemp("layouts")
-    found = {}
-    for number, layout in enumerate(LAYOUTS):
-        directory = root / str(number)
-        found[layout] = directory, pools.run(layout[1], write, layout[0], directory)[0]
-    return found
+    return written_by_all(pools, write, LAYOUTS, tmp_path_factory.mktemp("layouts"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_any_layout_restores_any_other(pools, saved, layout):
-    directories = {source: directory for source, (directory, _) in saved.items()}
-    written = {source: before for source, (_, (before, _)) in saved.items()}
-    after = saved[layout][1][1]
-    for rank, (wrong, later) in enumerate(
-        pools.run(layout[1], read, make, layout[0], directories, written, layout, after)
-    ):
-        assert {source: paths for source, paths in wrong.items() if paths} == {}
-        # every rank's buffers go on from rank 0's: afterwards only rank 0's are the undisturbed ones
-        assert [path for path in later if rank == 0 or not path.startswith("buffers/")] == []
+    check_restores_any(pools, make, layout, saved)
 
 
 def test_no_rank_writes_what_another_holds(saved):

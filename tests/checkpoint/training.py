@@ -109,6 +109,28 @@ def unlike(value, wanted: dict[str, object]) -> list[str]:
     return unequal(here, there)
 
 
+def written_by_all(pools, write, layouts, root):
+    """What each layout writes in a run of its own: its folder, and what rank 0's `write` returned."""
+    found = {}
+    for number, layout in enumerate(layouts):
+        directory = root / str(number)
+        found[layout] = directory, pools.run(layout[1], write, layout[0], directory)[0]
+    return found
+
+
+def check_restores_any(pools, build, layout, saved):
+    """What every layout wrote is restored exactly under this one, and its own run goes on as it did."""
+    directories = {source: directory for source, (directory, _) in saved.items()}
+    written = {source: before for source, (_, (before, _)) in saved.items()}
+    after = saved[layout][1][1]
+    for rank, (wrong, later) in enumerate(
+        pools.run(layout[1], read, build, layout[0], directories, written, layout, after)
+    ):
+        assert {source: paths for source, paths in wrong.items() if paths} == {}
+        # every rank's buffers go on from rank 0's: afterwards only rank 0's are the undisturbed ones
+        assert [path for path in later if rank == 0 or not path.startswith("buffers/")] == []
+
+
 def read(build, layout, directories, written, own, after):
     """Restore what every layout wrote in one run, then its own, and go on: what differs, by source and by path."""
     step = build(layout)

@@ -65,7 +65,8 @@ def test_no_option_changes_the_numbers(pools, plain, name):
 
 def test_state_that_is_offloaded(pools, tmp_path):
     """Slots and parameters on the CPU are saved, restored and trained on as any."""
-    for rank, later in enumerate(pools.run(2, run_offloaded, tmp_path)):
+    everything = {"offload_optimizer": "cpu", "offload_params": "cpu"}
+    for rank, later in enumerate(pools.run(2, run_offloaded, tmp_path, everything)):
         assert later == [], rank
 
 

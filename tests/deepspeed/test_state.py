@@ -11,7 +11,7 @@ import torch
 import fnaccel as fa
 from fnaccel.checkpoint import restore, save
 from fnaccel.errors import CapabilityError, StaleStateError
-from tests.checkpoint.training import gathered, make, read, train, unequal
+from tests.checkpoint.training import check_restores_any, gathered, make, train, unequal, written_by_all
 
 ZERO = [(f"deepspeed_zero{stage}", ranks) for stage in (0, 1, 2, 3) for ranks in (1, 2)]
 LAYOUTS = [("local", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 3), *ZERO, ("deepspeed_zero3", 3)]
@@ -30,24 +30,12 @@ def write(layout, directory):
 
 @pytest.fixture(scope="module")
 def saved(pools, tmp_path_factory):
-    root = tmp_path_factory.mktemp("zero")
-    found = {}
-    for number, layout in enumerate(LAYOUTS):
-        directory = root / str(number)
-        found[layout] = directory, pools.run(layout[1], write, layout[0], directory)[0]
-    return found
+    return written_by_all(pools, write, LAYOUTS, tmp_path_factory.mktemp("zero"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_any_layout_restores_any_other(pools, saved, layout):
-    directories = {source: directory for source, (directory, _) in saved.items()}
-    written = {source: before for source, (_, (before, _)) in saved.items()}
-    after = saved[layout][1][1]
-    for rank, (wrong, later) in enumerate(
-        pools.run(layout[1], read, plain, layout[0], directories, written, layout, after)
-    ):
-        assert {source: paths for source, paths in wrong.items() if paths} == {}
-        assert [path for path in later if rank == 0 or not path.startswith("buffers/")] == []
+    check_restores_any(pools, plain, layout, saved)
 
 
 def back(layout):

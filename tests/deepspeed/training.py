@@ -102,12 +102,11 @@ def run_with(strategy: Any, options: dict[str, Any]) -> tuple[list[float], list[
     return losses, norms
 
 
-def run_offloaded(directory: Any) -> list[str]:
-    """Save with everything on the CPU; restore in another state, and go on."""
+def run_offloaded(directory: Any, options: dict[str, Any]) -> list[str]:
+    """Save what is offloaded, restore it in another engine, and go on; the paths that differ."""
     from tests.checkpoint.training import gathered, make, train, unequal
 
-    chosen = fa.deepspeed(3, offload_optimizer="cpu", offload_params="cpu")
-    step = make(chosen, transform=lambda one: one)
+    step = make(fa.deepspeed(3, **options), transform=lambda one: one)
     state = train(step, step.init(seed=3), 0, 2)
     fa.save(directory, state)
     kept = gathered(state)

@@ -11,10 +11,8 @@ import sys
 
 import pytest
 
-import fnaccel as fa
 from fnaccel.testing import RankPools
-from tests.checkpoint.training import gathered, make, train, unequal
-from tests.deepspeed.training import run_with
+from tests.deepspeed.training import run_offloaded, run_with
 
 PLACES = [
     {"offload_optimizer": "nvme"},
@@ -41,23 +39,11 @@ def test_the_numbers_are_those_of_ddp(patient, tmp_path, ranks, places):
         assert params == pytest.approx(expected[1], abs=1e-5)
 
 
-def swapped(folder, directory, places):
-    """Save what lies on a disk, restore it in another engine, and go on."""
-    chosen = fa.deepspeed(3, nvme_path=folder, **places)
-    step = make(chosen, transform=lambda one: one)
-    state = train(step, step.init(seed=3), 0, 2)
-    fa.save(directory, state)
-    kept = gathered(state)
-    went = gathered(train(step, state, 2, 1))
-    state = fa.restore(directory, like=step.init(seed=9))
-    wrong = unequal(gathered(state), kept)
-    wrong += unequal(gathered(train(step, state, 2, 1)), went)
-    return [path for path in wrong if step.mesh.world.is_main or not path.startswith("buffers/")]
-
-
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("places", PLACES[:2], ids=["optimizer", "both"])
 def test_state_on_a_disk(patient, tmp_path, ranks, places):
-    for wrong in patient.run(ranks, swapped, str(tmp_path / "swap"), tmp_path / "saved", places):
+    """Save what lies on a disk, restore it in another engine, and go on."""
+    options = {**places, "nvme_path": str(tmp_path / "swap")}
+    for wrong in patient.run(ranks, run_offloaded, tmp_path / "saved", options):
         assert wrong == []

@@ -176,10 +176,10 @@ def _loss_scale(policy: Precision, draft: Draft, said: str) -> Precision:
     return policy
 
 
-def _with(step: Step, policy: Precision) -> Step:
-    changed = [
-        attrs.evolve(t, apply=policy) if isinstance(t.apply, Precision) else t for t in step.transforms
-    ]
+def _with(step: Step, record: Precision | Accumulate) -> Step:
+    """The step with this record in the place of its own of the same kind."""
+    kind = type(record)
+    changed = [attrs.evolve(t, apply=record) if isinstance(t.apply, kind) else t for t in step.transforms]
     return Step(step.loss_fn, tuple(changed))
 
 
@@ -187,14 +187,12 @@ def _accumulation(step: Step, draft: Draft) -> Step:
     record: Accumulate | None = step.find(Accumulate)
     written = draft.written("gradient_accumulation_steps")
     if record is not None and record.sync == "each":  # that is DeepSpeed's to say
-        once = attrs.evolve(record, sync="last")
-        changed = [attrs.evolve(t, apply=once) if t.apply is record else t for t in step.transforms]
-        step = Step(step.loss_fn, tuple(changed))
+        step = _with(step, attrs.evolve(record, sync="last"))
     if record is not None:
         draft.say("gradient_accumulation_steps", record.n, f"fa.accumulate(step, {record.n})")
     elif written is not None and written != 1:
-        if isinstance(written, bool | str) or written < 1 or written != int(written):
-            draft.object_to(f"gradient_accumulation_steps is {written!r} in {draft.origin}: no whole number")
+        if written < 1:
+            draft.object_to(f"gradient_accumulation_steps is {written!r} in {draft.origin}, not 1 or more")
         else:
             step = accumulate(step, int(written))
     draft.fill("gradient_accumulation_steps", 1)
