@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -143,8 +144,8 @@ def open_device(name: torch.device | str) -> torch.device:
         name: such as `"cuda:1"`, `"xla"`, `"npu"`.
 
     Raises:
-        MissingBackendError: the package is not installed, or was built for another torch.
-        WorldError: torch knows no such device.
+        MissingBackendError: the package is not installed, lacks its driver, or was built for another torch.
+        WorldError: torch knows no such device; a number of what is one device; XLA has begun already.
 
     Example: `open_device("cpu")`.
     """
@@ -152,13 +153,19 @@ def open_device(name: torch.device | str) -> torch.device:
     if kind is not None and kind.package is not None:
         _import(kind)
     try:
-        device = torch.device(name)
+        device = torch.device(str(name))
     except RuntimeError as error:
         raise WorldError(
             f"torch knows no device {str(name)!r}",
             where="fa.start(device=)",
             fix=f"choose one of: {', '.join(KINDS)}",
         ) from error
+    if device.type in HOSTED and device.index:
+        raise WorldError(
+            f"{device.type} is one device to a process, so there is no {device}",
+            where="fa.start(device=)",
+            fix=f"device={device.type!r}",
+        )
     return _begin_xla() if device.type == "xla" else device
 
 
@@ -197,14 +204,45 @@ def _begin_xla() -> torch.device:
     import torch_xla.runtime as xr  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
     if not xr.is_spmd():
+        # torch_xla would move them over with a warning, and was seen to crash the process at their next use
+        if torch_xla._XLAC._xla_get_spmd_config_is_locked():  # noqa: SLF001 - there is no public name
+            raise WorldError(
+                "something used an XLA device before, and SPMD has to be chosen before that",
+                where="fa.start(device='xla')",
+                fix="start the world first; make tensors, and ask torch_xla for devices, after it",
+            )
         xr.use_spmd()
-    if xr.process_count() > 1:
+    try:
+        processes = xr.process_count()
+    except (OSError, RuntimeError) as error:
+        kind = xr.device_type()
+        raise MissingBackendError(
+            f"XLA's client for {kind} does not begin: {str(error).splitlines()[0]}",
+            where="fa.start(device='xla')",
+            fix="on a TPU VM: pip install 'torch_xla[tpu]==2.9.0'; PJRT_DEVICE=CPU rehearses on the CPU",
+        ) from error
+    if processes > 1:
         raise WorldError(
-            f"{xr.process_count()} hosts of a TPU slice run together, and this process feeds one of them",
+            f"{processes} hosts of a TPU slice run together, and this process feeds one of them",
             where="fa.start(device='xla')",
             fix="use a slice with one host (v5litepod-8, v6e-8 and smaller)",
         )
     return torch_xla.device()
+
+
+def run_recorded(values: Iterable[Any]) -> None:
+    """Let the tensors among `values` have memory of their own.
+
+    XLA only notes that a copy is wanted. One that is read by itself, before all that was noted has run, lies
+    where its source lies, and the next step gives that memory away.
+
+    Args:
+        values: any leaves; nothing happens where none is on an XLA device.
+    """
+    if any(isinstance(value, torch.Tensor) and value.device.type == "xla" for value in values):
+        import torch_xla  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+
+        torch_xla.sync()
 
 
 @attrs.frozen
@@ -251,7 +289,7 @@ class XlaStream:
         """Begin anew."""
         import torch_xla.core.xla_model as xm  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
-        xm.set_rng_state(seed % 2**63, str(self.device))
+        xm.set_rng_state(seed % 2**64, str(self.device))
 
 
 def stream_of(device: torch.device) -> Any:

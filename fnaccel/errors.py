@@ -84,7 +84,7 @@ class CapabilityError(FnaccelError, ValueError):
 
 
 class NotCompiledError(FnaccelError, RuntimeError):
-    """Compilation was asked for and nothing was compiled.
+    """Compilation was asked for and nothing was compiled, or XLA can't compile a step.
 
     Fails: `compile(step, scope="block")` on a model without repeated blocks. Works: `scope="loss"`.
     """

@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from fnaccel import tree
+from fnaccel.devices import run_recorded
 from fnaccel.errors import ArgumentError, StaleStateError, UnleasedStateError
 
 _MASK = (1 << 64) - 1
@@ -186,4 +187,5 @@ def snapshot(state: TrainState) -> TrainState:
     Example: `best = fa.snapshot(state)`.
     """
     copied: TrainState = tree.map_tensors(lambda x: x.detach().clone(), state)
+    run_recorded(tree.leaves(copied))
     return copied

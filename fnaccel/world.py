@@ -285,6 +285,7 @@ def _choose_device(device: torch.device | str | None, ranks: Ranks) -> torch.dev
     check_processes(chosen, ranks.size)
     if chosen.type in HOSTED:
         return chosen if chosen.type != "cpu" else torch.device("cpu")
+    _check_present(chosen)
     count = torch.accelerator.device_count()
     named: Any = chosen.index  # None where the device has no number, whatever torch's stub says
     index: int = ranks.local_rank if named is None else named
@@ -295,6 +296,17 @@ def _choose_device(device: torch.device | str | None, ranks: Ranks) -> torch.dev
             fix=f"start at most {count} processes on this machine, or pass device='cpu'",
         )
     return torch.device(chosen.type, index)
+
+
+def _check_present(device: torch.device) -> None:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    seen = "no accelerator" if found is None else found.type
+    if seen != device.type:
+        raise WorldError(
+            f"this process has no {device.type}: torch finds {seen}",
+            where="fa.start(device=)",
+            fix="leave device out to take what is there, or pass device='cpu'",
+        )
 
 
 def _join(ranks: Ranks, device: torch.device, backend: str | None, timeout: float) -> None:

@@ -77,6 +77,22 @@ def test_start_says_so(monkeypatch):
         _choose_device("mps", Ranks(rank=1, size=2, local_rank=1, local_size=2))
 
 
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu:1", "meta", torch.device("cuda", 1)])
+def test_a_device_that_is_not_there(monkeypatch, kind):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    with pytest.raises(WorldError, match=r"has no (cuda|mps|xpu|meta): torch finds no accelerator") as raised:
+        fa.start(device=kind)
+    assert "device='cpu'" in raised.value.fix
+
+
+@pytest.mark.parametrize("name", ["cpu:3", 3, 3.5, "tpu", ""])
+def test_a_name_that_is_no_device(name):
+    with pytest.raises(WorldError) as raised:
+        fa.start(device=name)
+    assert raised.value.where == "fa.start(device=)"
+    assert "cpu" in raised.value.fix
+
+
 @pytest.mark.parametrize(("name", "package"), [("npu", "torch_npu"), ("hpu:0", "habana_frameworks.torch")])
 def test_a_package_that_is_not_there(name, package):
     with pytest.raises(MissingBackendError, match=package) as raised:

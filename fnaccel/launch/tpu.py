@@ -66,7 +66,10 @@ def remote_command(
     command = shlex.join(["fnaccel", "launch", *own, *program])
     command = f"sudo {command}" if sudo else command
     if folder is not None:
-        command = f"cd {shlex.quote(folder)} && {command}"
+        home, slash, rest = folder.partition("/")
+        # which folder ~ is, only the VM knows
+        place = f"~{slash}{shlex.quote(rest) if rest else ''}" if home == "~" else shlex.quote(folder)
+        command = f"cd {place} && {command}"
     return [
         "gcloud", "compute", "tpus", "tpu-vm", "ssh", name, "--zone", zone, "--worker", "all",
         "--command", command,

@@ -62,10 +62,14 @@ def interpreter_of(strategy: Strategy) -> Interpreter:
     """
     kinds = frozenset(type(axis) for axis in strategy.axes)
     if kinds not in _interpreters:
+        combined = {kind for some in _interpreters if len(some) > 1 for kind in some}
+        single = [axis.maker for axis in strategy.axes if type(axis) not in combined]
         raise CapabilityError(
             f"nothing runs {strategy}: these axes have no interpreter together",
             where="fa.train_step",
-            fix="combine ddp and fsdp, or register one with fnaccel.strategies.engines.interpreter",
+            fix=f"use {' or '.join(single)} by itself: it copies and shards on its own"
+            if single
+            else "combine ddp and fsdp, or register one with fnaccel.strategies.engines.interpreter",
         )
     return _interpreters[kinds]
 

@@ -24,7 +24,8 @@ class Ema:
             _torch.foreach_lerp_(averages, shards, 1.0 - self.decay)
         else:
             weight = (1.0 - self.decay) * (1.0 - info.skip)
-            _torch.foreach_lerp_(averages, shards, [weight] * len(shards))
+            # of each average's dtype: XLA has no other
+            _torch.foreach_lerp_(averages, shards, [weight.to(average.dtype) for average in averages])
         return own
 
 

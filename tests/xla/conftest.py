@@ -9,22 +9,8 @@ import sys
 import pytest
 import torch
 
-_PROBE = "import torch_xla; print(torch_xla.__version__)"
 
-
-@pytest.fixture(scope="session")
-def without_xla():
-    """Why torch_xla can't be imported here; empty where it can."""
-    found = subprocess.run(
-        [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False, env=_environ(1)
-    )
-    lines = found.stderr.strip().splitlines()
-    return (
-        "" if not found.returncode else f"torch_xla can't be imported: {lines[-1] if lines else 'no reason'}"
-    )
-
-
-def _environ(devices):
+def environ(devices):
     return {
         **os.environ,
         "PJRT_DEVICE": "CPU",
@@ -35,7 +21,7 @@ def _environ(devices):
 
 
 @pytest.fixture(scope="session")
-def on_xla(without_xla, tmp_path_factory):
+def on_xla(tmp_path_factory):
     """`on_xla(devices, job)`: what a function of `tests.xla.jobs` returned in a process with so many devices.
 
     All jobs of one number of devices run in one process, once.
@@ -43,13 +29,11 @@ def on_xla(without_xla, tmp_path_factory):
     done = {}
 
     def run(devices, job):
-        if without_xla:
-            pytest.skip(without_xla)
         if devices not in done:
             folder = tmp_path_factory.mktemp(f"xla{devices}")
             ended = subprocess.run(
                 [sys.executable, "-m", "tests.xla.jobs", str(folder)],
-                capture_output=True, text=True, check=False, env=_environ(devices), timeout=1200,
+                capture_output=True, text=True, check=False, env=environ(devices), timeout=1200,
             )  # fmt: skip
             assert ended.returncode == 0, ended.stderr[-3000:]
             done[devices] = torch.load(folder / "results.pt", weights_only=True)

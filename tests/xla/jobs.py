@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fnaccel as fa
+from fnaccel.devices import stream_of
 from tests.parity.rows import STEPS, Row, loss_fn, make_optimizer, make_step, rank_batch
 from tests.parity.rows import Net as OddNet
 
@@ -257,6 +258,127 @@ def loops(folder):
     return found
 
 
+def steady(folder):
+    """Twenty steps over every host number that a schedule, a bias correction and a seed give; how many compiled."""
+    with fa.start(device="xla"):
+        step = fa.with_ema(fa.skip_nonfinite(fa.clip_norm(loss_fn, 0.5)), 0.9)
+        rate = fa.warmup_cosine(0.02, warmup=5, total=20)
+        train_step = fa.train_step(
+            step, model=fa.distribute(net, fa.xla(shard=True)), optimizer=fa.adamw(rate, betas=(0.5, 0.5))
+        )
+        state = train_step.init(seed=0)
+        counts = []
+        for index in range(20):
+            before = compiled()
+            batch = {name: value[:16] for name, value in global_batch(index % 3, EVEN).items()}
+            state, metrics = train_step(state, batch)
+            float(metrics["loss"])
+            counts.append(compiled() - before)
+        train_step.close()
+    return {"counts": counts}
+
+
+def copies(folder):
+    """A snapshot of which one part is read at once, and the rest after two steps."""
+    found = {}
+    with fa.start(device="xla"):
+        for strategy in ("xla()", "xla(shard=True)"):
+            train_step = make_trained(strategy)
+            state = train_step.init(seed=0)
+            state, _ = train_step(state, global_batch(0, EVEN))
+            kept = fa.snapshot(state)
+            kept.params["out.bias"].detach().cpu()
+            expected = host({"params": state.params, "opt": state.opt, "ema": state.ema})
+            for step in (1, 2):
+                state, _ = train_step(state, global_batch(step, EVEN))
+            later = host({"params": kept.params, "opt": kept.opt, "ema": kept.ema})
+            state, metrics = train_step(train_step.adopt(kept), global_batch(1, EVEN))
+            found[strategy] = {"expected": expected, "later": later, "loss": float(metrics["loss"])}
+            train_step.close()
+    return found
+
+
+def half(folder):
+    """Everything in bf16, averages too."""
+    pure = fa.Precision(param="bf16", compute="bf16")
+    with fa.start(device="xla"):
+        step = fa.with_precision(fa.with_ema(fa.skip_nonfinite(loss_fn), 0.75), pure)
+        train_step = fa.train_step(step, model=fa.distribute(net, fa.xla(shard=True)), optimizer=fa.sgd(0.1))
+        state = train_step.init(seed=0)
+        first = host(state.params)
+        state, _ = train_step(state, global_batch(0, EVEN))
+        found = {"first": first, "params": host(state.params), "ema": host(state.ema)}
+        train_step.close()
+    return found
+
+
+def columns(folder):
+    """What is warned of where a tensor of the batch is no column of rows, and where rows don't divide."""
+    found = {}
+
+    def weighted(model, batch):
+        return fa.Mean(loss_fn(model, batch).total * batch["classes"].sum(), weight=1)
+
+    with fa.start(device="xla"):
+        train_step = fa.train_step(weighted, model=fa.distribute(net, "xla()"), optimizer=fa.sgd(0.0))
+        state = train_step.init(seed=0)
+        for name, rows in (("divide", 36), ("do not", 30)):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                batch = {key: value[:rows] for key, value in global_batch(0, EVEN).items()}
+                state, metrics = train_step(state, batch | {"classes": torch.tensor([0.5, 0.25, 0.25])})
+                found[name] = {"warned": [str(one.message) for one in said], "loss": float(metrics["loss"])}
+        train_step.close()
+    return found
+
+
+def streams(folder):
+    """Random states of all 64 bits come back, and give the same numbers."""
+    import torch_xla.core.xla_model as xm
+
+    found = []
+    with fa.start(device="xla") as world:
+        stream = stream_of(world.device)
+        for seed in (0, 2**63 - 1, 2**63 + 5, 2**64 - 1):
+            xm.set_rng_state(seed, str(world.device))
+            state = stream.get_state()
+            first = torch.rand(3, device=world.device).cpu()
+            stream.set_state(state)
+            found.append(
+                [
+                    seed == int(xm.get_rng_state(str(world.device))),
+                    first,
+                    torch.rand(3, device=world.device).cpu(),
+                ]
+            )
+    return {"found": found}
+
+
+def broken(folder):
+    """A step that XLA refuses, and one after it."""
+    pure = fa.Precision(param="bf16", compute="bf16")
+
+    def mixed(model, batch):
+        return fa.Mean(model(batch["x"]).square().sum(), weight=len(batch["x"]))
+
+    with fa.start(device="xla"):
+        train_step = fa.train_step(
+            fa.with_precision(mixed, pure),
+            model=fa.distribute(lambda: nn.Linear(8, 8), "xla()"),
+            optimizer=fa.sgd(0.1),
+        )
+        state = train_step.init(seed=0)
+        try:
+            train_step(state, {"x": torch.ones(8, 8)})
+        except fa.errors.NotCompiledError as error:
+            said = str(error)
+        else:
+            said = "nothing was raised"
+        train_step.close()
+        after = run_row(Row(strategy="xla()"), EVEN, steps=1)["losses"]
+    return {"said": said, "after": after}
+
+
 def mistakes(folder):
     """Messages of what an XLA world refuses."""
     found = {}
@@ -277,11 +399,15 @@ def mistakes(folder):
         tried("local", lambda: program(strategy="local()"))
         tried("remat", lambda: program(fa.remat(loss_fn, units=("Block",))))
         tried("compile", lambda: program(fa.compile(loss_fn)))
+        tried("number", lambda: fa.start(device="xla:7"))
         tried("groups", lambda: program(strategy="xla(shard=3)"))
     return found
 
 
-JOBS = (parity, schedule, skipping, tied, checkpoint, loops, mistakes)
+JOBS = (
+    parity, schedule, steady, skipping, half, copies, columns, streams, tied, checkpoint, loops, mistakes,
+    broken,
+)  # fmt: skip
 
 
 def main(folder):

@@ -64,7 +64,10 @@ def test_it_takes_one_process():
 
 
 def test_it_stands_alone():
-    with fa.start(device="cpu"), pytest.raises(CapabilityError, match="no interpreter together"):
+    with (
+        fa.start(device="cpu"),
+        pytest.raises(CapabilityError, match=r"no interpreter together.*[\s\S]*use xla by itself"),
+    ):
         fa.train_step(
             loss_fn, model=fa.distribute(Net, fa.local() * fa.xla() * fa.ddp()), optimizer=fa.sgd(0.1)
         )
@@ -233,6 +236,15 @@ def test_a_tpu_vm_from_afar(monkeypatch):
     assert found[-1] == (
         "cd 'my code' && sudo fnaccel launch --tpu --precision bf16 train.py --tpu-name 'the script'\"'\"'s'"
     )
+
+
+@pytest.mark.parametrize(
+    ("folder", "place"),
+    [("~", "~"), ("~/my code", "~/'my code'"), ("~/", "~/"), ("~other/x", "'~other/x'"), ("/a/b", "/a/b")],
+)
+def test_only_the_vm_knows_its_home(monkeypatch, folder, place):
+    found, _ = ran(monkeypatch, "--tpu-name", "a", "--tpu-zone", "z", "--tpu-folder", folder, "t.py")
+    assert found[-1] == f"cd {place} && fnaccel launch --tpu t.py"
 
 
 def test_a_module_from_afar(monkeypatch):

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from fnaccel.testing import assert_close, oracle_run
 from tests.parity.rows import RATES, STEPS, loss_fn
+from tests.xla.conftest import environ
 from tests.xla.jobs import DEVICES, EVEN, global_batch, net, parity_rows
+
+if importlib.util.find_spec("torch_xla") is None:
+    pytest.skip(
+        "torch_xla is not installed: make test-xla has an environment for it", allow_module_level=True
+    )
 
 ROWS = [(devices, row, ranks) for devices in DEVICES for row, ranks in parity_rows(devices)]
 
@@ -121,6 +130,7 @@ def test_scan_and_evaluate_equal_local(on_xla, devices):
 
 
 REFUSED = {
+    "number": ("WorldError", "xla is one device to a process", "device='xla'"),
     "fp16": ("CapabilityError", "TPUs compute in bf16", "choose one of: fp32, bf16"),
     "local": ("WorldError", "nothing would end the graph of a step", "fa.xla()"),
     "remat": ("CapabilityError", "remat needs modules", "remove remat"),
@@ -140,3 +150,75 @@ def test_what_an_xla_world_refuses(on_xla, name):
 def test_groups_have_to_make_up_the_devices(on_xla):
     assert "4 devices can't be parted in groups of 3" in on_xla(4, "mistakes")["groups"]
     assert "1, 2, 4" in on_xla(4, "mistakes")["groups"]
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_no_number_of_the_host_compiles_a_step_anew(on_xla, devices):
+    counts = on_xla(devices, "steady")["counts"]
+    assert counts[0] >= 1
+    assert counts[2:] == [0] * 18, counts
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("strategy", ["xla()", "xla(shard=True)"])
+def test_a_snapshot_outlives_steps(on_xla, devices, strategy):
+    found = on_xla(devices, "copies")[strategy]
+    assert_close(found["later"], found["expected"], precision="fp64")
+    assert found["loss"] > 0
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_averages_of_parameters_in_bf16(on_xla, devices):
+    found = on_xla(devices, "half")
+    for name, average in found["ema"].items():
+        assert average.dtype == torch.bfloat16
+        expected = 0.75 * found["first"][name].float() + 0.25 * found["params"][name].float()
+        assert_close(average.float(), expected, precision="bf16")
+
+
+def test_a_tensor_that_is_no_column_of_rows_is_not_warned_of(on_xla):
+    found = on_xla(4, "columns")
+    assert found["divide"]["warned"] == []
+    assert [text.split(" over")[0] for text in found["do not"]["warned"]] == ["30 rows don't divide"]
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_a_random_state_keeps_all_of_its_bits(on_xla, devices):
+    for same, first, again in on_xla(devices, "streams")["found"]:
+        assert same
+        assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_what_xla_does_not_compile(on_xla, devices):
+    found = on_xla(devices, "broken")
+    assert "XLA can't compile" in found["said"]
+    assert "fa.restore" in found["said"]
+    assert_close(found["after"], expected(EVEN, "fp32", None, "sgd").losses[:1], precision="fp32")
+
+
+EARLY = """
+import fnaccel as fa, torch, torch_xla
+torch.ones(2, device="xla")
+try:
+    fa.start(device="xla")
+except fa.errors.WorldError as error:
+    print(error)
+"""
+
+
+def test_xla_tensors_before_the_world():
+    ended = subprocess.run(
+        [sys.executable, "-c", EARLY], capture_output=True, text=True, check=False, env=environ(1)
+    )
+    assert "something used an XLA device before" in ended.stdout, ended.stderr[-2000:]
+
+
+def test_a_tpu_without_its_driver():
+    code = "import fnaccel as fa\ntry:\n    fa.start(device='xla')\nexcept fa.errors.MissingBackendError as e:\n    print(e)"
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=False, env=environ(1) | {"PJRT_DEVICE": "TPU"},
+    )  # fmt: skip
+    assert "XLA's client for TPU does not begin" in ended.stdout, ended.stderr[-2000:]
+    assert "torch_xla[tpu]" in ended.stdout

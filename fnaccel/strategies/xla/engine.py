@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fnaccel import _torch, tree
+from fnaccel import _torch
 from fnaccel.engine import Engine
 from fnaccel.leaf import Leaf
 from fnaccel.strategies.construct import Built, construct
@@ -36,8 +36,7 @@ def build_xla(request: Request) -> tuple[Engine, Built]:
 
     def run(fn: Any, *args: Any) -> Any:
         # the batch comes first; models that are lent are laid out by their own engine
-        spread = tree.map_tensors(layout.spread, args[0]) if args else None
-        return direct(fn, spread, *args[1:]) if args else direct(fn)
+        return direct(fn, layout.spread(args[0]), *args[1:]) if args else direct(fn)
 
     engine = Engine(
         name="xla",

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from typing import Any
 
 import attrs
 import torch
 
+from fnaccel import tree
+from fnaccel.errors import NotCompiledError
 from fnaccel.strategies.xla.record import Xla
 
 _ROWS = ("replicate", "shard")
@@ -54,24 +57,33 @@ class Layout:
             self._mark(value, (None,) * value.dim())
         return value
 
-    def spread(self, value: torch.Tensor) -> torch.Tensor:
-        """Spread the rows of a batch's tensor over all devices; where they don't divide, each takes all."""
-        if value.device.type != "xla" or not value.dim() or not len(value):
-            return value
-        if len(value) % self.devices:
+    def spread(self, batch: Any) -> Any:
+        """Spread the rows of a batch over all devices; where they don't divide, each takes all.
+
+        How many rows it has is said by most of its tensors; one of another length need not divide.
+        """
+        found = [value for value in tree.leaves(batch) if isinstance(value, torch.Tensor)]
+        found = [value for value in found if value.device.type == "xla" and value.dim() and len(value)]
+        lengths = Counter(len(value) for value in found)
+        rows = max(lengths, key=lambda length: (lengths[length], length), default=0)
+        if rows % self.devices:
             # XLA pads: its partitioner was seen to abort the process on the backward of an embedding
             warnings.warn(
-                f"{len(value)} rows don't divide over {self.devices} XLA devices: each computes all of them "
+                f"{rows} rows don't divide over {self.devices} XLA devices: each computes all of them "
                 "(cut batches and micro-batches in multiples, and fa.shard(loader, remainder='drop'))",
                 stacklevel=2,
             )
-            self._mark(value, (None,) * value.dim())
-        else:
-            self._mark(value, (_ROWS, *(None,) * (value.dim() - 1)))
-        return value
+        for value in found:
+            first = None if len(value) % self.devices else _ROWS
+            self._mark(value, (first, *(None,) * (value.dim() - 1)))
+        return batch
 
     def carry_out(self) -> None:
-        """Run what was recorded, as one graph; the host does not wait for it."""
+        """Run what was recorded, as one graph; the host does not wait for it.
+
+        Raises:
+            NotCompiledError: XLA can't compile it; what was to be computed is lost.
+        """
         import torch_xla  # noqa: PLC0415 - an extra
 
         self._kept[:] = [one for one in self._kept if one() is not None]
@@ -79,7 +91,15 @@ class Layout:
             value = one()
             if value is not None:
                 self._shard(value)  # an annotation goes where a tensor is written in place as a whole
-        torch_xla.sync()
+        try:
+            torch_xla.sync()
+        except (RuntimeError, ValueError) as error:
+            raise NotCompiledError(
+                f"XLA can't compile what was recorded: {str(error).splitlines()[0]}",
+                where="the graph of a step",
+                fix="see whether an operation mixes dtypes, which torch refuses at once and XLA here; its "
+                "parameters are lost: train_step.close(), make another, and fa.restore or init",
+            ) from error
 
     def _shard(self, value: torch.Tensor) -> bool:
         """Spread a tensor over its group along the widest dimension that divides; whether there is one."""
