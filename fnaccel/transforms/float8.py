@@ -86,8 +86,8 @@ class Float8:
             )
         if self.backend == "ms_amp":
             raise CapabilityError(
-                "MS-AMP replaces parameters and optimizer by its own (msamp.initialize returns both), and "
-                "fnaccel's optimizers would update neither",
+                "MS-AMP replaces parameters and optimizer by its own (msamp.initialize returns both), which "
+                "fnaccel's optimizers don't update, and is not maintained for torch 2.9 and later",
                 where=_WHERE,
                 fix="for O1 fa.Float8(all_gather=True) under fsdp; for what O2 adds, fa.adamw_fp8",
             )

@@ -95,7 +95,7 @@ class Layout:
             torch_xla.sync()
         except (RuntimeError, ValueError) as error:
             raise NotCompiledError(
-                f"XLA can't compile what was recorded: {str(error).splitlines()[0]}",
+                f"XLA can't compile or run what was recorded: {str(error).splitlines()[0]}",
                 where="the graph of a step",
                 fix="see whether an operation mixes dtypes, which torch refuses at once and XLA here; its "
                 "parameters are lost: train_step.close(), make another, and fa.restore or init",
