@@ -11,10 +11,11 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel.checkpoint import commit, manifest, reading, streams
+from fnaccel.checkpoint import commit, reading, streams
 from fnaccel.checkpoint.background import Background
 from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.filling import Filling
+from fnaccel.checkpoint.finding import find
 from fnaccel.checkpoint.grammar import decode
 from fnaccel.checkpoint.manifest import Manifest, Stored
 from fnaccel.checkpoint.match import match
@@ -22,7 +23,7 @@ from fnaccel.checkpoint.meeting import together
 from fnaccel.checkpoint.pieces import part_of, whole
 from fnaccel.checkpoint.reading import Files
 from fnaccel.checkpoint.selecting import is_complete, select
-from fnaccel.errors import ArgumentError, CheckpointError, UnleasedStateError
+from fnaccel.errors import CheckpointError, UnleasedStateError
 from fnaccel.state import TrainState, fold, lease_of
 from fnaccel.world import World, current
 
@@ -83,12 +84,15 @@ def restore(
     """
     found = current(world)
     found.resource(Background).settle()
-    path = together(found, _WHERE, lambda: _find(Path(directory), step) if found.is_main else Path())[0]
+    root = Path(directory)
+    path = together(found, _WHERE, lambda: find(root, step, _WHERE) if found.is_main else root)[0]
     trees: list[Any] = []  # stays here: what ranks tell each other is pickled
 
     def check() -> None:
         stack.enter_context(commit.held(path))  # no retention removes it meanwhile
-        described = _open(path, step, found, verify=verify)
+        described = reading.open_manifest(path)
+        if verify:
+            reading.verify(path, described, sorted(described.files)[found.rank :: found.size])
         tree = decode(described.tree, lambda name: _stored(described, name, path))
         problems: list[str] = []
         if partly:
@@ -109,34 +113,6 @@ def restore(
         if restorer.refilled and not partly:
             together(found, _WHERE, lambda: _put_back(trees[1], made, found))
     return made
-
-
-def _find(directory: Path, step: int | None) -> Path:
-    if (directory / manifest.FILE).is_file():
-        return directory
-    there = commit.checkpoints(directory)
-    chosen = [one.path for one in there if step is None or one.step == step]
-    if not chosen:
-        steps = ", ".join(str(one.step) for one in there)
-        raise CheckpointError(
-            f"{directory} holds no checkpoint" + ("" if step is None else f" of step {step}"),
-            where=_WHERE,
-            fix=f"choose one of the steps {steps}" if steps else "save one first: fa.save(directory, state)",
-        )
-    return chosen[-1]
-
-
-def _open(path: Path, step: int | None, world: World, *, verify: bool) -> Manifest:
-    found = reading.open_manifest(path)
-    if step is not None and found.step != step:
-        raise ArgumentError(
-            f"{path} is the checkpoint of step {found.step}, and step={step} was asked for",
-            where=_WHERE,
-            fix="give the root above it, or leave step= out",
-        )
-    if verify:
-        reading.verify(path, found, sorted(found.files)[world.rank :: world.size])
-    return found
 
 
 def _streams(found: Manifest, files: Files, world: World) -> dict[str, torch.Tensor]:

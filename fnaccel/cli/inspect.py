@@ -13,11 +13,11 @@ import attrs
 
 from fnaccel.checkpoint import checkpoints, manifest, reading
 from fnaccel.checkpoint.dtypes import name_of
+from fnaccel.checkpoint.finding import find
 from fnaccel.checkpoint.grammar import decode
 from fnaccel.checkpoint.manifest import Manifest
 from fnaccel.cli.printable import printable
 from fnaccel.errors import ArgumentError, CheckpointError
-from fnaccel.interchange import own
 from fnaccel.interchange.opening import detect, opened
 from fnaccel.interchange.safetensors_files import files_of
 from fnaccel.state import TrainState
@@ -108,7 +108,7 @@ def run(arguments: Sequence[str]) -> int:
                 fix="leave it out",
             )
     else:
-        path = own.find(options.path, options.step)
+        path = find(options.path, options.step, f"reading {options.path}")
         found = manifest.parse((path / manifest.FILE).read_bytes(), str(path / manifest.FILE))
         report = _own(options.path, path, found)
         damage = _damage(path, found, verify=options.verify)

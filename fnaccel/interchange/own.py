@@ -12,10 +12,10 @@ import attrs
 import torch
 
 from fnaccel.checkpoint import commit, manifest, reading
+from fnaccel.checkpoint.finding import find
 from fnaccel.checkpoint.grammar import child, decode
 from fnaccel.checkpoint.manifest import Manifest, Stored
 from fnaccel.checkpoint.pieces import Box
-from fnaccel.errors import ArgumentError, CheckpointError
 from fnaccel.interchange.found import Found, Source, damaged, read_all, unescaped
 from fnaccel.interchange.mapped import Block, Mapped
 from fnaccel.state import TrainState
@@ -26,33 +26,6 @@ def is_own(path: Path) -> bool:
     return (path / manifest.FILE).is_file() or bool(commit.checkpoints(path))
 
 
-def find(path: Path, step: int | None = None) -> Path:
-    """The checkpoint meant by a root (its newest, or one step), or by a checkpoint itself.
-
-    Raises:
-        CheckpointError: there is none.
-        ArgumentError: it is one checkpoint, and of another step.
-    """
-    if (path / manifest.FILE).is_file():
-        if step is not None and (there := reading.open_manifest(path).step) != step:
-            raise ArgumentError(
-                f"{path} is the checkpoint of step {there}, and step {step} was asked for",
-                where=f"reading {path}",
-                fix="give the root above it, or leave the step out",
-            )
-        return path
-    there = commit.checkpoints(path)
-    chosen = [one.path for one in there if step is None or one.step == step]
-    if not chosen:
-        steps = ", ".join(str(one.step) for one in there)
-        raise CheckpointError(
-            f"{path} holds no checkpoint" + ("" if step is None else f" of step {step}"),
-            where=f"reading {path}",
-            fix=f"choose one of the steps {steps}" if steps else "give the directory that fa.save was given",
-        )
-    return chosen[-1]
-
-
 def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
     """A checkpoint of fnaccel: parameters, buffers, averages, moments and counts.
 
@@ -61,7 +34,7 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    chosen = find(path, step)
+    chosen = find(path, step, f"reading {path}")
     found = reading.open_manifest(chosen)
     root = decode(found.tree, lambda name: _stored(found, name, chosen))
     tree: Mapping[str, Any] = _sections(root)

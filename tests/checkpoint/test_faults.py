@@ -178,7 +178,7 @@ def test_names_and_steps(tmp_path):
         (tmp_path / "step-0000000099").mkdir()
         (tmp_path / "notes.txt").touch()
         assert [one.step for one in checkpoints(tmp_path)] == [0, 1, 10, 11]
-        with pytest.raises(ArgumentError, match="step=5 was asked for"):
+        with pytest.raises(ArgumentError, match="step 5 was asked for"):
             restore(paths[1], like=value(9), step=5)
         with pytest.raises(CheckpointError, match=r"of step 5[^0-9](.|\n)*0, 1, 10, 11"):
             restore(tmp_path, like=value(9), step=5)
