@@ -7,18 +7,16 @@ Contestants hold the same model and moments, and take turns; each writes to an e
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
-import warnings
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import saving
-import torch
 from interleave import slope
+from options import begin
 from report import Row, compare, publish
 
 import fnaccel as fa
@@ -107,18 +105,14 @@ def memory_rows(folder: Path, ranks: int) -> list[Row]:
 
 def main() -> None:
     """Run everything."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; writes to quick.json")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    options = begin(__doc__)
     made: list[Row] = []
     sizes, taken = [], {}
     with tempfile.TemporaryDirectory() as root:
         with fa.start(device="cpu"):
             for size, layers in LAYERS.items():
                 contest = saving.Contest(Path(root), layers)
-                found = time_all(contest, 3 if args.quick else 9)
+                found = time_all(contest, 3 if options.quick else 9)
                 made += rows_of(size, found)
                 sizes.append(contest.bytes // MIB)
                 for kind in ("save", "restore"):
@@ -130,7 +124,7 @@ def main() -> None:
             )
         for ranks in (2, 4):
             made += memory_rows(Path(root) / str(ranks), ranks)
-    publish("quick" if args.quick else "checkpoint", made)
+    publish("quick" if options.quick else "checkpoint", made)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,14 @@ Contestants run on the same two gloo ranks, in turns; they must give the same re
 
 from __future__ import annotations
 
-import argparse
 import os
-import warnings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
 import tree_calls
 import wire
 from interleave import slope
+from options import begin
 from report import Row, compare, publish
 
 from fnaccel.testing import RankPool
@@ -65,17 +63,13 @@ def dispatch_rows(ranks: int) -> list[Row]:
 
 def main() -> None:
     """Run everything."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer blocks; writes to quick.json")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    blocks = 7 if args.quick else 21
+    options = begin(__doc__)
+    blocks = 7 if options.quick else 21
     with RankPool(2, timeout=900) as pool:
         made = operation_rows(pool, blocks) + sweep_rows(pool, blocks // 2)
     for ranks in (2, 4):
         made += dispatch_rows(ranks)
-    publish("quick" if args.quick else "collectives", made)
+    publish("quick" if options.quick else "collectives", made)
 
 
 if __name__ == "__main__":

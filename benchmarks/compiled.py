@@ -8,11 +8,9 @@ losses first. The time to the first loss is taken in processes of their own.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -25,6 +23,7 @@ import torch
 import two_ranks
 from interleave import race_steps, slope
 from models import gpt_of_its_own, tokens
+from options import begin
 from report import NotRun, Row, compare, publish
 
 import fnaccel as fa
@@ -144,31 +143,25 @@ def gpu_rows(blocks: int, device: str = "cuda") -> list[Row] | list[NotRun]:
 
 def main() -> None:
     """Run the parts asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
-    parser.add_argument("--quick", action="store_true", help="fewer blocks; writes to quick.json")
-    args = parser.parse_args()
-    parts = args.only.split(",")
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    blocks = 5 if args.quick else 31
+    options = begin(__doc__, PARTS)
+    blocks = 5 if options.quick else 31
     made: list[Row | NotRun] = []
     # forked before anything here starts a thread or a peer's singleton
     with RankPool(2, timeout=900) as pool:
-        if "ddp" in parts:
+        if "ddp" in options.parts:
             made += rank_rows(pool, "DDP", "2 ranks, accumulate 4, compiled, small GPT", blocks // 2)
-        if "fsdp" in parts:
+        if "fsdp" in options.parts:
             for kind in ("ZeRO-3", "ZeRO-2"):
                 what = f"2 ranks FSDP2 ({kind}), accumulate 4, compiled, small GPT"
                 made += rank_rows(pool, kind, what, blocks // 2)
     with fa.start(device="cpu"):
-        if "step" in parts:
+        if "step" in options.parts:
             made += step_rows(blocks)
-        if "layers" in parts:
+        if "layers" in options.parts:
             made += layers_rows(blocks // 2)
-    if "gpu" in parts:
+    if "gpu" in options.parts:
         made += gpu_rows(blocks)
-    publish("quick" if args.quick else "compiled", made, merge=parts != list(PARTS))
+    publish("quick" if options.quick else "compiled", made, merge=not options.whole)
 
 
 if __name__ == "__main__":

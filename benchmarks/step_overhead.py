@@ -8,18 +8,16 @@ losses first. What each row means is in `benchmarks/README.md`.
 
 from __future__ import annotations
 
-import argparse
 import os
-import warnings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import one_process
 import starting
-import torch
 import two_ranks
 from interleave import race, race_steps, slope
 from models import Pairs, deep, mlp, rows
+from options import begin
 from report import Row, compare, publish
 from torch.utils.data import DataLoader
 
@@ -116,31 +114,25 @@ def start_rows(rounds: int) -> list[Row]:
 
 def main() -> None:
     """Run the parts asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
-    parser.add_argument("--quick", action="store_true", help="fewer blocks; writes to quick.json")
-    args = parser.parse_args()
-    parts = args.only.split(",")
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    blocks = 7 if args.quick else 41
+    options = begin(__doc__, PARTS)
+    blocks = 7 if options.quick else 41
     made: list[Row] = []
     # forked before anything here starts a thread or a peer's singleton
     with RankPool(2, timeout=900) as pool:
         with fa.start(device="cpu"):
-            if "step" in parts:
+            if "step" in options.parts:
                 made += step_rows(blocks)
-            if "leaves" in parts:
+            if "leaves" in options.parts:
                 made += leaves_rows(blocks // 2)
-            if "data" in parts:
+            if "data" in options.parts:
                 made += data_rows(blocks)
-        if "ddp" in parts:
+        if "ddp" in options.parts:
             made += rank_rows(pool, "DDP", "2 ranks, accumulate 4, eager, small GPT", blocks // 2)
-        if "fsdp" in parts:
+        if "fsdp" in options.parts:
             made += rank_rows(pool, "FSDP2", "2 ranks FSDP2, accumulate 4, small GPT", blocks // 2)
-    if "start" in parts:
-        made += start_rows(3 if args.quick else 15)
-    publish("quick" if args.quick else "step_overhead", made, merge=parts != list(PARTS))
+    if "start" in options.parts:
+        made += start_rows(3 if options.quick else 15)
+    publish("quick" if options.quick else "step_overhead", made, merge=not options.whole)
 
 
 if __name__ == "__main__":
