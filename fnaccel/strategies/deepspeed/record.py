@@ -128,7 +128,7 @@ def deepspeed(
 
     Args:
         stage: what is partitioned: 0 nothing, 1 optimizer slots, 2 gradients too, 3 parameters too;
-            the file's by default, or 2.
+            the file's by default (0 where it has no section `zero_optimization`), or 2.
         config: a DeepSpeed JSON file, or a dict like one. `"auto"` in it is filled from the step, the
             optimizer and the model.
         offload_optimizer: keep optimizer slots and fp32 parameters on `"cpu"` or `"nvme"` (stage 3).
