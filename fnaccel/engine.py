@@ -17,6 +17,7 @@ import torch
 from fnaccel import _torch
 from fnaccel.aux_values import Agreement
 from fnaccel.capture import Capture
+from fnaccel.collectives.objects import gather_objects
 from fnaccel.data.cut import rows_of
 from fnaccel.devices import stream_of
 from fnaccel.errors import MicroBatchError, PeerLostError
@@ -28,6 +29,7 @@ from fnaccel.notice import Notice
 from fnaccel.reports import Report
 from fnaccel.state import fold
 from fnaccel.step import Capability
+from fnaccel.world import World
 
 
 @attrs.frozen(kw_only=True)
@@ -128,7 +130,7 @@ class Engine:
         Changes no parameter. An exception leaves no gradient behind.
         """
         if self.rows is not None:
-            _check_rows(self.rows, micros, self.name)
+            _check_rows(self.rows, micros, self.name, self.mesh.world)
         with attempt(self, call) as seed:
             return _run_micro_batches(self, loss, micros, call, seed)
 
@@ -231,12 +233,16 @@ def _run_micro_batches(
     return Gradients(engine.leaves, grads, multiplier, engine.norm_axes, device), report
 
 
-def _check_rows(declared: int, micros: Sequence[Micro], name: str) -> None:
-    """Raise MicroBatchError where a micro-batch has more or fewer rows than was declared."""
-    found = sorted({rows_of(micro.data) for micro in micros if micro.valid})
-    if found and found != [declared]:  # a rank may have fillers only
+def _check_rows(declared: int, micros: Sequence[Micro], name: str, world: World) -> None:
+    """Raise MicroBatchError on all ranks where one's micro-batch has more or fewer rows than was declared."""
+    mine = sorted({rows_of(micro.data) for micro in micros if micro.valid})
+    each = gather_objects(mine, world=world) if world.size > 1 else [mine]
+    # a rank may have fillers only
+    odd = [f"{rows} on rank {rank}" for rank, rows in enumerate(each) if rows and rows != [declared]]
+    if odd:
         raise MicroBatchError(
-            f"the configuration of {name} says {declared} rows in a rank's micro-batch, and it has {found}",
+            f"the configuration of {name} says {declared} rows in a rank's micro-batch, and it has "
+            + ", ".join(odd),
             where="train_step(state, batch)",
             fix='write "auto" for train_batch_size and train_micro_batch_size_per_gpu, or mend the loader',
         )

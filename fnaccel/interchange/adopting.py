@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from fnaccel.checkpoint.choosing import Patterns, Rename
+from fnaccel.checkpoint.dtypes import name_of
 from fnaccel.checkpoint.grammar import child
 from fnaccel.checkpoint.meeting import together
 from fnaccel.checkpoint.pieces import is_sharded, part_of
@@ -24,6 +25,7 @@ from fnaccel.state import TrainState, lease_of
 from fnaccel.world import World, current
 
 _WHERE = "fa.adopt"
+_WIDE = 1e38
 
 
 def adopt(
@@ -82,6 +84,7 @@ def adopt(
             source = stack.enter_context(opened(Path(path), format, trust=trust_pickle))
             found_fit = fit(source, targets, choice)
             _check_doubled(found_fit, source, targets.tensors, found)
+            _check_ranges(found_fit, source, targets.tensors, found)
             fits.append(found_fit)
 
         together(found, _WHERE, check)
@@ -101,6 +104,32 @@ def _check_doubled(found: Fit, source: Source, tensors: Mapping[str, torch.Tenso
             problems.append(f"{path}: tied in like, and has two values in the source")
     if problems:
         raise mismatch(problems, source, _WHERE)
+
+
+def _check_ranges(found: Fit, source: Source, tensors: Mapping[str, torch.Tensor], world: World) -> None:
+    """See that no value is cut off by the dtype it goes into: torch saturates in fp8 without a word.
+
+    Raises:
+        TreeMismatchError: values are, in this rank's part.
+    """
+    problems: list[str] = []
+    for path, one in found.pairs.items():
+        dtype = tensors[path].dtype
+        if not dtype.is_floating_point or not one.dtype.is_floating_point:
+            continue
+        most = torch.finfo(dtype).max
+        if torch.finfo(one.dtype).max <= most:
+            continue
+        box = part_of(tensors[path], world.rank).box
+        if most > _WIDE or not box.numel:
+            continue  # bf16 reaches nearly as far as fp32
+        value = torch.empty(box.shape, dtype=torch.float32)
+        one.read(box, value)
+        largest = float(value.abs().max())
+        if most < largest < float("inf"):
+            problems.append(f"{path}: holds {largest:g}, and {name_of(dtype)} ends at {most:g}")
+    if problems:
+        raise mismatch(problems, source, _WHERE, "store these in a wider dtype; nothing was changed")
 
 
 def _same(one: Found, other: Found, tensor: torch.Tensor, world: World) -> bool:

@@ -23,7 +23,7 @@ class DeepspeedRate:
     lr: float
     warmup: int | None = None
     total: int | None = None
-    low: float = 0.0
+    low: float | None = None
 
     def __call__(self, updates: Any) -> float:  # noqa: ARG002 - what a schedule takes
         """The rate to make an optimizer with; the schedule itself is DeepSpeed's."""
@@ -62,14 +62,18 @@ def from_deepspeed(lr: Any, *, groups: Groups = None, **options: Any) -> Optimiz
     )
 
 
-def deepspeed_lr(lr: float, *, warmup: int | None = None, total: int | None = None, low: float = 0.0) -> Any:
+def deepspeed_lr(
+    lr: float, *, warmup: int | None = None, total: int | None = None, low: float | None = None
+) -> Any:
     """The schedule that the DeepSpeed configuration names (`"scheduler": {"type": ..., "params": ...}`).
 
     Args:
-        lr: the highest rate; fills `warmup_max_lr`.
-        warmup: updates until then; fills `warmup_num_steps`.
-        total: updates in all; fills `total_num_steps`.
-        low: the first rate; fills `warmup_min_lr`.
+        lr: the highest rate: `warmup_max_lr`, OneCycle's `cycle_max_lr`.
+        warmup: updates until then: `warmup_num_steps`.
+        total: updates in all: `total_num_steps`.
+        low: the first rate: `warmup_min_lr`, `cycle_min_lr`, `lr_range_test_min_lr`; fills an "auto" with 0.
+
+    What the file says otherwise raises in `fa.train_step`, and what its schedule has no name for.
 
     Raises:
         ArgumentError: a rate that is none.

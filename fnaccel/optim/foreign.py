@@ -83,8 +83,19 @@ class BoundTorch:
 def _make(cls: Any, groups: Sequence[Group], params: dict[int, Any]) -> Any:
     """The optimizer over `params`; the first rate matters to state that is made from it (ASGD, Rprop)."""
     return cls(
-        [{"params": [params[m.index] for m in g.members], "lr": g.first_rate, **g.options} for g in groups]
+        [{"params": [params[m.index] for m in g.members], "lr": g.first_rate, **g.options} for g in groups],
+        **shared_options(groups),
     )
+
+
+def shared_options(groups: Sequence[Group]) -> dict[str, Any]:
+    """The options on which all groups agree: some matter to the constructor alone (Adagrad's first sum)."""
+    first, *others = groups
+    return {
+        name: value
+        for name, value in first.options.items()
+        if all(name in other.options and other.options[name] == value for other in others)
+    }
 
 
 def first_slots(cls: Any, groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
@@ -93,27 +104,33 @@ def first_slots(cls: Any, groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
     Raises:
         CapabilityError: it can't update these parameters.
     """
-    clones: dict[int, torch.nn.Parameter] = {}
-    for group in groups:
-        for member in group.members:
-            # zeros: weight decay would make of a parameter's value a gradient, and of that a slot
-            clone = torch.nn.Parameter(torch.zeros_like(member.leaf.param))
-            clone.grad = torch.zeros_like(clone)
-            clones[member.index] = clone
+    found: dict[int, dict[str, Any]] = {}
     try:
-        probe = _make(cls, groups, clones)
-        begun = probe.state  # Adagrad of torch 2.9 makes its state as it is constructed
-        probe.state = defaultdict(_Recorder)
-        for clone, slots in begun.items():
-            for slot, value in slots.items():
-                probe.state[clone][slot] = value
-        probe.step()
+        for group in groups:  # each by itself: its options may matter to the constructor alone
+            found.update(_first_slots(cls, group))
     except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise CapabilityError(
             f"torch.optim.{cls.__name__} can't update these parameters: {str(error).splitlines()[0]}",
             where="fa.from_torch",
             fix="use fa.sgd, fa.adam or fa.adamw, or an unsharded strategy (local, ddp)",
         ) from error
+    return found
+
+
+def _first_slots(cls: Any, group: Group) -> dict[int, dict[str, Any]]:
+    clones: dict[int, torch.nn.Parameter] = {}
+    for member in group.members:
+        # zeros: weight decay would make of a parameter's value a gradient, and of that a slot
+        clone = torch.nn.Parameter(torch.zeros_like(member.leaf.param))
+        clone.grad = torch.zeros_like(clone)
+        clones[member.index] = clone
+    probe = _make(cls, [group], clones)
+    begun = probe.state  # Adagrad makes its state as it is constructed
+    probe.state = defaultdict(_Recorder)
+    for clone, slots in begun.items():
+        for slot, value in slots.items():
+            probe.state[clone][slot] = value
+    probe.step()
     return {index: dict(probe.state[clone].first) for index, clone in clones.items()}
 
 
@@ -150,7 +167,7 @@ def from_torch(
         "choose an optimizer that needs one gradient for an update",
     )
     require(
-        not options.get("dampening"),
+        not any(given.get("dampening") for given in (options, *dict(groups or {}).values())),
         "dampening treats the first update apart, which a state made before step 0 can't tell",
         "fa.from_torch",
         "leave dampening at 0",

@@ -319,3 +319,79 @@ def test_the_strategy_as_text(tmp_path):
 def test_the_plan_of_another_strategy():
     with pytest.raises(CapabilityError, match="does not run on DeepSpeed"):
         _ = made("local").plan.deepspeed
+
+
+def scheduler(kind, rate, **params):
+    """The schedule's parameters where the file has these, and `rate` says the rest."""
+    strategy = fa.deepspeed(config={"scheduler": {"type": kind, "params": params}})
+    return config(strategy, optimizer=fa.adamw(rate))["scheduler"]["params"]
+
+
+def test_what_a_schedule_is_told_is_filled_in():
+    rate = fa.deepspeed_lr(0.1, warmup=3)
+    assert scheduler("WarmupLR", rate) == {"warmup_max_lr": 0.1, "warmup_num_steps": 3}
+    assert scheduler("WarmupLR", rate, warmup_min_lr="auto", warmup_max_lr=0.1) == {
+        "warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 3,
+    }  # fmt: skip
+    whole = fa.deepspeed_lr(0.1, warmup=3, total=9, low=0.01)
+    assert scheduler("WarmupDecayLR", whole) == {
+        "warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 3, "total_num_steps": 9,
+    }  # fmt: skip
+    cosine = fa.deepspeed_lr(0.1, warmup=3, total=9)
+    assert scheduler("WarmupCosineLR", cosine) == {"warmup_num_steps": 3, "total_num_steps": 9}
+    assert scheduler("OneCycle", fa.deepspeed_lr(0.1, low=0.01)) == {
+        "cycle_max_lr": 0.1,
+        "cycle_min_lr": 0.01,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "params", "said"),
+    [
+        ("WarmupLR", {"warmup": 3}, {"warmup_max_lr": 0.5}, "warmup_max_lr is 0.5 in config={...}, and 0.1"),
+        ("WarmupLR", {"warmup": 3}, {"warmup_num_steps": 7}, "is 7 in config={...}, and 3"),
+        ("WarmupLR", {"total": 9}, {}, "fa.deepspeed_lr(total=9) means nothing to WarmupLR"),
+        ("WarmupCosineLR", {"low": 0.1}, {}, "fa.deepspeed_lr(low=0.1) means nothing to WarmupCosineLR"),
+        (None, {}, {}, "scheduler in config={...} has no type, such as 'WarmupLR'"),
+    ],
+)
+def test_what_a_schedule_is_told_otherwise(kind, rate, params, said):
+    with pytest.raises(ConfigError) as raised:
+        scheduler(kind, fa.deepspeed_lr(0.1, **rate), **params)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ({"params": {"lr": "auto"}}, "optimizer in config={...} has no type, such as 'AdamW'"),
+        ({"type": "SGD", "params": {"lr": "auto", "dampening": 0.5}}, "treats the first update apart"),
+        ({"type": "Muon", "params": {"lr": "auto"}}, "goes by matrices marked for it"),
+    ],
+)
+def test_optimizers_that_cannot_be_run(optimizer, said):
+    with pytest.raises(ConfigError) as raised:
+        config(fa.deepspeed(config={"optimizer": optimizer}), optimizer=fa.from_deepspeed(0.1))
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu"]
+)
+@pytest.mark.parametrize("value", [0, -4, 1e300, float("inf"), float("nan")])
+def test_counts_that_are_none(key, value):
+    with pytest.raises(ConfigError, match=key):
+        config(fa.deepspeed(config={key: value}))
+
+
+def test_a_key_that_stands_twice(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2, "stage": 3}}')
+    with pytest.raises(ConfigError, match="'stage' stands in it twice"):
+        fa.deepspeed(config=path)
+
+
+def test_a_file_that_begins_with_a_mark(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(FILE), encoding="utf-8-sig")
+    assert config(fa.deepspeed(config=path))["gradient_clipping"] == 1.0

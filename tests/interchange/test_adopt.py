@@ -215,6 +215,17 @@ def test_dtypes_are_converted(world, tmp_path):
     assert torch.equal(state.params["first.weight"], wanted["first.weight"].bfloat16().float())
 
 
+def test_values_that_would_be_cut_off(world, tmp_path):
+    save_file({"a": torch.tensor([500.0, -2.0]), "b": torch.tensor([1e5])}, tmp_path / "a.safetensors")
+    like = {"a": torch.zeros(2, dtype=torch.float8_e4m3fn), "b": torch.zeros(1, dtype=torch.float16)}
+    with pytest.raises(TreeMismatchError) as raised:
+        fa.adopt(tmp_path / "a.safetensors", like=like)
+    assert "params/a: holds 500, and float8_e4m3fn ends at 448" in str(raised.value)
+    assert "params/b: holds 100000, and float16 ends at 65504" in str(raised.value)
+    wide = {"a": torch.zeros(2, dtype=torch.float16), "b": torch.zeros(1, dtype=torch.bfloat16)}
+    assert fa.adopt(tmp_path / "a.safetensors", like=wide)["a"].tolist() == [500.0, -2.0]
+
+
 def test_other_trees(world, tmp_path):
     wanted = net_state()
     save_file(wanted, tmp_path / "a.safetensors")

@@ -83,6 +83,21 @@ def test_any_torch_optimizer_starts_with_its_own_first_state(cls):
     assert_close(ours(fa.from_torch(cls, lr=0.01)), expected)
 
 
+def test_options_that_only_a_constructor_reads():
+    options = {"lr": 0.01, "initial_accumulator_value": 0.3, "lr_decay": 0.1}
+    expected = raw(lambda net: torch.optim.Adagrad(net.parameters(), **options))
+    assert_close(ours(fa.from_torch(torch.optim.Adagrad, **options)), expected)
+    apart = {"*bias": {"initial_accumulator_value": 0.7}}
+    state = program(optimizer=fa.from_torch(torch.optim.Adagrad, **options, groups=apart)).init()
+    assert float(state.opt["out.bias"]["sum"].min()) == pytest.approx(0.7)
+    assert float(state.opt["out.weight"]["sum"].min()) == pytest.approx(0.3)
+
+
+def test_dampening_in_a_group():
+    with pytest.raises(errors.ArgumentError, match="dampening"):
+        fa.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, groups={"*": {"dampening": 0.5}})
+
+
 def test_foreign_state_exists_before_the_first_step():
     state = program(optimizer=fa.from_torch(torch.optim.NAdam, lr=0.01)).init()
     assert set(state.opt["out.bias"]) == {"step", "mu_product", "exp_avg", "exp_avg_sq"}

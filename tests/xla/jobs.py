@@ -355,7 +355,7 @@ def streams(folder):
 
 
 def broken(folder):
-    """A step that XLA refuses, and one after it."""
+    """A step that XLA refuses, with another train step beside it that goes on."""
     pure = fa.Precision(param="bf16", compute="bf16")
 
     def mixed(model, batch):
@@ -367,6 +367,8 @@ def broken(folder):
             model=fa.distribute(lambda: nn.Linear(8, 8), "xla()"),
             optimizer=fa.sgd(0.1),
         )
+        beside = make_trained("xla()")
+        going = beside.init(seed=0)
         state = train_step.init(seed=0)
         try:
             train_step(state, {"x": torch.ones(8, 8)})
@@ -374,9 +376,14 @@ def broken(folder):
             said = str(error)
         else:
             said = "nothing was raised"
+        going, metrics = beside(going, global_batch(0, EVEN))
+        goes = float(metrics["loss"])
+        beside.close()
+        state, metrics = train_step(train_step.init(seed=0), {"x": torch.ones(8, 8, dtype=torch.bfloat16)})
+        anew = float(metrics["loss"])
         train_step.close()
         after = run_row(Row(strategy="xla()"), EVEN, steps=1)["losses"]
-    return {"said": said, "after": after}
+    return {"said": said, "after": after, "goes": goes, "anew": anew}
 
 
 def mistakes(folder):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -11,9 +10,8 @@ import torch
 from torch import nn
 
 from fnaccel.errors import CapabilityError, ConfigError
-from fnaccel.optim.deepspeed import DeepspeedKernel, DeepspeedRate
-from fnaccel.optim.schedules import constant
 from fnaccel.step import Step
+from fnaccel.strategies.deepspeed.choosing import choose_update
 from fnaccel.strategies.deepspeed.draft import Draft
 from fnaccel.strategies.deepspeed.record import Deepspeed
 from fnaccel.strategies.deepspeed.shape import check_shape
@@ -61,7 +59,7 @@ def delegate(ask: Ask) -> Delegation:
     step = _precision(ask.step, draft)
     step = _accumulation(step, draft)
     step = _clipping(step, draft)
-    _optimizer(ask, draft, record)
+    choose_update(ask, draft, record)
     rows = _batch(draft, ask.mesh.batch_size)
     draft.check(_WHERE)
     _hidden(ask.model, record, draft)
@@ -191,10 +189,7 @@ def _accumulation(step: Step, draft: Draft) -> Step:
     if record is not None:
         draft.say("gradient_accumulation_steps", record.n, f"fa.accumulate(step, {record.n})")
     elif written is not None and written != 1:
-        if written < 1:
-            draft.object_to(f"gradient_accumulation_steps is {written!r} in {draft.origin}, not 1 or more")
-        else:
-            step = accumulate(step, int(written))
+        step = accumulate(step, int(written))
     draft.fill("gradient_accumulation_steps", 1)
     return step
 
@@ -208,85 +203,6 @@ def _clipping(step: Step, draft: Draft) -> Step:
         step = clip_norm(step, written)
     draft.fill("gradient_clipping", 0.0)
     return step
-
-
-def _optimizer(ask: Ask, draft: Draft, record: Deepspeed) -> None:
-    """Who updates and by what schedule: ours, or the file's by name."""
-    named, scheduled = draft.written("optimizer"), draft.written("scheduler")
-    if ask.optimizers is None:
-        draft.drop("optimizer")
-        draft.drop("scheduler")
-        if record.level in (1, 2):
-            raise CapabilityError(
-                f"stage {record.level} partitions what an optimizer needs, and there is none",
-                where="fa.train_step(optimizer=None)",
-                fix="fa.deepspeed(stage=3) for inference; or give an optimizer",
-            )
-        return
-    one = _only(ask.optimizers.values())
-    rate, own = one.lr, isinstance(one.kernel, DeepspeedKernel)
-    kind = named.get("type", "?") if isinstance(named, dict) else named
-    if named is not None and not own:
-        draft.object_to(
-            f"optimizer is {kind!r} in {draft.origin}, and fa.{one.name} in fa.train_step(optimizer=)"
-        )
-    if named is None and own:
-        raise ConfigError(
-            f"fa.from_deepspeed() takes the optimizer that the file names, and {draft.origin} names none",
-            where="fa.train_step(optimizer=)",
-            fix='config={"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, or fa.adamw(...)',
-        )
-    if isinstance(rate, DeepspeedRate) and scheduled is None:
-        raise ConfigError(
-            f"fa.deepspeed_lr() takes the schedule that the file names, and {draft.origin} names none",
-            where=f"fa.{one.name}(lr=)",
-            fix='config={"scheduler": {"type": "WarmupLR", "params": {...}}}, or another schedule',
-        )
-    if isinstance(rate, DeepspeedRate) and any("lr" in dict(extra) for _, extra in one.groups):
-        raise CapabilityError(
-            "a group has a rate of its own, and DeepSpeed's schedule sets one rate for all",
-            where=f"fa.{one.name}(groups=)",
-            fix='leave "lr" out of the groups, or use a schedule of fnaccel: fa.warmup_cosine(...)',
-        )
-    if scheduled is not None and not isinstance(rate, DeepspeedRate):
-        name = scheduled.get("type", "?") if isinstance(scheduled, dict) else scheduled
-        draft.object_to(f"scheduler is {name!r} in {draft.origin}, and lr={rate!r} in fa.{one.name}")
-    if own and not isinstance(rate, DeepspeedRate | constant):
-        raise CapabilityError(
-            f"DeepSpeed's own {kind} takes a number or DeepSpeed's own schedule, not {rate!r}",
-            where="fa.from_deepspeed(lr=)",
-            fix="fa.deepspeed_lr(...) with a scheduler in the file; or fa.adamw(lr=schedule)",
-        )
-    base = rate.lr if isinstance(rate, DeepspeedRate) else rate.value if isinstance(rate, constant) else None
-    if own:
-        draft.resolve("optimizer.params.lr", base)
-        draft.fill("optimizer.params.lr", base)
-        if draft.written("optimizer.params.lr") != base:
-            draft.say("optimizer.params.lr", base, "fa.from_deepspeed(lr=)")
-        for option, value in one.options:
-            draft.say(f"optimizer.params.{option}", list(value) if isinstance(value, tuple) else value,
-                      f"fa.from_deepspeed({option}=)")  # fmt: skip
-        for option in ("betas", "eps", "weight_decay"):
-            if draft.is_auto(f"optimizer.params.{option}"):
-                draft.drop(f"optimizer.params.{option}")
-    if isinstance(rate, DeepspeedRate):
-        for option, value in (
-            ("warmup_min_lr", rate.low), ("warmup_max_lr", rate.lr),
-            ("warmup_num_steps", rate.warmup), ("total_num_steps", rate.total),
-        ):  # fmt: skip
-            if value is not None:
-                draft.resolve(f"scheduler.params.{option}", value)
-
-
-def _only(optimizers: Iterable[Any]) -> Any:
-    first, *others = optimizers
-    if any(other != first for other in others):
-        raise CapabilityError(
-            "one DeepSpeed engine has one optimizer, and the models were given several",
-            where="fa.train_step(optimizer={...})",
-            fix="give one optimizer for all models, or one train step to each",
-        )
-    return first
 
 
 def _batch(draft: Draft, ranks: int) -> int | None:

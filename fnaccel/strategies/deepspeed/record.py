@@ -192,7 +192,8 @@ def _read(config: Any) -> Written:
             ) from error
     path = Path(config)
     try:
-        found = json.loads(path.read_text())
+        # editors on Windows begin a file with a mark
+        found = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once)
     except OSError as error:
         raise ConfigError(
             f"{path} can't be read: {error.strerror}",
@@ -208,6 +209,15 @@ def _read(config: Any) -> Written:
             f"{path} holds a {type(found).__name__}, not an object", where=f"{_WHERE}(config=)", fix="{...}"
         )
     return _written(found, str(config))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a file; a ValueError where a key stands twice, of which json keeps the last."""
+    found = dict(pairs)
+    twice = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(map(repr, twice))} stands in it twice")
+    return found
 
 
 def _written(config: dict[str, Any], path: str | None) -> Written:

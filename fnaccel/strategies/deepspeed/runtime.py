@@ -16,7 +16,7 @@ from fnaccel.leaf import Leaf
 from fnaccel.mesh import Mesh
 from fnaccel.optim.deepspeed import DeepspeedKernel
 from fnaccel.optim.description import Group, Member, Optimizer, group_leaves
-from fnaccel.optim.foreign import TorchKernel, first_slots
+from fnaccel.optim.foreign import TorchKernel, first_slots, shared_options
 from fnaccel.optim.fused import FusedKernel
 from fnaccel.remote import Remote
 from fnaccel.strategies.construct import Built, construct
@@ -59,8 +59,8 @@ def build_deepspeed(request: Request) -> tuple[Engine, Built]:
     )
     optimizer = None if request.optimizers is None else next(iter(request.optimizers.values()))
     groups = [] if optimizer is None else group_leaves(optimizer, whole_leaves(built))
-    if optimizer is not None and record.level > 0:
-        _check_elementwise(optimizer)
+    if optimizer is not None:
+        _check_foreign(optimizer, len(groups), record.level)
     engine = _initialise(package, built, optimizer, groups, config)
     parts = Parts(engine, record.level)
     named = dict(built.named("parameters"))
@@ -161,14 +161,35 @@ def _mark_leaves(built: Built, record: Deepspeed) -> None:
     part_of_package("utils").set_z3_leaf_modules(built.host, [classes[name] for name in record.moe_layers])
 
 
-def _check_elementwise(optimizer: Optimizer) -> None:
-    """Raise CapabilityError where an optimizer goes by a parameter's shape, which flat partitions lose."""
+def _check_foreign(optimizer: Optimizer, groups: int, level: int) -> None:
+    """Raise CapabilityError where DeepSpeed would run an optimizer of torch.optim otherwise than torch.
+
+    Slots that begin at the learning rate would begin at 0; Adagrad is made anew with one group; flat
+    partitions lose a parameter's shape.
+    """
     kernel: Any = optimizer.kernel
     if not isinstance(kernel, TorchKernel):
         return
     matrix = nn.Parameter(torch.zeros(2, 3))
-    one = Group((Member(0, Leaf("", matrix, matrix.data, same)),), dict(optimizer.options), None, 1.0)
-    found = first_slots(kernel.cls, [one])[0]
+    member = Member(0, Leaf("", matrix, matrix.data, same))
+
+    def begun(rate: float) -> dict[str, Any]:
+        return first_slots(kernel.cls, [Group((member,), dict(optimizer.options), None, rate)])[0]
+
+    found, other = begun(1.0), begun(0.5)
+    of_rate = [
+        name for name, value in found.items() if not torch.equal(*map(torch.as_tensor, (value, other[name])))
+    ]
+    if of_rate or (level and groups > 1 and kernel.cls is torch.optim.Adagrad):
+        raise CapabilityError(
+            f"{optimizer.name} begins {', '.join(of_rate)} at the learning rate, which DeepSpeed sets later"
+            if of_rate
+            else "DeepSpeed makes Adagrad anew, with one group for all parameters",
+            where="fa.train_step(optimizer=)",
+            fix="fa.sgd, fa.adam, fa.adamw, RMSprop; or fa.ddp()",
+        )
+    if not level:
+        return
     odd = [
         name
         for name, value in found.items()
@@ -200,7 +221,7 @@ def _initialise(
     ]
     client = None
     if optimizer is not None and not isinstance(optimizer.kernel, DeepspeedKernel):
-        client = _client(optimizer, params)
+        client = _client(optimizer, params, groups)
     try:
         with quiet():
             engine, *_ = package.initialize(
@@ -227,13 +248,13 @@ def _options(optimizer: Optimizer | None, group: Group) -> dict[str, Any]:
     return group.options
 
 
-def _client(optimizer: Optimizer, params: list[dict[str, Any]]) -> Any:
+def _client(optimizer: Optimizer, params: list[dict[str, Any]], groups: Sequence[Group]) -> Any:
     """The torch optimizer that a description stands for; fused, which on a CPU needs no build."""
     kernel: Any = optimizer.kernel
     if isinstance(kernel, FusedKernel):
         return _FUSED[kernel.name](params, fused=True)
     if isinstance(kernel, TorchKernel):
-        return kernel.cls(params)
+        return kernel.cls(params, **shared_options(groups))
     raise CapabilityError(
         f"DeepSpeed takes an optimizer of torch, and fa.{optimizer.name} is none",
         where="fa.train_step(optimizer=)",

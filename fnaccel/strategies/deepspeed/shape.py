@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ _NUMBERS = (
     "train_micro_batch_size_per_gpu",
     "steps_per_print",
 )
+_ROWS = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
 # what a misspelt key may have been meant to be (https://www.deepspeed.ai/docs/config-json/)
 _TOP = (
     *_SECTIONS, *_NUMBERS, "activation_checkpointing", "aio", "amp", "autotuning", "checkpoint", "comet",
@@ -43,11 +45,16 @@ def check_shape(draft: Draft, written: Mapping[str, Any]) -> None:
         value = draft.written(key)
         whole = key != "gradient_clipping"
         if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int | float) or (whole and value != int(value))
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or (whole and value != int(value))
         ):
             draft.object_to(
                 f"{key} is {value!r} in {draft.origin}, and not a {'whole ' if whole else ''}number"
             )
+        elif value is not None and key in _ROWS and not 1 <= value < 2**31:
+            draft.object_to(f"{key} is {value!r} in {draft.origin}, and counts from 1")
     for key in written:
         near = difflib.get_close_matches(key, _TOP, n=1, cutoff=0.85)
         if key not in _TOP and near:

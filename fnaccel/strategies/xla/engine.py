@@ -44,7 +44,7 @@ def build_xla(request: Request) -> tuple[Engine, Built]:
         capabilities=request.strategy.capabilities(),
         model=model,
         leaves=tuple(
-            Leaf(name, param, param.detach(), layout.keep)
+            Leaf(name, param, layout.alias(param.detach()), layout.keep)
             for name, param in built.named("parameters")
             if param.requires_grad
         ),

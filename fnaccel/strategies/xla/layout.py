@@ -32,6 +32,9 @@ class Layout:
     devices: int
     group: int
     _kept: list[weakref.ref[torch.Tensor]] = attrs.field(factory=list[weakref.ref[torch.Tensor]], repr=False)
+    _aliases: list[weakref.ref[torch.Tensor]] = attrs.field(
+        factory=list[weakref.ref[torch.Tensor]], repr=False
+    )
 
     @classmethod
     def of(cls, options: Xla) -> Layout:
@@ -55,6 +58,11 @@ class Layout:
         if not self._shard(value) and value.dim():
             # said aloud: a graph of several devices without any annotation was seen to abort the process
             self._mark(value, (None,) * value.dim())
+        return value
+
+    def alias(self, value: torch.Tensor) -> torch.Tensor:
+        """Note another handle of a tensor that is kept."""
+        self._aliases.append(weakref.ref(value))
         return value
 
     def spread(self, batch: Any) -> Any:
@@ -94,12 +102,21 @@ class Layout:
         try:
             torch_xla.sync()
         except (RuntimeError, ValueError) as error:
+            self._forget()  # every later graph would hold what this one could not do
             raise NotCompiledError(
                 f"XLA can't compile or run what was recorded: {str(error).splitlines()[0]}",
                 where="the graph of a step",
-                fix="see whether an operation mixes dtypes, which torch refuses at once and XLA here; its "
-                "parameters are lost: train_step.close(), make another, and fa.restore or init",
+                fix="see whether an operation mixes dtypes, which torch refuses at once and XLA here; the "
+                "parameters are lost: fa.restore(directory, like=train_step.init())",
             ) from error
+
+    def _forget(self) -> None:
+        """Give parameters, slots and averages no value, so that nothing asks for what was recorded."""
+        for one in (*self._kept, *self._aliases):
+            value = one()
+            if value is not None:
+                value.data = torch.zeros(0, dtype=value.dtype).to(value.device)  # its shape is lost as well
+                value.grad = None
 
     def _shard(self, value: torch.Tensor) -> bool:
         """Spread a tensor over its group along the widest dimension that divides; whether there is one."""

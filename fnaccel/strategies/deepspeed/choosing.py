@@ -1,0 +1,155 @@
+"""Who updates and by what schedule: ours, or those that the file names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fnaccel.errors import CapabilityError, ConfigError
+from fnaccel.optim.deepspeed import DeepspeedKernel, DeepspeedRate
+from fnaccel.optim.description import Optimizer
+from fnaccel.optim.schedules import constant
+from fnaccel.strategies.deepspeed.draft import Draft
+from fnaccel.strategies.deepspeed.record import Deepspeed
+from fnaccel.strategies.delegation import Ask
+
+# what fa.deepspeed_lr says, by what each schedule calls it; WarmupCosineLR starts from the optimizer's rate
+_SCHEDULES: dict[str, dict[str, str]] = {
+    "WarmupLR": {"lr": "warmup_max_lr", "low": "warmup_min_lr", "warmup": "warmup_num_steps"},
+    "WarmupDecayLR": {
+        "lr": "warmup_max_lr",
+        "low": "warmup_min_lr",
+        "warmup": "warmup_num_steps",
+        "total": "total_num_steps",
+    },
+    "WarmupCosineLR": {"warmup": "warmup_num_steps", "total": "total_num_steps"},
+    "OneCycle": {"lr": "cycle_max_lr", "low": "cycle_min_lr"},
+    "LRRangeTest": {"low": "lr_range_test_min_lr"},
+}
+
+
+def choose_update(ask: Ask, draft: Draft, record: Deepspeed) -> None:
+    """See who updates and by what schedule, ours or the file's, and fill in what the file's are told.
+
+    Raises:
+        CapabilityError: a pair that DeepSpeed can't run.
+        ConfigError: the file names none of what the train step leaves to it.
+    """
+    if ask.optimizers is None:
+        draft.drop("optimizer")
+        draft.drop("scheduler")
+        if record.level in (1, 2):
+            raise CapabilityError(
+                f"stage {record.level} partitions what an optimizer needs, and there is none",
+                where="fa.train_step(optimizer=None)",
+                fix="fa.deepspeed(stage=3) for inference; or give an optimizer",
+            )
+        return
+    optimizer = _only(ask.optimizers.values())
+    _check_types(draft)
+    _check_optimizer(draft, optimizer)
+    _check_schedule(draft, optimizer)
+    if isinstance(optimizer.kernel, DeepspeedKernel):
+        _fill_optimizer(draft, optimizer)
+    if isinstance(optimizer.lr, DeepspeedRate):
+        _fill_schedule(draft, optimizer.lr)
+
+
+def _only(optimizers: Iterable[Optimizer]) -> Optimizer:
+    first, *others = optimizers
+    if any(other != first for other in others):
+        raise CapabilityError(
+            "one DeepSpeed engine has one optimizer, and the models were given several",
+            where="fa.train_step(optimizer={...})",
+            fix="give one optimizer for all models, or one train step to each",
+        )
+    return first
+
+
+def _named(draft: Draft, section: str) -> Any:
+    """The type that a section names; `"?"` where it names none, None where there is no section."""
+    found = draft.written(section)
+    return found.get("type") or "?" if isinstance(found, dict) else found
+
+
+def _check_types(draft: Draft) -> None:
+    for section, example in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
+        value = draft.written(section)
+        if isinstance(value, dict) and not isinstance(value.get("type"), str):
+            draft.object_to(f"{section} in {draft.origin} has no type, such as {example!r}")
+
+
+def _check_optimizer(draft: Draft, optimizer: Optimizer) -> None:
+    kind = _named(draft, "optimizer")
+    own = isinstance(optimizer.kernel, DeepspeedKernel)
+    if kind is None and own:
+        raise ConfigError(
+            f"fa.from_deepspeed() takes the optimizer that the file names, and {draft.origin} names none",
+            where="fa.train_step(optimizer=)",
+            fix='config={"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, or fa.adamw(...)',
+        )
+    if kind is not None and not own:
+        draft.object_to(
+            f"optimizer is {kind!r} in {draft.origin}, and fa.{optimizer.name} in fa.train_step(optimizer=)"
+        )
+    if own and str(kind).lower() == "muon":
+        draft.object_to(f"optimizer is {kind!r} in {draft.origin}, which goes by matrices marked for it")
+    if own and draft.written("optimizer.params.dampening"):
+        draft.object_to(
+            f"optimizer.params.dampening in {draft.origin} treats the first update apart, which a state "
+            "made before step 0 can't tell"
+        )
+
+
+def _check_schedule(draft: Draft, optimizer: Optimizer) -> None:
+    kind, rate = _named(draft, "scheduler"), optimizer.lr
+    theirs = isinstance(rate, DeepspeedRate)
+    if theirs and kind is None:
+        raise ConfigError(
+            f"fa.deepspeed_lr() takes the schedule that the file names, and {draft.origin} names none",
+            where=f"fa.{optimizer.name}(lr=)",
+            fix='config={"scheduler": {"type": "WarmupLR", "params": {...}}}, or another schedule',
+        )
+    if theirs and any("lr" in dict(extra) for _, extra in optimizer.groups):
+        raise CapabilityError(
+            "a group has a rate of its own, and DeepSpeed's schedule sets one rate for all",
+            where=f"fa.{optimizer.name}(groups=)",
+            fix='leave "lr" out of the groups, or use a schedule of fnaccel: fa.warmup_cosine(...)',
+        )
+    if kind is not None and not theirs:
+        draft.object_to(f"scheduler is {kind!r} in {draft.origin}, and lr={rate!r} in fa.{optimizer.name}")
+    if isinstance(optimizer.kernel, DeepspeedKernel) and not isinstance(rate, DeepspeedRate | constant):
+        raise CapabilityError(
+            f"DeepSpeed's own {_named(draft, 'optimizer')} takes a number or DeepSpeed's own schedule, and "
+            f"lr={rate!r}",
+            where="fa.from_deepspeed(lr=)",
+            fix="fa.deepspeed_lr(...) with a scheduler in the file; or fa.adamw(lr=schedule)",
+        )
+
+
+def _fill_optimizer(draft: Draft, optimizer: Optimizer) -> None:
+    rate: Any = optimizer.lr
+    base = rate.lr if isinstance(rate, DeepspeedRate) else rate.value
+    draft.say("optimizer.params.lr", base, "fa.from_deepspeed(lr=)")
+    for option, given in optimizer.options:
+        value = list(given) if isinstance(given, tuple) else given
+        draft.say(f"optimizer.params.{option}", value, f"fa.from_deepspeed({option}=)")
+    for option in ("betas", "eps", "weight_decay"):
+        if draft.is_auto(f"optimizer.params.{option}"):
+            draft.drop(f"optimizer.params.{option}")
+
+
+def _fill_schedule(draft: Draft, rate: DeepspeedRate) -> None:
+    kind = _named(draft, "scheduler")
+    names = _SCHEDULES.get(str(kind))
+    if names is None:  # DeepSpeed says what is wrong with the name
+        return
+    for option in ("lr", "low", "warmup", "total"):
+        value: Any = getattr(rate, option)
+        said = f"fa.deepspeed_lr({option}={value})"
+        if value is not None and option in names:
+            draft.say(f"scheduler.params.{names[option]}", value, said)
+        elif value is not None and option != "lr":  # the rate that an optimizer is made with
+            draft.object_to(f"{said} means nothing to {kind} in {draft.origin}")
+    if names.get("low") and rate.low is None:
+        draft.resolve(f"scheduler.params.{names['low']}", 0.0)
