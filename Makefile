@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# what DeepSpeed compiles belongs to one environment: shared, two checkouts would compile it in turns, and wait
+# what DeepSpeed compiles belongs to one environment, and to one ninja: shared, or with another, it is compiled anew
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/extensions
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo test test-nvme soak lint types check format bench clean
 
