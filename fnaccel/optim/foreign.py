@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import attrs
 import torch
 
 from fnaccel import _torch
-from fnaccel.errors import CapabilityError
+from fnaccel.errors import ArgumentError, CapabilityError, nearest
 from fnaccel.optim.description import Group, Optimizer, options_of
 from fnaccel.optim.fused import Groups
 from fnaccel.step import require
@@ -84,18 +85,26 @@ def _make(cls: Any, groups: Sequence[Group], params: dict[int, Any]) -> Any:
     """The optimizer over `params`; the first rate matters to state that is made from it (ASGD, Rprop)."""
     return cls(
         [{"params": [params[m.index] for m in g.members], "lr": g.first_rate, **g.options} for g in groups],
-        **shared_options(groups),
+        **shared_options(cls, groups),
     )
 
 
-def shared_options(groups: Sequence[Group]) -> dict[str, Any]:
+def shared_options(cls: Any, groups: Sequence[Group]) -> dict[str, Any]:
     """The options on which all groups agree: some matter to the constructor alone (Adagrad's first sum)."""
     first, *others = groups
+    taken = _arguments(cls)
     return {
         name: value
         for name, value in first.options.items()
-        if all(name in other.options and other.options[name] == value for other in others)
+        if (taken is None or name in taken)  # a group may have marks that only the update reads
+        and all(name in other.options and other.options[name] == value for other in others)
     }
+
+
+def _arguments(cls: Any) -> set[str] | None:
+    """What a class's constructor takes by name; None where it takes anything."""
+    found = inspect.signature(cls).parameters.values()
+    return None if any(one.kind is one.VAR_KEYWORD for one in found) else {one.name for one in found}
 
 
 def first_slots(cls: Any, groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
@@ -149,7 +158,7 @@ def from_torch(
         options: what the class takes besides.
 
     Raises:
-        ArgumentError: not an optimizer class.
+        ArgumentError: not an optimizer class, or an option that it does not take.
         CapabilityError: at `init`, where it can't run on these parameters.
 
     Example: `fa.from_torch(torch.optim.RMSprop, lr=1e-3, alpha=0.9)`.
@@ -172,6 +181,12 @@ def from_torch(
         "fa.from_torch",
         "leave dampening at 0",
     )
+    taken = _arguments(cls)
+    for name in options:
+        if taken is not None and name not in taken:
+            raise ArgumentError(
+                f"{cls.__name__} takes no {name!r}", where="fa.from_torch", fix=nearest(name, taken)
+            )
     known, checked = options, {k: dict(v) for k, v in dict(groups or {}).items()}
     for extra in checked.values():
         known = {**{name: None for name in extra if name != "lr"}, **known}

@@ -93,6 +93,24 @@ def test_options_that_only_a_constructor_reads():
     assert float(state.opt["out.weight"]["sum"].min()) == pytest.approx(0.3)
 
 
+class Marked(torch.optim.SGD):
+    """Reads a mark that its groups have and its constructor does not know."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+
+    def step(self, closure=None):
+        assert all(group["marked"] for group in self.param_groups)
+        return super().step(closure)
+
+
+def test_marks_of_groups_and_misspelt_options():
+    expected = raw(lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
+    assert_close(ours(fa.from_torch(Marked, lr=0.1, groups={"*": {"marked": True}})), expected)
+    with pytest.raises(errors.ArgumentError, match=r"RMSprop takes no 'alhpa'[\s\S]*alpha"):
+        fa.from_torch(torch.optim.RMSprop, lr=0.1, alhpa=0.9)
+
+
 def test_dampening_in_a_group():
     with pytest.raises(errors.ArgumentError, match="dampening"):
         fa.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, groups={"*": {"dampening": 0.5}})

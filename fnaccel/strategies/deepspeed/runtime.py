@@ -254,7 +254,7 @@ def _client(optimizer: Optimizer, params: list[dict[str, Any]], groups: Sequence
     if isinstance(kernel, FusedKernel):
         return _FUSED[kernel.name](params, fused=True)
     if isinstance(kernel, TorchKernel):
-        return kernel.cls(params, **shared_options(groups))
+        return kernel.cls(params, **shared_options(kernel.cls, groups))
     raise CapabilityError(
         f"DeepSpeed takes an optimizer of torch, and fa.{optimizer.name} is none",
         where="fa.train_step(optimizer=)",
