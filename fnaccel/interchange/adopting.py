@@ -114,15 +114,12 @@ def _check_ranges(found: Fit, source: Source, tensors: Mapping[str, torch.Tensor
     """
     problems: list[str] = []
     for path, one in found.pairs.items():
-        dtype = tensors[path].dtype
-        if not dtype.is_floating_point or not one.dtype.is_floating_point:
+        dtype, box = tensors[path].dtype, part_of(tensors[path], world.rank).box
+        if not (box.numel and dtype.is_floating_point and one.dtype.is_floating_point):
             continue
         most = torch.finfo(dtype).max
-        if torch.finfo(one.dtype).max <= most:
+        if most > _WIDE or torch.finfo(one.dtype).max <= most:  # bf16 reaches nearly as far as fp32
             continue
-        box = part_of(tensors[path], world.rank).box
-        if most > _WIDE or not box.numel:
-            continue  # bf16 reaches nearly as far as fp32
         value = torch.empty(box.shape, dtype=torch.float32)
         one.read(box, value)
         largest = float(value.abs().max())

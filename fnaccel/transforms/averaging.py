@@ -25,7 +25,8 @@ class Ema:
         else:
             weight = (1.0 - self.decay) * (1.0 - info.skip)
             # of each average's dtype: XLA has no other
-            _torch.foreach_lerp_(averages, shards, [weight.to(average.dtype) for average in averages])
+            cast = {dtype: weight.to(dtype) for dtype in {average.dtype for average in averages}}
+            _torch.foreach_lerp_(averages, shards, [cast[average.dtype] for average in averages])
         return own
 
 

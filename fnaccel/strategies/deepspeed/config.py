@@ -218,9 +218,8 @@ def _batch(draft: Draft, ranks: int) -> int | None:
             + " don't make that up"
         )
     draft.drop("train_batch_size")  # it follows from the other two
-    draft.fill(
-        "train_micro_batch_size_per_gpu", int(per_rank or 1)
-    )  # without one it only names the log's unit
+    # without one it only names the log's unit
+    draft.fill("train_micro_batch_size_per_gpu", int(per_rank or 1))
     return None if per_rank is None else int(per_rank)
 
 

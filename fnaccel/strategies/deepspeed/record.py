@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -213,11 +214,11 @@ def _read(config: Any) -> Written:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of a file; a ValueError where a key stands twice, of which json keeps the last."""
-    found = dict(pairs)
-    twice = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
+    times = Counter(key for key, _ in pairs)
+    twice = [repr(key) for key, count in times.items() if count > 1]
     if twice:
-        raise ValueError(f"{', '.join(map(repr, twice))} stands in it twice")
-    return found
+        raise ValueError(f"{', '.join(twice)} stands in it twice")
+    return dict(pairs)
 
 
 def _written(config: dict[str, Any], path: str | None) -> Written:

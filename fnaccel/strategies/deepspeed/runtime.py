@@ -180,16 +180,20 @@ def _check_foreign(optimizer: Optimizer, groups: int, level: int) -> None:
     of_rate = [
         name for name, value in found.items() if not torch.equal(*map(torch.as_tensor, (value, other[name])))
     ]
-    if of_rate or (level and groups > 1 and kernel.cls is torch.optim.Adagrad):
+    if of_rate:
         raise CapabilityError(
-            f"{optimizer.name} begins {', '.join(of_rate)} at the learning rate, which DeepSpeed sets later"
-            if of_rate
-            else "DeepSpeed makes Adagrad anew, with one group for all parameters",
+            f"{optimizer.name} begins {', '.join(of_rate)} at the learning rate, which DeepSpeed sets later",
             where="fa.train_step(optimizer=)",
-            fix="fa.sgd, fa.adam, fa.adamw, RMSprop; or fa.ddp()",
+            fix="fa.sgd, fa.adam, fa.adamw, RMSprop, Adagrad; or fa.ddp()",
         )
     if not level:
         return
+    if groups > 1 and kernel.cls is torch.optim.Adagrad:
+        raise CapabilityError(
+            "DeepSpeed makes Adagrad anew, with one group for all parameters",
+            where="fa.train_step(optimizer=)",
+            fix="leave out groups=; or fa.sgd, fa.adam, fa.adamw, RMSprop, fa.ddp()",
+        )
     odd = [
         name
         for name, value in found.items()
