@@ -210,6 +210,15 @@ def transient_buffers(root: torch.nn.Module) -> list[str]:
     ]
 
 
+no_torch_function = torch._C._disabled_torch_function_impl
+"""As `__torch_function__` of a subclass: operations return plain tensors. (2.9 to 2.13)"""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that changes with each write to a tensor. (2.9 to 2.13)"""
+    return tensor._version
+
+
 def buffer_sync(sync: bool) -> dict[str, Any]:
     """DistributedDataParallel's argument for buffers: renamed in 2.13, the old name warns. (2.11, 2.13)"""
     names = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
@@ -232,9 +241,17 @@ class FixedBuckets(torch.nn.parallel.DistributedDataParallel):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._fix_buckets()
+
+    def _fix_buckets(self) -> None:
         if not self.find_unused_parameters:
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
+
+    def begin_anew(self) -> None:
+        """Forget a forward without a backward, whose hooks would fire in the next; all ranks call it."""
+        self.reducer._reset_state()
+        self._fix_buckets()
 
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()

@@ -46,7 +46,7 @@ class Autosave:
             Preempted: a signal came to any rank; the state of the last step is saved.
             CheckpointError: a save failed.
         """
-        # inside out: trackers end, what is being written is waited for, and only then signals are let go
+        # inside out: what is being written is waited for, and only then signals are let go
         with (
             preemption(train_step, signals=self.signals) as notice,
             _Saver(self) as saver,
@@ -54,11 +54,12 @@ class Autosave:
         ):
             state: TrainState | None = None
             for state, metrics in steps:
-                if notice.stopping or (self.every is not None and state.step % self.every == 0):
-                    saver.save(state)
                 yield state, metrics
+                # not before the loop asks for the next step: its body may still change `extras`
                 if notice.stopping:
                     break
+                if self.every is not None and state.step % self.every == 0:
+                    saver.save(state)
             if state is None:
                 return
             saver.save(state)

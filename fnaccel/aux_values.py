@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fnaccel import tree
 from fnaccel.collectives import gather, gather_objects
 from fnaccel.errors import LossError
-from fnaccel.loss import Concat, Sum, is_combinable, parts_of
+from fnaccel.loss import Concat, Mean, Sum, is_combinable, parts_of, readable
 
 RESERVED = frozenset({"loss", "weight", "lr", "grad_norm", "skipped", "loss_scale", "recompilations"})
 """Metrics that a step reports by itself."""
@@ -25,10 +25,14 @@ def plain(value: Any) -> Any:
 
 
 def divide(total: Any, weight: Any, device: torch.device) -> torch.Tensor:
-    """A total over its weight, as a tensor."""
+    """A total over its weight, as a tensor; 0 if there is no weight."""
     if not isinstance(total, torch.Tensor):
         total = torch.tensor(float(total), device=device)
-    return total if isinstance(weight, int) and weight == 1 else total / weight
+    if not isinstance(weight, torch.Tensor):
+        return total / weight if weight else torch.zeros_like(total)
+    if readable(weight):
+        return total / weight if float(weight) else torch.zeros_like(total)
+    return torch.where(weight == 0, torch.zeros_like(total), total / weight)
 
 
 def packed(values: list[Any], device: torch.device) -> torch.Tensor:
@@ -77,8 +81,28 @@ def _taken(names: list[str]) -> LossError:
     )
 
 
+def structure(aux: AuxValues, weighted: bool | None) -> str:
+    """The text on which ranks have to agree: the kind of the loss, and the structure of its aux.
+
+    Args:
+        aux: the aux of this rank.
+        weighted: whether the loss is an `fa.Mean`; None if the weights come from the batch.
+    """
+    kind = {True: "fa.Mean", False: "a bare loss", None: "a loss"}[weighted]
+    return f"{kind} with {aux.shape or 'no aux'}"
+
+
+def mixed_kinds(place: str) -> LossError:
+    """The error for a bare loss beside an `fa.Mean`, which would weigh 1 beside a count."""
+    return LossError(
+        f"the loss function returned fa.Mean for one {place} and a bare loss for another",
+        where="the loss function",
+        fix="return fa.Mean(total, weight=...) on every path",
+    )
+
+
 class Agreement:
-    """What aux looks like on every rank; asked once, since ranks add their values up by place."""
+    """What the loss returns on every rank; asked once, since ranks add their values up by place."""
 
     __slots__ = ("seen",)
 
@@ -92,20 +116,20 @@ class Agreement:
             LossError: ranks or calls differ; all ranks raise where ranks do.
         """
         if self.seen is None:
-            found = gather_objects(shape, over=group)
-            if len(set(found)) > 1:
-                listed = "; ".join(f"rank {rank} has {one or 'no aux'}" for rank, one in enumerate(found))
+            shapes = gather_objects(shape, over=group)
+            if len(set(shapes)) > 1:
+                listed = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shapes))
                 raise LossError(
-                    f"the aux of ranks differs: {listed}",
-                    where="the loss function's aux",
-                    fix="return the same keys on every rank, whatever its rows are",
+                    f"the losses of ranks differ: {listed}",
+                    where="what the loss function returns",
+                    fix="return the same kind of loss and the same keys on every rank, whatever its rows are",
                 )
             self.seen = shape
         elif self.seen != shape:
             raise LossError(
-                f"aux changed its structure between calls: {shape or 'none'} after {self.seen or 'none'}",
-                where="the loss function's aux",
-                fix="return the same keys in every call: ranks add them up by place",
+                f"the loss changed its structure between calls: {shape} after {self.seen}",
+                where="what the loss function returns",
+                fix="return the same kind of loss and the same keys in every call",
             )
 
 
@@ -183,3 +207,18 @@ class AuxValues:
         if taken:
             raise _taken([*taken])
         return aux
+
+
+def detached(aux: Any) -> Any:
+    """Aux without its graph; the containers that a loss makes by itself."""
+    if isinstance(aux, Mean):
+        return Mean(plain(aux.total), plain(aux.weight), detached(aux.aux))
+    if isinstance(aux, Sum):
+        return Sum(plain(aux.value))
+    if isinstance(aux, Concat):
+        return Concat(plain(aux.value))
+    if isinstance(aux, dict):
+        return {key: detached(value) for key, value in aux.items()}
+    if type(aux) in (list, tuple):
+        return type(aux)([detached(value) for value in aux])
+    return plain(aux)

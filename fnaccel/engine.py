@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -23,13 +23,15 @@ from fnaccel.devices import stream_of
 from fnaccel.errors import MicroBatchError, PeerLostError
 from fnaccel.gradients import Gradients
 from fnaccel.leaf import Leaf
-from fnaccel.loss import check_attached, read_loss
+from fnaccel.loss import check_attached, check_weight, read_loss
 from fnaccel.mesh import Mesh, MeshAxis
 from fnaccel.notice import Notice
 from fnaccel.reports import Report
 from fnaccel.state import fold
 from fnaccel.step import Capability
 from fnaccel.world import World
+
+T = TypeVar("T")
 
 
 @attrs.frozen(kw_only=True)
@@ -131,8 +133,7 @@ class Engine:
         """
         if self.rows is not None:
             _check_rows(self.rows, micros, self.name, self.mesh.world)
-        with attempt(self, call) as seed:
-            return _run_micro_batches(self, loss, micros, call, seed)
+        return attempt(self, call, lambda seed: _run_micro_batches(self, loss, micros, call, seed))
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -166,11 +167,18 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     return found
 
 
-@contextlib.contextmanager
-def attempt(engine: Engine, call: Call) -> Generator[Callable[[int], None]]:
-    """In the body the micro-batches of a step run; yields what seeds the generators for one of them.
+def undo(engine: Engine) -> None:
+    """Take back what a step left that did not reach its end: gradients, gathered parameters."""
+    engine.clear()
+    for restore in (engine.settle, engine.recover):
+        if restore is not None:
+            restore()
 
-    An exception leaves no gradient behind, and generators end as they were.
+
+def attempt(engine: Engine, call: Call, body: Callable[[Callable[[int], None]], T]) -> T:
+    """Return `body(seed)`, which runs the micro-batches of a step; `seed(i)` seeds the generators for one.
+
+    The generators end as they were. An exception leaves no gradient behind.
 
     Raises:
         PeerLostError: a collective waited for ranks that did not come.
@@ -178,33 +186,44 @@ def attempt(engine: Engine, call: Call) -> Generator[Callable[[int], None]]:
     mesh = engine.mesh
     generators = [] if call.root is None else generators_of(mesh.world.device)
     # a data set may draw from the same generators, and has to find them as it left them (1 us)
-    kept = [generator.get_state() for generator in generators]
+    states = [generator.get_state() for generator in generators]
     rank = mesh.batch_rank if generators else 0
 
     def seed(micro_batch: int) -> None:
         for generator in generators:
             generator.manual_seed(fold(call.root or 0, call.step, micro_batch, rank))
 
-    try:
-        yield seed
-    except BaseException as error:
-        engine.clear()
-        for undo in (engine.settle, engine.recover):
-            if undo is not None:
-                undo()
-        world = mesh.world
-        if world.size > 1 and isinstance(error, RuntimeError) and _LOST.search(str(error)):
-            raise PeerLostError(
-                f"rank {world.rank} waited in step {call.step} for ranks that did not come: "
-                f"{str(error).splitlines()[0]}",
-                where="train_step(state, batch)",
-                fix="see whether another rank failed; if none did, make the same calls on every rank "
-                "(fa.shard gives all the same number of batches)",
-            ) from error
-        raise
-    finally:
-        for generator, state in zip(generators, kept, strict=True):
+    def put_back() -> None:
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+    complete = False
+    try:
+        try:
+            return body(seed)
+        except BaseException as error:
+            undo(engine)
+            lost = _peer_lost(error, mesh.world, call.step)
+            if lost is not None:
+                raise lost from error
+            raise
+        finally:
+            put_back()
+            complete = True
+    finally:
+        if not complete:  # an interrupt came in the middle
+            put_back()
+
+
+def _peer_lost(error: BaseException, world: World, step: int) -> PeerLostError | None:
+    if world.size == 1 or not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
+        return None
+    return PeerLostError(
+        f"rank {world.rank} waited in step {step} for ranks that did not come: {str(error).splitlines()[0]}",
+        where="train_step(state, batch)",
+        fix="see whether another rank failed; if none did, make the same calls on every rank "
+        "(fa.shard gives all the same number of batches)",
+    )
 
 
 def _run_micro_batches(
@@ -220,11 +239,11 @@ def _run_micro_batches(
         seed(index)
         if engine.sync is None:
             total = _forward(engine, loss, micro, call, report)
-            _backward(engine, total, micro, up_front, report, index == last)
+            _backward(engine, total, up_front, report, index == last)
         else:
             with engine.sync(index == last or loss.sync_each):
                 total = _forward(engine, loss, micro, call, report)
-                _backward(engine, total, micro, up_front, report, index == last)
+                _backward(engine, total, up_front, report, index == last)
     if engine.finish is not None:
         engine.finish()
     grads = [_torch.local_of(g) if (g := leaf.param.grad) is not None else None for leaf in engine.leaves]
@@ -263,7 +282,7 @@ def up_front_of(
 ) -> Any:
     """What totals are multiplied by before backward: the loss scale, over a weight known by now."""
     if loss.weight_fn is not None:
-        weights = [loss.weight_fn(m.data) if m.valid else 0 for m in micros]
+        weights = [check_weight(loss.weight_fn(m.data), loss.where) if m.valid else 0 for m in micros]
         report.know_weights(weights)
         factor = _ratio(averaged, report.weight)
         return factor if call.scale is None else call.scale * factor
@@ -282,9 +301,8 @@ def _ratio(numerator: int, weight: Any) -> Any:
 def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Report) -> torch.Tensor:
     def entry(model: Any, *args: Any) -> torch.Tensor:
         # only the total leaves the hooks' sight as an output; the rest is kept beside it
-        total, weight, aux = read_loss(loss.fn(model, *args), loss.where)
-        report.take(total, weight, aux, valid=micro.valid > 0)
-        return total
+        parts = read_loss(loss.fn(model, *args), loss.where)
+        return report.take(parts, valid=micro.valid > 0)
 
     args = (micro.data,) if call.given is None else (micro.data, call.given.models)
     if call.given is None:
@@ -295,13 +313,9 @@ def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Repor
     return total
 
 
-def _backward(
-    engine: Engine, total: torch.Tensor, micro: Micro, up_front: Any, report: Report, last: bool
-) -> None:
+def _backward(engine: Engine, total: torch.Tensor, up_front: Any, report: Report, last: bool) -> None:
     if last:
         report.send()  # overlaps with the backward pass
-    if not micro.valid:
-        total = total * 0.0
     if up_front is not None:
         total = total * up_front
     if engine.backward is None:

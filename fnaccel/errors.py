@@ -112,6 +112,13 @@ class LossError(FnaccelError, ValueError):
     """
 
 
+class NonfiniteError(FnaccelError, ArithmeticError):
+    """Update after update was skipped, since no gradient is finite.
+
+    Fails: a model that returns NaN, under `fa.skip_nonfinite(step)`. Works: find the NaN, or lower the rate.
+    """
+
+
 class MicroBatchError(FnaccelError, ValueError):
     """A batch can't be cut into the micro-batches asked for.
 
@@ -160,6 +167,28 @@ class UnleasedStateError(FnaccelError, RuntimeError):
 
     Fails: `train_step(attrs.evolve(state, step=0), b)`.
     Works: `train_step(train_step.adopt(attrs.evolve(state, step=0)), b)`.
+    """
+
+
+class ReadOnlyError(FnaccelError, TypeError):
+    """A tree that a state shows was written to.
+
+    Fails: `state.params["weight"] = value`. Works: `state.params["weight"].copy_(value)` under no_grad, or
+    `train_step.adopt(attrs.evolve(state, params={**state.params, "weight": value}))`.
+    """
+
+
+class ReplacedParameterError(FnaccelError, RuntimeError):
+    """A parameter of a trained model was replaced, added or removed, so it would not be trained.
+
+    Fails: `model.head = nn.Linear(4, 2)` inside the loss. Works: the layer in the model's constructor.
+    """
+
+
+class AveragedError(FnaccelError, RuntimeError):
+    """The parameters hold the averages of `with_ema`, so the state can't be saved, copied or trained.
+
+    Fails: `with train_step.averaged(state): fa.save(d, state)`. Works: the save after the block.
     """
 
 

@@ -18,7 +18,7 @@ from fnaccel.mesh import MeshAxis
 class Gradients:
     """Local gradients of each leaf (None where it got none) and what they are multiplied by."""
 
-    __slots__ = ("_axes", "_device", "_leaves", "_norm", "multiplier", "shards", "skip")
+    __slots__ = ("_axes", "_device", "_leaves", "_norm", "idle", "multiplier", "shards", "skip")
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Gradients:
         self.shards = shards
         self.multiplier = multiplier
         self.skip: torch.Tensor | None = None
+        self.idle: torch.Tensor | None = None
 
     def present(self) -> list[torch.Tensor]:
         """The local gradients that exist and have elements."""
@@ -92,6 +93,12 @@ class Gradients:
         bad = (~torch.isfinite(self.norm())).float()
         self.skip = bad if self.skip is None else torch.maximum(self.skip, bad)
 
+    def left_out(self) -> torch.Tensor | None:
+        """1 if the update is left out: a gradient is not finite, or the weight is 0. None if neither can be."""
+        if self.skip is None or self.idle is None:
+            return self.idle if self.skip is None else self.skip
+        return torch.maximum(self.skip, self.idle)
+
     def by_name(self) -> dict[str, Any]:
         """The gradients as a user's transform sees them: by name, DTensors where sharded."""
         self.materialise()
@@ -140,3 +147,30 @@ def _unlike(value: Any, leaf: Any) -> str:
     if getattr(value, "placements", None) != getattr(leaf.param, "placements", None):
         return f"is laid out as {getattr(value, 'placements', 'a plain tensor')}, not {leaf.param.placements}"
     return ""
+
+
+def apart(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Gradients of which no two share memory: what follows changes them in place."""
+    seen: set[int] = set()
+    found: list[torch.Tensor | None] = []
+    for grad in grads:
+        shared = grad is not None and grad.untyped_storage().data_ptr() in seen
+        found.append(grad.clone() if grad is not None and shared else grad)
+        if grad is not None:
+            seen.add(grad.untyped_storage().data_ptr())
+    return found
+
+
+def laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A gradient whose elements lie in memory as the parameter's: fused kernels pair them by place."""
+    pairs = zip(grad.stride(), param.stride(), grad.shape, strict=True)
+    if all(mine == wanted or length < 2 for mine, wanted, length in pairs):
+        return grad
+    return torch.empty_like(param).copy_(grad)
+
+
+def added(held: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of two gradients, of which either may be missing."""
+    if held is None or grad is None:
+        return grad if held is None else held
+    return held + grad

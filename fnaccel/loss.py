@@ -6,8 +6,10 @@ The three classes are frozen dataclasses, not attrs: a loss builds them inside c
 
 from __future__ import annotations
 
+import math
+import numbers
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,12 +72,22 @@ def parts_of(leaf: Any, rows: int, where: str) -> tuple[Any, Any]:
     return leaf if rows == 1 else leaf * rows, rows
 
 
-def read_loss(output: Any, where: str) -> tuple[torch.Tensor, Any, Any]:
-    """(total, weight, aux) of what a loss function returned.
+class LossParts(NamedTuple):
+    """The parts of what a loss function returned; `weighted` if it gave a weight of its own."""
+
+    total: torch.Tensor
+    weight: Any
+    aux: Any
+    weighted: bool
+
+
+def read_loss(output: Any, where: str) -> LossParts:
+    """The parts of what a loss function returned.
 
     Raises:
-        LossError: nothing was returned, or the total is no scalar tensor.
+        LossError: nothing was returned, the total is no scalar tensor, or the weight is no weight.
     """
+    weighted = isinstance(output, Mean)
     if isinstance(output, Mean):
         total, weight, aux = output.total, output.weight, output.aux
     elif isinstance(output, tuple) and len(output) == 2:  # pyright: ignore[reportUnknownArgumentType]
@@ -83,33 +95,89 @@ def read_loss(output: Any, where: str) -> tuple[torch.Tensor, Any, Any]:
     else:
         total, weight, aux = output, 1, None
     if not isinstance(total, torch.Tensor):
-        raise LossError(
-            f"the loss function returned {'nothing' if total is None else type(total).__name__}",
-            where=where,
-            fix="return a scalar tensor, (scalar, aux), or fa.Mean(total, weight=...)",
-        )
+        raise _no_tensor(total, where)
     if total.dim() != 0:
         raise LossError(
             f"the loss is not a scalar: it has shape {list(total.shape)}",
             where=where,
             fix="sum it and say how many: fa.Mean(loss.sum(), weight=loss.numel())",
         )
-    _check_weight(weight, where)
-    return total, weight, aux
+    return LossParts(total, check_weight(weight, where), aux, weighted)
 
 
-def _check_weight(weight: Any, where: str) -> None:
-    # a tensor's value is not looked at: that would be a host read in every step
+def _no_tensor(output: Any, where: str) -> LossError:
+    fix = "return a scalar tensor, (scalar, aux), or fa.Mean(total, weight=...)"
+    if isinstance(output, dict) and "loss" in output:  # a transformers model's output is such a mapping
+        fix = 'did you mean output["loss"]? ' + fix
+    return LossError(
+        f"the loss function returned {'nothing' if output is None else type(output).__name__}",
+        where=where,
+        fix=fix,
+    )
+
+
+def check_weight(weight: Any, where: str) -> Any:
+    """A weight as a number or a 0-d tensor; one of numpy's numbers as Python's.
+
+    The value of a tensor on an accelerator is not looked at, since that would be a host read in every step.
+
+    Raises:
+        LossError: negative, infinite, NaN, or no number.
+    """
+    problem = ""
     if isinstance(weight, torch.Tensor):
-        what = f"a tensor of shape {list(weight.shape)}" if weight.dim() else ""
+        if weight.dim():
+            problem = f"a tensor of shape {list(weight.shape)}"
+        elif readable(weight) and not 0 <= float(weight) < math.inf:
+            problem = f"a tensor of value {float(weight)}"
+    elif isinstance(weight, int):  # in a graph it may be symbolic, and has no infinity
+        problem = "" if weight >= 0 else repr(weight)
+    elif isinstance(weight, float):
+        if type(weight) is not float:  # numpy's would make numpy numbers of what it divides
+            return check_weight(float(weight), where)
+        problem = "" if 0 <= weight < math.inf else repr(weight)
+    elif isinstance(weight, numbers.Real):
+        return check_weight(float(weight), where)  # one of numpy's
     else:
-        what = "" if isinstance(weight, int | float) and weight >= 0 else repr(weight)
-    if what:
+        problem = repr(weight)
+    if problem:
         raise LossError(
-            f"the weight of a loss is {what}",
+            f"the weight of a loss is {problem}",
             where=where,
-            fix="say how many rows or tokens the total stands for: a number, or a 0-d tensor",
+            fix="say how many rows or tokens the total stands for: a finite number of at least 0, "
+            "or a 0-d tensor of one",
         )
+    return weight
+
+
+def readable(value: torch.Tensor) -> bool:
+    """Whether the host can read a tensor at no cost: it is on the CPU, and no graph is being captured."""
+    return value.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def masked(total: torch.Tensor, weight: Any) -> tuple[torch.Tensor, Any]:
+    """A total and its weight as they count: a total of weight 0 is 0, a tensor weight that is none is NaN."""
+    if not isinstance(weight, torch.Tensor):
+        return (total if weight else _nothing(total)), weight
+    if readable(weight):
+        return (total if float(weight) else _nothing(total)), weight
+    valid = (weight >= 0) & (weight < math.inf)
+    zero = torch.zeros_like(total)
+    return torch.where(weight > 0, total, zero), torch.where(valid, weight, math.nan)
+
+
+def _nothing(total: torch.Tensor) -> torch.Tensor:
+    """0 with the graph of a total, which may be NaN: a mean over nothing is."""
+    return torch.where(torch.zeros_like(total, dtype=torch.bool), total, torch.zeros_like(total))
+
+
+def idle(weight: Any) -> Any:
+    """Whether an update over this global weight is left out: a bool, or a 0-d float tensor on the device."""
+    if isinstance(weight, torch.Tensor):
+        if not readable(weight):
+            return (~((weight > 0) & (weight < math.inf))).float()
+        weight = float(weight)
+    return not 0 < weight < math.inf
 
 
 def check_attached(total: torch.Tensor, where: str) -> None:

@@ -82,6 +82,8 @@ class Lowered:
     compile: Compile | None
     skips: bool
     """Whether an update may be skipped on the device."""
+    max_skipped: int | None = None
+    """Skipped updates in a row that are an error."""
 
     @property
     def own_hooks(self) -> bool:
@@ -105,6 +107,8 @@ def lower(step: Step, delegated: Container[str] = ()) -> Lowered:
     fn = step.forward()
     if compiled is not None and compiled.scope == "loss":
         fn = compiled.of_loss(fn)
+    skipping: SkipNonfinite | None = step.find(SkipNonfinite)
+    limits = [one.max_skipped for one in (skipping, precision if precision.scaled else None) if one]
     modules: list[tuple[str, ModuleHook]] = []
     gradients: list[tuple[str, GradientHook]] = []
     updates: list[tuple[str, UpdateHook]] = []
@@ -138,16 +142,17 @@ def lower(step: Step, delegated: Container[str] = ()) -> Lowered:
         calls=tuple(calls),
         inits=tuple((t.name, t.init) for t in ordered if t.init is not None),
         ema=step.find(Ema),
-        skips=precision.scaled or step.find(SkipNonfinite) is not None,
+        skips=precision.scaled or skipping is not None,
+        max_skipped=min((limit for limit in limits if limit is not None), default=None),
         compile=compiled,
     )
 
 
 def micro_batches(batch: Any, n: int, device: Any) -> tuple[list[Micro], Position | None]:
-    """Cut a batch in `n` micro-batches (0: as it is), or take a window as it stands.
+    """Cut a batch, or each batch of a window, in `n` micro-batches (0: as it is).
 
     Raises:
-        MicroBatchError: fewer rows than `n`, an empty window, or one longer than `n`.
+        MicroBatchError: fewer rows than `n`, or an empty window.
     """
     if isinstance(batch, Window):
         return _of_window(batch, n, device)
@@ -164,16 +169,14 @@ def micro_batches(batch: Any, n: int, device: Any) -> tuple[list[Micro], Positio
 
 
 def _of_window(window: Sequence[Any], n: int, device: Any) -> tuple[list[Micro], Position | None]:
-    if not window or (n and len(window) > n):
+    if not window:
         raise MicroBatchError(
-            f"the window holds {len(window)} batches, and the step accumulates {n or 'any number'}",
-            where="train_step(state, window)",
-            fix=f"give 1 to {n} batches, or fa.shard(loader, window={n})" if n else "give one batch or more",
+            "the window holds 0 batches", where="train_step(state, window)", fix="give one batch or more"
         )
     micros: list[Micro] = []
     position: Position | None = None
     for member in window:
-        parts, position = micro_batches(member, 0, device)
+        parts, position = micro_batches(member, n, device)
         micros.extend(parts)
     return micros, position
 

@@ -11,14 +11,18 @@ import torch
 from fnaccel import _torch, tree
 from fnaccel.engine import Engine
 from fnaccel.errors import CapabilityError, TreeMismatchError
+from fnaccel.exchange import Exchange
+from fnaccel.loss import readable
 from fnaccel.lowering import Lowered
 from fnaccel.mesh import Mesh
+from fnaccel.moving_buffers import MovingBuffers
 from fnaccel.remote import Remote
-from fnaccel.state import Seed, TrainState
-from fnaccel.strategies.construct import Built, freeze, release
+from fnaccel.state import ReadOnlyDict, Seed, TrainState
+from fnaccel.strategies.construct import Built, claim, freeze, release
 from fnaccel.strategies.delegation import Delegation
 from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.engines import Interpreter, Request
+from fnaccel.trained_modules import TrainedModules
 from fnaccel.updating import Optimizers, Updater, traceable
 from fnaccel.whole_step import Tail, WholeStep
 
@@ -51,6 +55,8 @@ class Owned:
             if (full := name if key is None else f"{key}/{name}") in engine.buffers
         ]
         self.buffers = self._show(engine.buffers)
+        self._watched = TrainedModules(built.modules, engine.leaves if engine.bound is None else ())
+        self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in self._buffer_slots])
 
     def _captured(self, inside: bool) -> WholeStep | None:
         """The step as compiled programs where that was asked for; the update is part of them if `inside`."""
@@ -71,12 +77,12 @@ class Owned:
     def _show(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Names as the state shows them: by model first where there are several."""
         if not self._nested:
-            return dict(flat)
+            return ReadOnlyDict(flat)
         found: dict[str, dict[str, Any]] = {str(key): {} for key in self._built.modules}
         for name, value in flat.items():
             key, _, rest = name.partition("/")
             found[key][rest] = value
-        return found
+        return ReadOnlyDict({key: ReadOnlyDict(named) for key, named in found.items()})
 
     def _show_averages(self) -> dict[str, Any]:
         pairs = zip(self.engine.leaves, self.engine.averages, strict=True)
@@ -110,7 +116,8 @@ class Owned:
         )
 
     def check_ready(self) -> None:
-        """Raise CapabilityError where there is nothing to train, or with what."""
+        """Raise CapabilityError if there is nothing to train; ReplacedParameterError: see `check_modules`."""
+        self._watched.check()
         if not self._trains:
             raise CapabilityError(
                 "this train step has no optimizer, so it can't be called",
@@ -156,20 +163,29 @@ class Owned:
     def move_scale(self, scale: dict[str, torch.Tensor], skip: Any, weight: Any) -> None:
         """Grow or shrink the loss scale in place, and keep the weight for the next step."""
         policy = self._lowered.precision
+        if isinstance(weight, torch.Tensor) and not readable(weight):
+            skip = skip * (weight > 0)  # no gradient is no overflow
         _torch.amp_update_scale_(
             scale["scale"], scale["growth"], skip, policy.growth, policy.backoff, policy.interval
         )
+        scale["scale"].clamp_(min=policy.min_scale)
         known = torch.as_tensor(weight, dtype=torch.float32, device=scale["weight"].device)
         scale["weight"].copy_(torch.where(known > 0, known, scale["weight"]))
 
-    def absorb(self, state: TrainState) -> TrainState:
+    def absorb(self, state: TrainState, begin: Callable[[], None]) -> TrainState:
         """Copy a state's values into the tensors owned here; a state that shows those tensors.
+
+        Args:
+            state: the values.
+            begin: called before the first tensor changes.
 
         Raises:
             TreeMismatchError: every path that differs; nothing was changed.
         """
+        self.check_modules()
         mine = self.shown(state)
         pairs = _matched(mine, state)
+        begin()
         with torch.no_grad():
             for target, source in pairs:
                 if target is not source:
@@ -194,9 +210,13 @@ class Owned:
             transforms=tree.map_tensors(torch.clone, state.transforms),
         )
 
-    def filled(self, state: TrainState, fill: Callable[[TrainState], TrainState]) -> TrainState:
+    def with_current_buffers(self, state: TrainState) -> TrainState:
+        """A state of the same values that shows the buffers of this moment."""
+        self.check_modules()
+        return attrs.evolve(state, buffers=self.current_buffers())
+
+    def filled(self, shown: TrainState, fill: Callable[[TrainState], TrainState]) -> TrainState:
         """What `fill` makes of a state, in the tensors owned here; a runtime's are copied in and out."""
-        shown = attrs.evolve(state, buffers=self.current_buffers())
         if not any(isinstance(leaf, Remote) for leaf in tree.leaves(shown.params)):
             return fill(shown)
         made = fill(tree.map_tensors(lambda x: x.solid() if isinstance(x, Remote) else x, shown))
@@ -223,16 +243,23 @@ class Owned:
         if self.engine.end is not None:
             self.engine.end()
 
-    def swap_averages(self) -> None:
-        """Exchange parameters and their averages in place; twice puts them back."""
-        with torch.no_grad():
-            for leaf, average in zip(self.engine.leaves, self.engine.averages, strict=True):
-                kept = leaf.shard.clone()
-                leaf.shard.copy_(average)
-                average.copy_(kept)
+    def averages_in_place(self) -> Exchange:
+        """A context in whose body the parameters hold their averages."""
+        return Exchange([(leaf.shard, average) for leaf, average in zip(
+            self.engine.leaves, self.engine.averages, strict=True
+        )])  # fmt: skip
+
+    def check_modules(self) -> None:
+        """Raise ReplacedParameterError if the modules do not hold the parameters that are trained."""
+        self._watched.check()
+
+    def claim(self, holder: object, close: Callable[[], None]) -> None:
+        """Let the modules go with `holder`: see `construct.claim`."""
+        claim(self._built, holder, close)
 
     def close(self) -> None:
         """Free the engine and let others own the modules."""
+        self._watched.close()
         self.engine.close()
         release(self._built)
 

@@ -13,15 +13,16 @@ from fnaccel.collectives import gather_objects
 from fnaccel.compiled import Compilation
 from fnaccel.devices import check_precision
 from fnaccel.engine import Engine
-from fnaccel.errors import ArgumentError, OwnershipError, UnleasedStateError
+from fnaccel.errors import ArgumentError, UnleasedStateError
 from fnaccel.lending import lend
 from fnaccel.lowering import Lowered, lower, micro_batches
 from fnaccel.mesh import Mesh, build, resolve
 from fnaccel.notice import Notice
-from fnaccel.owned import Owned, assemble
+from fnaccel.owned import assemble
 from fnaccel.plan import Plan, compare, host_reads, make_plan
 from fnaccel.scoping import compile_notes, resolve_scope
-from fnaccel.state import Lease, TrainState, donate, lease, lease_of
+from fnaccel.state import TrainState, lease_of
+from fnaccel.state_owner import StateOwner
 from fnaccel.step import Step, as_step, freeze
 from fnaccel.stepping import Rng, Stepper
 from fnaccel.strategies.construct import check_factories
@@ -60,10 +61,8 @@ class TrainStep:
         self.notice: Notice | None = None
         self._described = described
         self._lowered = lowered
-        self._owned: Owned | None = None
-        self._lease = Lease(self)
-        self._stepper = Stepper(lowered, described.rng, repr(self))
-        self._closed = False
+        self._owner = StateOwner(plan, mesh, repr(self))
+        self._stepper = Stepper(lowered, described.rng, repr(self), speaks=mesh.world.is_main)
         self._call: Callable[..., Any] = self._run
         for wrap in lowered.calls:
             self._call = wrap(self._call)
@@ -78,25 +77,22 @@ class TrainStep:
         Raises:
             OwnershipError: before `init`, or after `close`.
         """
-        return self._parts().engine
+        return self._owner.engine
+
+    @property
+    def live_state(self) -> TrainState | None:
+        """The state that the next call takes; None before `init`, or if its tensors are not consistent.
+
+        After a Ctrl-C it is the state to go on from, also if the loop that was interrupted never received it:
+        `fa.scan(train_step, train_step.live_state, shards)`. It is None after an error in the middle of an
+        update. Then `train_step.adopt(snapshot)` or `fa.resume_or_init` lead back.
+        """
+        return self._owner.live_state
 
     @property
     def compilation(self) -> Compilation | None:
         """What `torch.compile` has done for this train step so far; None without `fa.compile`."""
         return self._stepper.compilation
-
-    def _parts(self) -> Owned:
-        if self._owned is None:
-            raise OwnershipError(
-                "this train step was closed" if self._closed else "this train step has no parameters yet",
-                where=repr(self),
-                fix="make a new one" if self._closed else "state = train_step.init(seed=0) first",
-            )
-        return self._owned
-
-    def transient_buffers(self) -> list[str]:
-        """The names of buffers that the model does not save by itself (`persistent=False`)."""
-        return self._parts().transient()
 
     def init(self, seed: int = 0, *, extras: Any = None) -> TrainState:
         """Build the model, shard it, make all optimizer state, and lease the first state.
@@ -111,16 +107,15 @@ class TrainStep:
             PlanMismatchError: ranks hold different plans; nothing was built.
             OwnershipError: the model is in use, or this train step holds a built module already.
         """
-        if self._closed:
-            self._parts()
+        again = self._owner.initialised
         world = self.mesh.world
         if world.size > 1:
             compare(self.plan, seed, functools.partial(gather_objects, world=world))
         described = self._described
-        if self._owned is not None:
+        if again:
             check_factories(described.distributed.model, repr(self))
-            self._forget()
-        self._owned = assemble(
+            self._owner.forget()
+        owned = assemble(
             interpreter_of(described.distributed.strategy),
             described.distributed,
             described.optimizers,
@@ -130,8 +125,9 @@ class TrainStep:
             seed,
             described.delegation,
         )
+        owned.claim(self, self._owner.close)
         self._stepper.reset()
-        return lease(self._owned.first_state(seed, extras), self._lease)
+        return self._owner.own(owned, owned.first_state(seed, extras))
 
     def adopt(self, state: TrainState) -> TrainState:
         """Copy a state's values into the parameters that are trained, and lease the result.
@@ -142,46 +138,9 @@ class TrainStep:
         Raises:
             TreeMismatchError: every path, shape and dtype that differs; nothing was changed.
             StaleStateError: `state` was donated.
+            AveragedError: inside of `averaged`.
         """
-        owned = self._parts()
-        if state is self._lease.live:
-            return state
-        made = owned.absorb(state)
-        return self.succeed(made)
-
-    def succeed(self, state: TrainState) -> TrainState:
-        """Lease a state that holds this train step's own tensors; the one before is donated."""
-        if self._lease.live is not None and self._lease.live is not state:
-            donate(self._lease.live)
-        return lease(state, self._lease)
-
-    def refill(
-        self, state: TrainState, fill: Callable[[TrainState], TrainState], *, complete: bool = True
-    ) -> TrainState:
-        """Let `fill` write into the tensors of the live state; what it returns is leased in its place.
-
-        Where `fill` fails, these tensors may be part old, part new, so `state` is donated all the same.
-
-        Args:
-            state: the live state.
-            fill: gets it with its current buffers.
-            complete: whether all parameters and buffers get values.
-
-        Raises:
-            CapabilityError: they don't, and the model was built without any.
-            StaleStateError, UnleasedStateError: not the live state; `fill` was not called.
-        """
-        owned = self._parts()
-        lease_of(state, "train_step.refill(state, fill)")
-        owned.check_filled(complete)
-        try:
-            made = owned.filled(state, fill)
-        except BaseException:
-            donate(state)
-            self._lease.live = None
-            raise
-        owned.restored()
-        return self.succeed(made)
+        return self._owner.adopt(state)
 
     def __call__(
         self, state: TrainState, batch: Any, *, given: Mapping[str, TrainState] | None = None
@@ -206,8 +165,8 @@ class TrainStep:
     def _run(
         self, state: TrainState, batch: Any, *, given: Mapping[str, TrainState] | None = None
     ) -> tuple[TrainState, dict[str, Any]]:
-        owned = self._parts()
-        if lease_of(state, "train_step(state, batch)") is not self._lease:
+        owned = self._owner.owned
+        if lease_of(state, "train_step(state, batch)") is not self._owner.lease:
             raise UnleasedStateError(
                 "this state belongs to another train step",
                 where=repr(self),
@@ -215,9 +174,8 @@ class TrainStep:
             )
         owned.check_ready()
         micros, position = micro_batches(batch, self._lowered.micro_batches, self.mesh.world.device)
-        lent = None if given is None else lend(given, self)
-        following, metrics = self._stepper.move(owned, state, micros, position, lent, self.notice)
-        return lease(following, self._lease), metrics
+        lent = None if given is None else lend(given, self._owner)
+        return self._stepper.move(owned, state, micros, position, lent, self.notice, self._owner.lease)
 
     def look(self, state: TrainState, fn: Callable[..., Any], *args: Any, train: bool = False) -> Any:
         """`fn(model, *args)` without gradients, under the step's precision; nothing is donated.
@@ -233,8 +191,9 @@ class TrainStep:
         Raises:
             StaleStateError, UnleasedStateError: not the live state.
         """
-        owned = self._parts()
-        lease_of(state, "train_step.look(state, fn)")
+        owned = self._owner.owned
+        lease_of(state, "train_step.look(state, fn)", averaged=True)
+        owned.check_modules()
         owned.train(train)
         policy = self._lowered.precision
         chosen = policy(fn) if policy.autocast else fn
@@ -242,33 +201,32 @@ class TrainStep:
 
     @contextlib.contextmanager
     def averaged(self, state: TrainState) -> Generator[None]:
-        """In the body the model holds the averages of `with_ema`; afterwards its own values again."""
-        owned = self._parts()
-        lease_of(state, "train_step.averaged(state)")
-        owned.swap_averages()
-        try:
-            yield
-        finally:
-            owned.swap_averages()
+        """In the body the model holds the averages of `with_ema`; afterwards its own values again.
 
-    def lent(self) -> Engine:
-        """The engine, its model in the mode it is lent in: training, or evaluation without optimizer."""
-        owned = self._parts()
-        owned.train()
-        return owned.engine
+        Saving, copying, changing or lending the state raises in the body, since it holds averages.
+
+        Raises:
+            StaleStateError, UnleasedStateError: not the live state.
+            AveragedError: inside of another `averaged`.
+        """
+        owned = self._owner.owned
+        held = lease_of(state, "train_step.averaged(state)")
+        owned.check_modules()
+        exchange = owned.averages_in_place()
+        with exchange:
+            held.averaged = True
+            try:
+                yield
+            finally:
+                held.averaged = False
+
+    def close_with(self, world: World) -> None:
+        """Close when a world is left, also if only a state of this train step is still held."""
+        world.close_with(self._owner)
 
     def close(self) -> None:
         """Free everything: the live state is donated, gradients and hooks go, modules are released."""
-        self._forget()
-        self._closed = True
-
-    def _forget(self) -> None:
-        if self._lease.live is not None:
-            donate(self._lease.live)
-            self._lease.live = None
-        if self._owned is not None:
-            self._owned.close()
-            self._owned = None
+        self._owner.close()
 
 
 def train_step(
@@ -344,5 +302,5 @@ def train_step(
         plan,
         mesh,
     )
-    found.close_with(made)
+    made.close_with(found)
     return made

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fnaccel.aux_values import Agreement, AuxValues, divide, packed, plain
+from fnaccel.aux_values import Agreement, AuxValues, divide, mixed_kinds, packed, plain, structure
+from fnaccel.loss import LossParts, masked
 from fnaccel.notice import Notice
 
 
@@ -18,7 +19,8 @@ class Report:
     """Collects one step's totals; `weight` and `finish()` are global once `wait()` returned."""
 
     __slots__ = (
-        "_agreement", "_aux", "_device", "_dtype", "_group", "_known", "_notice", "_sent", "_total", "weight",
+        "_agreement", "_aux", "_device", "_dtype", "_group", "_known", "_notice", "_sent", "_taken", "_total",
+        "_weighted", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -36,38 +38,64 @@ class Report:
         self._aux = AuxValues()
         self._sent: tuple[torch.Tensor, Any] | None = None
         self._dtype = torch.float32
-        self._known = False
+        self._known: list[Any] | None = None
+        self._taken = 0
+        self._weighted: bool | None = None
         self.weight: Any = 0
 
     def know_weights(self, weights: list[Any]) -> None:
         """Take the weights of all micro-batches before any forward, and sum them over ranks."""
+        self._known = weights
         total: Any = sum(weights[1:], start=weights[0])
         if self._group is not None:
             total = packed([total], self._device)[0]
             dist.all_reduce(total, group=self._group)
         self.weight = total
-        self._known = True
 
-    def take(self, total: torch.Tensor, weight: Any, aux: Any, *, valid: bool) -> None:
-        """Add one micro-batch; a filler counts for nothing but gives its structure."""
-        self._dtype = torch.promote_types(total.dtype, torch.float32)
+    def weight_of(self, index: int) -> Any:
+        """The weight of a micro-batch that was known before its forward; 1 if none was."""
+        return 1 if self._known is None else self._known[index]
+
+    def take(self, parts: LossParts, *, valid: bool) -> torch.Tensor:
+        """Add one micro-batch, and return its total as it is differentiated.
+
+        A filler counts for nothing but gives its structure. So does a micro-batch of weight 0, whose total
+        may be NaN.
+
+        Raises:
+            LossError: one micro-batch returned an `fa.Mean`, and another a bare loss.
+        """
+        self._agree_on_kind(parts.weighted)
+        index = self._taken
+        self._taken += 1
+        self._dtype = torch.promote_types(parts.total.dtype, torch.float32)
+        total, weight = masked(parts.total, parts.weight if self._known is None else self._known[index])
         if valid:
             self._total = plain(total) if isinstance(self._total, float) else self._total + plain(total)
-            if not self._known:
+            if self._known is None:
                 weight = plain(weight)
                 self.weight = (
                     weight if isinstance(self.weight, int) and self.weight == 0 else self.weight + weight
                 )
-        self._aux.take(aux, valid=valid)
+        self._aux.take(parts.aux, valid=valid)
+        return total if valid else total * 0.0
+
+    def _agree_on_kind(self, weighted: bool) -> None:
+        if self._known is not None:  # the weights come from the batch, whatever the loss returns
+            return
+        if self._weighted is None:
+            self._weighted = weighted
+        elif self._weighted is not weighted:
+            raise mixed_kinds("micro-batch")
 
     def send(self) -> None:
         """Start the all-reduce of everything collected; nothing to do on one rank."""
         if self._group is None:
             return
-        self._agreement.check(self._aux.shape, self._group)
+        self._agreement.check(structure(self._aux, self._weighted), self._group)
         # the third is for `fa.preemption`; always there, since ranks add up by place
-        values = [self._total, 0.0 if self._known else self.weight, float(self.asked), *self._aux.values]
-        vector = packed(values, self._device)
+        weight = self.weight if self._known is None else 0.0
+        vector = packed([self._total, weight, float(self.asked), *self._aux.values], self._device)
         self._sent = vector, dist.all_reduce(vector, group=self._group, async_op=True)
 
     @property
@@ -90,7 +118,7 @@ class Report:
         work.wait()
         parts = vector.unbind()
         self._total = parts[0]
-        if not self._known:
+        if self._known is None:
             self.weight = parts[1]
         if self._notice is not None:
             self._notice.hear(parts[2], self._device)

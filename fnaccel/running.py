@@ -16,7 +16,7 @@ from fnaccel.errors import ArgumentError, LoaderError
 from fnaccel.program import TrainStep
 from fnaccel.scoring import Scores
 from fnaccel.signals import SIGNALS
-from fnaccel.state import Position, TrainState
+from fnaccel.state import Position, TrainState, lease_of
 from fnaccel.step import require
 from fnaccel.tracking import Log, Tracker
 
@@ -61,10 +61,13 @@ def scan(
         steps: stop when `state.step` reaches this, passing over the data as often as needed.
         epochs: stop when this many epochs are complete. Without both: the rest of this epoch.
         progress: show a bar with loss, rate and time left, on rank 0.
-        trackers: where metrics are written, by rank 0.
+        trackers: where metrics are written, by rank 0. One that raises in `log` or `finish` does not end
+            training: its first error is logged.
         log_every: write each so many steps.
         config: what trackers show beside the run; the plan is added.
-        directory: save the state here, each `save_every` steps and at the end; None: nowhere.
+        directory: save the state here, each `save_every` steps and at the end; None: nowhere. Step k is saved
+            when the loop asks for step k + 1, so that changes of `state.extras` in its body are part of it. A
+            loop that is left by `break` or by an error saves nothing more.
         save_every: None saves at the end only.
         keep, keep_every: how many of the newest checkpoints stay, and of which steps all: see `fa.save`.
         background: train on while a state is written; the end of the loop waits for it.
@@ -102,61 +105,68 @@ def scan(
         "fa.scan",
         "give a directory",
     )
-    steps_taken = _scan(train_step, state, shards, steps, epochs, progress, several, log_every, config or {})
-    if directory is None:
-        return steps_taken
-    plan = Autosave(
-        directory=directory,
-        every=save_every,
-        keep=keep,
-        keep_every=keep_every,
-        background=background,
-        signals=signals,
-    )
-    return plan.run(train_step, steps_taken)
-
-
-def _scan(
-    train_step: TrainStep,
-    state: TrainState,
-    shards: Shards,
-    steps: int | None,
-    epochs: int | None,
-    progress: bool,
-    trackers: tuple[Tracker, ...],
-    log_every: int,
-    config: Mapping[str, Any],
-) -> Steps:
     world = train_step.mesh.world
     if epochs is None and steps is None:
         epochs = state.data.epoch + 1
-    total = _total(train_step, state, shards, steps, epochs)
+    taken = _steps(train_step, state, shards, steps, epochs)
+    if directory is not None:
+        plan = Autosave(
+            directory=directory,
+            every=save_every,
+            keep=keep,
+            keep_every=keep_every,
+            background=background,
+            signals=signals,
+        )
+        taken = plan.run(train_step, taken)
+    if not world.is_main or not (several or progress):
+        return taken
+    # outermost, so that the last state is saved before a tracker ends
+    total = _total(train_step, state, shards, steps, epochs) if progress else None
+    shown = {**(config or {}), "plan": str(train_step.plan)}
+    return _logged(taken, several, shown, log_every, _Bar(total, state.step) if progress else None)
+
+
+@attrs.frozen
+class _Bar:
+    """A progress bar to be shown: its length if it is known, and where it begins."""
+
+    total: int | None
+    initial: int
+
+
+def _logged(
+    taken: Steps, trackers: tuple[Tracker, ...], config: Mapping[str, Any], log_every: int, bar: _Bar | None
+) -> Steps:
+    """Pass steps on, and their metrics to trackers and to a progress bar."""
     with contextlib.ExitStack() as stack:
-        show: Callable[[dict[str, float]], None] | None = None
-        bar: Any = None
-        if progress and world.is_main:
-            bar = stack.enter_context(_bar(total, state.step))
-            show = _shower(bar)
-        log: Log | None = None
-        if world.is_main and (trackers or show is not None):
-            log = Log(trackers, {**config, "plan": str(train_step.plan)}, show)
-            stack.callback(log.close)
-        while (steps is None or state.step < steps) and (epochs is None or state.data.epoch < epochs):
-            started = state.step
-            for batch in _epoch(train_step, shards, state.data):
-                state, metrics = train_step(state, batch)
-                if bar is not None:
-                    bar.update()
-                if log is not None and state.step % log_every == 0:
-                    log.put(state.step, metrics)
-                yield state, metrics
-                if steps is not None and state.step >= steps:
-                    break
-            if state.step == started:
-                state = _next_epoch(state, train_step)
+        shown: Any = None if bar is None else stack.enter_context(_bar(bar.total, bar.initial))
+        log = Log(trackers, config, None if shown is None else _shower(shown))
+        stack.callback(log.close)
+        stack.enter_context(contextlib.closing(taken))
+        for state, metrics in taken:
+            if shown is not None:
+                shown.update()
+            if state.step % log_every == 0:
+                log.put(state.step, metrics)
+            yield state, metrics
 
 
-def _next_epoch(state: TrainState, train_step: TrainStep) -> TrainState:
+def _steps(
+    train_step: TrainStep, state: TrainState, shards: Shards, steps: int | None, epochs: int | None
+) -> Steps:
+    while (steps is None or state.step < steps) and (epochs is None or state.data.epoch < epochs):
+        started = state.step
+        for batch in _epoch(train_step, shards, state.data):
+            state, metrics = train_step(state, batch)
+            yield state, metrics
+            if steps is not None and state.step >= steps:
+                break
+        if state.step == started:
+            state = _next_epoch(state)
+
+
+def _next_epoch(state: TrainState) -> TrainState:
     """A state that stands at the end of an epoch's data goes on with the next one."""
     if state.data.samples == 0:
         raise LoaderError(
@@ -164,7 +174,8 @@ def _next_epoch(state: TrainState, train_step: TrainStep) -> TrainState:
             where="fa.scan",
             fix='give a loader with one item or more (with remainder="drop": one full batch or more)',
         )
-    return train_step.succeed(attrs.evolve(state, data=Position(state.data.epoch + 1)))
+    owner = lease_of(state, "fa.scan").owner
+    return owner.succeed(attrs.evolve(state, data=Position(state.data.epoch + 1)))
 
 
 def _epoch(train_step: TrainStep, shards: Shards, position: Position, **options: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ import torch
 
 from fnaccel import tree
 from fnaccel.devices import run_recorded
-from fnaccel.errors import ArgumentError, StaleStateError, UnleasedStateError
+from fnaccel.errors import ArgumentError, AveragedError, ReadOnlyError, StaleStateError, UnleasedStateError
 
 _MASK = (1 << 64) - 1
 
@@ -42,6 +42,33 @@ tree.register(Position)
 tree.register(Seed)
 
 
+class ReadOnlyDict(dict[str, Any]):
+    """A dict of handles that a state shows: writing to it would train nothing, so it raises."""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise ReadOnlyError(
+            "the trees of a state are read-only: writing to one would not change what is trained",
+            where="state.params, state.buffers, state.opt or state.ema",
+            fix="train_step.adopt(attrs.evolve(state, params={**state.params, name: value})), or under "
+            "torch.no_grad() state.params[name].copy_(value)",
+        )
+
+    __setitem__: Any = _refuse
+    __delitem__: Any = _refuse
+    __ior__: Any = _refuse
+    clear: Any = _refuse
+    pop: Any = _refuse
+    popitem: Any = _refuse
+    setdefault: Any = _refuse
+    update: Any = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReadOnlyDict, (dict(self),)
+
+
+tree.register_mapping(ReadOnlyDict)
+
+
 def fold(root: int, *parts: int) -> int:
     """Mix integers into one 63-bit seed (splitmix64, Steele et al. 2014), without a generator."""
     value = _mix(root & _MASK)
@@ -60,11 +87,13 @@ def _mix(value: int) -> int:
 class Lease:
     """Who owns the tensors of a state, and which state is the live one. Not part of the tree."""
 
-    __slots__ = ("live", "owner")
+    __slots__ = ("averaged", "live", "owner")
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
         self.live: TrainState | None = None
+        self.averaged = False
+        """Whether the parameters hold the averages of `with_ema` at this moment."""
 
 
 @attrs.frozen(kw_only=True)
@@ -104,8 +133,8 @@ class TrainState:
             raise StaleStateError(
                 f"state.{name} was used after the state was donated",
                 where="a state that a train step, restore or close() has consumed",
-                fix="use the state that was returned: state, metrics = train_step(state, batch); "
-                "fa.snapshot(state) before the call keeps a copy",
+                fix="use the state that was returned, which train_step.live_state is too: "
+                "state, metrics = train_step(state, batch); fa.snapshot(state) before the call keeps a copy",
             )
         raise AttributeError(name)
 
@@ -114,6 +143,17 @@ class TrainState:
             return f"TrainState(step={self.step}, donated)"
         count = sum(1 for leaf in tree.leaves(self.params) if isinstance(leaf, torch.Tensor))
         return f"TrainState(step={self.step}, updates={self.updates}, {count} parameter tensors, {self.data})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # pickle and deepcopy take the values; a copy is not leased, as a snapshot is not
+        check_live(self)
+        check_trained(self, "a copy of a state")
+        fields = [field.name for field in attrs.fields(TrainState) if field.init]
+        return _rebuild, ({name: getattr(self, name) for name in fields},)
+
+
+def _rebuild(fields: dict[str, Any]) -> TrainState:
+    return TrainState(**fields)
 
 
 _TENSOR_FIELDS = ("params", "buffers", "opt", "scale", "ema", "extras", "transforms", "updates")
@@ -143,10 +183,16 @@ def lease(state: TrainState, to: Lease) -> TrainState:
     return state
 
 
-def lease_of(state: TrainState, where: str) -> Lease:
+def lease_of(state: TrainState, where: str, *, averaged: bool = False) -> Lease:
     """The lease under which a state is live.
 
+    Args:
+        state: the state.
+        where: the function that asks, for messages.
+        averaged: whether parameters may hold their averages.
+
     Raises:
+        AveragedError: they do, and may not.
         StaleStateError: it was donated.
         UnleasedStateError: it was made by hand (`evolve`, a tree map).
     """
@@ -164,7 +210,33 @@ def lease_of(state: TrainState, where: str) -> Lease:
             where=where,
             fix="state = train_step.adopt(state) copies its values in and returns one that is",
         )
+    if not averaged:
+        refuse_averaged(held, where)
     return held
+
+
+def refuse_averaged(held: Lease | None, where: str) -> None:
+    """Raise AveragedError while the parameters of a lease hold their averages."""
+    if held is not None and held.averaged:
+        raise AveragedError(
+            "the parameters hold the averages of with_ema at this moment, not the values that are trained",
+            where=where,
+            fix="call it after the body of train_step.averaged(state), or after fa.evaluate(ema=True)",
+        )
+
+
+def check_trained(state: Any, where: str) -> None:
+    """Check that the tensors of a tree, if it is a live state, are those that are trained.
+
+    Raises:
+        AveragedError: they hold their averages.
+        ReplacedParameterError: the model holds other parameters by now.
+    """
+    if isinstance(state, TrainState):
+        held: Lease | None = object.__getattribute__(state, "_lease")
+        refuse_averaged(held, where)
+        if held is not None and held.live is state:
+            held.owner.check_modules()
 
 
 def donate(state: TrainState) -> None:
@@ -183,9 +255,11 @@ def snapshot(state: TrainState) -> TrainState:
 
     Raises:
         StaleStateError: the state was donated already.
+        AveragedError: its parameters hold their averages.
 
     Example: `best = fa.snapshot(state)`.
     """
+    check_trained(state, "fa.snapshot(state)")
     copied: TrainState = tree.map_tensors(lambda x: x.detach().clone(), state)
     run_recorded(tree.leaves(copied))
     return copied

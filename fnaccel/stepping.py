@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
+from fnaccel.checked_metrics import checked
 from fnaccel.compiled import Compilation, Meter
-from fnaccel.engine import Call, Micro
+from fnaccel.engine import Call, Micro, undo
 from fnaccel.gradients import Gradients
+from fnaccel.interrupts import SigintHeld
 from fnaccel.lending import Given
+from fnaccel.loss import idle
 from fnaccel.lowering import Lowered, keep_own
 from fnaccel.notice import Notice
 from fnaccel.optim import kernels
 from fnaccel.owned import Owned
-from fnaccel.state import Position, TrainState, donate
+from fnaccel.skipped_updates import SkippedUpdates
+from fnaccel.state import Lease, Position, TrainState, donate, is_stale, lease
 from fnaccel.step import Info
 
 Rng = Literal["fold", "stream"]
@@ -26,10 +29,11 @@ Rng = Literal["fold", "stream"]
 class Stepper:
     """Carries out the updates of one train step."""
 
-    def __init__(self, lowered: Lowered, rng: Rng, where: str) -> None:
+    def __init__(self, lowered: Lowered, rng: Rng, where: str, *, speaks: bool = True) -> None:
         self._lowered = lowered
         self._rng = rng
         self._where = where
+        self._speaks = speaks
         self._meter: Meter | None = None
         self.reset()
 
@@ -37,6 +41,10 @@ class Stepper:
         """Forget what was compiled, for modules that are made anew."""
         settings = self._lowered.compile
         self._meter = None if settings is None else Meter(settings, self._where)
+        self._skips = SkippedUpdates(self._lowered.max_skipped, speaks=self._speaks)
+        self._moved = False
+        # whether gradients and gathered parameters are as a complete step leaves them
+        self._clean = True
 
     @property
     def compilation(self) -> Compilation | None:
@@ -51,44 +59,94 @@ class Stepper:
         position: Position | None,
         lent: Given | None,
         notice: Notice | None,
+        to: Lease,
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The next state (not leased yet) and the metrics.
+        """The next state, leased in the place of `state`, and the metrics.
 
-        `state` is donated at the first change of a parameter; what fails before leaves it live.
+        `state` is donated before the first change of a parameter. A failure before that leaves it live, and
+        its buffers as they were. From there on a Ctrl-C waits until the next state is leased.
         """
         meter = self._meter
         if meter is not None:
             meter.check()
+        self._skips.check()
+        if not self._clean:
+            undo(owned.engine)
+        self._clean = False
         owned.train()
         before = _Before(state)
+        buffers = owned.moving_buffers
+        buffers.begin()
+        try:
+            if owned.whole is None or not self._moved:  # a first call may compile for minutes
+                update = self._until_update(owned, state, micros, lent, notice, before)
+                with SigintHeld():
+                    return self._finish(owned, state, before, update, position, to)
+            with SigintHeld():
+                update = self._until_update(owned, state, micros, lent, notice, before)
+                return self._finish(owned, state, before, update, position, to)
+        except BaseException:
+            if not is_stale(state) and not buffers.put_back():
+                donate(state)
+            raise
+
+    def _until_update(
+        self,
+        owned: Owned,
+        state: TrainState,
+        micros: Sequence[Micro],
+        lent: Given | None,
+        notice: Notice | None,
+        before: _Before,
+    ) -> _Update:
+        """All that comes before an eager update; a captured step includes the update."""
+        meter = self._meter
         call = self._call(state, lent, notice)
         watched = contextlib.nullcontext() if meter is None else meter.watch([m.data for m in micros])
         frozen = contextlib.nullcontext() if lent is None else lent.frozen()
+        # a schedule of the user's may raise
+        reported, rates = owned.updater.rates(before.updates)
         with frozen, watched:
-            if owned.whole is None:
-                grads, report = owned.engine.grads(self._lowered.loss, micros, call)
-                metrics, skip = report.finish(), None
+            if owned.whole is not None:
+                update = self._captured(owned, state, micros, call, reported, rates)
             else:
-                grads, metrics, skip = self._captured(owned, state, micros, call)
-        transforms = before.transforms
-        if grads is not None:
-            skip = self._tail(owned, state, grads, metrics, transforms)
-        donate(state)  # where the update was captured; else it was donated before it
-        if meter is not None:
-            metrics["recompilations"] = meter.found.recompilations
-        after: Any = before.updates + 1
-        if skip is not None:
-            counted = isinstance(before.updates, torch.Tensor)
-            after = before.updates + (1.0 - skip if counted else int(not skip))
-            metrics["skipped"] = skip
+                grads, report = owned.engine.grads(self._lowered.loss, micros, call)
+                update = _Update(report.finish(), grads, reported, rates)
+        update.idle = idle(update.metrics["weight"])
+        if update.grads is not None and update.idle is not True:
+            self._change_gradients(owned, state, update.grads, update.metrics, before.transforms)
+        return update
+
+    def _finish(
+        self,
+        owned: Owned,
+        state: TrainState,
+        before: _Before,
+        update: _Update,
+        position: Position | None,
+        to: Lease,
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Update the parameters, unless a captured step has; the next state."""
+        metrics, skip = update.metrics, update.skip
+        donate(state)
+        if update.idle is True:
+            undo(owned.engine)
+            metrics.update(update.reported)
+        elif update.grads is not None:
+            skip = self._update(owned, state.step, before, update)
+        self._clean = True
+        if self._meter is not None:
+            metrics["recompilations"] = self._meter.found.recompilations
+        owned.moving_buffers.end()
         if before.scale is not None:
             metrics["loss_scale"] = before.scale["scale"].clone()
-            owned.move_scale(before.scale, skip, metrics["weight"])
+            if update.idle is not True:
+                owned.move_scale(before.scale, skip, metrics["weight"])
         if owned.engine.end is not None:
             owned.engine.end()
         following = TrainState(
             step=before.step + 1,
-            updates=after,
+            updates=_counted(before.updates, update.idle, skip),
             params=owned.params,
             buffers=owned.current_buffers(),
             opt=owned.opt,
@@ -97,9 +155,16 @@ class Stepper:
             rng=state.rng,
             data=state.data if position is None else position,
             extras=before.extras,
-            transforms=transforms,
+            transforms=before.transforms,
         )
-        return following, metrics
+        if update.idle is True:
+            metrics["skipped"] = 1.0
+        elif skip is not None:
+            metrics["skipped"] = skip
+            self._skips.put(skip)
+        lease(following, to)
+        self._moved = True
+        return following, checked(metrics, update.idle)
 
     def _call(self, state: TrainState, lent: Given | None, notice: Notice | None) -> Call:
         scale = state.scale
@@ -113,45 +178,89 @@ class Stepper:
         )
 
     def _captured(
-        self, owned: Owned, state: TrainState, micros: Sequence[Micro], call: Call
-    ) -> tuple[Gradients | None, dict[str, Any], Any]:
-        """Run the compiled programs; the gradients, where the update is not among what they do."""
+        self,
+        owned: Owned,
+        state: TrainState,
+        micros: Sequence[Micro],
+        call: Call,
+        reported: dict[str, Any],
+        rates: list[list[Any]],
+    ) -> _Update:
+        """Run the compiled programs; `grads` is None if the update is among what they do."""
         whole: Any = owned.whole
         updater = owned.updater
-        reported, rates = updater.rates(state.updates)
+        tensors, number = updater.as_tensors(rates), updater.number(state.updates)
         begun = kernels.begun()
         try:
-            found = whole.run(micros, call, updater.as_tensors(rates), updater.number(state.updates))
-        except BaseException:
-            if kernels.begun() != begun:
+            try:
+                found = whole.run(micros, call, tensors, number)
+            finally:
+                if kernels.begun() != begun:
+                    donate(state)
+        finally:
+            if kernels.begun() != begun:  # an interrupt came in the middle
                 donate(state)
-            raise
         if found.grads is None:
             found.metrics.update(reported)
-        return found.grads, found.metrics, found.skip
+        return _Update(found.metrics, found.grads, reported, rates, found.skip)
 
-    def _tail(
+    def _change_gradients(
         self, owned: Owned, state: TrainState, grads: Gradients, metrics: dict[str, Any], transforms: Any
-    ) -> Any:
-        """What follows the gradients, eagerly; whether the update was skipped."""
-        lowered, updates = self._lowered, state.updates
-        info = Info(step=state.step, updates=updates, params=owned.params, record=metrics.__setitem__)
-        try:
-            if lowered.skips:
-                grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
-            for name, hook in lowered.gradients:
-                keep_own(transforms, name, hook.on_gradients(grads, transforms.get(name), info))
-        except BaseException:
-            owned.engine.clear()  # or the next call would add to these gradients
-            raise
-        donate(state)
-        metrics.update(owned.updater.apply(grads, updates))
+    ) -> None:
+        """Run the GRADS hooks."""
+        lowered = self._lowered
+        info = Info(step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__)
+        if lowered.skips:
+            grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
+        for name, hook in lowered.gradients:
+            keep_own(transforms, name, hook.on_gradients(grads, transforms.get(name), info))
+
+    def _update(self, owned: Owned, step: int, before: _Before, update: _Update) -> Any:
+        """Update the parameters eagerly, and run the UPDATE hooks; whether the update was skipped."""
+        lowered, grads, metrics = self._lowered, update.grads, update.metrics
+        assert grads is not None
+        if isinstance(update.idle, torch.Tensor):
+            grads.idle = update.idle
+        metrics.update(owned.updater.apply(grads, update.rates, before.updates, update.reported))
         owned.engine.clear()
-        if grads.skip is not None:
-            info = dataclasses.replace(info, skip=grads.skip)
+        skip = grads.left_out()
+        info = Info(
+            step=step, updates=before.updates, params=owned.params, record=metrics.__setitem__, skip=skip
+        )
         for name, hook in lowered.updates:
-            keep_own(transforms, name, hook.on_update(owned.engine, transforms.get(name), info))
-        return grads.skip
+            own = hook.on_update(owned.engine, before.transforms.get(name), info)
+            keep_own(before.transforms, name, own)
+        return skip if lowered.skips else grads.skip
+
+
+def _counted(updates: Any, left_out: Any, skip: Any) -> Any:
+    """The number of updates after a step: a tensor where the device decides whether one is left out."""
+    if left_out is True:
+        return updates
+    if skip is None:
+        return updates + 1
+    return updates + (1.0 - skip if isinstance(updates, torch.Tensor) else int(not skip))
+
+
+class _Update:
+    """What a step came to before its update: metrics, gradients (None: updated already), rates."""
+
+    __slots__ = ("grads", "idle", "metrics", "rates", "reported", "skip")
+
+    def __init__(
+        self,
+        metrics: dict[str, Any],
+        grads: Gradients | None,
+        reported: dict[str, Any],
+        rates: list[list[Any]],
+        skip: Any = None,
+    ) -> None:
+        self.metrics = metrics
+        self.grads = grads
+        self.reported = reported
+        self.rates = rates
+        self.skip = skip
+        self.idle: Any = False
 
 
 class _Before:

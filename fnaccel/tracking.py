@@ -5,11 +5,14 @@ The trackers themselves are in `fnaccel.track`.
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+from fnaccel.checked_metrics import check_logged
 
 
 @runtime_checkable
@@ -79,8 +82,18 @@ class Fetcher:
             yield step, dict(zip(names, packed.tolist(), strict=True))
 
 
+_logger = logging.getLogger("fnaccel")
+
+
 class Log:
-    """Sends metrics to trackers and to a progress bar, on the main rank."""
+    """Sends metrics to trackers and to a progress bar, on the main rank.
+
+    A tracker that raises does not end training: its first error is logged with its traceback, and the others
+    and the number of all its errors at the end.
+
+    Attributes:
+        failures: the number of errors of each tracker that raised, by its class's name.
+    """
 
     def __init__(
         self,
@@ -92,6 +105,7 @@ class Log:
         self._show = show
         self._fetcher = Fetcher()
         self._started: list[Tracker] = []
+        self.failures: Counter[str] = Counter()
         for tracker in self._trackers:
             tracker.start(config)
             self._started.append(tracker)
@@ -103,8 +117,9 @@ class Log:
 
     def _pass_on(self, *, wait: bool) -> None:
         for step, values in self._fetcher.arrived(wait=wait):
+            check_logged(values)
             for tracker in self._trackers:
-                tracker.log(step, values)
+                self._guarded(tracker, "log", step, values)
             if self._show is not None:
                 self._show(values)
 
@@ -114,4 +129,16 @@ class Log:
             self._pass_on(wait=True)
         finally:
             while self._started:
-                self._started.pop().finish()
+                self._guarded(self._started.pop(), "finish")
+            for name, count in self.failures.items():
+                _logger.error("%s raised %d times; training went on", name, count)
+
+    def _guarded(self, tracker: Tracker, method: str, *args: Any) -> None:
+        """Call a method of a tracker; what it raises is logged."""
+        try:
+            getattr(tracker, method)(*args)
+        except Exception:
+            name = type(tracker).__name__
+            self.failures[name] += 1
+            if self.failures[name] == 1:
+                _logger.exception("%s.%s() raised; training goes on", name, method)

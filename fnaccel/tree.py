@@ -32,15 +32,14 @@ def map(  # noqa: A001 - the name of this operation in every pytree library
 
     Raises ValueError where the structures differ.
     """
-    return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
+    return optree.tree_map(fn, *_alike(tree, *rest), is_leaf=is_leaf, namespace=NAMESPACE)
 
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None) -> Tree:
     """Like `map`, with the leaf's path (`"params/weight"`) as the first argument of `fn`."""
     return optree.tree_map_with_path(
         lambda path, *leaves: fn(join(path), *leaves),
-        tree,
-        *rest,
+        *_alike(tree, *rest),
         is_leaf=is_leaf,
         namespace=NAMESPACE,
     )
@@ -132,6 +131,7 @@ def to(tree: Tree, device: torch.device | str, *, non_blocking: bool = False) ->
 
 def allclose(first: Tree, second: Tree, *, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
     """Whether two trees have one structure and all their leaves agree (tensors to tolerance)."""
+    first, second = _alike(first, second)
     if structure(first) != structure(second):
         return False
     for a, b in zip(leaves(first), leaves(second), strict=True):
@@ -186,7 +186,32 @@ def open_node(value: Any) -> tuple[dict[str, Any], Callable[[Iterable[Any]], Any
     return dict(zip(map(str, names), children, strict=True)), lambda made: rebuild(metadata, made)
 
 
+def register_mapping(kind: type) -> None:
+    """Make a subclass of dict a pytree node, by sorted key; `map` pairs it with plain dicts too."""
+    _learned.add(kind)
+    _as_dicts.add(kind)
+    _register(kind, sorted, lambda node, key: node[key], kind)
+
+
+def _alike(*trees: Tree) -> tuple[Tree, ...]:
+    """Trees whose subclasses of dict are plain dicts, unless they are the same classes in all trees."""
+    if len(trees) == 1 or len({structure(tree) for tree in trees}) == 1:
+        return trees
+    return tuple(_plain(tree) for tree in trees)
+
+
+def _plain(tree: Tree) -> Tree:
+    def is_mapping(node: Any) -> bool:
+        return type(node) in _as_dicts
+
+    def as_dict(node: Any) -> Any:
+        return {key: _plain(node[key]) for key in node} if is_mapping(node) else node
+
+    return optree.tree_map(as_dict, tree, is_leaf=is_mapping, namespace=NAMESPACE)
+
+
 _learned: set[type] = {dict}
+_as_dicts: set[type] = set()
 
 
 def learn(value: Any) -> None:

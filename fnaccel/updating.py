@@ -112,14 +112,17 @@ class Updater:
         where = leaves[0].shard.device if leaves else device
         self._count = torch.zeros((), dtype=torch.float32, device=where)
 
-    def apply(self, grads: Gradients, updates: Any) -> dict[str, Any]:
-        """Update the parameters in place; the rates, to report.
+    def apply(
+        self, grads: Gradients, rates: Sequence[Sequence[Any]], updates: Any, reported: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Update the parameters in place; the rates as metrics.
 
         Args:
             grads: the gradient of this step; its multiplier and skip are applied by the kernels.
-            updates: updates applied before this one: an int, or a tensor where they may be skipped.
+            rates: the rates of each optimizer's groups.
+            updates: updates applied before this one: an int, or a tensor if they may be skipped.
+            reported: the rates as `rates` gave them; a runtime with schedules of its own replaces them.
         """
-        reported, rates = self.rates(updates)
         self.update(grads, rates, self.number(updates))
         if self._made is not None:
             reported.update(getattr(self._made, "metrics", {}))
@@ -160,7 +163,9 @@ class Updater:
         """Update the parameters in place."""
         for part, each in zip(self._parts, rates, strict=True):
             shards = grads.shards if part.whole else [grads.shards[i] for i in part.indices]
-            skipped = part.bound.apply(shards, each, grads.multiplier, grads.skip, number)
+            # an optimizer that reads on the host would wait for the device in each step
+            skip = grads.skip if part.bound.reads_host else grads.left_out()
+            skipped = part.bound.apply(shards, each, grads.multiplier, skip, number)
             if skipped is not None:
                 grads.skip = torch.tensor(skipped, device=number.device)
 

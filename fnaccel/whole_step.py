@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import _torch, tree
-from fnaccel.aux_values import AuxValues, check_aux, packed, plain
+from fnaccel.aux_values import AuxValues, check_aux, detached, divide, mixed_kinds, packed, structure
 from fnaccel.capture import Capture
 from fnaccel.collectives import gather_objects
 from fnaccel.engine import Call, Engine, Loss, Micro, attempt, generators_of, multiplier_of, up_front_of
 from fnaccel.errors import CapabilityError
-from fnaccel.gradients import Gradients
-from fnaccel.loss import Concat, Mean, Sum, check_attached, read_loss
+from fnaccel.gradients import Gradients, added, apart, laid_out
+from fnaccel.loss import check_attached, idle, masked, read_loss
 from fnaccel.optim import kernels
 from fnaccel.reports import Report
 from fnaccel.step import GradientHook, Info, UpdateHook
@@ -90,7 +90,8 @@ class WholeStep:
             torch.compiler.cudagraph_mark_step_begin()
         engine, device = self._engine, self._engine.mesh.world.device
         before, last = micros[:-1], micros[-1]
-        with attempt(engine, call) as seed:
+
+        def body(seed: Callable[[int], None]) -> tuple[Any, Report, AuxValues]:
             if self._capture.before is not None:
                 self._capture.before()
             self._agree(last.data, given)
@@ -98,45 +99,64 @@ class WholeStep:
             up_front = up_front_of(self._loss, micros, call, report, engine.averaged, device)
             up_front = None if up_front is None else _filled(up_front, torch.float32, device)
             known = packed([report.weight], device)[0] if self._loss.weight_fn is not None else None
+            keeps = [self._keep(micro, report.weight_of(index)) for index, micro in enumerate(micros)]
             aux = AuxValues()
-            sums, carried = self._accumulate(before, given, up_front, aux, seed)
+            sums, carried, weighted = self._accumulate(before, given, up_front, aux, keeps, seed)
             seed(len(before))
             sums = torch.cat([sums, _filled(report.asked, sums.dtype, device).view(1)])
             outs = self._call(
-                self._finish, last.data, given, self._keep(last), up_front, carried, sums, known,
+                self._finish, last.data, given, keeps[-1], up_front, carried, sums, known,
                 call.scale, rates, number,
             )  # fmt: skip
+            self._check_kinds({*weighted, outs[0][4]})
+            return outs, report, aux
+
+        outs, report, aux = attempt(engine, call, body)
         # the next replay of a CUDA graph writes to the same memory
-        metrics, found, asked, skip = tree.map_tensors(torch.clone, outs[0]) if self._replays else outs[0]
+        metrics, found, asked, skip, weighted = (
+            tree.map_tensors(torch.clone, outs[0]) if self._replays else outs[0]
+        )
         grads, multiplier = outs[1]
         report.hear(asked)
         aux.take(found, valid=last.valid > 0)
-        metrics.update(self._shared(aux))
+        metrics.update(self._shared(aux, weighted))
         pending = None
         if self._tail is None:
-            pending = Gradients(engine.leaves, _apart(grads), multiplier, engine.norm_axes, device)
+            pending = Gradients(engine.leaves, apart(grads), multiplier, engine.norm_axes, device)
         return Found(metrics=metrics, grads=pending, skip=skip)
 
+    def _check_kinds(self, weighted: set[bool]) -> None:
+        if len(weighted) > 1 and self._loss.weight_fn is None:
+            raise mixed_kinds("micro-batch")
+
     def _accumulate(
-        self, micros: Sequence[Micro], given: Any, up_front: Any, aux: AuxValues, seed: Callable[[int], None]
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None] | None]:
-        """Total and weight, and the gradients, of all micro-batches but the last."""
+        self,
+        micros: Sequence[Micro],
+        given: Any,
+        up_front: Any,
+        aux: AuxValues,
+        keeps: Sequence[torch.Tensor],
+        seed: Callable[[int], None],
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None] | None, set[bool]]:
+        """Total and weight, the gradients, and the kinds of loss, of all micro-batches but the last."""
         device = self._engine.mesh.world.device
         sums = torch.zeros(2, dtype=_sum_type(device), device=device)
         if not micros:
-            return sums, None
+            return sums, None, set()
         whole = self._capture.average is None or not self._loss.sync_each
         shards = self._capture.leaves
         grads = self._capture.blank() if whole else [torch.zeros_like(leaf.shard) for leaf in shards]
         used = (False,) * len(grads)
+        kinds: set[bool] = set()
         for index, micro in enumerate(micros):
             seed(index)
-            sums, now, found = self._call(
-                self._add, micro.data, given, self._keep(micro), up_front, grads, sums
+            sums, now, found, weighted = self._call(
+                self._add, micro.data, given, keeps[index], up_front, grads, sums
             )
+            kinds.add(weighted)
             used = tuple(a or b for a, b in zip(used, now, strict=True))
             aux.take(found, valid=micro.valid > 0)
-        return sums, [grad if was else None for grad, was in zip(grads, used, strict=True)]
+        return sums, [grad if was else None for grad, was in zip(grads, used, strict=True)], kinds
 
     def _call(self, program: Callable[..., Any], data: Any, given: Any, *args: Any) -> Any:
         """Run a compiled program; where it can't be compiled, first see whether the loss itself fails."""
@@ -152,15 +172,15 @@ class WholeStep:
         """See, before the first step, that ranks report alike, and which parameters any of them uses.
 
         Raises:
-            LossError: the aux of ranks differs.
+            LossError: ranks return losses of different kinds, or different aux.
             CapabilityError: no rank has a gradient for some parameter, and the strategy needs one.
         """
         if self._group is None or self._agreed is not None:
             return
-        aux, own = self._eagerly(data, given)
+        aux, weighted, own = self._eagerly(data, given)
         values = AuxValues()
-        values.take(_detached(aux), valid=False)
-        self._engine.agreement.check(values.shape, self._group)
+        values.take(detached(aux), valid=False)
+        self._engine.agreement.check(structure(values, self._kind(weighted)), self._group)
         used = tuple(map(any, zip(*gather_objects(own, over=self._group), strict=True)))
         if self._capture.complete and not all(used):
             names = [leaf.name for leaf, was in zip(self._capture.leaves, used, strict=True) if not was]
@@ -179,19 +199,25 @@ class WholeStep:
         except Exception as error:
             raise error from None  # torch's own account of it is longer, and says less
 
-    def _eagerly(self, data: Any, given: Any) -> tuple[Any, list[bool]]:
-        """Aux, and which parameters get a gradient, without compilation; leaves nothing behind."""
+    def _kind(self, weighted: bool) -> bool | None:
+        return weighted if self._loss.weight_fn is None else None
+
+    def _eagerly(self, data: Any, given: Any) -> tuple[Any, bool, list[bool]]:
+        """Aux, whether the loss is weighted, and which parameters get a gradient, without compilation.
+
+        Leaves nothing behind.
+        """
         engine = self._engine
         slots = [_torch.buffers_of(module) for root in engine.modules for module in root.modules()]
         kept = [(own, name, x, x.clone()) for own in slots for name, x in own.items() if x is not None]
         states = [(one, one.get_state()) for one in generators_of(engine.mesh.world.device)]
         try:
             params, run = self._capture.open()
-            total, _, aux = read_loss(run(self._loss.fn, data, *given), self._loss.where)
-            check_attached(total, self._loss.where)
-            check_aux(aux)
-            grads: Any = torch.autograd.grad(total, params, allow_unused=True)
-            return aux, [grad is not None for grad in grads]
+            parts = read_loss(run(self._loss.fn, data, *given), self._loss.where)
+            check_attached(parts.total, self._loss.where)
+            check_aux(parts.aux)
+            grads: Any = torch.autograd.grad(parts.total, params, allow_unused=True)
+            return parts.aux, parts.weighted, [grad is not None for grad in grads]
         finally:
             for generator, state in states:
                 generator.set_state(state)
@@ -199,15 +225,15 @@ class WholeStep:
                 for own, name, buffer, before in kept:
                     own[name] = buffer.copy_(before)
 
-    def _keep(self, micro: Micro) -> torch.Tensor:
-        """1, or 0 for a filler: a tensor, since a number would be compiled in."""
-        return _filled(micro.valid > 0, torch.float32, self._engine.mesh.world.device)
+    def _keep(self, micro: Micro, weight: Any) -> torch.Tensor:
+        """1, or 0 for a filler or a weight of 0: a tensor, since a number would be compiled in."""
+        return _filled(weight > 0 if micro.valid else 0, torch.float32, self._engine.mesh.world.device)
 
-    def _shared(self, aux: AuxValues) -> dict[str, Any]:
+    def _shared(self, aux: AuxValues, weighted: bool) -> dict[str, Any]:
         """The aux of all ranks, in an all-reduce of its own where there is any."""
         device = self._engine.mesh.world.device
         if self._group is not None:
-            self._engine.agreement.check(aux.shape, self._group)
+            self._engine.agreement.check(structure(aux, self._kind(weighted)), self._group)
             if aux.values:
                 vector = packed(aux.values, device)
                 dist.all_reduce(vector, group=self._group)
@@ -220,12 +246,12 @@ class WholeStep:
         def add(
             data: Any, given: Any, keep: Any, up_front: Any, carried: list[torch.Tensor], sums: torch.Tensor
         ) -> Any:
-            total, sums, aux, params = self._forward(data, given, keep, sums)
+            total, sums, aux, weighted, params = self._forward(data, given, keep, sums)
             grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
             for held, grad in zip(carried, grads, strict=True):
                 if grad is not None:
                     held.add_(grad)
-            return sums, tuple(grad is not None for grad in grads), aux
+            return sums, tuple(grad is not None for grad in grads), aux, weighted
 
         return add
 
@@ -234,39 +260,42 @@ class WholeStep:
             data: Any, given: Any, keep: Any, up_front: Any, carried: Any, sums: torch.Tensor, known: Any,
             scale: Any, rates: Any, number: torch.Tensor,
         ) -> Any:  # fmt: skip
-            total, sums, aux, params = self._forward(data, given, keep, sums)
+            total, sums, aux, weighted, params = self._forward(data, given, keep, sums)
             if self._group is not None:
                 sums = _torch.begin_all_reduce(sums, self._group)  # beside the backward pass
             grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
             if carried is not None:
-                grads = [_sum(held, grad) for held, grad in zip(carried, grads, strict=True)]
+                grads = [added(held, grad) for held, grad in zip(carried, grads, strict=True)]
             if not self._loss.sync_each:
                 grads = self._average(grads, params)
             pairs = zip(grads, self._capture.leaves, strict=True)
-            grads = [None if grad is None else _laid_out(grad, leaf.shard) for grad, leaf in pairs]
+            grads = [None if grad is None else laid_out(grad, leaf.shard) for grad, leaf in pairs]
             if self._group is not None:
                 sums = _torch.end_collective(sums)
             weight = sums[1] if known is None else known
             multiplier = multiplier_of(self._loss, self._engine.averaged, weight, scale, up_front)
             dtype = torch.promote_types(total.dtype, torch.float32)
-            metrics: dict[str, Any] = {"loss": (sums[0] / weight).to(dtype), "weight": weight.clone()}
+            loss = divide(sums[0], weight, sums.device).to(dtype)
+            metrics: dict[str, Any] = {"loss": loss, "weight": weight.clone()}
             if self._tail is None:
-                return (metrics, aux, sums[2], None), (grads, multiplier)
+                return (metrics, aux, sums[2], None, weighted), (grads, multiplier)
             skip = self._end(self._tail, grads, multiplier, metrics, rates, number)
-            return (metrics, aux, sums[2], skip), (None, None)
+            return (metrics, aux, sums[2], skip, weighted), (None, None)
 
         return finish
 
     def _forward(self, data: Any, given: Any, keep: Any, sums: torch.Tensor) -> Any:
         params, run = self._capture.open()
-        total, weight, aux = read_loss(run(self._loss.fn, data, *given), self._loss.where)
+        total, weight, aux, weighted = read_loss(run(self._loss.fn, data, *given), self._loss.where)
         check_attached(total, self._loss.where)
         check_aux(aux)
+        if self._loss.weight_fn is None:
+            total, weight = masked(total, weight)
         counted = torch.stack([_number(total, sums), _number(weight, sums)])
         counted = torch.where(keep > 0, counted, torch.zeros_like(counted))
         if sums.numel() > 2:  # the last is whether this rank was asked to stop
             counted = torch.cat([counted, torch.zeros_like(counted[:1])])
-        return total, sums + counted, _detached(aux), params
+        return total, sums + counted, detached(aux), weighted, params
 
     def _backward(
         self, total: torch.Tensor, params: list[torch.Tensor], keep: Any, up_front: Any, *, average: bool
@@ -307,28 +336,18 @@ class WholeStep:
             held = Gradients(
                 engine.leaves, list(grads), multiplier, engine.norm_axes, engine.mesh.world.device
             )
+            held.idle = idle(metrics["weight"])
             info = Info(step=0, updates=number, params=None, record=record)
             if tail.skips:
                 held.skip_where_nonfinite()
             for hook in tail.gradients:
                 hook.on_gradients(held, None, info)
             tail.update(held, rates, number)
-            info = Info(step=0, updates=number, params=None, record=record, skip=held.skip)
+            skip = held.left_out()
+            info = Info(step=0, updates=number, params=None, record=record, skip=skip)
             for hook in tail.updates:
                 hook.on_update(engine, None, info)
-        return held.skip
-
-
-def _apart(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Gradients of which no two share memory: what follows changes them in place."""
-    seen: set[int] = set()
-    found: list[torch.Tensor | None] = []
-    for grad in grads:
-        shared = grad is not None and grad.untyped_storage().data_ptr() in seen
-        found.append(grad.clone() if grad is not None and shared else grad)
-        if grad is not None:
-            seen.add(grad.untyped_storage().data_ptr())
-    return found
+        return skip if tail.skips else None
 
 
 def _whole_models(given: Any) -> Any:
@@ -359,32 +378,3 @@ def _number(value: Any, like: torch.Tensor) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().to(like.dtype)
     return torch.full((), value, dtype=like.dtype, device=like.device)
-
-
-def _laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """A gradient whose elements lie in memory as the parameter's: fused kernels pair them by place."""
-    pairs = zip(grad.stride(), param.stride(), grad.shape, strict=True)
-    if all(mine == wanted or length < 2 for mine, wanted, length in pairs):
-        return grad
-    return torch.empty_like(param).copy_(grad)
-
-
-def _sum(held: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
-    if held is None or grad is None:
-        return grad if held is None else held
-    return held + grad
-
-
-def _detached(aux: Any) -> Any:
-    """Aux without its graph; the containers that a loss makes by itself."""
-    if isinstance(aux, Mean):
-        return Mean(plain(aux.total), plain(aux.weight), _detached(aux.aux))
-    if isinstance(aux, Sum):
-        return Sum(plain(aux.value))
-    if isinstance(aux, Concat):
-        return Concat(plain(aux.value))
-    if isinstance(aux, dict):
-        return {key: _detached(value) for key, value in aux.items()}
-    if type(aux) in (list, tuple):
-        return type(aux)([_detached(value) for value in aux])
-    return plain(aux)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel import errors
+from fnaccel.loss import LossParts
 from fnaccel.notice import Notice
 from fnaccel.reports import Agreement, Report
 from fnaccel.testing import count_collectives
@@ -334,7 +335,7 @@ def beyond_the_batch():
             if asking and world.rank == 3:
                 notice.ask()
             report = Report(group, world.device, Agreement(), notice)
-            report.take(torch.tensor(float(world.rank)), 1, None, valid=True)
+            report.take(LossParts(torch.tensor(float(world.rank)), 1, None, True), valid=True)
             report.send()
             report.wait()
             found.append((notice.stopping, float(report.finish()["loss"])))

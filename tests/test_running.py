@@ -156,7 +156,7 @@ def test_what_is_saved_in_the_background_is_there_however_the_loop_ends(tmp_path
             save_every=2,
             background=True,
         ):
-            if state.step == 4:
+            if state.step == 5:
                 end()
 
     with pytest.raises(ZeroDivisionError):
@@ -164,6 +164,7 @@ def test_what_is_saved_in_the_background_is_there_however_the_loop_ends(tmp_path
     held = fa.scan(
         train_step, train_step.init(), shards(), directory=tmp_path / "closed", save_every=1, background=True
     )
+    next(held)
     next(held)
     held.close()
     assert [one.step for one in fa.checkpoints(tmp_path / "error")] == [2, 4]

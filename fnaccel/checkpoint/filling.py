@@ -19,7 +19,7 @@ from fnaccel.checkpoint.match import comes_back
 from fnaccel.checkpoint.pieces import is_sharded, part_of, whole
 from fnaccel.checkpoint.reading import Files, Request
 from fnaccel.errors import CheckpointError
-from fnaccel.state import TrainState
+from fnaccel.state import ReadOnlyDict, TrainState
 from fnaccel.world import World
 
 States = Callable[[TrainState, TrainState], TrainState]
@@ -88,6 +88,8 @@ class Filling:
         if isinstance(stored, Node):
             children, rebuild = tree.open_node(like) or ({}, tuple)
             return rebuild([self.value(mine, stored.entries[name]) for name, mine in children.items()])
+        if isinstance(like, ReadOnlyDict):
+            return ReadOnlyDict(self.value(dict(like), stored, in_place=in_place))
         if isinstance(stored, dict | list):
             made = like if in_place else copy.copy(like)
             # in stored order, which is the same on every rank

@@ -36,7 +36,7 @@ from fnaccel.checkpoint.dtypes import CODES
 from fnaccel.checkpoint.pieces import is_sharded
 from fnaccel.errors import CheckpointError, NotSerializableError
 from fnaccel.remote import Remote
-from fnaccel.state import Position, Seed, TrainState
+from fnaccel.state import Position, ReadOnlyDict, Seed, TrainState, check_trained
 
 NODES: dict[str, type[Any]] = {"TrainState": TrainState, "Position": Position, "Seed": Seed}
 """The classes of the library that a checkpoint may hold."""
@@ -180,11 +180,13 @@ class _Encoder:
             if type(value) in (list, tuple):
                 entries = [self.value(child(path, i), entry) for i, entry in enumerate(value)]
                 return entries if type(value) is list else {"tuple": entries}
-            if type(value) in (dict, OrderedDict, defaultdict):
+            if type(value) in (dict, OrderedDict, defaultdict, ReadOnlyDict):
                 return self._dict(path, value)
             name = type(value).__name__
             if NODES.get(name) is type(value):
-                self.has_state |= name == "TrainState"
+                if isinstance(value, TrainState):
+                    check_trained(value, "fa.save")
+                    self.has_state = True
                 return {name: self._entries(path, entries_of(value))}
             if is_object(value):
                 return {"state_dict": self.value(path, _state_of(path, value))}

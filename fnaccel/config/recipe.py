@@ -69,7 +69,7 @@ class Recipe:
     Attributes:
         strategy: a name or text, such as `"fsdp"` or `"ddp(2) * fsdp(4)"`.
         precision: `"fp32"`, `"bf16"`, `"fp16"` or `"fp8"`.
-        accumulate: micro-batches in an update.
+        accumulate: micro-batches in a batch.
         clip_norm, clip_value: bounds of the gradient, or None.
         skip_nonfinite: whether updates with NaN or infinite gradients are skipped.
         ema: decay of the average of parameters, or None.
@@ -103,3 +103,8 @@ class Recipe:
                 where="Recipe",
                 fix="auto, block, loss, step, or nothing",
             )
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in an update: `accumulate` times `data.window`."""
+        return self.accumulate * (self.data.window or 1)

@@ -24,7 +24,7 @@ from fnaccel.interchange.model_config import files_for
 from fnaccel.interchange.opening import opened
 from fnaccel.interchange.stream_file import Progress, bytes_in, drain, spread, write_items
 from fnaccel.interchange.targets import modules_of, persistent_paths, tensors_of
-from fnaccel.state import TrainState, check_live, lease_of
+from fnaccel.state import TrainState, check_live, check_trained, lease_of
 from fnaccel.transforms.precision import dtype_of
 from fnaccel.world import World, current
 
@@ -164,6 +164,7 @@ def _export_state(
             fix="give a state, or the path of a checkpoint of fa.save",
         )
     check_live(state)
+    check_trained(state, "fa.export_hf")
     found = _world(world, state)
     shards: list[list[Item]] = []
     files: dict[str, str] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import gc
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Literal
@@ -16,7 +17,57 @@ from fnaccel.errors import ArgumentError, OwnershipError, nearest
 
 Init = Literal["seeded", "rank0", "meta"]
 
-_owned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+class Ownership:
+    """Who trains a module: it is free again when the holder is closed, or is garbage."""
+
+    def __init__(self, root: nn.Module, holder: object) -> None:
+        self.holder = weakref.ref(holder)
+        self.close: weakref.WeakMethod[Callable[[], None]] | None = None
+        # what a train step changes in a module that others may train after it
+        self._flags = [(weakref.ref(param), param.requires_grad) for param in root.parameters()]
+        self._forwards = [(weakref.ref(module), vars(module).get("forward")) for module in root.modules()]
+
+    def end(self) -> None:
+        """Undo the marks of frozen parameters and the patches of forwards."""
+        for reference, flag in self._flags:
+            param = reference()
+            if param is not None:
+                param.requires_grad_(flag)
+        for reference, forward in self._forwards:
+            module = reference()
+            if module is not None and vars(module).get("forward") is not forward:
+                if forward is None:
+                    del module.forward
+                else:
+                    module.forward = forward
+
+
+_owned: weakref.WeakKeyDictionary[nn.Module, Ownership] = weakref.WeakKeyDictionary()
+
+
+def _is_owned(module: nn.Module) -> bool:
+    """Whether a live train step trains a module; one that was garbage-collected gives it up."""
+    ownership = _owned.get(module)
+    if ownership is None:
+        return False
+    if ownership.holder() is not None:
+        gc.collect()  # a train step is part of a cycle
+    if ownership.holder() is not None:
+        return True
+    close = None if ownership.close is None else ownership.close()
+    if close is not None:
+        close()  # a state of it is still held, whose tensors are about to be another's
+    elif module in _owned:
+        _owned.pop(module).end()
+    return False
+
+
+def claim(built: Built, holder: object, close: Callable[[], None]) -> None:
+    """Let modules be owned as long as `holder` lives; `close`, a method, ends what its states still hold."""
+    for module in built.modules.values():
+        _owned[module].holder = weakref.ref(holder)
+        _owned[module].close = weakref.WeakMethod(close)
 
 
 class Host(nn.Module):
@@ -87,17 +138,18 @@ def construct(model: Any, seed: int, *, empty: bool = False) -> Built:
                 where="train_step.init",
                 fix="give a factory (a class or lambda), or a module that no strategy has sharded",
             )
-        if module in _owned or id(module) in seen:
+        if id(module) in seen or _is_owned(module):
             raise OwnershipError(
                 f"this {type(module).__name__} is owned by another train step",
                 where="train_step.init",
                 fix="give a factory (a class or lambda), or call close() on the train step that owns it",
             )
         seen.add(id(module))
-    for module in modules.values():
-        _owned.add(module)
     whole: Any = modules[None] if None in modules else dict(modules)
-    return Built(model=whole, modules=modules, host=Host(whole), empty=empty)
+    host = Host(whole)
+    for module in modules.values():
+        _owned[module] = Ownership(module, host)
+    return Built(model=whole, modules=modules, host=host, empty=empty)
 
 
 def _one(source: Any, key: str | None, *, empty: bool) -> nn.Module:
@@ -152,7 +204,9 @@ def freeze(built: Built, patterns: tuple[str, ...]) -> None:
 def release(built: Built) -> None:
     """Let another train step own these modules."""
     for module in built.modules.values():
-        _owned.discard(module)
+        ownership = _owned.pop(module, None)
+        if ownership is not None:
+            ownership.end()
 
 
 def check_factories(model: Any, where: str) -> None:

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import attrs
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from fnaccel import _torch
 from fnaccel.buckets import MIB, Buckets, bucket_bytes, lay_out
@@ -125,11 +124,13 @@ def build_ddp(request: Request) -> tuple[Engine, Built]:
     )
     if hook is not None:
         register(hook, wrapped)
+    torn: list[bool] = []
     engine = whole_engine(
         "ddp",
         built,
         request,
-        run=_guarded(wrapped),
+        run=_guarded(wrapped, torn),
+        recover=lambda: torn.append(True),
         sync=lambda communicate: contextlib.nullcontext() if communicate else wrapped.no_sync(),
         averaged=mesh.batch_size,
     )
@@ -188,8 +189,14 @@ def _share(values: list[torch.Tensor], group: Any) -> None:
             value.copy_(part.view_as(value))
 
 
-def _guarded(wrapped: DistributedDataParallel) -> Callable[..., Any]:
+def _guarded(wrapped: _torch.FixedBuckets, torn: list[bool]) -> Callable[..., Any]:
+    """Run a function of the model inside the wrapper; `torn` is filled if the step before it failed."""
+
     def run(fn: Callable[..., Any], *args: Any) -> Any:
+        if torn:
+            # in the step after a failure, not at once: ranks that did not fail may be in a collective
+            torn.clear()
+            wrapped.begin_anew()
         try:
             return wrapped(fn, *args)
         except RuntimeError as error:

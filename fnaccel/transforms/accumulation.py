@@ -19,9 +19,15 @@ class Accumulate:
     n: int
     sync: Sync = "last"
 
+    def describe(self) -> str:
+        """What the plan prints: a window of m batches has n * m micro-batches."""
+        return f"n={self.n} of each batch ({self.n} * m with window=m), sync={self.sync!r}"
+
 
 def accumulate(step: Any, n: int, *, sync: Sync = "last") -> Step:
     """Run a batch as `n` micro-batches (dim 0, sizes by divmod) and make one update of them.
+
+    Under `fa.shard(loader, window=m)` each of the m batches is cut, so an update has n * m micro-batches.
 
     Args:
         step: a step or a loss function.

@@ -58,6 +58,9 @@ class Precision:
         init_scale, growth, backoff, interval: the dynamic loss scale, used where compute is fp16:
             its first value, the factors up and down, and how many good steps make it grow
             (https://docs.pytorch.org/docs/stable/amp.html).
+        min_scale: the loss scale sinks no lower.
+        max_skipped: the number of updates skipped in a row after which the next call raises NonfiniteError
+            (the state stays live); None for any number. 25 of them are a warning.
     """
 
     param: torch.dtype = attrs.field(default=torch.float32, converter=_to_dtype)
@@ -68,6 +71,8 @@ class Precision:
     growth: float = 2.0
     backoff: float = 0.5
     interval: int = 2_000
+    min_scale: float = 1.0
+    max_skipped: int | None = 200
 
     @property
     def scaled(self) -> bool:

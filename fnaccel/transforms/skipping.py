@@ -6,12 +6,14 @@ from typing import Any
 
 import attrs
 
-from fnaccel.step import Capability, Phase, Step, Transform, append
+from fnaccel.step import Capability, Phase, Step, Transform, append, require
 
 
 @attrs.frozen
 class SkipNonfinite:
     """Decide on the device, without a host read, whether the update is applied."""
+
+    max_skipped: int | None = 200
 
     def on_gradients(self, grads: Any, own: Any, info: Any) -> Any:  # noqa: ARG002
         """Mark the update as skipped where the gradient norm is not finite."""
@@ -19,23 +21,34 @@ class SkipNonfinite:
         return own
 
 
-def skip_nonfinite(step: Any) -> Step:
+def skip_nonfinite(step: Any, *, max_skipped: int | None = 200) -> Step:
     """Leave parameters, optimizer, schedule and EMA as they are where a gradient is not finite.
 
     `metrics["skipped"]` is 1.0 for such a step, and `state.updates` does not count it. Precision
-    `"fp16"` does the same by itself.
+    `"fp16"` does the same by itself. After 25 skipped updates in a row there is a warning.
 
     Args:
         step: a step or a loss function.
+        max_skipped: the number of updates skipped in a row after which the next call raises NonfiniteError
+            (the state stays live); None for any number.
+
+    Raises:
+        ArgumentError: `max_skipped` is below 1.
 
     Example: `step = fa.skip_nonfinite(loss_fn)`.
     """
+    require(
+        max_skipped is None or max_skipped >= 1,
+        f"max_skipped={max_skipped}",
+        "fa.skip_nonfinite",
+        "a count of 1 or more, or None",
+    )
     return append(
         step,
         Transform(
             "skip_nonfinite",
             Phase.GRADS,
-            apply=SkipNonfinite(),
+            apply=SkipNonfinite(max_skipped),
             needs=frozenset({Capability.GRADIENTS}),
         ),
     )

@@ -200,7 +200,7 @@ def test_a_rank_without_elements_clips_nothing(pools):
 
 @pytest.mark.parametrize("kind", ["names", "one"])
 def test_ranks_with_different_aux_raise_instead_of_adding_them_up(pools, kind):
-    with pytest.raises(errors.LossError, match="the aux of ranks differs"):
+    with pytest.raises(errors.LossError, match="the losses of ranks differ"):
         pools.run(2, runs.different_aux, kind)
 
 

@@ -46,7 +46,7 @@ MUTANTS = [
         (COMPILED, "-k", "ddp-step-plain"),
     ),
     Mutant(
-        "captured accumulation loses a micro-batch", "whole_step.py", "return held + grad", "return grad",
+        "captured accumulation loses a micro-batch", "gradients.py", "return held + grad", "return grad",
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = [
         (ENGINES, "-k", "ragged_epochs"),
     ),
     Mutant(
-        "skipped updates counted", "stepping.py", "(1.0 - skip if counted else int(not skip))", "(1.0 if counted else 1)",
+        "skipped updates counted", "stepping.py", "(1.0 - skip if isinstance(updates, torch.Tensor) else int(not skip))", "1",
         ("tests/transforms", "-k", "fp16_skips"),
     ),
     Mutant(

@@ -115,6 +115,25 @@ class TestAccumulation:
         for name, value in whole_params(expected).items():
             assert torch.allclose(value, state.params[name], atol=1e-6)
 
+    def test_each_batch_of_a_window_is_cut(self):
+        calls = []
+
+        def counted(model, batch):
+            calls.append(len(batch[0]))
+            return loss_fn(model, batch)
+
+        window = fa.Window([batch_of(5, 1), batch_of(2, 2), batch_of(9, 3)])
+        step = fa.accumulate(counted, 2)
+        train_step = program(step)
+        state, _ = train_step(train_step.init(), window)
+        assert calls == [3, 2, 1, 1, 5, 4]
+        plain = program()
+        expected, _ = plain(plain.init(), window)
+        for name, value in whole_params(expected).items():
+            assert torch.allclose(value, state.params[name], atol=1e-6)
+        assert "n=2 of each batch (2 * m with window=m)" in str(train_step.plan)
+        assert fa.Recipe(accumulate=2, data=fa.DataRecipe(window=3)).micro_batches == 6
+
     def test_a_bare_scalar_is_the_mean_of_micro_batches(self):
         def bare(model, batch):
             loss = loss_fn(model, batch)

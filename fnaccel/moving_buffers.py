@@ -1,0 +1,75 @@
+"""Buffers that a forward changes (running statistics), so that a step that fails can put them back.
+
+Constant buffers, such as masks, are not copied: only those that changed in an earlier step are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fnaccel import _torch
+
+
+class MovingBuffers:
+    """The buffers of some modules, and copies of those that move.
+
+    Args:
+        slots: pairs of a module and the name of one of its buffers.
+    """
+
+    def __init__(self, slots: Sequence[tuple[nn.Module, str]]) -> None:
+        self._slots = [(_torch.buffers_of(module), name) for module, name in slots]
+        # torch's batch norm writes to these without a new version
+        self._known = {i for i, (_, name) in enumerate(self._slots) if name.startswith("running_")}
+        self._moving = set(range(len(self._slots)))  # the first step shows which others do
+        self._before: list[tuple[torch.Tensor | None, int]] = []
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Note the buffers before a step."""
+        if not self._slots:
+            return
+        tensors = [buffers.get(name) for buffers, name in self._slots]
+        self._before = [(x, -1 if x is None else _torch.version_of(x)) for x in tensors]
+        self._copies = {i: x.detach().clone() for i in self._moving if (x := tensors[i]) is not None}
+
+    def end(self) -> None:
+        """Learn from a step that succeeded which buffers move."""
+        if not self._slots:
+            return
+        self._known.update(index for index in range(len(self._slots)) if self._changed(index))
+        if len(self._moving) > len(self._known):
+            self._known.update(index for index in self._copies if self._differs(index))
+        self._moving = set(self._known)
+        self._copies = {}
+
+    def put_back(self) -> bool:
+        """Restore the buffers; False if one changed for the first time, so that no copy of it exists."""
+        exact = True
+        with torch.no_grad():
+            for index, (tensor, _) in enumerate(self._before):
+                buffers, name = self._slots[index]
+                changed = self._changed(index)
+                buffers[name] = tensor
+                if index in self._copies and tensor is not None:
+                    tensor.copy_(self._copies[index])
+                elif changed and tensor is not None:
+                    exact = False
+        self._copies = {}
+        return exact
+
+    def _changed(self, index: int) -> bool:
+        """Whether a buffer was written to, or replaced, since `begin`."""
+        tensor, version = self._before[index]
+        buffers, name = self._slots[index]
+        if buffers.get(name) is not tensor:
+            return True
+        return tensor is not None and _torch.version_of(tensor) != version
+
+    def _differs(self, index: int) -> bool:
+        """Whether the value of a buffer is another than before; XLA would compile a graph to tell."""
+        tensor, copy = self._before[index][0], self._copies[index]
+        return tensor is not None and tensor.device.type != "xla" and not torch.equal(tensor, copy)

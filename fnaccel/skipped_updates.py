@@ -1,0 +1,67 @@
+"""`SkippedUpdates`: a run whose every update is skipped warns, and then ends."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from typing import Any
+
+import torch
+
+from fnaccel.errors import NonfiniteError
+
+WARN_AFTER = 25
+"""Skipped updates in a row that are worth a warning: a loss scale of 65,536 needs 16 to come down to 1."""
+
+_LAG = 8  # on an accelerator, steps until a flag is read: the same on every rank, so that all raise together
+
+
+class SkippedUpdates:
+    """Counts updates that were skipped in a row.
+
+    Args:
+        limit: how many of them are an error; None for any number.
+        speaks: whether this rank warns.
+    """
+
+    def __init__(self, limit: int | None, *, speaks: bool = True) -> None:
+        self._limit = limit
+        self._speaks = speaks
+        self._in_a_row = 0
+        self._waiting: deque[tuple[torch.Tensor, Any]] = deque()
+
+    def put(self, skip: Any) -> None:
+        """Take whether an update was skipped: a number or a 0-d tensor, 1 if it was."""
+        if not isinstance(skip, torch.Tensor) or skip.device.type == "cpu":
+            self._count(bool(skip))
+            return
+        host = torch.empty_like(skip, device="cpu", pin_memory=True)
+        host.copy_(skip, non_blocking=True)
+        event: Any = torch.Event(skip.device.type)
+        event.record()
+        self._waiting.append((host, event))
+        if len(self._waiting) > _LAG:
+            host, event = self._waiting.popleft()
+            event.synchronize()
+            self._count(bool(host))
+
+    def _count(self, skipped: bool) -> None:
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if self._in_a_row == WARN_AFTER and self._speaks:
+            warnings.warn(
+                f"{WARN_AFTER} updates in a row were skipped: no gradient was finite",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def check(self) -> None:
+        """Raise NonfiniteError if too many updates were skipped in a row; the count begins again."""
+        if self._limit is None or self._in_a_row < self._limit:
+            return
+        count, self._in_a_row = self._in_a_row, 0
+        raise NonfiniteError(
+            f"{count} updates in a row were skipped: no gradient was finite",
+            where="train_step(state, batch)",
+            fix="look for a NaN in the data or the model, lower the rate, or clip (the state stays live); "
+            "max_skipped= of fa.Precision and fa.skip_nonfinite sets the number",
+        )

@@ -1,0 +1,25 @@
+"""Law 15: an interrupt at any line of a step leaves a state that is live and exact, or dead with a way back.
+
+A sample of the lines; `make soak` takes every one of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.laws.interrupts import interrupt_many
+
+STRIDE = 13
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "stride"),
+    [("local", 1, 5), ("ddp", 1, STRIDE), ("fsdp", 1, STRIDE), ("local captured", 1, 53), ("ddp", 2, 41)],
+)
+def test_law_15_an_interrupt_leaves_an_exact_state_or_a_way_back(pools, kind, ranks, stride):
+    for outcomes in pools.run(ranks, interrupt_many, kind, 1, stride):
+        assert len(outcomes) > 5
+        assert not [outcome for outcome in outcomes if outcome.wrong]
+        kinds = {outcome.kind for outcome in outcomes}
+        assert "live" in kinds
+        assert kinds <= {"live", "following", "dead"}
