@@ -44,6 +44,7 @@ HashStore: Any = dist.HashStore
 foreach_norm: Any = torch._foreach_norm
 foreach_mul_: Any = torch._foreach_mul_
 foreach_div: Any = torch._foreach_div
+foreach_mul: Any = torch._foreach_mul
 foreach_add_: Any = torch._foreach_add_
 foreach_lerp_: Any = torch._foreach_lerp_
 foreach_clamp_min_: Any = torch._foreach_clamp_min_
@@ -201,6 +202,11 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The slots of a module's own parameters; writing to one registers nothing. (2.9 to 2.13)"""
+    return module._parameters
+
+
 def transient_buffers(root: torch.nn.Module) -> list[str]:
     """The names of buffers that a module does not save (`persistent=False`). (2.13)"""
     return [
@@ -212,6 +218,13 @@ def transient_buffers(root: torch.nn.Module) -> list[str]:
 
 no_torch_function = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a subclass: operations return plain tensors. (2.9 to 2.13)"""
+
+
+def part_of_whole(whole: torch.Tensor, like: Any) -> Any:
+    """This rank's part of a tensor that every rank has whole, laid out as a DTensor is. (2.9 to 2.13)"""
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - slow to import
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def version_of(tensor: torch.Tensor) -> int:

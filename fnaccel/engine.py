@@ -20,7 +20,7 @@ from fnaccel.capture import Capture
 from fnaccel.collectives.objects import gather_objects
 from fnaccel.data.cut import rows_of
 from fnaccel.devices import stream_of
-from fnaccel.errors import MicroBatchError, PeerLostError
+from fnaccel.errors import LossError, MicroBatchError, PeerLostError
 from fnaccel.gradients import Gradients
 from fnaccel.leaf import Leaf
 from fnaccel.loss import check_attached, check_weight, read_loss
@@ -203,9 +203,9 @@ def attempt(engine: Engine, call: Call, body: Callable[[Callable[[int], None]], 
             return body(seed)
         except BaseException as error:
             undo(engine)
-            lost = _peer_lost(error, mesh.world, call.step)
-            if lost is not None:
-                raise lost from error
+            explained = _peer_lost(error, mesh.world, call.step) or _mixed_dtypes(error, engine)
+            if explained is not None:
+                raise explained from error
             raise
         finally:
             put_back()
@@ -226,6 +226,23 @@ def _peer_lost(error: BaseException, world: World, step: int) -> PeerLostError |
     )
 
 
+# what torch says of a matrix product of two dtypes
+_MIXED = re.compile(r"same dtype|expected scalar type|mixed dtype", re.IGNORECASE)
+
+
+def _mixed_dtypes(error: BaseException, engine: Engine) -> LossError | None:
+    dtypes = {str(leaf.shard.dtype).removeprefix("torch.") for leaf in engine.leaves}
+    if not isinstance(error, RuntimeError) or not _MIXED.search(str(error)) or dtypes <= {"float32"}:
+        return None
+    names = " and ".join(sorted(dtypes))
+    return LossError(
+        f"the model's parameters are {names}, and something in the loss is not: {str(error).splitlines()[0]}",
+        where="the loss function",
+        fix="cast the batch to the parameters' dtype, or let fa.with_precision(step, "
+        'fa.Precision(param="bf16", compute="bf16")) do so',
+    )
+
+
 def _run_micro_batches(
     engine: Engine, loss: Loss, micros: Sequence[Micro], call: Call, seed: Callable[[int], None]
 ) -> tuple[Gradients, Report]:
@@ -233,7 +250,7 @@ def _run_micro_batches(
     group = mesh.group("batch")
     device = mesh.world.device
     report = Report(group, device, engine.agreement, call.notice)
-    up_front = up_front_of(loss, micros, call, report, engine.averaged, device)
+    up_front = up_front_of(loss, micros, call, report, engine)
     last = len(micros) - 1
     for index, micro in enumerate(micros):
         seed(index)
@@ -248,7 +265,7 @@ def _run_micro_batches(
         engine.finish()
     grads = [_torch.local_of(g) if (g := leaf.param.grad) is not None else None for leaf in engine.leaves]
     report.wait()
-    multiplier = multiplier_of(loss, engine.averaged, report.weight, call.scale, up_front)
+    multiplier = multiplier_of(loss, engine, report.weight, call.scale, up_front)
     return Gradients(engine.leaves, grads, multiplier, engine.norm_axes, device), report
 
 
@@ -267,35 +284,41 @@ def _check_rows(declared: int, micros: Sequence[Micro], name: str, world: World)
         )
 
 
-def multiplier_of(loss: Loss, averaged: int, weight: Any, scale: Any, up_front: Any) -> Any:
+def multiplier_of(loss: Loss, engine: Engine, weight: Any, scale: Any, up_front: Any) -> Any:
     """What the gradients are still to be multiplied by; None for 1."""
     if loss.weight_fn is not None:
         return None if scale is None else 1.0 / scale
-    multiplier = _ratio(averaged, weight)
+    multiplier = _ratio(engine, weight)
     if up_front is not None:
         multiplier = multiplier / up_front
     return None if isinstance(multiplier, float) and multiplier == 1.0 else multiplier
 
 
-def up_front_of(
-    loss: Loss, micros: Sequence[Micro], call: Call, report: Report, averaged: int, device: torch.device
-) -> Any:
+def up_front_of(loss: Loss, micros: Sequence[Micro], call: Call, report: Report, engine: Engine) -> Any:
     """What totals are multiplied by before backward: the loss scale, over a weight known by now."""
     if loss.weight_fn is not None:
         weights = [check_weight(loss.weight_fn(m.data), loss.where) if m.valid else 0 for m in micros]
         report.know_weights(weights)
-        factor = _ratio(averaged, report.weight)
+        factor = _ratio(engine, report.weight)
         return factor if call.scale is None else call.scale * factor
     if call.scale is None:
         return None
     # the last global weight stands in for this one, so that a raw sum does not overflow fp16
-    return call.scale / call.last_weight.to(device)
+    return call.scale / call.last_weight.to(engine.mesh.world.device)
 
 
-def _ratio(numerator: int, weight: Any) -> Any:
+def _ratio(engine: Engine, weight: Any) -> Any:
+    """What undoes the engine's own average, over the global weight."""
     if isinstance(weight, torch.Tensor):
-        return torch.where(weight > 0, numerator / weight, torch.zeros_like(weight)).float()
-    return numerator / weight if weight else 0.0
+        ratio = torch.where(weight > 0, engine.averaged / weight, torch.zeros_like(weight))
+        return ratio.to(wide_dtype(engine))
+    return engine.averaged / weight if weight else 0.0
+
+
+def wide_dtype(engine: Engine) -> torch.dtype:
+    """The dtype of scalars that gradients are multiplied by: fp32, or fp64 if the parameters are."""
+    leaves = engine.leaves
+    return torch.float64 if leaves and leaves[0].shard.dtype is torch.float64 else torch.float32
 
 
 def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Report) -> torch.Tensor:

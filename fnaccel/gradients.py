@@ -57,7 +57,8 @@ class Gradients:
         for leaf, grad in zip(self._leaves, self.shards, strict=True):
             if grad is not None and grad.numel():
                 (sharded if leaf.sharded else whole).append(grad)
-        square = self._local_norm(sharded).float().square().to(self._device)
+        norm = self._local_norm(sharded)
+        square = (norm if norm.dtype is torch.float64 else norm.float()).square().to(self._device)
         for axis in self._axes:
             if axis.group is not None:
                 square = _torch.summed_over(square, axis.group)
@@ -94,7 +95,7 @@ class Gradients:
         self.skip = bad if self.skip is None else torch.maximum(self.skip, bad)
 
     def left_out(self) -> torch.Tensor | None:
-        """1 if the update is left out: a gradient is not finite, or the weight is 0. None if neither can be."""
+        """1 if the update is left out: a gradient is not finite or the weight is 0. None if it never is."""
         if self.skip is None or self.idle is None:
             return self.idle if self.skip is None else self.skip
         return torch.maximum(self.skip, self.idle)

@@ -10,7 +10,7 @@ import torch
 
 from fnaccel import _torch, tree
 from fnaccel.engine import Engine
-from fnaccel.errors import CapabilityError, TreeMismatchError
+from fnaccel.errors import ArgumentError, CapabilityError, TreeMismatchError
 from fnaccel.exchange import Exchange
 from fnaccel.loss import readable
 from fnaccel.lowering import Lowered
@@ -24,6 +24,7 @@ from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.engines import Interpreter, Request
 from fnaccel.trained_modules import TrainedModules
 from fnaccel.updating import Optimizers, Updater, traceable
+from fnaccel.whole_parameters import is_sharded
 from fnaccel.whole_step import Tail, WholeStep
 
 
@@ -55,6 +56,7 @@ class Owned:
             if (full := name if key is None else f"{key}/{name}") in engine.buffers
         ]
         self.buffers = self._show(engine.buffers)
+        self.sharded = is_sharded(engine.parameters.values())
         self._watched = TrainedModules(built.modules, engine.leaves if engine.bound is None else ())
         self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in self._buffer_slots])
 
@@ -325,6 +327,13 @@ def assemble(
             for _, param in built.named("parameters"):
                 param.requires_grad_(False)
         freeze(built, frozen)
+        if optimizers is not None and not any(p.requires_grad for _, p in built.named("parameters")):
+            raise ArgumentError(
+                "no parameter is left to train: "
+                + (f"frozen={frozen!r} names all" if frozen else "none takes a gradient"),
+                where="fa.train_step",
+                fix="freeze fewer, or pass optimizer=None for a model that is only looked at or lent",
+            )
         for module in built.modules.values():
             if lowered.casts:
                 module.to(lowered.precision.param)

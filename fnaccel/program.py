@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import attrs
+import torch
 
 from fnaccel.collectives import gather_objects
 from fnaccel.compiled import Compilation
@@ -31,6 +32,7 @@ from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.engines import interpreter_of
 from fnaccel.strategies.xla.record import device_notes
 from fnaccel.updating import Optimizers, by_model, check_own, takes_tensors
+from fnaccel.whole_parameters import explain, whole_parameters
 from fnaccel.world import World, current
 
 
@@ -177,27 +179,44 @@ class TrainStep:
         lent = None if given is None else lend(given, self._owner)
         return self._stepper.move(owned, state, micros, position, lent, self.notice, self._owner.lease)
 
-    def look(self, state: TrainState, fn: Callable[..., Any], *args: Any, train: bool = False) -> Any:
+    def look(
+        self, state: TrainState, fn: Callable[..., Any], *args: Any, train: bool = False, whole: bool = False
+    ) -> Any:
         """`fn(model, *args)` without gradients, under the step's precision; nothing is donated.
 
-        Every rank must call it: a sharded model is gathered for it.
+        Every rank must call it. Under `fsdp` each unit is gathered while its forward runs. A parameter that
+        `fn` reads by itself is a part, unless `whole`.
 
         Args:
             state: the live state.
             fn: any function of the model, such as sampling.
             args: what it takes besides.
             train: run the model in training mode (dropout on).
+            whole: gather all parameters first, each in its own dtype, so that `fn` can read or write them:
+                `train_step.look(state, lambda m: m.save_pretrained(d), whole=True)`.
 
         Raises:
             StaleStateError, UnleasedStateError: not the live state.
+            CapabilityError: `fn` read the part of a sharded parameter; or `whole` under DeepSpeed.
         """
         owned = self._owner.owned
         lease_of(state, "train_step.look(state, fn)", averaged=True)
         owned.check_modules()
         owned.train(train)
-        policy = self._lowered.precision
-        chosen = policy(fn) if policy.autocast else fn
-        return owned.engine.look(chosen, *args)
+        engine = owned.engine
+        fn = self._lowered.precision(fn)
+        if not owned.sharded:
+            return engine.look(fn, *args)
+        try:
+            if not whole:
+                return engine.look(fn, *args)
+            with torch.no_grad(), whole_parameters(engine.modules, engine.parameters.values()):
+                return fn(engine.model, *args)
+        except Exception as error:
+            explained = explain(error)
+            if explained is not None:
+                raise explained from error
+            raise
 
     @contextlib.contextmanager
     def averaged(self, state: TrainState) -> Generator[None]:

@@ -10,7 +10,7 @@ import torch
 
 from fnaccel.checked_metrics import checked
 from fnaccel.compiled import Compilation, Meter
-from fnaccel.engine import Call, Micro, undo
+from fnaccel.engine import Call, Micro, generators_of, undo
 from fnaccel.gradients import Gradients
 from fnaccel.interrupts import SigintHeld
 from fnaccel.lending import Given
@@ -22,6 +22,7 @@ from fnaccel.owned import Owned
 from fnaccel.skipped_updates import SkippedUpdates
 from fnaccel.state import Lease, Position, TrainState, donate, is_stale, lease
 from fnaccel.step import Info
+from fnaccel.user_draws import drawing
 
 Rng = Literal["fold", "stream"]
 
@@ -212,8 +213,9 @@ class Stepper:
         info = Info(step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__)
         if lowered.skips:
             grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
-        for name, hook in lowered.gradients:
-            keep_own(transforms, name, hook.on_gradients(grads, transforms.get(name), info))
+        with self._drawing(owned, state.rng.root, state.step):
+            for name, hook in lowered.gradients:
+                keep_own(transforms, name, hook.on_gradients(grads, transforms.get(name), info))
 
     def _update(self, owned: Owned, step: int, before: _Before, update: _Update) -> Any:
         """Update the parameters eagerly, and run the UPDATE hooks; whether the update was skipped."""
@@ -227,10 +229,19 @@ class Stepper:
         info = Info(
             step=step, updates=before.updates, params=owned.params, record=metrics.__setitem__, skip=skip
         )
-        for name, hook in lowered.updates:
-            own = hook.on_update(owned.engine, before.transforms.get(name), info)
-            keep_own(before.transforms, name, own)
+        with self._drawing(owned, before.root, step):
+            for name, hook in lowered.updates:
+                own = hook.on_update(owned.engine, before.transforms.get(name), info)
+                keep_own(before.transforms, name, own)
         return skip if lowered.skips else grads.skip
+
+    def _drawing(self, owned: Owned, root: int, step: int) -> contextlib.AbstractContextManager[None]:
+        """Where functions of the user run, the random numbers that they draw are equal on all ranks."""
+        if self._lowered.own_hooks:
+            return contextlib.nullcontext()
+        world = owned.engine.mesh.world
+        seed = None if self._rng == "stream" else root
+        return drawing(seed, step, generators_of(world.device), world.size)
 
 
 def _counted(updates: Any, left_out: Any, skip: Any) -> Any:
@@ -266,10 +277,11 @@ class _Update:
 class _Before:
     """What is needed of a state after it was donated."""
 
-    __slots__ = ("extras", "scale", "step", "transforms", "updates")
+    __slots__ = ("extras", "root", "scale", "step", "transforms", "updates")
 
     def __init__(self, state: TrainState) -> None:
         self.step = state.step
+        self.root = state.rng.root
         self.updates = state.updates
         self.scale = state.scale
         self.extras = state.extras

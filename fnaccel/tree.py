@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -223,10 +224,12 @@ def learn(value: Any) -> None:
     if kind in _learned or isinstance(value, torch.Tensor | list | tuple):
         return
     _learned.add(kind)
-    if isinstance(value, dict):
-        return  # optree knows the standard library's own
+    if kind in (OrderedDict, defaultdict):
+        return  # optree knows these
     if isinstance(value, Mapping):
-        _register(kind, sorted, lambda node, key: node[key], kind)
+        # a transformers ModelOutput is a dataclass too, and takes its entries by name
+        make = (lambda entries: kind(**entries)) if dataclasses.is_dataclass(value) else kind
+        _register(kind, sorted, lambda node, key: node[key], make)
     elif dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         _register(kind, lambda _: names, getattr, lambda made: kind(**made))

@@ -13,7 +13,7 @@ from torch import nn
 from fnaccel.errors import ArgumentError, nearest
 
 Units = Any
-"""`"block"`, a class name or several, an int (fewest parameters), or `fn(name, module) -> bool`."""
+"""`"block"`, class names, an int (fewest parameters), `fn(name, module) -> bool`, or None for no units."""
 
 
 def find_units(model: nn.Module, units: Units, where: str) -> list[tuple[str, nn.Module]]:
@@ -29,8 +29,16 @@ def find_units(model: nn.Module, units: Units, where: str) -> list[tuple[str, nn
     Raises:
         ArgumentError: a class name that no module has; names the nearest.
     """
+    if units is None:
+        return []
     if units == "block":
         return blocks(model)
+    if not (isinstance(units, int | str | tuple | list | set | frozenset) or callable(units)):
+        raise ArgumentError(
+            f"units={units!r} names no modules",
+            where=where,
+            fix='"block", class names, a least number of parameters, a function, or None for no units',
+        )
     named = [(name, module) for name, module in model.named_modules() if name]
     if isinstance(units, int):
         return _by_size(named, units)

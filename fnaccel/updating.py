@@ -27,10 +27,14 @@ def by_model(optimizer: Any, keys: Sequence[str | None]) -> Optimizers:
         dict(optimizer) if isinstance(optimizer, dict) else dict.fromkeys(keys, optimizer)
     )
     if set(named) != set(keys):
+        alone = list(keys) == [None]
+        models = "there is one model, without a key" if alone else f"the models {sorted(map(str, keys))}"
         raise ArgumentError(
-            f"optimizers are keyed {sorted(map(str, named))}, and the models {sorted(map(str, keys))}",
+            f"optimizers are keyed {sorted(map(str, named))}, and {models}",
             where="fa.train_step(optimizer=...)",
-            fix="give one optimizer for each model, under the same key",
+            fix="give one optimizer, not a dict; groups= sets options by parameter name"
+            if alone
+            else "give one optimizer for each model, under the same key",
         )
     for key, one in named.items():
         if not isinstance(one, Optimizer):

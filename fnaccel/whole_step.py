@@ -17,7 +17,17 @@ from fnaccel import _torch, tree
 from fnaccel.aux_values import AuxValues, check_aux, detached, divide, mixed_kinds, packed, structure
 from fnaccel.capture import Capture
 from fnaccel.collectives import gather_objects
-from fnaccel.engine import Call, Engine, Loss, Micro, attempt, generators_of, multiplier_of, up_front_of
+from fnaccel.engine import (
+    Call,
+    Engine,
+    Loss,
+    Micro,
+    attempt,
+    generators_of,
+    multiplier_of,
+    up_front_of,
+    wide_dtype,
+)
 from fnaccel.errors import CapabilityError
 from fnaccel.gradients import Gradients, added, apart, laid_out
 from fnaccel.loss import check_attached, idle, masked, read_loss
@@ -96,8 +106,8 @@ class WholeStep:
                 self._capture.before()
             self._agree(last.data, given)
             report = Report(self._group, device, engine.agreement, call.notice)
-            up_front = up_front_of(self._loss, micros, call, report, engine.averaged, device)
-            up_front = None if up_front is None else _filled(up_front, torch.float32, device)
+            up_front = up_front_of(self._loss, micros, call, report, engine)
+            up_front = None if up_front is None else _filled(up_front, wide_dtype(engine), device)
             known = packed([report.weight], device)[0] if self._loss.weight_fn is not None else None
             keeps = [self._keep(micro, report.weight_of(index)) for index, micro in enumerate(micros)]
             aux = AuxValues()
@@ -273,7 +283,7 @@ class WholeStep:
             if self._group is not None:
                 sums = _torch.end_collective(sums)
             weight = sums[1] if known is None else known
-            multiplier = multiplier_of(self._loss, self._engine.averaged, weight, scale, up_front)
+            multiplier = multiplier_of(self._loss, self._engine, weight, scale, up_front)
             dtype = torch.promote_types(total.dtype, torch.float32)
             loss = divide(sums[0], weight, sums.device).to(dtype)
             metrics: dict[str, Any] = {"loss": loss, "weight": weight.clone()}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -103,6 +104,22 @@ class Optimizer:
         parts = [f"lr={rate}", *(f"{name}={value!r}" for name, value in self.options)]
         parts += [f"{pattern!r}: {dict(options)}" for pattern, options in self.groups]
         return f"{self.name}({', '.join(parts)})"
+
+
+def refuse_unknown(where: str, unknown: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise ConfigError for an option that an optimizer does not take; names the nearest."""
+    for option in unknown:
+        torch_class = {"fa.sgd": "SGD", "fa.adam": "Adam", "fa.adamw": "AdamW"}.get(where)
+        others = (
+            () if torch_class is None else inspect.signature(getattr(torch.optim, torch_class)).parameters
+        )
+        raise ConfigError(
+            f"{where} has no option {option!r}",
+            where=f"{where}({option}=...)",
+            fix=f"fa.from_torch(torch.optim.{torch_class}, lr=..., {option}=...) takes it"
+            if option in others
+            else nearest(option, [*known, "lr"]),
+        )
 
 
 def options_of(

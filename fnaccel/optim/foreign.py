@@ -119,11 +119,30 @@ def first_slots(cls: Any, groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
             found.update(_first_slots(cls, group))
     except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise CapabilityError(
-            f"torch.optim.{cls.__name__} can't update these parameters: {str(error).splitlines()[0]}",
+            f"{named(cls)} can't update these parameters: {str(error).splitlines()[0]}",
             where="fa.from_torch",
-            fix="use fa.sgd, fa.adam or fa.adamw, or an unsharded strategy (local, ddp)",
+            fix="use fa.sgd, fa.adam or fa.adamw"
+            + (", or an unsharded strategy (local, ddp)" if _sharded(groups) else " for them"),
         ) from error
     return found
+
+
+def named(cls: type) -> str:
+    """A class as a user imports it: `torch.optim.Adagrad`, `package.module.Name`."""
+    module = cls.__module__
+    return (
+        f"torch.optim.{cls.__name__}" if module.startswith("torch.optim.") else f"{module}.{cls.__qualname__}"
+    )
+
+
+def _sharded(groups: Sequence[Group]) -> bool:
+    return any(member.leaf.sharded for group in groups for member in group.members)
+
+
+def _needs_closure(cls: Any) -> bool:
+    """Whether `step` has to be given the loss as a function."""
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    return issubclass(cls, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty)
 
 
 def _first_slots(cls: Any, group: Group) -> dict[int, dict[str, Any]]:
@@ -170,8 +189,8 @@ def from_torch(
         "pass the class: fa.from_torch(torch.optim.RMSprop, lr=1e-3)",
     )
     require(
-        cls is not torch.optim.LBFGS,
-        "LBFGS evaluates the loss several times in a step",
+        not _needs_closure(cls),
+        f"{cls.__name__} evaluates the loss several times in a step",
         "fa.from_torch",
         "choose an optimizer that needs one gradient for an update",
     )

@@ -16,7 +16,7 @@ import torch
 from fnaccel import _torch
 from fnaccel.errors import CapabilityError
 from fnaccel.optim import kernels
-from fnaccel.optim.description import Group, Optimizer, options_of
+from fnaccel.optim.description import Group, Optimizer, options_of, refuse_unknown
 from fnaccel.step import require
 
 _DEVICES = frozenset({"cpu", "cuda", "xpu", "mps", "xla"})
@@ -89,11 +89,11 @@ class BoundFused:
         """One update in place: see `Bound.apply`."""
         divisor: torch.Tensor | None = None
         if multiplier is not None:
-            # the kernels divide by their `grad_scale`
+            # the kernels divide by their `grad_scale`, an fp32 tensor
             if isinstance(multiplier, torch.Tensor):
                 divisor = (1.0 / multiplier).float()
             else:
-                divisor = torch.tensor(1.0 / multiplier if multiplier else math.inf)
+                divisor = torch.tensor(1.0 / multiplier if multiplier else math.inf, dtype=torch.float32)
         for work, rate in zip(self._work, rates, strict=True):
             # not `None in grads`: that compares every tensor with None, at 12 us each
             if work.whole and all(grad is not None for grad in grads):
@@ -113,7 +113,10 @@ class BoundFused:
             # offloaded parameters lie elsewhere than what was decided on the device
             where = shards[0].device
             scale, off = (x if x is None else x.to(where) for x in (divisor, skip))
-            if scale is not None and torch.compiler.is_compiling():
+            if scale is not None and shards[0].dtype is torch.float64:
+                exact = multiplier.to(where) if isinstance(multiplier, torch.Tensor) else multiplier
+                taken, scale = _torch.foreach_mul(taken, exact), None
+            elif scale is not None and torch.compiler.is_compiling():
                 taken, scale = _torch.foreach_div(taken, scale), None
             self._run(shards, taken, first, second, updates.to(where), rate, work.options, scale, off)
 
@@ -164,6 +167,7 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     groups: Groups = None,
+    **unknown: Any,
 ) -> Optimizer:
     """Stochastic gradient descent, as `torch.optim.SGD` without dampening.
 
@@ -175,9 +179,11 @@ def sgd(
 
     Raises:
         ArgumentError: Nesterov without momentum, or a rate that is none.
+        ConfigError: an option that it does not take.
 
     Example: `fa.sgd(0.1, momentum=0.9, groups={"*bias": {"weight_decay": 0.0}})`.
     """
+    refuse_unknown("fa.sgd", unknown, ("momentum", "nesterov", "weight_decay", "groups"))
     require(not nesterov or momentum > 0, "Nesterov needs momentum", "fa.sgd", "momentum=0.9")
     known = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     options, checked = options_of("sgd", known, groups)
@@ -191,6 +197,7 @@ def adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     groups: Groups = None,
+    **unknown: Any,
 ) -> Optimizer:
     """Adam (Kingma and Ba 2015), as `torch.optim.Adam`; `weight_decay` is added to the gradient.
 
@@ -201,6 +208,7 @@ def adam(
 
     Example: `fa.adam(1e-3)`.
     """
+    refuse_unknown("fa.adam", unknown, ("betas", "eps", "weight_decay", "groups"))
     return _make_adam("adam", lr, betas, eps, weight_decay, groups)
 
 
@@ -211,6 +219,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     groups: Groups = None,
+    **unknown: Any,
 ) -> Optimizer:
     """AdamW (Loshchilov and Hutter 2019), as `torch.optim.AdamW`: decay apart from the gradient.
 
@@ -221,6 +230,7 @@ def adamw(
 
     Example: `fa.adamw(3e-4, groups={"*norm*": {"weight_decay": 0.0}})`.
     """
+    refuse_unknown("fa.adamw", unknown, ("betas", "eps", "weight_decay", "groups"))
     return _make_adam("adamw", lr, betas, eps, weight_decay, groups)
 
 

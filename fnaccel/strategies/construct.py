@@ -6,6 +6,7 @@ import contextlib
 import fnmatch
 import gc
 import weakref
+import zlib
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Literal
 
@@ -13,7 +14,9 @@ import attrs
 import torch
 from torch import nn
 
-from fnaccel.errors import ArgumentError, OwnershipError, nearest
+from fnaccel.collectives import gather_objects
+from fnaccel.errors import ArgumentError, OwnershipError, PlanMismatchError, nearest
+from fnaccel.world import World
 
 Init = Literal["seeded", "rank0", "meta"]
 
@@ -150,6 +153,38 @@ def construct(model: Any, seed: int, *, empty: bool = False) -> Built:
     for module in modules.values():
         _owned[module] = Ownership(module, host)
     return Built(model=whole, modules=modules, host=host, empty=empty)
+
+
+def check_alike(built: Built, world: World) -> None:
+    """Compare names, shapes and dtypes of parameters and buffers over ranks.
+
+    Raises:
+        PlanMismatchError: they differ; every rank raises, and lists what differs from rank 0.
+    """
+    if world.size == 1:
+        return
+    signature = {
+        name: f"{list(value.shape)} {value.dtype}"
+        for what in ("parameters", "buffers")
+        for name, value in built.named(what)
+    }
+    digest = zlib.crc32(repr(list(signature.items())).encode())
+    if len(set(gather_objects(digest, world=world))) == 1:
+        return
+    signatures: list[dict[str, str]] = gather_objects(signature, world=world)
+    first = signatures[0]
+    rank, other = next(
+        (rank, other) for rank, other in enumerate(signatures) if list(other.items()) != list(first.items())
+    )
+    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    listed = "; ".join(
+        f"{name}: {first.get(name, 'missing')} and {other.get(name, 'missing')}" for name in names[:5]
+    )
+    raise PlanMismatchError(
+        f"ranks 0 and {rank} built different models: {listed or 'in another order'}",
+        where="train_step.init",
+        fix="build the same model on every rank; its values may differ, and are those of rank 0",
+    )
 
 
 def _one(source: Any, key: str | None, *, empty: bool) -> nn.Module:

@@ -21,7 +21,7 @@ from fnaccel.engine import Engine
 from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, nearest
 from fnaccel.leaf import Leaf
 from fnaccel.mesh import Mesh, ensure_group
-from fnaccel.strategies.construct import Built, construct
+from fnaccel.strategies.construct import Built, check_alike, construct
 from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.engines import Request, interpreter, laid_out_as, same
 from fnaccel.strategies.fsdp import Fsdp
@@ -113,6 +113,7 @@ def _construct(request: Request, options: Fsdp) -> tuple[Built, dict[str, Any]]:
         values = full.host.state_dict()
     built = construct(request.model, request.seed, empty=options.init != "seeded")
     request.prepare(built)
+    check_alike(built, world)
     if given and world.size > 1:
         # the ranks' own copies may differ: rank 0's counts, as under ddp
         with torch.no_grad():

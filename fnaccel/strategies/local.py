@@ -11,7 +11,7 @@ import torch
 from fnaccel.capture import Capture
 from fnaccel.engine import Engine
 from fnaccel.step import EVERYTHING
-from fnaccel.strategies.construct import Built, construct
+from fnaccel.strategies.construct import Built, check_alike, construct
 from fnaccel.strategies.engines import Request, interpreter, whole_leaves
 from fnaccel.strategies.strategy import Strategy, maker
 
@@ -28,6 +28,7 @@ def local() -> Strategy:
 def place(built: Built, request: Request) -> None:
     """Prepare the modules and move them to this rank's device."""
     request.prepare(built)
+    check_alike(built, request.mesh.world)
     for module in built.modules.values():
         module.to(request.mesh.world.device)
 

@@ -35,7 +35,7 @@ def _to_dims(dynamic: Any) -> Any:
 
 @attrs.frozen(kw_only=True)
 class Compile:
-    """What to compile, and how; `mode` and `fullgraph` as `torch.compile` takes them.
+    """What to compile, and how; `mode`, `options` and `fullgraph` as `torch.compile` takes them.
 
     `why` says how the scope was chosen, where nobody asked for one.
     """
@@ -43,6 +43,7 @@ class Compile:
     scope: Scope = "auto"
     backend: Any = "inductor"
     mode: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
     dynamic: Any = attrs.field(default=None, converter=_to_dims)
     fullgraph: bool = False
     units: Units = "block"
@@ -97,10 +98,11 @@ class Compile:
         self, fn: Callable[..., Any], fullgraph: bool, graph_pass: Any = None
     ) -> Callable[..., Any]:
         options: dict[str, Any] = {"mode": self.mode}
-        if graph_pass is not None:  # torch takes a mode, or options
-            options = {
-                "options": {**_torch.mode_options(self.mode), "post_grad_custom_post_pass": graph_pass}
-            }
+        more = dict(self.options)
+        if graph_pass is not None:
+            more["post_grad_custom_post_pass"] = graph_pass
+        if more:  # torch takes a mode, or options
+            options = {"options": {**_torch.mode_options(self.mode), **more}}
         try:
             return torch.compile(
                 fn,
@@ -111,7 +113,8 @@ class Compile:
             )
         except (RuntimeError, *_torch.compile_errors()) as error:
             raise ArgumentError(
-                f"torch.compile does not take backend={self.backend!r}, mode={self.mode!r}",
+                f"torch.compile does not take backend={self.backend!r}, mode={self.mode!r}, "
+                f"options={dict(self.options)!r}",
                 where="fa.compile",
                 fix=str(error).strip().splitlines()[0],
             ) from error
@@ -138,6 +141,7 @@ def compile(  # noqa: A001 - the field's name for it; the module keeps a noun
     *,
     backend: Any = "inductor",
     mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
     dynamic: Any = None,
     fullgraph: bool = False,
     units: Units = "block",
@@ -152,6 +156,7 @@ def compile(  # noqa: A001 - the field's name for it; the module keeps a noun
             largest that the strategy and the transforms allow, and the plan says which and why.
         backend, mode, fullgraph: as `torch.compile` takes them; `mode="reduce-overhead"` uses CUDA
             graphs. Scope `"step"` is always one graph.
+        options: the backend's own, as `torch.compile` takes them: `{"max_autotune": True}`.
         dynamic: as `torch.compile` takes it; or the dimensions of batch leaves that vary, by pattern
             of their path: `{"tokens": 1}`, `{"*": (0, 1)}`.
         units: for `"block"`, which modules are blocks: see `fnaccel.units`.
@@ -180,6 +185,7 @@ def compile(  # noqa: A001 - the field's name for it; the module keeps a noun
         scope=scope,
         backend=backend,
         mode=mode,
+        options=tuple(dict(options or {}).items()),
         dynamic=dynamic,
         fullgraph=fullgraph,
         units=tuple(units) if isinstance(units, list) else units,

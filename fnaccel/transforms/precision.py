@@ -6,7 +6,7 @@ covered as `forward` is. What a strategy adds (gathering in bf16) is in that str
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -98,38 +98,44 @@ class Precision:
 
     def __call__(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """`loss_fn` under this policy (what `Phase.FORWARD` asks of a transform)."""
-        half = {self.param, self.compute} & {torch.bfloat16, torch.float16}
-        return Cast(loss_fn, self) if self.autocast or half else loss_fn
+        return Cast(loss_fn, self) if self.autocast or self.compute is not torch.float32 else loss_fn
 
 
 @attrs.frozen
 class Cast:
-    """A loss function under a policy: autocast around it, and what it returns in the output dtype."""
+    """A loss function under a policy: autocast around it, and what it returns in the output dtype.
+
+    Without autocast, parameters and computation have one dtype, to which the batch is cast.
+    """
 
     loss_fn: Callable[..., Any]
     policy: Precision
 
-    def __call__(self, model: Any, batch: Any, *given: Any) -> Any:
+    def __call__(self, model: Any, *args: Any) -> Any:
         """The loss, its floating-point tensors in the policy's output dtype."""
         if not self.policy.autocast:
-            return _returned(self.loss_fn(model, batch, *given), self.policy.output)
-        with torch.autocast(device_of(batch), dtype=self.policy.compute):
-            out = self.loss_fn(model, batch, *given)
-        return _returned(out, self.policy.output)
+            out = self.loss_fn(model, *[_cast(arg, self.policy.compute) for arg in args])
+            return out if self.policy.compute is torch.float64 else _cast(out, self.policy.output)
+        with torch.autocast(device_of(args), dtype=self.policy.compute):
+            out = self.loss_fn(model, *args)
+        return _cast(out, self.policy.output)
 
 
-def _returned(out: Any, dtype: torch.dtype) -> Any:
-    """What a function returned, its floating-point tensors in the output dtype."""
+def _cast(out: Any, dtype: torch.dtype) -> Any:
+    """A batch, or what a function returned, with its floating-point tensors in another dtype."""
     if isinstance(out, torch.Tensor):
         return out.to(dtype) if out.is_floating_point() else out
     if isinstance(out, Mean):
-        return Mean(_returned(out.total, dtype), out.weight, _returned(out.aux, dtype))
+        return Mean(_cast(out.total, dtype), out.weight, _cast(out.aux, dtype))
     if isinstance(out, Sum | Concat):
-        return type(out)(_returned(out.value, dtype))
+        return type(out)(_cast(out.value, dtype))
     if isinstance(out, dict):
-        return {key: _returned(value, dtype) for key, value in out.items()}
+        return {key: _cast(value, dtype) for key, value in out.items()}
     if type(out) in (list, tuple):
-        return type(out)(_returned(value, dtype) for value in out)
+        return type(out)(_cast(value, dtype) for value in out)
+    if isinstance(out, Mapping):  # such as a tokenizer returns
+        tree.learn(out)
+        return tree.cast(out, dtype)
     return out
 
 

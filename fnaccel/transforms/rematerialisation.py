@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,20 +37,36 @@ class Remat:
             forward: Any = unit.forward
             plain = getattr(forward, "__func__", None)
             if plain is None:
-                unit.forward = functools.partial(checkpoint, forward, use_reentrant=False)
+                unit.forward = types.MethodType(
+                    _recomputing(lambda _, *a, run=forward, **k: run(*a, **k)), unit
+                )
             else:  # one function for equal blocks, so that one compilation may serve them
                 unit.forward = types.MethodType(made.setdefault(plain, _recomputing(plain)), unit)
 
 
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            # the second run of a block would append its keys and values a second time
+            args = tuple(None if _is_cache(value) else value for value in args)
+            kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+            if kwargs.get("use_cache"):
+                kwargs["use_cache"] = False
         return checkpoint(functools.partial(forward, module), *args, use_reentrant=False, **kwargs)
 
     return recomputed
 
 
+def _is_cache(value: Any) -> bool:
+    """Whether an argument is a cache of keys and values, as transformers' models pass to their blocks."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
 def remat(step: Any, units: Units = "block") -> Step:
     """Trade compute for memory: run each block again in backward (Chen et al. 2016).
+
+    A cache of keys and values that a transformers model passes to its blocks is left out while it trains, as
+    `gradient_checkpointing_enable` does: a block that runs twice would append to it twice.
 
     Args:
         step: a step or a loss function.

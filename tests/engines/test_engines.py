@@ -231,7 +231,7 @@ def test_evaluate_under_fsdp_runs_fillers_on_every_rank(pools):
 
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"dispatch": True}])
 def test_two_ragged_epochs_are_the_same_on_any_ranks(pools, options):
-    accumulate = options.get("window", 2)
+    accumulate = 1 if "window" in options else 2
     expected = pools.run(1, runs.epoch_losses, "local", 13, 6, accumulate, options)[0]
     for ranks, strategy in ((2, "ddp"), (3, "fsdp"), (2, "fsdp(reshard_after_forward=False)")):
         for result in pools.run(ranks, runs.epoch_losses, strategy, 13, 6, accumulate, options):

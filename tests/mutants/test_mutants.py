@@ -33,12 +33,12 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
-        "gradients scaled by 1/1.01", "engine.py", "multiplier = _ratio(averaged, weight)",
-        "multiplier = _ratio(averaged, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
+        "gradients scaled by 1/1.01", "engine.py", "multiplier = _ratio(engine, weight)",
+        "multiplier = _ratio(engine, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
     ),
     Mutant(
-        "rounds of a mean of means", "engine.py", "engine.averaged, report.weight, call.scale",
-        "engine.averaged, report.weight * (1 if len(micros) == 1 else 1.001), call.scale",
+        "rounds of a mean of means", "engine.py", "engine, report.weight, call.scale",
+        "engine, report.weight * (1 if len(micros) == 1 else 1.001), call.scale",
         (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
     ),
     Mutant(

@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     ["errors", "_torch", "tree"], ["ranks", "devices"], ["world", "units", "interrupts"], ["mesh", "state", "loss", "leaf", "step", "notice"],
     ["collectives", "data", "optim", "remote"], ["transforms", "aux_values", "reports", "gradients", "buckets", "capture"],
-    ["engine", "scoring", "compiled", "checked_metrics", "skipped_updates", "moving_buffers", "trained_modules", "exchange"], ["strategies", "whole_step"], ["plan", "scoping", "lowering", "lending", "updating"],
+    ["engine", "scoring", "compiled", "checked_metrics", "skipped_updates", "moving_buffers", "trained_modules", "exchange", "user_draws", "whole_parameters"], ["strategies", "whole_step"], ["plan", "scoping", "lowering", "lending", "updating"],
     ["owned", "state_owner"], ["stepping"], ["program", "tracking"], ["checkpoint"], ["running", "autosave", "signals", "batch_size", "track", "interchange"], ["launch", "testing"], ["config"], ["benching"], ["cli"],
 ]  # fmt: skip
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -19,7 +19,7 @@ from fnaccel.optim.description import Group, Member, Optimizer, group_leaves
 from fnaccel.optim.foreign import TorchKernel, first_slots, shared_options
 from fnaccel.optim.fused import FusedKernel
 from fnaccel.remote import Remote
-from fnaccel.strategies.construct import Built, construct
+from fnaccel.strategies.construct import Built, check_alike, construct
 from fnaccel.strategies.deepspeed.comm import begin, part_of_package, quiet
 from fnaccel.strategies.deepspeed.parts import Parts
 from fnaccel.strategies.deepspeed.record import Deepspeed
@@ -112,6 +112,7 @@ def _construct(request: Request, record: Deepspeed, package: Any, config: dict[s
     with package.zero.Init(config_dict_or_path=config) if record.zero3_init else contextlib.nullcontext():
         built = construct(request.model, request.seed)
     request.prepare(built)
+    check_alike(built, request.mesh.world)
     return built
 
 

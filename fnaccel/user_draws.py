@@ -1,0 +1,107 @@
+"""Random numbers that a user's GRADS and UPDATE functions draw: the same on every rank, under every layout.
+
+A sharded gradient is a DTensor, and each rank would fill its own part with the same numbers. Here the whole
+tensor is drawn on every rank, and each rank takes its part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fnaccel import _torch
+from fnaccel.errors import CapabilityError
+from fnaccel.state import fold
+
+_LIKE = (torch.rand_like, torch.randn_like, torch.randint_like)
+_IN_PLACE = tuple(
+    getattr(torch.Tensor, name)
+    for name in ("normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_")
+)
+_FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm)
+_BY_VALUE = (
+    torch.bernoulli,
+    torch.Tensor.bernoulli,
+    torch.Tensor.bernoulli_,
+    torch.multinomial,
+    torch.normal,
+    torch.poisson,
+    torch.dropout,
+    torch.nn.functional.dropout,
+)
+_ALL = frozenset((*_LIKE, *_IN_PLACE, *_FACTORIES, *_BY_VALUE))
+_HOOKS = 1 << 32  # beyond every micro-batch's number
+
+
+class WholeDraws(TorchFunctionMode):
+    """In the body a random tensor with the layout of a DTensor is the part of one whole tensor.
+
+    Args:
+        seeded: whether the default generators are equal on all ranks.
+        ranks: how many ranks there are.
+    """
+
+    def __init__(self, *, seeded: bool, ranks: int) -> None:
+        super().__init__()
+        self._shared = seeded or ranks == 1
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, or draw the whole tensor in its place."""
+        options = kwargs or {}
+        if func not in _ALL:
+            return func(*args, **options)
+        if not self._shared and options.get("generator") is None:
+            raise CapabilityError(
+                f"{func.__name__} draws from a generator that differs between ranks: they would drift apart",
+                where='a GRADS or UPDATE function under fa.train_step(rng="stream")',
+                fix='pass generator=, seeded alike on all ranks; or leave rng="fold"',
+            )
+        sharded = [x for x in (*args, *options.values()) if hasattr(x, "placements")]
+        if not sharded:
+            return func(*args, **options)
+        if len(sharded) > 1 or not hasattr(args[0], "placements") or func in _BY_VALUE:
+            raise CapabilityError(
+                f"{func.__name__} of a sharded tensor would draw other numbers on each layout",
+                where="a GRADS or UPDATE function",
+                fix="draw with torch.rand_like or torch.randn_like, and compare or combine afterwards",
+            )
+        return _drawn(func, args, options)
+
+
+def _drawn(func: Callable[..., Any], args: Sequence[Any], options: Any) -> Any:
+    like: Any = args[0]
+    whole = torch.empty(like.shape, dtype=like.dtype, device=_torch.local_of(like).device)
+    whole = func(whole, *args[1:], **options)
+    part = _torch.part_of_whole(whole, like)
+    return like.copy_(part) if func in _IN_PLACE else part
+
+
+@contextlib.contextmanager
+def drawing(
+    root: int | None, step: int, generators: Sequence[torch.Generator], ranks: int
+) -> Generator[None]:
+    """In the body user functions draw what is equal on all ranks; the generators end as they were.
+
+    Args:
+        root: the root seed; None for PyTorch's own streams.
+        step: calls of the train step before this one.
+        generators: the default generators of the host and of the device.
+        ranks: how many ranks there are.
+    """
+    states = [generator.get_state() for generator in generators]
+    try:
+        if root is not None:
+            for generator in generators:
+                generator.manual_seed(fold(root, step, _HOOKS))
+        with WholeDraws(seeded=root is not None, ranks=ranks):
+            yield
+    finally:
+        if root is not None:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)

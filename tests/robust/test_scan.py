@@ -1,0 +1,99 @@
+"""What a loop saves, whatever its body and its trackers do."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from torch.utils.data import DataLoader, TensorDataset
+
+import fnaccel as fa
+from tests.models import batch_of, program
+
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def world():
+    with fa.start(device="cpu") as started:
+        yield started
+
+
+def shards():
+    return fa.shard(DataLoader(TensorDataset(*batch_of(8)), batch_size=4))
+
+
+class Recorder:
+    """A tracker that raises at some calls."""
+
+    def __init__(self, fails=()):
+        self.fails = fails
+        self.logged = []
+        self.ended = False
+
+    def start(self, config):
+        pass
+
+    def log(self, step, metrics):
+        self.logged.append(step)
+        if step in self.fails:
+            raise OSError("no route to host")
+
+    def finish(self):
+        self.ended = True
+        if "finish" in self.fails:
+            raise OSError("no route to host")
+
+
+@pytest.mark.parametrize("fails", [(1,), (3,), (STEPS,), ("finish",), (*range(1, STEPS + 1), "finish")])
+def test_a_tracker_that_raises_ends_nothing(tmp_path, caplog, fails):
+    bad, good = Recorder(fails), Recorder()
+    train_step = program()
+    with caplog.at_level(logging.ERROR, logger="fnaccel"):
+        states = [
+            state.step
+            for state, _ in fa.scan(
+                train_step, train_step.init(), shards(), steps=STEPS, trackers=[bad, good], directory=tmp_path
+            )
+        ]
+    assert states == good.logged == bad.logged == [*range(1, STEPS + 1)]
+    assert good.ended
+    assert bad.ended
+    assert [each.step for each in fa.checkpoints(tmp_path)] == [STEPS]
+    with_traceback = [record for record in caplog.records if record.exc_info]
+    assert len(with_traceback) == 1
+    assert f"Recorder raised {len(fails)} times" in caplog.text
+
+
+def test_the_last_state_is_saved_before_a_tracker_ends(tmp_path):
+    class Slow(Recorder):
+        def finish(self):
+            super().finish()
+            self.saved = [each.step for each in fa.checkpoints(tmp_path)]
+
+    tracker = Slow()
+    train_step = program()
+    for _ in fa.scan(train_step, train_step.init(), shards(), steps=3, trackers=tracker, directory=tmp_path):
+        pass
+    assert tracker.saved == [3]
+
+
+def test_changes_of_extras_in_the_body_are_saved_with_their_step(tmp_path):
+    train_step = program()
+    state = train_step.init(extras={"seen": 0})
+    for state, _ in fa.scan(train_step, state, shards(), steps=4, directory=tmp_path, save_every=1):
+        state.extras["seen"] = state.step
+    for step in range(1, 5):
+        fresh = program()
+        restored = fa.restore(tmp_path, like=fresh.init(extras={"seen": -1}), step=step)
+        assert (restored.step, restored.extras) == (step, {"seen": step})
+
+
+def test_a_loop_that_is_left_saves_nothing_more(tmp_path):
+    train_step = program()
+    for state, _ in fa.scan(
+        train_step, train_step.init(), shards(), steps=9, directory=tmp_path, save_every=2
+    ):
+        if state.step == 4:
+            break
+    assert [each.step for each in fa.checkpoints(tmp_path)] == [2]
