@@ -32,7 +32,7 @@ class Autosave:
         signals: what lets the run save and end.
     """
 
-    directory: str | Path
+    directory: str | Path = attrs.field(converter=lambda path: Path(path).absolute())
     every: int | None = None
     keep: int | None = None
     keep_every: int | None = None

@@ -109,6 +109,9 @@ class TrainStep:
             PlanMismatchError: ranks hold different plans; nothing was built.
             OwnershipError: the model is in use, or this train step holds a built module already.
         """
+        seed = (
+            seed if seed >= 0 else seed + (1 << 64) - 1
+        )  # as torch.manual_seed does, so that states hold no sign
         again = self._owner.initialised
         world = self.mesh.world
         if world.size > 1:

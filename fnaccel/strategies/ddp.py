@@ -131,7 +131,7 @@ def build_ddp(request: Request) -> tuple[Engine, Built]:
         request,
         run=_guarded(wrapped, torn),
         recover=lambda: torn.append(True),
-        sync=lambda communicate: contextlib.nullcontext() if communicate else wrapped.no_sync(),
+        sync=_syncer(wrapped, options.static_graph),
         averaged=mesh.batch_size,
     )
     return engine, built
@@ -187,6 +187,26 @@ def _share(values: list[torch.Tensor], group: Any) -> None:
         parts = flat.split([value.numel() for value in same])
         for value, part in zip(same, parts, strict=True):
             value.copy_(part.view_as(value))
+
+
+def _syncer(
+    wrapped: _torch.FixedBuckets, static_graph: bool
+) -> Callable[[bool], contextlib.AbstractContextManager[Any]]:
+    """The context of a micro-batch: gradients are averaged in its backward, or not.
+
+    With a static graph torch learns the graph in the first backward, and asserts that it reduces there. An
+    average in every micro-batch of the first step is the same sum.
+    """
+    learning = static_graph
+
+    def sync(communicate: bool) -> contextlib.AbstractContextManager[Any]:
+        nonlocal learning
+        if communicate or learning:
+            learning = learning and not communicate
+            return contextlib.nullcontext()
+        return wrapped.no_sync()
+
+    return sync
 
 
 def _guarded(wrapped: _torch.FixedBuckets, torn: list[bool]) -> Callable[..., Any]:

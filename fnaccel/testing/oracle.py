@@ -20,7 +20,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adamw": torch.optim.AdamW,
 }
-_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
+_AUTOCAST = {"fp32": None, "fp64": None, "bf16": torch.bfloat16}
 
 
 @attrs.frozen(kw_only=True)
@@ -60,7 +60,7 @@ def oracle_run(
         lr: learning rate.
         optimizer: `"sgd"` or `"adamw"`.
         clip: largest L2 norm of the gradient, or None.
-        precision: `"fp32"`, or `"bf16"` for `torch.autocast` around the loss function.
+        precision: `"fp32"`; `"fp64"` for a model in fp64; or `"bf16"` for `torch.autocast` around the loss.
         seed: of the model's construction.
         options: passed on to the optimizer (`weight_decay=0.0`).
 
@@ -79,6 +79,8 @@ def oracle_run(
     else:
         torch.manual_seed(seed)
         model = make_model()
+    if precision == "fp64":
+        model = model.double()
     rule = _OPTIMIZERS[optimizer](model.parameters(), lr=lr, **options)
     autocast = _AUTOCAST[precision]
     losses: list[float] = []

@@ -53,8 +53,8 @@ class Precision:
     Attributes:
         param: how parameters are kept and updated.
         compute: what matrix products run in (autocast, where it differs from `param`).
-        reduce: what gradients are averaged over ranks in.
-        output: what the loss is returned in.
+        reduce: what gradients are averaged over ranks in; fp32 by default, fp64 for parameters in fp64.
+        output: what the loss is returned in; fp32 by default, fp64 if it is computed in fp64.
         init_scale, growth, backoff, interval: the dynamic loss scale, used where compute is fp16:
             its first value, the factors up and down, and how many good steps make it grow
             (https://docs.pytorch.org/docs/stable/amp.html).
@@ -65,8 +65,14 @@ class Precision:
 
     param: torch.dtype = attrs.field(default=torch.float32, converter=_to_dtype)
     compute: torch.dtype = attrs.field(default=torch.float32, converter=_to_dtype)
-    reduce: torch.dtype = attrs.field(default=torch.float32, converter=_to_dtype)
-    output: torch.dtype = attrs.field(default=torch.float32, converter=_to_dtype)
+    reduce: torch.dtype = attrs.field(
+        default=attrs.Factory(lambda self: torch.promote_types(self.param, torch.float32), takes_self=True),
+        converter=_to_dtype,
+    )
+    output: torch.dtype = attrs.field(
+        default=attrs.Factory(lambda self: torch.promote_types(self.compute, torch.float32), takes_self=True),
+        converter=_to_dtype,
+    )
     init_scale: float = 65_536.0
     growth: float = 2.0
     backoff: float = 0.5
@@ -115,7 +121,7 @@ class Cast:
         """The loss, its floating-point tensors in the policy's output dtype."""
         if not self.policy.autocast:
             out = self.loss_fn(model, *[_cast(arg, self.policy.compute) for arg in args])
-            return out if self.policy.compute is torch.float64 else _cast(out, self.policy.output)
+            return _cast(out, self.policy.output)
         with torch.autocast(device_of(args), dtype=self.policy.compute):
             out = self.loss_fn(model, *args)
         return _cast(out, self.policy.output)

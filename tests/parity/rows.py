@@ -16,6 +16,7 @@ from fnaccel.world import current
 # rows of each rank's batch: ragged, so that an average of averages is not the average
 SIZES = (11, 7, 10, 8)
 STEPS = 3
+DECAY = 0.75
 RATES = {"sgd": 0.3, "adamw": 0.02}
 
 
@@ -30,12 +31,18 @@ class Row:
     ranks: int = 1
     optimizer: str = "sgd"
     sync: str = "last"
+    compile: bool = False
+    remat: bool = False
+    ema: bool = False
 
     def __str__(self) -> str:
         clip = "clip" if self.clip else "none"
         name = self.strategy.replace(" ", "").replace("reshard_after_forward=False", "zero2")
         sync = "" if self.sync == "last" else "-each"
-        return f"{name}-{self.precision}-acc{self.accumulate}{sync}-{clip}-{self.ranks}-{self.optimizer}"
+        more = "".join(f"-{what}" for what in ("compile", "remat", "ema") if getattr(self, what))
+        return (
+            f"{name}-{self.precision}-acc{self.accumulate}{sync}-{clip}-{self.ranks}-{self.optimizer}{more}"
+        )
 
 
 class Block(nn.Module):
@@ -68,7 +75,8 @@ class Net(nn.Module):
 
 def loss_fn(model: Any, batch: Any) -> fa.Mean:
     """A sum over the rows whose label is not masked, and their number: weights are ragged too."""
-    logits = model(batch["tokens"]).float()
+    logits = model(batch["tokens"])
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     kept = batch["labels"] >= 0
     nll = F.cross_entropy(logits, batch["labels"].clamp(min=0), reduction="none")
     return fa.Mean((nll * kept).sum(), weight=kept.sum())
@@ -91,12 +99,20 @@ def global_batches(ranks: int) -> list[list[Any]]:
 def make_step(row: Row) -> Any:
     """The step of a row."""
     step: Any = loss_fn
-    if row.precision != "fp32":
+    if row.precision == "fp64":
+        step = fa.with_precision(step, fa.Precision(param="fp64", compute="fp64"))
+    elif row.precision != "fp32":
         step = fa.with_precision(step, row.precision)
     if row.accumulate > 1:
         step = fa.accumulate(step, row.accumulate, sync=row.sync)
     if row.clip is not None:
         step = fa.clip_norm(step, row.clip)
+    if row.remat:
+        step = fa.remat(step)
+    if row.ema:
+        step = fa.with_ema(step, DECAY)
+    if row.compile:
+        step = fa.compile(step, backend="eager")
     return step
 
 
@@ -133,5 +149,6 @@ def run_row(row: Row) -> dict[str, Any]:
         if "grad_norm" in metrics:
             norms.append(float(metrics["grad_norm"]))
     params = {name: whole(value) for name, value in state.params.items()}
+    ema = {name: whole(value) for name, value in (state.ema or {}).items()}
     train_step.close()
-    return {"losses": losses, "norms": norms, "params": params, "counts": counts}
+    return {"losses": losses, "norms": norms, "params": params, "ema": ema, "counts": counts}

@@ -27,6 +27,10 @@ SECOND = [
     Row(strategy=strategy, accumulate=3, clip=0.25, ranks=ranks, optimizer="adamw")
     for ranks, strategy in LAYOUTS
 ]
+DOUBLE = [
+    Row(strategy=strategy, precision="fp64", accumulate=3, clip=0.25, ranks=ranks)
+    for ranks, strategy in LAYOUTS
+]
 EACH = [
     Row(strategy=strategy, accumulate=3, ranks=ranks, sync="each") for ranks, strategy in LAYOUTS if ranks > 1
 ]
@@ -45,7 +49,7 @@ def expected(ranks, precision, clip, optimizer):
     )
 
 
-@pytest.mark.parametrize("row", [*MATRIX, *SECOND, *EACH], ids=str)
+@pytest.mark.parametrize("row", [*MATRIX, *SECOND, *DOUBLE, *EACH], ids=str)
 def test_equals_the_raw_loop(pools, row):
     oracle = expected(row.ranks, row.precision, row.clip, row.optimizer)
     results = pools.run(row.ranks, run_row, row)
