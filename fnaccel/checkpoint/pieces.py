@@ -6,6 +6,8 @@ Where the bytes go is not known here.
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -51,6 +53,42 @@ def overlap(first: Box, second: Box) -> Box | None:
 def whole(shape: tuple[int, ...]) -> Box:
     """The block that is all of a tensor."""
     return Box((0,) * len(shape), shape)
+
+
+def make_up(blocks: Sequence[Box], everything: Box) -> bool:
+    """Whether blocks make up a whole: each of its elements is in exactly one of them.
+
+    Takes time in proportion to the number of blocks: to compare each with each would let a small file keep
+    a reader busy for hours.
+
+    Args:
+        blocks: each lies within `everything`.
+        everything: starts at 0.
+    """
+    if sum(block.numel for block in blocks) != everything.numel:
+        return False
+    if len(blocks) <= 1:
+        return True
+    # Each position along a dimension gets a random mark. A block is worth the product, over dimensions, of
+    # the mark at its start less the mark at its end. That is a sum over corners. When blocks meet, corners
+    # cancel. So if the blocks make up the whole, they are worth as much as the whole. If they don't, a corner
+    # remains, and the sums are equal with a probability below dimensions / _PRIME (Schwartz and Zippel).
+    draw = random.SystemRandom().randrange
+    marks: list[dict[int, int]] = [{} for _ in everything.shape]
+
+    def worth(block: Box) -> int:
+        product = 1
+        for start, size, along in zip(block.offset, block.shape, marks, strict=True):
+            for position in (start, start + size):
+                if position not in along:
+                    along[position] = draw(_PRIME)
+            product = product * (along[start] - along[start + size]) % _PRIME
+        return product
+
+    return sum(map(worth, blocks)) % _PRIME == worth(everything)
+
+
+_PRIME = (1 << 61) - 1
 
 
 @attrs.frozen

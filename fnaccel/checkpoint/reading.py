@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fnaccel.checkpoint import durable, manifest
+from fnaccel.checkpoint.directory import Directory
 from fnaccel.checkpoint.dtypes import CODES
 from fnaccel.checkpoint.manifest import Manifest, Piece, Stored
 from fnaccel.checkpoint.pieces import Box, overlap, whole
@@ -32,37 +33,62 @@ class Request:
     out: torch.Tensor
 
 
-def open_manifest(path: Path) -> Manifest:
+def read_manifest(directory: Directory) -> Manifest:
+    """The manifest of a checkpoint, checked; its files are not looked at.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its manifest is damaged.
+    """
+    try:
+        data = directory.read(manifest.FILE)
+    except FileNotFoundError:
+        raise _damaged(f"{directory.path} holds no {manifest.FILE}", directory.path) from None
+    return manifest.parse(data, str(directory.path / manifest.FILE))
+
+
+def open_manifest(directory: Directory) -> Manifest:
     """The manifest of a checkpoint, checked; and that its files are there, with all their bytes.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    file = path / manifest.FILE
-    try:
-        found = manifest.parse(file.read_bytes(), str(file))
-    except FileNotFoundError:
-        raise _damaged(f"{path} holds no {manifest.FILE}", path) from None
-    for name, record in found.files.items():
-        shard = path / name
-        if not shard.is_file():
-            raise _damaged(f"the file {name} is missing", path)
-        if shard.stat().st_size != record.size:
-            raise _damaged(
-                f"{name} has {shard.stat().st_size} bytes, and was written with {record.size}", path
-            )
-    return found
+    described = read_manifest(directory)
+    for name in described.files:
+        damage = damage_of(directory, described, name)
+        if damage is not None:
+            raise _damaged(damage, directory.path)
+    return described
 
 
-def verify(path: Path, found: Manifest, names: Sequence[str]) -> None:
+def damage_of(directory: Directory, described: Manifest, name: str, *, verify: bool = False) -> str | None:
+    """What is wrong with a file; None if nothing is.
+
+    Args:
+        directory: the checkpoint.
+        described: its manifest.
+        name: of the file.
+        verify: also read all of the file and compare its checksum.
+    """
+    record, size = described.files[name], directory.size_of(name)
+    if size is None:
+        return f"the file {name} is missing"
+    if size != record.size:
+        return f"{name} has {size} bytes, and was written with {record.size}"
+    if verify and directory.open(name, durable.checksum_of) != record.crc32:
+        return f"the bytes of {name} are not those that were written"
+    return None
+
+
+def verify(directory: Directory, described: Manifest, names: Sequence[str]) -> None:
     """Read files wholly and compare their checksums.
 
     Raises:
         CheckpointError: the bytes are not those that were written.
     """
     for name in names:
-        if durable.checksum_of(path / name) != found.files[name].crc32:
-            raise _damaged(f"the bytes of {name} are not those that were written", path)
+        damage = damage_of(directory, described, name, verify=True)
+        if damage is not None:
+            raise _damaged(damage, directory.path)
 
 
 class Files:
@@ -71,8 +97,9 @@ class Files:
     They stay open from the check to the reading, as far as there are not too many of them.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, directory: Directory) -> None:
+        self.path = directory.path
+        self._directory = directory
         self._open: dict[str, Any] = {}
 
     def __enter__(self) -> Files:
@@ -120,7 +147,7 @@ class Files:
             if name not in self._open:
                 if len(self._open) >= _MOST:
                     self._close(next(iter(self._open)))
-                self._open[name] = safe_open(self.path / name, "pt").__enter__()
+                self._open[name] = self._directory.open(name, lambda path: safe_open(path, "pt").__enter__())
             yield self._open[name]
         except (SafetensorError, OSError) as error:
             raise _damaged(f"{name} can't be read: {error}", self.path) from error

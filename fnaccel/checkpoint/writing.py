@@ -94,6 +94,7 @@ class Writing:
             if not self._world.is_main:
                 return ready
             number = _number(self._root, state, step, self._where)
+            commit.check_free(self._root, number, self._where)
             self._staged = commit.stage(self._root, number)
             self._lock.enter_context(commit.held(self._staged))
             commit.check_alone(self._staged, self._where)
@@ -161,13 +162,13 @@ class Writing:
 
     def _finish(self, written: Sequence[_Written | None]) -> None:
         if self._world.is_main and self._staged is not None:
-            text = self._describe([one for one in written if one is not None]).encode()
+            text = self._describe([one for one in written if one is not None])
             durable.write_file(self._staged / manifest.FILE, [memoryview(text)])
-            commit.commit(self._staged, self._root, self._number)
+            commit.commit(self._staged, self._root, self._number, self._where)
             commit.sweep(self._root)
             self._retention.apply(self._root, self._number)
 
-    def _describe(self, written: Sequence[_Written]) -> str:
+    def _describe(self, written: Sequence[_Written]) -> bytes:
         tensors = dict(self._tensors)
         for piece in (stored for part in written for stored in part.tensors):
             known = tensors.get(piece.path)

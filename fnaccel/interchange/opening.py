@@ -41,7 +41,7 @@ def opened(
         raise UnknownNameError(
             f"no format is called {form!r}", where=f"reading {path}", fix=nearest(form, FORMATS)
         )
-    elif not path.exists():
+    elif not is_own(path) and not path.exists():
         raise _missing(path)
     with ExitStack() as stack:
         if form == "fnaccel":
@@ -71,6 +71,8 @@ def detect(path: Path) -> str:
     Raises:
         CheckpointError: nothing is there, or nothing that is known.
     """
+    if is_own(path):  # before all else: while a save replaces it, its name may be missing for a moment
+        return "fnaccel"
     if not path.exists():
         raise _missing(path)
     if path.is_file():
@@ -101,8 +103,6 @@ def _of_file(path: Path) -> str | None:
 
 
 def _of_directory(path: Path, names: list[str]) -> str | None:
-    if is_own(path):
-        return "fnaccel"
     if find_tag(path) is not None:  # before Accelerate's: it puts its own files beside
         return "deepspeed"
     if is_accelerate(path):

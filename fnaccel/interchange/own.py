@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel.checkpoint import commit, manifest, reading
-from fnaccel.checkpoint.finding import find
+from fnaccel.checkpoint import commit
+from fnaccel.checkpoint.finding import open_checkpoint
 from fnaccel.checkpoint.grammar import child, decode
 from fnaccel.checkpoint.manifest import Manifest, Stored
 from fnaccel.checkpoint.pieces import Box
@@ -23,7 +23,7 @@ from fnaccel.state import TrainState
 
 def is_own(path: Path) -> bool:
     """Whether a directory is a checkpoint of fnaccel, or a root of some."""
-    return (path / manifest.FILE).is_file() or bool(commit.checkpoints(path))
+    return commit.committed(path) is not None or (path.is_dir() and bool(commit.checkpoints(path)))
 
 
 def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
@@ -34,11 +34,11 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    chosen = find(path, step, f"reading {path}")
-    found = reading.open_manifest(chosen)
+    directory, found = open_checkpoint(path, step, f"reading {path}", stack)
+    chosen = directory.path
     root = decode(found.tree, lambda name: _stored(found, name, chosen))
     tree: Mapping[str, Any] = _sections(root)
-    reader = _Reader(chosen, Mapped())
+    reader = _Reader(chosen, Mapped(lambda file, opener: directory.open(file.name, opener)))
     stack.callback(reader.mapped.close)
     params, buffers = (reader.flat(tree.get(part)) for part in ("params", "buffers"))
     slots: dict[str, dict[str, Found]] = {}
