@@ -84,12 +84,14 @@ def write_own(
     staged = commit.stage(root, number)
     with commit.held(staged):
         try:
+            source.verify(0, 1)  # damaged values would get checksums of their own
             stored: dict[str, Stored] = {}
             records: dict[str, FileRecord] = {}
             for place, shard in enumerate(files):
                 name = file_name(place, len(files))
                 records[name] = write_items(staged / name, shard, progress)
                 stored |= {item.name: _stored(item, name) for item in shard}
+            source.check_unchanged()
             text = _manifest(number, stored, records, source)
             manifest.parse(text, style.where)  # what a reader would refuse is not committed
             durable.write_file(staged / manifest.FILE, [memoryview(text)])

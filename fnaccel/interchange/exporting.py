@@ -126,8 +126,10 @@ def export_source(
     staged = placing.stage(target)
     try:
         shards = spread(items, bytes_in(style.max_shard_size, style.where))
+        source.verify(0, 1)
         for name, shard in zip(_names(len(shards)), shards, strict=True):
             write_items(staged / name, shard, progress)
+        source.check_unchanged()
         _finish(staged, target, shards, files)
     except BaseException:
         placing.discard(staged)

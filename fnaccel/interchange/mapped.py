@@ -72,6 +72,14 @@ class Mapped:
             raise damaged(f"{file.name} was replaced while it was read", file)
         return handle
 
+    def check(self, file: Path, stored: Block) -> None:
+        """Check that a file holds a block, without reading its values.
+
+        Raises:
+            CheckpointError: the file holds something else, or can't be read.
+        """
+        self._cut(file, stored)
+
     def copy(self, file: Path, stored: Block, wanted: Box, out: torch.Tensor) -> None:
         """Copy what a stored block shares with a wanted one.
 
@@ -87,20 +95,31 @@ class Mapped:
         shared = overlap(stored.box, wanted)
         if shared is None:
             return
+        cut = self._cut(file, stored)
         try:
-            handle = self.handle(file)
-            cut = handle.get_slice(stored.name)
-            if (cut.get_dtype(), tuple(cut.get_shape())) != (CODES[stored.dtype], stored.box.shape):
-                raise damaged(f"{file.name} holds {stored.name} otherwise than was said of it", file)
             # a scalar has no slices
-            part = cut[shared.within(stored.box)] if stored.box.shape else handle.get_tensor(stored.name)
+            part = (
+                cut[shared.within(stored.box)]
+                if stored.box.shape
+                else self.handle(file).get_tensor(stored.name)
+            )
         except (SafetensorError, OSError) as error:
             raise damaged(f"{stored.name} can't be read from {file.name}: {error}", file) from error
         out[shared.within(wanted)].copy_(part)
         self._read += part.nbytes
-        del part, cut, handle
+        del part, cut
         if self._read > _MOST:
             self.close()
+
+    def _cut(self, file: Path, stored: Block) -> Any:
+        """A block of a file whose header says what is expected."""
+        try:
+            cut = self.handle(file).get_slice(stored.name)
+            if (cut.get_dtype(), tuple(cut.get_shape())) == (CODES[stored.dtype], stored.box.shape):
+                return cut
+        except (SafetensorError, OSError) as error:
+            raise damaged(f"{stored.name} can't be read from {file.name}: {error}", file) from error
+        raise damaged(f"{file.name} holds {stored.name} otherwise than was said of it", file)
 
     def close(self) -> None:
         """Let go of all files."""
