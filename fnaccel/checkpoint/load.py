@@ -18,6 +18,7 @@ from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.directory import Directory, attempt, attempts
 from fnaccel.checkpoint.filling import Filling
 from fnaccel.checkpoint.finding import check_step, find
+from fnaccel.checkpoint.garbage import no_collection
 from fnaccel.checkpoint.grammar import decode
 from fnaccel.checkpoint.manifest import Manifest, Stored
 from fnaccel.checkpoint.match import match
@@ -88,7 +89,7 @@ def restore(
     found = current(world)
     found.resource(Background).settle()
     chosen = _Chosen(Path(directory), step, like, only, skip, rename, verify)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, no_collection():
         opened = _open(chosen, found, stack)
         restorer = _Restorer(opened.files, found)
         made = restorer.tree(like, opened.tree)

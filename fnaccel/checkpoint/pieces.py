@@ -106,6 +106,9 @@ def part_of(value: torch.Tensor, rank: int) -> Part:
     Of copies, one is written: a plain tensor by rank 0, a replicated shard by the ranks with
     coordinate 0 on every replicated mesh dimension.
     """
+    if type(value) is torch.Tensor:  # the rest is looked at for every tensor of a state
+        plain = value.detach()
+        return Part(whole(tuple(plain.shape)), plain, rank == 0)
     if isinstance(value, Remote):
         offset, rows, writes = value.part()
         return Part(Box(offset, tuple(rows.shape)), rows, writes)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fnaccel.checkpoint.background import Background, Saving
+from fnaccel.checkpoint.garbage import no_collection
 from fnaccel.checkpoint.retention import Retention
 from fnaccel.checkpoint.writing import Hold, Writing
 from fnaccel.world import World, current
@@ -116,5 +117,6 @@ def _begun(
     world.resource(Background).settle()
     # absolute: a thread may write after the script has changed its directory
     writing = Writing(Path(directory).absolute(), retention, world, where)
-    writing.begin(state, step, metadata, hold=hold)
+    with no_collection():
+        writing.begin(state, step, metadata, hold=hold)
     return writing
