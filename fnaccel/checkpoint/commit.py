@@ -84,7 +84,7 @@ def committed(path: Path) -> Path | None:
         path: one checkpoint: `root/step-0000000010`, or a directory with another name.
 
     Returns:
-        The path, or the same checkpoint under its other name (`.old`); None if there is no checkpoint.
+        The path, or the same checkpoint under its other name (`.old`). None if there is no checkpoint.
     """
     paths = [path]
     if _COMMITTED.fullmatch(path.name):
@@ -125,12 +125,12 @@ def stage(root: Path, step: int) -> Path:
 
 
 def commit(staged: Path, root: Path, step: int, where: str) -> Path:
-    """Make a filled directory the checkpoint of its step, atomically; its path.
+    """Make a filled directory the checkpoint of its step, atomically, and return its path.
 
     A checkpoint of that step is replaced: at any moment one of the two can be read.
 
     Raises:
-        CheckpointError: its name belongs to something that no save wrote.
+        CheckpointError: its name belongs to a file or a directory that no save wrote.
     """
     check_free(root, step, where)
     final, aside = _names(root, step)
@@ -148,7 +148,7 @@ def check_free(root: Path, step: int, where: str) -> None:
     """Check that the names of a checkpoint are free, or those of a checkpoint that may be replaced.
 
     Raises:
-        CheckpointError: a file or a directory with that name holds what no save wrote.
+        CheckpointError: a file, or a directory with other files than those of a save, has such a name.
     """
     for path in _names(root, step):
         strange = None if (path / manifest.FILE).is_file() else _strange(path)
@@ -166,12 +166,12 @@ def _names(root: Path, step: int) -> tuple[Path, Path]:
 
 
 def _strange(path: Path) -> str | None:
-    """What at a path is not of a save: a name, for messages; None if all of it may be replaced."""
+    """The name of a file that no save wrote, for messages. None if all at the path may be replaced."""
     if not os.path.lexists(path):
         return None
     if not path.is_dir():
         return "no files, since it is a file"
-    # what is left of a damaged checkpoint may be replaced
+    # the files of a damaged checkpoint may be replaced
     return next((one.name for one in sorted(path.iterdir()) if not OWN_NAME.fullmatch(one.name)), None)
 
 
@@ -210,7 +210,7 @@ def check_alone(staged: Path, where: str) -> None:
 
 
 def discard(path: Path, *, unless_read: bool = False) -> None:
-    """Remove a committed checkpoint; at no moment does half of it look committed.
+    """Remove a committed checkpoint. At no moment does half of it look committed.
 
     If a reader holds it, its files stay until a later save. With `unless_read` its name stays, too.
     """

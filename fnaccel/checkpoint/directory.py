@@ -25,7 +25,7 @@ _ATTEMPTS = 10
 
 
 class Directory:
-    """A directory that is open and locked; `hold` makes it.
+    """A directory that is open and locked. Made by `hold`.
 
     Attributes:
         path: its path when it was opened, for messages.
@@ -37,15 +37,15 @@ class Directory:
         self._identity = _identity(path.stat() if file is None else os.fstat(file))
 
     def open(self, name: str, opener: Callable[[Path], T]) -> T:
-        """What `opener` returns for one file of this directory.
+        """Call `opener` with a path that leads to one file of this directory, and return its result.
 
         Args:
-            name: of the file.
-            opener: gets a path that leads to the file.
+            name: the name of the file.
+            opener: opens or reads the file.
 
         Raises:
             CheckpointError: the system has no path below an open directory, and the directory was replaced.
-            OSError: what `opener` raises.
+            OSError: from `opener`.
         """
         if self._file is not None and _NUMBERS.is_dir():
             return opener(_NUMBERS / str(self._file) / name)
@@ -69,7 +69,7 @@ class Directory:
         return self.open(name, Path.read_bytes)
 
     def size_of(self, name: str) -> int | None:
-        """The bytes of one file; None if there is no such file.
+        """The size of one file in bytes, or None if there is no such file.
 
         Raises:
             CheckpointError: see `open`.
@@ -97,13 +97,13 @@ def hold(path: Path) -> Generator[Directory]:
         yield Directory(path, None)
         return
     with locking.opened(path) as file:
-        # waits for a writer that is removing it; the files are gone then, and the caller begins again
+        # Waits for a writer that is removing the directory. Then its files are gone: the caller begins again.
         locking.lock(file, shared=True)
         yield Directory(path, file)
 
 
 def attempts() -> Iterator[bool]:
-    """Pauses between attempts to read a checkpoint that is being replaced; True for the last attempt."""
+    """Attempts to read a checkpoint that is being replaced, with pauses. Yields True for the last attempt."""
     for number in range(_ATTEMPTS):
         if number:
             time.sleep(0.005 * number)
@@ -116,11 +116,11 @@ def attempt(path: Path, stack: ExitStack, read: Callable[[Directory], T], *, las
     Args:
         path: the checkpoint.
         stack: holds the directory, also after an error.
-        read: reads what is needed; never returns None.
-        last: raise what failed, whatever the reason.
+        read: reads from the directory. It never returns None.
+        last: whether this is the last attempt, so that any error is raised.
 
     Returns:
-        What `read` returns; None if the directory was replaced, so that the caller has to begin again.
+        The result of `read`, or None if the directory was replaced, so that the caller has to begin again.
 
     Raises:
         CheckpointError: `read` failed, and the directory was not replaced.

@@ -43,8 +43,8 @@ def check_step(path: Path, checkpoint: Path, described: Manifest, step: int | No
     """Check that a path which is one checkpoint is of the step that was asked for.
 
     Args:
-        path: what the user gave.
-        checkpoint: what `find` made of it.
+        path: the path that the user gave.
+        checkpoint: the path that `find` returned.
         described: its manifest.
         step, where: see `find`.
 

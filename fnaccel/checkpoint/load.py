@@ -100,7 +100,7 @@ def restore(
 
 @attrs.frozen(eq=False)
 class _Chosen:
-    """What the user asked for: see the arguments of `restore`."""
+    """The arguments of `restore`."""
 
     root: Path
     step: int | None
@@ -126,14 +126,14 @@ class _Opened:
 
 
 def _open(chosen: _Chosen, world: World, stack: contextlib.ExitStack) -> _Opened:
-    """Open one checkpoint on all ranks, and check all of it; nothing is changed.
+    """Open one checkpoint on all ranks, and check all of it. Nothing is changed.
 
     Raises:
         CheckpointError, TreeMismatchError, StaleStateError, ArgumentError: see `restore`.
     """
     for last in attempts():
         path = together(world, _WHERE, functools.partial(_find, chosen, world))[0]
-        opened: list[_Opened] = []  # stays here: what ranks send each other is pickled
+        opened: list[_Opened] = []  # not a return value: those are pickled and sent to the other ranks
         with contextlib.ExitStack() as held:
             read = functools.partial(_read, chosen, world, held, opened)
             digests = together(world, _WHERE, functools.partial(attempt, path, held, read, last=last))
@@ -159,7 +159,7 @@ def _read(
     opened: list[_Opened],
     directory: Directory,
 ) -> str:
-    """Check a checkpoint against `like`; the digest of its manifest."""
+    """Check a checkpoint against `like`. Returns the digest of its manifest."""
     described = reading.open_manifest(directory)
     check_step(chosen.root, directory.path, described, chosen.step, _WHERE)
     if chosen.verify:

@@ -19,10 +19,10 @@ def locked(path: Path, *, shared: bool) -> Generator[bool | None]:
 
     Args:
         path: the directory.
-        shared: wait for a lock that others may share; or else try to get an exclusive lock.
+        shared: wait for a lock that other processes may share. If False, try to get an exclusive lock.
 
     Yields:
-        Whether the lock was given; None if the file system has no locks.
+        Whether the lock was given, or None if the file system has no locks.
 
     Raises:
         OSError: the directory can't be opened.
@@ -36,7 +36,7 @@ def locked(path: Path, *, shared: bool) -> Generator[bool | None]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Generator[int]:
-    """The number of an open directory; not for Windows, which can't open directories.
+    """The number of an open directory. Not for Windows, which can't open directories.
 
     Raises:
         OSError: the directory can't be opened.
@@ -52,7 +52,7 @@ def opened(path: Path) -> Generator[int]:
 
 
 def lock(file: int, *, shared: bool) -> bool | None:
-    """Lock an open directory; whether the lock was given, None if the file system has no locks."""
+    """Lock an open directory. Returns whether the lock was given, or None if the file system has no locks."""
     if sys.platform == "win32":
         return None
     import fcntl  # noqa: PLC0415 - not on every system

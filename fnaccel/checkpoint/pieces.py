@@ -56,10 +56,10 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def make_up(blocks: Sequence[Box], everything: Box) -> bool:
-    """Whether blocks make up a whole: each of its elements is in exactly one of them.
+    """Whether blocks make up a whole: each of its elements is in exactly one block.
 
-    Takes time in proportion to the number of blocks: to compare each with each would let a small file keep
-    a reader busy for hours.
+    The time grows with the number of blocks, not with its square. If each block were compared with each, a
+    small file could keep a reader busy for hours.
 
     Args:
         blocks: each lies within `everything`.

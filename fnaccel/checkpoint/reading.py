@@ -34,7 +34,7 @@ class Request:
 
 
 def read_manifest(directory: Directory) -> Manifest:
-    """The manifest of a checkpoint, checked; its files are not looked at.
+    """Read and check the manifest of a checkpoint, without a look at its files.
 
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is damaged.
@@ -47,7 +47,7 @@ def read_manifest(directory: Directory) -> Manifest:
 
 
 def open_manifest(directory: Directory) -> Manifest:
-    """The manifest of a checkpoint, checked; and that its files are there, with all their bytes.
+    """Read and check the manifest of a checkpoint, and check that its files are there with all their bytes.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -61,12 +61,12 @@ def open_manifest(directory: Directory) -> Manifest:
 
 
 def damage_of(directory: Directory, described: Manifest, name: str, *, verify: bool = False) -> str | None:
-    """What is wrong with a file; None if nothing is.
+    """A sentence that says how a file is damaged, or None if it is not.
 
     Args:
         directory: the checkpoint.
         described: its manifest.
-        name: of the file.
+        name: the name of the file.
         verify: also read all of the file and compare its checksum.
     """
     record, size = described.files[name], directory.size_of(name)

@@ -96,7 +96,7 @@ def adopt(
 
 @attrs.frozen(eq=False)
 class _Request:
-    """What the user asked for: see the arguments of `adopt`."""
+    """The arguments of `adopt`."""
 
     path: Path
     format: str | None
@@ -106,7 +106,7 @@ class _Request:
 
 
 def _check(request: _Request, world: World, stack: ExitStack, opened: list[tuple[Fit, Source]]) -> str:
-    """Open the source, and check all that can fail before a value is written; its digest."""
+    """Open the source, and check all that can fail before a value is written. Returns the source's digest."""
     targets = targets_of(request.like, _WHERE)
     source = stack.enter_context(open_source(request.path, request.format, trust=request.trust))
     fitted = fit(source, targets, request.choice)
@@ -120,7 +120,7 @@ def _check(request: _Request, world: World, stack: ExitStack, opened: list[tuple
 
 
 def _check_readable(fitted: Fit, tensors: Mapping[str, torch.Tensor], world: World) -> None:
-    """See that this rank's part of each tensor can be read, before anything is written.
+    """Check that this rank's part of each tensor can be read, before anything is written.
 
     Raises:
         CheckpointError: a file is damaged.

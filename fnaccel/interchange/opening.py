@@ -74,7 +74,7 @@ def opened(
 
 
 def _check_extent(source: Source) -> None:
-    """See that the tensors of a source are not far larger than its files.
+    """Check that the tensors of a source are not far larger than its files.
 
     In a file of `torch.save` one stored value can stand for any number of values (`x.expand`), and a tensor
     can have any number of names. To write these out would fill the disk.
