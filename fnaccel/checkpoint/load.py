@@ -259,7 +259,17 @@ class _Restorer:
 
         def read() -> None:
             made.append(filling.state(like, stored, extras, in_place=in_place))
-            filling.read()
+            try:
+                filling.read()
+            except (CheckpointError, OSError) as error:
+                if not in_place:
+                    raise
+                what = getattr(error, "what", error)
+                raise CheckpointError(
+                    f"{what}; by then like= was part old, part new, so it was donated",
+                    where=_WHERE,
+                    fix="make a new state (train_step.init, fa.resume_or_init), and restore into that",
+                ) from error
 
         # inside of refill: where one rank fails, no rank goes on with these tensors
         together(self.world, _WHERE, read)

@@ -73,7 +73,8 @@ def make_up(blocks: Sequence[Box], everything: Box) -> bool:
     # the mark at its start less the mark at its end. That is a sum over corners. When blocks meet, corners
     # cancel. So if the blocks make up the whole, they are worth as much as the whole. If they don't, a corner
     # remains, and the sums are equal with a probability below dimensions / _PRIME (Schwartz and Zippel).
-    draw = random.SystemRandom().randrange
+    # The author of a file can't guess the marks.
+    draw = random.Random(random.SystemRandom().getrandbits(128)).getrandbits
     marks: list[dict[int, int]] = [{} for _ in everything.shape]
 
     def worth(block: Box) -> int:
@@ -81,7 +82,7 @@ def make_up(blocks: Sequence[Box], everything: Box) -> bool:
         for start, size, along in zip(block.offset, block.shape, marks, strict=True):
             for position in (start, start + size):
                 if position not in along:
-                    along[position] = draw(_PRIME)
+                    along[position] = draw(61)
             product = product * (along[start] - along[start + size]) % _PRIME
         return product
 

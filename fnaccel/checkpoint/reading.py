@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from fnaccel.checkpoint import durable, manifest
 from fnaccel.checkpoint.directory import Directory
 from fnaccel.checkpoint.dtypes import CODES
+from fnaccel.checkpoint.garbage import no_collection
 from fnaccel.checkpoint.manifest import Manifest, Piece, Stored
 from fnaccel.checkpoint.pieces import Box, overlap, whole
 from fnaccel.errors import CheckpointError
@@ -43,7 +44,8 @@ def read_manifest(directory: Directory) -> Manifest:
         data = directory.read(manifest.FILE)
     except FileNotFoundError:
         raise _damaged(f"{directory.path} holds no {manifest.FILE}", directory.path) from None
-    return manifest.parse(data, str(directory.path / manifest.FILE))
+    with no_collection():
+        return manifest.parse(data, str(directory.path / manifest.FILE))
 
 
 def open_manifest(directory: Directory) -> Manifest:

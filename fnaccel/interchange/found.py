@@ -84,6 +84,7 @@ class Source:
         counts: how many updates the optimizer counts of each parameter.
         step: how many steps the run counts; None where it does not say.
         same: names that were left out because they are tied: name -> the name that is stored.
+        file_bytes: the size of its files, or None if a look at the files has to tell.
         digest: equal on two ranks that opened the same checkpoint; "" if the format has none.
         verify: `verify(rank, ranks)` compares the checksums of this rank's share of the files, if the format
             has checksums; raises CheckpointError.
@@ -102,6 +103,7 @@ class Source:
     counts: Mapping[str, Found] = attrs.field(factory=dict)
     step: int | None = None
     same: Mapping[str, str] = attrs.field(factory=dict)
+    file_bytes: int | None = None
     digest: str = ""
     verify: Callable[[int, int], None] = _nothing
     check_unchanged: Callable[[], None] = _nothing

@@ -85,7 +85,7 @@ def _check_extent(source: Source) -> None:
     slots = [*source.slots.values(), *(source.numbered.slots.values() if source.numbered else ())]
     tensors = [*source.weights.items(), *source.averages.items()]
     tensors += [(f"a moment {slot}", found) for entry in slots for slot, found in entry.items()]
-    stored = _bytes_at(source.path)
+    stored = _bytes_at(source.path) if source.file_bytes is None else source.file_bytes
     total = sum(found.nbytes for _, found in tensors)
     if total <= _MOST_SHARED * stored:
         return

@@ -62,6 +62,7 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
         slots=slots,
         updates=reader.count(updates),
         step=reader.count(step),
+        file_bytes=sum(record.size for record in found.files.values()),
         digest=found.digest,
         verify=verify,
     )
