@@ -32,7 +32,7 @@ GROUPS = {
     "Data": ["shard", "Shards", "Batch", "Window"],
     "State and checkpoints": [
         "TrainState", "Position", "Seed", "snapshot", "save", "save_async", "Saving", "restore", "resume_or_init", "latest", "checkpoints",
-        "adopt", "export_hf", "tree",
+        "adopt", "export_hf", "export_adapter", "tree",
     ],
     "Collectives": [
         "gather", "gather_objects", "reduce", "broadcast", "broadcast_objects", "pad_across_processes",

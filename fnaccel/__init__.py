@@ -115,6 +115,7 @@ if TYPE_CHECKING:
     from fnaccel.config import shard_options as shard_options
     from fnaccel.config import to_yaml as to_yaml
     from fnaccel.interchange import adopt as adopt
+    from fnaccel.interchange import export_adapter as export_adapter
     from fnaccel.interchange import export_hf as export_hf
 
 __version__ = "0.1.0"
@@ -145,6 +146,7 @@ _LATE = {
     ),
     "fnaccel.interchange": (
         "adopt",
+        "export_adapter",
         "export_hf",
     ),
 }

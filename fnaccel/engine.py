@@ -310,8 +310,10 @@ def up_front_of(loss: Loss, micros: Sequence[Micro], call: Call, report: Report,
 def _ratio(engine: Engine, weight: Any) -> Any:
     """What undoes the engine's own average, over the global weight."""
     if isinstance(weight, torch.Tensor):
-        ratio = torch.where(weight > 0, engine.averaged / weight, torch.zeros_like(weight))
-        return ratio.to(wide_dtype(engine))
+        dtype = wide_dtype(engine)
+        # a count divides to torch's default dtype
+        weight = weight.to(dtype) if dtype is torch.float64 else weight
+        return torch.where(weight > 0, engine.averaged / weight, torch.zeros_like(weight)).to(dtype)
     return engine.averaged / weight if weight else 0.0
 
 

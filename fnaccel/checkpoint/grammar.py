@@ -184,9 +184,11 @@ class _Encoder:
                 return self._dict(path, value)
             name = type(value).__name__
             if NODES.get(name) is type(value):
-                if isinstance(value, TrainState):
-                    check_trained(value, "fa.save")
-                    self.has_state = True
+                self.has_state |= isinstance(value, TrainState)
+                check_trained(value, "fa.save")
+                if (wrong := _not_counted(value)) is not None:
+                    what = f"is {getattr(value, wrong)!r}"
+                    raise _refused(child(path, wrong), what, "give a whole number from 0 on")
                 return {name: self._entries(path, entries_of(value))}
             if is_object(value):
                 return {"state_dict": self.value(path, _state_of(path, value))}
@@ -341,7 +343,11 @@ def _decode(found: Any, tensor: Callable[[str], Any]) -> Any:
     if tag == "dict" and isinstance(content, dict):
         return {key: _decode(entry, tensor) for key, entry in content.items()}
     if tag == "items" and isinstance(content, list):
-        return dict(_pair(entry, tensor) for entry in content)
+        pairs = [_pair(entry, tensor) for entry in content]
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise _malformed("holds one key twice")
+        return table
     if tag == "node" and isinstance(content, dict):
         return Node({key: _decode(entry, tensor) for key, entry in content.items()})
     if tag == "state_dict":
@@ -367,7 +373,23 @@ def _node(cls: type[Any], values: dict[str, Any]) -> Any:
     if extra or missing:
         what = f"has the field {min(extra)!r}" if extra else f"lacks the field {missing[0]!r}"
         raise _malformed(f"holds a {cls.__name__} that {what}")
-    return cls(**values)
+    node = cls(**values)
+    if (wrong := _not_counted(node)) is not None:
+        raise _malformed(f"holds a {cls.__name__} whose {wrong} is {getattr(node, wrong)!r}"[:200])
+    return node
+
+
+_COUNTS = {"TrainState": ("step", "updates"), "Position": ("epoch", "samples"), "Seed": ("root",)}
+
+
+def _not_counted(node: Any) -> str | None:
+    """The first field of a node of the library that has to be a whole number from 0 on, and is not."""
+    for name in _COUNTS[type(node).__name__]:
+        value = plain(getattr(node, name))
+        on_device = name == "updates" and not isinstance(value, bool | int | float | str | None)
+        if not on_device and (type(value) is not int or value < 0):
+            return name
+    return None
 
 
 def _malformed(what: str) -> CheckpointError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel.checkpoint import commit, reading, streams
+from fnaccel.checkpoint import reading, streams
 from fnaccel.checkpoint.background import Background
 from fnaccel.checkpoint.choosing import Patterns, Rename
+from fnaccel.checkpoint.directory import Directory, attempt, attempts
 from fnaccel.checkpoint.filling import Filling
-from fnaccel.checkpoint.finding import find
+from fnaccel.checkpoint.finding import check_step, find
+from fnaccel.checkpoint.garbage import no_collection
 from fnaccel.checkpoint.grammar import decode
 from fnaccel.checkpoint.manifest import Manifest, Stored
 from fnaccel.checkpoint.match import match
@@ -45,7 +48,8 @@ def restore(
 
     Every rank must call it, and reads only the parts of tensors that it holds. Everything is checked
     before anything is changed: after an error `like` is as it was, and live (should a device fail in
-    the middle of reading, a leased `like` is donated: its tensors are part old, part new).
+    the middle of reading, a leased `like` is donated: its tensors are part old, part new). A save that
+    replaces the checkpoint meanwhile changes nothing of what is read.
 
     Args:
         directory: a root that `fa.save` wrote to, or one checkpoint in it.
@@ -84,35 +88,97 @@ def restore(
     """
     found = current(world)
     found.resource(Background).settle()
-    root = Path(directory)
-    path = together(found, _WHERE, lambda: find(root, step, _WHERE) if found.is_main else root)[0]
-    trees: list[Any] = []  # stays here: what ranks tell each other is pickled
-
-    def check() -> None:
-        stack.enter_context(commit.held(path))  # no retention removes it meanwhile
-        described = reading.open_manifest(path)
-        if verify:
-            reading.verify(path, described, sorted(described.files)[found.rank :: found.size])
-        tree = decode(described.tree, lambda name: _stored(described, name, path))
-        problems: list[str] = []
-        if partly:
-            tree, problems = select(like, tree, only, skip, rename)
-        pairs = match(like, tree, problems).pairs
-        wanted = [
-            (one, whole(one.shape) if target is None else part_of(target, found.rank).box)
-            for target, one in pairs
-        ]
-        files.check(wanted)
-        trees.extend((tree, {} if partly else _streams(described, files, found)))
-
-    partly = not (only is None and skip is None and rename is None)
-    with contextlib.ExitStack() as stack, Files(path) as files:
-        together(found, _WHERE, check)
-        restorer = _Restorer(files, found)
-        made = restorer.tree(like, trees[0])
-        if restorer.refilled and not partly:
-            together(found, _WHERE, lambda: _put_back(trees[1], made, found))
+    chosen = _Chosen(Path(directory), step, like, only, skip, rename, verify)
+    with contextlib.ExitStack() as stack, no_collection():
+        opened = _open(chosen, found, stack)
+        restorer = _Restorer(opened.files, found)
+        made = restorer.tree(like, opened.tree)
+        if restorer.refilled and not chosen.partly:
+            together(found, _WHERE, lambda: _put_back(opened.streams, made, found))
     return made
+
+
+@attrs.frozen(eq=False)
+class _Chosen:
+    """The arguments of `restore`."""
+
+    root: Path
+    step: int | None
+    like: Any
+    only: Patterns
+    skip: Patterns
+    rename: Rename
+    verify: bool
+
+    @property
+    def partly(self) -> bool:
+        """Whether some paths are to be left as they are."""
+        return not (self.only is None and self.skip is None and self.rename is None)
+
+
+@attrs.frozen(eq=False)
+class _Opened:
+    """A checkpoint that matches `like`: its files, its tree, and the random streams of this rank."""
+
+    files: Files
+    tree: Any
+    streams: dict[str, torch.Tensor]
+
+
+def _open(chosen: _Chosen, world: World, stack: contextlib.ExitStack) -> _Opened:
+    """Open one checkpoint on all ranks, and check all of it. Nothing is changed.
+
+    Raises:
+        CheckpointError, TreeMismatchError, StaleStateError, ArgumentError: see `restore`.
+    """
+    for last in attempts():
+        path = together(world, _WHERE, functools.partial(_find, chosen, world))[0]
+        opened: list[_Opened] = []  # not a return value: those are pickled and sent to the other ranks
+        with contextlib.ExitStack() as held:
+            read = functools.partial(_read, chosen, world, held, opened)
+            digests = together(world, _WHERE, functools.partial(attempt, path, held, read, last=last))
+            # a rank may have opened the checkpoint from before a save, and another rank the one from after
+            if None not in digests and len(set(digests)) == 1:
+                stack.push(held.pop_all())
+                return opened[0]
+    raise CheckpointError(
+        f"{chosen.root} is replaced again and again while ranks open it",
+        where=_WHERE,
+        fix="restore while no job saves this step, or restore a step that is not replaced",
+    )
+
+
+def _find(chosen: _Chosen, world: World) -> Path:
+    return find(chosen.root, chosen.step, _WHERE) if world.is_main else chosen.root
+
+
+def _read(
+    chosen: _Chosen,
+    world: World,
+    held: contextlib.ExitStack,
+    opened: list[_Opened],
+    directory: Directory,
+) -> str:
+    """Check a checkpoint against `like`. Returns the digest of its manifest."""
+    described = reading.open_manifest(directory)
+    check_step(chosen.root, directory.path, described, chosen.step, _WHERE)
+    if chosen.verify:
+        reading.verify(directory, described, sorted(described.files)[world.rank :: world.size])
+    stored = decode(described.tree, lambda name: _stored(described, name, directory.path))
+    problems: list[str] = []
+    if chosen.partly:
+        stored, problems = select(chosen.like, stored, chosen.only, chosen.skip, chosen.rename)
+    pairs = match(chosen.like, stored, problems).pairs
+    files = held.enter_context(Files(directory))
+    files.check(
+        [
+            (tensor, whole(tensor.shape) if target is None else part_of(target, world.rank).box)
+            for target, tensor in pairs
+        ]
+    )
+    own = {} if chosen.partly else _streams(described, files, world)
+    opened.append(_Opened(files, stored, own))
+    return described.digest
 
 
 def _streams(found: Manifest, files: Files, world: World) -> dict[str, torch.Tensor]:
@@ -193,7 +259,17 @@ class _Restorer:
 
         def read() -> None:
             made.append(filling.state(like, stored, extras, in_place=in_place))
-            filling.read()
+            try:
+                filling.read()
+            except (CheckpointError, OSError) as error:
+                if not in_place:
+                    raise
+                what = getattr(error, "what", error)
+                raise CheckpointError(
+                    f"{what}; by then like= was part old, part new, so it was donated",
+                    where=_WHERE,
+                    fix="make a new state (train_step.init, fa.resume_or_init), and restore into that",
+                ) from error
 
         # inside of refill: where one rank fails, no rank goes on with these tensors
         together(self.world, _WHERE, read)

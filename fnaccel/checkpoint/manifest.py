@@ -1,12 +1,15 @@
-"""`manifest.json`: the tree, where each piece of each tensor lies, and what the files must be.
+"""`manifest.json`: the tree, the place of each piece of each tensor, and the size and checksum of each file.
 
 A manifest from disk is not trusted: `parse` checks all of it before anything is opened or allocated.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -16,13 +19,18 @@ import torch
 
 from fnaccel.checkpoint.dtypes import NAMES, name_of
 from fnaccel.checkpoint.durable import FileRecord
-from fnaccel.checkpoint.pieces import Box, overlap, whole
+from fnaccel.checkpoint.pieces import Box, make_up, overlap, whole
 from fnaccel.checkpoint.shard_file import NAME
 from fnaccel.errors import CheckpointError
 
 FILE = "manifest.json"
 FORMAT = "fnaccel-checkpoint"
 VERSION = 1
+
+_HEAD = b'{\n"crc32": "'  # what a manifest with a checksum of its own begins with
+_SUMMED = re.compile(rb'\{\s*"crc32":\s*"([0-9a-f]{8})"')
+_BLANK = b"0" * 8  # in the place of the checksum, when it is computed
+_CHECKSUM = re.compile(r"[0-9a-f]{8}")
 
 
 @attrs.frozen
@@ -57,6 +65,7 @@ class Manifest:
         tensors: by path.
         files: by name.
         written_by: versions and the number of ranks.
+        digest: of the text that was read, to compare between ranks.
     """
 
     step: int
@@ -65,10 +74,11 @@ class Manifest:
     tensors: Mapping[str, Stored]
     files: Mapping[str, FileRecord]
     written_by: Mapping[str, Any]
+    digest: str = ""
 
 
-def dump(manifest: Manifest) -> str:
-    """A manifest as JSON text."""
+def dump(manifest: Manifest) -> bytes:
+    """A manifest as JSON text, with a checksum of the text."""
     document = {
         "format": FORMAT,
         "version": VERSION,
@@ -89,7 +99,10 @@ def dump(manifest: Manifest) -> str:
         },
         "files": {name: attrs.asdict(record) for name, record in manifest.files.items()},
     }
-    return json.dumps(document, indent=1, allow_nan=False)
+    # one line for each entry; json's own indentation would take ten times as long
+    entries = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in document.items()]
+    rest = b'",\n' + ",\n".join(entries).encode() + b"\n}\n"
+    return _HEAD + f"{zlib.crc32(rest, zlib.crc32(_HEAD + _BLANK)):08x}".encode() + rest
 
 
 def parse(text: str | bytes, where: str) -> Manifest:
@@ -100,12 +113,18 @@ def parse(text: str | bytes, where: str) -> Manifest:
         where: the file, for messages.
 
     Raises:
-        CheckpointError: it is no manifest, of another version, or contradicts itself: a file name that
-            leads elsewhere, pieces that don't make up their tensor, more bytes than the file has.
+        CheckpointError: it is no manifest, of another version, does not have its checksum, or contradicts
+            itself: a file name that leads elsewhere, pieces that don't make up their tensor, more bytes than
+            the file has, a key that is there twice.
     """
     reader = _Reader(where)
+    data = text.encode() if isinstance(text, str) else text
     try:
-        document = json.loads(text, parse_constant=lambda name: reader.fail(f"holds a bare {name}"))
+        document = json.loads(
+            data,
+            parse_constant=lambda name: reader.fail(f"holds a bare {name}"),
+            object_pairs_hook=reader.entries,
+        )
     except (ValueError, RecursionError) as error:
         reader.fail(f"is no JSON: {error}")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -116,7 +135,9 @@ def parse(text: str | bytes, where: str) -> Manifest:
             where=where,
             fix="read it with the version of fnaccel that wrote it: see written_by in the manifest",
         )
-    return reader.manifest(document)
+    if "crc32" in document:
+        reader.check_sum(data)
+    return attrs.evolve(reader.manifest(document), digest=hashlib.sha256(data).hexdigest())
 
 
 @attrs.frozen
@@ -131,6 +152,26 @@ class _Reader:
             where=self.where,
             fix="it was damaged or not written by fnaccel: restore another step of fa.checkpoints(directory)",
         )
+
+    def entries(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """An object of JSON."""
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            self.fail(f"has the key {twice[:60]!r} twice in one object")
+        return table
+
+    def check_sum(self, data: bytes) -> None:
+        """The text has the checksum that it begins with."""
+        matched = _SUMMED.match(data)
+        if matched is None:
+            self.fail("has a checksum elsewhere than at its beginning")
+        view, (start, end) = memoryview(data), matched.span(1)
+        checksum = zlib.crc32(view[end:], zlib.crc32(_BLANK, zlib.crc32(view[:start])))
+        if f"{checksum:08x}".encode() != matched[1]:
+            self.fail(
+                f"is not what was written: its checksum is {checksum:08x}, and it says {matched[1].decode()}"
+            )
 
     def manifest(self, found: dict[str, Any]) -> Manifest:
         files = {name: self.file(name, entry) for name, entry in self.table(found, "files").items()}
@@ -163,13 +204,16 @@ class _Reader:
     def counts(self, found: Any, what: str) -> tuple[int, ...]:
         if not isinstance(found, list):
             self.fail(f"has {found!r} as {what}")
-        return tuple(self.count(one, what) for one in found)
+        for entry in found:
+            if type(entry) is not int or entry < 0:
+                self.fail(f"has {entry!r} as {what}")
+        return tuple(found)
 
     def file(self, name: str, found: Any) -> FileRecord:
         if not NAME.fullmatch(name):
             self.fail(f"names the file {name!r}, which can't be one of its own")
         checksum = found.get("crc32") if isinstance(found, dict) else None
-        if not isinstance(checksum, str):
+        if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
             self.fail(f"has no checksum of {name}")
         return FileRecord(self.count(found.get("size"), f"the size of {name}"), checksum)
 
@@ -196,6 +240,8 @@ class _Reader:
     def check_cover(self, stored: Stored) -> None:
         """The pieces make up the tensor: each within it, no two overlapping, none missing."""
         everything = whole(stored.shape)
+        if len(stored.pieces) == 1 and stored.pieces[0].box == everything and 0 not in stored.shape:
+            return
         for piece in stored.pieces:
             box = piece.box
             if not len(box.offset) == len(box.shape) == len(stored.shape):
@@ -205,13 +251,12 @@ class _Reader:
         covered = sum(piece.box.numel for piece in stored.pieces)
         if covered != everything.numel:
             self.fail(f"covers {covered} of the {everything.numel} elements of {stored.path}")
-        self.check_apart(stored)
+        if len(stored.pieces) > 1:
+            self.check_apart(stored, everything)
 
-    def check_apart(self, stored: Stored) -> None:
-        boxes = sorted((piece.box for piece in stored.pieces), key=lambda box: box.offset)
-        beside: list[Box] = []  # those that reach as far along dim 0 as the next one starts
-        for box in boxes:
-            beside = [one for one in beside if one.shape and one.offset[0] + one.shape[0] > box.offset[0]]
-            if any(overlap(one, box) for one in beside):
-                self.fail(f"has two pieces of {stored.path} that overlap")
-            beside.append(box)
+    def check_apart(self, stored: Stored, everything: Box) -> None:
+        if not make_up([piece.box for piece in stored.pieces], everything):
+            self.fail(f"has two pieces of {stored.path} that overlap")
+        # a file holds one entry for each path: its values would be read twice
+        if len({piece.file for piece in stored.pieces}) != len(stored.pieces):
+            self.fail(f"has two pieces of {stored.path} in one file, which can hold one")

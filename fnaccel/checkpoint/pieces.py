@@ -6,6 +6,8 @@ Where the bytes go is not known here.
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -53,6 +55,43 @@ def whole(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
+def make_up(blocks: Sequence[Box], everything: Box) -> bool:
+    """Whether blocks make up a whole: each of its elements is in exactly one block.
+
+    The time grows with the number of blocks, not with its square. If each block were compared with each, a
+    small file could keep a reader busy for hours.
+
+    Args:
+        blocks: each lies within `everything`.
+        everything: starts at 0.
+    """
+    if sum(block.numel for block in blocks) != everything.numel:
+        return False
+    if len(blocks) <= 1:
+        return True
+    # Each position along a dimension gets a random mark. A block is worth the product, over dimensions, of
+    # the mark at its start less the mark at its end. That is a sum over corners. When blocks meet, corners
+    # cancel. So if the blocks make up the whole, they are worth as much as the whole. If they don't, a corner
+    # remains, and the sums are equal with a probability below dimensions / _PRIME (Schwartz and Zippel).
+    # The author of a file can't guess the marks.
+    draw = random.Random(random.SystemRandom().getrandbits(128)).getrandbits
+    marks: list[dict[int, int]] = [{} for _ in everything.shape]
+
+    def worth(block: Box) -> int:
+        product = 1
+        for start, size, along in zip(block.offset, block.shape, marks, strict=True):
+            for position in (start, start + size):
+                if position not in along:
+                    along[position] = draw(61)
+            product = product * (along[start] - along[start + size]) % _PRIME
+        return product
+
+    return sum(map(worth, blocks)) % _PRIME == worth(everything)
+
+
+_PRIME = (1 << 61) - 1
+
+
 @attrs.frozen
 class Part:
     """This rank's part of a tensor: its place, its values, whether this rank writes it."""
@@ -68,6 +107,9 @@ def part_of(value: torch.Tensor, rank: int) -> Part:
     Of copies, one is written: a plain tensor by rank 0, a replicated shard by the ranks with
     coordinate 0 on every replicated mesh dimension.
     """
+    if type(value) is torch.Tensor:  # the rest is looked at for every tensor of a state
+        plain = value.detach()
+        return Part(whole(tuple(plain.shape)), plain, rank == 0)
     if isinstance(value, Remote):
         offset, rows, writes = value.part()
         return Part(Box(offset, tuple(rows.shape)), rows, writes)

@@ -15,7 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fnaccel.checkpoint import durable, manifest
+from fnaccel.checkpoint.directory import Directory
 from fnaccel.checkpoint.dtypes import CODES
+from fnaccel.checkpoint.garbage import no_collection
 from fnaccel.checkpoint.manifest import Manifest, Piece, Stored
 from fnaccel.checkpoint.pieces import Box, overlap, whole
 from fnaccel.errors import CheckpointError
@@ -32,37 +34,63 @@ class Request:
     out: torch.Tensor
 
 
-def open_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint, checked; and that its files are there, with all their bytes.
+def read_manifest(directory: Directory) -> Manifest:
+    """Read and check the manifest of a checkpoint, without a look at its files.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its manifest is damaged.
+    """
+    try:
+        data = directory.read(manifest.FILE)
+    except FileNotFoundError:
+        raise _damaged(f"{directory.path} holds no {manifest.FILE}", directory.path) from None
+    with no_collection():
+        return manifest.parse(data, str(directory.path / manifest.FILE))
+
+
+def open_manifest(directory: Directory) -> Manifest:
+    """Read and check the manifest of a checkpoint, and check that its files are there with all their bytes.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    file = path / manifest.FILE
-    try:
-        found = manifest.parse(file.read_bytes(), str(file))
-    except FileNotFoundError:
-        raise _damaged(f"{path} holds no {manifest.FILE}", path) from None
-    for name, record in found.files.items():
-        shard = path / name
-        if not shard.is_file():
-            raise _damaged(f"the file {name} is missing", path)
-        if shard.stat().st_size != record.size:
-            raise _damaged(
-                f"{name} has {shard.stat().st_size} bytes, and was written with {record.size}", path
-            )
-    return found
+    described = read_manifest(directory)
+    for name in described.files:
+        damage = damage_of(directory, described, name)
+        if damage is not None:
+            raise _damaged(damage, directory.path)
+    return described
 
 
-def verify(path: Path, found: Manifest, names: Sequence[str]) -> None:
+def damage_of(directory: Directory, described: Manifest, name: str, *, verify: bool = False) -> str | None:
+    """A sentence that says how a file is damaged, or None if it is not.
+
+    Args:
+        directory: the checkpoint.
+        described: its manifest.
+        name: the name of the file.
+        verify: also read all of the file and compare its checksum.
+    """
+    record, size = described.files[name], directory.size_of(name)
+    if size is None:
+        return f"the file {name} is missing"
+    if size != record.size:
+        return f"{name} has {size} bytes, and was written with {record.size}"
+    if verify and directory.open(name, durable.checksum_of) != record.crc32:
+        return f"the bytes of {name} are not those that were written"
+    return None
+
+
+def verify(directory: Directory, described: Manifest, names: Sequence[str]) -> None:
     """Read files wholly and compare their checksums.
 
     Raises:
         CheckpointError: the bytes are not those that were written.
     """
     for name in names:
-        if durable.checksum_of(path / name) != found.files[name].crc32:
-            raise _damaged(f"the bytes of {name} are not those that were written", path)
+        damage = damage_of(directory, described, name, verify=True)
+        if damage is not None:
+            raise _damaged(damage, directory.path)
 
 
 class Files:
@@ -71,9 +99,11 @@ class Files:
     They stay open from the check to the reading, as far as there are not too many of them.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, directory: Directory) -> None:
+        self.path = directory.path
+        self._directory = directory
         self._open: dict[str, Any] = {}
+        self._checked: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Files:
         return self
@@ -92,7 +122,7 @@ class Files:
         for name, entries in _by_file(asked).items():
             with self._opened(name) as file:
                 for piece, stored in entries:
-                    _check_header(file, stored, piece, self.path)
+                    self._check_header(file, stored, piece)
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill the tensors of all requests, in place.
@@ -105,7 +135,7 @@ class Files:
             for name, entries in _by_file(asked).items():
                 with self._opened(name) as file:
                     for piece, request in entries:
-                        _check_header(file, request.stored, piece, self.path)
+                        self._check_header(file, request.stored, piece)
                         _copy(file, request.stored.path, piece.box, request)
 
     def read_whole(self, stored: Stored) -> torch.Tensor:
@@ -114,13 +144,28 @@ class Files:
         self.read([Request(stored, whole(stored.shape), out)])
         return out
 
+    def _check_header(self, file: Any, stored: Stored, piece: Piece) -> None:
+        """Compare an entry of a file's header with the manifest, once."""
+        entry = piece.file, stored.path
+        if entry in self._checked:
+            return
+        header = file.get_slice(stored.path)  # raises SafetensorError if the file lacks it
+        found = header.get_dtype(), tuple(header.get_shape())
+        if found != (CODES[stored.dtype], piece.box.shape):
+            raise _damaged(
+                f"{piece.file} holds {stored.path} as {found[0]} {list(found[1])}, "
+                f"and the manifest says {CODES[stored.dtype]} {list(piece.box.shape)}",
+                self.path,
+            )
+        self._checked.add(entry)
+
     @contextlib.contextmanager
     def _opened(self, name: str) -> Generator[Any]:
         try:
             if name not in self._open:
                 if len(self._open) >= _MOST:
                     self._close(next(iter(self._open)))
-                self._open[name] = safe_open(self.path / name, "pt").__enter__()
+                self._open[name] = self._directory.open(name, lambda path: safe_open(path, "pt").__enter__())
             yield self._open[name]
         except (SafetensorError, OSError) as error:
             raise _damaged(f"{name} can't be read: {error}", self.path) from error
@@ -143,20 +188,12 @@ def _by_file(asked: Iterable[tuple[Piece, T]]) -> dict[str, list[tuple[Piece, T]
     return found
 
 
-def _check_header(file: Any, stored: Stored, piece: Piece, path: Path) -> None:
-    header = file.get_slice(stored.path)  # raises SafetensorError where the file lacks it
-    found = header.get_dtype(), tuple(header.get_shape())
-    if found != (CODES[stored.dtype], piece.box.shape):
-        raise _damaged(
-            f"{piece.file} holds {stored.path} as {found[0]} {list(found[1])}, "
-            f"and the manifest says {CODES[stored.dtype]} {list(piece.box.shape)}",
-            path,
-        )
-
-
 def _copy(file: Any, key: str, held: Box, request: Request) -> None:
     shared = overlap(held, request.box)
     if shared is None:
+        return
+    if shared is held:  # then the two are equal, as on one rank
+        request.out.copy_(file.get_tensor(key))
         return
     # both are views of the mapped file: copy_ is what reads, straight into its place
     part = file.get_tensor(key) if shared == held else file.get_slice(key)[shared.within(held)]

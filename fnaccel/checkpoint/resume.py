@@ -10,6 +10,7 @@ from typing import Any
 
 from fnaccel.checkpoint import commit
 from fnaccel.checkpoint.background import Background
+from fnaccel.checkpoint.directory import attempts
 from fnaccel.checkpoint.load import restore
 from fnaccel.checkpoint.meeting import together
 from fnaccel.collectives import gather_objects
@@ -27,7 +28,7 @@ def resume_or_init(
     *,
     seed: int = 0,
     extras: Any = None,
-    verify: bool = False,
+    verify: bool = True,
     fallback: bool = False,
 ) -> TrainState:
     """The state of the newest checkpoint under a root, or a first state where there is none yet.
@@ -42,7 +43,8 @@ def resume_or_init(
         train_step: what `fa.train_step` made; its `init` is called.
         seed: of a run that begins; a run that goes on keeps its own.
         extras: your own pytree to keep in the state; a run that goes on takes the values saved.
-        verify: compare the checksums of all files first.
+        verify: compare the checksums of all files before anything is changed; ranks share the files. False
+            saves that reading of a large checkpoint.
         fallback: where the newest checkpoint is damaged, warn and take the newest that is not.
 
     Returns:
@@ -57,18 +59,28 @@ def resume_or_init(
     root = Path(directory)
     world = train_step.mesh.world
     world.resource(Background).settle()
-    steps = together(world, _WHERE, lambda: _steps(root) if world.is_main else [])[0]
     state = train_step.init(seed, extras=extras)
-    for at, step in enumerate(steps):
-        try:
-            return restore(root, like=state, step=step, verify=verify, world=world)
-        except FnaccelError as error:  # which restore raises on all ranks, or on none
-            failed = error
-        damaged = gather_objects(isinstance(failed, CheckpointError), world=world)
-        if not all(damaged):  # to one rank the trees differ: no older checkpoint would help
-            raise failed
-        _go_on(failed, root, steps[at:], may=fallback and not is_stale(state))
-    return state
+    for _ in attempts():
+        steps = together(world, _WHERE, lambda: _steps(root) if world.is_main else [])[0]
+        for at, step in enumerate(steps):
+            try:
+                return restore(root, like=state, step=step, verify=verify, world=world)
+            except FnaccelError as error:  # which restore raises on all ranks, or on none
+                failed = error
+            damaged = gather_objects(isinstance(failed, CheckpointError), world=world)
+            if not all(damaged):  # to one rank the trees differ: no older checkpoint would help
+                raise failed
+            there = together(world, _WHERE, lambda: _steps(root) if world.is_main else [])[0]
+            if step not in there and not is_stale(state):  # a job beside this one keeps newer ones only
+                break
+            _go_on(failed, root, steps[at:], may=fallback and not is_stale(state))
+        else:
+            return state
+    raise CheckpointError(
+        f"the checkpoints in {root} are removed again and again while they are opened",
+        where=f"{_WHERE}({str(root)!r})",
+        fix="let the job that saves there keep more of them: keep=2",
+    )
 
 
 def _steps(root: Path) -> list[int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fnaccel.checkpoint.background import Background, Saving
+from fnaccel.checkpoint.garbage import no_collection
 from fnaccel.checkpoint.retention import Retention
 from fnaccel.checkpoint.writing import Hold, Writing
 from fnaccel.world import World, current
@@ -41,12 +42,13 @@ def save(
         world: the world, where none was started in this context.
 
     Returns:
-        The directory of this checkpoint, `directory/step-0000000010`.
+        The directory of this checkpoint, `directory/step-0000000010`, as an absolute path.
 
     Raises:
         NotSerializableError: something else is in the tree, such as a function; nothing was written.
         CheckpointError: a rank could not write; it raises on every rank, and nothing is visible. Also:
-            another job saves into `directory`; a save in the background has failed.
+            another job saves into `directory`; a save in the background has failed; the name of this
+            checkpoint belongs to a file or a directory that no save wrote.
         StaleStateError: the state was donated.
         ArgumentError: a step that is no number from 0 on, a `keep` below 1.
 
@@ -113,6 +115,8 @@ def _begun(
     """A save that is ready to run, once the one before it has ended."""
     retention.check(where)
     world.resource(Background).settle()
-    writing = Writing(Path(directory), retention, world, where)
-    writing.begin(state, step, metadata, hold=hold)
+    # absolute: a thread may write after the script has changed its directory
+    writing = Writing(Path(directory).absolute(), retention, world, where)
+    with no_collection():
+        writing.begin(state, step, metadata, hold=hold)
     return writing

@@ -21,6 +21,9 @@ from fnaccel.checkpoint.durable import FileRecord, write_file
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 """What a file of tensors may be called: nothing that leads out of its directory."""
 
+OWN_NAME = re.compile(r"shard-\d{5,}-of-\d{5,}\.safetensors")
+"""What `file_name` returns."""
+
 
 def file_name(rank: int, ranks: int) -> str:
     """The name of the file that one of `ranks` ranks writes."""

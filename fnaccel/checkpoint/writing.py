@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fnaccel.checkpoint import commit, durable, grammar, manifest, provenance, streams
 from fnaccel.checkpoint.durable import FileRecord
+from fnaccel.checkpoint.garbage import no_collection
 from fnaccel.checkpoint.grammar import Encoded, encode
 from fnaccel.checkpoint.manifest import Manifest, Piece, Stored
 from fnaccel.checkpoint.meeting import together
@@ -94,6 +95,7 @@ class Writing:
             if not self._world.is_main:
                 return ready
             number = _number(self._root, state, step, self._where)
+            commit.check_free(self._root, number, self._where)
             self._staged = commit.stage(self._root, number)
             self._lock.enter_context(commit.held(self._staged))
             commit.check_alone(self._staged, self._where)
@@ -113,7 +115,7 @@ class Writing:
         Raises:
             CheckpointError: a rank could not; it raises on every rank, and nothing is visible.
         """
-        with self._undone():
+        with self._undone(), no_collection():
             written = together(self._world, self._where, self._write, over=self.over)
             together(self._world, self._where, lambda: self._finish(written), over=self.over)
         return self._root / commit.name_of(self._number)
@@ -151,23 +153,21 @@ class Writing:
             return None
         name = file_name(self._world.rank, self._world.size)
         record = write_shard(self._staged / name, {path: part.local for path, part in self.parts.items()})
-        pieces = [
-            attrs.evolve(
-                self._tensors.get(path) or _stored(path, part.local), pieces=(Piece(name, part.box),)
-            )
-            for path, part in self.parts.items()
-        ]
+        pieces: list[Stored] = []
+        for path, part in self.parts.items():
+            tensor = self._tensors.get(path) or _stored(path, part.local)
+            pieces.append(Stored(path, tensor.dtype, tensor.shape, (Piece(name, part.box),)))
         return _Written(name, record, tuple(pieces))
 
     def _finish(self, written: Sequence[_Written | None]) -> None:
         if self._world.is_main and self._staged is not None:
-            text = self._describe([one for one in written if one is not None]).encode()
+            text = self._describe([one for one in written if one is not None])
             durable.write_file(self._staged / manifest.FILE, [memoryview(text)])
-            commit.commit(self._staged, self._root, self._number)
+            commit.commit(self._staged, self._root, self._number, self._where)
             commit.sweep(self._root)
             self._retention.apply(self._root, self._number)
 
-    def _describe(self, written: Sequence[_Written]) -> str:
+    def _describe(self, written: Sequence[_Written]) -> bytes:
         tensors = dict(self._tensors)
         for piece in (stored for part in written for stored in part.tensors):
             known = tensors.get(piece.path)
@@ -179,7 +179,7 @@ class Writing:
                     where=self._where,
                     fix="save the same tree on every rank",
                 )
-            tensors[piece.path] = attrs.evolve(known, pieces=known.pieces + piece.pieces)
+            tensors[piece.path] = Stored(piece.path, known.dtype, known.shape, known.pieces + piece.pieces)
         text = manifest.dump(
             Manifest(
                 step=self._number,

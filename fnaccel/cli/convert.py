@@ -111,15 +111,17 @@ def _convert(source: Source, target: Path, to: str, style: Style, *, overwrite: 
         if to == "hf":
             export_source(target, source, style, overwrite=overwrite, progress=progress)
         else:
-            _one_file(place, items, progress)
+            _one_file(place, source, items, progress)
     return target
 
 
-def _one_file(target: Path, items: Sequence[Item], progress: Progress) -> None:
+def _one_file(target: Path, source: Source, items: Sequence[Item], progress: Progress) -> None:
     staged = placing.stage(target)
     try:
+        source.verify(0, 1)
         # widest first, so that each starts at a multiple of its own element size
         write_items(staged / target.name, sorted(items, key=lambda item: -item.dtype.itemsize), progress)
+        source.check_unchanged()
         placing.commit_file(staged / target.name, target)
     finally:
         placing.discard(staged)

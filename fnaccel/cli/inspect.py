@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,10 @@ from typing import Any, NoReturn
 
 import attrs
 
-from fnaccel.checkpoint import checkpoints, manifest, reading
+from fnaccel.checkpoint import checkpoints, reading
+from fnaccel.checkpoint.directory import Directory, attempts
 from fnaccel.checkpoint.dtypes import name_of
-from fnaccel.checkpoint.finding import find
+from fnaccel.checkpoint.finding import open_checkpoint
 from fnaccel.checkpoint.grammar import decode
 from fnaccel.checkpoint.manifest import Manifest
 from fnaccel.cli.printable import printable
@@ -108,16 +110,25 @@ def run(arguments: Sequence[str]) -> int:
                 fix="leave it out",
             )
     else:
-        path = find(options.path, options.step, f"reading {options.path}")
-        found = manifest.parse((path / manifest.FILE).read_bytes(), str(path / manifest.FILE))
-        report = _own(options.path, path, found)
-        damage = _damage(path, found, verify=options.verify)
+        report, damage = _checkpoint(options.path, options.step, verify=options.verify)
     _print_json(report, damage, verified=options.verify) if options.json else _print(report)
     for line in damage:
         print(f"damaged: {printable(line)}", file=sys.stderr)
     if options.verify and not damage and not options.json:
         print(f"verified: {len(report.files)} files are what was written")
     return 1 if damage else 0
+
+
+def _checkpoint(path: Path, step: int | None, *, verify: bool) -> tuple[_Report, list[str]]:
+    """One checkpoint of `fa.save`, and what is damaged in it: that is shown, and is no error."""
+    for last in attempts():
+        with contextlib.ExitStack() as stack:
+            directory, found = open_checkpoint(path, step, f"reading {path}", stack, complete=False)
+            report = _own(path, directory.path, found)
+            damage = _damage(directory, found, verify=verify)
+            if last or not damage or not directory.is_replaced():
+                return report, damage
+    raise AssertionError("the last attempt returns")
 
 
 def _own(root: Path, path: Path, found: Manifest) -> _Report:
@@ -164,22 +175,18 @@ def _foreign(path: Path) -> _Report:
     return _Report("safetensors", str(path), (), {}, {}, None, files, rows)
 
 
-def _damage(path: Path, found: Manifest, *, verify: bool) -> list[str]:
+def _damage(directory: Directory, found: Manifest, *, verify: bool) -> list[str]:
     """One line for each file that is not as it was written; all files are looked at."""
     lines: list[str] = []
-    for name, record in found.files.items():
-        file = path / name
-        if not file.is_file():
-            lines.append(f"{name} is missing")
-        elif file.stat().st_size != record.size:
-            lines.append(f"{name} has {file.stat().st_size} bytes, and was written with {record.size}")
-        elif verify:
-            try:
-                reading.verify(path, found, [name])
-            except CheckpointError as error:
-                lines.append(error.what)
-            except OSError as error:
-                lines.append(f"{name} can't be read: {error.strerror}")
+    for name in found.files:
+        try:
+            line = reading.damage_of(directory, found, name, verify=verify)
+        except CheckpointError as error:
+            line = error.what
+        except OSError as error:
+            line = f"{name} can't be read: {error.strerror}"
+        if line is not None:
+            lines.append(line)
     return lines
 
 

@@ -4,5 +4,6 @@ What is foreign becomes a `Source` (tensors by name, each read block by block), 
 is written becomes `Item`s. So each format is one small file, and none knows of strategies or ranks.
 """
 
+from fnaccel.interchange.adapter import export_adapter as export_adapter
 from fnaccel.interchange.adopting import adopt as adopt
 from fnaccel.interchange.exporting import export_hf as export_hf

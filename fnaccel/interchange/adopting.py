@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,14 +13,15 @@ import attrs
 import torch
 
 from fnaccel.checkpoint.choosing import Patterns, Rename
+from fnaccel.checkpoint.directory import attempts
 from fnaccel.checkpoint.dtypes import name_of
 from fnaccel.checkpoint.grammar import child
 from fnaccel.checkpoint.meeting import together
 from fnaccel.checkpoint.pieces import is_sharded, part_of
-from fnaccel.errors import UnleasedStateError
+from fnaccel.errors import CheckpointError, UnleasedStateError
 from fnaccel.interchange.fitting import Choice, Fit, fit, mismatch
 from fnaccel.interchange.found import Found, Source
-from fnaccel.interchange.opening import opened
+from fnaccel.interchange.opening import opened as open_source
 from fnaccel.interchange.targets import SECTIONS, sections_of, targets_of, tensors_of
 from fnaccel.state import TrainState, lease_of
 from fnaccel.world import World, current
@@ -42,11 +44,12 @@ def adopt(
     """Read weights that another tool wrote into a state: any strategy, any number of ranks.
 
     Every rank must call it, and takes only its part of each tensor. Everything is checked before anything
-    is changed. Floating-point values are converted to the dtypes of `like`. Names that have a wrapper's
-    part in them (`module.`, `_orig_mod.`), or a prefix that all of them share, are read without it where
-    that makes them fit. Adam's and SGD's moments come along where the source has them, and with Adam's
-    the number of updates; without any, moments stay as they are. Averages (`with_ema`) start from the
-    adopted weights, unless the source has its own.
+    is changed: names, shapes, that each tensor can be read, and the checksums of a checkpoint of `fa.save`.
+    Floating-point values are converted to the dtypes of `like`. Names that have a wrapper's part in them
+    (`module.`, `_orig_mod.`), or a prefix that all of them share, are read without it if that makes them fit.
+    Adam's and SGD's moments come along if the source has them, and with Adam's the number of updates. Without
+    any, moments stay as they are. Averages (`with_ema`) start from the adopted weights, unless the source has
+    its own.
 
     Args:
         path: safetensors (a file, or a directory with or without an index), a file of `torch.save`, or the
@@ -67,28 +70,67 @@ def adopt(
 
     Raises:
         TreeMismatchError: names, shapes or kinds of dtype differ; lists every path. Nothing was changed.
-        CheckpointError: nothing known is there, it is damaged, or a pickle in it is not trusted.
+        CheckpointError: nothing known is there, it is damaged, or a pickle in it is not trusted. `like` stays
+            live, unless a device fails or files are replaced while values are copied: the message says so.
         MissingBackendError: a DeepSpeed checkpoint, and deepspeed is not installed.
         ArgumentError: a pattern that matches nothing, names that become one.
         StaleStateError: `like` was donated.
 
     Example: `state = fa.adopt("gpt2/model.safetensors", like=train_step.init(seed=0))`.
     """
-    found = current(world)
-    choice = Choice(only, skip, rename, _WHERE)
-    with ExitStack() as stack:
-        fits: list[Fit] = []  # stays here: what ranks tell each other is pickled
+    ranks = current(world)
+    request = _Request(Path(path), format, trust_pickle, like, Choice(only, skip, rename, _WHERE))
+    for _ in attempts():
+        opened: list[tuple[Fit, Source]] = []  # stays here: what ranks send each other is pickled
+        with ExitStack() as stack:
+            check = functools.partial(_check, request, ranks, stack, opened)
+            # a save may have replaced the checkpoint after one rank opened it, and before another did
+            if len(set(together(ranks, _WHERE, check))) == 1:
+                return _filled(like, *opened[0], ranks)
+    raise CheckpointError(
+        f"{path} is replaced again and again while ranks open it",
+        where=_WHERE,
+        fix="adopt while no job saves this step, or adopt a step that is not replaced",
+    )
 
-        def check() -> None:
-            targets = targets_of(like, _WHERE)
-            source = stack.enter_context(opened(Path(path), format, trust=trust_pickle))
-            found_fit = fit(source, targets, choice)
-            _check_doubled(found_fit, source, targets.tensors, found)
-            _check_ranges(found_fit, source, targets.tensors, found)
-            fits.append(found_fit)
 
-        together(found, _WHERE, check)
-        return _filled(like, fits[0], found)
+@attrs.frozen(eq=False)
+class _Request:
+    """The arguments of `adopt`."""
+
+    path: Path
+    format: str | None
+    trust: bool
+    like: Any
+    choice: Choice
+
+
+def _check(request: _Request, world: World, stack: ExitStack, opened: list[tuple[Fit, Source]]) -> str:
+    """Open the source, and check all that can fail before a value is written. Returns the source's digest."""
+    targets = targets_of(request.like, _WHERE)
+    source = stack.enter_context(open_source(request.path, request.format, trust=request.trust))
+    fitted = fit(source, targets, request.choice)
+    _check_readable(fitted, targets.tensors, world)
+    source.verify(world.rank, world.size)
+    _check_doubled(fitted, source, targets.tensors, world)
+    _check_ranges(fitted, source, targets.tensors, world)
+    source.check_unchanged()
+    opened.append((fitted, source))
+    return source.digest
+
+
+def _check_readable(fitted: Fit, tensors: Mapping[str, torch.Tensor], world: World) -> None:
+    """Check that this rank's part of each tensor can be read, before anything is written.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    for path, source in fitted.pairs.items():
+        box = part_of(tensors[path], world.rank).box
+        if source.check is not None:
+            source.check(box)
+        elif box.numel:
+            source.read(box, torch.empty(box.shape, dtype=source.dtype))
 
 
 def _check_doubled(found: Fit, source: Source, tensors: Mapping[str, torch.Tensor], world: World) -> None:
@@ -138,7 +180,7 @@ def _same(one: Found, other: Found, tensor: torch.Tensor, world: World) -> bool:
     return torch.equal(*values)
 
 
-def _filled(like: Any, found: Fit, world: World) -> Any:
+def _filled(like: Any, found: Fit, source: Source, world: World) -> Any:
     if isinstance(like, TrainState):
         try:
             owner = lease_of(like, _WHERE).owner
@@ -148,17 +190,25 @@ def _filled(like: Any, found: Fit, world: World) -> Any:
             # what a model that was built without values must get: its buffers have theirs
             needed = [path for path in _tensors(like) if path.startswith(("params/", "ema/"))]
             complete = all(path in found.pairs for path in needed)
-            return owner.refill(like, lambda state: _in_place(state, found, world), complete=complete)
+            return owner.refill(like, lambda state: _in_place(state, found, source, world), complete=complete)
     made: list[Any] = []
-    together(world, _WHERE, lambda: made.append(_fresh(like, found, world)))
+    together(world, _WHERE, lambda: made.append(_fresh(like, found, source, world)))
     return made[0]
 
 
-def _in_place(state: TrainState, found: Fit, world: World) -> TrainState:
+def _in_place(state: TrainState, found: Fit, source: Source, world: World) -> TrainState:
     made: list[TrainState] = []
 
     def fill() -> None:
-        _read(_tensors(state), found, world)
+        try:
+            _read(_tensors(state), found, world)
+            source.check_unchanged()
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(
+                f"{getattr(error, 'what', error)}; by then like= was part old, part new, so it was donated",
+                where=_WHERE,
+                fix="make a new state (train_step.init, fa.resume_or_init), and adopt into that",
+            ) from error
         made.append(_counted(state, found, in_place=True))
 
     # inside of refill: where one rank fails, no rank goes on with these tensors
@@ -166,12 +216,13 @@ def _in_place(state: TrainState, found: Fit, world: World) -> TrainState:
     return made[0]
 
 
-def _fresh(like: Any, found: Fit, world: World) -> Any:
+def _fresh(like: Any, found: Fit, source: Source, world: World) -> Any:
     made = {
         path: _empty(tensor, world) if path in found.pairs else tensor.detach().clone()
         for path, tensor in _tensors(like).items()
     }
     _read(made, found, world)
+    source.check_unchanged()
     if isinstance(like, TrainState):
         parts = {name: _rebuilt(getattr(like, name), name, made) for name in SECTIONS}
         return _counted(attrs.evolve(like, **parts), found, in_place=False)

@@ -79,20 +79,23 @@ def write_own(
         raise CheckpointError(
             f"{root} has a checkpoint of step {number}", where=style.where, fix="give another directory"
         )
+    commit.check_free(root, number, style.where)
     files = spread(items, bytes_in(style.max_shard_size, style.where))
     staged = commit.stage(root, number)
     with commit.held(staged):
         try:
+            source.verify(0, 1)  # damaged values would get checksums of their own
             stored: dict[str, Stored] = {}
             records: dict[str, FileRecord] = {}
             for place, shard in enumerate(files):
                 name = file_name(place, len(files))
                 records[name] = write_items(staged / name, shard, progress)
                 stored |= {item.name: _stored(item, name) for item in shard}
-            text = _manifest(number, stored, records, source).encode()
+            source.check_unchanged()
+            text = _manifest(number, stored, records, source)
             manifest.parse(text, style.where)  # what a reader would refuse is not committed
             durable.write_file(staged / manifest.FILE, [memoryview(text)])
-            return commit.commit(staged, root, number)
+            return commit.commit(staged, root, number, style.where)
         except BaseException:
             durable.remove(staged)
             raise
@@ -116,7 +119,7 @@ def _stored(item: Item, file: str) -> Stored:
 
 def _manifest(
     step: int, stored: Mapping[str, Stored], records: Mapping[str, FileRecord], source: Source
-) -> str:
+) -> bytes:
     sections: dict[str, Any] = {}
     for path in stored:
         section, *keys = path.split("/")

@@ -97,7 +97,7 @@ def export_hf(
     target = Path(directory)
     style = Style(max_shard_size, dtype, ema, model, only, skip, rename)
     if isinstance(source, str | os.PathLike):
-        found = _world(world)
+        found = world_of(world)
         path: Path = Path(source)
 
         def convert() -> None:
@@ -126,8 +126,10 @@ def export_source(
     staged = placing.stage(target)
     try:
         shards = spread(items, bytes_in(style.max_shard_size, style.where))
+        source.verify(0, 1)
         for name, shard in zip(_names(len(shards)), shards, strict=True):
             write_items(staged / name, shard, progress)
+        source.check_unchanged()
         _finish(staged, target, shards, files)
     except BaseException:
         placing.discard(staged)
@@ -148,7 +150,7 @@ def items_of(source: Source, style: Style) -> list[Item]:
     if own or style.model is not None:
         several = own and all("/" in path for path in weights)  # paths: a "/" leads into a dict
         keys = {unescaped(path.partition("/")[0]) for path in weights} if several else set[str]()
-        weights = _one_model(weights, keys, style)
+        weights = one_model(weights, keys, style)
     items = of_found(pick(weights, style.only, style.skip, style.rename, style.where), dtype_in(style))
     check_items(items, style.where)
     return items
@@ -165,7 +167,7 @@ def _export_state(
         )
     check_live(state)
     check_trained(state, "fa.export_hf")
-    found = _world(world, state)
+    found = world_of(world, state)
     shards: list[list[Item]] = []
     files: dict[str, str] = {}
     place: list[Path] = []
@@ -173,7 +175,7 @@ def _export_state(
 
     def begin() -> None:
         modules = modules_of(state)
-        tensors = _one_model(_weights(state, modules, style), _keys(state), style)
+        tensors = one_model(weights_of(state, modules, style), keys_of(state), style)
         kept = pick(tensors, style.only, style.skip, style.rename, _WHERE)
         items = of_tensors(kept, dtype_in(style), keep=found.is_main)
         check_items(items, _WHERE)
@@ -186,7 +188,7 @@ def _export_state(
     try:
         together(found, _WHERE, begin)
         for name, shard in zip(_names(len(shards)), shards, strict=True):
-            together(found, _WHERE, _writer(staged[0] / name if staged else None, shard))
+            together(found, _WHERE, writer(staged[0] / name if staged else None, shard))
         together(found, _WHERE, lambda: _finish(staged[0], place[0], shards, files) if staged else None)
     except BaseException:
         for one in staged:
@@ -195,7 +197,7 @@ def _export_state(
     return target
 
 
-def _writer(path: Path | None, items: Sequence[Item]) -> Callable[[], None]:
+def writer(path: Path | None, items: Sequence[Item]) -> Callable[[], None]:
     """Writes one file on the rank that has a path; all ranks gather the same tensors, also where it fails."""
 
     def write() -> None:
@@ -242,7 +244,7 @@ def _names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _weights(
+def weights_of(
     state: TrainState, modules: Mapping[str | None, nn.Module] | None, style: Style
 ) -> dict[str, torch.Tensor]:
     """Parameters (or their averages) and persistent buffers by path, the model's key first."""
@@ -258,11 +260,12 @@ def _weights(
     return found | buffers
 
 
-def _keys(state: TrainState) -> set[str]:
+def keys_of(state: TrainState) -> set[str]:
+    """The keys of the models in a state; empty if there is one model without a key."""
     return {key for key, value in state.params.items() if isinstance(value, dict)}
 
 
-def _one_model(weights: Mapping[str, Any], keys: set[str], style: Style) -> dict[str, Any]:
+def one_model(weights: Mapping[str, Any], keys: set[str], style: Style) -> dict[str, Any]:
     """The weights of the model that is meant, by path, become those by name, without its key."""
     if not keys and style.model is None:
         return {unescaped(path): one for path, one in weights.items()}
@@ -313,7 +316,7 @@ def dtype_in(style: Style) -> torch.dtype | None:
     return found
 
 
-def _world(world: World | None, state: TrainState | None = None) -> World:
+def world_of(world: World | None, state: TrainState | None = None) -> World:
     """The world given, the owner's, or the current one; this process alone where there is none."""
     if world is None and state is not None:
         try:

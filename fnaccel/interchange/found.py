@@ -5,6 +5,7 @@ Where names lead in a state is decided in `fitting`; files are opened by the mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -25,12 +26,15 @@ class Found:
         shape: all of it.
         read: `read(box, out)` copies one block into a tensor of the block's shape, of any dtype or device.
         at_once: reading a part of it costs as much as reading all of it.
+        check: `check(box)` raises CheckpointError if a block can't be read, without reading its values;
+            None if only reading tells.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[Box, torch.Tensor], None]
     at_once: bool = False
+    check: Callable[[Box], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -39,6 +43,10 @@ class Found:
 
     def __str__(self) -> str:
         return f"{name_of(self.dtype)} {list(self.shape)}"
+
+
+def _nothing(*_: object) -> None:
+    """A check that a format does not need."""
 
 
 Slots = Mapping[str, Mapping[str, Found]]
@@ -76,6 +84,11 @@ class Source:
         counts: how many updates the optimizer counts of each parameter.
         step: how many steps the run counts; None where it does not say.
         same: names that were left out because they are tied: name -> the name that is stored.
+        file_bytes: the size of its files, or None if a look at the files has to tell.
+        digest: equal on two ranks that opened the same checkpoint; "" if the format has none.
+        verify: `verify(rank, ranks)` compares the checksums of this rank's share of the files, if the format
+            has checksums; raises CheckpointError.
+        check_unchanged: raises CheckpointError if the files were replaced since they were opened.
     """
 
     format: str
@@ -90,6 +103,10 @@ class Source:
     counts: Mapping[str, Found] = attrs.field(factory=dict)
     step: int | None = None
     same: Mapping[str, str] = attrs.field(factory=dict)
+    file_bytes: int | None = None
+    digest: str = ""
+    verify: Callable[[int, int], None] = _nothing
+    check_unchanged: Callable[[], None] = _nothing
 
     @property
     def has_moments(self) -> bool:
@@ -114,6 +131,8 @@ class Source:
                 where=f"reading {self.path}",
                 fix='leave its moments out: skip="opt/*"',
             )
+        if distinct and not (math.isfinite(distinct[0]) and distinct[0] >= 0):
+            raise damaged(f"the optimizer counts {distinct[0]} updates", self.path)
         return int(distinct[0]) if distinct else None
 
 
@@ -124,7 +143,7 @@ def held(value: torch.Tensor) -> Found:
     def read(box: Box, out: torch.Tensor) -> None:
         out.copy_(plain[box.within(whole(tuple(plain.shape)))])
 
-    return Found(plain.dtype, tuple(plain.shape), read)
+    return Found(plain.dtype, tuple(plain.shape), read, check=_nothing)
 
 
 def read_all(found: Found) -> torch.Tensor:

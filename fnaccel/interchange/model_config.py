@@ -40,13 +40,18 @@ def files_for(config: Any, model: nn.Module | None, dtype: torch.dtype | None, w
     return files
 
 
-def class_of(model: nn.Module) -> str:
-    """The name of a module's class, as its author wrote it."""
+def author_class(model: nn.Module) -> type[nn.Module]:
+    """A module's class, as its author wrote it."""
     for kind in type(model).__mro__:
         # FSDP2 puts a class of its own before the author's
         if kind.__name__ != "FSDPModule" and "FSDPModule" not in {base.__name__ for base in kind.__bases__}:
-            return kind.__name__
-    return type(model).__name__
+            return kind
+    return type(model)
+
+
+def class_of(model: nn.Module) -> str:
+    """The name of a module's class, as its author wrote it."""
+    return author_class(model).__name__
 
 
 def _content(config: Any, where: str) -> dict[str, Any]:

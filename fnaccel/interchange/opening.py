@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Generator
 from contextlib import ExitStack
 from pathlib import Path
+
+import attrs
 
 from fnaccel.errors import CheckpointError, UnknownNameError, nearest
 from fnaccel.interchange.accelerate_dir import is_accelerate, open_accelerate
@@ -41,8 +44,9 @@ def opened(
         raise UnknownNameError(
             f"no format is called {form!r}", where=f"reading {path}", fix=nearest(form, FORMATS)
         )
-    elif not path.exists():
+    elif not is_own(path) and not path.exists():
         raise _missing(path)
+    before = _identity(path)
     with ExitStack() as stack:
         if form == "fnaccel":
             source = open_own(path, stack, step)
@@ -56,13 +60,68 @@ def opened(
             source = open_dcp(path, trust=trust)
         else:
             source = open_deepspeed(path, trust=trust)
+        if not source.digest:  # a checkpoint of fnaccel is held open; any other is opened by its path
+            source = attrs.evolve(source, check_unchanged=functools.partial(_check_same, path, before))
+            source.check_unchanged()
         if not source.weights:
             raise CheckpointError(
                 f"no weights were found in it, read as {form}",
                 where=f"reading {path}",
                 fix=f"give the directory or file of the weights, or format= one of {', '.join(FORMATS)}",
             )
+        _check_extent(source)
         yield source
+
+
+def _check_extent(source: Source) -> None:
+    """Check that the tensors of a source are not far larger than its files.
+
+    In a file of `torch.save` one stored value can stand for any number of values (`x.expand`), and a tensor
+    can have any number of names. To write these out would fill the disk.
+
+    Raises:
+        CheckpointError: they are.
+    """
+    slots = [*source.slots.values(), *(source.numbered.slots.values() if source.numbered else ())]
+    tensors = [*source.weights.items(), *source.averages.items()]
+    tensors += [(f"a moment {slot}", found) for entry in slots for slot, found in entry.items()]
+    stored = _bytes_at(source.path) if source.file_bytes is None else source.file_bytes
+    total = sum(found.nbytes for _, found in tensors)
+    if total <= _MOST_SHARED * stored:
+        return
+    name, _ = max(tensors, key=lambda tensor: tensor[1].nbytes)
+    raise CheckpointError(
+        f"{total:,} bytes of values are to be read from {stored:,} bytes of files: tensors are expanded, or "
+        f"one is there under many names; the largest is {name}",
+        where=f"reading {source.path}",
+        fix="save tensors with values of their own: {name: x.clone() for name, x in state_dict.items()}",
+    )
+
+
+_MOST_SHARED = 64
+"""How many times the bytes of its files a source may hold: layers may share weights, not without end."""
+
+
+def _bytes_at(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """Tells whether a path leads to the same directory, or to the same file with the same contents."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    inode = status.st_dev, status.st_ino
+    return inode if path.is_dir() else (*inode, status.st_size, status.st_mtime_ns)
+
+
+def _check_same(path: Path, before: tuple[int, ...]) -> None:
+    if _identity(path) != before:
+        raise CheckpointError(
+            f"{path} was replaced while it was read", where=f"reading {path}", fix="read it again"
+        )
 
 
 def detect(path: Path) -> str:
@@ -71,6 +130,8 @@ def detect(path: Path) -> str:
     Raises:
         CheckpointError: nothing is there, or nothing that is known.
     """
+    if is_own(path):  # before all else: while a save replaces it, its name may be missing for a moment
+        return "fnaccel"
     if not path.exists():
         raise _missing(path)
     if path.is_file():
@@ -101,8 +162,6 @@ def _of_file(path: Path) -> str | None:
 
 
 def _of_directory(path: Path, names: list[str]) -> str | None:
-    if is_own(path):
-        return "fnaccel"
     if find_tag(path) is not None:  # before Accelerate's: it puts its own files beside
         return "deepspeed"
     if is_accelerate(path):

@@ -11,11 +11,11 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel.checkpoint import commit, manifest, reading
-from fnaccel.checkpoint.finding import find
+from fnaccel.checkpoint import commit, reading
+from fnaccel.checkpoint.finding import open_checkpoint
 from fnaccel.checkpoint.grammar import child, decode
 from fnaccel.checkpoint.manifest import Manifest, Stored
-from fnaccel.checkpoint.pieces import Box
+from fnaccel.checkpoint.pieces import Box, overlap
 from fnaccel.interchange.found import Found, Source, damaged, read_all, unescaped
 from fnaccel.interchange.mapped import Block, Mapped
 from fnaccel.state import TrainState
@@ -23,7 +23,7 @@ from fnaccel.state import TrainState
 
 def is_own(path: Path) -> bool:
     """Whether a directory is a checkpoint of fnaccel, or a root of some."""
-    return (path / manifest.FILE).is_file() or bool(commit.checkpoints(path))
+    return commit.committed(path) is not None or (path.is_dir() and bool(commit.checkpoints(path)))
 
 
 def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
@@ -34,11 +34,11 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    chosen = find(path, step, f"reading {path}")
-    found = reading.open_manifest(chosen)
+    directory, found = open_checkpoint(path, step, f"reading {path}", stack)
+    chosen = directory.path
     root = decode(found.tree, lambda name: _stored(found, name, chosen))
     tree: Mapping[str, Any] = _sections(root)
-    reader = _Reader(chosen, Mapped())
+    reader = _Reader(chosen, Mapped(lambda file, opener: directory.open(file.name, opener)))
     stack.callback(reader.mapped.close)
     params, buffers = (reader.flat(tree.get(part)) for part in ("params", "buffers"))
     slots: dict[str, dict[str, Found]] = {}
@@ -46,6 +46,10 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
         parameter, _, slot = name.rpartition("/")
         slots.setdefault(parameter, {})[slot] = value
     updates, step = tree.get("updates"), tree.get("step")
+
+    def verify(rank: int, ranks: int) -> None:
+        reading.verify(directory, found, sorted(found.files)[rank::ranks])
+
     listed: Any = found.written_by.get("transient_buffers")
     transient = set(map(str, listed)) if isinstance(listed, list) else set[str]()
     return Source(
@@ -58,6 +62,9 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
         slots=slots,
         updates=reader.count(updates),
         step=reader.count(step),
+        file_bytes=sum(record.size for record in found.files.values()),
+        digest=found.digest,
+        verify=verify,
     )
 
 
@@ -96,7 +103,12 @@ class _Reader:
                 block = Block(stored.path, stored.dtype, piece.box)
                 self.mapped.copy(self.path / piece.file, block, box, out)
 
-        return Found(stored.dtype, stored.shape, read)
+        def check(box: Box) -> None:
+            for piece in stored.pieces:
+                if overlap(piece.box, box):
+                    self.mapped.check(self.path / piece.file, Block(stored.path, stored.dtype, piece.box))
+
+        return Found(stored.dtype, stored.shape, read, check=check)
 
     def count(self, value: Any) -> int | None:
         """A number of updates, which may be a tensor; None where there is none."""

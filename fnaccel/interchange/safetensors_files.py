@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fnaccel.checkpoint.dtypes import CODES
-from fnaccel.checkpoint.pieces import Box, whole
+from fnaccel.checkpoint.pieces import Box, make_up, overlap, whole
 from fnaccel.checkpoint.shard_file import NAME
 from fnaccel.interchange.found import Found, Source, damaged
 from fnaccel.interchange.mapped import Block, Mapped
@@ -119,11 +119,17 @@ def _found(
     shape: tuple[int, ...],
     path: Path,
 ) -> Found:
-    if sum(block.box.numel for _, block in parts) != whole(shape).numel:
+    # blocks that overlap would leave values elsewhere that nobody wrote
+    if not make_up([block.box for _, block in parts], whole(shape)):
         raise damaged(f"the blocks of {name} do not make up {list(shape)}", path)
 
     def read(wanted: Box, out: torch.Tensor) -> None:
         for file, block in parts:
             mapped.copy(file, block, wanted, out)
 
-    return Found(parts[0][1].dtype, shape, read)
+    def check(wanted: Box) -> None:
+        for file, block in parts:
+            if overlap(block.box, wanted):
+                mapped.check(file, block)
+
+    return Found(parts[0][1].dtype, shape, read, check=check)

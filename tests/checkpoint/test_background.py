@@ -125,6 +125,23 @@ def test_what_is_wrong_with_the_call_raises_in_the_call(tmp_path):
             save_async(tmp_path / "file", {})
 
 
+def test_the_script_may_change_its_directory(tmp_path, monkeypatch):
+    """A relative path means the directory of the call, also if the thread comes later."""
+    gate, real = threading.Event(), durable.sync
+    (tmp_path / "first" / "relative").mkdir(parents=True)
+    (tmp_path / "second").mkdir()
+    with start(device="cpu"):
+        monkeypatch.chdir(tmp_path / "first")
+        monkeypatch.setattr(durable, "sync", lambda file: (gate.wait(30), real(file)))
+        saving = save_async("relative", {"x": torch.ones(1)}, step=1)
+        monkeypatch.chdir(tmp_path / "second")
+        gate.set()
+        assert saving.wait() == tmp_path / "first" / "relative" / "step-0000000001"
+        assert restore(saving.wait(), like={"x": torch.zeros(1)})["x"].all()
+    assert [path.name for path in tmp_path.rglob("manifest.json")] == ["manifest.json"]
+    assert not any((tmp_path / "second").iterdir())
+
+
 def test_one_at_a_time(tmp_path, monkeypatch):
     """The second call waits for the first, and both are there."""
     gate, real = threading.Event(), durable.sync

@@ -113,6 +113,7 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys):
         assert all(one == "\n" or one.isprintable() for one in said), options
     file = path / "manifest.json"
     text = json.loads(file.read_text())
+    del text["crc32"]
     text["tensors"][f"params/{name}"]["dtype"] = "\x1b[31m"
     file.write_text(json.dumps(text))
     assert inspect(tmp_path / "own") == 2

@@ -9,11 +9,14 @@ import struct
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import fnaccel as fa
+from fnaccel.cli.main import main
 from fnaccel.errors import CheckpointError, UnknownNameError
-from tests.checkpoint.training import make, train
+from fnaccel.interchange import fitting
+from tests.checkpoint.training import gathered, make, train, unequal
 from tests.interchange.test_adopt import net_state
 
 
@@ -121,3 +124,143 @@ def test_what_is_no_checkpoint(world, tmp_path):
         save_file({"x": torch.ones(2)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(CheckpointError, match="and in another file"):
         fa.adopt(tmp_path, like=state, format="safetensors")
+
+
+def damage(directory, kind):
+    """Damage that no name and no size shows."""
+    if kind == "bits of fnaccel":
+        [file] = directory.glob("*.safetensors")
+        flip(file, -1)
+    elif kind == "header of fnaccel":
+        [file] = directory.glob("*.safetensors")
+        file.write_bytes(file.read_bytes().replace(b'"F32"', b'"I32"'))
+    else:
+        file = max(directory.glob("*.distcp"), key=lambda path: path.stat().st_size)
+        data = file.read_bytes()
+        file.write_bytes(data[: len(data) // 2])
+
+
+def write_dcp(path):
+    dcp.save({name: x.detach() for name, x in net_state().items()}, checkpoint_id=path, no_dist=True)
+
+
+def flip(file, at):
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+KINDS = ["bits of fnaccel", "header of fnaccel", "half of dcp"]
+
+
+def adopts_damage(layout, path):
+    step = make(layout)
+    state = step.init(seed=3)
+    before = gathered(state)
+    with pytest.raises(CheckpointError, match=r"not those that were written|otherwise than|can't be read"):
+        fa.adopt(path, like=state, trust_pickle=True)
+    same = unequal(gathered(state), before) == []
+    train(step, state, 0, 1)  # it is live
+    return same
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("layout", [("local()", 1), ("fsdp()", 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_in_the_values_leaves_the_state_live(pools, tmp_path, kind, layout):
+    with fa.start(device="cpu"):
+        path = tmp_path / "dcp"
+        if "fnaccel" in kind:
+            path = fa.save(tmp_path / "own", make("local()").init(seed=1))
+        else:
+            write_dcp(path)
+        damage(path, kind)
+    assert pools.run(layout[1], adopts_damage, layout[0], path) == [True] * layout[1]
+
+
+def test_damage_is_not_converted(tmp_path):
+    """A copy would get checksums of its own."""
+    with fa.start(device="cpu"):
+        path = fa.save(tmp_path / "own", {"params": {"w": torch.ones(100)}})
+    damage(path, "bits of fnaccel")
+    for to in ("hf", "fnaccel", "safetensors"):
+        assert main(["convert", str(path), str(tmp_path / f"to-{to}"), "--to", to]) == 2
+    with pytest.raises(CheckpointError, match="not those that were written"):
+        fa.export_hf(tmp_path / "exported", path)
+    assert [one.name for one in tmp_path.iterdir() if one.name != "to-fnaccel"] == ["own"]
+
+
+def test_blocks_that_overlap(world, tmp_path):
+    """Two shards of torch's Hugging Face writer that both hold the first half, and neither the second."""
+    for number in (1, 2):
+        place = {"w": {"saved_offsets": [0]}}
+        metadata = {"DCP_SHARDING_INFO": json.dumps(place)}
+        save_file({"w": torch.ones(2)}, tmp_path / f"shard-{number}.safetensors", metadata)
+    save_file(
+        {"w": torch.ones(2)},
+        tmp_path / "shard-3.safetensors",
+        {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [4]}})},
+    )
+    with pytest.raises(CheckpointError, match="do not make up"):
+        fa.adopt(tmp_path, like={"w": torch.zeros(6)}, format="safetensors")
+
+
+def test_a_source_that_is_replaced_while_it_is_read(world, tmp_path, monkeypatch):
+    """An export over an earlier one renames the directory: what was opened and what is read must not mix."""
+    target = tmp_path / "exported"
+    state = make("local()").init(seed=1)
+    fa.export_hf(target, state)
+    real, calls = fitting.fit, []
+
+    def fit(*args):
+        if not calls:
+            calls.append(True)
+            fa.export_hf(target, state, overwrite=True)
+        return real(*args)
+
+    monkeypatch.setattr("fnaccel.interchange.adopting.fit", fit)
+    with pytest.raises(CheckpointError, match="was replaced while it was read"):
+        fa.adopt(target, like=state)
+    fa.adopt(target, like=state)
+
+
+@pytest.mark.parametrize("count", [-1.0, float("nan"), float("inf")])
+def test_counts_that_are_none(world, tmp_path, count):
+    moments = {0: {"step": torch.tensor(count), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}}
+    optimizer = {"state": moments, "param_groups": [{"params": [0]}]}
+    torch.save({"model": {"weight": torch.zeros(3)}, "optimizer": optimizer}, tmp_path / "a.pt")
+    slots = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+    state = {"params": {"weight": torch.ones(3)}, "opt": {"weight": slots}}
+    with pytest.raises(CheckpointError, match="the optimizer counts"):
+        fa.adopt(tmp_path / "a.pt", like=state)
+
+
+def test_a_tensor_that_is_expanded(tmp_path, capsys):
+    """A file of 1 kB whose one value is a tensor of 4 TB: it would be written until the disk is full."""
+    wide, base = torch.zeros(1).expand(10**12), torch.zeros(250_000)
+    optimizer = {"state": {0: {"exp_avg": wide}}, "param_groups": [{"params": [0]}]}
+    for name, content in {
+        "weights": {"w": wide, "b": torch.ones(2)},
+        "names": {f"w{number}": base.view(500, 500) for number in range(200)},
+        "moments": {"model": {"w": torch.zeros(1)}, "optimizer": optimizer},
+    }.items():
+        torch.save(content, tmp_path / f"{name}.pt")
+        for to in ("hf", "fnaccel", "safetensors"):
+            target = tmp_path / f"{name}-{to}"
+            assert main(["convert", str(tmp_path / f"{name}.pt"), str(target), "--to", to]) == 2
+            assert "clone()" in capsys.readouterr().err
+            assert not target.exists()
+
+
+def test_a_tensor_that_is_expanded_is_named(world, tmp_path):
+    torch.save({"w": torch.zeros(1).expand(10**12), "b": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"4,000,000,000,008 bytes of values .*largest is w"):
+        fa.adopt(tmp_path / "a.pt", like={"w": torch.zeros(1), "b": torch.ones(2)})
+
+
+def test_weights_that_are_tied_or_expanded_a_little_are_read(world, tmp_path):
+    base = torch.randn(50, 100)
+    content = {"a": base, "b": base, "c": base[:1].expand(50, 100)}
+    torch.save(content, tmp_path / "a.pt")
+    found = fa.adopt(tmp_path / "a.pt", like={name: torch.zeros(50, 100) for name in content})
+    assert all(torch.equal(found[name], content[name]) for name in content)

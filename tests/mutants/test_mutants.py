@@ -160,7 +160,7 @@ MUTANTS = [
         ("tests/laws/test_resume.py", "-k", "law_14"),
     ),
     Mutant(
-        "the random streams are forgotten", "checkpoint/load.py", "if restorer.refilled and not partly:", "if False:",
+        "the random streams are forgotten", "checkpoint/load.py", "if restorer.refilled and not chosen.partly:", "if False:",
         ("tests/checkpoint/test_user_state.py", "-k", "streams"),
     ),
     Mutant(
@@ -168,8 +168,24 @@ MUTANTS = [
         ("tests/checkpoint/test_layouts.py", "-k", "any_other and ddp"),
     ),
     Mutant(
-        "checksums are not compared", "checkpoint/reading.py", "if durable.checksum_of(path / name) != found.files[name].crc32:",
+        "checksums are not compared", "checkpoint/reading.py", "if verify and directory.open(name, durable.checksum_of) != record.crc32:",
         "if False:", ("tests/checkpoint/test_restore.py",),
+    ),
+    Mutant(
+        "a reader opens files by their path", "checkpoint/directory.py", "return opener(_NUMBERS / str(self._file) / name)",
+        "return opener(self.path / name)", ("tests/checkpoint/test_replaced.py", "-k", "law_17_a_checkpoint_that_is_replaced"),
+    ),
+    Mutant(
+        "ranks open different checkpoints", "checkpoint/load.py", "if None not in digests and len(set(digests)) == 1:",
+        "if None not in digests:", ("tests/checkpoint/test_replaced.py", "-k", "all_ranks"),
+    ),
+    Mutant(
+        "a manifest is not compared with its checksum", "checkpoint/manifest.py",
+        'if f"{checksum:08x}".encode() != matched[1]:', "if False:", ("tests/checkpoint/test_manifest.py", "-k", "flipped"),
+    ),
+    Mutant(
+        "adopt takes damaged values", "interchange/adopting.py", "    source.verify(world.rank, world.size)\n", "",
+        ("tests/interchange/test_hostile.py", "-k", "leaves_the_state_live"),
     ),
     Mutant(
         "deepspeed is not told the weight", "strategies/deepspeed/update.py",
