@@ -119,7 +119,7 @@ def test_what_is_no_adapter(tmp_path):
         step, state = trained(lambda: adapted("gpt2"), "local()", 1)
         with pytest.raises(ArgumentError, match="not the live state"):
             fa.export_adapter(tmp_path / "a", fa.snapshot(state))
-        with pytest.raises(ArgumentError, match="state is a dict"):
+        with pytest.raises(ArgumentError, match="state is a ReadOnlyDict"):
             fa.export_adapter(tmp_path / "a", state.params)
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "notes.txt").write_text("mine")
