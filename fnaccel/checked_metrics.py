@@ -42,7 +42,7 @@ def checked(metrics: dict[str, Any], left_out: Any) -> dict[str, Any]:
     """Metrics whose loss and weight raise when they are read, if the weight turns out to be none.
 
     Args:
-        metrics: what the step reports.
+        metrics: the metrics of the step.
         left_out: whether the update was left out for want of a weight; a tensor if only the device can tell.
     """
     if left_out is False:

@@ -12,7 +12,7 @@ from fnaccel.interrupts import SigintHeld
 class Exchange:
     """A context in whose body the tensors of each pair hold each other's values.
 
-    What was exchanged is put back, and nothing else, whatever is raised inside or on the way in.
+    The pairs that were exchanged are put back, and no others, also if the exchange itself fails in its middle.
 
     Args:
         pairs: tensors of equal shape and dtype.
@@ -43,7 +43,7 @@ class Exchange:
 
 
 def _swap(first: torch.Tensor, second: torch.Tensor) -> None:
-    # the copy is what may fail for want of memory: it comes before any change
+    # the copy may fail if memory runs out, so it comes before any change
     value = first.clone()
     first.copy_(second)
     second.copy_(value)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 SIGINT = 2
-_main = threading.main_thread()
+_main = threading.main_thread().ident
 
 
 class SigintHeld:
@@ -29,7 +29,7 @@ class SigintHeld:
         self._handler: Callable[[int, Any], Any] | None = None
 
     def __enter__(self) -> None:
-        if threading.current_thread() is _main:
+        if threading.get_ident() == _main:
             handler: Any = _signal.getsignal(SIGINT)
             if callable(handler):
                 self._handler = handler

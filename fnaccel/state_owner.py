@@ -1,4 +1,4 @@
-"""`StateOwner`: what the states of a train step are tied to, so that they outlive the `TrainStep` object.
+"""`StateOwner`: the engine and lease behind the states of a train step, which may outlive the `TrainStep` object.
 
 Saving, restoring, adopting and lending reach the engine through the lease of a state. A train step that is
 garbage-collected gives its modules up, even if one of its states is still held.
@@ -105,7 +105,7 @@ class StateOwner:
     def refill(
         self, state: TrainState, fill: Callable[[TrainState], TrainState], *, complete: bool = True
     ) -> TrainState:
-        """Let `fill` write into the tensors of the live state; what it returns is leased in its place.
+        """Let `fill` write into the tensors of the live state, and lease the state that it returns.
 
         If `fill` fails, the tensors may be part old, part new, so `state` is donated all the same.
 

@@ -1,4 +1,4 @@
-"""One update of a live state, eager or captured; who may call it is `program`'s business."""
+"""One update of a live state, eager or captured. `program` checks who may call it."""
 
 from __future__ import annotations
 
@@ -35,21 +35,23 @@ class Stepper:
         self._rng = rng
         self._where = where
         self._speaks = speaks
+        # the library's own hooks draw nothing
+        self._library_only = contextlib.nullcontext() if lowered.own_hooks else None
         self._meter: Meter | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was compiled, for modules that are made anew."""
+        """Forget compiled code, if the modules are built again."""
         settings = self._lowered.compile
         self._meter = None if settings is None else Meter(settings, self._where)
         self._skips = SkippedUpdates(self._lowered.max_skipped, speaks=self._speaks)
         self._moved = False
-        # whether gradients and gathered parameters are as a complete step leaves them
+        # False while a step runs, and after a step that did not reach its end
         self._clean = True
 
     @property
     def compilation(self) -> Compilation | None:
-        """What was compiled so far; None where nothing is to be."""
+        """The compilations so far; None without `fa.compile`."""
         return None if self._meter is None else self._meter.found
 
     def move(
@@ -100,7 +102,7 @@ class Stepper:
         notice: Notice | None,
         before: _Before,
     ) -> _Update:
-        """All that comes before an eager update; a captured step includes the update."""
+        """Run everything before an eager update; a captured step includes the update."""
         meter = self._meter
         call = self._call(state, lent, notice)
         watched = contextlib.nullcontext() if meter is None else meter.watch([m.data for m in micros])
@@ -213,7 +215,7 @@ class Stepper:
         info = Info(step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__)
         if lowered.skips:
             grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
-        with self._drawing(owned, state.rng.root, state.step):
+        with self._library_only or self._drawing(owned, state.rng.root, state.step):
             for name, hook in lowered.gradients:
                 keep_own(transforms, name, hook.on_gradients(grads, transforms.get(name), info))
 
@@ -229,23 +231,23 @@ class Stepper:
         info = Info(
             step=step, updates=before.updates, params=owned.params, record=metrics.__setitem__, skip=skip
         )
-        with self._drawing(owned, before.root, step):
+        if not lowered.updates:
+            return skip if lowered.skips else grads.skip
+        with self._library_only or self._drawing(owned, before.root, step):
             for name, hook in lowered.updates:
                 own = hook.on_update(owned.engine, before.transforms.get(name), info)
                 keep_own(before.transforms, name, own)
         return skip if lowered.skips else grads.skip
 
     def _drawing(self, owned: Owned, root: int, step: int) -> contextlib.AbstractContextManager[None]:
-        """Where functions of the user run, the random numbers that they draw are equal on all ranks."""
-        if self._lowered.own_hooks:
-            return contextlib.nullcontext()
+        """A context in which functions of the user draw random numbers that are equal on all ranks."""
         world = owned.engine.mesh.world
         seed = None if self._rng == "stream" else root
         return drawing(seed, step, generators_of(world.device), world.size)
 
 
 def _counted(updates: Any, left_out: Any, skip: Any) -> Any:
-    """The number of updates after a step: a tensor where the device decides whether one is left out."""
+    """The number of updates after a step: a tensor if the device decides whether one is left out."""
     if left_out is True:
         return updates
     if skip is None:
@@ -254,7 +256,7 @@ def _counted(updates: Any, left_out: Any, skip: Any) -> Any:
 
 
 class _Update:
-    """What a step came to before its update: metrics, gradients (None: updated already), rates."""
+    """A step before its update: metrics, gradients (None: updated already), rates."""
 
     __slots__ = ("grads", "idle", "metrics", "rates", "reported", "skip")
 
@@ -275,7 +277,7 @@ class _Update:
 
 
 class _Before:
-    """What is needed of a state after it was donated."""
+    """The fields of a state that are read after it was donated."""
 
     __slots__ = ("extras", "root", "scale", "step", "transforms", "updates")
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -69,7 +69,7 @@ class TrainedModules:
         if self.suspicious:
             self._check_names()
             self.suspicious = False
-        if [param.data_ptr() for param in self._params] != self._addresses:
+        if list(map(Tensor.data_ptr, self._params)) != self._addresses:
             moved = [
                 leaf.name
                 for leaf, address in zip(self._plain, self._addresses, strict=True)

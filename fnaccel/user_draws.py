@@ -86,7 +86,7 @@ def _drawn(func: Callable[..., Any], args: Sequence[Any], options: Any) -> Any:
 def drawing(
     root: int | None, step: int, generators: Sequence[torch.Generator], ranks: int
 ) -> Generator[None]:
-    """In the body user functions draw what is equal on all ranks; the generators end as they were.
+    """In the body user functions draw numbers that are equal on all ranks. The generators end as they were.
 
     Args:
         root: the root seed; None for PyTorch's own streams.

@@ -41,7 +41,7 @@ def whole_parameters(modules: Iterable[nn.Module], shown: Iterable[Any]) -> Gene
         for name, param in slot.items()
         if hasattr(param, "placements")
     ]
-    whole: dict[int, nn.Parameter] = {}  # what is tied stays tied
+    whole: dict[int, nn.Parameter] = {}  # by identity, so that tied parameters stay tied
     for _, _, param in slots:
         sharded: Any = param
         if id(param) not in whole:
@@ -58,11 +58,11 @@ def whole_parameters(modules: Iterable[nn.Module], shown: Iterable[Any]) -> Gene
 
 def explain(error: BaseException) -> CapabilityError | None:
     """The error for a function that read the parts of sharded parameters as if they were whole."""
-    said = str(error)
-    if not any(part in said for part in ("DTensor", "python storage", "tensor subclasses")):
+    message = str(error)
+    if not any(part in message for part in ("DTensor", "python storage", "tensor subclasses")):
         return None
     return CapabilityError(
-        f"the function read parameters of which each rank holds a part: {(said.splitlines() or [''])[0]}",
+        f"the function read parameters of which each rank holds a part: {(message.splitlines() or [''])[0]}",
         where="train_step.look(state, fn)",
         fix="train_step.look(state, fn, whole=True) gathers them all; fa.export_hf(directory, state)",
     )

@@ -213,6 +213,42 @@ MUTANTS = [
         "    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None\n", "",
         ("tests/deepspeed/test_features.py", "-k", "copy or offloaded"),
     ),
+    Mutant(
+        "gradients of an interrupted step stay", "stepping.py", "        if not self._clean:", "        if False:",
+        ("tests/laws/test_interrupts.py", "-k", "local-1"),
+    ),
+    Mutant(
+        "buffers of an interrupted step stay moved", "moving_buffers.py", "tensor.copy_(self._copies[index])", "pass",
+        ("tests/laws/test_interrupts.py", "-k", "local-1"),
+    ),
+    Mutant(
+        "hooks of an interrupted forward fire in the next", "strategies/ddp.py", "            wrapped.begin_anew()\n", "",
+        ("tests/laws/test_interrupts.py", "-k", "ddp-1"),
+    ),
+    Mutant(
+        "a weight of zero is an update", "loss.py", "    return not 0 < weight < math.inf", "    return False",
+        ("tests/robust/test_weights.py", "-k", "weight_of_zero"),
+    ),
+    Mutant(
+        "losses of two kinds are added up", "reports.py", "self._weighted is not weighted", "False",
+        ("tests/robust/test_weights.py", "-k", "micro_batches_raise"),
+    ),
+    Mutant(
+        "averages are saved for parameters", "state.py", "if held is not None and held.averaged:", "if False:",
+        ("tests/robust/test_live_state.py", "-k", "TestAverages"),
+    ),
+    Mutant(
+        "shards draw the same noise", "user_draws.py", "        if not sharded:", "        if True:",
+        ("tests/robust/test_draws.py", "-k", "3-fsdp"),
+    ),
+    Mutant(
+        "a replaced parameter is not noticed", "trained_modules.py", "        owner.suspicious = True", "        pass",
+        ("tests/robust/test_live_state.py", "-k", "was_replaced_raises"),
+    ),
+    Mutant(
+        "an exchange is not undone", "exchange.py", "                self._exchanged -= 1", "                self._exchanged = 0",
+        ("tests/robust/test_live_state.py", "-k", "TestAverages"),
+    ),
 ]  # fmt: skip
 
 
