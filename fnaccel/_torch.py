@@ -61,6 +61,8 @@ def local_of(value: Any) -> torch.Tensor:
 
     Inside of what torchao lays around a weight that is gathered as fp8, it is the weight. (torchao 0.18)
     """
+    if type(value) is torch.Tensor:  # an attribute that is missing costs 0.3 us
+        return value
     local = getattr(value, "_local_tensor", value)
     return getattr(local, "_tensor", local)
 

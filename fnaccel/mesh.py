@@ -97,6 +97,8 @@ class Mesh:
     def batch_rank(self) -> int:
         """Which of those parts is this rank's."""
         rank = 0
+        if self.world.size == 1:
+            return rank
         for axis in BATCH_AXES:
             if axis in self.degrees:
                 rank = rank * self.degrees[axis] + self.coordinate(axis)
@@ -128,7 +130,7 @@ class Mesh:
             AxisProductError: there is no such axis.
         """
         if axis == "batch":
-            if self.batch_size == 1:
+            if self.world.size == 1 or self.batch_size == 1:
                 return None
             if self.batch_size == self.world.size:
                 return dist.group.WORLD

@@ -228,16 +228,17 @@ class Stepper:
         metrics.update(owned.updater.apply(grads, update.rates, before.updates, update.reported))
         owned.engine.clear()
         skip = grads.left_out()
+        reported = skip if lowered.skips else grads.skip
+        if not lowered.updates:
+            return reported
         info = Info(
             step=step, updates=before.updates, params=owned.params, record=metrics.__setitem__, skip=skip
         )
-        if not lowered.updates:
-            return skip if lowered.skips else grads.skip
         with self._library_only or self._drawing(owned, before.root, step):
             for name, hook in lowered.updates:
                 own = hook.on_update(owned.engine, before.transforms.get(name), info)
                 keep_own(before.transforms, name, own)
-        return skip if lowered.skips else grads.skip
+        return reported
 
     def _drawing(self, owned: Owned, root: int, step: int) -> contextlib.AbstractContextManager[None]:
         """A context in which functions of the user draw random numbers that are equal on all ranks."""
