@@ -12,7 +12,7 @@ from fnaccel.interrupts import SigintHeld
 class Exchange:
     """A context in whose body the tensors of each pair hold each other's values.
 
-    The pairs that were exchanged are put back, and no others, also if the exchange itself fails in its middle.
+    The pairs that were exchanged are put back, and no others, also if the exchange itself fails.
 
     Args:
         pairs: tensors of equal shape and dtype.

@@ -1,4 +1,4 @@
-"""`StateOwner`: the engine and lease behind the states of a train step, which may outlive the `TrainStep` object.
+"""`StateOwner`: the engine and the lease behind the states of a train step, which may outlive it.
 
 Saving, restoring, adopting and lending reach the engine through the lease of a state. A train step that is
 garbage-collected gives its modules up, even if one of its states is still held.

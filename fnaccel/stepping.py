@@ -76,6 +76,7 @@ class Stepper:
         if not self._clean:
             undo(owned.engine)
         self._clean = False
+        grad_mode = torch.is_grad_enabled()
         owned.train()
         before = _Before(state)
         buffers = owned.moving_buffers
@@ -89,6 +90,7 @@ class Stepper:
                 update = self._until_update(owned, state, micros, lent, notice, before)
                 return self._finish(owned, state, before, update, position, to)
         except BaseException:
+            torch.set_grad_enabled(grad_mode)  # an interrupt may have cut off the end of a `no_grad`
             if not is_stale(state) and not buffers.put_back():
                 donate(state)
             raise
