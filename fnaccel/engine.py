@@ -7,7 +7,6 @@ forward from backward. What an engine does not fill in itself, the functions her
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from fnaccel.capture import Capture
 from fnaccel.collectives.objects import gather_objects
 from fnaccel.data.cut import rows_of
 from fnaccel.devices import stream_of
-from fnaccel.errors import MicroBatchError, PeerLostError
+from fnaccel.errors import MicroBatchError
 from fnaccel.gradients import Gradients
 from fnaccel.leaf import Leaf
 from fnaccel.loss import check_attached, read_loss
@@ -141,9 +140,12 @@ class Engine:
 
     def look(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(model, *args)` without gradients: evaluation, sampling."""
+        calls = self.mesh.world.calls if self.norm_axes else None  # shards are gathered from all ranks
         with torch.no_grad():
             try:
-                return self.run(fn, *args)
+                if calls is None:
+                    return self.run(fn, *args)
+                return calls.run("train_step.look(state, fn)", self.run, fn, *args)
             finally:
                 if self.settle is not None:
                     self.settle()
@@ -152,10 +154,6 @@ class Engine:
         """Free what the strategy holds."""
         self.clear()
         self.free()
-
-
-# what gloo and NCCL say of a peer that is not there
-_LOST = re.compile(r"timeout|timed out|closed by peer|connection reset|pair closure", re.IGNORECASE)
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
@@ -171,9 +169,6 @@ def attempt(engine: Engine, call: Call) -> Generator[Callable[[int], None]]:
     """In the body the micro-batches of a step run; yields what seeds the generators for one of them.
 
     An exception leaves no gradient behind, and generators end as they were.
-
-    Raises:
-        PeerLostError: a collective waited for ranks that did not come.
     """
     mesh = engine.mesh
     generators = [] if call.root is None else generators_of(mesh.world.device)
@@ -187,20 +182,11 @@ def attempt(engine: Engine, call: Call) -> Generator[Callable[[int], None]]:
 
     try:
         yield seed
-    except BaseException as error:
+    except BaseException:
         engine.clear()
         for undo in (engine.settle, engine.recover):
             if undo is not None:
                 undo()
-        world = mesh.world
-        if world.size > 1 and isinstance(error, RuntimeError) and _LOST.search(str(error)):
-            raise PeerLostError(
-                f"rank {world.rank} waited in step {call.step} for ranks that did not come: "
-                f"{str(error).splitlines()[0]}",
-                where="train_step(state, batch)",
-                fix="see whether another rank failed; if none did, make the same calls on every rank "
-                "(fa.shard gives all the same number of batches)",
-            ) from error
         raise
     finally:
         for generator, state in zip(generators, kept, strict=True):

@@ -14,6 +14,7 @@ from fnaccel.compiled import Compilation
 from fnaccel.devices import check_precision
 from fnaccel.engine import Engine
 from fnaccel.errors import ArgumentError, OwnershipError, UnleasedStateError
+from fnaccel.every_rank import every_rank
 from fnaccel.lending import lend
 from fnaccel.lowering import Lowered, lower, micro_batches
 from fnaccel.mesh import Mesh, build, resolve
@@ -67,6 +68,8 @@ class TrainStep:
         self._call: Callable[..., Any] = self._run
         for wrap in lowered.calls:
             self._call = wrap(self._call)
+        if mesh.world.calls is not None:
+            self._call = mesh.world.calls.wrap("train_step(state, batch)", self._call)
 
     def __repr__(self) -> str:
         return f"TrainStep({self.plan.title}, {self._described.distributed.strategy})"
@@ -98,6 +101,7 @@ class TrainStep:
         """The names of buffers that the model does not save by itself (`persistent=False`)."""
         return self._parts().transient()
 
+    @every_rank
     def init(self, seed: int = 0, *, extras: Any = None) -> TrainState:
         """Build the model, shard it, make all optimizer state, and lease the first state.
 
@@ -200,6 +204,7 @@ class TrainStep:
         Raises:
             StaleStateError, UnleasedStateError: not the live state.
             MicroBatchError, LossError: see there; the state stays live.
+            PeerLostError: another rank left, exited or made another call; the message names it.
         """
         return self._call(state, batch, given=given)
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from fnaccel import tree
 from fnaccel.collectives import gather
+from fnaccel.collectives.scope import scope
+from fnaccel.collectives.signature import Call, agree
 from fnaccel.data import Batch
 from fnaccel.errors import LoaderError, LossError
 from fnaccel.loss import Concat, Sum, is_combinable, parts_of
@@ -82,6 +84,8 @@ class Scores:
         packed = torch.stack(flat)
         group = self._mesh.group("batch")
         if group is not None:
+            # gloo aborts the process if an all-reduce meets one of another size, such as that of a step
+            agree(scope(group, self._mesh.world, "evaluate"), Call("evaluate", f"{len(flat)} sums"))
             dist.all_reduce(packed, group=group)
         totals, weights = packed.split(len(self._totals))
         return totals, weights

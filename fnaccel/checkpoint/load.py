@@ -24,12 +24,14 @@ from fnaccel.checkpoint.pieces import part_of, whole
 from fnaccel.checkpoint.reading import Files
 from fnaccel.checkpoint.selecting import is_complete, select
 from fnaccel.errors import CheckpointError, UnleasedStateError
+from fnaccel.every_rank import every_rank
 from fnaccel.state import TrainState, fold, lease_of
 from fnaccel.world import World, current
 
 _WHERE = "fa.restore"
 
 
+@every_rank
 def restore(
     directory: str | os.PathLike[str],
     *,

@@ -9,9 +9,11 @@ from typing import Any
 from fnaccel.checkpoint.background import Background, Saving
 from fnaccel.checkpoint.retention import Retention
 from fnaccel.checkpoint.writing import Hold, Writing
+from fnaccel.every_rank import every_rank
 from fnaccel.world import World, current
 
 
+@every_rank
 def save(
     directory: str | os.PathLike[str],
     state: Any,
@@ -57,6 +59,7 @@ def save(
     return _begun(where, directory, state, step, metadata, retention, found).run()
 
 
+@every_rank
 def save_async(
     directory: str | os.PathLike[str],
     state: Any,
