@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from typing import Any
@@ -134,7 +135,7 @@ def _loopback_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> 
                 address, port, ranks.size, is_master=False, timeout=limit, wait_for_workers=False
             )
         except RuntimeError as error:
-            raise _never_came(ranks, ["0"], limit) from error
+            raise _never_came(ranks, [0], limit) from error
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, port), family=family, backlog=_BACKLOG) as listener:
         # torch closes what it is handed
@@ -156,20 +157,25 @@ def _wait_for_all(store: Any, ranks: Ranks, limit: timedelta) -> None:
         WorldError: some did not within `limit`; they are named.
     """
     store.set(f"fnaccel/joining/{ranks.rank}", "1")
-    keys = [f"fnaccel/joining/{rank}" for rank in range(ranks.size)]
+    late = list(range(ranks.size))
+    end, pause = time.monotonic() + limit.total_seconds(), 0.001
     try:
-        store.wait(keys, limit)
+        # one wait for all would not say whom it misses if rank 0 gives up first and takes the store along
+        while late := [rank for rank in late if not store.check([f"fnaccel/joining/{rank}"])]:
+            if time.monotonic() > end:
+                raise _never_came(ranks, late, limit)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
     except RuntimeError as error:
-        late = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        if not late:
+        if isinstance(error, WorldError):
             raise
         raise _never_came(ranks, late, limit) from error
 
 
-def _never_came(ranks: Ranks, late: list[str], limit: timedelta) -> WorldError:
+def _never_came(ranks: Ranks, late: list[int], limit: timedelta) -> WorldError:
     return WorldError(
         f"rank {ranks.rank} could not join {ranks.size} ranks: {'rank' if len(late) == 1 else 'ranks'} "
-        f"{', '.join(late)} did not come to fa.start within {limit.total_seconds():g} s",
+        f"{', '.join(map(str, late))} did not come to fa.start within {limit.total_seconds():g} s",
         where="fa.start",
         fix="see whether the missing ranks run; call fa.start on every rank, or raise timeout=",
     )

@@ -54,6 +54,7 @@ class World:
         machine, machines: this machine, and how many there are.
         device: where this process computes.
         backend: the name of the collective backend (`"gloo"`, `"nccl"`), or `"none"` on one rank.
+        saved_by: data positions (epoch, samples) that were restored, and how many ranks saved each.
         calls: the calls that need all ranks, as this rank has made them; None on one rank.
     """
 
@@ -67,6 +68,7 @@ class World:
     backend: str
     source: str = "plain python"
     calls: CallLog | None = attrs.field(default=None, repr=False, eq=False)
+    saved_by: dict[tuple[int, int], int] = attrs.field(factory=dict, repr=False, eq=False)
     _peers: Peers | None = attrs.field(default=None, repr=False, eq=False, alias="peers")
     _owns_group: bool = attrs.field(default=False, repr=False, alias="owns_group")
     _tokens: list[Token[World | None]] = attrs.field(factory=list, repr=False, eq=False)

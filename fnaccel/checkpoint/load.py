@@ -96,6 +96,9 @@ def restore(
         if verify:
             reading.verify(path, described, sorted(described.files)[found.rank :: found.size])
         tree = decode(described.tree, lambda name: _stored(described, name, path))
+        if isinstance(tree, TrainState) and "ranks" in described.written_by:
+            position = tree.data.epoch, tree.data.samples
+            found.saved_by[position] = described.written_by["ranks"]
         problems: list[str] = []
         if partly:
             tree, problems = select(like, tree, only, skip, rename)
