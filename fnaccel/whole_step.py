@@ -382,7 +382,7 @@ def _detached(aux: Any) -> Any:
     if isinstance(aux, Sum):
         return Sum(plain(aux.value))
     if isinstance(aux, Concat):
-        return Concat(plain(aux.value))
+        return Concat(plain(aux.value), aux.pad)
     if isinstance(aux, dict):
         return {key: _detached(value) for key, value in aux.items()}
     if type(aux) in (list, tuple):

@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # imports point down: a file may import from its own floor and from those below
 FLOORS = [
     ["errors", "_torch", "tree"], ["ranks", "devices", "calls", "connections"], ["faults", "joining"], ["peers"], ["world", "units"], ["every_rank"], ["mesh", "state", "loss", "leaf", "step", "notice"],
-    ["collectives", "data", "optim", "remote"], ["transforms", "aux_values", "reports", "gradients", "buckets", "capture"],
+    ["collectives", "data", "optim", "remote"], ["rows"], ["transforms", "aux_values", "reports", "gradients", "buckets", "capture"],
     ["engine", "scoring", "compiled"], ["strategies", "whole_step"], ["plan", "scoping", "lowering", "lending", "updating"],
     ["owned"], ["stepping"], ["program", "tracking"], ["checkpoint"], ["running", "autosave", "signals", "batch_size", "track", "interchange"], ["launch", "testing"], ["config"], ["benching"], ["cli"],
 ]  # fmt: skip
