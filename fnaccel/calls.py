@@ -34,18 +34,19 @@ class CallLog:
 
     Attributes:
         count: how many calls were begun.
-        names: the newest of them by name; the last name is call number `count`.
+        newest: (number, name) of the newest of them; pairs, so that another thread never sees a name without
+            its number.
         thread: the thread that is inside a call; None between calls.
         failed: the number of the newest call that raised; 0 if none did.
         failed_at: the line of the script that made that call.
         explain: says which error to raise if a collective fails.
     """
 
-    __slots__ = ("count", "explain", "failed", "failed_at", "names", "thread")
+    __slots__ = ("count", "explain", "failed", "failed_at", "newest", "thread")
 
     def __init__(self) -> None:
         self.count = 0
-        self.names: deque[str] = deque(maxlen=NAMES)
+        self.newest: deque[tuple[int, str]] = deque(maxlen=NAMES)
         self.thread: int | None = None
         self.failed = 0
         self.failed_at = ""
@@ -63,7 +64,7 @@ class CallLog:
         if self.thread is not None:  # a save in the background, which has a process group of its own
             return self.explained(name, fn, *args, **kwargs)
         self.count += 1
-        self.names.append(name)
+        self.newest.append((self.count, name))
         self.thread = thread
         try:
             return self.explained(name, fn, *args, **kwargs)
@@ -93,7 +94,7 @@ class CallLog:
 
     def outer(self) -> str:
         """The name of the call that this thread is inside of; `""` if it is inside of none."""
-        return self.names[-1] if self.thread == threading.get_ident() else ""
+        return self.newest[-1][1] if self.thread == threading.get_ident() else ""
 
     def place(self) -> str:
         """The line of the script that made the current call, such as `"train.py:12"`; `""` if unknown."""

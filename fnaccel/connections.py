@@ -42,16 +42,53 @@ def cut(own: Collection[int], others: Collection[int]) -> int:
     return count
 
 
+_groups: dict[int, str] = {}
+"""Descriptors of the sockets of this process's groups, and the kernel's name of each socket."""
+
+
+def remember(before: Collection[str]) -> None:
+    """Note the sockets of groups: those that are new since `before`, which `socket_names` returned."""
+    _groups.update({number: name for number, name in _names().items() if name not in before})
+
+
+def socket_names() -> set[str]:
+    """The kernel's names of this process's sockets."""
+    return set(_names().values())
+
+
+def drop_inherited() -> None:
+    """In a forked process: let go of the sockets of the parent's groups.
+
+    If a rank is killed while its workers live, its connections would stay open as long as they do, and the
+    other ranks would wait. The descriptors stay in use, since torch's objects name them by number.
+    """
+    names = _names() if _groups else {}
+    inherited = [number for number, name in _groups.items() if names.get(number) == name]
+    _groups.clear()
+    if not inherited:
+        return
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in inherited:
+        os.dup2(nothing, number)
+    os.close(nothing)
+
+
+def _names() -> dict[int, str]:
+    names: dict[int, str] = {}
+    if _DESCRIPTORS.is_dir():
+        for number in os.listdir(_DESCRIPTORS):  # noqa: PTH208 - a path for each name would cost more
+            with contextlib.suppress(OSError):  # closed since it was listed
+                name = os.readlink(_DESCRIPTORS / number)  # noqa: PTH115 - no path exists
+                if name.startswith("socket:"):
+                    names[int(number)] = name
+    return names
+
+
 def _tcp_sockets() -> Iterator[socket.socket]:
     """The TCP sockets of this process, each as a duplicate that is closed again."""
-    if not _DESCRIPTORS.is_dir():
-        return
-    for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208 - a path for each name would cost more
-        with contextlib.suppress(OSError):  # closed since it was listed
-            if not os.readlink(_DESCRIPTORS / name).startswith("socket:"):  # noqa: PTH115 - no path exists
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and (
-                    connection.type == socket.SOCK_STREAM
-                ):
-                    yield connection
+    for number in _names():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and (
+                connection.type == socket.SOCK_STREAM
+            ):
+                yield connection

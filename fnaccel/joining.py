@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import _torch
+from fnaccel.connections import remember, socket_names
 from fnaccel.errors import WorldError
 from fnaccel.ranks import Ranks, first_host
 
@@ -82,6 +83,7 @@ def join(
             store = _loopback_store(ranks, address, port, limit)
         if store is not None:
             _wait_for_all(store, ranks, limit)
+        before = socket_names()
         dist.init_process_group(
             backend,
             store=store,
@@ -99,6 +101,7 @@ def join(
             where="fa.start",
             fix="check that every rank runs and reaches that address (several machines: GLOO_SOCKET_IFNAME)",
         ) from error
+    remember(before)
     _tell("joined")
     return Joined(
         store=_torch.default_store() if store is None else store, host=None if agent else 0, port=port

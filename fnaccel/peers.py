@@ -81,7 +81,7 @@ class Peers:
         self._pid = os.getpid()
         # a client of a store serves one thread at a time
         self._store, self._watched, self._heard = (_client(store) for _ in range(3))
-        self._others: dict[int, Record] = {}
+        self._records: dict[int, Record] = {}
         self._left: Record | None = None
         self._fault: str | None = None
         self._stop = threading.Event()
@@ -90,7 +90,7 @@ class Peers:
         self._store.add("left", 0)
         log.explain = self.explain
         work = [self._watch, self._listen] if blocking else [self._watch]
-        self._threads = [threading.Thread(target=one, name="fnaccel-peers", daemon=True) for one in work]
+        self._threads = [threading.Thread(target=fn, name="fnaccel-peers", daemon=True) for fn in work]
         for thread in self._threads:
             thread.start()
         atexit.register(self._exit)
@@ -145,13 +145,13 @@ class Peers:
 
         Closing them is not enough: processes that were forked for data may hold copies.
         """
-        theirs = {port for record in self._others.values() for port in record.ports}
-        cut(listening_ports() - self._keep, theirs - self._keep)
+        remote = {port for record in self._peers() for port in record.ports}
+        cut(listening_ports() - self._keep, remote - self._keep)
 
     def _exit(self) -> None:
         self.leave("exited", clean=False)
 
-    def _ask(self, name: str, said: str) -> str:
+    def _ask(self, name: str, text: str) -> str:
         """What became of the other ranks, now that a collective has failed."""
         me = self._record()
         waited = f"rank {self._rank} waited in call {me.count}, {me.call}, " if me.inside else (
@@ -160,23 +160,21 @@ class Peers:
         try:
             silent = self._silent()
         except RuntimeError:
-            fault = find_fault(me, self._others.values())
-            return (
-                fault or f"{waited}for rank {self._host}, which keeps the store and does not answer: {said}"
-            )
-        fault = self._fault or find_fault(me, self._others.values())
+            host = f"{waited}for rank {self._host}, which keeps the store and does not answer: {text}"
+            return self._find_fault() or host
+        fault = self._fault or self._find_fault()
         if fault is not None:
             return fault
         if silent:
             ranks = ("ranks " if len(silent) > 1 else "rank ") + ", ".join(map(str, silent))
-            return f"{waited}for {ranks}: no answer, so it exited, was killed or is cut off ({said})"
-        for other in self._others.values():
-            if other.left is not None:
-                return f"{waited}for rank {other.rank}, which {other.departure}: {said}"
-            if other.count < me.count:
-                number = f"call {other.count}, {other.call}" if other.count else "none"
-                return f"{waited}for rank {other.rank}, whose newest call is {number}: {said}"
-        return f"{waited}for ranks that did not come: {said}"
+            return f"{waited}for {ranks}: no answer, so it exited, was killed or is cut off ({text})"
+        for record in self._peers():
+            if record.left is not None:
+                return f"{waited}for rank {record.rank}, which {record.departure}: {text}"
+            if record.count < me.count:
+                number = f"call {record.count}, {record.call}" if record.count else "none"
+                return f"{waited}for rank {record.rank}, whose newest call is {number}: {text}"
+        return f"{waited}for ranks that did not come: {text}"
 
     def _silent(self) -> list[int]:
         """The ranks that do not answer a roll call; ends early if a fault is certain."""
@@ -184,29 +182,24 @@ class Peers:
         end = time.monotonic() + ANSWER
         while True:
             self._read(self._store)
-            silent = [
-                rank
-                for rank in range(self._size)
-                if rank != self._rank
-                and (
-                    (record := self._others.get(rank)) is None
-                    or (record.answers < number and not record.left)
-                )
-            ]
-            if not silent or time.monotonic() > end or find_fault(self._record(), self._others.values()):
+            answered = {
+                record.rank for record in self._peers() if record.answers >= number or record.left is not None
+            }
+            silent = [rank for rank in range(self._size) if rank not in {self._rank, *answered}]
+            if not silent or time.monotonic() > end or self._find_fault():
                 return silent
             time.sleep(0.02)
 
     def _wait_for_departures(self) -> bool:
-        begun = time.monotonic()
+        start = time.monotonic()
         while int(self._store.get("left")) < self._size:
-            waited = time.monotonic() - begun
+            waited = time.monotonic() - start
             if waited > DEPARTURE:
                 return False
             if waited > 0.1:
                 self._read(self._store)
                 # a rank that is inside a call which this rank never made waits for this rank
-                if any(one.inside and one.count > self._log.count for one in self._others.values()):
+                if any(record.inside and record.count > self._log.count for record in self._peers()):
                     return False
             time.sleep(0.002 if waited < 0.1 else 0.05)
         return True
@@ -220,16 +213,23 @@ class Peers:
 
     # records and the roll, in the store
 
+    def _peers(self) -> list[Record]:
+        """What is known of the other ranks; a list, since another thread may read more meanwhile."""
+        return list(self._records.values())
+
+    def _find_fault(self) -> str | None:
+        return find_fault(self._record(), self._peers())
+
     def _record(self, answers: int = 0) -> Record:
         if self._left is not None:
             return self._left
-        log = self._log
+        calls = tuple(self._log.newest)  # at once: the other thread goes on
         return Record(
             rank=self._rank,
-            count=log.count,
-            names=tuple(log.names),
-            inside=log.thread is not None,
-            place=log.place(),
+            count=calls[-1][0] if calls else 0,
+            names=[name for _, name in calls],
+            inside=self._log.thread is not None,
+            place=self._log.place(),
             ports=tuple(sorted(listening_ports() - self._keep)),
             answers=answers,
         )
@@ -245,23 +245,25 @@ class Peers:
     def _read(self, store: Any) -> None:
         for rank in range(self._size):
             if rank != self._rank and store.check([f"record/{rank}"]):
-                self._others[rank] = Record.of(store.get(f"record/{rank}"))
+                self._records[rank] = Record.of(store.get(f"record/{rank}"))
 
     # what follows runs in the thread
 
     def _watch(self) -> None:
         store, answered = self._watched, 0
-        count, since, asked = 0, 0.0, 0
-        while not self._stop.is_set():
-            try:
+        count, since, asked = 0, time.monotonic(), 0
+        with contextlib.suppress(RuntimeError):  # the rank that keeps the store is gone; records stay
+            while not self._stop.is_set():
                 self._wake.wait(INTERVAL)
                 self._wake.clear()
                 if self._stop.is_set():
                     return
-                log, now = self._log, time.monotonic()
-                if log.thread is None or log.count != count:
-                    count, since = log.count, now
-                elif now - since >= PATIENCE and asked != count:
+                inside, now = self._log.thread is not None, time.monotonic()
+                if self._log.count != count:
+                    count, since = self._log.count, now
+                # not sooner: all ranks may be about to raise the same error, and one of them has left already
+                waits = now - since >= PATIENCE
+                if waits and inside and asked != count:
                     asked = count
                     self._call_roll(store)
                 number = int(store.get("roll"))
@@ -270,14 +272,10 @@ class Peers:
                     self._read(store)
                     store.add(f"heard/{number}", 1)
                     answered = number
-                elif asked == count and log.thread is not None:
+                elif waits and inside:
                     self._read(store)
-                else:
-                    continue
-                if self._judge(store):
+                if waits and self._records and self._judge(store):
                     return
-            except RuntimeError:  # the rank that keeps the store is gone; what was read stays
-                return
 
     def _listen(self) -> None:
         """Wake the other thread at each roll call: a wait with a short timeout would log each timeout."""
@@ -290,7 +288,7 @@ class Peers:
 
     def _judge(self, store: Any) -> bool:
         """See whether a fault is certain, and end this rank's collectives if so."""
-        fault = None if self._left is not None else find_fault(self._record(), self._others.values())
+        fault = None if self._left is not None else self._find_fault()
         if fault is None:
             return False
         self._fault = fault

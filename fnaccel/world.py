@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from fnaccel import _torch
 from fnaccel.calls import CallLog
+from fnaccel.connections import drop_inherited
 from fnaccel.devices import HOSTED, check_processes, open_device
 from fnaccel.errors import NoWorldError, PeerLostError, WorldError
 from fnaccel.joining import Joined, join
@@ -41,6 +42,7 @@ if hasattr(os, "register_at_fork"):
     # a worker that collected a process group of its parent would wait for ever, in the group's
     # destructor, for threads that were not forked: it leaves alone what it has inherited
     os.register_at_fork(after_in_child=gc.freeze)
+    os.register_at_fork(after_in_child=drop_inherited)
 
 
 @attrs.frozen(kw_only=True)

@@ -60,7 +60,7 @@ def test_records_survive_a_store():
 def test_a_call_inside_of_a_call_is_no_call_of_its_own():
     log = CallLog()
     log.run("outer", lambda: log.run("inner", lambda: None))
-    assert (log.count, list(log.names), log.thread) == (1, ["outer"], None)
+    assert (log.count, list(log.newest), log.thread) == (1, [(1, "outer")], None)
 
 
 def test_what_a_failed_collective_raises_is_replaced_once():

@@ -122,7 +122,7 @@ class Watch:
         late = [rank.rank for rank in self.alive if not rank.start]
         if late and not self.noticed and now - self.waits_since >= NOTICE:
             self.noticed = True
-            text = f"{_ranks(late)} did not come to fa.start for {NOTICE:g} s, where {_ranks(waiting)} wait"
+            text = f"{_wait(waiting)} in fa.start for {_ranks(late)}, for {NOTICE:g} s by now"
             print(f"fnaccel launch: {text}", file=sys.stderr, flush=True)
 
     def _waits(self) -> bool:
@@ -212,12 +212,15 @@ class Watch:
 
 def _absence(rank: int, waiting: list[int], job: Job) -> Failure:
     error = LaunchError(
-        f"rank {rank} exited with code 0 before fa.start, where {_ranks(waiting)} "
-        f"wait{'s' if len(waiting) == 1 else ''} for it",
+        f"rank {rank} exited with code 0 before fa.start, where {_wait(waiting)} for it",
         where=f"fnaccel launch {job.name}",
         fix="call fa.start() on every rank, or on none",
     )
     return Failure(rank=rank, code=1, when=time.monotonic(), text=str(error), absent=True)
+
+
+def _wait(ranks: list[int]) -> str:
+    return f"{_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''}"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -7,8 +7,10 @@ counts as hung.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -20,6 +22,9 @@ import torch
 import fnaccel as fa
 from fnaccel import peers
 from fnaccel.connections import listening_ports
+from fnaccel.launch import watch
+from fnaccel.launch.job import Job
+from fnaccel.launch.supervise import launch
 from fnaccel.world import current
 from tests.faulty import run_ranks, train
 
@@ -48,15 +53,25 @@ def waits(outcome, rank, *parts):
     assert "\n  fix: " in outcome.what
 
 
-@pytest.mark.parametrize("faulty", [0, 1])  # rank 0 keeps the store
 @pytest.mark.parametrize(
-    ("name", "error", "reason"),
+    ("faulty", "name", "error", "reason"),
     [
-        ("leaves its loop early", "returned", f"left the world, after call 4, {STEP}"),
-        ("closes the world early", "returned", "left the world, after call 4"),
-        ("leaves a step out", "returned", "left the world, after call 8"),
-        ("raises in the loss", "ValueError", f"ended with ValueError: boom in the loss, in call 5, {STEP}"),
-        ("sys.exit(0)", "SystemExit", "ended with exit code 0, after call 4"),
+        (
+            0,
+            "leaves its loop early",
+            "returned",
+            f"left the world, after call 4, {STEP}",
+        ),  # it keeps the store
+        (1, "leaves its loop early", "returned", f"left the world, after call 4, {STEP}"),
+        (1, "closes the world early", "returned", "left the world, after call 4"),
+        (1, "leaves a step out", "returned", "left the world, after call 8"),
+        (
+            0,
+            "raises in the loss",
+            "ValueError",
+            f"ended with ValueError: boom in the loss, in call 5, {STEP}",
+        ),
+        (1, "sys.exit(0)", "SystemExit", "ended with exit code 0, after call 4"),
     ],
 )
 def test_a_rank_that_leaves_is_named(run, tmp_path, faulty, name, error, reason):
@@ -75,15 +90,14 @@ def test_a_rank_that_takes_a_step_more_is_told_who_left(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "call"),
+    ("faulty", "name", "call"),
     [
-        ("gathers, the others step", "fa.gather"),
-        ("waits in a barrier, the others step", "world.barrier"),
-        ("saves, the others step", "fa.save"),
-        ("evaluates, the others step", "fa.evaluate"),
+        ([1], "gathers, the others step", "fa.gather"),
+        ([0, 2], "gathers, the others step", "fa.gather"),
+        ([1], "saves, the others step", "fa.save"),
+        ([0, 2], "evaluates, the others step", "fa.evaluate"),
     ],
 )
-@pytest.mark.parametrize("faulty", [[1], [0, 2]])  # one rank alone, and a call that two of three make
 def test_ranks_in_different_calls(run, tmp_path, name, call, faulty):
     outcomes = run(train, faulty, name, tmp_path, "ddp")
     for outcome in outcomes:
@@ -191,6 +205,30 @@ def test_a_rank_with_forked_workers_leaves(run):
         waits(outcome, 1, "world.barrier", "left the world, after call 1")
 
 
+def sockets_of_a_worker(folder):
+    """What connections a forked process holds: a rank that is killed is seen to go while its workers live."""
+    with fa.start(device="cpu") as world:
+        world.barrier()
+        child = os.fork()
+        if child == 0:
+            connected = []
+            for path in Path("/proc/self/fd").iterdir():
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as connection:
+                    connected.append(connection.getpeername()[1])
+            store = int(os.environ["MASTER_PORT"])
+            others = [port for port in connected if port != store]
+            Path(folder, f"worker{world.rank}").write_text(repr(others))
+            os._exit(0)
+        os.waitpid(child, 0)
+        world.barrier()  # the parent's connections are as they were
+
+
+def test_a_forked_worker_lets_go_of_the_connections(run, tmp_path):
+    outcomes = run(sockets_of_a_worker, tmp_path)
+    assert [outcome.error for outcome in outcomes] == ["returned"] * 3, outcomes
+    assert [(tmp_path / f"worker{rank}").read_text() for rank in (1, 2)] == ["[]"] * 2
+
+
 def comes_late(absent):
     if int(os.environ["RANK"]) != absent:
         fa.start(device="cpu", timeout=2.0)
@@ -219,6 +257,31 @@ def test_the_launcher_names_a_rank_that_exits_before_start(launcher, early):
     assert ended.err.startswith(f"LaunchError: rank {early} exited with code 0 before fa.start, where rank")
     assert "\n  where: fnaccel launch script.py\n  fix: " in ended.err
     assert "Traceback" not in ended.err
+
+
+def launched(script, err):
+    """The launcher itself in a fork of this process, which has the patches of a test."""
+    os.chdir(Path(script).parent)
+    os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = os.fdopen(2, "w")
+    os._exit(launch(Job(script=script, processes=3, cpu=True)))
+
+
+def test_the_launcher_names_a_rank_that_sleeps(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "NOTICE", 0.2)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time, fnaccel as fa\n"
+        "time.sleep(2 * (os.environ['RANK'] == '1'))\n"
+        "with fa.start() as world: world.barrier()\n"
+    )
+    err = tmp_path / "err"
+    process = multiprocessing.get_context("fork").Process(target=launched, args=(str(script), str(err)))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert err.read_text().startswith("fnaccel launch: rank")
+    assert re.search(r"in fa.start for rank 1, for 0.2 s by now\n", err.read_text())
 
 
 def test_scripts_without_start_may_end_when_they_like(launcher):
