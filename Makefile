@@ -32,7 +32,7 @@ test-xla: .venv-xla/.xla  ## the XLA strategy on virtual devices, and a sample o
 		"hypothesis>=6.100" "pytest>=8" "pytest-timeout>=2.3" "expecttest>=0.2"
 	touch $@
 
-soak: .venv/.dev  ## kill -9 a training run dozens of times, and compare the bits at its end
+soak: .venv/.dev  ## kill -9 a training run dozens of times, compare the bits at its end; many faults on 3 ranks
 	$(BIN)/python -m pytest tests/soak
 
 test-nvme: .venv/.dev  ## ZeRO-Infinity on a disk; compiles DeepSpeed's async_io, which takes minutes and libaio-dev

@@ -40,6 +40,12 @@ TCPStore: Any = dist.TCPStore
 PrefixStore: Any = dist.PrefixStore
 HashStore: Any = dist.HashStore
 
+
+def default_store() -> Any:
+    """The store in which the ranks of the running process group met. (2.9, 2.13)"""
+    return dist.distributed_c10d._get_default_store()
+
+
 # list kernels that have no public name (2.9 to 2.13)
 foreach_norm: Any = torch._foreach_norm
 foreach_mul_: Any = torch._foreach_mul_

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import tree
-from fnaccel.collectives import gather, gather_objects
+from fnaccel.collectives import gather_objects
 from fnaccel.errors import LossError
 from fnaccel.loss import Concat, Mean, Sum, is_combinable, parts_of, readable
+from fnaccel.rows import Rows, concatenated, rows_of_concat
 
 RESERVED = frozenset({"loss", "weight", "lr", "grad_norm", "skipped", "loss_scale", "recompilations"})
 """Metrics that a step reports by itself."""
@@ -140,7 +141,7 @@ class AuxValues:
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Any, Any]] = []
-        self._concats: list[list[torch.Tensor]] = []
+        self._concats: list[list[Rows]] = []
         self._structure: Any = None
 
     def take(self, aux: Any, *, valid: bool) -> None:
@@ -160,7 +161,8 @@ class AuxValues:
             )
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Concat):
-                rows = plain(leaf.value)
+                rows: Any = rows_of_concat(leaf, "the loss function's aux")
+                rows = [plain(row) for row in rows] if isinstance(rows, list) else plain(rows)
                 self._concats[index].append(rows if valid else rows[:0])
             elif valid:
                 total, weight = parts_of(leaf, 1, "the loss function's aux")
@@ -194,8 +196,9 @@ class AuxValues:
         for index, kind in enumerate(kinds):
             total, weight = self._pairs[index]
             if isinstance(kind, Concat):
-                rows = torch.cat(self._concats[index])
-                values.append(rows if group is None else gather(rows, over=group, valid=len(rows)))
+                where = "the loss function's aux"
+                parts = self._concats[index]
+                values.append(concatenated(parts, kind.pad, group, where=where, by_batch=False, told=False))
             elif kind is Sum:
                 values.append(total)
             else:
@@ -216,7 +219,7 @@ def detached(aux: Any) -> Any:
     if isinstance(aux, Sum):
         return Sum(plain(aux.value))
     if isinstance(aux, Concat):
-        return Concat(plain(aux.value))
+        return Concat(plain(aux.value), aux.pad)
     if isinstance(aux, dict):
         return {key: detached(value) for key, value in aux.items()}
     if type(aux) in (list, tuple):

@@ -20,7 +20,7 @@ from fnaccel.capture import Capture
 from fnaccel.collectives.objects import gather_objects
 from fnaccel.data.cut import rows_of
 from fnaccel.devices import stream_of
-from fnaccel.errors import LossError, MicroBatchError, PeerLostError
+from fnaccel.errors import LossError, MicroBatchError
 from fnaccel.gradients import Gradients
 from fnaccel.leaf import Leaf
 from fnaccel.loss import check_attached, check_weight, read_loss
@@ -142,9 +142,12 @@ class Engine:
 
     def look(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(model, *args)` without gradients: evaluation, sampling."""
+        calls = self.mesh.world.calls if self.norm_axes else None  # shards are gathered from all ranks
         with torch.no_grad():
             try:
-                return self.run(fn, *args)
+                if calls is None:
+                    return self.run(fn, *args)
+                return calls.run("train_step.look(state, fn)", self.run, fn, *args)
             finally:
                 if self.settle is not None:
                     self.settle()
@@ -153,10 +156,6 @@ class Engine:
         """Free what the strategy holds."""
         self.clear()
         self.free()
-
-
-# what gloo and NCCL say of a peer that is not there
-_LOST = re.compile(r"timeout|timed out|closed by peer|connection reset|pair closure", re.IGNORECASE)
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
@@ -179,9 +178,6 @@ def attempt(engine: Engine, call: Call, body: Callable[[Callable[[int], None]], 
     """Return `body(seed)`, which runs the micro-batches of a step; `seed(i)` seeds the generators for one.
 
     The generators end as they were. An exception leaves no gradient behind.
-
-    Raises:
-        PeerLostError: a collective waited for ranks that did not come.
     """
     mesh = engine.mesh
     generators = [] if call.root is None else generators_of(mesh.world.device)
@@ -203,7 +199,7 @@ def attempt(engine: Engine, call: Call, body: Callable[[Callable[[int], None]], 
             return body(seed)
         except BaseException as error:
             undo(engine)
-            explained = _peer_lost(error, mesh.world, call.step) or _mixed_dtypes(error, engine)
+            explained = _mixed_dtypes(error, engine)
             if explained is not None:
                 raise explained from error
             raise
@@ -213,17 +209,6 @@ def attempt(engine: Engine, call: Call, body: Callable[[Callable[[int], None]], 
     finally:
         if not complete:  # an interrupt came in the middle
             put_back()
-
-
-def _peer_lost(error: BaseException, world: World, step: int) -> PeerLostError | None:
-    if world.size == 1 or not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
-        return None
-    return PeerLostError(
-        f"rank {world.rank} waited in step {step} for ranks that did not come: {str(error).splitlines()[0]}",
-        where="train_step(state, batch)",
-        fix="see whether another rank failed; if none did, make the same calls on every rank "
-        "(fa.shard gives all the same number of batches)",
-    )
 
 
 # what torch says of a matrix product of two dtypes

@@ -141,7 +141,7 @@ class RankMismatchError(FnaccelError, ValueError):
 
 
 class PeerLostError(FnaccelError, RuntimeError):
-    """A rank waited for others that went away, or never came.
+    """A rank waited for another one that left, exited, never came, or made another call.
 
     Fails: `if world.rank == 0: train_step(state, batch)`. Works: the same calls on every rank.
     """

@@ -43,9 +43,19 @@ class Sum:
 
 @dataclass(frozen=True)
 class Concat:
-    """Rows that are put together in the order of the samples; tensor of shape `[rows, ...]`."""
+    """Rows that are put together in the order of the samples.
+
+    Args:
+        value: a tensor of shape `[rows, ...]`, or a list with one object for each row: strings, dicts, or
+            anything that pickles. Lists come back as one list.
+        pad: what narrower rows are filled up with, if batches or ranks differ in the width of their rows. All
+            rows get the largest width. None: they must be equally wide.
+
+    Example: `fa.Concat(logits.argmax(-1), pad=-100)`, `fa.Concat(tokenizer.batch_decode(ids))`.
+    """
 
     value: Any
+    pad: float | None = None
 
 
 def is_combinable(leaf: Any) -> bool:
@@ -57,12 +67,18 @@ def parts_of(leaf: Any, rows: int, where: str) -> tuple[Any, Any]:
     """(total, weight) of a leaf of `aux` or of metrics; a bare scalar stands for `rows` rows.
 
     Raises:
-        LossError: a tensor that is no scalar and does not say how it combines.
+        LossError: a tensor that is no scalar, or an object, that does not say how it combines.
     """
     if isinstance(leaf, Mean):
         return leaf.total, leaf.weight
     if isinstance(leaf, Sum):
         return leaf.value, 1
+    if not isinstance(leaf, torch.Tensor) and not _is_number(leaf):
+        raise LossError(
+            f"a {type(leaf).__name__} says nothing of how it combines",
+            where=where,
+            fix="return numbers and tensors; or fa.Concat([...]) with one object for each row",
+        )
     if isinstance(leaf, torch.Tensor) and leaf.dim() != 0:
         raise LossError(
             f"a tensor of shape {list(leaf.shape)} says nothing of how it combines",
@@ -70,6 +86,15 @@ def parts_of(leaf: Any, rows: int, where: str) -> tuple[Any, Any]:
             fix="return fa.Concat(rows), fa.Sum(value) or fa.Mean(total, weight)",
         )
     return leaf if rows == 1 else leaf * rows, rows
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value adds up: Python's numbers, and NumPy's scalars and 0-d arrays."""
+    if isinstance(value, numbers.Real):
+        return True
+    return (
+        getattr(value, "shape", None) == () and getattr(getattr(value, "dtype", None), "kind", "") in "biuf"
+    )
 
 
 class LossParts(NamedTuple):

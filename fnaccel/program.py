@@ -15,6 +15,7 @@ from fnaccel.compiled import Compilation
 from fnaccel.devices import check_precision
 from fnaccel.engine import Engine
 from fnaccel.errors import ArgumentError, UnleasedStateError
+from fnaccel.every_rank import every_rank
 from fnaccel.lending import lend
 from fnaccel.lowering import Lowered, lower, micro_batches
 from fnaccel.mesh import Mesh, build, resolve
@@ -68,6 +69,8 @@ class TrainStep:
         self._call: Callable[..., Any] = self._run
         for wrap in lowered.calls:
             self._call = wrap(self._call)
+        if mesh.world.calls is not None:
+            self._call = mesh.world.calls.wrap("train_step(state, batch)", self._call)
 
     def __repr__(self) -> str:
         return f"TrainStep({self.plan.title}, {self._described.distributed.strategy})"
@@ -96,6 +99,7 @@ class TrainStep:
         """What `torch.compile` has done for this train step so far; None without `fa.compile`."""
         return self._stepper.compilation
 
+    @every_rank
     def init(self, seed: int = 0, *, extras: Any = None) -> TrainState:
         """Build the model, shard it, make all optimizer state, and lease the first state.
 
@@ -164,6 +168,7 @@ class TrainStep:
         Raises:
             StaleStateError, UnleasedStateError: not the live state.
             MicroBatchError, LossError: see there; the state stays live.
+            PeerLostError: another rank left, exited or made another call; the message names it.
         """
         return self._call(state, batch, given=given)
 
@@ -213,8 +218,12 @@ class TrainStep:
         try:
             if not whole:
                 return engine.look(fn, *args)
-            with torch.no_grad(), whole_parameters(engine.modules, engine.parameters.values()):
-                return fn(engine.model, *args)
+            calls = engine.mesh.world.calls
+            return (
+                _look_whole(engine, fn, args)
+                if calls is None
+                else calls.run("train_step.look(state, fn, whole=True)", _look_whole, engine, fn, args)
+            )
         except Exception as error:
             explained = explain(error)
             if explained is not None:
@@ -249,6 +258,11 @@ class TrainStep:
     def close(self) -> None:
         """Free everything: the live state is donated, gradients and hooks go, modules are released."""
         self._owner.close()
+
+
+def _look_whole(engine: Engine, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with torch.no_grad(), whole_parameters(engine.modules, engine.parameters.values()):
+        return fn(engine.model, *args)
 
 
 def train_step(

@@ -13,6 +13,7 @@ import attrs
 from fnaccel.autosave import Autosave, Steps
 from fnaccel.data import Shards, open_epoch, steps_per_epoch
 from fnaccel.errors import ArgumentError, LoaderError
+from fnaccel.every_rank import every_rank
 from fnaccel.program import TrainStep
 from fnaccel.scoring import Scores
 from fnaccel.signals import SIGNALS
@@ -216,6 +217,7 @@ def _shower(bar: Any) -> Callable[[dict[str, float]], None]:
     return show
 
 
+@every_rank
 def evaluate(
     train_step: TrainStep,
     state: TrainState,

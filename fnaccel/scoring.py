@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import tree
-from fnaccel.collectives import gather
+from fnaccel.collectives.scope import scope
+from fnaccel.collectives.signature import Call, agree
 from fnaccel.data import Batch
 from fnaccel.errors import LoaderError, LossError
 from fnaccel.loss import Concat, Sum, is_combinable, parts_of
 from fnaccel.mesh import Mesh
+from fnaccel.rows import Rows, concatenated, rows_of_concat
 
 
 class Scores:
@@ -24,7 +26,8 @@ class Scores:
         self._kinds: list[type] = []
         self._totals: list[Any] = []
         self._weights: list[Any] = []
-        self._rows: list[list[torch.Tensor]] = []
+        self._pads: list[float | None] = []
+        self._rows: list[list[Rows]] = []
 
     def take(self, metrics: Any, batch: Batch) -> None:
         """Add one batch; a filler counts for nothing."""
@@ -32,6 +35,7 @@ class Scores:
         if self._structure is None:
             self._structure = structure
             self._kinds = [type(leaf) for leaf in leaves]
+            self._pads = [leaf.pad if isinstance(leaf, Concat) else None for leaf in leaves]
             self._totals = [0.0] * len(leaves)
             self._weights = [0.0] * len(leaves)
             self._rows = [[] for _ in leaves]
@@ -44,7 +48,8 @@ class Scores:
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Concat):
                 # rows of a filler are kept out, but their shape tells ranks without rows what to send
-                self._rows[index].append(leaf.value if batch.valid else leaf.value[:0])
+                rows = rows_of_concat(leaf, "fa.evaluate")
+                self._rows[index].append(rows if batch.valid else rows[:0])
             elif batch.valid:
                 total, weight = parts_of(leaf, batch.valid, "fa.evaluate")
                 # bf16 would stop counting at 256
@@ -61,6 +66,7 @@ class Scores:
 
         Raises:
             LoaderError: there was no batch.
+            LossError: rows differ in width, and `fa.Concat` has no `pad`.
         """
         if self._structure is None:
             raise LoaderError("the data holds no batch", where="fa.evaluate", fix="give one item or more")
@@ -68,7 +74,11 @@ class Scores:
         values: list[Any] = []
         for index, kind in enumerate(self._kinds):
             if kind is Concat:
-                values.append(self._in_order(self._rows[index]))
+                rows, group = self._rows[index], self._mesh.group("batch")
+                # in the order of the samples: batch by batch, and within a batch rank by rank
+                values.append(
+                    concatenated(rows, self._pads[index], group, where="fa.evaluate", by_batch=True)
+                )
             elif kind is Sum:
                 values.append(totals[index])
             else:
@@ -82,20 +92,8 @@ class Scores:
         packed = torch.stack(flat)
         group = self._mesh.group("batch")
         if group is not None:
+            # gloo aborts the process if an all-reduce meets one of another size, such as that of a step
+            agree(scope(group, self._mesh.world, "evaluate"), Call("evaluate", f"{len(flat)} sums"))
             dist.all_reduce(packed, group=group)
         totals, weights = packed.split(len(self._totals))
         return totals, weights
-
-    def _in_order(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Rows in the order of the samples: batch by batch, and within a batch rank by rank."""
-        rows = torch.cat(parts)
-        group = self._mesh.group("batch")
-        if group is None:
-            return rows
-        counts = torch.tensor([[len(part) for part in parts]], device=rows.device)
-        every = gather(counts, over=group)
-        gathered = gather(rows, over=group, valid=len(rows))
-        by_rank = [ranks.split(sizes) for ranks, sizes in zip(
-            gathered.split(every.sum(dim=1).tolist()), every.tolist(), strict=True
-        )]  # fmt: skip
-        return torch.cat([part for batch in zip(*by_rank, strict=True) for part in batch])

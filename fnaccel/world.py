@@ -11,10 +11,10 @@ import contextlib
 import functools
 import gc
 import os
+import re
 import weakref
 from collections.abc import Callable, Generator
 from contextvars import ContextVar, Token
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,9 +23,13 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import _torch
+from fnaccel.calls import CallLog
+from fnaccel.connections import drop_inherited
 from fnaccel.devices import HOSTED, check_processes, open_device
-from fnaccel.errors import NoWorldError, WorldError
-from fnaccel.ranks import Ranks, detect, first_host
+from fnaccel.errors import NoWorldError, PeerLostError, WorldError
+from fnaccel.joining import Joined, join
+from fnaccel.peers import Peers
+from fnaccel.ranks import Ranks, detect
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,6 +42,7 @@ if hasattr(os, "register_at_fork"):
     # a worker that collected a process group of its parent would wait for ever, in the group's
     # destructor, for threads that were not forked: it leaves alone what it has inherited
     os.register_at_fork(after_in_child=gc.freeze)
+    os.register_at_fork(after_in_child=drop_inherited)
 
 
 @attrs.frozen(kw_only=True)
@@ -51,6 +56,8 @@ class World:
         machine, machines: this machine, and how many there are.
         device: where this process computes.
         backend: the name of the collective backend (`"gloo"`, `"nccl"`), or `"none"` on one rank.
+        saved_by: data positions (epoch, samples) that were restored, and how many ranks saved each.
+        calls: the calls that need all ranks, as this rank has made them; None on one rank.
     """
 
     rank: int
@@ -62,6 +69,9 @@ class World:
     device: torch.device
     backend: str
     source: str = "plain python"
+    calls: CallLog | None = attrs.field(default=None, repr=False, eq=False)
+    saved_by: dict[tuple[int, int], int] = attrs.field(factory=dict, repr=False, eq=False)
+    _peers: Peers | None = attrs.field(default=None, repr=False, eq=False, alias="peers")
     _owns_group: bool = attrs.field(default=False, repr=False, alias="owns_group")
     _tokens: list[Token[World | None]] = attrs.field(factory=list, repr=False, eq=False)
     _guests: weakref.WeakSet[Any] = attrs.field(factory=weakref.WeakSet, repr=False, eq=False)
@@ -83,8 +93,14 @@ class World:
             builtins.print(*values, **options)
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
-        if self.size > 1:
+        """Wait until every rank has come here.
+
+        Raises:
+            PeerLostError: a rank left, exited or made another call.
+        """
+        if self.calls is not None:
+            self.calls.run("world.barrier", dist.barrier)
+        elif self.size > 1:
             dist.barrier()
 
     @contextlib.contextmanager
@@ -127,9 +143,10 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         # Preempted says that all ranks leave; sys.exit on one of them does not
-        self.close(clean=kind is None or getattr(kind, "on_all_ranks", False))
+        clean = error is None or getattr(kind, "on_all_ranks", False)
+        self._close(_LEFT if clean else _reason(error), clean=clean, follows=isinstance(error, PeerLostError))
 
     def enter(self) -> None:
         """Be the world of this context, until `close`."""
@@ -149,35 +166,53 @@ class World:
         return self._resources[kind]
 
     def close(self, *, clean: bool = True) -> None:
-        """Leave the world; ranks wait for each other where `clean`, so that none is cut off.
+        """Leave the world. If `clean`, wait some seconds for ranks that are about to leave too.
 
-        Train steps that span several ranks are closed with it; saves in the background end before.
+        The other ranks learn that this one has left: a collective in which they wait for it raises.
+        Train steps that span several ranks are closed with the world. Saves in the background end before.
 
         Raises:
             CheckpointError: such a save failed, and nobody was told.
         """
+        self._close(_LEFT, clean=clean)
+
+    def _close(self, left: str, *, clean: bool, follows: bool = False) -> None:
         with contextlib.ExitStack() as stack:
-            stack.callback(self._leave, clean=clean)
+            stack.callback(self._leave, left, clean=clean, follows=follows)
             while self._resources:
                 _, resource = self._resources.popitem()
                 stack.callback(resource.close, clean=clean)
 
-    def _leave(self, *, clean: bool) -> None:
+    def _leave(self, left: str, *, clean: bool, follows: bool) -> None:
         while self._tokens:
             token = self._tokens.pop()
             with contextlib.suppress(ValueError):  # closed in another context than it began
                 _current.reset(token)
         alone = self.size == 1 and self.source != _RUNNING  # a mesh of one began its own group
-        if (self._owns_group or alone) and dist.is_initialized():
-            if clean and self.size > 1:
-                with contextlib.suppress(RuntimeError):  # a peer that failed has left already
-                    dist.barrier()
+        ends_group = (self._owns_group or alone) and dist.is_initialized()
+        if self._peers is not None:
+            everyone = self._peers.leave(left, clean=clean, follows=follows, wait=ends_group)
+            if ends_group and not everyone:
+                self._peers.cut()
+        if ends_group:
             if self.size > 1:
                 for guest in list(self._guests):
                     guest.close()
             dist.destroy_process_group()
             # the threads of a group that outlives this run into the interpreter's end, and abort
             gc.collect()
+
+
+_LEFT = "left the world"
+
+
+def _reason(error: BaseException | None) -> str:
+    """Why a rank leaves, as the predicate of a sentence."""
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return f"ended with exit code {code}"
+    text = str(error).splitlines()
+    return f"ended with {type(error).__name__}" + (f": {text[0]}" if text else "")
 
 
 def _only(fn: Callable[P, R], here: bool) -> Callable[P, R | None]:
@@ -202,6 +237,11 @@ def current(world: World | None = None) -> World:
             fix="call it inside `with fa.start() as world:`, or pass world=",
         )
     return found
+
+
+def find_current() -> World | None:
+    """The world of this context; None if there is none."""
+    return _current.get()
 
 
 def announce(world: World) -> None:
@@ -235,12 +275,12 @@ def start(
         _keep_compiled(Path(compile_cache))
     found = _ranks_of_running_group() if dist.is_initialized() else detect(os.environ)
     chosen = _choose_device(device, found)
-    owns = False
+    joined: Joined | None = None
     if not dist.is_initialized() and found.size > 1:
-        _join(found, chosen, backend, timeout)
-        owns = True
+        joined = join(found, chosen, backend, timeout, os.environ)
     if chosen.type not in HOSTED:
         torch.accelerator.set_device_index(chosen.index or 0)
+    calls, peers = _watched(found, joined)
     world = World(
         rank=found.rank,
         size=found.size,
@@ -251,7 +291,9 @@ def start(
         device=chosen,
         backend=str(dist.get_backend()) if dist.is_initialized() else "none",
         source=found.source,
-        owns_group=owns,
+        calls=calls,
+        peers=peers,
+        owns_group=joined is not None,
     )
     world.enter()
     return world
@@ -309,48 +351,33 @@ def _check_present(device: torch.device) -> None:
         )
 
 
-def _join(ranks: Ranks, device: torch.device, backend: str | None, timeout: float) -> None:
-    environ = os.environ
-    if ranks.source == "srun":
-        environ.setdefault("MASTER_ADDR", first_host(environ.get("SLURM_NODELIST", "127.0.0.1")))
-        environ.setdefault("MASTER_PORT", str(20_000 + int(environ.get("SLURM_JOB_ID", "0")) % 10_000))
-    if ranks.machines == 1:
-        environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        if ranks.source == "mpirun":  # which sets neither, and torch's usual port serves on one machine
-            environ.setdefault("MASTER_PORT", "29500")
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if missing:
-        raise WorldError(
-            f"{ranks.size} ranks were announced by {ranks.source}, and {' and '.join(missing)} are not set",
-            where="fa.start",
-            fix="start with `fnaccel launch`, or export the address and port of rank 0",
-        )
-    if backend is None:
-        native = dist.Backend.default_device_backend_map.get(device.type, "gloo")
-        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{native}"
-    limit = timedelta(seconds=timeout)
-    store: Any = None
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # every attempt of torchrun shares one store: without a prefix, a restart reads the
-        # addresses of processes that are gone, and half of the restarts fail
-        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        tcp = _torch.TCPStore(
-            environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), ranks.size, is_master=False, timeout=limit
-        )
-        store = _torch.PrefixStore(f"attempt_{attempt}", tcp)
-    try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            init_method=None if store is not None else "env://",
-            rank=ranks.rank,
-            world_size=ranks.size,
-            timeout=limit,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise WorldError(
-            f"rank {ranks.rank} could not join {ranks.size} ranks at "
-            f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}: {str(error).splitlines()[0]}",
-            where="fa.start",
-            fix="check that every rank runs and reaches that address (several machines: GLOO_SOCKET_IFNAME)",
-        ) from error
+_worlds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _watched(ranks: Ranks, joined: Joined | None) -> tuple[CallLog | None, Peers | None]:
+    """The log of this rank's calls, and who looks after them; None on one rank."""
+    group: Any = dist.group.WORLD if dist.is_initialized() else None
+    if (
+        ranks.size == 1
+        or group is None
+        or not {"gloo", "nccl"} & {*re.split("[:,]", str(dist.get_backend_config()))}
+    ):
+        return None, None
+    outer = _current.get()
+    if outer is not None and outer.calls is not None and joined is None:
+        return outer.calls, None  # a world inside of another one, with the same ranks
+    number = _worlds[group] = _worlds.get(group, 0) + 1
+    store = _torch.PrefixStore(
+        f"fnaccel/world{number}", _torch.default_store() if joined is None else joined.store
+    )
+    log = CallLog()
+    peers = Peers(
+        store,
+        log,
+        rank=ranks.rank,
+        size=ranks.size,
+        host=None if joined is None else joined.host,
+        blocking=joined is not None,
+        keep=frozenset() if joined is None else frozenset([joined.port]),
+    )
+    return log, peers

@@ -27,12 +27,14 @@ from fnaccel.checkpoint.pieces import part_of, whole
 from fnaccel.checkpoint.reading import Files
 from fnaccel.checkpoint.selecting import is_complete, select
 from fnaccel.errors import CheckpointError, UnleasedStateError
+from fnaccel.every_rank import every_rank
 from fnaccel.state import TrainState, fold, lease_of
 from fnaccel.world import World, current
 
 _WHERE = "fa.restore"
 
 
+@every_rank
 def restore(
     directory: str | os.PathLike[str],
     *,
@@ -165,6 +167,8 @@ def _read(
     if chosen.verify:
         reading.verify(directory, described, sorted(described.files)[world.rank :: world.size])
     stored = decode(described.tree, lambda name: _stored(described, name, directory.path))
+    if isinstance(stored, TrainState) and "ranks" in described.written_by:
+        world.saved_by[stored.data.epoch, stored.data.samples] = described.written_by["ranks"]
     problems: list[str] = []
     if chosen.partly:
         stored, problems = select(chosen.like, stored, chosen.only, chosen.skip, chosen.rename)

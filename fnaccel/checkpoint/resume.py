@@ -15,6 +15,7 @@ from fnaccel.checkpoint.load import restore
 from fnaccel.checkpoint.meeting import together
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import CheckpointError, FnaccelError
+from fnaccel.every_rank import every_rank
 from fnaccel.program import TrainStep
 from fnaccel.state import TrainState, is_stale
 
@@ -22,6 +23,7 @@ _WHERE = "fa.resume_or_init"
 _NAMED = re.compile(r"step-(\d{10,19})")
 
 
+@every_rank
 def resume_or_init(
     directory: str | os.PathLike[str],
     train_step: TrainStep,

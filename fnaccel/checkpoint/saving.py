@@ -10,9 +10,11 @@ from fnaccel.checkpoint.background import Background, Saving
 from fnaccel.checkpoint.garbage import no_collection
 from fnaccel.checkpoint.retention import Retention
 from fnaccel.checkpoint.writing import Hold, Writing
+from fnaccel.every_rank import every_rank
 from fnaccel.world import World, current
 
 
+@every_rank
 def save(
     directory: str | os.PathLike[str],
     state: Any,
@@ -59,6 +61,7 @@ def save(
     return _begun(where, directory, state, step, metadata, retention, found).run()
 
 
+@every_rank
 def save_async(
     directory: str | os.PathLike[str],
     state: Any,

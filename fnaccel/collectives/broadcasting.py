@@ -9,9 +9,11 @@ from fnaccel import tree
 from fnaccel.collectives.bucket import layout, pack, unpack
 from fnaccel.collectives.scope import Over, carrier_of, scope
 from fnaccel.collectives.signature import Call, agree, bad_source, tensor_leaves
+from fnaccel.every_rank import every_rank
 from fnaccel.world import World
 
 
+@every_rank
 def broadcast(value: tree.Tree, *, src: int = 0, over: Over = None, world: World | None = None) -> tree.Tree:
     """The tensors of rank `src` on every rank; nothing is changed in place.
 
@@ -28,6 +30,7 @@ def broadcast(value: tree.Tree, *, src: int = 0, over: Over = None, world: World
         The same tree of new tensors, without gradients, on the devices of the leaves passed.
 
     Raises:
+        PeerLostError: a rank left, exited or made another call.
         RankMismatchError: ranks pass different structures, shapes or dtypes; on every rank.
         ArgumentError: a leaf is no plain tensor, or there is no rank `src`.
 

@@ -13,9 +13,11 @@ from fnaccel.collectives.exchange import exchange, exchange_one
 from fnaccel.collectives.scope import Over, Scope, carrier_of, scope
 from fnaccel.collectives.signature import Call, agree, fits, tensor_leaves
 from fnaccel.errors import ArgumentError
+from fnaccel.every_rank import every_rank
 from fnaccel.world import World
 
 
+@every_rank
 def gather(
     value: tree.Tree, *, valid: int | None = None, over: Over = None, world: World | None = None
 ) -> tree.Tree:
@@ -35,6 +37,7 @@ def gather(
         The same tree, of tensors `[sum of rows, ...]`, on the devices of the leaves passed.
 
     Raises:
+        PeerLostError: a rank left, exited or made another call.
         RankMismatchError: ranks pass different structures, shapes or dtypes; on every rank.
         ArgumentError: a leaf is no plain tensor, or has fewer rows than `valid`.
 

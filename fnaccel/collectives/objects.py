@@ -16,9 +16,11 @@ from fnaccel.collectives.exchange import exchange_one
 from fnaccel.collectives.scope import Over, scope
 from fnaccel.collectives.signature import Call, agree, bad_source, room
 from fnaccel.errors import NotSerializableError
+from fnaccel.every_rank import every_rank, outer_call
 from fnaccel.world import World
 
 
+@every_rank
 def gather_objects(value: Any, *, over: Over = None, world: World | None = None) -> list[Any]:
     """The objects of all ranks, on all ranks, as a list in rank order.
 
@@ -32,6 +34,7 @@ def gather_objects(value: Any, *, over: Over = None, world: World | None = None)
     Raises:
         NotSerializableError: `value` does not pickle; the other ranks raise RankMismatchError.
         RankMismatchError: another rank makes another call.
+        PeerLostError: a rank left, exited or made another call.
 
     Example: `names = fa.gather_objects({"file": path, "lines": 12})`.
     """
@@ -41,7 +44,8 @@ def gather_objects(value: Any, *, over: Over = None, world: World | None = None)
     data, problem = _dumped(value, "gather_objects")
     # a rank does not know yet whether the objects of the others fit in a signature too
     beginning = torch.frombuffer(data.ljust(room(where), b"\0"), dtype=torch.uint8)[: room(where)]
-    call = Call("gather_objects")
+    # a save and a gather exchange objects of other kinds: they must not take each other's
+    call = Call("gather_objects", outer_call(world, "fa.gather_objects"))
     agreed = agree(where, call, number=len(data), payload=beginning, problem=problem)
     sizes, parts = agreed.numbers, agreed.payloads
     most = max(sizes)
@@ -51,6 +55,7 @@ def gather_objects(value: Any, *, over: Over = None, world: World | None = None)
     return [_loaded(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
 
+@every_rank
 def broadcast_objects(value: Any, *, src: int = 0, over: Over = None, world: World | None = None) -> Any:
     """The object of rank `src`, on every rank.
 
@@ -65,6 +70,7 @@ def broadcast_objects(value: Any, *, src: int = 0, over: Over = None, world: Wor
     Raises:
         NotSerializableError: `value` does not pickle; the other ranks raise RankMismatchError.
         RankMismatchError: another rank makes another call.
+        PeerLostError: a rank left, exited or made another call.
         ArgumentError: there is no rank `src`.
 
     Example: `run_id = fa.broadcast_objects(new_id() if world.is_main else None)`.

@@ -12,9 +12,11 @@ from fnaccel import tree
 from fnaccel.collectives.scope import Over, Scope, scope
 from fnaccel.collectives.signature import Call, agree, room, tensor_leaves
 from fnaccel.errors import ArgumentError, TreeMismatchError
+from fnaccel.every_rank import every_rank
 from fnaccel.world import World
 
 
+@every_rank
 def pad_across_processes(
     value: tree.Tree,
     *,
@@ -40,6 +42,7 @@ def pad_across_processes(
         The same tree, whose shapes are equal on every rank.
 
     Raises:
+        PeerLostError: a rank left, exited or made another call.
         RankMismatchError: ranks differ in more than the size of `dim`; on every rank.
         ArgumentError: a leaf is no plain tensor.
 

@@ -16,6 +16,7 @@ from fnaccel.collectives.scope import Over, Scope, carrier_of, scope
 from fnaccel.collectives.signature import Call, agree, fits, tensor_leaves
 from fnaccel.collectives.spare import spare
 from fnaccel.errors import ArgumentError, FnaccelError, UnknownNameError, nearest
+from fnaccel.every_rank import every_rank
 from fnaccel.world import World
 
 _ONE_PHASE = 2**18  # bytes; above it gloo's reduction, which overlaps its phases, is the quicker one
@@ -28,6 +29,7 @@ _OPS = {
 }
 
 
+@every_rank
 def reduce(
     value: tree.Tree,
     op: Literal["sum", "mean", "max", "min"] = "sum",
@@ -55,6 +57,7 @@ def reduce(
 
     Raises:
         UnknownNameError: there is no such `op`.
+        PeerLostError: a rank left, exited or made another call.
         RankMismatchError: ranks pass different structures, shapes or dtypes; on every rank.
         ArgumentError: a leaf is no plain tensor; or is complex, under `"max"` or `"min"`.
 
@@ -119,11 +122,13 @@ def _fold(part: torch.Tensor, op: str) -> torch.Tensor:
     return functools.reduce(combine, part.to(_wire(part.dtype)).unbind())
 
 
+@every_rank
 def any_process(flag: bool, *, over: Over = None, world: World | None = None) -> bool:
     """Whether `flag` is true on any rank: what lets all ranks stop together.
 
     Raises:
         RankMismatchError: another rank makes another call.
+        PeerLostError: a rank left, exited or made another call.
 
     Example: `if fa.any_process(loss_is_flat or out_of_time): break`.
     """

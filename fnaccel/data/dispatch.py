@@ -128,15 +128,22 @@ def _deal(batches: Iterator[Batch], link: Link) -> Iterator[Batch]:
             messages = [_End()] * link.ranks if portions is None else portions
             parcels = [pack(message) for message in messages[1:]]
         except Exception as error:
-            _wait(sent)
-            _wait(_post([pack(_Failed(portable(error)))] * (link.ranks - 1), link))
+            failed = [pack(_Failed(portable(error)))] * (link.ranks - 1)
+            link.talk(_send, sent, failed, link, last=True)
             raise
-        _wait(sent)
-        sent = _post(parcels, link)
+        sent = link.talk(_send, sent, parcels, link, last=portions is None)
         if portions is None:
-            _wait(sent)
             return
         yield portions[0]
+
+
+def _send(before: list[dist.Work], parcels: Sequence[_Parcel], link: Link, *, last: bool) -> list[dist.Work]:
+    """Send a parcel to each rank but the first, once the parcels before have arrived."""
+    _wait(before)
+    sent = _post(parcels, link)
+    if last:
+        _wait(sent)
+    return sent
 
 
 def _post(parcels: Sequence[_Parcel], link: Link) -> list[dist.Work]:
@@ -158,7 +165,7 @@ def _wait(sent: Sequence[dist.Work]) -> None:
 
 def _receive(link: Link) -> Iterator[Batch]:
     while True:
-        message = unpack(_take(link))
+        message = unpack(link.talk(_take, link))
         if isinstance(message, _Failed):
             raise message.error
         if isinstance(message, _End):

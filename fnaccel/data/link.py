@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import attrs
 import torch
 import torch.distributed as dist
 
 from fnaccel.errors import LoaderError
+from fnaccel.world import find_current
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -40,6 +42,17 @@ class Link:
         on_cpu = self.group is None or "cpu:" in str(dist.get_backend_config(self.group))
         return torch.device("cpu") if on_cpu else self.device
 
+    def talk(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `fn`, in which the ranks exchange what they read.
+
+        Raises:
+            PeerLostError: a rank left, exited or made another call.
+        """
+        world = find_current()
+        if world is None or world.calls is None or self.group is not dist.group.WORLD:
+            return fn(*args, **kwargs)
+        return world.calls.run("the next batch of fa.shard", fn, *args, **kwargs)
+
     def agree(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, on every rank; only rank 0 calls it.
 
@@ -55,7 +68,7 @@ class Link:
                 answer = [(True, make())]
             except Exception as error:
                 raised, answer = error, [(False, portable(error))]
-        dist.broadcast_object_list(answer, group_src=0, group=self.group, device=self.wire)
+        self.talk(dist.broadcast_object_list, answer, group_src=0, group=self.group, device=self.wire)
         if raised is not None:
             raise raised
         fine, value = answer[0]

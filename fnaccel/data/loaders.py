@@ -56,8 +56,12 @@ class Stream:
 Source: TypeAlias = Indexed | Grouped | Stream
 
 
-def classify(loader: Any) -> Source:
+def classify(loader: Any, *, presplit: bool = False) -> Source:
     """Say how a loader makes its batches.
+
+    Args:
+        loader: any iterable of batches.
+        presplit: whether it may hold one rank's part of the data.
 
     Raises:
         LoaderError: it is not iterable, holds nothing, or is split between ranks already.
@@ -68,6 +72,8 @@ def classify(loader: Any) -> Source:
             where=_WHERE,
             fix="pass a torch DataLoader, or any iterable of batches",
         )
+    if not presplit:
+        _check_whole(loader)
     if not isinstance(loader, torch_data.DataLoader) or _iterates_itself(loader):
         _check_not_empty(loader)
         return Stream(loader=loader)
@@ -75,8 +81,6 @@ def classify(loader: Any) -> Source:
     if isinstance(loader.dataset, torch_data.IterableDataset):
         return Stream(loader=loader, batch_size=loader.batch_size, drop_last=loader.drop_last)
     _check_not_empty(loader.dataset)
-    for sampler in (loader.sampler, batching, getattr(batching, "sampler", None)):
-        _check_not_split(sampler)
     if batching is None:
         return Stream(loader=loader, sampler=loader.sampler)
     if _is_stock(batching, "BatchSampler"):
@@ -113,13 +117,45 @@ def _check_not_empty(data: Any) -> None:
         )
 
 
-def _check_not_split(sampler: Any) -> None:
+def _check_whole(loader: Any) -> None:
+    """Raise LoaderError if a loader says of itself that it holds one rank's part of the data."""
+    batching: Any = getattr(loader, "batch_sampler", None)
+    samplers = [getattr(loader, "sampler", None), batching, getattr(batching, "sampler", None)]
+    for sampler in samplers:
+        if splits(sampler):
+            raise LoaderError(
+                f"the loader has a {type(sampler).__name__}, so each rank would see a part of a part",
+                where=_WHERE,
+                fix="give the loader the whole data: remove sampler=, and set shuffle=True if it shuffled; "
+                "or let each rank read its own part: fa.shard(loader, presplit=True)",
+            )
+    for data in (loader, getattr(loader, "dataset", None)):
+        if is_split_stream(data):
+            raise LoaderError(
+                f"the {type(data).__name__} is split between ranks already (split_dataset_by_node), "
+                "so each rank would see a part of a part",
+                where=_WHERE,
+                fix="let each rank read its own part: fa.shard(loader, presplit=True); or split nothing, "
+                "and let fa.shard do it",
+            )
+
+
+def splits(sampler: Any) -> bool:
+    """Whether a sampler gives one rank its part: torch's DistributedSampler, or one with its attributes."""
     if isinstance(sampler, torch_data.DistributedSampler):
-        raise LoaderError(
-            "the loader has a DistributedSampler, so each rank would see a part of a part",
-            where=_WHERE,
-            fix="give the loader the whole data: remove sampler=, and set shuffle=True where it shuffled",
-        )
+        return True
+    pairs = (("num_replicas", "rank"), ("num_processes", "process_index"))  # the second: accelerate's
+    return any(
+        isinstance(getattr(sampler, count, None), int)
+        and getattr(sampler, count) > 1
+        and isinstance(getattr(sampler, rank, None), int)
+        for count, rank in pairs
+    )
+
+
+def is_split_stream(data: Any) -> bool:
+    """Whether `split_dataset_by_node` has split a stream of Hugging Face datasets between ranks."""
+    return getattr(getattr(data, "_distributed", None), "world_size", 1) > 1
 
 
 def length_of(data: Any) -> int | None:

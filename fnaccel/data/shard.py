@@ -8,6 +8,7 @@ group and decides which reader serves the loader; the readers are `indexed.py`, 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,7 +25,9 @@ from fnaccel.data.link import Link
 from fnaccel.data.loaders import Indexed, Source, Stream
 from fnaccel.data.order import Remainder
 from fnaccel.data.placement import place
+from fnaccel.data.presplit import open_presplit
 from fnaccel.data.reading import Reading
+from fnaccel.data.same_data import check_same_data
 from fnaccel.data.stream import open_stream
 from fnaccel.errors import ArgumentError, LoaderError
 from fnaccel.state import Position
@@ -44,6 +47,7 @@ class Shards:
         seed: the root seed of the sample order and of workers.
         per_rank: whether a batch of the loader is one rank's, not all ranks'.
         dispatch: whether rank 0 reads for all.
+        presplit: whether each rank's loader holds that rank's part of the data only.
         shuffle: overrides what the loader's sampler does; None leaves it.
         prefetch: how many batches are copied to the device ahead of the one in use.
         start: where iteration begins.
@@ -55,6 +59,7 @@ class Shards:
     seed: int = 0
     per_rank: bool = False
     dispatch: bool = False
+    presplit: bool = False
     shuffle: bool | None = None
     prefetch: int = 1
     start: Position = attrs.field(factory=Position)
@@ -87,6 +92,7 @@ def shard(
     seed: int = 0,
     per_rank: bool = False,
     dispatch: bool = False,
+    presplit: bool = False,
     shuffle: bool | None = None,
     prefetch: int = 1,
 ) -> Shards:
@@ -111,14 +117,20 @@ def shard(
         seed: the root seed of the order and of the workers' randomness.
         per_rank: a batch of the loader is one rank's; the global batch is `ranks` times as large.
         dispatch: rank 0 alone reads, and sends each rank its rows.
+        presplit: each rank's loader holds that rank's part of the data only, as after
+            `datasets.distributed.split_dataset_by_node` or with a DistributedSampler. Each rank reads its
+            own, and a batch of the loader is one rank's. Parts may differ in length: `"keep"` runs ranks
+            that have no row left on rows that do not count, `"drop"` ends with the shortest part, `"wrap"`
+            begins a part again until the longest has ended. A position can be taken up on the same number
+            of ranks only, and is reached by reading.
         shuffle: True or False overrides the sampler of a map-style loader.
         prefetch: how many batches are read, and their copies to an accelerator begun, ahead of the one in
             use; 0 for none. The CPU copies nothing.
 
     Raises:
         UnknownNameError: no such remainder.
-        ArgumentError: a window below 1, a prefetch below 0, or dispatch together with per_rank.
-        LoaderError: not iterable, empty, split between ranks already, or can't be shuffled.
+        ArgumentError: a window below 1, a prefetch below 0, or two of dispatch, per_rank and presplit.
+        LoaderError: not iterable, empty, split between ranks already (see presplit), or can't be shuffled.
 
     Example:
         shards = fa.shard(DataLoader(dataset, batch_size=32, shuffle=True), seed=1)
@@ -144,7 +156,19 @@ def shard(
             where=where,
             fix="leave one of the two out",
         )
-    source = loaders.classify(loader)
+    if presplit and (dispatch or per_rank):
+        raise ArgumentError(
+            "with presplit=True each rank reads a loader of its own, and a batch of it is that rank's",
+            where=where,
+            fix=f"leave {'dispatch' if dispatch else 'per_rank'} out",
+        )
+    source = loaders.classify(loader, presplit=presplit)
+    if shuffle is not None and presplit and loaders.splits(getattr(loader, "sampler", None)):
+        raise LoaderError(
+            f"shuffle={shuffle} would replace the sampler that splits the data",
+            where=where,
+            fix="leave shuffle out, and let the sampler shuffle",
+        )
     if shuffle is not None and not _has_order(source):
         raise LoaderError(
             f"shuffle={shuffle} can't change the order in which a {type(loader).__name__} makes batches",
@@ -158,6 +182,7 @@ def shard(
         seed=seed,
         per_rank=per_rank,
         dispatch=dispatch,
+        presplit=presplit,
         shuffle=shuffle,
         prefetch=int(prefetch),
     )
@@ -221,12 +246,17 @@ def open_epoch(
 
 def _lazily(shards: Shards, reading: Reading, link: Link) -> Iterator[Batch]:
     """Look at the loader when the first batch is asked for, where dispatch can pass an error on."""
-    source = loaders.classify(shards.loader)
+    source = loaders.classify(shards.loader, presplit=shards.presplit)
     loaders.announce(source, reading.epoch)
-    if isinstance(source, Stream):
-        yield from open_stream(source, reading, link)
-    else:
-        yield from open_indexed(source, reading, link)
+    if shards.presplit:
+        yield from open_presplit(partial(_open, source), reading, link)
+        return
+    check_same_data(shards.loader, reading, link)
+    yield from _open(source, reading, link)
+
+
+def _open(source: Source, reading: Reading, link: Link) -> Iterator[Batch]:
+    return (open_stream if isinstance(source, Stream) else open_indexed)(source, reading, link)  # pyright: ignore[reportArgumentType]
 
 
 def _windows(batches: Iterator[Batch], size: int) -> Iterator[Window]:
@@ -241,7 +271,9 @@ def steps_per_epoch(shards: Shards, ranks: int) -> int | None:
 
     Example: `steps_per_epoch(fa.shard(DataLoader(range(10), batch_size=4)), ranks=2) == 3`.
     """
-    count = _batches_per_epoch(shards, loaders.classify(shards.loader), ranks)
+    if shards.presplit and ranks > 1:  # it takes all ranks to tell
+        return None
+    count = _batches_per_epoch(shards, loaders.classify(shards.loader, presplit=shards.presplit), ranks)
     if count is None or shards.window is None:
         return count
     return -(-count // shards.window)

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import attrs
 
-from fnaccel.errors import FnaccelError, LaunchError
+from fnaccel.errors import FnaccelError, LaunchError, PeerLostError
 from fnaccel.launch.job import Job
 from fnaccel.signals import Preempted
 
@@ -39,6 +39,7 @@ class Failure:
         when: of the monotonic clock, in seconds.
         text: its traceback or message; empty where it said nothing.
         follows: whether its error only says that another rank has gone.
+        absent: whether it ended well, but never came to `fa.start`, where other ranks wait.
         killed: whether a signal ended it that no runtime sends itself: its memory, or its machine, has gone.
     """
 
@@ -48,6 +49,7 @@ class Failure:
     text: str = ""
     follows: bool = False
     killed: bool = False
+    absent: bool = False
 
     def line(self) -> bytes:
         """As one line of JSON, for the pipe to the launcher."""
@@ -84,7 +86,7 @@ def cause(failures: Iterable[Failure]) -> Failure:
 
 def follows(error: BaseException) -> bool:
     """Whether an error only says that another rank has gone."""
-    return _FOLLOWS.search(str(error)) is not None
+    return isinstance(error, PeerLostError) or _FOLLOWS.search(str(error)) is not None
 
 
 def shown(error: BaseException, trace: TracebackType | None) -> str:
@@ -110,6 +112,8 @@ def describe(failure: Failure, job: Job) -> str:
     Example: `print(describe(failure, job), file=sys.stderr)`.
     """
     who = f"rank {failure.rank} of {job.size} on {socket.gethostname()}"
+    if failure.absent:
+        return f"LaunchError: {failure.text}"
     if failure.text:
         return f"{failure.text}\n\n{who} failed with exit code {failure.code}"
     if failure.code - 128 not in signal.valid_signals():  # 255 is sys.exit(-1)

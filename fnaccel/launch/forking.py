@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import signal
 from collections.abc import Callable, Iterable
@@ -20,28 +21,41 @@ from fnaccel.launch.variables import variables
 
 @attrs.define
 class Rank:
-    """One process: its rank, and the end of the pipe that it reports to."""
+    """One process: its rank, and the end of the pipe that it reports to.
+
+    Attributes:
+        rank: its number among all ranks.
+        pid: its process.
+        pipe: the end that the launcher reads; None once the other end is closed.
+        said: the beginning of a line that is not complete.
+        start: `"joining"` while it waits in `fa.start`, `"joined"` afterwards, `""` before.
+    """
 
     rank: int
     pid: int
     pipe: int | None
     said: bytes = b""
+    start: str = ""
 
     def hear(self) -> Failure | None:
-        """What it reports, which is one line at most; None while it is not complete."""
-        heard: Failure | None = None
+        """Read what the process reports; the failure, once its line is complete."""
+        failure: Failure | None = None
         while self.pipe is not None:
             try:
                 said = os.read(self.pipe, 65_536)
             except BlockingIOError:
                 break
-            self.said += said
-            if self.said.endswith(b"\n"):
-                heard = Failure.of(self.said)
-            if not said or heard is not None:
+            *lines, self.said = (self.said + said).split(b"\n")
+            for line in lines:
+                start = json.loads(line).get("start")
+                if start is None:
+                    failure = Failure.of(line)
+                else:
+                    self.start = start
+            if not said or failure is not None:
                 os.close(self.pipe)
                 self.pipe = None
-        return heard
+        return failure
 
 
 def fork(

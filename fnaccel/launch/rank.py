@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import json
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from types import TracebackType
 import attrs
 import torch
 
+from fnaccel import joining
 from fnaccel.launch import affinity, overrides
 from fnaccel.launch.failure import Failure, follows, shown
 from fnaccel.launch.job import Job
@@ -41,6 +43,7 @@ def live(job: Job, local_rank: int, *, environ: dict[str, str], launcher: int, p
         affinity.pin(affinity.cores_of(local_rank, job.processes))
     _take_place(local_rank, environ)
     report = _Report(job.rank(local_rank), pipe)
+    joining.LISTENERS.append(report.note)
     # a hook that the script (or its tracker) puts around this one still comes before it
     sys.excepthook = report.hook
     text = ""
@@ -74,7 +77,7 @@ def _run(job: Job) -> tuple[int, str]:
 
 @attrs.define
 class _Report:
-    """The one message that a rank sends: how it failed."""
+    """What a rank tells the launcher: that it has come to `fa.start`, and how it failed."""
 
     rank: int
     pipe: int
@@ -89,12 +92,19 @@ class _Report:
             Failure(rank=self.rank, code=self.code, when=time.monotonic(), text=text, follows=follows(error))
         )
 
+    def note(self, start: str) -> None:
+        """Tell the launcher that `fa.start` waits for the other ranks, or has met them."""
+        if not self.sent:
+            self._write(json.dumps({"start": start}).encode() + b"\n")
+
     def send(self, failure: Failure) -> None:
         """Write a failure to the launcher, unless one was written."""
         if self.sent:
             return
         self.sent = True
-        line = failure.line()
+        self._write(failure.line())
+
+    def _write(self, line: bytes) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone, and so is whoever would read it
             while line:
                 line = line[os.write(self.pipe, line) :]

@@ -94,7 +94,7 @@ def _attempt(job: Job, number: int, machines: Machines | None, mask: set[Any]) -
         ranks = fork(
             job,
             port=port,
-            interface=interface_to(job.address) if several else None,
+            interface=interface_to(job.address),
             restarts=number,
             mask=mask,
             forget=(lambda: None) if machines is None else machines.close,

@@ -6,10 +6,12 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import time
 
 import attrs
 
+from fnaccel.errors import LaunchError
 from fnaccel.launch.failure import Failure, cause
 from fnaccel.launch.forking import Rank, send
 from fnaccel.launch.job import Job
@@ -21,6 +23,9 @@ SETTLE = 0.5
 
 AFTER_FAILURE = 10.0
 """Seconds that ranks get to clean up once another has failed: without it they can't save."""
+
+NOTICE = 30.0
+"""Seconds that a rank may take to come to `fa.start`, where others wait, before a line says so."""
 
 TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that tell the launcher to end everything."""
@@ -74,6 +79,9 @@ class Watch:
     reported: bool = False
     leaving: bool = False
     ending: bool = False
+    absent: list[int] = attrs.field(factory=list)
+    waits_since: float | None = None
+    noticed: bool = False
     due: list[tuple[float, signal.Signals]] = attrs.field(factory=list)
 
     def run(self) -> Outcome:
@@ -82,6 +90,8 @@ class Watch:
         while self.alive or self._waits():
             now = time.monotonic()
             limit = max(0.0, self.due[0][0] - now) if self.due else None
+            if limit is None and self.waits_since is not None and not self.noticed:
+                limit = max(0.0, self.waits_since + NOTICE - now)
             pipes = [rank.pipe for rank in self.alive if rank.pipe is not None]
             peers = [] if self.machines is None else self.machines.fds
             ready = select.select([self.signals, *pipes, *peers], [], [], limit)[0]
@@ -94,8 +104,26 @@ class Watch:
                 self.machines.hear()
                 if self.machines.ending and self.alive and not self.ending:
                     self._end_in(SETTLE, min(self.job.grace, AFTER_FAILURE))
+            self._see_absent()
             self._act()
         return self._outcome()
+
+    def _see_absent(self) -> None:
+        """Name ranks that do not come to `fa.start`: as a failure if they have ended, else as a notice."""
+        waiting = [rank.rank for rank in self.alive if rank.start == "joining"]
+        if not waiting or self.ending or self.due:
+            self.waits_since = None
+            return
+        if self.absent:
+            self._note(_absence(self.absent[0], waiting, self.job))
+            return
+        now = time.monotonic()
+        self.waits_since = self.waits_since or now
+        late = [rank.rank for rank in self.alive if not rank.start]
+        if late and not self.noticed and now - self.waits_since >= NOTICE:
+            self.noticed = True
+            text = f"{_wait(waiting)} in fa.start for {_ranks(late)}, for {NOTICE:g} s by now"
+            print(f"fnaccel launch: {text}", file=sys.stderr, flush=True)
 
     def _waits(self) -> bool:
         """Whether other machines have still to say how this attempt ended there."""
@@ -171,6 +199,8 @@ class Watch:
             failure = Failure.ended(rank.rank, status)
             if failure is not None:
                 self._note(failure)
+            elif not rank.start:
+                self.absent.append(rank.rank)
             self.alive.remove(rank)
 
     def _act(self) -> None:
@@ -178,6 +208,23 @@ class Watch:
         while self.due and self.due[0][0] <= time.monotonic():
             self.ending = True
             send(self.alive, self.due.pop(0)[1])
+
+
+def _absence(rank: int, waiting: list[int], job: Job) -> Failure:
+    error = LaunchError(
+        f"rank {rank} exited with code 0 before fa.start, where {_wait(waiting)} for it",
+        where=f"fnaccel launch {job.name}",
+        fix="call fa.start() on every rank, or on none",
+    )
+    return Failure(rank=rank, code=1, when=time.monotonic(), text=str(error), absent=True)
+
+
+def _wait(ranks: list[int]) -> str:
+    return f"{_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
 
 
 def _in_foreground() -> bool:

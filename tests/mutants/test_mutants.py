@@ -249,6 +249,23 @@ MUTANTS = [
         "an exchange is not undone", "exchange.py", "                self._exchanged -= 1", "                self._exchanged = 0",
         ("tests/robust/test_live_state.py", "-k", "TestAverages"),
     ),
+    Mutant(
+        "a rank leaves without a word", "peers.py", "            number = self._call_roll()\n            self._store.add(\"left\", 1)",
+        "            number = 0", ("tests/launch/test_uneven.py", "-k", "leaves_is_named and closes"),
+    ),
+    Mutant(
+        "waiting ranks do not compare their calls", "faults.py", "if number is not None:", "if False:",
+        ("tests/test_faults.py", "-k", "first_call_that_differs"),
+    ),
+    Mutant(
+        "the store listens on all interfaces", "joining.py", "elif ranks.machines == 1 and is_loopback(address):",
+        "elif False:", ("tests/launch/test_uneven.py", "-k", "loopback"),
+    ),
+    Mutant(
+        "ranks of split data end with their own part", "data/presplit.py",
+        'if all(ended) or (remainder == "drop" and any(ended)):', "if any(ended):",
+        ("tests/data/test_presplit.py", "-k", "own_part_whole"),
+    ),
 ]  # fmt: skip
 
 

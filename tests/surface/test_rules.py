@@ -17,8 +17,8 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # imports point down: a file may import from its own floor and from those below
 FLOORS = [
-    ["errors", "_torch", "tree"], ["ranks", "devices"], ["world", "units", "interrupts"], ["mesh", "state", "loss", "leaf", "step", "notice"],
-    ["collectives", "data", "optim", "remote"], ["transforms", "aux_values", "reports", "gradients", "buckets", "capture"],
+    ["errors", "_torch", "tree"], ["ranks", "devices", "calls", "connections"], ["faults", "joining"], ["peers"], ["world", "units", "interrupts"], ["every_rank"], ["mesh", "state", "loss", "leaf", "step", "notice"],
+    ["collectives", "data", "optim", "remote"], ["rows"], ["transforms", "aux_values", "reports", "gradients", "buckets", "capture"],
     ["engine", "scoring", "compiled", "checked_metrics", "skipped_updates", "moving_buffers", "trained_modules", "exchange", "user_draws", "whole_parameters"], ["strategies", "whole_step"], ["plan", "scoping", "lowering", "lending", "updating"],
     ["owned", "state_owner"], ["stepping"], ["program", "tracking"], ["checkpoint"], ["running", "autosave", "signals", "batch_size", "track", "interchange"], ["launch", "testing"], ["config"], ["benching"], ["cli"],
 ]  # fmt: skip

@@ -1,0 +1,94 @@
+"""The TCP connections of this process's gloo groups: which ports they use, and how to cut them.
+
+A collective of gloo waits in C++ until its peers answer or its timeout is over, and torch has no call that
+ends such a wait (2.13). A connection that is shut down ends it at once, with an error. Linux only: elsewhere
+nothing is found, and a wait ends with its timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+def listening_ports() -> set[int]:
+    """The TCP ports that this process listens on; each gloo group has one of its own."""
+    return {
+        int(connection.getsockname()[1])
+        for connection in _tcp_sockets()
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+
+
+def cut(own: Collection[int], others: Collection[int]) -> int:
+    """Shut down the connections that begin or end at a port of a gloo group; how many there were.
+
+    Args:
+        own: ports that this process listens on: connections that were accepted there.
+        others: ports that other ranks listen on: connections that this process has opened.
+    """
+    count = 0
+    for connection in _tcp_sockets():
+        with contextlib.suppress(OSError):  # not connected, or shut down by the other end in this moment
+            local, remote = connection.getsockname()[1], connection.getpeername()[1]
+            if local in own or remote in others:
+                connection.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+_groups: dict[int, str] = {}
+"""Descriptors of the sockets of this process's groups, and the kernel's name of each socket."""
+
+
+def remember(before: Collection[str]) -> None:
+    """Note the sockets of groups: those that are new since `before`, which `socket_names` returned."""
+    _groups.update({number: name for number, name in _names().items() if name not in before})
+
+
+def socket_names() -> set[str]:
+    """The kernel's names of this process's sockets."""
+    return set(_names().values())
+
+
+def drop_inherited() -> None:
+    """In a forked process: let go of the sockets of the parent's groups.
+
+    If a rank is killed while its workers live, its connections would stay open as long as they do, and the
+    other ranks would wait. The descriptors stay in use, since torch's objects name them by number.
+    """
+    names = _names() if _groups else {}
+    inherited = [number for number, name in _groups.items() if names.get(number) == name]
+    _groups.clear()
+    if not inherited:
+        return
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in inherited:
+        os.dup2(nothing, number)
+    os.close(nothing)
+
+
+def _names() -> dict[int, str]:
+    names: dict[int, str] = {}
+    if _DESCRIPTORS.is_dir():
+        for number in os.listdir(_DESCRIPTORS):  # noqa: PTH208 - a path for each name would cost more
+            with contextlib.suppress(OSError):  # closed since it was listed
+                name = os.readlink(_DESCRIPTORS / number)  # noqa: PTH115 - no path exists
+                if name.startswith("socket:"):
+                    names[int(number)] = name
+    return names
+
+
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """The TCP sockets of this process, each as a duplicate that is closed again."""
+    for number in _names():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and (
+                connection.type == socket.SOCK_STREAM
+            ):
+                yield connection

@@ -1,0 +1,105 @@
+"""What ranks say of themselves if one waits for too long, and which fault follows from it.
+
+Only what is certain counts as a fault: a rank that left, or ranks that made different calls. A rank that
+is silent may still come. Everything here is a pure function; `peers.py` sends the records.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class Record:
+    """What one rank says of itself.
+
+    Attributes:
+        rank: which rank.
+        count: how many calls of all ranks it has begun.
+        names: the newest of these calls; the last is call number `count`.
+        inside: whether it is inside that call.
+        place: the line of the script that made the call, if that can be told.
+        left: why the rank left the world, as the predicate of a sentence; None if it has not left.
+        failed: whether it left because call number `count` raised.
+        follows: whether it left because it had lost another rank.
+        ports: the TCP ports of its gloo groups.
+        answers: the number of the newest roll call that it answers.
+    """
+
+    rank: int
+    count: int = 0
+    names: tuple[str, ...] = attrs.field(default=(), converter=tuple[str, ...])
+    inside: bool = False
+    place: str = ""
+    left: str | None = None
+    failed: bool = False
+    follows: bool = False
+    ports: tuple[int, ...] = attrs.field(default=(), converter=tuple[int, ...])
+    answers: int = 0
+
+    def text(self) -> str:
+        """As JSON, for a store."""
+        return json.dumps(attrs.asdict(self))
+
+    @staticmethod
+    def of(text: str | bytes) -> Record:
+        """The inverse of `text`."""
+        return Record(**json.loads(text))
+
+    def name(self, number: int) -> str | None:
+        """The name of one call; None if it is too old, or was not made."""
+        at = number - self.count - 1
+        return self.names[at] if -len(self.names) <= at < 0 else None
+
+    def at(self, number: int) -> str:
+        """One call, and the line of the script that made it if it is the newest one."""
+        place = f" ({self.place})" if self.place and number == self.count else ""
+        return f"{self.name(number)}{place}"
+
+    @property
+    def call(self) -> str:
+        """The newest call, and the line of the script that made it."""
+        return self.at(self.count)
+
+    @property
+    def departure(self) -> str:
+        """How and after which call the rank left."""
+        if self.failed:
+            return f"{self.left}, in call {self.count}, {self.call}"
+        if self.count == 0:
+            return f"{self.left}, before its first call"
+        return f"{self.left}, after call {self.count}, {self.call}"
+
+
+def find_fault(me: Record, others: Collection[Record]) -> str | None:
+    """What keeps this rank's newest call from ever ending, if that is certain; else None.
+
+    Example: `find_fault(Record(rank=0, count=2, names=("a", "b")), [Record(rank=1, left="exited")])`.
+    """
+    ordered = sorted(others, key=lambda record: record.rank)
+    for other in ordered:
+        number = _first_difference(me, other)
+        if number is not None:
+            mine, theirs = me.at(number), other.at(number)
+            return (
+                f"ranks make different calls: call {number} of this world is {mine} on rank {me.rank} "
+                f"and {theirs} on rank {other.rank}"
+            )
+    for other in ordered:
+        stopped = other.left is not None and not other.follows
+        if stopped and (other.count < me.count or (other.failed and other.count == me.count)):
+            return (
+                f"rank {me.rank} waits in call {me.count}, {me.call}, for rank {other.rank}, "
+                f"which {other.departure}"
+            )
+    return None
+
+
+def _first_difference(me: Record, other: Record) -> int | None:
+    """The number of the first call that two ranks made differently, as far back as both remember."""
+    last = min(me.count, other.count)
+    first = max(me.count - len(me.names), other.count - len(other.names)) + 1
+    return next((number for number in range(first, last + 1) if me.name(number) != other.name(number)), None)

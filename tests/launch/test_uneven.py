@@ -1,0 +1,318 @@
+"""Ranks that do not make the same calls: each fault that is certain ends with an error that names both calls.
+
+No time is asserted. A rank that waits for its process group's timeout (600 s) is killed by `run_ranks`, and
+counts as hung.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import fnaccel as fa
+from fnaccel import peers
+from fnaccel.connections import listening_ports
+from fnaccel.launch import watch
+from fnaccel.launch.job import Job
+from fnaccel.launch.supervise import launch
+from fnaccel.world import current
+from tests.faulty import run_ranks, train
+
+pytestmark = pytest.mark.launcher
+STEP = "train_step(state, batch)"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Ranks are forks: they inherit these."""
+    monkeypatch.setattr(peers, "INTERVAL", 0.2)
+    monkeypatch.setattr(peers, "PATIENCE", 0.5)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return lambda program, *arguments: run_ranks(program, *arguments, folder=tmp_path)
+
+
+def waits(outcome, rank, *parts):
+    """See that a rank raised PeerLostError, and that it names another rank and these calls."""
+    assert outcome.error == "PeerLostError", outcome
+    assert re.search(rf"\brank {rank}\b", outcome.what), outcome
+    assert not [part for part in parts if part not in outcome.what], outcome
+    assert "\n  where: " in outcome.what
+    assert "\n  fix: " in outcome.what
+
+
+@pytest.mark.parametrize(
+    ("faulty", "name", "error", "reason"),
+    [
+        (
+            0,
+            "leaves its loop early",
+            "returned",
+            f"left the world, after call 4, {STEP}",
+        ),  # it keeps the store
+        (1, "leaves its loop early", "returned", f"left the world, after call 4, {STEP}"),
+        (1, "closes the world early", "returned", "left the world, after call 4"),
+        (1, "leaves a step out", "returned", "left the world, after call 8"),
+        (
+            0,
+            "raises in the loss",
+            "ValueError",
+            f"ended with ValueError: boom in the loss, in call 5, {STEP}",
+        ),
+        (1, "sys.exit(0)", "SystemExit", "ended with exit code 0, after call 4"),
+    ],
+)
+def test_a_rank_that_leaves_is_named(run, tmp_path, faulty, name, error, reason):
+    outcomes = run(train, [faulty], name, tmp_path, "ddp")
+    assert outcomes[faulty].error == error
+    for outcome in outcomes:
+        if outcome.rank != faulty:
+            waits(outcome, faulty, STEP, reason)
+
+
+def test_a_rank_that_takes_a_step_more_is_told_who_left(run, tmp_path):
+    outcomes = run(train, [1], "takes a step more", tmp_path, "ddp")
+    assert [outcome.error for outcome in outcomes] == ["returned", "PeerLostError", "returned"]
+    assert re.search(r"for rank [02], which left the world, after call 9", outcomes[1].what)
+    assert f"rank 1 waits in call 10, {STEP} (faulty.py:" in outcomes[1].what
+
+
+@pytest.mark.parametrize(
+    ("faulty", "name", "call"),
+    [
+        ([1], "gathers, the others step", "fa.gather"),
+        ([0, 2], "gathers, the others step", "fa.gather"),
+        ([1], "saves, the others step", "fa.save"),
+        ([0, 2], "evaluates, the others step", "fa.evaluate"),
+    ],
+)
+def test_ranks_in_different_calls(run, tmp_path, name, call, faulty):
+    outcomes = run(train, faulty, name, tmp_path, "ddp")
+    for outcome in outcomes:
+        other = next(rank for rank in range(3) if (rank in faulty) != (outcome.rank in faulty))
+        assert outcome.error == "PeerLostError", outcome
+        assert "ranks make different calls: call 5 of this world is " in outcome.what
+        assert f"{call} (faulty.py:" in outcome.what
+        assert f"{STEP} (faulty.py:" in outcome.what
+        assert f"rank {outcome.rank}" in outcome.what
+        assert any(f"rank {rank}" in outcome.what for rank in {other, *range(3)} - {outcome.rank})
+
+
+def test_objects_of_a_save_are_not_taken_for_others(run, tmp_path):
+    outcomes = run(train, [1], "gathers objects, the others save", tmp_path, "ddp")
+    assert [outcome.error for outcome in outcomes] == ["RankMismatchError"] * 3, outcomes
+    assert "gather_objects(in fa.save) on ranks 0 and 2, gather_objects() on rank 1" in outcomes[0].what
+
+
+def test_a_rank_that_is_killed_is_named(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "ANSWER", 1.0)
+    outcomes = run(train, [1], "kill -9", tmp_path, "ddp")
+    assert outcomes[1].error == "ended with -9"
+    for outcome in (outcomes[0], outcomes[2]):
+        waits(outcome, 1, f"call 5, {STEP}", "no answer, so it exited, was killed or is cut off")
+
+
+def ends_before_the_first_call():
+    fa.start(device="cpu")
+    if current().rank == 1:
+        sys.exit(0)
+    fa.gather(torch.ones(1))
+
+
+def test_a_rank_that_exits_before_its_first_call(run):
+    outcomes = run(ends_before_the_first_call)
+    for outcome in (outcomes[0], outcomes[2]):
+        waits(outcome, 1, "fa.gather (test_uneven.py:", "exited, before its first call")
+
+
+def late():
+    """Ranks that are slow, each in another place, and do nothing wrong."""
+    with fa.start(device="cpu") as world:
+        fa.gather(torch.ones(1))
+        if world.rank == 0:
+            time.sleep(2.0)
+        world.barrier()
+        if world.rank == 1:
+            time.sleep(2.0)  # the others wait in a clean end
+        total = fa.reduce(torch.ones(1))
+        if world.rank == 2:
+            time.sleep(1.5)
+    return total
+
+
+def test_a_slow_rank_is_no_fault(run, monkeypatch):
+    monkeypatch.setattr(peers, "DEPARTURE", 0.5)
+    assert [outcome.error for outcome in run(late)] == ["returned"] * 3
+
+
+def leaves_no_thread():
+    before = listening_ports()  # what the fork has inherited
+    with fa.start(device="cpu") as world:
+        world.barrier()
+        assert any(thread.name == "fnaccel-peers" for thread in threading.enumerate())
+    assert not any(thread.name == "fnaccel-peers" for thread in threading.enumerate())
+    assert listening_ports() == before
+    with fa.start(device="cpu") as world:  # and it can begin again
+        world.barrier()
+
+
+def test_nothing_is_left_of_a_world(run):
+    outcomes = run(leaves_no_thread)
+    assert [outcome.error for outcome in outcomes] == ["returned"] * 3, outcomes
+
+
+def test_one_rank_has_no_log_and_no_thread():
+    with fa.start(device="cpu") as world:
+        assert world.calls is None
+        assert not any(thread.name == "fnaccel-peers" for thread in threading.enumerate())
+
+
+def copies_of_connections():
+    """A forked process holds copies of this rank's connections: closing them here closes nothing."""
+    with fa.start(device="cpu") as world:
+        world.barrier()
+        if world.rank == 1:
+            child = os.fork()
+            if child == 0:
+                for path in list(
+                    Path("/proc/self/fd").iterdir()
+                ):  # the parent waits for the end of its pipes
+                    with contextlib.suppress(OSError):
+                        if str(path.readlink()).startswith("pipe:"):
+                            os.close(int(path.name))
+                time.sleep(30)
+                os._exit(0)
+            return
+        world.barrier()
+
+
+def test_a_rank_with_forked_workers_leaves(run):
+    outcomes = run(copies_of_connections)
+    assert outcomes[1].error == "returned"
+    for outcome in (outcomes[0], outcomes[2]):
+        waits(outcome, 1, "world.barrier", "left the world, after call 1")
+
+
+def sockets_of_a_worker(folder):
+    """What connections a forked process holds: a rank that is killed is seen to go while its workers live."""
+    with fa.start(device="cpu") as world:
+        world.barrier()
+        child = os.fork()
+        if child == 0:
+            connected = []
+            for path in Path("/proc/self/fd").iterdir():
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as connection:
+                    connected.append(connection.getpeername()[1])
+            store = int(os.environ["MASTER_PORT"])
+            others = [port for port in connected if port != store]
+            Path(folder, f"worker{world.rank}").write_text(repr(others))
+            os._exit(0)
+        os.waitpid(child, 0)
+        world.barrier()  # the parent's connections are as they were
+
+
+def test_a_forked_worker_lets_go_of_the_connections(run, tmp_path):
+    outcomes = run(sockets_of_a_worker, tmp_path)
+    assert [outcome.error for outcome in outcomes] == ["returned"] * 3, outcomes
+    assert [(tmp_path / f"worker{rank}").read_text() for rank in (1, 2)] == ["[]"] * 2
+
+
+def comes_late(absent):
+    if int(os.environ["RANK"]) != absent:
+        fa.start(device="cpu", timeout=2.0)
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_never_comes_is_named(run, absent):
+    outcomes = run(comes_late, absent)
+    for outcome in outcomes:
+        if outcome.rank != absent:
+            assert outcome.error == "WorldError"
+            assert f"rank {absent} did not come to fa.start within 2 s" in outcome.what
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_the_launcher_names_a_rank_that_exits_before_start(launcher, early):
+    script = launcher.write(f"""
+        import os, sys, fnaccel as fa
+        if os.environ["RANK"] == "{early}":
+            sys.exit(0)
+        with fa.start(device="cpu") as world:
+            world.barrier()
+    """)
+    ended = launcher("-n", 3, script)
+    assert ended.code == 1
+    assert ended.err.startswith(f"LaunchError: rank {early} exited with code 0 before fa.start, where rank")
+    assert "\n  where: fnaccel launch script.py\n  fix: " in ended.err
+    assert "Traceback" not in ended.err
+
+
+def launched(script, err):
+    """The launcher itself in a fork of this process, which has the patches of a test."""
+    os.chdir(Path(script).parent)
+    os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = os.fdopen(2, "w")
+    os._exit(launch(Job(script=script, processes=3, cpu=True)))
+
+
+def test_the_launcher_names_a_rank_that_sleeps(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "NOTICE", 0.2)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time, fnaccel as fa\n"
+        "time.sleep(2 * (os.environ['RANK'] == '1'))\n"
+        "with fa.start() as world: world.barrier()\n"
+    )
+    err = tmp_path / "err"
+    process = multiprocessing.get_context("fork").Process(target=launched, args=(str(script), str(err)))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert err.read_text().startswith("fnaccel launch: rank")
+    assert re.search(r"in fa.start for rank 1, for 0.2 s by now\n", err.read_text())
+
+
+def test_scripts_without_start_may_end_when_they_like(launcher):
+    script = launcher.write("import os, time; time.sleep(0.3 * int(os.environ['RANK']))")
+    ended = launcher("-n", 2, script)
+    assert (ended.code, ended.err) == (0, "")
+
+
+LISTENS = """
+    import os, fnaccel as fa
+    with fa.start(device="cpu") as world:
+        world.barrier()
+        inodes = set()
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                inodes.add(os.readlink(f"/proc/self/fd/{name}").strip("socket:[]"))
+            except OSError:
+                pass
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            for line in open(table).readlines()[1:] if os.path.exists(table) else []:
+                fields = line.split()
+                if fields[3] == "0A" and fields[9] in inodes:
+                    print(world.rank, fields[1].split(":")[0], flush=True)
+        world.barrier()
+"""
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def test_ranks_of_one_machine_listen_on_the_loopback_only(launcher):
+    ended = launcher("-n", 2, launcher.write(LISTENS))
+    assert ended.code == 0, ended.err
+    listening = [line.split() for line in ended.out.splitlines()]
+    assert sorted(rank for rank, _ in listening) == ["0", "0", "1"]  # gloo of each rank, and the store
+    assert {address for _, address in listening} <= LOOPBACK

@@ -1,0 +1,77 @@
+"""`find_fault`: what is certain from the records of ranks, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fnaccel.calls import NAMES, CallLog
+from fnaccel.errors import ArgumentError
+from fnaccel.faults import Record, find_fault
+
+
+def record(rank, names, **more):
+    return Record(rank=rank, count=len(names), names=names[-NAMES:], **more)
+
+
+NAME = st.sampled_from(["step", "gather", "save"])
+
+
+@given(st.lists(NAME, min_size=1), st.integers(0, 5))
+def test_ranks_that_are_behind_are_no_fault(names, behind):
+    me = record(0, names, inside=True)
+    assert find_fault(me, [record(1, names[: max(0, len(names) - behind)], inside=True)]) is None
+
+
+@given(st.lists(NAME, max_size=2 * NAMES), st.lists(NAME, max_size=3), st.lists(NAME, max_size=3))
+def test_the_first_call_that_differs_is_named_alike_on_both(names, mine, theirs):
+    me, other = record(0, [*names, "gather", *mine]), record(1, [*names, "save", *theirs])
+    number = len(names) + 1
+    said = find_fault(me, [other]), find_fault(other, [me])
+    assert f"call {number} of this world is gather on rank 0 and save on rank 1" in said[0]
+    assert f"call {number} of this world is save on rank 1 and gather on rank 0" in said[1]
+
+
+def test_a_rank_that_left_counts_if_it_will_not_make_the_call():
+    me = record(0, ["step"] * 3, inside=True)
+    before = record(1, ["step"] * 2, left="exited")
+    assert "rank 0 waits in call 3, step, for rank 1, which exited, after call 2, step" in find_fault(
+        me, [before]
+    )
+    assert find_fault(me, [record(1, ["step"] * 3, left="exited")]) is None, "it has made the call"
+    inside = record(1, ["step"] * 3, left="ended with ValueError", failed=True)
+    assert "which ended with ValueError, in call 3, step" in find_fault(me, [inside])
+
+
+def test_a_rank_that_left_for_another_one_is_not_to_blame():
+    me = record(0, ["step"] * 3, inside=True)
+    follower = record(1, ["step"] * 3, left="ended with PeerLostError", failed=True, follows=True)
+    assert find_fault(me, [follower]) is None
+    culprit = record(2, ["step"], left="exited")
+    assert "rank 2" in find_fault(me, [follower, culprit])
+
+
+def test_records_survive_a_store():
+    whole = record(3, ["a", "b"], inside=True, place="train.py:3", left="left", failed=True, ports=(4, 5))
+    assert Record.of(whole.text()) == whole
+
+
+def test_a_call_inside_of_a_call_is_no_call_of_its_own():
+    log = CallLog()
+    log.run("outer", lambda: log.run("inner", lambda: None))
+    assert (log.count, list(log.newest), log.thread) == (1, [(1, "outer")], None)
+
+
+def test_what_a_failed_collective_raises_is_replaced_once():
+    log = CallLog()
+    log.explain = lambda name, error: ArgumentError(f"{name}: {error}", where="here", fix="none")
+
+    def fail():
+        raise RuntimeError("closed by peer")
+
+    with pytest.raises(ArgumentError, match="outer: closed by peer") as caught:
+        log.run("outer", lambda: log.run("inner", fail))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert (log.failed, log.thread) == (1, None)
+    assert log.failed_at.startswith("test_faults.py:")
