@@ -131,7 +131,8 @@ def tensor_leaves(value: tree.Tree, name: str) -> tuple[list[torch.Tensor], Any,
     """The leaves of a tree of plain tensors, its structure, and what is wrong with it (or None)."""
     leaves, structure = tree.flatten(value)
     for at, leaf in enumerate(leaves):
-        if type(leaf) is not torch.Tensor and (problem := _not_plain(value, at, leaf, name)):
+        plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested
+        if not plain and (problem := _not_plain(value, at, leaf, name)):
             return [], structure, problem
     return leaves, structure, None
 
@@ -156,6 +157,8 @@ def _not_plain(value: tree.Tree, at: int, leaf: Any, name: str) -> ArgumentError
     elif tensors is not None and isinstance(leaf, tensors.DTensor):
         what = "a DTensor: it is spread over ranks already"
         fix = "pass leaf.full_tensor() for the whole, or leaf.to_local() for this rank's part"
+    elif leaf.is_nested:
+        what, fix = "a nested tensor", "pass torch.nested.to_padded_tensor(leaf, 0.0)"
     elif leaf.layout is not torch.strided or leaf.is_quantized:
         what, fix = f"a {leaf.layout} tensor", "pass leaf.to_dense(), or leaf.dequantize()"
     else:
