@@ -248,7 +248,10 @@ def _run_micro_batches(
                 _backward(engine, total, up_front, report, index == last)
     if engine.finish is not None:
         engine.finish()
-    grads = [_torch.local_of(g) if (g := leaf.param.grad) is not None else None for leaf in engine.leaves]
+    grads = [
+        g if (g := leaf.param.grad) is None or type(g) is torch.Tensor else _torch.local_of(g)
+        for leaf in engine.leaves
+    ]
     report.wait()
     multiplier = multiplier_of(loss, engine, report.weight, call.scale, up_front)
     return Gradients(engine.leaves, grads, multiplier, engine.norm_axes, device), report

@@ -71,17 +71,13 @@ tree.register_mapping(ReadOnlyDict)
 
 def fold(root: int, *parts: int) -> int:
     """Mix integers into one 63-bit seed (splitmix64, Steele et al. 2014), without a generator."""
-    value = _mix(root & _MASK)
-    for part in parts:
-        value = _mix(value ^ (part & _MASK))
+    value = 0
+    for part in (root, *parts):
+        value = (value ^ part) + 0x9E3779B97F4A7C15 & _MASK
+        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+        value ^= value >> 31
     return value >> 1
-
-
-def _mix(value: int) -> int:
-    value = value + 0x9E3779B97F4A7C15 & _MASK
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
-    return value ^ (value >> 31)
 
 
 class Lease:

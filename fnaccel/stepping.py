@@ -25,6 +25,7 @@ from fnaccel.step import Info
 from fnaccel.user_draws import drawing
 
 Rng = Literal["fold", "stream"]
+_NOTHING = contextlib.nullcontext()
 
 
 class Stepper:
@@ -36,7 +37,7 @@ class Stepper:
         self._where = where
         self._speaks = speaks
         # the library's own hooks draw nothing
-        self._library_only = contextlib.nullcontext() if lowered.own_hooks else None
+        self._library_only = _NOTHING if lowered.own_hooks else None
         self._meter: Meter | None = None
         self.reset()
 
@@ -107,8 +108,8 @@ class Stepper:
         """Run everything before an eager update; a captured step includes the update."""
         meter = self._meter
         call = self._call(state, lent, notice)
-        watched = contextlib.nullcontext() if meter is None else meter.watch([m.data for m in micros])
-        frozen = contextlib.nullcontext() if lent is None else lent.frozen()
+        watched = _NOTHING if meter is None else meter.watch([m.data for m in micros])
+        frozen = _NOTHING if lent is None else lent.frozen()
         # a schedule of the user's may raise
         reported, rates = owned.updater.rates(before.updates)
         with frozen, watched:
@@ -162,13 +163,13 @@ class Stepper:
             extras=before.extras,
             transforms=before.transforms,
         )
+        lease(following, to)
+        self._moved = True
         if update.idle is True:
             metrics["skipped"] = 1.0
         elif skip is not None:
             metrics["skipped"] = skip
             self._skips.put(skip)
-        lease(following, to)
-        self._moved = True
         return following, checked(metrics, update.idle)
 
     def _call(self, state: TrainState, lent: Given | None, notice: Notice | None) -> Call:

@@ -6,7 +6,9 @@ applies as it reads the gradient. Skipping is decided on the device, by `found_i
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -19,6 +21,7 @@ from fnaccel.optim import kernels
 from fnaccel.optim.description import Group, Optimizer, options_of, refuse_unknown
 from fnaccel.step import require
 
+_exists = functools.partial(operator.is_not, None)
 _DEVICES = frozenset({"cpu", "cuda", "xpu", "mps", "xla"})
 
 
@@ -96,7 +99,7 @@ class BoundFused:
                 divisor = torch.tensor(1.0 / multiplier if multiplier else math.inf, dtype=torch.float32)
         for work, rate in zip(self._work, rates, strict=True):
             # not `None in grads`: that compares every tensor with None, at 12 us each
-            if work.whole and all(grad is not None for grad in grads):
+            if work.whole and all(map(_exists, grads)):
                 taken, chosen = grads, None
             else:
                 chosen = [i for i, index in enumerate(work.indices) if grads[index] is not None]
