@@ -248,8 +248,9 @@ def _run_micro_batches(
                 _backward(engine, total, up_front, report, index == last)
     if engine.finish is not None:
         engine.finish()
+    plain = torch.Tensor
     grads = [
-        g if (g := leaf.param.grad) is None or type(g) is torch.Tensor else _torch.local_of(g)
+        g if (g := leaf.param.grad) is None or type(g) is plain else _torch.local_of(g)
         for leaf in engine.leaves
     ]
     report.wait()

@@ -35,15 +35,19 @@ class SkippedUpdates:
         if not isinstance(skip, torch.Tensor) or skip.device.type == "cpu":
             self._count(bool(skip))
             return
-        host = torch.empty_like(skip, device="cpu", pin_memory=True)
-        host.copy_(skip, non_blocking=True)
-        event: Any = torch.Event(skip.device.type)
-        event.record()
-        self._waiting.append((host, event))
+        event: Any = None
+        device = skip.device.type
+        if device != "xla":  # whose tensors of earlier steps are read without a wait
+            copy = torch.empty_like(skip, device="cpu", pin_memory=True)
+            skip = copy.copy_(skip, non_blocking=True)
+            event = torch.Event(device)
+            event.record()
+        self._waiting.append((skip, event))
         if len(self._waiting) > _LAG:
-            host, event = self._waiting.popleft()
-            event.synchronize()
-            self._count(bool(host))
+            earlier, event = self._waiting.popleft()
+            if event is not None:
+                event.synchronize()
+            self._count(bool(earlier))
 
     def _count(self, skipped: bool) -> None:
         self._in_a_row = self._in_a_row + 1 if skipped else 0
