@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from fnaccel import _torch, tree
 from fnaccel.checked_metrics import checked
 from fnaccel.compiled import Compilation, Meter
 from fnaccel.engine import Call, Micro, generators_of, undo
@@ -87,7 +88,7 @@ class Stepper:
                 update = self._until_update(owned, state, micros, lent, notice, before)
                 return self._finish(owned, state, before, update, position, to)
         except BaseException:
-            if not is_stale(state) and not buffers.put_back():
+            if not is_stale(state) and (not buffers.put_back() or before.own_changed()):
                 donate(state)
             raise
 
@@ -277,7 +278,7 @@ class _Update:
 class _Before:
     """What is needed of a state after it was donated."""
 
-    __slots__ = ("extras", "root", "scale", "step", "transforms", "updates")
+    __slots__ = ("_versions", "extras", "root", "scale", "step", "transforms", "updates")
 
     def __init__(self, state: TrainState) -> None:
         self.step = state.step
@@ -286,3 +287,13 @@ class _Before:
         self.scale = state.scale
         self.extras = state.extras
         self.transforms: dict[str, Any] = dict(state.transforms)
+        self._versions = _versions(state.transforms) if self.transforms else []
+
+    def own_changed(self) -> bool:
+        """Whether a transform of the user's changed a tensor of its state in place."""
+        return any(_torch.version_of(tensor) != version for tensor, version in self._versions)
+
+
+def _versions(own: Any) -> list[tuple[torch.Tensor, int]]:
+    tensors = [leaf for leaf in tree.leaves(own) if isinstance(leaf, torch.Tensor)]
+    return [(tensor, _torch.version_of(tensor)) for tensor in tensors]
