@@ -71,6 +71,29 @@ def _check_leaf(value: Any) -> None:
             _check_leaf(inner)
     elif isinstance(value, torch.Tensor):
         parts_of(value, 1, "the loss function's aux")
+    elif isinstance(value, Concat):
+        _check_concat(value)
+    elif isinstance(value, str):
+        raise _no_metric(value)
+
+
+def _check_concat(value: Concat) -> None:
+    rows = value.value
+    if not isinstance(rows, torch.Tensor) or rows.dim() == 0:
+        kind = "a scalar" if isinstance(rows, torch.Tensor) else type(rows).__name__
+        raise LossError(
+            f"fa.Concat holds {kind}, not a tensor of rows",
+            where="the loss function's aux",
+            fix="fa.Concat(tensor of shape [rows, ...]); fa.evaluate gathers other objects",
+        )
+
+
+def _no_metric(value: Any) -> LossError:
+    return LossError(
+        f"aux holds {type(value).__name__}, which can't be added up over micro-batches and ranks",
+        where="the loss function's aux",
+        fix="return numbers, tensors, fa.Mean, fa.Sum or fa.Concat; print or log the rest",
+    )
 
 
 def _taken(names: list[str]) -> LossError:
@@ -160,12 +183,16 @@ class AuxValues:
             )
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Concat):
+                _check_concat(leaf)
                 rows = plain(leaf.value)
                 self._concats[index].append(rows if valid else rows[:0])
             elif valid:
                 total, weight = parts_of(leaf, 1, "the loss function's aux")
                 old_total, old_weight = self._pairs[index]
-                self._pairs[index] = (old_total + plain(total), old_weight + plain(weight))
+                try:
+                    self._pairs[index] = (old_total + plain(total), old_weight + plain(weight))
+                except TypeError as error:
+                    raise _no_metric(total) from error
 
     @property
     def shape(self) -> str:
