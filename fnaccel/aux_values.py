@@ -72,6 +72,18 @@ def _check_leaf(value: Any) -> None:
             _check_leaf(inner)
     elif isinstance(value, torch.Tensor):
         parts_of(value, 1, "the loss function's aux")
+    elif isinstance(value, Concat):
+        rows_of_concat(value, "the loss function's aux")
+    elif isinstance(value, str):
+        raise _no_metric(value)
+
+
+def _no_metric(value: Any) -> LossError:
+    return LossError(
+        f"aux holds {type(value).__name__}, which can't be added up over micro-batches and ranks",
+        where="the loss function's aux",
+        fix="return numbers, tensors, fa.Mean, fa.Sum or fa.Concat; print or log the rest",
+    )
 
 
 def _taken(names: list[str]) -> LossError:
@@ -167,7 +179,10 @@ class AuxValues:
             elif valid:
                 total, weight = parts_of(leaf, 1, "the loss function's aux")
                 old_total, old_weight = self._pairs[index]
-                self._pairs[index] = (old_total + plain(total), old_weight + plain(weight))
+                try:
+                    self._pairs[index] = (old_total + plain(total), old_weight + plain(weight))
+                except TypeError as error:
+                    raise _no_metric(total) from error
 
     @property
     def shape(self) -> str:

@@ -23,7 +23,7 @@ from fnaccel.devices import stream_of
 from fnaccel.errors import LossError, MicroBatchError
 from fnaccel.gradients import Gradients
 from fnaccel.leaf import Leaf
-from fnaccel.loss import check_attached, check_weight, read_loss
+from fnaccel.loss import check_attached, check_reached, check_weight, read_loss
 from fnaccel.mesh import Mesh, MeshAxis
 from fnaccel.notice import Notice
 from fnaccel.reports import Report
@@ -253,6 +253,8 @@ def _run_micro_batches(
         g if (g := leaf.param.grad) is None or type(g) is plain else _torch.local_of(g)
         for leaf in engine.leaves
     ]
+    if engine.bound is None and not engine.norm_axes:  # a runtime may keep gradients to itself
+        check_reached(grads, loss.where)
     report.wait()
     multiplier = multiplier_of(loss, engine, report.weight, call.scale, up_front)
     return Gradients(engine.leaves, grads, multiplier, engine.norm_axes, device), report

@@ -56,6 +56,12 @@ def lend(given: Mapping[str, Any], borrower: Any) -> Given:
         ArgumentError: a value is no state, or belongs to the borrower itself.
         StaleStateError, UnleasedStateError: a state that is not live.
     """
+    if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's
+        raise ArgumentError(
+            f"given is {type(given).__name__}, not a dict of states",
+            where="train_step(state, batch, given=...)",
+            fix='given={"teacher": teacher_state}',
+        )
     models: dict[str, Any] = {}
     engines: list[Engine] = []
     for name, state in given.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -121,6 +122,12 @@ def read_loss(output: Any, where: str) -> LossParts:
         total, weight, aux = output, 1, None
     if not isinstance(total, torch.Tensor):
         raise _no_tensor(total, where)
+    if total.is_complex():
+        raise LossError(
+            f"the loss is complex: {total.dtype}",
+            where=where,
+            fix="take its real part, or its absolute value",
+        )
     if total.dim() != 0:
         raise LossError(
             f"the loss is not a scalar: it has shape {list(total.shape)}",
@@ -203,6 +210,16 @@ def idle(weight: Any) -> Any:
             return (~((weight > 0) & (weight < math.inf))).float()
         weight = float(weight)
     return not 0 < weight < math.inf
+
+
+def check_reached(grads: Sequence[Any], where: str) -> None:
+    """Raise LossError if no parameter of a model that lies whole on this rank got a gradient."""
+    if all(grad is None for grad in grads):
+        raise LossError(
+            "no trainable parameter got a gradient: the loss does not depend on them",
+            where=where,
+            fix="compute it with the model that the loss function is given: def loss_fn(model, batch)",
+        )
 
 
 def check_attached(total: torch.Tensor, where: str) -> None:

@@ -23,7 +23,7 @@ from fnaccel.notice import Notice
 from fnaccel.owned import assemble
 from fnaccel.plan import Plan, compare, host_reads, make_plan
 from fnaccel.scoping import compile_notes, resolve_scope
-from fnaccel.state import TrainState, lease_of
+from fnaccel.state import TrainState, check_ema, lease_of
 from fnaccel.state_owner import StateOwner
 from fnaccel.step import Step, as_step, freeze
 from fnaccel.stepping import Rng, Stepper
@@ -146,6 +146,7 @@ class TrainStep:
 
         Raises:
             TreeMismatchError: every path, shape and dtype that differs; nothing was changed.
+            ArgumentError: no state.
             StaleStateError: `state` was donated.
             AveragedError: inside of `averaged`.
         """
@@ -239,9 +240,11 @@ class TrainStep:
         Raises:
             StaleStateError, UnleasedStateError: not the live state.
             AveragedError: inside of another `averaged`.
+            ArgumentError: a step without `with_ema`.
         """
         owned = self._owner.owned
         held = lease_of(state, "train_step.averaged(state)")
+        check_ema(state, "train_step.averaged(state)")
         owned.check_modules()
         exchange = owned.averages_in_place()
         with exchange:

@@ -17,7 +17,7 @@ from fnaccel.every_rank import every_rank
 from fnaccel.program import TrainStep
 from fnaccel.scoring import Scores
 from fnaccel.signals import SIGNALS
-from fnaccel.state import Position, TrainState, lease_of
+from fnaccel.state import Position, TrainState, check_ema, check_state, lease_of
 from fnaccel.step import require
 from fnaccel.tracking import Log, Tracker
 
@@ -77,7 +77,7 @@ def scan(
 
     Raises:
         LoaderError: an epoch holds nothing.
-        ArgumentError: not shards, or bad counts.
+        ArgumentError: not shards, not a state, not a tracker, or bad counts.
         UnknownNameError: no such signal.
         CheckpointError: a save failed.
         Preempted: all ranks have saved because of a signal, and are to end.
@@ -85,6 +85,7 @@ def scan(
     Example: `for state, metrics in fa.scan(train_step, state, fa.shard(loader), progress=True): ...`
     """
     _check_shards(shards, "fa.scan")
+    check_state(state, "fa.scan")
     for name, count in (("steps", steps), ("epochs", epochs)):
         require(
             count is None or (isinstance(count, int) and count >= 0),
@@ -93,7 +94,7 @@ def scan(
             f"{name} is a count, from the beginning of the run",
         )
     require(log_every >= 1, f"log_every={log_every}", "fa.scan", "log_every is 1 or more")
-    several = (trackers,) if isinstance(trackers, Tracker) else tuple(trackers)
+    several = _trackers(trackers)
     require(
         save_every is None or (save_every >= 1 and directory is not None),
         f"save_every={save_every!r} with directory={directory!r}",
@@ -126,6 +127,21 @@ def scan(
     total = _total(train_step, state, shards, steps, epochs) if progress else None
     shown = {**(config or {}), "plan": str(train_step.plan)}
     return _logged(taken, several, shown, log_every, _Bar(total, state.step) if progress else None)
+
+
+def _trackers(trackers: Any) -> tuple[Tracker, ...]:
+    if isinstance(trackers, Tracker) or not isinstance(trackers, Iterable):
+        trackers = (trackers,)
+    several = tuple(trackers)
+    for tracker in several:
+        if isinstance(tracker, type) or not isinstance(tracker, Tracker):
+            name = f"the class {tracker.__name__}" if isinstance(tracker, type) else type(tracker).__name__
+            raise ArgumentError(
+                f"{name} is no tracker: it lacks start(config), log(step, metrics) and finish()",
+                where="fa.scan(trackers=)",
+                fix="trackers=fnaccel.track.JsonlTracker(path), or an object of yours with these methods",
+            )
+    return several
 
 
 @attrs.frozen
@@ -248,12 +264,9 @@ def evaluate(
     Example: `fa.evaluate(train_step, state, lambda m, b: fa.Mean(correct(m, b), weight=len(b["y"])), test)`
     """
     _check_shards(shards, "fa.evaluate")
-    if ema and state.ema is None:
-        raise ArgumentError(
-            "there are no averaged parameters to evaluate",
-            where="fa.evaluate(ema=True)",
-            fix="step = fa.with_ema(step, 0.999)",
-        )
+    check_state(state, "fa.evaluate")
+    if ema:
+        check_ema(state, "fa.evaluate(ema=True)")
     scores = Scores(train_step.mesh)
     every = attrs.evolve(shards, window=None)
     with contextlib.ExitStack() as stack:

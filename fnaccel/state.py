@@ -53,6 +53,12 @@ class ReadOnlyDict(dict[str, Any]):
             "torch.no_grad() state.params[name].copy_(value)",
         )
 
+    def update(self, *others: Any, **named: Any) -> None:
+        """Raise ReadOnlyError, unless every value is the one that is there, as after `functional_call`."""
+        new = dict(*others, **named)
+        if any(key not in self or self[key] is not value for key, value in new.items()):
+            self._refuse()
+
     __setitem__: Any = _refuse
     __delitem__: Any = _refuse
     __ior__: Any = _refuse
@@ -60,7 +66,6 @@ class ReadOnlyDict(dict[str, Any]):
     pop: Any = _refuse
     popitem: Any = _refuse
     setdefault: Any = _refuse
-    update: Any = _refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReadOnlyDict, (dict(self),)
@@ -192,12 +197,7 @@ def lease_of(state: TrainState, where: str, *, averaged: bool = False) -> Lease:
         StaleStateError: it was donated.
         UnleasedStateError: it was made by hand (`evolve`, a tree map).
     """
-    if not isinstance(state, TrainState):
-        raise ArgumentError(
-            f"this is {type(state).__name__}, not the state of a train step",
-            where=where,
-            fix="state = train_step.init(seed=0), then pass on what each call returns",
-        )
+    check_state(state, where)
     check_live(state)
     held: Lease | None = object.__getattribute__(state, "_lease")
     if held is None or held.live is not state:
@@ -209,6 +209,25 @@ def lease_of(state: TrainState, where: str, *, averaged: bool = False) -> Lease:
     if not averaged:
         refuse_averaged(held, where)
     return held
+
+
+def check_state(state: Any, where: str) -> None:
+    """Raise ArgumentError for anything but a state."""
+    if not isinstance(state, TrainState):
+        raise ArgumentError(
+            f"this is {type(state).__name__}, not the state of a train step",
+            where=where,
+            fix="state = train_step.init(seed=0), then pass on what each call returns: "
+            "state, metrics = train_step(state, batch)",
+        )
+
+
+def check_ema(state: TrainState, where: str) -> None:
+    """Raise ArgumentError if a state holds no averaged parameters."""
+    if state.ema is None:
+        raise ArgumentError(
+            "there are no averaged parameters", where=where, fix="step = fa.with_ema(step, 0.999)"
+        )
 
 
 def refuse_averaged(held: Lease | None, where: str) -> None:

@@ -14,7 +14,16 @@ from fnaccel.interrupts import SigintHeld
 from fnaccel.mesh import Mesh
 from fnaccel.owned import Owned
 from fnaccel.plan import Plan
-from fnaccel.state import Lease, TrainState, donate, is_stale, lease, lease_of, refuse_averaged
+from fnaccel.state import (
+    Lease,
+    TrainState,
+    check_state,
+    donate,
+    is_stale,
+    lease,
+    lease_of,
+    refuse_averaged,
+)
 
 
 class StateOwner:
@@ -89,6 +98,7 @@ class StateOwner:
     def adopt(self, state: TrainState) -> TrainState:
         """See `TrainStep.adopt`."""
         owned = self.owned
+        check_state(state, "train_step.adopt(state)")
         refuse_averaged(self.lease, "train_step.adopt(state)")
         if state is self.lease.live:
             return state

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from fnaccel import _torch, tree
 from fnaccel.checked_metrics import checked
 from fnaccel.compiled import Compilation, Meter
 from fnaccel.engine import Call, Micro, generators_of, undo
@@ -92,7 +93,7 @@ class Stepper:
                 return self._finish(owned, state, before, update, position, to)
         except BaseException:
             torch.set_grad_enabled(grad_mode)  # an interrupt may have cut off the end of a `no_grad`
-            if not is_stale(state) and not buffers.put_back():
+            if not is_stale(state) and (not buffers.put_back() or before.own_changed()):
                 donate(state)
             raise
 
@@ -283,7 +284,7 @@ class _Update:
 class _Before:
     """The fields of a state that are read after it was donated."""
 
-    __slots__ = ("extras", "root", "scale", "step", "transforms", "updates")
+    __slots__ = ("_versions", "extras", "root", "scale", "step", "transforms", "updates")
 
     def __init__(self, state: TrainState) -> None:
         self.step = state.step
@@ -292,3 +293,13 @@ class _Before:
         self.scale = state.scale
         self.extras = state.extras
         self.transforms: dict[str, Any] = dict(state.transforms)
+        self._versions = _versions(state.transforms) if self.transforms else []
+
+    def own_changed(self) -> bool:
+        """Whether a transform of the user's changed a tensor of its state in place."""
+        return any(_torch.version_of(tensor) != version for tensor, version in self._versions)
+
+
+def _versions(own: Any) -> list[tuple[torch.Tensor, int]]:
+    tensors = [leaf for leaf in tree.leaves(own) if isinstance(leaf, torch.Tensor)]
+    return [(tensor, _torch.version_of(tensor)) for tensor in tensors]

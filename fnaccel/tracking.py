@@ -5,6 +5,7 @@ The trackers themselves are in `fnaccel.track`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -106,9 +107,13 @@ class Log:
         self._fetcher = Fetcher()
         self._started: list[Tracker] = []
         self.failures: Counter[str] = Counter()
-        for tracker in self._trackers:
-            tracker.start(config)
-            self._started.append(tracker)
+        try:
+            for tracker in self._trackers:
+                tracker.start(config)
+                self._started.append(tracker)
+        except BaseException:
+            self._finish()
+            raise
 
     def put(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take one step's metrics, and pass on what has arrived of it and earlier ones."""
@@ -128,10 +133,15 @@ class Log:
         try:
             self._pass_on(wait=True)
         finally:
-            while self._started:
-                self._guarded(self._started.pop(), "finish")
+            self._finish()
             for name, count in self.failures.items():
                 _logger.error("%s raised %d times; training went on", name, count)
+
+    def _finish(self) -> None:
+        """End the trackers that were started; each of them, also if a Ctrl-C ends another."""
+        with contextlib.ExitStack() as stack:
+            while self._started:
+                stack.callback(self._guarded, self._started.pop(0), "finish")
 
     def _guarded(self, tracker: Tracker, method: str, *args: Any) -> None:
         """Call a method of a tracker; what it raises is logged."""

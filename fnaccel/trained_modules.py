@@ -1,6 +1,7 @@
 """`TrainedModules`: notices a parameter that was replaced, added or removed after the model was built.
 
-The optimizer updates the parameters that it was made for, so any other would stay as it is, silently.
+The optimizer updates the parameters that it was made for, so any other would stay as it is, silently. A
+buffer that is added later is noticed too, since states do not hold it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
+from fnaccel import _torch
 from fnaccel.errors import ReplacedParameterError
 from fnaccel.leaf import Leaf
 
@@ -29,8 +32,14 @@ def _on_registration(module: nn.Module, name: str, value: Any) -> None:  # noqa:
         owner.suspicious = True
 
 
+def _on_buffer(module: nn.Module, name: str, value: Any) -> None:
+    # a buffer that only gets another value is no news
+    if value is not None and _torch.buffers_of(module).get(name) is None:
+        _on_registration(module, name, value)
+
+
 class TrainedModules:
-    """The parameters that modules had when their optimizer was made.
+    """The parameters that modules had when their optimizer was made, and the names of their buffers.
 
     torch calls a hook when a parameter or a module is registered, so that no step walks over the modules.
     A parameter whose storage was replaced (`param.data = value`, `model.half()`) is found by its address.
@@ -44,6 +53,7 @@ class TrainedModules:
         self.suspicious = False
         self._modules = dict(modules)
         self._names = self._named()
+        self._buffers = self._saved_buffers()
         self._identities = {name: id(value) for name, value in self._names.items()}
         whole = [leaf for leaf in leaves if leaf.param.device.type in ("cpu", "cuda") and not leaf.sharded]
         # a strategy may keep empty parameters in the modules, and show others
@@ -53,6 +63,7 @@ class TrainedModules:
         if not _hooks:
             _hooks.append(register_module_parameter_registration_hook(_on_registration))
             _hooks.append(register_module_module_registration_hook(_on_registration))
+            _hooks.append(register_module_buffer_registration_hook(_on_buffer))
         for root in modules.values():
             for module in root.modules():
                 _watched[module] = weakref.ref(self)
@@ -64,8 +75,19 @@ class TrainedModules:
             for name, value in root.named_parameters(remove_duplicate=False)
         }
 
+    def _saved_buffers(self) -> set[str]:
+        found: set[str] = set()
+        for key, root in self._modules.items():
+            names = {name for name, _ in root.named_buffers(remove_duplicate=False)}
+            names -= set(_torch.transient_buffers(root))
+            found |= names if key is None else {f"{key}/{name}" for name in names}
+        return found
+
     def check(self) -> None:
-        """Raise ReplacedParameterError if a parameter is another than when the optimizer was made."""
+        """Raise ReplacedParameterError if a parameter is another than when the optimizer was made.
+
+        The same is raised for a buffer that is new and that the model saves.
+        """
         if self.suspicious:
             self._check_names()
             self.suspicious = False
@@ -88,6 +110,14 @@ class TrainedModules:
         ]
         if changes:
             raise _replaced("; ".join(changes[:5]))
+        added = sorted(self._saved_buffers() - self._buffers)
+        if added:
+            raise ReplacedParameterError(
+                f"the buffer {', '.join(added[:5])} was added after the first state: no checkpoint has it",
+                where="the model of this train step",
+                fix="register it with a tensor in the constructor; or with persistent=False, if it need not "
+                "be saved",
+            )
 
     def close(self) -> None:
         """Watch these modules no longer."""

@@ -113,8 +113,7 @@ def combine(first: Tree, second: Tree) -> Tree:
     """The inverse of `partition`: where `first` holds `None`, take from `second`."""
     return optree.tree_map(
         lambda a, b: b if a is None else a,
-        first,
-        second,
+        *_alike(first, second),
         none_is_leaf=True,
         namespace=NAMESPACE,
     )
@@ -131,17 +130,25 @@ def to(tree: Tree, device: torch.device | str, *, non_blocking: bool = False) ->
 
 
 def allclose(first: Tree, second: Tree, *, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """Whether two trees have one structure and all their leaves agree (tensors to tolerance)."""
+    """Whether two trees have one structure and all their leaves agree (tensors to tolerance).
+
+    Every rank must call it if tensors are sharded, since they are gathered one by one.
+    """
     first, second = _alike(first, second)
     if structure(first) != structure(second):
         return False
     for a, b in zip(leaves(first), leaves(second), strict=True):
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            a, b = _whole(a), _whole(b)
             if a.shape != b.shape or not torch.allclose(a, b, rtol=rtol, atol=atol):
                 return False
         elif a != b:
             return False
     return True
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
 
 
 def register(

@@ -30,7 +30,7 @@ from fnaccel.engine import (
 )
 from fnaccel.errors import CapabilityError
 from fnaccel.gradients import Gradients, added, apart, laid_out
-from fnaccel.loss import check_attached, idle, masked, read_loss
+from fnaccel.loss import check_attached, check_reached, idle, masked, read_loss
 from fnaccel.optim import kernels
 from fnaccel.reports import Report
 from fnaccel.step import GradientHook, Info, UpdateHook
@@ -227,6 +227,7 @@ class WholeStep:
             check_attached(parts.total, self._loss.where)
             check_aux(parts.aux)
             grads: Any = torch.autograd.grad(parts.total, params, allow_unused=True)
+            self._check_reached(grads)
             return parts.aux, parts.weighted, [grad is not None for grad in grads]
         finally:
             for generator, state in states:
@@ -234,6 +235,10 @@ class WholeStep:
             with torch.no_grad():
                 for own, name, buffer, before in kept:
                     own[name] = buffer.copy_(before)
+
+    def _check_reached(self, grads: Sequence[Any]) -> None:
+        if self._group is None and not self._engine.norm_axes:  # another rank may have gradients
+            check_reached(grads, self._loss.where)
 
     def _keep(self, micro: Micro, weight: Any) -> torch.Tensor:
         """1, or 0 for a filler or a weight of 0: a tensor, since a number would be compiled in."""
@@ -276,6 +281,7 @@ class WholeStep:
             grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
             if carried is not None:
                 grads = [added(held, grad) for held, grad in zip(carried, grads, strict=True)]
+            self._check_reached(grads)
             if not self._loss.sync_each:
                 grads = self._average(grads, params)
             pairs = zip(grads, self._capture.leaves, strict=True)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -148,7 +149,7 @@ def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf]) -> list[Group]:
     """Sort leaves into groups by the first pattern that matches, then by dtype and device.
 
     Raises:
-        ArgumentError: a pattern matches no parameter.
+        ArgumentError: a pattern matches no parameter, or a schedule gives no rate.
     """
     unused = {pattern for pattern, _ in optimizer.groups}
     sorted_leaves: dict[tuple[int, torch.dtype, str], list[Member]] = {}
@@ -173,6 +174,21 @@ def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf]) -> list[Group]:
     for (which, _, _), members in sorted_leaves.items():
         extra = dict(optimizer.groups[which][1]) if which >= 0 else {}
         lr = extra.pop("lr", None)
-        first = float((lr or optimizer.lr)(0))
+        first = _first_rate(lr or optimizer.lr, optimizer.name)
         groups.append(Group(tuple(members), {**dict(optimizer.options), **extra}, lr, first))
     return groups
+
+
+def _first_rate(schedule: Callable[[Any], Any], name: str) -> float:
+    value = schedule(0)
+    try:
+        rate = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        rate = math.nan
+    if not 0 <= rate < math.inf:
+        raise ArgumentError(
+            f"the schedule gives {value!r} for update 0, not a rate",
+            where=f"fa.{name}(lr=)",
+            fix="return a finite number from 0 on, or a 0-d tensor: lr=lambda updates: 0.1 / (updates + 1)",
+        )
+    return rate

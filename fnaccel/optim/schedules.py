@@ -276,7 +276,13 @@ class FromTorch:
         self._optimizer = _Stepped([torch.zeros(1, requires_grad=True)], {"lr": self.lr, **_OTHERS})
         self._scheduler = self.factory(self._optimizer)
         step = getattr(self._scheduler, "step", None)
-        if not callable(step) or _needs_metric(step):
+        if isinstance(self._scheduler, type) or not callable(step):
+            raise ArgumentError(
+                f"the function returned {self._scheduler!r}, which is no scheduler",
+                where="fa.from_torch_scheduler",
+                fix="fa.from_torch_scheduler(lambda optimizer: StepLR(optimizer, 30), lr=0.1)",
+            )
+        if _needs_metric(step):
             raise ArgumentError(
                 f"{type(self._scheduler).__name__} needs a metric, and a schedule is a function of updates",
                 where="fa.from_torch_scheduler",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
+import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Generator, Iterator
@@ -30,6 +31,14 @@ class Ownership:
         # what a train step changes in a module that others may train after it
         self._flags = [(weakref.ref(param), param.requires_grad) for param in root.parameters()]
         self._forwards = [(weakref.ref(module), vars(module).get("forward")) for module in root.modules()]
+
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that took a gradient when the module was claimed."""
+        return [param for reference, flag in self._flags if flag and (param := reference()) is not None]
+
+    def has(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is one of the module's."""
+        return any(reference() is param for reference, _ in self._flags)
 
     def end(self) -> None:
         """Undo the marks of frozen parameters and the patches of forwards."""
@@ -124,8 +133,9 @@ def construct(model: Any, seed: int, *, empty: bool = False) -> Built:
         empty: make parameters on the meta device (buffers keep their values).
 
     Raises:
-        OwnershipError: a module that another train step owns, or one module under two keys.
-        ArgumentError: a factory that returns no module.
+        OwnershipError: a module that another train step owns, one module under two keys, or a parameter that
+            another train step has too, unless neither trains it.
+        ArgumentError: a factory that returns no module, or a lazy module that has not run yet.
     """
     parts = model if isinstance(model, dict) else {None: model}
     modules: dict[str | None, nn.Module] = {}
@@ -135,6 +145,7 @@ def construct(model: Any, seed: int, *, empty: bool = False) -> Built:
             modules[key] = _one(source, key, empty=empty)
     seen: set[int] = set()
     for module in modules.values():
+        _check_sizes(module)
         if any(hasattr(param, "placements") for param in module.parameters()):
             raise OwnershipError(
                 f"this {type(module).__name__} is sharded already",
@@ -148,11 +159,48 @@ def construct(model: Any, seed: int, *, empty: bool = False) -> Built:
                 fix="give a factory (a class or lambda), or call close() on the train step that owns it",
             )
         seen.add(id(module))
+    _check_shared(modules)
     whole: Any = modules[None] if None in modules else dict(modules)
     host = Host(whole)
     for module in modules.values():
         _owned[module] = Ownership(module, host)
     return Built(model=whole, modules=modules, host=host, empty=empty)
+
+
+def _check_sizes(module: nn.Module) -> None:
+    """Raise ArgumentError for a lazy module, whose parameters have no size before its first forward."""
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    lazy = [name for name, value in named if nn.parameter.is_lazy(value)]
+    if lazy:
+        raise ArgumentError(
+            f"{type(module).__name__} is lazy, and has not run: {', '.join(lazy[:5])} without a size",
+            where="train_step.init",
+            fix="give the sizes, or run one batch through the model in its factory: "
+            "def make(): model = Net(); model(example); return model",
+        )
+
+
+def _check_shared(modules: dict[str | None, nn.Module]) -> None:
+    """Raise OwnershipError if a parameter is trained here, or in another train step, and is part of both.
+
+    Freezing it for one of them, or lending one to the other, would stop the training of both.
+    """
+    mine = {id(param): (name, param) for root in modules.values() for name, param in root.named_parameters()}
+    for root, ownership in list(_owned.items()):
+        shared = [mine[id(param)][0] for param in ownership.trainable() if id(param) in mine]
+        shared += [
+            name
+            for name, param in mine.values()
+            if param.requires_grad and name not in shared and ownership.has(param)
+        ]
+        if shared and _is_owned(root):
+            raise OwnershipError(
+                f"{', '.join(shared[:5])} is a parameter of a {type(root).__name__} too, "
+                "which is owned by another train step",
+                where="train_step.init",
+                fix="train what is shared in one train step: model={'generator': g, 'critic': c}; "
+                "or call requires_grad_(False) on it before both, if neither is to train it",
+            )
 
 
 def check_alike(built: Built, world: World) -> None:
@@ -211,7 +259,8 @@ def _meta_parameters() -> Generator[None]:
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.device.type != "meta":
+        # a lazy one is named afterwards, by `_check_sizes`
+        if param is not None and not nn.parameter.is_lazy(param) and param.device.type != "meta":
             param = type(param)(param.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 

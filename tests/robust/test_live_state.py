@@ -326,3 +326,77 @@ class TestModulesOfATrainStepThatIsGone:
         student = program(lambda m, b, given: ((m(b[0]) - given["t"](b[0])) ** 2).mean())
         student(student.init(seed=1), batch_of(4), given={"t": teacher})
         fa.save(tmp_path, teacher)
+
+
+class TestStateOfAUsersTransform:
+    def test_one_that_was_changed_in_place_is_not_used_again(self):
+        """The error comes after an earlier transform counted in place: 3 for two steps, in silence."""
+        fails = []
+
+        def count(grads, own, info):
+            own.add_(1)
+            return grads, own
+
+        def fragile(grads, own, info):
+            if fails and fails.pop():
+                raise RuntimeError("no luck")
+            return grads, own
+
+        def make():
+            counted = fa.Transform("count", fa.Phase.GRADS, apply=count, init=lambda _: torch.zeros(()))
+            return program(fa.Transform("fragile", fa.Phase.GRADS, apply=fragile)(counted(loss_fn)))
+
+        train_step = make()
+        state, _ = train_step(train_step.init(), batch_of(4))
+        before = fa.snapshot(state)
+        fails.append(True)
+        with pytest.raises(RuntimeError, match="no luck"):
+            train_step(state, batch_of(4))
+        assert train_step.live_state is None
+        state, _ = train_step(train_step.adopt(before), batch_of(4))
+        assert float(state.transforms["count"]) == 2.0
+
+    def test_one_that_was_not_changed_stays_live(self):
+        def count(grads, own, info):
+            return grads, own + 1
+
+        def fail(grads, own, info):
+            raise RuntimeError("no luck")
+
+        counted = fa.Transform("count", fa.Phase.GRADS, apply=count, init=lambda _: torch.zeros(()))
+        train_step = program(fa.Transform("fail", fa.Phase.GRADS, apply=fail)(counted(loss_fn)))
+        state = train_step.init()
+        with pytest.raises(RuntimeError, match="no luck"):
+            train_step(state, batch_of(4))
+        assert train_step.live_state is state
+        assert float(state.transforms["count"]) == 0.0
+
+
+class TestTreesOfAState:
+    @pytest.mark.parametrize("strategy", ["local", "ddp", "fsdp"])
+    def test_they_go_together_with_plain_dicts(self, strategy):
+        train_step = program(strategy=strategy)
+        state = train_step.init()
+        values = {name: value.detach().clone() for name, value in state.params.items()}
+        assert fa.tree.allclose(state.params, values)
+        assert fa.tree.allclose(values, state.params)
+        empty = dict.fromkeys(values)
+        for pair in [(empty, state.params), (state.params, empty), (values, state.params)]:
+            assert fa.tree.allclose(fa.tree.combine(*pair), values)
+        other = {**values, "out.bias": values["out.bias"] + 1}
+        assert not fa.tree.allclose(state.params, other)
+        state, _ = train_step(state, batch_of(4))
+        assert not fa.tree.allclose(state.params, values)
+        train_step.close()
+
+    def test_functional_call_takes_them(self):
+        train_step = program()
+        state = train_step.init()
+        x, _ = batch_of(4)
+        wanted = train_step.look(state, lambda model: model(x))
+        found = train_step.look(state, lambda model: torch.func.functional_call(model, state.params, (x,)))
+        assert torch.equal(wanted, found)
+        with pytest.raises(errors.ReadOnlyError):
+            state.params.update({"out.bias": state.params["out.bias"].detach()})
+        with pytest.raises(errors.ReadOnlyError):
+            state.params.update(more=state.params["out.bias"])

@@ -97,3 +97,34 @@ def test_a_loop_that_is_left_saves_nothing_more(tmp_path):
         if state.step == 4:
             break
     assert [each.step for each in fa.checkpoints(tmp_path)] == [2]
+
+
+@pytest.mark.parametrize("interrupted_first", [True, False])
+def test_ctrl_c_in_one_tracker_leaves_the_others_ended(tmp_path, interrupted_first):
+    class Interrupted(Recorder):
+        def finish(self):
+            raise KeyboardInterrupt
+
+    good = Recorder()
+    trackers = [Interrupted(), good] if interrupted_first else [good, Interrupted()]
+    train_step = program()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in fa.scan(
+            train_step, train_step.init(), shards(), steps=3, trackers=trackers, directory=tmp_path
+        ):
+            pass
+    assert good.ended
+    assert [each.step for each in fa.checkpoints(tmp_path)] == [3]
+
+
+def test_a_tracker_that_cannot_start_leaves_the_others_ended():
+    class Unreachable(Recorder):
+        def start(self, config):
+            raise OSError("no route to host")
+
+    good = Recorder()
+    train_step = program()
+    with pytest.raises(OSError, match="no route"):
+        next(fa.scan(train_step, train_step.init(), shards(), trackers=[good, Unreachable()]))
+    assert good.ended
+    train_step(train_step.live_state, batch_of(4))

@@ -21,6 +21,7 @@ from fnaccel.optim.fused import FusedKernel
 from fnaccel.remote import Remote
 from fnaccel.strategies.construct import Built, check_alike, construct
 from fnaccel.strategies.deepspeed.comm import begin, part_of_package, quiet
+from fnaccel.strategies.deepspeed.partitioned_init import check_partitioned, partitioned_init
 from fnaccel.strategies.deepspeed.parts import Parts
 from fnaccel.strategies.deepspeed.record import Deepspeed
 from fnaccel.strategies.deepspeed.update import BoundDeepspeed
@@ -109,7 +110,11 @@ def _construct(request: Request, record: Deepspeed, package: Any, config: dict[s
             where="fa.deepspeed",
             fix="give a factory: fa.distribute(lambda: GPT(config), fa.deepspeed(stage=3, zero3_init=True))",
         )
-    with package.zero.Init(config_dict_or_path=config) if record.zero3_init else contextlib.nullcontext():
+    if record.zero3_init:
+        with partitioned_init(package, config):
+            built = construct(request.model, request.seed)
+        check_partitioned(built.modules)
+    else:
         built = construct(request.model, request.seed)
     request.prepare(built)
     check_alike(built, request.mesh.world)
@@ -124,7 +129,8 @@ def _check_parameters(built: Built) -> None:
             raise CapabilityError(
                 f"{name} has shape {list(shape)}, and DeepSpeed needs a dimension and elements to partition",
                 where="fa.deepspeed",
-                fix="give it shape [1], leave it out, or use fa.ddp() or fa.fsdp()",
+                fix="give it shape [1], leave it out, or use fa.ddp() or fa.fsdp(); under zero3_init build "
+                "each layer by itself, since a copy of a layer has empty parameters",
             )
         if not hasattr(param, "ds_shape") and param.dtype is not torch.float32:
             raise CapabilityError(

@@ -1,0 +1,72 @@
+"""Losses, metrics and schedules that return what can't be used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fnaccel as fa
+from fnaccel import errors
+from tests.models import Net, batch_of, program
+
+
+@pytest.fixture(autouse=True)
+def world():
+    with fa.start(device="cpu") as started:
+        yield started
+
+
+def mean(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+other = Net()
+LOSSES = {
+    "another model": (lambda m, b: mean(other, b), "no trainable parameter got a gradient"),
+    "complex": (lambda m, b: mean(m, b) * 1j, "the loss is complex"),
+    "text in aux": (lambda m, b: (mean(m, b), {"name": "a"}), "aux holds str"),
+    "a scalar in Concat": (lambda m, b: (mean(m, b), {"a": fa.Concat(mean(m, b))}), "Concat holds a scalar"),
+    "a list in Concat": (lambda m, b: (mean(m, b), {"a": fa.Concat(["a", "b"])}), "Concat holds list"),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("scope", [None, "step"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_cannot_be_used_is_named(name, scope, micro_batches):
+    loss_fn, said = LOSSES[name]
+    step = fa.accumulate(loss_fn, micro_batches)
+    if scope is not None:
+        step = fa.compile(step, scope, backend="eager")
+    train_step = program(step)
+    state = train_step.init()
+    with pytest.raises(errors.LossError, match=said):
+        train_step(state, batch_of(4))
+    assert train_step.live_state is state
+    train_step.close()
+
+
+@pytest.mark.parametrize("strategy", ["local", "ddp", "ddp(hook='bf16')", "fsdp"])
+def test_a_loss_that_reaches_one_parameter_is_fine(strategy):
+    train_step = program(lambda m, b: m.out(torch.ones(1, 6)).sum(), strategy=strategy)
+    _, metrics = train_step(train_step.init(), batch_of(4))
+    assert float(metrics["loss"]) != 0.0
+    train_step.close()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [lambda _: None, lambda _: "x", lambda _: -0.1, lambda _: float("nan"), lambda _: torch.ones(2)],
+)
+@pytest.mark.parametrize("group", [False, True])
+def test_a_schedule_that_gives_no_rate_is_named(schedule, group):
+    optimizer = fa.sgd(0.1, groups={"out.*": {"lr": schedule}}) if group else fa.sgd(schedule)
+    with pytest.raises(errors.ArgumentError, match="for update 0, not a rate"):
+        program(optimizer=optimizer).init()
+
+
+@pytest.mark.parametrize("made", [3, None, torch.optim.lr_scheduler.StepLR])
+def test_what_is_no_scheduler_is_not_said_to_need_a_metric(made):
+    with pytest.raises(errors.ArgumentError, match="which is no scheduler"):
+        fa.from_torch_scheduler(lambda _: made, lr=0.1)
