@@ -137,10 +137,10 @@ def test_a_signal_to_the_launcher_saves_and_ends_with_75(launcher, undisturbed, 
     os.kill(started.pid, number)
     ended = started.wait()
     assert ended.code == 75, ended.err
-    saved = "run/step-0000000003"
+    saved = launcher.folder / "run/step-0000000003"
     expected = f"fnaccel launch: preempted: stopped after step 3, saved {saved}; start it again to go on\n"
     assert ended.err == expected
-    assert [path.name for path in sorted((launcher.folder / "run").iterdir())][-1] == saved[4:]
+    assert [path.name for path in sorted((launcher.folder / "run").iterdir())][-1] == saved.name
     ended, done = run(launcher, {}, ranks=ranks)
     assert ended.code == 0, ended.err
     assert done[1] == 3
