@@ -5,6 +5,7 @@ A mutant that survives means that the tests named beside it are blind to that ki
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -291,7 +292,11 @@ def outcome(mutant: Mutant, where: Path) -> tuple[int, str]:
         "--hypothesis-profile=mutants",
     ]
     command += mutant.tests
-    done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=200, check=False)
+    # processes that a test starts import the mutated copy too
+    environment = {**os.environ, "PYTHONPATH": str(where)}
+    done = subprocess.run(
+        command, cwd=where, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
     return done.returncode, done.stdout[-2000:]
 
 

@@ -26,7 +26,10 @@ LOSSES = {
     "another model": (lambda m, b: mean(other, b), "no trainable parameter got a gradient"),
     "complex": (lambda m, b: mean(m, b) * 1j, "the loss is complex"),
     "text in aux": (lambda m, b: (mean(m, b), {"name": "a"}), "a str says nothing of how it combines"),
-    "a scalar in Concat": (lambda m, b: (mean(m, b), {"a": fa.Concat(mean(m, b))}), "Concat holds a 0-d tensor"),
+    "a scalar in Concat": (
+        lambda m, b: (mean(m, b), {"a": fa.Concat(mean(m, b))}),
+        "Concat holds a 0-d tensor",
+    ),
     "a text in Concat": (lambda m, b: (mean(m, b), {"a": fa.Concat("ab")}), "Concat holds str"),
 }
 
