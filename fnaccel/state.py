@@ -6,6 +6,8 @@ the state, as `jax.jit(..., donate_argnums=0)` does: what was donated raises whe
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from typing import Any
 
 import attrs
@@ -68,7 +70,14 @@ class ReadOnlyDict(dict[str, Any]):
     setdefault: Any = _refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ReadOnlyDict, (dict(self),)
+        # torch.load reads no class of ours by default, and no plain dict that is rebuilt by a call
+        return OrderedDict, (), None, None, iter(self.items())
+
+    def __copy__(self) -> ReadOnlyDict:
+        return ReadOnlyDict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReadOnlyDict:
+        return ReadOnlyDict(copy.deepcopy(dict(self), memo))
 
 
 tree.register_mapping(ReadOnlyDict)
@@ -154,7 +163,15 @@ class TrainState:
 
 
 def _rebuild(fields: dict[str, Any]) -> TrainState:
-    return TrainState(**fields)
+    trees = ("params", "buffers", "opt", "ema")
+    return TrainState(**{name: _read_only(x) if name in trees else x for name, x in fields.items()})
+
+
+def _read_only(value: Any) -> Any:
+    """A tree of a state that was pickled, read-only again."""
+    if isinstance(value, OrderedDict):
+        return ReadOnlyDict({key: _read_only(entry) for key, entry in value.items()})  # pyright: ignore
+    return value
 
 
 _TENSOR_FIELDS = ("params", "buffers", "opt", "scale", "ema", "extras", "transforms", "updates")

@@ -128,6 +128,9 @@ class TestLiveState:
             assert same(each, kept)
             with pytest.raises(errors.UnleasedStateError):
                 train_step(each, batch_of(4))
+        torch.save(state.params, tmp_path / "params.pt")
+        assert same(dict(torch.load(tmp_path / "params.pt")), dict(state.params))  # without classes of ours
+        assert all(type(each.params) is type(state.params) for each in copies)
         adopted = train_step.adopt(copies[0])
         assert same(whole_params(adopted), whole_params(kept))
         with pytest.raises(errors.StaleStateError):
