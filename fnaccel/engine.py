@@ -253,7 +253,8 @@ def _run_micro_batches(
         g if (g := leaf.param.grad) is None or type(g) is plain else _torch.local_of(g)
         for leaf in engine.leaves
     ]
-    if engine.bound is None and not engine.norm_axes:  # a runtime may keep gradients to itself
+    # a runtime may keep gradients to itself
+    if engine.bound is None and not engine.norm_axes and (not grads or grads[0] is None):
         check_reached(grads, loss.where)
     report.wait()
     multiplier = multiplier_of(loss, engine, report.weight, call.scale, up_front)
