@@ -25,7 +25,10 @@ other = Net()
 LOSSES = {
     "another model": (lambda m, b: mean(other, b), "no trainable parameter got a gradient"),
     "complex": (lambda m, b: mean(m, b) * 1j, "the loss is complex"),
-    "text in aux": (lambda m, b: (mean(m, b), {"name": "a"}), "a str says nothing of how it combines"),
+    "text in aux": (
+        lambda m, b: (mean(m, b), {"name": "a"}),
+        "a str says nothing of how it combines|aux holds str",
+    ),
     "a scalar in Concat": (
         lambda m, b: (mean(m, b), {"a": fa.Concat(mean(m, b))}),
         "Concat holds a 0-d tensor",
