@@ -1,6 +1,6 @@
 """Law 15: an interrupt at any line of a step leaves a state that is live and exact, or dead with a way back.
 
-A sample of the lines; `make soak` takes every one of them.
+A sample of the lines; `make soak` takes every one of them, and captured steps too, which compile for each line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ STRIDE = 13
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "stride"),
-    [("local", 1, 5), ("ddp", 1, STRIDE), ("fsdp", 1, STRIDE), ("local captured", 1, 97), ("ddp", 2, 41)],
+    [("local", 1, 5), ("ddp", 1, STRIDE), ("fsdp", 1, STRIDE), ("ddp", 2, 41)],
 )
 def test_law_15_an_interrupt_leaves_an_exact_state_or_a_way_back(pools, kind, ranks, stride):
     pool = pools.pool(ranks)
