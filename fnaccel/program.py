@@ -113,9 +113,8 @@ class TrainStep:
             PlanMismatchError: ranks hold different plans; nothing was built.
             OwnershipError: the model is in use, or this train step holds a built module already.
         """
-        seed = (
-            seed if seed >= 0 else seed + (1 << 64) - 1
-        )  # as torch.manual_seed does, so that states hold no sign
+        if seed < 0:  # as torch.manual_seed does, so that states hold no sign
+            seed += (1 << 64) - 1
         again = self._owner.initialised
         world = self.mesh.world
         if world.size > 1:
@@ -201,7 +200,7 @@ class TrainStep:
             fn: any function of the model, such as sampling.
             args: what it takes besides.
             train: run the model in training mode (dropout on).
-            whole: gather all parameters first, each in its own dtype, so that `fn` can read or write them:
+            whole: gather copies of all parameters first, each in its own dtype, for `fn` to read:
                 `train_step.look(state, lambda m: m.save_pretrained(d), whole=True)`.
 
         Raises:
