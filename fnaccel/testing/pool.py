@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import multiprocessing
 import multiprocessing.connection
+import os
 import pickle
 import shutil
 import signal
@@ -125,7 +127,9 @@ class RankPool:
             for rank, (_, pipe) in enumerate(pairs):
                 others = [end for pair in pairs for end in pair if end is not pipe]
                 process = context.Process(
-                    target=_serve, args=(rank, self.size, self.timeout, pipe, others), name=f"rank{rank}"
+                    target=_serve,
+                    args=(rank, self.size, self.timeout, self._folder, pipe, others),
+                    name=f"rank{rank}",
                 )
                 process.start()
                 self._ranks.append(process)
@@ -175,14 +179,17 @@ class RankPool:
             ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = sorted(waiting.values())
+                stacks = "" if failed else self._stacks(late)
                 self._kill()
                 if failed:
                     return answers
-                raise LaunchError(
+                error = LaunchError(
                     f"{_ranks(late)} did not return from {name} within {self.timeout:g} s and was killed",
                     where=f"RankPool({self.size}).run",
                     fix="look for a collective that not all ranks reach, or raise timeout=",
                 )
+                error.add_note(stacks)
+                raise error
             for pipe in [one for one in waiting if one in ready]:
                 rank = waiting.pop(pipe)
                 try:
@@ -199,6 +206,20 @@ class RankPool:
                     failed = True  # the others may wait for this one in a collective: not for long
                     deadline = min(deadline, time.monotonic() + _GRACE)
         return answers
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """Where each of these ranks is: the Python stacks of its threads."""
+        texts: list[str] = []
+        for rank in ranks:
+            path = _stack_file(self._folder or Path(), rank)
+            with contextlib.suppress(OSError):
+                os.kill(self.pids[rank], signal.SIGUSR1)
+                end = time.monotonic() + _GRACE
+                while not (text := path.read_text()) and time.monotonic() < end:
+                    time.sleep(0.01)
+                time.sleep(0.05)  # the rest of a long text
+                texts.append(f"rank {rank} was in:\n{path.read_text() or text}")
+        return "\n".join(texts)
 
     def close(self) -> None:
         """End the ranks; the pool may be used again."""
@@ -277,12 +298,20 @@ def _error_of(rank: int, answer: _Answer) -> Exception:
     return LaunchError(f"a rank failed {note}", where="RankPool.run", fix="see the traceback above")
 
 
-def _serve(rank: int, size: int, timeout: float, pipe: Connection, others: list[Connection]) -> None:
+def _stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.stacks"
+
+
+def _serve(
+    rank: int, size: int, timeout: float, folder: Path, pipe: Connection, others: list[Connection]
+) -> None:
     # inherited ends would keep the pipes of a parent that is gone from closing
     for end in others:
         end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
+    stacks = _stack_file(folder, rank).open("w")  # noqa: SIM115 - as long as the process lives
+    faulthandler.register(signal.SIGUSR1, stacks)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while (order := pipe.recv_bytes()) != _STOP:
             pipe.send_bytes(pickle.dumps(_obey(pickle.loads(order), rank, size, timeout)))

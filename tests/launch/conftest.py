@@ -66,6 +66,8 @@ class Server:
         return json.loads(self.process.stdout.readline())
 
     def close(self):
+        # closing the pipe would not do: ranks that were forked since hold copies of this end
+        self.process.stdin.write("null\n")
         self.process.stdin.close()
         self.process.wait(LIMIT)
         self.process.stdout.close()

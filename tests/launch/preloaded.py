@@ -1,6 +1,6 @@
 """A program that has fnaccel loaded, and forks itself into `fnaccel ...`: 1.3 s less for each test.
 
-Orders and answers are lines of JSON. A fork ends as the console script does, by `sys.exit(main())`.
+Orders and answers are lines of JSON; `null` ends it. A fork ends as the console script does, by `sys.exit(main())`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ def serve() -> list[str]:
     """Answer orders; returns, in a fork, the arguments it is to run."""
     for line in sys.stdin:
         order = json.loads(line)
+        if order is None:
+            break
         if "wait" in order:
             answer(wait(order["wait"], order["limit"]))
             continue

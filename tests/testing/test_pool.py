@@ -115,8 +115,9 @@ def alive(pid):
 def test_a_pool_survives_its_ranks(fn, message):
     with RankPool(2, timeout=5.0 if fn is die else 0.5) as pool:
         before = pool.run(process_id)
-        with pytest.raises((LaunchError, RuntimeError), match=message):
+        with pytest.raises((LaunchError, RuntimeError), match=message) as caught:
             pool.run(fn)
+        assert fn is die or "in hang\n" in caught.value.__notes__[0]
         assert not any(alive(pid) for pid in before) or fn is die
         after = pool.run(process_id)
         assert before[1] != after[1]
