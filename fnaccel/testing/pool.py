@@ -310,7 +310,7 @@ def _serve(
         end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
-    stacks = _stack_file(folder, rank).open("w")  # noqa: SIM115 - as long as the process lives
+    stacks = _stack_file(folder, rank).open("w")
     faulthandler.register(signal.SIGUSR1, stacks)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while (order := pipe.recv_bytes()) != _STOP:
