@@ -281,20 +281,43 @@ class FixedBuckets(torch.nn.parallel.DistributedDataParallel):
         return parameters[::-1], sparse[::-1]
 
 
+_ended: weakref.WeakSet[Any] = weakref.WeakSet()
+_inherited: list[Any] = []
+
+
+def end_groups() -> None:
+    """Destroy all process groups, and let DTensor forget the meshes that lie on them. (2.9 to 2.13)"""
+    _ended.update(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+    forget_meshes()
+
+
+def keep_inherited() -> None:
+    """In a fork: hold the parent's groups that ended and that something still refers to.
+
+    The destructor of a group joins threads, and those were not forked: it would wait for ever.
+    """
+    _inherited.extend(_ended)
+
+
 _last_world: weakref.ref[Any] | None = None
 
 
 def forget_old_meshes() -> None:
-    """Clear what DTensor keeps of meshes, where another world's process group began since. (2.13)
+    """Call `forget_meshes` if another world's process group began since the last call."""
+    global _last_world  # the cache is torch's, and one for the process
+    group: Any = dist.group.WORLD
+    if _last_world is None or _last_world() is not group:
+        _last_world = weakref.ref(group)
+        forget_meshes()
+
+
+def forget_meshes() -> None:
+    """Clear what DTensor keeps of meshes. (2.13)
 
     It finds results by equality of meshes, and a mesh of the next world equals one of the last: then a
     new tensor lies on a mesh whose groups are gone, or whose names belong to other groups by now.
     """
-    global _last_world  # the cache is torch's, and one for the process
-    group: Any = dist.group.WORLD
-    if _last_world is not None and _last_world() is group:
-        return
-    _last_world = weakref.ref(group)
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import debug  # noqa: PLC0415 - slow to import

@@ -70,12 +70,10 @@ def _check_leaf(value: Any) -> None:
     elif isinstance(value, (list, tuple)):  # a union is not traceable
         for inner in value:
             _check_leaf(inner)
-    elif isinstance(value, torch.Tensor):
+    elif isinstance(value, (torch.Tensor, str)):
         parts_of(value, 1, "the loss function's aux")
     elif isinstance(value, Concat):
         rows_of_concat(value, "the loss function's aux")
-    elif isinstance(value, str):
-        raise _no_metric(value)
 
 
 def _no_metric(value: Any) -> LossError:

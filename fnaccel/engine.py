@@ -21,9 +21,9 @@ from fnaccel.collectives.objects import gather_objects
 from fnaccel.data.cut import rows_of
 from fnaccel.devices import stream_of
 from fnaccel.errors import LossError, MicroBatchError
-from fnaccel.gradients import Gradients
+from fnaccel.gradients import Gradients, zeroed
 from fnaccel.leaf import Leaf
-from fnaccel.loss import check_attached, check_reached, check_weight, read_loss
+from fnaccel.loss import check_attached, check_reached, check_weight, gradients_changed, read_loss
 from fnaccel.mesh import Mesh, MeshAxis
 from fnaccel.notice import Notice
 from fnaccel.reports import Report
@@ -142,12 +142,9 @@ class Engine:
 
     def look(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(model, *args)` without gradients: evaluation, sampling."""
-        calls = self.mesh.world.calls if self.norm_axes else None  # shards are gathered from all ranks
         with torch.no_grad():
             try:
-                if calls is None:
-                    return self.run(fn, *args)
-                return calls.run("train_step.look(state, fn)", self.run, fn, *args)
+                return self.run(fn, *args)
             finally:
                 if self.settle is not None:
                     self.settle()
@@ -321,12 +318,16 @@ def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Repor
         parts = read_loss(loss.fn(model, *args), loss.where)
         return report.take(parts, valid=micro.valid > 0)
 
+    first = engine.leaves[0].param if engine.leaves else None
+    before = None if first is None else first.grad
     args = (micro.data,) if call.given is None else (micro.data, call.given.models)
     if call.given is None:
         total = engine.run(entry, *args)
     else:
         total = call.given.within(lambda: engine.run(entry, *args))
     check_attached(total, loss.where)
+    if first is not None and first.grad is not before:
+        raise gradients_changed(loss.where)
     return total
 
 
@@ -335,7 +336,9 @@ def _backward(engine: Engine, total: torch.Tensor, up_front: Any, report: Report
         report.send()  # overlaps with the backward pass
     if up_front is not None:
         total = total * up_front
-    if engine.backward is None:
-        total.backward()
-    else:
-        engine.backward(total)
+    # 0 times an infinity in the loss, such as a mean over nothing, would make every gradient NaN
+    with contextlib.nullcontext() if report.counts else zeroed(total):
+        if engine.backward is None:
+            total.backward()
+        else:
+            engine.backward(total)

@@ -5,7 +5,8 @@ Averaging, unscaling and clipping only change `multiplier`; the optimizer's kern
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -148,6 +149,35 @@ def _unlike(value: Any, leaf: Any) -> str:
     if getattr(value, "placements", None) != getattr(leaf.param, "placements", None):
         return f"is laid out as {getattr(value, 'placements', 'a plain tensor')}, not {leaf.param.placements}"
     return ""
+
+
+@contextlib.contextmanager
+def zeroed(total: torch.Tensor) -> Generator[None]:
+    """In the body a backward pass of `total` gives zeros to the leaves of its graph, also in place of NaN.
+
+    Ranks that average gradients as they come average them as ever.
+    """
+    handles: list[Any] = []
+    seen: set[Any] = set()
+    nodes: list[Any] = [total.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.next_functions:
+            nodes += [following for following, _ in node.next_functions]
+        else:  # it adds to the gradient of a leaf
+            handles.append(node.register_prehook(_zeros))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _zeros(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
 
 
 def apart(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

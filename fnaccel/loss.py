@@ -187,12 +187,15 @@ def readable(value: torch.Tensor) -> bool:
     return value.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def is_zero(weight: Any) -> bool:
+    """Whether the host can see, at no cost, that a weight is 0."""
+    return readable(weight) and not float(weight) if isinstance(weight, torch.Tensor) else not weight
+
+
 def masked(total: torch.Tensor, weight: Any) -> tuple[torch.Tensor, Any]:
     """A total and its weight as they count: a total of weight 0 is 0, a tensor weight that is none is NaN."""
-    if not isinstance(weight, torch.Tensor):
-        return (total if weight else _nothing(total)), weight
-    if readable(weight):
-        return (total if float(weight) else _nothing(total)), weight
+    if not isinstance(weight, torch.Tensor) or readable(weight):
+        return (_nothing(total) if is_zero(weight) else total), weight
     valid = (weight >= 0) & (weight < math.inf)
     zero = torch.zeros_like(total)
     return torch.where(weight > 0, total, zero), torch.where(valid, weight, math.nan)
@@ -220,6 +223,15 @@ def check_reached(grads: Sequence[Any], where: str) -> None:
             where=where,
             fix="compute it with the model that the loss function is given: def loss_fn(model, batch)",
         )
+
+
+def gradients_changed(where: str) -> LossError:
+    """The error for a loss that calls `backward()` or `zero_grad()`."""
+    return LossError(
+        "the loss function changed gradients of the model: it called backward() or zero_grad()",
+        where=where,
+        fix="return the loss: train_step calls backward(), and drops the gradients after the update",
+    )
 
 
 def check_attached(total: torch.Tensor, where: str) -> None:

@@ -215,15 +215,11 @@ class TrainStep:
         fn = self._lowered.precision(fn)
         if not owned.sharded:
             return engine.look(fn, *args)
+        look = functools.partial(_look_whole, engine) if whole else engine.look
+        calls = engine.mesh.world.calls
+        look = look if calls is None else calls.wrap("train_step.look(state, fn)", look)
         try:
-            if not whole:
-                return engine.look(fn, *args)
-            calls = engine.mesh.world.calls
-            return (
-                _look_whole(engine, fn, args)
-                if calls is None
-                else calls.run("train_step.look(state, fn, whole=True)", _look_whole, engine, fn, args)
-            )
+            return look(fn, *args)
         except Exception as error:
             explained = explain(error)
             if explained is not None:
@@ -262,7 +258,7 @@ class TrainStep:
         self._owner.close()
 
 
-def _look_whole(engine: Engine, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _look_whole(engine: Engine, fn: Callable[..., Any], *args: Any) -> Any:
     with torch.no_grad(), whole_parameters(engine.modules, engine.parameters.values()):
         return fn(engine.model, *args)
 

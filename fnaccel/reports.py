@@ -11,16 +11,21 @@ import torch
 import torch.distributed as dist
 
 from fnaccel.aux_values import Agreement, AuxValues, divide, mixed_kinds, packed, plain, structure
-from fnaccel.loss import LossParts, masked
+from fnaccel.loss import LossParts, is_zero, masked
 from fnaccel.notice import Notice
 
 
 class Report:
-    """Collects one step's totals; `weight` and `finish()` are global once `wait()` returned."""
+    """Collects one step's totals; `weight` and `finish()` are global once `wait()` returned.
+
+    Attributes:
+        weight: of all micro-batches so far; of all ranks after `wait()`.
+        counts: False if the newest micro-batch is a filler, or has a weight of 0 that the host can read.
+    """
 
     __slots__ = (
         "_agreement", "_aux", "_device", "_dtype", "_group", "_known", "_notice", "_sent", "_taken", "_total",
-        "_weighted", "weight",
+        "_weighted", "counts", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -42,6 +47,7 @@ class Report:
         self._taken = 0
         self._weighted: bool | None = None
         self.weight: Any = 0
+        self.counts = True
 
     def know_weights(self, weights: list[Any]) -> None:
         """Take the weights of all micro-batches before any forward, and sum them over ranks."""
@@ -69,7 +75,9 @@ class Report:
         index = self._taken
         self._taken += 1
         self._dtype = torch.promote_types(parts.total.dtype, torch.float32)
-        total, weight = masked(parts.total, parts.weight if self._known is None else self._known[index])
+        weight = parts.weight if self._known is None else self._known[index]
+        self.counts = valid and not is_zero(weight)
+        total, weight = masked(parts.total, weight)
         if valid:
             self._total = plain(total) if isinstance(self._total, float) else self._total + plain(total)
             if self._known is None:

@@ -42,6 +42,7 @@ if hasattr(os, "register_at_fork"):
     # a worker that collected a process group of its parent would wait for ever, in the group's
     # destructor, for threads that were not forked: it leaves alone what it has inherited
     os.register_at_fork(after_in_child=gc.freeze)
+    os.register_at_fork(after_in_child=_torch.keep_inherited)
     os.register_at_fork(after_in_child=drop_inherited)
 
 
@@ -198,7 +199,7 @@ class World:
             if self.size > 1:
                 for guest in list(self._guests):
                     guest.close()
-            dist.destroy_process_group()
+            _torch.end_groups()
             # the threads of a group that outlives this run into the interpreter's end, and abort
             gc.collect()
 

@@ -75,6 +75,53 @@ def test_a_micro_batch_without_labels_counts_for_nothing(world, scope, accumulat
         assert torch.allclose(value, state.params[name], atol=1e-6)
 
 
+def over_nothing(model, batch):
+    """A mean that is NaN without labels, and whose gradient divides 0 by 0."""
+    x, y = batch
+    used = (y >= 0).float()
+    logits = torch.cat([model(x), -model(x)], dim=1)
+    each = F.cross_entropy(logits, y.clamp(min=0), reduction="none")
+    return fa.Mean((each * used).sum() / used.sum() * used.sum(), used.sum())
+
+
+def trained_on(strategy, ranks_without_labels, accumulate):
+    """The parameters after one update; the first window's first batch has no labels on those ranks."""
+    train_step = program(fa.accumulate(over_nothing, 1), strategy=strategy)
+    x, _ = batch_of(4)
+    some, none = torch.tensor([0, 1, 1, 0]), torch.full((4,), -1)
+    bare = train_step.mesh.world.rank in ranks_without_labels
+    micros = [(x, none if bare or index else some) for index in range(accumulate)]
+    state, metrics = train_step(train_step.init(), fa.Window(micros))
+    return float(metrics["loss"]), whole_params(state)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_gradient_over_nothing_is_nothing(pools, strategy, accumulate):
+    wanted_loss, wanted = pools.run(1, trained_on, "local", (), 1)[0]
+    for found, params in pools.run(2, trained_on, strategy, (1,), accumulate):
+        assert found == pytest.approx(wanted_loss, abs=1e-6)
+        for name, value in wanted.items():
+            assert torch.allclose(params[name], value, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["backward", "zero_grad"])
+def test_a_loss_may_not_change_gradients(world, change):
+    def loss(model, batch):
+        total = model(batch[0]).square().sum()
+        if change == "backward":
+            total.backward(retain_graph=True)
+        else:
+            model.zero_grad()
+        return fa.Mean(total, 4)
+
+    train_step = program(fa.accumulate(loss, 2))
+    state = train_step.init()
+    with pytest.raises(errors.LossError, match=r"called backward\(\) or zero_grad\(\)"):
+        train_step(state, fa.Window([batch_of(4), batch_of(4)]))
+    assert train_step.live_state is state
+
+
 @pytest.mark.parametrize("weight", BAD)
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_a_bad_weight_that_the_host_can_read_raises_at_once(world, weight, kind):

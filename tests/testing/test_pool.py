@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from fnaccel import world
 from fnaccel.errors import ArgumentError, LaunchError, WorldError
 from fnaccel.testing import RankPool, RankPools
+from tests.models import program, whole_params
 
 
 def who(greeting, *, mark):
@@ -145,10 +147,6 @@ def test_sizes_and_reuse():
 
 def meshes(groups):
     """Whether sharded parameters lie on the mesh of their own train step, and can be gathered."""
-    import torch.distributed as dist
-
-    from tests.models import program, whole_params
-
     for _ in range(groups):  # names of groups are numbers: another world counts them anew
         dist.new_group([0, 1, 2, 3])
     train_step = program(strategy="hsdp(2, 2)")
@@ -162,3 +160,22 @@ def test_a_new_group_does_not_meet_the_meshes_of_the_last_one():
         assert pool.run(meshes, 10) == [True] * 4
         pool._renew = True
         assert pool.run(meshes, 0) == [True] * 4
+
+
+KEPT = []
+
+
+def let_go():
+    KEPT.clear()
+    return world.current().rank
+
+
+def test_a_fork_does_not_wait_for_threads_of_a_world_that_is_over():
+    # the destructor of a group joins its threads, which a fork does not have
+    with world.start(device="cpu"):
+        program(strategy="ddp")
+        KEPT.append(dist.group.WORLD)
+    gc.collect()
+    with RankPool(2, timeout=20.0) as pool:
+        KEPT.clear()
+        assert pool.run(let_go) == [0, 1]
