@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share two cores
 
@@ -14,6 +15,7 @@ from hypothesis import Phase, settings
 
 from fnaccel.testing import RankPools
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
 torch.set_num_threads(1)
 settings.register_profile("suite", deadline=None)  # machines are noisy: time is never tested
 settings.register_profile("mutants", deadline=None, phases=[Phase.generate], derandomize=True)
