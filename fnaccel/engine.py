@@ -336,9 +336,16 @@ def _backward(engine: Engine, total: torch.Tensor, up_front: Any, report: Report
         report.send()  # overlaps with the backward pass
     if up_front is not None:
         total = total * up_front
-    # 0 times an infinity in the loss, such as a mean over nothing, would make every gradient NaN
-    with contextlib.nullcontext() if report.counts else zeroed(total):
-        if engine.backward is None:
-            total.backward()
-        else:
-            engine.backward(total)
+    if report.counts:
+        _differentiate(engine, total)
+    else:
+        # 0 times an infinity in the loss, such as a mean over nothing, would make every gradient NaN
+        with zeroed(total):
+            _differentiate(engine, total)
+
+
+def _differentiate(engine: Engine, total: torch.Tensor) -> None:
+    if engine.backward is None:
+        total.backward()
+    else:
+        engine.backward(total)

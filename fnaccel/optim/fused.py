@@ -94,7 +94,7 @@ class BoundFused:
         if multiplier is not None:
             # the kernels divide by their `grad_scale`, an fp32 tensor
             if isinstance(multiplier, torch.Tensor):
-                divisor = (1.0 / multiplier).float()
+                divisor = multiplier.reciprocal().float()
             else:
                 divisor = torch.tensor(1.0 / multiplier if multiplier else math.inf, dtype=torch.float32)
         for work, rate in zip(self._work, rates, strict=True):
