@@ -24,6 +24,7 @@ from fnaccel.data import Shards as Shards
 from fnaccel.data import Window as Window
 from fnaccel.data import shard as shard
 from fnaccel.errors import FnaccelError as FnaccelError
+from fnaccel.errors import Preempted as Preempted
 from fnaccel.loss import Concat as Concat
 from fnaccel.loss import Mean as Mean
 from fnaccel.loss import Sum as Sum
@@ -56,7 +57,6 @@ from fnaccel.program import TrainStep as TrainStep
 from fnaccel.program import train_step as train_step
 from fnaccel.running import evaluate as evaluate
 from fnaccel.running import scan as scan
-from fnaccel.signals import Preempted as Preempted
 from fnaccel.signals import preemption as preemption
 from fnaccel.state import Position as Position
 from fnaccel.state import Seed as Seed

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from fnaccel.collectives import any_process
+from fnaccel.errors import Preempted
 from fnaccel.program import TrainStep
-from fnaccel.signals import SIGNALS, Preempted, preemption
+from fnaccel.signals import SIGNALS, preemption
 from fnaccel.state import TrainState
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from fnaccel.collectives import any_process
-from fnaccel.errors import ArgumentError
-from fnaccel.step import require
+from fnaccel.errors import ArgumentError, require
 from fnaccel.world import World, current
 
 _SAYINGS = (

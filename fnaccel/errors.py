@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -248,3 +249,42 @@ class MissingBackendError(FnaccelError, ImportError):
 
     Fails: `trackers=WandbTracker()` without wandb. Works: `pip install 'fnaccel[wandb]'` first.
     """
+
+
+class Preempted(SystemExit):
+    """The run was asked to stop, and has saved its state: start it again to go on.
+
+    A SystemExit, so `with` blocks unwind and an uncaught one ends the process without a traceback.
+    The exit code is 75 (EX_TEMPFAIL of sysexits.h: try again later), of `fnaccel launch` too.
+
+    Args:
+        step: the step after which the run stopped.
+        path: the checkpoint of that step; None where nothing was saved.
+
+    Example: `if notice.stopping: raise fa.Preempted(state.step, fa.save("runs/gpt", state))`.
+    """
+
+    CODE = 75
+    on_all_ranks = True
+
+    def __init__(self, step: int, path: Path | None = None) -> None:
+        super().__init__(self.CODE)
+        self.step = step
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"stopped after step {self.step}" + ("" if self.path is None else f", saved {self.path}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Preempted, (self.step, self.path)
+
+
+def require(condition: bool, what: str, where: str, fix: str) -> None:
+    """Raise ArgumentError unless `condition` holds."""
+    if not condition:
+        raise ArgumentError(what, where=where, fix=fix)
+
+
+def as_names(names: Iterable[str] | str) -> tuple[str, ...]:
+    """A tuple of names from one name or several."""
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -18,7 +18,7 @@ from fnaccel.step import GradientHook, ModuleHook, Phase, Step, UpdateHook
 from fnaccel.transforms.accumulation import Accumulate
 from fnaccel.transforms.averaging import Ema
 from fnaccel.transforms.compilation import Compile
-from fnaccel.transforms.precision import Precision
+from fnaccel.transforms.precision_policy import Precision
 from fnaccel.transforms.skipping import SkipNonfinite
 from fnaccel.transforms.weighting import Weigh
 

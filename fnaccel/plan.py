@@ -21,7 +21,7 @@ from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.strategy import Strategy
 from fnaccel.transforms.compilation import Compile
 from fnaccel.transforms.low_precision.foreseeing import Foresees, Prospect
-from fnaccel.transforms.precision import Precision
+from fnaccel.transforms.precision_policy import Precision
 from fnaccel.transforms.skipping import SkipNonfinite
 from fnaccel.transforms.weighting import Weigh
 

@@ -14,7 +14,7 @@ from fnaccel.collectives import gather_objects
 from fnaccel.compiled import Compilation
 from fnaccel.devices import check_precision
 from fnaccel.engine import Engine
-from fnaccel.errors import ArgumentError, UnleasedStateError
+from fnaccel.errors import ArgumentError, UnleasedStateError, as_names
 from fnaccel.every_rank import every_rank
 from fnaccel.lending import lend
 from fnaccel.lowering import Lowered, lower, micro_batches
@@ -25,7 +25,7 @@ from fnaccel.plan import Plan, compare, host_reads, make_plan
 from fnaccel.scoping import compile_notes, resolve_scope
 from fnaccel.state import TrainState, check_ema, lease_of
 from fnaccel.state_owner import StateOwner
-from fnaccel.step import Step, as_step, freeze
+from fnaccel.step import Step, as_step
 from fnaccel.stepping import Rng, Stepper
 from fnaccel.strategies.construct import check_factories
 from fnaccel.strategies.delegation import Ask, Delegation, delegate
@@ -304,7 +304,7 @@ def train_step(
     mesh = build(found, resolve(strategy.degrees(), found.size, str(strategy)))
     keys: list[str | None] = list(model.model) if isinstance(model.model, dict) else [None]
     optimizers = None if optimizer is None else by_model(optimizer, keys)
-    patterns = freeze(frozen)
+    patterns = as_names(frozen)
     delegation = delegate(
         Ask(step=described, strategy=strategy, optimizers=optimizers, mesh=mesh, model=model.model)
     )

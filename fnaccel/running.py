@@ -12,13 +12,12 @@ import attrs
 
 from fnaccel.autosave import Autosave, Steps
 from fnaccel.data import Shards, open_epoch, steps_per_epoch
-from fnaccel.errors import ArgumentError, LoaderError
+from fnaccel.errors import ArgumentError, LoaderError, require
 from fnaccel.every_rank import every_rank
 from fnaccel.program import TrainStep
 from fnaccel.scoring import Scores
 from fnaccel.signals import SIGNALS
 from fnaccel.state import Position, TrainState, check_ema, check_state, lease_of
-from fnaccel.step import require
 from fnaccel.tracking import Log, Tracker
 
 

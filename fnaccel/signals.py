@@ -11,7 +11,6 @@ import os
 import signal
 import threading
 from collections.abc import Generator, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -22,34 +21,6 @@ from fnaccel.program import TrainStep
 
 SIGNALS = tuple(name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 """What schedulers send before they end a job, where the platform has it."""
-
-
-class Preempted(SystemExit):
-    """The run was asked to stop, and has saved its state: start it again to go on.
-
-    A SystemExit, so `with` blocks unwind and an uncaught one ends the process without a traceback.
-    The exit code is 75 (EX_TEMPFAIL of sysexits.h: try again later), of `fnaccel launch` too.
-
-    Args:
-        step: the step after which the run stopped.
-        path: the checkpoint of that step; None where nothing was saved.
-
-    Example: `if notice.stopping: raise fa.Preempted(state.step, fa.save("runs/gpt", state))`.
-    """
-
-    CODE = 75
-    on_all_ranks = True
-
-    def __init__(self, step: int, path: Path | None = None) -> None:
-        super().__init__(self.CODE)
-        self.step = step
-        self.path = path
-
-    def __str__(self) -> str:
-        return f"stopped after step {self.step}" + ("" if self.path is None else f", saved {self.path}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Preempted, (self.step, self.path)
 
 
 @contextlib.contextmanager

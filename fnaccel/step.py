@@ -6,13 +6,13 @@ Only description lives here. Validation and order are in `plan`, lowering is in 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from fnaccel.errors import ArgumentError, RepeatedTransformError
+from fnaccel.errors import ArgumentError, RepeatedTransformError, require
 
 
 class Phase(enum.IntEnum):
@@ -219,14 +219,3 @@ def append(step: Any, transform: Transform) -> Step:
             fix=f"apply {transform.name} once, with the setting you want",
         )
     return Step(base.loss_fn, (*base.transforms, transform))
-
-
-def require(condition: bool, what: str, where: str, fix: str) -> None:
-    """Raise ArgumentError unless `condition` holds."""
-    if not condition:
-        raise ArgumentError(what, where=where, fix=fix)
-
-
-def freeze(names: Iterable[str] | str) -> tuple[str, ...]:
-    """A tuple of names from one name or several."""
-    return (names,) if isinstance(names, str) else tuple(names)

@@ -65,6 +65,12 @@ def test_rows_of_any_width_are_padded_to_the_widest(pools, ranks):
             assert row == [float(at)] * width + [-100.0] * (ROWS - width)
 
 
+def test_a_precision_keeps_the_padding():
+    with fa.start(device="cpu"):
+        step = fa.with_precision(lambda model, batch: {"rows": fa.Concat(batch, pad=-100)}, "bf16")
+        assert step(None, DATA)["rows"].pad == -100
+
+
 def test_every_dimension_of_a_row_is_padded(pools):
     for rows in pools.run(2, evaluated, "two dims"):
         assert rows.shape == (ROWS, ROWS, 4)

@@ -28,7 +28,7 @@ from fnaccel.launch.accelerators import count_accelerators
 from fnaccel.mesh import resolve
 from fnaccel.strategies import strategy
 from fnaccel.transforms.compilation import Scope
-from fnaccel.transforms.precision import check_precision
+from fnaccel.transforms.precision_policy import check_precision
 
 _PROG = "fnaccel bench"
 _DEFAULT = "eager,block,loss,step"

@@ -6,8 +6,7 @@ from typing import Any
 
 import attrs
 
-from fnaccel.errors import ConfigError
-from fnaccel.step import require
+from fnaccel.errors import ConfigError, require
 
 
 @attrs.frozen(kw_only=True)

@@ -25,7 +25,7 @@ from fnaccel.interchange.opening import opened
 from fnaccel.interchange.stream_file import Progress, bytes_in, drain, spread, write_items
 from fnaccel.interchange.targets import modules_of, persistent_paths, tensors_of
 from fnaccel.state import TrainState, check_live, check_trained, lease_of
-from fnaccel.transforms.precision import dtype_of
+from fnaccel.transforms.precision_policy import dtype_of
 from fnaccel.world import World, current
 
 _WHERE = "fa.export_hf"

@@ -15,9 +15,8 @@ from types import TracebackType
 
 import attrs
 
-from fnaccel.errors import FnaccelError, LaunchError, PeerLostError
+from fnaccel.errors import FnaccelError, LaunchError, PeerLostError, Preempted
 from fnaccel.launch.job import Job
-from fnaccel.signals import Preempted
 
 _HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parent.parent)

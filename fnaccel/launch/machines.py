@@ -16,10 +16,9 @@ from typing import Any
 
 import attrs
 
-from fnaccel.errors import LaunchError
+from fnaccel.errors import LaunchError, Preempted
 from fnaccel.launch.job import STATIC_PORT, Job
 from fnaccel.launch.network import free_port
-from fnaccel.signals import Preempted
 
 _PATIENCE = 600.0
 """Seconds in which the launchers of all machines have to be started."""

@@ -16,11 +16,11 @@ import attrs
 import torch
 
 from fnaccel import joining
+from fnaccel.errors import Preempted
 from fnaccel.launch import affinity, overrides
 from fnaccel.launch.failure import Failure, follows, shown
 from fnaccel.launch.job import Job
 from fnaccel.launch.program import run_file, run_module
-from fnaccel.signals import Preempted
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

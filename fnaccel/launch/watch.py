@@ -11,12 +11,11 @@ import time
 
 import attrs
 
-from fnaccel.errors import LaunchError
+from fnaccel.errors import LaunchError, Preempted
 from fnaccel.launch.failure import Failure, cause
 from fnaccel.launch.forking import Rank, send
 from fnaccel.launch.job import Job
 from fnaccel.launch.machines import Machines, Part
-from fnaccel.signals import Preempted
 
 SETTLE = 0.5
 """Seconds in which ranks may still report after the first did: it may not be the one to blame."""

@@ -7,10 +7,9 @@ from typing import Any, ClassVar, NoReturn
 
 import attrs
 
-from fnaccel.errors import CapabilityError
+from fnaccel.errors import CapabilityError, require
 from fnaccel.optim.description import Group, Optimizer, options_of
 from fnaccel.optim.fused import Groups
-from fnaccel.step import require
 
 
 @attrs.frozen

@@ -19,11 +19,10 @@ import attrs
 import torch
 
 from fnaccel import _torch
-from fnaccel.errors import CapabilityError, MissingBackendError, UnknownNameError, nearest
+from fnaccel.errors import CapabilityError, MissingBackendError, UnknownNameError, nearest, require
 from fnaccel.leaf import Leaf
 from fnaccel.optim.description import Group, Optimizer, options_of
 from fnaccel.optim.fused import BoundFused, Groups
-from fnaccel.step import require
 
 Backend = Literal["torchao", "bitsandbytes"]
 

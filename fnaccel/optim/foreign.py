@@ -11,10 +11,9 @@ import attrs
 import torch
 
 from fnaccel import _torch
-from fnaccel.errors import ArgumentError, CapabilityError, nearest
+from fnaccel.errors import ArgumentError, CapabilityError, nearest, require
 from fnaccel.optim.description import Group, Optimizer, options_of
 from fnaccel.optim.fused import Groups
-from fnaccel.step import require
 
 
 class _Recorder(dict[str, Any]):

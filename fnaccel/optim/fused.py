@@ -16,10 +16,9 @@ import attrs
 import torch
 
 from fnaccel import _torch
-from fnaccel.errors import CapabilityError
+from fnaccel.errors import CapabilityError, require
 from fnaccel.optim import kernels
 from fnaccel.optim.description import Group, Optimizer, options_of, refuse_unknown
-from fnaccel.step import require
 
 _exists = functools.partial(operator.is_not, None)
 _DEVICES = frozenset({"cpu", "cuda", "xpu", "mps", "xla"})

@@ -15,8 +15,7 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel.errors import ArgumentError, CapabilityError
-from fnaccel.step import require
+from fnaccel.errors import ArgumentError, CapabilityError, require
 
 Schedule = Callable[[Any], Any]
 """`schedule(updates) -> learning rate`, for an int or a 0-d tensor."""

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from fnaccel import _torch
 from fnaccel.buckets import MIB, Buckets, bucket_bytes, lay_out
 from fnaccel.engine import Engine
-from fnaccel.errors import CapabilityError, UnknownNameError, nearest
+from fnaccel.errors import CapabilityError, UnknownNameError, nearest, require
 from fnaccel.mesh import ensure_group
-from fnaccel.step import Capability, require
+from fnaccel.step import Capability
 from fnaccel.strategies.construct import Built, construct
 from fnaccel.strategies.engines import Request, interpreter
 from fnaccel.strategies.hooks import HOOKS, Hook, register

@@ -8,8 +8,7 @@ from typing import Any
 import attrs
 from torch import nn
 
-from fnaccel.errors import ArgumentError, OwnershipError
-from fnaccel.step import require
+from fnaccel.errors import ArgumentError, OwnershipError, require
 from fnaccel.strategies.strategy import Strategy, strategy
 
 Model = nn.Module | Callable[[], nn.Module]

@@ -15,7 +15,7 @@ from fnaccel.mesh import Mesh
 from fnaccel.strategies.construct import Built
 from fnaccel.strategies.delegation import Delegation
 from fnaccel.strategies.strategy import Strategy
-from fnaccel.transforms.precision import Precision
+from fnaccel.transforms.precision_policy import Precision
 
 
 @attrs.frozen(kw_only=True)

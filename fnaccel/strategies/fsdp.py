@@ -6,8 +6,8 @@ from typing import Any, ClassVar, get_args
 
 import attrs
 
-from fnaccel.errors import UnknownNameError, nearest
-from fnaccel.step import Capability, freeze, require
+from fnaccel.errors import UnknownNameError, as_names, nearest, require
+from fnaccel.step import Capability
 from fnaccel.strategies.construct import Init
 from fnaccel.strategies.ddp import ddp
 from fnaccel.strategies.strategy import Strategy, check_degree, maker
@@ -27,9 +27,9 @@ class Fsdp:
     reshard_after_forward: bool | int = True
     policy: Any = None
     offload: bool = False
-    ignore: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     init: Init = "seeded"
-    methods: tuple[str, ...] = ()
+    methods: tuple[str, ...] = attrs.field(default=(), converter=as_names)
 
 
 @maker
@@ -79,9 +79,7 @@ def fsdp(
         "True, False, or a number of ranks",
     )
     chosen = tuple(units) if isinstance(units, list | tuple) else units
-    return Strategy(
-        (Fsdp(degree, chosen, reshard_after_forward, policy, offload, freeze(ignore), init, freeze(methods)),)
-    )
+    return Strategy((Fsdp(degree, chosen, reshard_after_forward, policy, offload, ignore, init, methods),))
 
 
 @maker

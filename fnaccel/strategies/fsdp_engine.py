@@ -26,7 +26,7 @@ from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.engines import Request, interpreter, laid_out_as, same
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_captured import build_captured
-from fnaccel.transforms.precision import Precision
+from fnaccel.transforms.precision_policy import Precision
 from fnaccel.units import find_units
 
 _CAST_SAFE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)

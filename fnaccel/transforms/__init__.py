@@ -8,8 +8,8 @@ from fnaccel.transforms.compilation import compile as compile  # noqa: A004
 from fnaccel.transforms.float8 import Float8 as Float8
 from fnaccel.transforms.float8 import float8_layers as float8_layers
 from fnaccel.transforms.layer_casting import cast_layers as cast_layers
-from fnaccel.transforms.precision import Precision as Precision
 from fnaccel.transforms.precision import with_precision as with_precision
+from fnaccel.transforms.precision_policy import Precision as Precision
 from fnaccel.transforms.rematerialisation import remat as remat
 from fnaccel.transforms.skipping import skip_nonfinite as skip_nonfinite
 from fnaccel.transforms.weighting import with_weight as with_weight

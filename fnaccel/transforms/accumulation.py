@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args
 
 import attrs
 
-from fnaccel.errors import UnknownNameError, nearest
-from fnaccel.step import Phase, Step, Transform, append, require
+from fnaccel.errors import UnknownNameError, nearest, require
+from fnaccel.step import Phase, Step, Transform, append
 
 Sync = Literal["last", "each"]
 

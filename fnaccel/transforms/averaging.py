@@ -7,7 +7,8 @@ from typing import Any
 import attrs
 
 from fnaccel import _torch
-from fnaccel.step import Capability, Phase, Step, Transform, append, require
+from fnaccel.errors import require
+from fnaccel.step import Capability, Phase, Step, Transform, append
 
 
 @attrs.frozen

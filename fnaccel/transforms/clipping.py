@@ -8,7 +8,8 @@ import attrs
 import torch
 
 from fnaccel import _torch
-from fnaccel.step import Capability, Phase, Step, Transform, append, require
+from fnaccel.errors import require
+from fnaccel.step import Capability, Phase, Step, Transform, append
 
 _NEEDS = frozenset({Capability.GRADIENTS})
 

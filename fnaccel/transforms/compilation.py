@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from fnaccel import _torch
-from fnaccel.errors import ArgumentError, NotCompiledError, UnknownNameError, nearest
-from fnaccel.step import Capability, Phase, Step, Transform, append, require
+from fnaccel.errors import ArgumentError, NotCompiledError, UnknownNameError, nearest, require
+from fnaccel.step import Capability, Phase, Step, Transform, append
 from fnaccel.units import Units, find_units
 
 Scope = Literal["auto", "block", "loss", "step"]

@@ -13,13 +13,13 @@ import attrs
 import torch
 from torch import nn
 
-from fnaccel.errors import ArgumentError, CapabilityError, UnknownNameError, nearest
-from fnaccel.step import Capability, Phase, Step, Transform, append, freeze, require
+from fnaccel.errors import ArgumentError, CapabilityError, UnknownNameError, as_names, nearest, require
+from fnaccel.step import Capability, Phase, Step, Transform, append
 from fnaccel.transforms.compilation import Compile
 from fnaccel.transforms.low_precision import by_torchao, by_transformer_engine
 from fnaccel.transforms.low_precision.foreseeing import Prospect, modules_without_values
 from fnaccel.transforms.low_precision.layers import Layers, check_patterns, matches
-from fnaccel.transforms.precision import Precision
+from fnaccel.transforms.precision_policy import Precision
 
 Backend = Literal["torchao", "transformer_engine", "ms_amp"]
 
@@ -68,8 +68,8 @@ class Float8:
     recipe: str = attrs.field(
         default=attrs.Factory(lambda self: _RECIPES.get(self.backend, ("",))[0], takes_self=True)
     )
-    only: tuple[str, ...] = attrs.field(default=(), converter=freeze)
-    skip: tuple[str, ...] = attrs.field(default=(), converter=freeze)
+    only: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     emulate: bool = False
     all_gather: bool = False
     pad: bool = False

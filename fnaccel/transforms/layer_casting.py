@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fnaccel.errors import CapabilityError, UnknownNameError, nearest
-from fnaccel.step import Capability, Phase, Step, Transform, append, freeze, require
+from fnaccel.errors import CapabilityError, UnknownNameError, as_names, nearest, require
+from fnaccel.step import Capability, Phase, Step, Transform, append
 from fnaccel.transforms.compilation import Compile
 from fnaccel.transforms.low_precision.foreseeing import Prospect, modules_without_values
 from fnaccel.transforms.low_precision.layers import Layers, check_patterns, matches
-from fnaccel.transforms.precision import Precision, dtype_of
+from fnaccel.transforms.precision_policy import Precision, dtype_of
 
 _WHERE = "fa.cast_layers"
 _FP8 = {
@@ -50,8 +50,8 @@ class CastLayers:
 
     storage: torch.dtype = attrs.field(default=torch.float8_e4m3fn, converter=_to_storage)
     compute: torch.dtype = attrs.field(default=torch.bfloat16, converter=_to_compute)
-    only: tuple[str, ...] = attrs.field(default=(), converter=freeze)
-    skip: tuple[str, ...] = attrs.field(default=("*norm*",), converter=freeze)
+    only: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip: tuple[str, ...] = attrs.field(default=("*norm*",), converter=as_names)
 
     def describe(self) -> str:
         """What the plan prints."""

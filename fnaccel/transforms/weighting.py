@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from fnaccel.step import Phase, Step, Transform, append, require
+from fnaccel.errors import require
+from fnaccel.step import Phase, Step, Transform, append
 
 
 @attrs.frozen

@@ -19,7 +19,8 @@ from fnaccel.strategies.delegation import Ask, Delegation, delegator
 from fnaccel.transforms.accumulation import Accumulate, accumulate
 from fnaccel.transforms.averaging import Ema
 from fnaccel.transforms.clipping import ClipNorm, clip_norm
-from fnaccel.transforms.precision import DTYPES, Precision, with_precision
+from fnaccel.transforms.precision import with_precision
+from fnaccel.transforms.precision_policy import DTYPES, Precision
 
 _WHERE = "fa.deepspeed"
 _DELEGATED = frozenset({"accumulate", "clip_norm", "skip_nonfinite"})

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, get_args
 
 import attrs
 
-from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest
-from fnaccel.step import Capability, freeze, require
+from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, as_names, nearest, require
+from fnaccel.step import Capability
 from fnaccel.strategies.strategy import PRESETS, Strategy, maker
 
 Offload = Literal["cpu", "nvme"]
@@ -175,7 +175,7 @@ def deepspeed(
         max_live_parameters=max_live_parameters,
         max_reuse_distance=max_reuse_distance,
         save_16bit=save_16bit,
-        moe_layers=freeze(moe_layers),
+        moe_layers=as_names(moe_layers),
         hidden_size=hidden_size,
         config=None if config is None else _read(config),
     )
