@@ -38,7 +38,7 @@ ANSWER = 3.0
 DEPARTURE = 5.0
 """Seconds for which a rank that leaves waits for ranks that still compute."""
 
-LAST_WORDS = 0.25
+LAST_WORDS = 1.0
 """Seconds for which the rank that keeps the store stays, so that the others can read why it leaves."""
 
 # what gloo, NCCL and the store say of a rank that is not there, or that sends something else
@@ -78,6 +78,7 @@ class Peers:
         self._size = size
         self._host = host
         self._keep = keep
+        self._keeper = "the launcher" if host is None else f"rank {host}"
         self._pid = os.getpid()
         # a client of a store serves one thread at a time
         self._store, self._watched, self._heard = (_client(store) for _ in range(3))
@@ -160,7 +161,7 @@ class Peers:
         try:
             silent = self._silent()
         except RuntimeError:
-            host = f"{waited}for rank {self._host}, which keeps the store and does not answer: {text}"
+            host = f"{waited}for {self._keeper}, which keeps the store and does not answer: {text}"
             return self._find_fault() or host
         fault = self._fault or self._find_fault()
         if fault is not None:
@@ -250,32 +251,60 @@ class Peers:
     # what follows runs in the thread
 
     def _watch(self) -> None:
+        try:
+            self._watch_others()
+        except RuntimeError:  # the rank that keeps the store is gone
+            self._watch_alone()
+
+    def _watch_others(self) -> None:
         store, answered = self._watched, 0
         count, since, asked = 0, time.monotonic(), 0
-        with contextlib.suppress(RuntimeError):  # the rank that keeps the store is gone; records stay
-            while not self._stop.is_set():
-                self._wake.wait(INTERVAL)
-                self._wake.clear()
-                if self._stop.is_set():
-                    return
-                inside, now = self._log.thread is not None, time.monotonic()
-                if self._log.count != count:
-                    count, since = self._log.count, now
-                # not sooner: all ranks may be about to raise the same error, and one of them has left already
-                waits = now - since >= PATIENCE
-                if waits and inside and asked != count:
-                    asked = count
-                    self._call_roll(store)
-                number = int(store.get("roll"))
-                if number > answered:
-                    store.set(f"record/{self._rank}", self._record(answers=number).text())
-                    self._read(store)
-                    store.add(f"heard/{number}", 1)
-                    answered = number
-                elif waits and inside:
-                    self._read(store)
-                if waits and self._records and self._judge(store):
-                    return
+        while not self._stop.is_set():
+            self._wake.wait(INTERVAL)
+            self._wake.clear()
+            if self._stop.is_set():
+                return
+            inside, now = self._log.thread is not None, time.monotonic()
+            if self._log.count != count:
+                count, since = self._log.count, now
+            # not sooner: all ranks may be about to raise the same error, and one of them has left already
+            waits = now - since >= PATIENCE
+            if waits and inside and asked != count:
+                asked = count
+                self._call_roll(store)
+            number = int(store.get("roll"))
+            if number > answered:
+                store.set(f"record/{self._rank}", self._record(answers=number).text())
+                self._read(store)
+                store.add(f"heard/{number}", 1)
+                answered = number
+            elif waits and inside:
+                self._read(store)
+            if waits and self._records and self._judge():
+                # the others judge by this record
+                store.set(f"record/{self._rank}", self._record(answers=int(store.get("roll"))).text())
+                self.cut()
+                return
+
+    def _watch_alone(self) -> None:
+        """End a call that goes on although the rank that keeps the store is gone.
+
+        The ranks that are left may wait for each other, in connections that nobody closes.
+        """
+        count, since = self._log.count, time.monotonic()
+        while not self._stop.wait(INTERVAL):
+            now = time.monotonic()
+            if self._log.count != count or self._log.thread is None:
+                count, since = self._log.count, now
+            elif self._judge() or now - since >= DEPARTURE:
+                if self._fault is None:
+                    me = self._record()
+                    self._fault = (
+                        f"rank {self._rank} waited in call {me.count}, {me.call}, and {self._keeper}, which "
+                        "keeps the store, is gone"
+                    )
+                self.cut()
+                return
 
     def _listen(self) -> None:
         """Wake the other thread at each roll call: a wait with a short timeout would log each timeout."""
@@ -286,16 +315,11 @@ class Peers:
                 self._heard.wait([f"asked/{number}"], timedelta(days=1))
                 self._wake.set()
 
-    def _judge(self, store: Any) -> bool:
-        """See whether a fault is certain, and end this rank's collectives if so."""
-        fault = None if self._left is not None else self._find_fault()
-        if fault is None:
-            return False
-        self._fault = fault
-        # the others judge by this record
-        store.set(f"record/{self._rank}", self._record(answers=int(store.get("roll"))).text())
-        self.cut()
-        return True
+    def _judge(self) -> bool:
+        """See whether a fault is certain by what is known of the others."""
+        if self._left is None:
+            self._fault = self._find_fault()
+        return self._fault is not None
 
 
 def _client(store: Any) -> Any:

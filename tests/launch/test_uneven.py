@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fnaccel as fa
 from fnaccel import peers
@@ -129,6 +130,22 @@ def ends_before_the_first_call():
     if current().rank == 1:
         sys.exit(0)
     fa.gather(torch.ones(1))
+
+
+def wait_for_each_other():
+    """Rank 0, which keeps the store, dies; the others wait in a connection in which it has no part."""
+    with fa.start(device="cpu") as world:
+        if world.rank == 0:
+            time.sleep(0.5)
+            os._exit(0)
+        assert world.calls is not None
+        world.calls.run("a call", dist.recv, torch.zeros(1), src=3 - world.rank)
+
+
+def test_ranks_that_wait_for_each_other_do_not_outlive_the_store(run, monkeypatch):
+    monkeypatch.setattr(peers, "DEPARTURE", 1.0)
+    for outcome in run(wait_for_each_other)[1:]:
+        waits(outcome, 0, "call 1, a call", "keeps the store")
 
 
 def test_a_rank_that_exits_before_its_first_call(run):
