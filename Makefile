@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-nvme soak lint types check format bench clean
+.PHONY: demo test test-nvme soak structure lint types check format bench clean
 
 demo: .venv/.demo  ## train the main job, with a progress bar, a plot of the loss and a sample of text
 	rm -rf runs/gpt  # the demo begins anew; a run of yours goes on: see --dir
@@ -37,6 +37,9 @@ soak: .venv/.dev  ## kill -9 a training run dozens of times, compare the bits at
 
 test-nvme: .venv/.dev  ## ZeRO-Infinity on a disk; compiles DeepSpeed's async_io, which takes minutes and libaio-dev
 	MAX_JOBS=2 $(BIN)/python -m pytest tests/nvme
+
+structure: .venv/.dev  ## figures of the floor plan: rooms, rows, imports, circles
+	$(BIN)/python -m tests.surface.structure
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -44,7 +44,7 @@ def launches(rounds: int) -> dict[str, float]:
         Path(script).write_text("")
         torchrun = ["torch.distributed.run", "--nproc-per-node", "2"]
         commands = {
-            "fnaccel": ["fnaccel.cli", "launch", "-n", "2", script],
+            "fnaccel": ["fnaccel", "launch", "-n", "2", script],
             "torchrun": [*torchrun, "--master-port", str(_free_port()), script],
             "torchrun --standalone": [*torchrun, "--standalone", script],
         }

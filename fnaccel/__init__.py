@@ -18,18 +18,16 @@ from fnaccel.collectives import gather_objects as gather_objects
 from fnaccel.collectives import pad_across_processes as pad_across_processes
 from fnaccel.collectives import reduce as reduce
 from fnaccel.collectives import split_between_processes as split_between_processes
-from fnaccel.compiled import Compilation as Compilation
 from fnaccel.data import Batch as Batch
 from fnaccel.data import Shards as Shards
 from fnaccel.data import Window as Window
 from fnaccel.data import shard as shard
+from fnaccel.engine.stop_request import Notice as Notice
 from fnaccel.errors import FnaccelError as FnaccelError
 from fnaccel.errors import Preempted as Preempted
-from fnaccel.loss import Concat as Concat
-from fnaccel.loss import Mean as Mean
-from fnaccel.loss import Sum as Sum
-from fnaccel.mesh import Mesh as Mesh
-from fnaccel.notice import Notice as Notice
+from fnaccel.loop.preemption import preemption as preemption
+from fnaccel.loop.scanning import evaluate as evaluate
+from fnaccel.loop.scanning import scan as scan
 from fnaccel.optim import Optimizer as Optimizer
 from fnaccel.optim import adafactor as adafactor
 from fnaccel.optim import adam as adam
@@ -52,21 +50,22 @@ from fnaccel.optim import sgd as sgd
 from fnaccel.optim import warmup_constant as warmup_constant
 from fnaccel.optim import warmup_cosine as warmup_cosine
 from fnaccel.optim import warmup_linear as warmup_linear
-from fnaccel.plan import Plan as Plan
-from fnaccel.program import TrainStep as TrainStep
-from fnaccel.program import train_step as train_step
-from fnaccel.running import evaluate as evaluate
-from fnaccel.running import scan as scan
-from fnaccel.signals import preemption as preemption
+from fnaccel.program.compile_meter import Compilation as Compilation
+from fnaccel.program.plan import Plan as Plan
+from fnaccel.program.train_step import TrainStep as TrainStep
+from fnaccel.program.train_step import train_step as train_step
 from fnaccel.state import Position as Position
 from fnaccel.state import Seed as Seed
 from fnaccel.state import TrainState as TrainState
 from fnaccel.state import snapshot as snapshot
-from fnaccel.step import Capability as Capability
-from fnaccel.step import Info as Info
-from fnaccel.step import Phase as Phase
-from fnaccel.step import Step as Step
-from fnaccel.step import Transform as Transform
+from fnaccel.step.loss import Concat as Concat
+from fnaccel.step.loss import Mean as Mean
+from fnaccel.step.loss import Sum as Sum
+from fnaccel.step.step import Capability as Capability
+from fnaccel.step.step import Info as Info
+from fnaccel.step.step import Phase as Phase
+from fnaccel.step.step import Step as Step
+from fnaccel.step.step import Transform as Transform
 from fnaccel.strategies import Distributed as Distributed
 from fnaccel.strategies import Strategy as Strategy
 from fnaccel.strategies import ddp as ddp
@@ -78,7 +77,7 @@ from fnaccel.strategies import local as local
 from fnaccel.strategies import powersgd as powersgd
 from fnaccel.strategies import strategy as strategy
 from fnaccel.strategies import xla as xla
-from fnaccel.tracking import Tracker as Tracker
+from fnaccel.track.tracker import Tracker as Tracker
 from fnaccel.transforms import Float8 as Float8
 from fnaccel.transforms import Precision as Precision
 from fnaccel.transforms import accumulate as accumulate
@@ -92,11 +91,11 @@ from fnaccel.transforms import skip_nonfinite as skip_nonfinite
 from fnaccel.transforms import with_ema as with_ema
 from fnaccel.transforms import with_precision as with_precision
 from fnaccel.transforms import with_weight as with_weight
-from fnaccel.world import World as World
-from fnaccel.world import start as start
+from fnaccel.world.mesh import Mesh as Mesh
+from fnaccel.world.world import World as World
+from fnaccel.world.world import start as start
 
 if TYPE_CHECKING:
-    from fnaccel.batch_size import fit_batch_size as fit_batch_size
     from fnaccel.checkpoint import Saving as Saving
     from fnaccel.checkpoint import checkpoints as checkpoints
     from fnaccel.checkpoint import latest as latest
@@ -117,12 +116,13 @@ if TYPE_CHECKING:
     from fnaccel.interchange import adopt as adopt
     from fnaccel.interchange import export_adapter as export_adapter
     from fnaccel.interchange import export_hf as export_hf
+    from fnaccel.loop.batch_size import fit_batch_size as fit_batch_size
 
 __version__ = "0.1.0"
 
 # what a training step does not need is imported when it is first used: YAML, checkpoints, the search
 _LATE = {
-    "fnaccel.batch_size": ("fit_batch_size",),
+    "fnaccel.loop.batch_size": ("fit_batch_size",),
     "fnaccel.checkpoint": (
         "Saving",
         "checkpoints",

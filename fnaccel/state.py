@@ -14,8 +14,8 @@ import attrs
 import torch
 
 from fnaccel import tree
-from fnaccel.devices import run_recorded
 from fnaccel.errors import ArgumentError, AveragedError, ReadOnlyError, StaleStateError, UnleasedStateError
+from fnaccel.world.devices import run_recorded
 
 _MASK = (1 << 64) - 1
 

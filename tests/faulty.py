@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel.launch.network import free_port
-from fnaccel.world import current
+from fnaccel.world.world import current
 
 RANKS = 3
 ROWS, BATCH = 48, 6

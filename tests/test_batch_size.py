@@ -7,7 +7,7 @@ import torch
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.world import current
+from fnaccel.world.world import current
 
 
 def fits_up_to(limit, tried, error=None):

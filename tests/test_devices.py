@@ -9,11 +9,18 @@ import pytest
 import torch
 
 import fnaccel as fa
-from fnaccel import devices
-from fnaccel.devices import KINDS, ModuleStream, check_precision, check_processes, open_device, stream_of
 from fnaccel.errors import CapabilityError, MissingBackendError, WorldError
-from fnaccel.ranks import Ranks
-from fnaccel.world import World, _choose_device
+from fnaccel.world import devices
+from fnaccel.world.devices import (
+    KINDS,
+    ModuleStream,
+    check_precision,
+    check_processes,
+    open_device,
+    stream_of,
+)
+from fnaccel.world.launched import Ranks
+from fnaccel.world.world import World, _choose_device
 from tests.models import Net, loss_fn
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

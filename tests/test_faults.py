@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fnaccel.calls import NAMES, CallLog
 from fnaccel.errors import ArgumentError
-from fnaccel.faults import Record, find_fault
+from fnaccel.world.calls import NAMES, CallLog
+from fnaccel.world.faults import Record, find_fault
 
 
 def record(rank, names, **more):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.mesh import build, resolve
-from fnaccel.world import current
+from fnaccel.world.mesh import build, resolve
+from fnaccel.world.world import current
 
 
 def test_the_free_degree_takes_what_is_left():

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.loss import LossParts
-from fnaccel.notice import Notice
-from fnaccel.reports import Agreement, Report
+from fnaccel.engine.step_totals import Agreement, Report
+from fnaccel.engine.stop_request import Notice
+from fnaccel.step.loss import LossParts
 from fnaccel.testing import count_collectives
-from fnaccel.world import current
+from fnaccel.world.world import current
 from tests.models import batch_of, loss_fn, program
 
 BOTH = (signal.SIGTERM, signal.SIGUSR1)
@@ -106,7 +106,7 @@ def test_a_signal_before_the_first_step(world, tmp_path):
 
 
 def test_two_signals_during_a_save_do_not_tear_it(world, tmp_path, monkeypatch):
-    from fnaccel.checkpoint import durable
+    from fnaccel.checkpoint.disk import durable
 
     real, count = durable.rename, []
 

@@ -172,7 +172,7 @@ def test_what_is_saved_in_the_background_is_there_however_the_loop_ends(tmp_path
 
 
 def test_a_save_that_failed_in_the_background_is_told(tmp_path, monkeypatch):
-    from fnaccel.checkpoint import commit
+    from fnaccel.checkpoint.disk import publish as commit
 
     def refuse(*_):
         raise OSError(28, "No space left on device")

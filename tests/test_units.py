@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from fnaccel import errors
-from fnaccel.units import find_units
+from fnaccel.models.blocks import find_units
 
 
 class Layer(nn.Module):

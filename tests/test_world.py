@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fnaccel.errors import WorldError
-from fnaccel.ranks import Ranks, detect, first_host
+from fnaccel.world.launched import Ranks, detect, first_host
 
 
 def strings(**values):

@@ -12,7 +12,7 @@ import pytest
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.world import current
+from fnaccel.world.world import current
 
 
 def decorated():

@@ -11,7 +11,7 @@ from fnaccel.benching.subject import find_subject
 from fnaccel.benching.task import Failed, Task, write
 from fnaccel.errors import FnaccelError
 from fnaccel.launch.failure import follows, shown
-from fnaccel.world import World
+from fnaccel.world.world import World
 
 
 def main(folder: Path) -> int:

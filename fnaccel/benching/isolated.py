@@ -26,7 +26,7 @@ def run_isolated(task: Task, *, ranks: int, cpu: bool, environ: Mapping[str, str
     with tempfile.TemporaryDirectory(prefix="fnaccel-bench-") as name:
         folder = Path(name)
         task.write(folder)
-        command = [sys.executable, "-m", "fnaccel.cli", "launch", "-n", str(ranks), "--timeout-grace", "5"]
+        command = [sys.executable, "-m", "fnaccel", "launch", "-n", str(ranks), "--timeout-grace", "5"]
         command += [*(["--cpu"] if cpu else []), "-m", "fnaccel.benching.child", name]
         log = folder / "said.txt"
         with log.open("wb") as said:

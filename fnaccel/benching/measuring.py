@@ -16,11 +16,11 @@ from fnaccel.benching.task import EAGER, Measured
 from fnaccel.collectives import gather_objects
 from fnaccel.config import apply
 from fnaccel.data.batch import Window
-from fnaccel.engine import generators_of
-from fnaccel.program import TrainStep
+from fnaccel.engine.engine import generators_of
+from fnaccel.program.train_step import TrainStep
 from fnaccel.state import TrainState
 from fnaccel.transforms import compile  # noqa: A004
-from fnaccel.world import World
+from fnaccel.world.world import World
 
 WARM_UPS = 3
 """Steps between the first and those that are timed; their losses are compared, and the first one's."""

@@ -17,10 +17,10 @@ from fnaccel.data.batch import Window
 from fnaccel.data.cut import cut, rows_of
 from fnaccel.data.seeding import reseed
 from fnaccel.errors import ArgumentError, ConfigError, FnaccelError
-from fnaccel.step import Step, as_step
+from fnaccel.step.step import Step, as_step
 from fnaccel.strategies import distribute
 from fnaccel.transforms.compilation import Compile
-from fnaccel.world import World
+from fnaccel.world.world import World
 
 _WHERE = "fnaccel bench"
 

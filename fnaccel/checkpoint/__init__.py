@@ -5,10 +5,10 @@ A root holds one directory for each step; in it, safetensors files hold the tens
 """
 
 from fnaccel.checkpoint.background import Saving as Saving
-from fnaccel.checkpoint.commit import Checkpoint as Checkpoint
-from fnaccel.checkpoint.commit import checkpoints as checkpoints
-from fnaccel.checkpoint.commit import latest as latest
-from fnaccel.checkpoint.load import restore as restore
-from fnaccel.checkpoint.resume import resume_or_init as resume_or_init
+from fnaccel.checkpoint.disk.publish import Checkpoint as Checkpoint
+from fnaccel.checkpoint.disk.publish import checkpoints as checkpoints
+from fnaccel.checkpoint.disk.publish import latest as latest
+from fnaccel.checkpoint.restoring import restore as restore
+from fnaccel.checkpoint.resuming import resume_or_init as resume_or_init
 from fnaccel.checkpoint.saving import save as save
 from fnaccel.checkpoint.saving import save_async as save_async

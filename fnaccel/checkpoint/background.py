@@ -15,12 +15,12 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from fnaccel.checkpoint.pieces import Part
+from fnaccel.checkpoint.format.boxes import Part
 from fnaccel.checkpoint.writing import Writing
 from fnaccel.collectives import gather_objects
-from fnaccel.devices import HOSTED
-from fnaccel.mesh import gloo_group
-from fnaccel.world import World
+from fnaccel.world.devices import HOSTED
+from fnaccel.world.mesh import gloo_group
+from fnaccel.world.world import World
 
 
 class Saving:

@@ -13,14 +13,14 @@ import torch
 
 from fnaccel import tree
 from fnaccel.checkpoint.choosing import KEEP
-from fnaccel.checkpoint.grammar import NODES, Array, Node, Object, fields_of, is_object, plain
-from fnaccel.checkpoint.manifest import Stored
-from fnaccel.checkpoint.match import comes_back
-from fnaccel.checkpoint.pieces import is_sharded, part_of, whole
+from fnaccel.checkpoint.format.boxes import is_sharded, part_of, whole
+from fnaccel.checkpoint.format.manifest import Stored
+from fnaccel.checkpoint.format.values import NODES, Array, Node, Object, fields_of, is_object, plain
+from fnaccel.checkpoint.matching import comes_back
 from fnaccel.checkpoint.reading import Files, Request
 from fnaccel.errors import CheckpointError
 from fnaccel.state import ReadOnlyDict, TrainState
-from fnaccel.world import World
+from fnaccel.world.world import World
 
 States = Callable[[TrainState, TrainState], TrainState]
 """What restores a state that is met in a tree."""

@@ -14,12 +14,13 @@ import attrs
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fnaccel.checkpoint import durable, manifest
-from fnaccel.checkpoint.directory import Directory
-from fnaccel.checkpoint.dtypes import CODES
-from fnaccel.checkpoint.garbage import no_collection
-from fnaccel.checkpoint.manifest import Manifest, Piece, Stored
-from fnaccel.checkpoint.pieces import Box, overlap, whole
+from fnaccel.checkpoint.disk import durable
+from fnaccel.checkpoint.disk.directory import Directory
+from fnaccel.checkpoint.disk.garbage import no_collection
+from fnaccel.checkpoint.format import manifest
+from fnaccel.checkpoint.format.boxes import Box, overlap, whole
+from fnaccel.checkpoint.format.dtypes import CODES
+from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored
 from fnaccel.errors import CheckpointError
 
 T = TypeVar("T")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from fnaccel.checkpoint.background import Background, Saving
-from fnaccel.checkpoint.garbage import no_collection
-from fnaccel.checkpoint.retention import Retention
+from fnaccel.checkpoint.disk.garbage import no_collection
+from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.checkpoint.writing import Hold, Writing
-from fnaccel.every_rank import every_rank
-from fnaccel.world import World, current
+from fnaccel.world.every_rank import every_rank
+from fnaccel.world.world import World, current
 
 
 @every_rank

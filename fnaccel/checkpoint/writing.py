@@ -17,18 +17,23 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from fnaccel.checkpoint import commit, durable, grammar, manifest, provenance, streams
-from fnaccel.checkpoint.durable import FileRecord
-from fnaccel.checkpoint.garbage import no_collection
-from fnaccel.checkpoint.grammar import Encoded, encode
-from fnaccel.checkpoint.manifest import Manifest, Piece, Stored
-from fnaccel.checkpoint.meeting import together
-from fnaccel.checkpoint.pieces import Part, part_of, whole
-from fnaccel.checkpoint.retention import Retention
-from fnaccel.checkpoint.shard_file import file_name, write_shard
+from fnaccel.checkpoint import provenance
+from fnaccel.checkpoint import random_streams as streams
+from fnaccel.checkpoint.all_ranks import together
+from fnaccel.checkpoint.disk import durable
+from fnaccel.checkpoint.disk import publish as commit
+from fnaccel.checkpoint.disk.durable import FileRecord
+from fnaccel.checkpoint.disk.garbage import no_collection
+from fnaccel.checkpoint.disk.retention import Retention
+from fnaccel.checkpoint.format import manifest
+from fnaccel.checkpoint.format import values as grammar
+from fnaccel.checkpoint.format.boxes import Part, part_of, whole
+from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored
+from fnaccel.checkpoint.format.safetensors import file_name, write_shard
+from fnaccel.checkpoint.format.values import Encoded, encode
 from fnaccel.errors import ArgumentError, CheckpointError, NotSerializableError
 from fnaccel.state import TrainState
-from fnaccel.world import World
+from fnaccel.world.world import World
 
 Hold = Callable[[dict[str, Part]], dict[str, Part]]
 """Gives parts of a state values that stay as they are."""

@@ -10,14 +10,14 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
+from fnaccel.checkpoint.disk import placing
+from fnaccel.checkpoint.format.found import Source
+from fnaccel.checkpoint.format.items import Item
+from fnaccel.checkpoint.format.stream_file import Progress, write_items
 from fnaccel.errors import ArgumentError, CheckpointError
-from fnaccel.interchange import placing
 from fnaccel.interchange.converting import own_items, write_own
 from fnaccel.interchange.exporting import Style, export_source, items_of
-from fnaccel.interchange.found import Source
-from fnaccel.interchange.items import Item
-from fnaccel.interchange.opening import FORMATS, opened
-from fnaccel.interchange.stream_file import Progress, write_items
+from fnaccel.interchange.sources.detect import FORMATS, opened
 
 _WHERE = "fnaccel convert"
 _HELP = """Write the checkpoint SOURCE as TARGET, block by block.

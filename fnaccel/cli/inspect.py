@@ -13,15 +13,15 @@ from typing import Any, NoReturn
 import attrs
 
 from fnaccel.checkpoint import checkpoints, reading
-from fnaccel.checkpoint.directory import Directory, attempts
-from fnaccel.checkpoint.dtypes import name_of
-from fnaccel.checkpoint.finding import open_checkpoint
-from fnaccel.checkpoint.grammar import decode
-from fnaccel.checkpoint.manifest import Manifest
+from fnaccel.checkpoint.disk.directory import Directory, attempts
+from fnaccel.checkpoint.disk.finding import open_checkpoint
+from fnaccel.checkpoint.format.dtypes import name_of
+from fnaccel.checkpoint.format.manifest import Manifest
+from fnaccel.checkpoint.format.values import decode
 from fnaccel.cli.printable import printable
 from fnaccel.errors import ArgumentError, CheckpointError
-from fnaccel.interchange.opening import detect, opened
-from fnaccel.interchange.safetensors_files import files_of
+from fnaccel.interchange.sources.detect import detect, opened
+from fnaccel.interchange.sources.safetensors_files import files_of
 from fnaccel.state import TrainState
 
 _PROG = "fnaccel inspect"

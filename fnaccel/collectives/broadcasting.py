@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import tree
-from fnaccel.collectives.bucket import layout, pack, unpack
-from fnaccel.collectives.scope import Over, carrier_of, scope
+from fnaccel.collectives.flat_buffer import layout, pack, unpack
+from fnaccel.collectives.over import Over, carrier_of, scope
 from fnaccel.collectives.signature import Call, agree, bad_source, tensor_leaves
-from fnaccel.every_rank import every_rank
-from fnaccel.world import World
+from fnaccel.world.every_rank import every_rank
+from fnaccel.world.world import World
 
 
 @every_rank

@@ -11,9 +11,9 @@ from collections.abc import Generator, Sequence
 import torch
 
 from fnaccel import _torch
-from fnaccel.collectives.bucket import Layout, pack
-from fnaccel.collectives.scope import Scope
-from fnaccel.collectives.spare import spare
+from fnaccel.collectives.flat_buffer import Layout, pack
+from fnaccel.collectives.over import Scope
+from fnaccel.collectives.scratch import spare
 
 
 @contextlib.contextmanager

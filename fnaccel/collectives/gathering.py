@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from fnaccel import tree
-from fnaccel.collectives.bucket import Layout, layout, pack, unpack, unpack_copies
 from fnaccel.collectives.exchange import exchange, exchange_one
-from fnaccel.collectives.scope import Over, Scope, carrier_of, scope
+from fnaccel.collectives.flat_buffer import Layout, layout, pack, unpack, unpack_copies
+from fnaccel.collectives.over import Over, Scope, carrier_of, scope
 from fnaccel.collectives.signature import Call, agree, fits, tensor_leaves
 from fnaccel.errors import ArgumentError
-from fnaccel.every_rank import every_rank
-from fnaccel.world import World
+from fnaccel.world.every_rank import every_rank
+from fnaccel.world.world import World
 
 
 @every_rank

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from fnaccel.collectives.exchange import exchange_one
-from fnaccel.collectives.scope import Over, scope
+from fnaccel.collectives.over import Over, scope
 from fnaccel.collectives.signature import Call, agree, bad_source, room
 from fnaccel.errors import NotSerializableError
-from fnaccel.every_rank import every_rank, outer_call
-from fnaccel.world import World
+from fnaccel.world.every_rank import every_rank, outer_call
+from fnaccel.world.world import World
 
 
 @every_rank

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import tree
-from fnaccel.collectives.scope import Over, Scope, scope
+from fnaccel.collectives.over import Over, Scope, scope
 from fnaccel.collectives.signature import Call, agree, room, tensor_leaves
 from fnaccel.errors import ArgumentError, TreeMismatchError
-from fnaccel.every_rank import every_rank
-from fnaccel.world import World
+from fnaccel.world.every_rank import every_rank
+from fnaccel.world.world import World
 
 
 @every_rank

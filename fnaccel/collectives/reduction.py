@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import tree
-from fnaccel.collectives.bucket import layout, pack, runs
 from fnaccel.collectives.exchange import exchange
-from fnaccel.collectives.scope import Over, Scope, carrier_of, scope
+from fnaccel.collectives.flat_buffer import layout, pack, runs
+from fnaccel.collectives.over import Over, Scope, carrier_of, scope
+from fnaccel.collectives.scratch import spare
 from fnaccel.collectives.signature import Call, agree, fits, tensor_leaves
-from fnaccel.collectives.spare import spare
 from fnaccel.errors import ArgumentError, FnaccelError, UnknownNameError, nearest
-from fnaccel.every_rank import every_rank
-from fnaccel.world import World
+from fnaccel.world.every_rank import every_rank
+from fnaccel.world.world import World
 
 _ONE_PHASE = 2**18  # bytes; above it gloo's reduction, which overlaps its phases, is the quicker one
 

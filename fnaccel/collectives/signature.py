@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import _torch, tree
-from fnaccel.collectives.bucket import Layout
-from fnaccel.collectives.scope import Scope
+from fnaccel.collectives.flat_buffer import Layout
+from fnaccel.collectives.over import Scope
 from fnaccel.errors import ArgumentError, FnaccelError, RankMismatchError
 
 Shape = tuple[int | None, ...]

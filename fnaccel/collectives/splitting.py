@@ -6,9 +6,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from fnaccel.collectives.scope import Over, scope
+from fnaccel.collectives.over import Over, scope
 from fnaccel.errors import ArgumentError
-from fnaccel.world import World
+from fnaccel.world.world import World
 
 T = TypeVar("T", bound="list[Any] | tuple[Any, ...] | dict[Any, Any] | torch.Tensor")
 

@@ -11,8 +11,8 @@ from fnaccel.config.yaml import from_yaml, override
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest
 from fnaccel.launch import overrides
 from fnaccel.optim import Optimizer
-from fnaccel.program import TrainStep, train_step
-from fnaccel.step import Step, as_step
+from fnaccel.program.train_step import TrainStep, train_step
+from fnaccel.step.step import Step, as_step
 from fnaccel.strategies import distribute
 from fnaccel.transforms import (
     accumulate,
@@ -24,7 +24,7 @@ from fnaccel.transforms import (
     with_ema,
     with_precision,
 )
-from fnaccel.world import World
+from fnaccel.world.world import World
 
 _OPTIMIZERS = {"sgd": optim.sgd, "adam": optim.adam, "adamw": optim.adamw, "adafactor": optim.adafactor}
 _SCHEDULES = {

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from fnaccel import tree
 from fnaccel.data.batch import Batch
-from fnaccel.data.link import Link, portable
 from fnaccel.data.order import span
+from fnaccel.data.reader_ranks import Link, portable
 from fnaccel.data.stream import shares
 
 _ALIGN = 16  # bytes; every dtype may begin at a multiple of it

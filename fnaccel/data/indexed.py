@@ -14,10 +14,10 @@ import attrs
 
 from fnaccel.data import order
 from fnaccel.data.batch import Batch
+from fnaccel.data.epoch import Reading, check_any, check_start, epoch_order
 from fnaccel.data.fetch import read
-from fnaccel.data.link import Link
 from fnaccel.data.loaders import Grouped, Indexed
-from fnaccel.data.reading import Reading, check_any, check_start, epoch_order
+from fnaccel.data.reader_ranks import Link
 from fnaccel.data.seeding import replayed
 from fnaccel.state import Position
 

@@ -13,11 +13,11 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.data.batch import Batch
-from fnaccel.data.link import Link
-from fnaccel.data.reading import Reading
+from fnaccel.data.epoch import Reading
+from fnaccel.data.reader_ranks import Link
 from fnaccel.errors import LoaderError
 from fnaccel.state import Position, fold
-from fnaccel.world import find_current
+from fnaccel.world.world import find_current
 
 Open = Callable[[Reading, Link], Iterator[Batch]]
 """Opens an epoch of this rank's own loader."""

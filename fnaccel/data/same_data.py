@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.utils.data as torch_data
 
-from fnaccel.data.link import Link
-from fnaccel.data.reading import Reading
+from fnaccel.data.epoch import Reading
+from fnaccel.data.reader_ranks import Link
 from fnaccel.errors import LoaderError
 
 _SAMPLED = 64

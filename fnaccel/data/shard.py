@@ -16,21 +16,21 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from fnaccel import world as worlds
 from fnaccel.data import loaders, order
 from fnaccel.data.batch import Batch, Window
 from fnaccel.data.dispatch import dispatch as dispatched
+from fnaccel.data.epoch import Reading
 from fnaccel.data.indexed import open_indexed
-from fnaccel.data.link import Link
 from fnaccel.data.loaders import Indexed, Source, Stream
 from fnaccel.data.order import Remainder
 from fnaccel.data.placement import place
 from fnaccel.data.presplit import open_presplit
-from fnaccel.data.reading import Reading
+from fnaccel.data.reader_ranks import Link
 from fnaccel.data.same_data import check_same_data
 from fnaccel.data.stream import open_stream
 from fnaccel.errors import ArgumentError, LoaderError
 from fnaccel.state import Position
+from fnaccel.world import world as worlds
 
 
 @attrs.frozen(kw_only=True)

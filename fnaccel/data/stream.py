@@ -18,11 +18,11 @@ import torch.utils.data as torch_data
 from fnaccel import tree
 from fnaccel.data.batch import Batch
 from fnaccel.data.cut import cut, join, rows_of, split_sizes
+from fnaccel.data.epoch import Reading, check_any, check_start, epoch_order
 from fnaccel.data.fetch import KeyFeed, Reopenable, read, reopened, settings_of
-from fnaccel.data.link import Link
 from fnaccel.data.loaders import Stream, is_plain
 from fnaccel.data.order import Remainder, span
-from fnaccel.data.reading import Reading, check_any, check_start, epoch_order
+from fnaccel.data.reader_ranks import Link
 from fnaccel.data.seeding import read_apart
 from fnaccel.errors import LoaderError
 from fnaccel.state import Position

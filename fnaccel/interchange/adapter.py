@@ -18,16 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fnaccel.checkpoint import durable
-from fnaccel.checkpoint.meeting import together
+from fnaccel.checkpoint.all_ranks import together
+from fnaccel.checkpoint.disk import durable, placing
+from fnaccel.checkpoint.format.items import Item, check_items, of_tensors
 from fnaccel.errors import ArgumentError, nearest
-from fnaccel.interchange import placing
 from fnaccel.interchange.exporting import Style, dtype_in, keys_of, one_model, weights_of, world_of, writer
-from fnaccel.interchange.items import Item, check_items, of_tensors
 from fnaccel.interchange.model_config import author_class
 from fnaccel.interchange.targets import modules_of
 from fnaccel.state import TrainState, check_live
-from fnaccel.world import World
+from fnaccel.world.world import World
 
 _WHERE = "fa.export_adapter"
 _WEIGHTS = "adapter_model.safetensors"

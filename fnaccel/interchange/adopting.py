@@ -12,19 +12,19 @@ from typing import Any
 import attrs
 import torch
 
+from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.choosing import Patterns, Rename
-from fnaccel.checkpoint.directory import attempts
-from fnaccel.checkpoint.dtypes import name_of
-from fnaccel.checkpoint.grammar import child
-from fnaccel.checkpoint.meeting import together
-from fnaccel.checkpoint.pieces import is_sharded, part_of
+from fnaccel.checkpoint.disk.directory import attempts
+from fnaccel.checkpoint.format.boxes import is_sharded, part_of
+from fnaccel.checkpoint.format.dtypes import name_of
+from fnaccel.checkpoint.format.found import Found, Source
+from fnaccel.checkpoint.format.values import child
 from fnaccel.errors import CheckpointError, UnleasedStateError
 from fnaccel.interchange.fitting import Choice, Fit, fit, mismatch
-from fnaccel.interchange.found import Found, Source
-from fnaccel.interchange.opening import opened as open_source
+from fnaccel.interchange.sources.detect import opened as open_source
 from fnaccel.interchange.targets import SECTIONS, sections_of, targets_of, tensors_of
 from fnaccel.state import TrainState, lease_of
-from fnaccel.world import World, current
+from fnaccel.world.world import World, current
 
 _WHERE = "fa.adopt"
 _WIDE = 1e38

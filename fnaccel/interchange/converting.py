@@ -12,17 +12,20 @@ from typing import Any
 
 import torch
 
-from fnaccel.checkpoint import commit, durable, manifest, provenance
-from fnaccel.checkpoint.durable import FileRecord
-from fnaccel.checkpoint.grammar import child
-from fnaccel.checkpoint.manifest import Manifest, Piece, Stored
-from fnaccel.checkpoint.pieces import whole
-from fnaccel.checkpoint.shard_file import file_name
+from fnaccel.checkpoint import provenance
+from fnaccel.checkpoint.disk import durable
+from fnaccel.checkpoint.disk import publish as commit
+from fnaccel.checkpoint.disk.durable import FileRecord
+from fnaccel.checkpoint.format import manifest
+from fnaccel.checkpoint.format.boxes import whole
+from fnaccel.checkpoint.format.found import Found, Source, unescaped
+from fnaccel.checkpoint.format.items import Item, check_items, of_found, pick
+from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored
+from fnaccel.checkpoint.format.safetensors import file_name
+from fnaccel.checkpoint.format.stream_file import Progress, bytes_in, spread, write_items
+from fnaccel.checkpoint.format.values import child
 from fnaccel.errors import ArgumentError, CheckpointError
 from fnaccel.interchange.exporting import Style, dtype_in
-from fnaccel.interchange.found import Found, Source, unescaped
-from fnaccel.interchange.items import Item, check_items, of_found, pick
-from fnaccel.interchange.stream_file import Progress, bytes_in, spread, write_items
 
 
 def own_items(source: Source, style: Style) -> list[Item]:

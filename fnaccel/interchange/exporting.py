@@ -12,21 +12,20 @@ import attrs
 import torch
 from torch import nn
 
-from fnaccel.checkpoint import durable
+from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.choosing import Patterns, Rename
-from fnaccel.checkpoint.grammar import child
-from fnaccel.checkpoint.meeting import together
+from fnaccel.checkpoint.disk import durable, placing
+from fnaccel.checkpoint.format.found import Source, unescaped
+from fnaccel.checkpoint.format.items import Item, check_items, of_found, of_tensors, pick
+from fnaccel.checkpoint.format.stream_file import Progress, bytes_in, drain, spread, write_items
+from fnaccel.checkpoint.format.values import child
 from fnaccel.errors import ArgumentError, NoWorldError, UnleasedStateError, nearest
-from fnaccel.interchange import placing
-from fnaccel.interchange.found import Source, unescaped
-from fnaccel.interchange.items import Item, check_items, of_found, of_tensors, pick
 from fnaccel.interchange.model_config import files_for
-from fnaccel.interchange.opening import opened
-from fnaccel.interchange.stream_file import Progress, bytes_in, drain, spread, write_items
+from fnaccel.interchange.sources.detect import opened
 from fnaccel.interchange.targets import modules_of, persistent_paths, tensors_of
 from fnaccel.state import TrainState, check_live, check_trained, lease_of
 from fnaccel.transforms.precision_policy import dtype_of
-from fnaccel.world import World, current
+from fnaccel.world.world import World, current
 
 _WHERE = "fa.export_hf"
 

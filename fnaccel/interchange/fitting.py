@@ -11,10 +11,10 @@ import attrs
 import torch
 
 from fnaccel.checkpoint.choosing import Patterns, Rename, choose, renamed
-from fnaccel.checkpoint.dtypes import name_of
+from fnaccel.checkpoint.format.dtypes import name_of
+from fnaccel.checkpoint.format.found import Found, Source
 from fnaccel.errors import TreeMismatchError
-from fnaccel.interchange.found import Found, Source
-from fnaccel.interchange.naming import name_numbered, strips
+from fnaccel.interchange.parameter_names import name_numbered, strips
 from fnaccel.interchange.targets import Targets
 
 

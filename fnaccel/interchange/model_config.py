@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fnaccel.checkpoint.dtypes import name_of
+from fnaccel.checkpoint.format.dtypes import name_of
 from fnaccel.errors import ArgumentError
 
 

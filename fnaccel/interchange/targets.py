@@ -9,9 +9,9 @@ import attrs
 import torch
 from torch import nn
 
-from fnaccel.checkpoint.grammar import child, shown
+from fnaccel.checkpoint.format.found import unescaped
+from fnaccel.checkpoint.format.values import child, shown
 from fnaccel.errors import ArgumentError, UnleasedStateError
-from fnaccel.interchange.found import unescaped
 from fnaccel.state import TrainState, check_live, lease_of
 
 SECTIONS = ("params", "buffers", "opt", "ema")

@@ -15,12 +15,12 @@ from types import TracebackType
 import attrs
 import torch
 
-from fnaccel import joining
 from fnaccel.errors import Preempted
 from fnaccel.launch import affinity, overrides
 from fnaccel.launch.failure import Failure, follows, shown
 from fnaccel.launch.job import Job
-from fnaccel.launch.program import run_file, run_module
+from fnaccel.launch.run_script import run_file, run_module
+from fnaccel.world import joining
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -1,4 +1,4 @@
-"""The environment of each rank: a pure function of the job. `fnaccel.world.detect` reads it."""
+"""The environment of each rank: a pure function of the job. `fnaccel.world.world.detect` reads it."""
 
 from __future__ import annotations
 

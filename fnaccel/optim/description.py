@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from fnaccel.errors import ArgumentError, ConfigError, nearest
-from fnaccel.leaf import Leaf
+from fnaccel.models.parameter import Leaf
 from fnaccel.optim.schedules import Schedule, as_schedule, constant
 
 Options = tuple[tuple[str, Any], ...]

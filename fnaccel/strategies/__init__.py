@@ -3,12 +3,12 @@
 from fnaccel.strategies import fsdp_engine as _fsdp_engine
 from fnaccel.strategies import local as _local
 from fnaccel.strategies.ddp import ddp as ddp
+from fnaccel.strategies.ddp_hooks import powersgd as powersgd
 from fnaccel.strategies.deepspeed import deepspeed as deepspeed
 from fnaccel.strategies.distribute import Distributed as Distributed
 from fnaccel.strategies.distribute import distribute as distribute
 from fnaccel.strategies.fsdp import fsdp as fsdp
 from fnaccel.strategies.fsdp import hsdp as hsdp
-from fnaccel.strategies.hooks import powersgd as powersgd
 from fnaccel.strategies.local import local as local
 from fnaccel.strategies.strategy import Strategy as Strategy
 from fnaccel.strategies.strategy import strategy as strategy

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import _torch
-from fnaccel.buckets import MIB, Buckets, bucket_bytes, lay_out
-from fnaccel.engine import Engine
+from fnaccel.engine.engine import Engine
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest, require
-from fnaccel.mesh import ensure_group
-from fnaccel.step import Capability
-from fnaccel.strategies.construct import Built, construct
-from fnaccel.strategies.engines import Request, interpreter
-from fnaccel.strategies.hooks import HOOKS, Hook, register
+from fnaccel.models.building import Built, construct
+from fnaccel.step.step import Capability
+from fnaccel.strategies.axis import Request, interpreter
+from fnaccel.strategies.ddp_buckets import MIB, Buckets, bucket_bytes, lay_out
+from fnaccel.strategies.ddp_hooks import HOOKS, Hook, register
 from fnaccel.strategies.local import capture_whole, place, whole_engine
 from fnaccel.strategies.strategy import Strategy, check_degree, maker
+from fnaccel.world.mesh import ensure_group
 
 _REDUCE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SENT = {name: dtype for dtype, name in _REDUCE.items()}

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, get_args
 import attrs
 
 from fnaccel.errors import UnknownNameError, as_names, nearest, require
-from fnaccel.step import Capability
-from fnaccel.strategies.construct import Init
+from fnaccel.models.blocks import Units
+from fnaccel.models.building import Init
+from fnaccel.step.step import Capability
 from fnaccel.strategies.ddp import ddp
 from fnaccel.strategies.strategy import Strategy, check_degree, maker
-from fnaccel.units import Units
 
 
 @attrs.frozen
@@ -49,7 +49,7 @@ def fsdp(
     Args:
         degree: over how many ranks; -1 takes the ranks that are left.
         units: what is gathered as one: `"block"`, class names, a least size in parameters, or a
-            function; see `fnaccel.units`. What no unit holds is gathered with the root.
+            function; see `fnaccel.models.blocks`. What no unit holds is gathered with the root.
         reshard_after_forward: True frees a unit's parameters after its forward (ZeRO-3), False
             keeps them until backward (ZeRO-2), an int reshards over that many ranks.
         policy: a `torch.distributed.fsdp.MixedPrecisionPolicy` for all units, instead of the one

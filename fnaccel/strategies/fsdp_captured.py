@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from fnaccel import _torch
-from fnaccel.capture import Capture, Opened
-from fnaccel.engine import Engine
+from fnaccel.engine.capture import Capture, Opened
+from fnaccel.engine.engine import Engine
 from fnaccel.errors import CapabilityError
-from fnaccel.leaf import Leaf
-from fnaccel.strategies.construct import Built
-from fnaccel.strategies.engines import Request, laid_out_as
+from fnaccel.models.blocks import find_units
+from fnaccel.models.building import Built
+from fnaccel.models.parameter import Leaf
+from fnaccel.strategies.axis import Request, laid_out_as
 from fnaccel.strategies.fsdp import Fsdp
-from fnaccel.strategies.regather import zero3_pass
-from fnaccel.units import find_units
+from fnaccel.strategies.fsdp_regather import zero3_pass
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)  # what may be sent in another precision
 # autocast casts the weights of these by itself: gathered in the compute dtype, they come out the same

@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import nn
 
 from fnaccel import _torch
-from fnaccel.engine import Engine
+from fnaccel.engine.engine import Engine
 from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, nearest
-from fnaccel.leaf import Leaf
-from fnaccel.mesh import Mesh, ensure_group
-from fnaccel.strategies.construct import Built, check_alike, construct
+from fnaccel.models.blocks import find_units
+from fnaccel.models.building import Built, check_alike, construct
+from fnaccel.models.parameter import Leaf
+from fnaccel.strategies.axis import Request, interpreter, laid_out_as, same
 from fnaccel.strategies.ddp import Ddp
-from fnaccel.strategies.engines import Request, interpreter, laid_out_as, same
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_captured import build_captured
 from fnaccel.transforms.precision_policy import Precision
-from fnaccel.units import find_units
+from fnaccel.world.mesh import Mesh, ensure_group
 
 _CAST_SAFE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

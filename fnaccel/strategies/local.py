@@ -8,11 +8,11 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel.capture import Capture
-from fnaccel.engine import Engine
-from fnaccel.step import EVERYTHING
-from fnaccel.strategies.construct import Built, check_alike, construct
-from fnaccel.strategies.engines import Request, interpreter, whole_leaves
+from fnaccel.engine.capture import Capture
+from fnaccel.engine.engine import Engine
+from fnaccel.models.building import Built, check_alike, construct
+from fnaccel.step.step import EVERYTHING
+from fnaccel.strategies.axis import Request, interpreter, whole_leaves
 from fnaccel.strategies.strategy import Strategy, maker
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import attrs
 
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest
-from fnaccel.step import Capability
+from fnaccel.step.step import Capability
 
 
 class Axis(Protocol):

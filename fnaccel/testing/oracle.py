@@ -14,7 +14,7 @@ import torch
 
 from fnaccel import tree
 from fnaccel.errors import UnknownNameError, nearest
-from fnaccel.loss import Mean
+from fnaccel.step.loss import Mean
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,

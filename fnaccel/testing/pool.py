@@ -29,8 +29,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from fnaccel import world
 from fnaccel.errors import ArgumentError, LaunchError
+from fnaccel.world import world
 
 RUNS_PER_GROUP = 64
 """Runs after which the ranks begin a new process group: subgroups that tests made pile up in one."""

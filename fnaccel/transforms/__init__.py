@@ -5,8 +5,8 @@ from fnaccel.transforms.averaging import with_ema as with_ema
 from fnaccel.transforms.clipping import clip_norm as clip_norm
 from fnaccel.transforms.clipping import clip_value as clip_value
 from fnaccel.transforms.compilation import compile as compile  # noqa: A004
-from fnaccel.transforms.float8 import Float8 as Float8
-from fnaccel.transforms.float8 import float8_layers as float8_layers
+from fnaccel.transforms.float8.record import Float8 as Float8
+from fnaccel.transforms.float8.record import float8_layers as float8_layers
 from fnaccel.transforms.layer_casting import cast_layers as cast_layers
 from fnaccel.transforms.precision import with_precision as with_precision
 from fnaccel.transforms.precision_policy import Precision as Precision

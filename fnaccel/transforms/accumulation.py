@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import attrs
 
 from fnaccel.errors import UnknownNameError, nearest, require
-from fnaccel.step import Phase, Step, Transform, append
+from fnaccel.step.step import Phase, Step, Transform, append
 
 Sync = Literal["last", "each"]
 

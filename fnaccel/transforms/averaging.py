@@ -8,7 +8,7 @@ import attrs
 
 from fnaccel import _torch
 from fnaccel.errors import require
-from fnaccel.step import Capability, Phase, Step, Transform, append
+from fnaccel.step.step import Capability, Phase, Step, Transform, append
 
 
 @attrs.frozen

@@ -9,7 +9,7 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.errors import require
-from fnaccel.step import Capability, Phase, Step, Transform, append
+from fnaccel.step.step import Capability, Phase, Step, Transform, append
 
 _NEEDS = frozenset({Capability.GRADIENTS})
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from fnaccel import _torch
 from fnaccel.errors import ArgumentError, NotCompiledError, UnknownNameError, nearest, require
-from fnaccel.step import Capability, Phase, Step, Transform, append
-from fnaccel.units import Units, find_units
+from fnaccel.models.blocks import Units, find_units
+from fnaccel.step.step import Capability, Phase, Step, Transform, append
 
 Scope = Literal["auto", "block", "loss", "step"]
 
@@ -159,7 +159,7 @@ def compile(  # noqa: A001 - the field's name for it; the module keeps a noun
         options: the backend's own, as `torch.compile` takes them: `{"max_autotune": True}`.
         dynamic: as `torch.compile` takes it; or the dimensions of batch leaves that vary, by pattern
             of their path: `{"tokens": 1}`, `{"*": (0, 1)}`.
-        units: for `"block"`, which modules are blocks: see `fnaccel.units`.
+        units: for `"block"`, which modules are blocks: see `fnaccel.models.blocks`.
         limit: how often a train step may compile again because something changed.
 
     Raises:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from fnaccel.errors import CapabilityError, require
-from fnaccel.step import Phase, Step, Transform, append
-from fnaccel.transforms.float8 import Float8, with_float8
+from fnaccel.step.step import Phase, Step, Transform, append
+from fnaccel.transforms.float8.record import Float8, with_float8
 from fnaccel.transforms.precision_policy import Precision, dtype_of
 
 

@@ -14,7 +14,7 @@ import torch
 
 from fnaccel import tree
 from fnaccel.errors import UnknownNameError, nearest
-from fnaccel.loss import Concat, Mean, Sum
+from fnaccel.step.loss import Concat, Mean, Sum
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 

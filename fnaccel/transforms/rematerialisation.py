@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fnaccel.errors import CapabilityError
-from fnaccel.step import Capability, Phase, Step, Transform, append
-from fnaccel.units import Units, find_units
+from fnaccel.models.blocks import Units, find_units
+from fnaccel.step.step import Capability, Phase, Step, Transform, append
 
 
 @attrs.frozen
@@ -70,7 +70,7 @@ def remat(step: Any, units: Units = "block") -> Step:
 
     Args:
         step: a step or a loss function.
-        units: `"block"`, class names, a least size, or a function: see `fnaccel.units`.
+        units: `"block"`, class names, a least size, or a function: see `fnaccel.models.blocks`.
 
     Raises:
         CapabilityError: at `init`, where no module matches.

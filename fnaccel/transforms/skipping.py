@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from fnaccel.errors import require
-from fnaccel.step import Capability, Phase, Step, Transform, append
+from fnaccel.step.step import Capability, Phase, Step, Transform, append
 
 
 @attrs.frozen

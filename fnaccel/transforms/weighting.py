@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from fnaccel.errors import require
-from fnaccel.step import Phase, Step, Transform, append
+from fnaccel.step.step import Phase, Step, Transform, append
 
 
 @attrs.frozen

@@ -10,9 +10,11 @@ import threading
 import pytest
 import torch
 
-from fnaccel.checkpoint import checkpoints, commit, durable, latest, restore, save, save_async
+from fnaccel.checkpoint import checkpoints, latest, restore, save, save_async
+from fnaccel.checkpoint.disk import durable
+from fnaccel.checkpoint.disk import publish as commit
 from fnaccel.errors import ArgumentError, CheckpointError, NotSerializableError
-from fnaccel.world import current, start
+from fnaccel.world.world import current, start
 from tests.checkpoint.training import gathered, make, train, unequal
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fnaccel import world
-from fnaccel.checkpoint import checkpoints, durable, latest, restore, save
+from fnaccel.checkpoint import checkpoints, latest, restore, save
+from fnaccel.checkpoint.disk import durable
 from fnaccel.errors import (
     ArgumentError,
     CheckpointError,
@@ -20,7 +20,8 @@ from fnaccel.errors import (
     NotSerializableError,
     TreeMismatchError,
 )
-from fnaccel.world import start
+from fnaccel.world import world
+from fnaccel.world.world import start
 
 CALLS = ("make_directory", "write", "sync", "rename", "remove")
 
@@ -143,7 +144,7 @@ def test_where_one_rank_fails_all_raise(pools, tmp_path):
 
 
 def test_a_second_job_is_refused_and_a_forgotten_save_swept(tmp_path):
-    from fnaccel.checkpoint import commit
+    from fnaccel.checkpoint.disk import publish as commit
 
     with start(device="cpu"):
         running, gone = commit.stage(tmp_path, 7), commit.stage(tmp_path, 7)

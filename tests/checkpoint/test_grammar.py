@@ -12,11 +12,11 @@ from hypothesis import given, settings
 
 from fnaccel import tree
 from fnaccel.checkpoint import checkpoints, restore, save
-from fnaccel.checkpoint.dtypes import CODES
-from fnaccel.checkpoint.grammar import decode, encode
+from fnaccel.checkpoint.format.dtypes import CODES
+from fnaccel.checkpoint.format.values import decode, encode
 from fnaccel.errors import CheckpointError, NotSerializableError
 from fnaccel.state import Position, Seed, TrainState
-from fnaccel.world import start
+from fnaccel.world.world import start
 from tests.strategies import storable, tensors
 
 

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from fnaccel import tree
-from fnaccel.checkpoint import manifest, restore, save
-from fnaccel.checkpoint.durable import FileRecord
-from fnaccel.checkpoint.grammar import decode
-from fnaccel.checkpoint.manifest import Manifest, Piece, Stored
-from fnaccel.checkpoint.pieces import Box, make_up, whole
+from fnaccel.checkpoint import restore, save
+from fnaccel.checkpoint.disk.durable import FileRecord
+from fnaccel.checkpoint.format import manifest
+from fnaccel.checkpoint.format.boxes import Box, make_up, whole
+from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored
+from fnaccel.checkpoint.format.values import decode
 from fnaccel.errors import CheckpointError, FnaccelError, NotSerializableError
 from fnaccel.state import Position, Seed, TrainState
-from fnaccel.world import start
+from fnaccel.world.world import start
 from tests.checkpoint.training import unequal
 
 

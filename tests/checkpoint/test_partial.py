@@ -11,9 +11,9 @@ from torch import nn
 from fnaccel.checkpoint import restore, save
 from fnaccel.errors import ArgumentError, TreeMismatchError
 from fnaccel.optim import adamw, sgd
-from fnaccel.program import train_step
+from fnaccel.program.train_step import train_step
 from fnaccel.strategies import distribute, strategy
-from fnaccel.world import start
+from fnaccel.world.world import start
 from tests.checkpoint.training import gathered, make, squares, train, unequal
 
 

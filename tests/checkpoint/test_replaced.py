@@ -14,14 +14,16 @@ import pytest
 import torch
 
 import fnaccel as fa
-from fnaccel.checkpoint import checkpoints, commit, latest, manifest, restore, save
-from fnaccel.checkpoint import directory as directories
+from fnaccel.checkpoint import checkpoints, latest, restore, save
+from fnaccel.checkpoint.disk import directory as directories
+from fnaccel.checkpoint.disk import publish as commit
+from fnaccel.checkpoint.format import manifest
+from fnaccel.checkpoint.format.found import read_all
 from fnaccel.cli import inspect as inspecting
 from fnaccel.cli.main import main
 from fnaccel.errors import CheckpointError
-from fnaccel.interchange.found import read_all
-from fnaccel.interchange.own import open_own
-from fnaccel.world import current, start
+from fnaccel.interchange.sources.fnaccel_files import open_own
+from fnaccel.world.world import current, start
 from tests.models import batch_of, program
 
 SYSTEMS = ["open directories", "no path below", "no locks"]
@@ -118,7 +120,7 @@ def test_law_17_a_checkpoint_that_is_replaced_while_it_is_read(system, between, 
 
 def test_files_that_are_opened_again_are_of_the_same_checkpoint(system, monkeypatch, tmp_path):
     """A source lets files go after some megabytes: here after each tensor."""
-    monkeypatch.setattr("fnaccel.interchange.mapped._MOST", 0)
+    monkeypatch.setattr("fnaccel.checkpoint.format.mapped._MOST", 0)
     save(tmp_path, value(1), step=1)
     with contextlib.ExitStack() as stack:
         weights = open_own(tmp_path, stack).weights
@@ -179,7 +181,7 @@ def test_a_run_begins_again_if_its_checkpoint_went(system, monkeypatch, tmp_path
         calls.append(options["step"])
         return real(*args, **options)
 
-    monkeypatch.setattr("fnaccel.checkpoint.resume.restore", restores)
+    monkeypatch.setattr("fnaccel.checkpoint.resuming.restore", restores)
     assert fa.resume_or_init(tmp_path, program()).step == 0
     assert calls == [1, 2]
     assert [one.step for one in checkpoints(tmp_path)] == [2]

@@ -12,7 +12,7 @@ from fnaccel.checkpoint.reading import Files
 from fnaccel.errors import CheckpointError, StaleStateError, TreeMismatchError
 from fnaccel.state import snapshot
 from fnaccel.transforms import skip_nonfinite, with_ema
-from fnaccel.world import start
+from fnaccel.world.world import start
 from tests.checkpoint.training import gathered, make, train, unequal
 
 

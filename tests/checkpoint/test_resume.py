@@ -11,7 +11,7 @@ import torch
 
 import fnaccel as fa
 from fnaccel.errors import CheckpointError, TreeMismatchError
-from fnaccel.world import current
+from fnaccel.world.world import current
 from tests.models import Net, batch_of, program, whole_params
 
 

@@ -13,7 +13,7 @@ import torch
 from fnaccel import tree
 from fnaccel.checkpoint import restore, save
 from fnaccel.errors import CheckpointError, NotSerializableError, TreeMismatchError
-from fnaccel.world import start
+from fnaccel.world.world import start
 from tests.checkpoint.training import batch, gathered, make, train, unequal
 
 
@@ -270,13 +270,13 @@ def test_a_stream_that_would_read_out_of_bounds(tmp_path):
 
 @pytest.mark.parametrize("kind", ["python", "torch", "numpy"])
 def test_streams_that_are_none_warn_and_begin_anew(tmp_path, kind):
-    from fnaccel.checkpoint.streams import capture
+    from fnaccel.checkpoint.random_streams import capture
 
     step = make("local()")
     state = step.init(seed=1)
     with pytest.MonkeyPatch.context() as patch:
         broken = {**capture(torch.device("cpu")), kind: torch.full((7,), 255, dtype=torch.uint8)}
-        patch.setattr("fnaccel.checkpoint.streams.capture", lambda device: broken)
+        patch.setattr("fnaccel.checkpoint.random_streams.capture", lambda device: broken)
         save(tmp_path, state)
     with pytest.warns(UserWarning, match="can't be put back, and begin anew"):
         state = restore(tmp_path, like=state)

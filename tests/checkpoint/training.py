@@ -9,12 +9,12 @@ from torch.distributed.tensor import distribute_tensor
 
 from fnaccel import tree
 from fnaccel.checkpoint import restore
-from fnaccel.loss import Mean
-from fnaccel.mesh import Mesh
 from fnaccel.optim import adamw
-from fnaccel.program import train_step
+from fnaccel.program.train_step import train_step
+from fnaccel.step.loss import Mean
 from fnaccel.strategies import distribute, strategy
 from fnaccel.transforms import with_ema
+from fnaccel.world.mesh import Mesh
 
 LAYOUTS = [("local()", 1)]
 LAYOUTS += [("ddp()", n) for n in (1, 2, 3, 4)]

@@ -32,7 +32,7 @@ from fnaccel.cli.bench import read
 from fnaccel.cli.main import main
 from fnaccel.config.references import load
 from fnaccel.errors import ArgumentError, ConfigError
-from fnaccel.step import as_step
+from fnaccel.step.step import as_step
 from tests.models import Net, batch_of, loss_fn
 
 ROOT = Path(__file__).parents[2]
@@ -475,7 +475,7 @@ def test_processes_that_are_killed_say_by_what(folder):
 def test_a_signal_ends_what_was_started(folder):
     (folder / "subject.py").write_text(SUBJECT + SLEEPS)
     flags = ["--model", "subject:net", "--batch", "subject:batch", "--cpu"]
-    command = [sys.executable, "-m", "fnaccel.cli", "bench", "subject:sleeps", *flags]
+    command = [sys.executable, "-m", "fnaccel", "bench", "subject:sleeps", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as started:
         while not (folder / "pid").is_file():
             assert started.poll() is None

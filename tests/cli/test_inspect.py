@@ -133,7 +133,7 @@ def test_a_reader_that_has_seen_enough(tmp_path):
 
     with fa.start(device="cpu"):
         fa.save(tmp_path, {f"tensor{i}": torch.ones(1) for i in range(5_000)})
-    command = f"{sys.executable} -m fnaccel.cli inspect {tmp_path} | head -1"
+    command = f"{sys.executable} -m fnaccel inspect {tmp_path} | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("fnaccel checkpoint")
     assert done.stderr == ""

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 FULL = Path("/dev/full")
 
 
-def fnaccel(*arguments, module="fnaccel.cli", **options):
+def fnaccel(*arguments, module="fnaccel", **options):
     settings = {"capture_output": True} | options
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
     command = [sys.executable, "-m", module, *map(str, arguments)]

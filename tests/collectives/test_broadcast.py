@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from fnaccel import mesh, tree, world
+from fnaccel import tree
 from fnaccel.collectives import broadcast, broadcast_objects, gather, gather_objects
 from fnaccel.errors import ArgumentError, NotSerializableError, RankMismatchError
 from fnaccel.testing import count_collectives
+from fnaccel.world import mesh, world
 from tests.collectives.test_gather import equal, rank, shifted
 from tests.strategies import tensors, trees, worlds
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from fnaccel import tree, world
+from fnaccel import tree
 from fnaccel.collectives import gather, split_between_processes
 from fnaccel.errors import ArgumentError, RankMismatchError
 from fnaccel.testing import count_collectives
+from fnaccel.world import world
 from tests.strategies import DTYPES, lengths, tensors, trees, worlds
 
 
@@ -178,7 +179,7 @@ def test_one_leaf_travels_as_it_is(pools):
 def while_another_thread_gathers():
     import threading
 
-    from fnaccel import mesh
+    from fnaccel.world import mesh
 
     groups = [mesh.build(world.current(), {"dp_shard": 2})["dp_shard"].group, torch.distributed.new_group()]
     mine = [

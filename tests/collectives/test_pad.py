@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fnaccel import world
 from fnaccel.collectives import concatenate, gather, pad_across_processes
 from fnaccel.errors import ArgumentError, RankMismatchError, TreeMismatchError
 from fnaccel.testing import count_collectives
+from fnaccel.world import world
 from tests.collectives.test_gather import rank
 
 

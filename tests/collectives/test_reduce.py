@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnaccel import tree, world
+from fnaccel import tree
 from fnaccel.collectives import any_process, gather, reduce
 from fnaccel.errors import ArgumentError, RankMismatchError, UnknownNameError
 from fnaccel.testing import assert_close, count_collectives
+from fnaccel.world import world
 from tests.collectives.test_gather import rank, shifted
 from tests.strategies import REAL_DTYPES, tensors, trees, worlds
 
@@ -194,7 +195,7 @@ def test_any_process(pools, flags):
 
 
 def over_axes():
-    from fnaccel import mesh
+    from fnaccel.world import mesh
 
     here = mesh.build(world.current(), {"dp_replicate": 2, "dp_shard": 2})
     x = torch.tensor(rank())

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from fnaccel.collectives import split_between_processes
 from fnaccel.errors import ArgumentError
-from fnaccel.world import World
+from fnaccel.world.world import World
 from tests.strategies import lengths, worlds
 
 

@@ -6,11 +6,11 @@ import torch.distributed as dist
 import torch.utils.data as torch_data
 
 from fnaccel import tree
-from fnaccel import world as worlds
 from fnaccel.data import Batch, Window, open_epoch, shard
 from fnaccel.data.dispatch import pack, unpack
 from fnaccel.errors import LoaderError
 from fnaccel.state import Position
+from fnaccel.world import world as worlds
 
 from .reading import CPU, counted, numbers, samples
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Su
 import fnaccel as fa
 from fnaccel.errors import ArgumentError, LoaderError
 from fnaccel.state import Position
-from fnaccel.world import current
+from fnaccel.world.world import current
 
 LENGTHS = (7, 4, 5)
 

@@ -9,7 +9,7 @@ import torch.utils.data as torch_data
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fnaccel.world
+import fnaccel.world.world
 from fnaccel.data import Batch, Window, order, shard, steps_per_epoch
 from fnaccel.errors import ArgumentError, LoaderError, UnknownNameError
 from fnaccel.state import Position
@@ -271,7 +271,7 @@ def test_nothing_is_read_before_the_first_batch():
 
 def test_a_hand_loop_reads_the_world():
     shards = shard(loader(6))
-    with fnaccel.world.start(device="cpu"):
+    with fnaccel.world.world.start(device="cpu"):
         batches = list(shards)
         assert all(isinstance(batch, Batch) for batch in batches)
         assert samples([batches]) == list(range(6))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fnaccel as fa
-from fnaccel.world import current
+from fnaccel.world.world import current
 from tests.parity.rows import whole
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import fnaccel as fa
-from fnaccel.remote import Remote
-from fnaccel.world import current
+from fnaccel.engine.runtime_tensor import Remote
+from fnaccel.world.world import current
 from tests.parity.rows import RATES, STEPS, Net, Row, loss_fn, rank_batch, whole
 
 NAMED = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True, "weight_decay": 0.01}}}

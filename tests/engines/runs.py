@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
-from fnaccel.world import current
+from fnaccel.world.world import current
 from tests.models import Block, Net, batch_of, loss_fn, program, whole, whole_params
 
 ROWS = (5, 3, 4, 2)

@@ -19,7 +19,7 @@ def run(name, *args, ranks=None, launch=()):
     start = (
         [sys.executable]
         if ranks is None
-        else [sys.executable, "-m", "fnaccel.cli", "launch", "-n", str(ranks), *launch]
+        else [sys.executable, "-m", "fnaccel", "launch", "-n", str(ranks), *launch]
     )
     done = subprocess.run(
         [*start, *script], capture_output=True, text=True, timeout=240, cwd=ROOT, check=False

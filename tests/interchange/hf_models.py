@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.utils import logging
 
 from fnaccel.optim import adamw
-from fnaccel.program import train_step
+from fnaccel.program.train_step import train_step
 from fnaccel.strategies import distribute, strategy
 from fnaccel.transforms import with_ema
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import fnaccel as fa
 from fnaccel.errors import CheckpointError
-from fnaccel.interchange.opening import detect, opened
+from fnaccel.interchange.sources.detect import detect, opened
 from tests.checkpoint.training import gathered, make, unequal
 from tests.interchange.test_adopt import by_name, net_state
 from tests.interchange.test_hostile import Bomb
@@ -24,7 +24,7 @@ def shards(directory, nested):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from fnaccel.world import current
+    from fnaccel.world.world import current
 
     mesh = init_device_mesh("cpu", (current().size,))
     tensors = {

@@ -14,7 +14,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel.errors import CheckpointError, MissingBackendError
-from fnaccel.interchange.opening import detect, opened
+from fnaccel.interchange.sources.detect import detect, opened
 from tests.checkpoint.training import gathered
 
 CASES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, "bf16"), (3, "bf16")]

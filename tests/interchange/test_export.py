@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import fnaccel as fa
-from fnaccel.checkpoint import durable
+from fnaccel.checkpoint.disk import durable
+from fnaccel.checkpoint.format.stream_file import bytes_in
 from fnaccel.errors import ArgumentError, CheckpointError, StaleStateError, UnknownNameError
 from fnaccel.interchange.model_config import class_of
-from fnaccel.interchange.stream_file import bytes_in
 from tests.checkpoint.training import gathered, make, train
 from tests.interchange.hf_models import IDS, logits, trained
 
@@ -91,9 +91,9 @@ def test_every_layout_writes_the_same(pools, tmp_path, layout):
 def full(layout, directory, kind):
     import errno
 
-    from fnaccel.checkpoint import durable
-    from fnaccel.interchange import stream_file
-    from fnaccel.world import current
+    from fnaccel.checkpoint.disk import durable
+    from fnaccel.checkpoint.format import stream_file
+    from fnaccel.world.world import current
 
     step = make(layout)
     state = step.init(seed=3)

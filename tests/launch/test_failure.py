@@ -165,7 +165,7 @@ def test_ctrl_c_at_a_terminal_reaches_each_rank_once(launcher):
     ours, theirs = pty.openpty()
     script = launcher.write(CLEANING.replace("print(", "time.sleep(0.2); print("))
     with subprocess.Popen(
-        [sys.executable, "-m", "fnaccel.cli", "launch", "-n", "2", script],
+        [sys.executable, "-m", "fnaccel", "launch", "-n", "2", script],
         stdin=theirs,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -17,7 +17,7 @@ from fnaccel.launch.accelerators import count_accelerators
 from fnaccel.launch.job import check
 from fnaccel.launch.network import check_port, free_port, interface_to
 from fnaccel.launch.variables import variables
-from fnaccel.world import detect
+from fnaccel.world.world import detect
 
 HERE = Job(script=__file__)
 
@@ -53,7 +53,7 @@ def test_what_cannot_be_started(change, message):
 
 def test_what_can(tmp_path, monkeypatch):
     check(HERE)
-    check(attrs.evolve(HERE, script=None, module="fnaccel.cli"))
+    check(attrs.evolve(HERE, script=None, module="fnaccel"))
     check(attrs.evolve(HERE, processes=3, machines=2, machine=1, threads=1, grace=0.0, port=free_port()))
     (tmp_path / "only_here.py").touch()
     monkeypatch.chdir(tmp_path)

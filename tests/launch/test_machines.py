@@ -61,7 +61,7 @@ def test_ranks_of_two_machines_meet(machines, tmp_path, named):
         if named:
             environ["GLOO_SOCKET_IFNAME"] = cable
         command = [
-            *("ip", "netns", "exec", name, sys.executable, "-m", "fnaccel.cli", "launch", "-n", "2"),
+            *("ip", "netns", "exec", name, sys.executable, "-m", "fnaccel", "launch", "-n", "2"),
             *("--nnodes", "2", "--node-rank", str(number), "--master-addr", "10.77.0.1", "meet.py"),
         ]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

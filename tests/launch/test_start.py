@@ -155,7 +155,7 @@ def test_ranks_meet(launcher):
 
 
 @pytest.mark.parametrize(
-    "command", [[str(Path(sys.executable).with_name("fnaccel"))], [sys.executable, "-m", "fnaccel.cli"]]
+    "command", [[str(Path(sys.executable).with_name("fnaccel"))], [sys.executable, "-m", "fnaccel"]]
 )
 def test_the_program_itself_and_standard_input(tmp_path, command):
     (tmp_path / "read.py").write_text("import os, sys; print(os.environ['RANK'], repr(sys.stdin.read()))")

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 import fnaccel as fa
-from fnaccel import peers
-from fnaccel.connections import listening_ports
 from fnaccel.launch import watch
 from fnaccel.launch.job import Job
 from fnaccel.launch.supervise import launch
-from fnaccel.world import current
+from fnaccel.world import peers
+from fnaccel.world.connections import listening_ports
+from fnaccel.world.world import current
 from tests.faulty import run_ranks, train
 
 pytestmark = pytest.mark.launcher

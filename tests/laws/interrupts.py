@@ -12,7 +12,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel.state import is_stale
-from fnaccel.world import current
+from fnaccel.world.world import current
 from tests.models import whole
 
 PACKAGE = str(Path(fa.__file__).parent)

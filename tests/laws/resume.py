@@ -11,7 +11,7 @@ import torch.utils.data as torch_data
 from torch import nn
 
 import fnaccel as fa
-from fnaccel.world import current
+from fnaccel.world.world import current
 from tests.models import whole
 
 ITEMS, BATCH = 22, 5  # five batches an epoch, the last of two rows

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from fnaccel.checkpoint import restore, save, save_async
-from fnaccel.checkpoint.dtypes import CODES
+from fnaccel.checkpoint.format.dtypes import CODES
 
 MESHES = {1: [(1,)], 2: [(2,), (1, 2), (2, 1)], 3: [(3,)], 4: [(4,), (2, 2)]}
 DTYPES = [dtype for dtype in CODES if not str(dtype).startswith("torch.float8")]

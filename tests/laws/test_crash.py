@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnaccel.checkpoint import checkpoints, durable, restore, save, save_async
+from fnaccel.checkpoint import checkpoints, restore, save, save_async
+from fnaccel.checkpoint.disk import durable
 from fnaccel.errors import FnaccelError, LaunchError
 from fnaccel.testing import RankPool
-from fnaccel.world import current, start
+from fnaccel.world.world import current, start
 from tests.checkpoint.training import gathered, make, train, unlike
 
 CALLS = ("make_directory", "write", "flush", "sync", "rename", "remove")

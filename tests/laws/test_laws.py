@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fnaccel as fa
 from fnaccel.config.recipe import CheckpointRecipe
-from fnaccel.plan import digest
+from fnaccel.program.plan import digest
 from fnaccel.testing import assert_close
 from tests.models import batch_of, loss_fn, program, whole_params
 

@@ -34,24 +34,24 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
-        "gradients scaled by 1/1.01", "engine.py", "multiplier = _ratio(engine, weight)",
+        "gradients scaled by 1/1.01", "engine/engine.py", "multiplier = _ratio(engine, weight)",
         "multiplier = _ratio(engine, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
     ),
     Mutant(
-        "rounds of a mean of means", "engine.py", "engine, report.weight, call.scale",
+        "rounds of a mean of means", "engine/engine.py", "engine, report.weight, call.scale",
         "engine, report.weight * (1 if len(micros) == 1 else 1.001), call.scale",
         (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
     ),
     Mutant(
-        "captured gradients not averaged", "buckets.py", "_torch.begin_all_reduce(flat / self.size, self.group)", "flat",
+        "captured gradients not averaged", "strategies/ddp_buckets.py", "_torch.begin_all_reduce(flat / self.size, self.group)", "flat",
         (COMPILED, "-k", "ddp-step-plain"),
     ),
     Mutant(
-        "captured accumulation loses a micro-batch", "gradients.py", "return held + grad", "return grad",
+        "captured accumulation loses a micro-batch", "engine/gradients.py", "return held + grad", "return grad",
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
-        "captured clip left out", "whole_step.py", "for hook in tail.gradients:", "for hook in ():",
+        "captured clip left out", "program/whole_step.py", "for hook in tail.gradients:", "for hook in ():",
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
@@ -59,45 +59,45 @@ MUTANTS = [
         (COMPILED, "-k", "fsdp-step-plain"),
     ),
     Mutant(
-        "gradient sync left on", "engine.py", "with engine.sync(index == last or loss.sync_each):",
+        "gradient sync left on", "engine/engine.py", "with engine.sync(index == last or loss.sync_each):",
         "with engine.sync(True):", (MATRIX, "-k", "fsdp-fp32-acc3-none-2"),
     ),
     Mutant(
-        "gradient sync never on", "engine.py", "with engine.sync(index == last or loss.sync_each):",
+        "gradient sync never on", "engine/engine.py", "with engine.sync(index == last or loss.sync_each):",
         "with engine.sync(False):", (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
     ),
     Mutant(
-        "norm of one shard", "gradients.py", "square = _torch.summed_over(square, axis.group)", "pass",
+        "norm of one shard", "engine/gradients.py", "square = _torch.summed_over(square, axis.group)", "pass",
         (MATRIX, "-k", "fsdp-fp32-acc1-clip-2"),
     ),
     Mutant(
-        "clip before averaging", "gradients.py",
+        "clip before averaging", "engine/gradients.py",
         "norm = self._norm = raw if self.multiplier is None else raw * abs(self.multiplier)",
         "norm = self._norm = raw", (MATRIX, "-k", "local-fp32-acc1-clip"),
     ),
     Mutant(
-        "weights of the last micro-batch only", "reports.py",
+        "weights of the last micro-batch only", "engine/step_totals.py",
         "weight if isinstance(self.weight, int) and self.weight == 0 else self.weight + weight", "weight",
         (MATRIX, "-k", "local-fp32-acc3-none"),
     ),
     Mutant(
-        "fillers count", "reports.py", "        if valid:\n            self._total", "        if True:\n            self._total",
+        "fillers count", "engine/step_totals.py", "        if valid:\n            self._total", "        if True:\n            self._total",
         (ENGINES, "-k", "ragged_epochs"),
     ),
     Mutant(
-        "skipped updates counted", "stepping.py", "(1.0 - skip if isinstance(updates, torch.Tensor) else int(not skip))", "1",
+        "skipped updates counted", "program/update.py", "(1.0 - skip if isinstance(updates, torch.Tensor) else int(not skip))", "1",
         ("tests/transforms", "-k", "fp16_skips"),
     ),
     Mutant(
-        "a rank stops by itself", "notice.py", "self.agree(bool(asked > 0))", "self.agree(self._asked)",
+        "a rank stops by itself", "engine/stop_request.py", "self.agree(bool(asked > 0))", "self.agree(self._asked)",
         ("tests/test_preemption.py", "-k", "one_rank_is_told and plain and 0-ddp"),
     ),
     Mutant(
-        "stopping forgets to save", "autosave.py", "            saver.save(state)\n            if self.signals",
+        "stopping forgets to save", "loop/autosave.py", "            saver.save(state)\n            if self.signals",
         "            if self.signals", ("tests/test_preemption.py", "-k", "complete or last_step"),
     ),
     Mutant(
-        "a run begins anew over damage", "checkpoint/resume.py", "        _go_on(failed", "        return state\n        _go_on(failed",
+        "a run begins anew over damage", "checkpoint/resuming.py", "        _go_on(failed", "        return state\n        _go_on(failed",
         ("tests/checkpoint/test_resume.py", "-k", "damaged"),
     ),
     Mutant(
@@ -124,15 +124,15 @@ MUTANTS = [
         ("tests/data/test_order.py",),
     ),
     Mutant(
-        "what is replaced goes first", "checkpoint/commit.py", "        durable.rename(final, aside)",
+        "what is replaced goes first", "checkpoint/disk/publish.py", "        durable.rename(final, aside)",
         "        durable.remove(final)", ("tests/checkpoint/test_faults.py", "-k", "every_write_point"),
     ),
     Mutant(
-        "the newest checkpoints go", "checkpoint/retention.py", "in there[: -self.keep]:", "in there[self.keep :]:",
+        "the newest checkpoints go", "checkpoint/disk/retention.py", "in there[: -self.keep]:", "in there[self.keep :]:",
         ("tests/checkpoint/test_background.py", "-k", "retention"),
     ),
     Mutant(
-        "a file is renamed before the device holds it", "checkpoint/durable.py", "        sync(number)\n", "",
+        "a file is renamed before the device holds it", "checkpoint/disk/durable.py", "        sync(number)\n", "",
         ("tests/checkpoint/test_faults.py", "-k", "in_order"),
     ),
     Mutant(
@@ -141,7 +141,7 @@ MUTANTS = [
         ("tests/checkpoint/test_background.py", "-k", "told_on_every_rank"),
     ),
     Mutant(
-        "shards are placed at the beginning", "checkpoint/pieces.py", "Box(_torch.local_offset(value), tuple(local.shape))",
+        "shards are placed at the beginning", "checkpoint/format/boxes.py", "Box(_torch.local_offset(value), tuple(local.shape))",
         "Box((0,) * local.dim(), tuple(local.shape))", ("tests/laws/test_any_layout.py",),
     ),
     Mutant(
@@ -161,7 +161,7 @@ MUTANTS = [
         ("tests/laws/test_resume.py", "-k", "law_14"),
     ),
     Mutant(
-        "the random streams are forgotten", "checkpoint/load.py", "if restorer.refilled and not chosen.partly:", "if False:",
+        "the random streams are forgotten", "checkpoint/restoring.py", "if restorer.refilled and not chosen.partly:", "if False:",
         ("tests/checkpoint/test_user_state.py", "-k", "streams"),
     ),
     Mutant(
@@ -173,15 +173,15 @@ MUTANTS = [
         "if False:", ("tests/checkpoint/test_restore.py",),
     ),
     Mutant(
-        "a reader opens files by their path", "checkpoint/directory.py", "return opener(_NUMBERS / str(self._file) / name)",
+        "a reader opens files by their path", "checkpoint/disk/directory.py", "return opener(_NUMBERS / str(self._file) / name)",
         "return opener(self.path / name)", ("tests/checkpoint/test_replaced.py", "-k", "law_17_a_checkpoint_that_is_replaced"),
     ),
     Mutant(
-        "ranks open different checkpoints", "checkpoint/load.py", "if None not in digests and len(set(digests)) == 1:",
+        "ranks open different checkpoints", "checkpoint/restoring.py", "if None not in digests and len(set(digests)) == 1:",
         "if None not in digests:", ("tests/checkpoint/test_replaced.py", "-k", "all_ranks"),
     ),
     Mutant(
-        "a manifest is not compared with its checksum", "checkpoint/manifest.py",
+        "a manifest is not compared with its checksum", "checkpoint/format/manifest.py",
         'if f"{checksum:08x}".encode() != matched[1]:', "if False:", ("tests/checkpoint/test_manifest.py", "-k", "flipped"),
     ),
     Mutant(
@@ -202,7 +202,7 @@ MUTANTS = [
         ("tests/deepspeed/test_features.py", "-k", "fails and 3"),
     ),
     Mutant(
-        "what is restored is not given back to the runtime", "owned.py", "                        target.copy_(value)",
+        "what is restored is not given back to the runtime", "program/owned.py", "                        target.copy_(value)",
         "                        pass", ("tests/deepspeed/test_state.py", "-k", "half and 1"),
     ),
     Mutant(
@@ -215,11 +215,11 @@ MUTANTS = [
         ("tests/deepspeed/test_features.py", "-k", "copy or offloaded"),
     ),
     Mutant(
-        "gradients of an interrupted step stay", "stepping.py", "        if not self._clean:", "        if False:",
+        "gradients of an interrupted step stay", "program/update.py", "        if not self._clean:", "        if False:",
         ("tests/laws/test_interrupts.py", "-k", "local-1"),
     ),
     Mutant(
-        "buffers of an interrupted step stay moved", "moving_buffers.py", "tensor.copy_(self._copies[index])", "pass",
+        "buffers of an interrupted step stay moved", "models/moving_buffers.py", "tensor.copy_(self._copies[index])", "pass",
         ("tests/laws/test_interrupts.py", "-k", "local-1"),
     ),
     Mutant(
@@ -227,11 +227,11 @@ MUTANTS = [
         ("tests/laws/test_interrupts.py", "-k", "ddp-1"),
     ),
     Mutant(
-        "a weight of zero is an update", "loss.py", "    return not 0 < weight < math.inf", "    return False",
+        "a weight of zero is an update", "step/loss.py", "    return not 0 < weight < math.inf", "    return False",
         ("tests/robust/test_weights.py", "-k", "weight_of_zero"),
     ),
     Mutant(
-        "losses of two kinds are added up", "reports.py", "self._weighted is not weighted", "False",
+        "losses of two kinds are added up", "engine/step_totals.py", "self._weighted is not weighted", "False",
         ("tests/robust/test_weights.py", "-k", "micro_batches_raise"),
     ),
     Mutant(
@@ -239,27 +239,27 @@ MUTANTS = [
         ("tests/robust/test_live_state.py", "-k", "TestAverages"),
     ),
     Mutant(
-        "shards draw the same noise", "user_draws.py", "        if not sharded:", "        if True:",
+        "shards draw the same noise", "engine/user_draws.py", "        if not sharded:", "        if True:",
         ("tests/robust/test_draws.py", "-k", "3-fsdp"),
     ),
     Mutant(
-        "a replaced parameter is not noticed", "trained_modules.py", "        owner.suspicious = True", "        pass",
+        "a replaced parameter is not noticed", "models/trained_modules.py", "        owner.suspicious = True", "        pass",
         ("tests/robust/test_live_state.py", "-k", "was_replaced_raises"),
     ),
     Mutant(
-        "an exchange is not undone", "exchange.py", "                self._exchanged -= 1", "                self._exchanged = 0",
+        "an exchange is not undone", "engine/exchange.py", "                self._exchanged -= 1", "                self._exchanged = 0",
         ("tests/robust/test_live_state.py", "-k", "TestAverages"),
     ),
     Mutant(
-        "a rank leaves without a word", "peers.py", "            number = self._call_roll()\n            self._store.add(\"left\", 1)",
+        "a rank leaves without a word", "world/peers.py", "            number = self._call_roll()\n            self._store.add(\"left\", 1)",
         "            number = 0", ("tests/launch/test_uneven.py", "-k", "leaves_is_named and closes"),
     ),
     Mutant(
-        "waiting ranks do not compare their calls", "faults.py", "if number is not None:", "if False:",
+        "waiting ranks do not compare their calls", "world/faults.py", "if number is not None:", "if False:",
         ("tests/test_faults.py", "-k", "first_call_that_differs"),
     ),
     Mutant(
-        "the store listens on all interfaces", "joining.py", "elif ranks.machines == 1 and is_loopback(address):",
+        "the store listens on all interfaces", "world/joining.py", "elif ranks.machines == 1 and is_loopback(address):",
         "elif False:", ("tests/launch/test_uneven.py", "-k", "loopback"),
     ),
     Mutant(

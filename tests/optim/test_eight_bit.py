@@ -11,7 +11,7 @@ from torch import nn
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.testing import assert_close
-from fnaccel.world import current
+from fnaccel.world.world import current
 
 pytest.importorskip("torchao")
 pytest.importorskip("bitsandbytes")

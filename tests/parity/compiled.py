@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fnaccel as fa
-from fnaccel.world import current
+from fnaccel.world.world import current
 from tests.models import Block, Net, batch_of, loss_fn
 from tests.parity.rows import whole
 

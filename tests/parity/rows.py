@@ -11,7 +11,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel.testing import count_collectives
-from fnaccel.world import current
+from fnaccel.world.world import current
 
 # rows of each rank's batch: ragged, so that an average of averages is not the average
 SIZES = (11, 7, 10, 8)

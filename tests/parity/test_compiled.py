@@ -12,7 +12,8 @@ import torch
 
 import fnaccel as fa
 from fnaccel import _torch, errors
-from fnaccel.strategies import fsdp_captured, regather
+from fnaccel.strategies import fsdp_captured
+from fnaccel.strategies import fsdp_regather as regather
 from tests.parity.compiled import SETUPS, run_in_two_parts, run_kind
 
 # FSDP2 takes no parameter that is not contiguous, and an optimizer of torch its own way with shards

@@ -7,7 +7,7 @@ import torch
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.world import current
+from fnaccel.world.world import current
 from tests.models import batch_of, loss_fn, program, whole_params
 
 

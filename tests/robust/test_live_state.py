@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.interrupts import SigintHeld
+from fnaccel.world.interrupts import SigintHeld
 from tests.models import Net, batch_of, loss_fn, program, whole_params
 
 
@@ -211,7 +211,7 @@ class TestAverages:
         assert same(fa.snapshot(state), before)
 
     def test_an_exchange_that_fails_in_the_middle_is_undone(self, monkeypatch):
-        from fnaccel import exchange
+        from fnaccel.engine import exchange
 
         train_step, state = self.begun()
         before = fa.snapshot(state)

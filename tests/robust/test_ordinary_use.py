@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.world import current
+from fnaccel.world.world import current
 from tests.models import Net, batch_of, loss_fn, program, whole_params
 
 

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import fnaccel as fa
-from fnaccel import errors, loss
-from fnaccel.world import current
+from fnaccel import errors
+from fnaccel.step import loss
+from fnaccel.world.world import current
 from tests.models import batch_of, loss_fn, program, whole_params
 
 BAD = [-1.0, float("nan"), float("inf")]
@@ -142,7 +143,7 @@ def test_a_bad_weight_that_the_host_can_read_raises_at_once(world, weight, kind)
 def test_a_bad_weight_on_the_device_raises_when_metrics_are_read(world, monkeypatch, weight, read):
     """As on an accelerator: the host reads nothing in the step, and the update is left out on the device."""
     monkeypatch.setattr(loss, "readable", lambda value: False)
-    monkeypatch.setattr("fnaccel.aux_values.readable", lambda value: False)
+    monkeypatch.setattr("fnaccel.engine.combine.readable", lambda value: False)
     train_step = program(fa.with_ema(weighed(lambda x: torch.tensor(weight)), 0.5), optimizer=fa.adamw(0.1))
     state = train_step.init()
     before = fa.snapshot(state)
@@ -159,7 +160,7 @@ def test_a_good_weight_on_the_device_is_read_as_ever(world, monkeypatch):
     plain = program(weighed(first_negative))
     expected, wanted = plain(plain.init(), batch_of(9))
     monkeypatch.setattr(loss, "readable", lambda value: False)
-    monkeypatch.setattr("fnaccel.aux_values.readable", lambda value: False)
+    monkeypatch.setattr("fnaccel.engine.combine.readable", lambda value: False)
     train_step = program(weighed(first_negative))
     state, metrics = train_step(train_step.init(), batch_of(9))
     assert float(metrics["loss"]) == float(wanted["loss"])

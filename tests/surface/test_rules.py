@@ -6,32 +6,24 @@ import ast
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import fnaccel
+from tests.surface.structure import (
+    FILES,
+    LOOSE,
+    PACKAGE,
+    ROW,
+    ROWS,
+    circles,
+    edges,
+    imports,
+    name_of,
+    room_of,
+)
 
-PACKAGE = Path(fnaccel.__file__).parent
 ROOT = PACKAGE.parent
-FILES = sorted(PACKAGE.rglob("*.py"))
-# imports point down: a file may import from its own floor and from those below
-FLOORS = [
-    ["errors", "_torch", "tree"], ["ranks", "devices", "calls", "connections"], ["faults", "joining"], ["peers"], ["world", "units", "interrupts"], ["every_rank"], ["mesh", "state", "loss", "leaf", "step", "notice"],
-    ["collectives", "data", "optim", "remote"], ["rows"], ["transforms", "aux_values", "reports", "gradients", "buckets", "capture"],
-    ["engine", "scoring", "compiled", "checked_metrics", "skipped_updates", "moving_buffers", "trained_modules", "exchange", "user_draws", "whole_parameters"], ["strategies", "whole_step"], ["plan", "scoping", "lowering", "lending", "updating"],
-    ["owned", "state_owner"], ["stepping"], ["program", "tracking"], ["checkpoint"], ["running", "autosave", "signals", "batch_size", "track", "interchange"], ["launch", "testing"], ["config"], ["benching"], ["cli"],
-]  # fmt: skip
-FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-
-
-def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, [alias.name for alias in node.names]
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, []
 
 
 def dotted_names(text):
@@ -40,21 +32,17 @@ def dotted_names(text):
             yield ast.unparse(node)
 
 
-def name_of(path):
-    return path.relative_to(PACKAGE)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(name_of(path)))
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_file(path):
     text = path.read_text()
-    relative = name_of(path)
+    relative = path.relative_to(PACKAGE)
     assert len(text.splitlines()) <= 400
     assert not {"utils", "helpers", "common", "misc"} & {*relative.with_suffix("").parts}
     assert ast.get_docstring(ast.parse(text)), "the first lines say what lives here"
     modules = [module for module, _ in imports(path)]
     if relative.name != "tree.py":
         assert not any(module.split(".")[0] == "optree" for module in modules)
-    if relative.parts[0] not in ("world.py", "launch", "cli"):
+    if relative.parts[0] not in ("world", "launch", "cli"):
         assert not re.search(r"os\.(environ|getenv)", text)
     if relative.name != "_torch.py":
         found = [name for name in dotted_names(text) if re.match(r"(torch|dist)(\.\w+)*\._[a-z]", name)]
@@ -62,25 +50,32 @@ def test_a_file(path):
         assert not any(re.match(r"torch(\.\w+)*\._", module) for module in modules)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(name_of(path)))
-def test_imports_point_down(path):
-    relative = name_of(path)
-    mine = relative.parts[0].removesuffix(".py")
-    if mine == "__init__":
-        return
-    for module, names in imports(path):
-        if not module.startswith("fnaccel"):
-            continue
-        parts = module.split(".")
-        targets = [parts[1]] if len(parts) > 1 else [name for name in names if name in FLOOR]
-        for target in targets:
-            assert target in FLOOR, f"give {target} a floor"
-            assert FLOOR[target] <= FLOOR[mine], f"{mine} imports {target}, which stands above it"
+def test_the_root_holds_rooms():
+    loose = {path.stem for path in FILES if path.parent == PACKAGE}
+    assert loose <= LOOSE, "give it a room"
+    rooms = {room_of(name_of(path)) for path in FILES} - {"", "__main__"}
+    assert rooms == set(ROW), "each room has its row"
 
 
-def test_every_file_has_a_floor():
-    names = {name_of(path).parts[0].removesuffix(".py") for path in FILES} - {"__init__"}
-    assert names == set(FLOOR)
+def test_imports_point_down():
+    up = [
+        f"{name} imports {target}"
+        for name, targets in edges().items()
+        if name not in ("", "__main__")
+        for target in targets
+        if target and room_of(target) != room_of(name) and ROW[room_of(target)] >= ROW[room_of(name)]
+        if ROW[room_of(name)] > 0
+    ]
+    assert not up, "\n".join(up)
+
+
+def test_no_two_files_import_each_other():
+    assert circles() == []
+
+
+def test_the_design_shows_the_same_floor_plan():
+    shown = (ROOT / "docs" / "design.md").read_text()
+    assert "\n".join(f"{number:2} {row}" for number, row in enumerate(ROWS, 1)) in shown
 
 
 def test_import_is_light():

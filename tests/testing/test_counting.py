@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fnaccel import world
 from fnaccel._torch import all_gather_single
 from fnaccel.errors import ArgumentError
 from fnaccel.testing import count_collectives
+from fnaccel.world import world
 
 
 def plain():

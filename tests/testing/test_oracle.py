@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fnaccel.errors import TreeMismatchError, UnknownNameError
-from fnaccel.loss import Mean
+from fnaccel.step.loss import Mean
 from fnaccel.testing import TOLERANCES, assert_close, differences, oracle_run, tolerance
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fnaccel import world
 from fnaccel.errors import ArgumentError, LaunchError, WorldError
 from fnaccel.testing import RankPool, RankPools
+from fnaccel.world import world
 from tests.models import program, whole_params
 
 

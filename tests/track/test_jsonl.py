@@ -9,7 +9,7 @@ import pytest
 
 from fnaccel.errors import ArgumentError
 from fnaccel.track import JsonlTracker, read_jsonl
-from fnaccel.tracking import Tracker
+from fnaccel.track.tracker import Tracker
 
 
 def refuse(word):

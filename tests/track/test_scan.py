@@ -10,7 +10,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel.track import JsonlTracker, read_jsonl
-from fnaccel.tracking import Fetcher, Log
+from fnaccel.track.tracker import Fetcher, Log
 
 
 class Kept:

@@ -11,7 +11,7 @@ import pytest
 
 from fnaccel.errors import ArgumentError, MissingBackendError
 from fnaccel.track import WandbTracker
-from fnaccel.tracking import Tracker
+from fnaccel.track.tracker import Tracker
 
 
 @pytest.fixture

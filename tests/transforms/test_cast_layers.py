@@ -10,7 +10,7 @@ from torch import nn
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.testing import assert_close
-from fnaccel.world import current
+from fnaccel.world.world import current
 
 FP8 = torch.float8_e4m3fn
 

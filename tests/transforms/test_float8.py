@@ -14,11 +14,11 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel import _torch, errors
+from fnaccel.models.layers import folded
+from fnaccel.step.foresight import Prospect
 from fnaccel.testing import assert_close
-from fnaccel.transforms.float8 import check_device
-from fnaccel.transforms.low_precision.foreseeing import Prospect
-from fnaccel.transforms.low_precision.layers import folded
-from fnaccel.world import current
+from fnaccel.transforms.float8.record import check_device
+from fnaccel.world.world import current
 
 pytest.importorskip("torchao")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -452,7 +452,7 @@ def engine(monkeypatch):
         sys.modules, "transformer_engine.common", types.ModuleType("transformer_engine.common")
     )
     monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", recorder.recipe)
-    monkeypatch.setattr("fnaccel.transforms.float8.check_device", lambda device, record: None)
+    monkeypatch.setattr("fnaccel.transforms.float8.record.check_device", lambda device, record: None)
     return recorder
 
 
@@ -505,7 +505,7 @@ def test_transformer_engine_keeps_values_and_knows_mxfp8(engine, world):
 
 
 def test_transformer_engine_that_is_not_there(world, monkeypatch):
-    monkeypatch.setattr("fnaccel.transforms.float8.check_device", lambda device, record: None)
+    monkeypatch.setattr("fnaccel.transforms.float8.record.check_device", lambda device, record: None)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     with pytest.raises(errors.MissingBackendError, match="TransformerEngine"):
         made(fa.Float8(backend="transformer_engine"))

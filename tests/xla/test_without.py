@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import fnaccel as fa
-from fnaccel import devices
 from fnaccel.cli import launch as command
 from fnaccel.cli.launch import read
 from fnaccel.errors import (
@@ -23,9 +22,10 @@ from fnaccel.errors import (
 from fnaccel.launch import Job, tpu
 from fnaccel.launch.job import check
 from fnaccel.launch.variables import variables
-from fnaccel.mesh import resolve
 from fnaccel.optim import kernels
 from fnaccel.strategies.xla.record import Xla, device_notes
+from fnaccel.world import devices
+from fnaccel.world.mesh import resolve
 from tests.models import Net, loss_fn
 
 

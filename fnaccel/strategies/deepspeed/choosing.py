@@ -11,7 +11,7 @@ from fnaccel.optim.description import Optimizer
 from fnaccel.optim.schedules import constant
 from fnaccel.strategies.deepspeed.draft import Draft
 from fnaccel.strategies.deepspeed.record import Deepspeed
-from fnaccel.strategies.delegation import Ask
+from fnaccel.strategies.runtime import Ask
 
 # what fa.deepspeed_lr says, by what each schedule calls it; WarmupCosineLR starts from the optimizer's rate
 _SCHEDULES: dict[str, dict[str, str]] = {

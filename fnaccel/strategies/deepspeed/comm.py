@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fnaccel.errors import MissingBackendError
-from fnaccel.mesh import ensure_group
-from fnaccel.world import World, announce
+from fnaccel.world.mesh import ensure_group
+from fnaccel.world.world import World, announce
 
 _STALE = 900  # seconds; its longest build takes a few minutes
 _last: weakref.ref[Any] | None = None

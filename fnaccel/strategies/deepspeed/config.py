@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fnaccel.errors import CapabilityError, ConfigError
-from fnaccel.step import Step
+from fnaccel.step.step import Step
 from fnaccel.strategies.deepspeed.choosing import choose_update
 from fnaccel.strategies.deepspeed.draft import Draft
 from fnaccel.strategies.deepspeed.record import Deepspeed
 from fnaccel.strategies.deepspeed.shape import check_shape
-from fnaccel.strategies.delegation import Ask, Delegation, delegator
+from fnaccel.strategies.runtime import Ask, Delegation, delegator
 from fnaccel.transforms.accumulation import Accumulate, accumulate
 from fnaccel.transforms.averaging import Ema
 from fnaccel.transforms.clipping import ClipNorm, clip_norm

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 import attrs
 
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, as_names, nearest, require
-from fnaccel.step import Capability
+from fnaccel.step.step import Capability
 from fnaccel.strategies.strategy import PRESETS, Strategy, maker
 
 Offload = Literal["cpu", "nvme"]

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from fnaccel.engine import Engine
+from fnaccel.engine.engine import Engine
+from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import ArgumentError, CapabilityError, ConfigError, FnaccelError, nearest
-from fnaccel.leaf import Leaf
-from fnaccel.mesh import Mesh
+from fnaccel.models.building import Built, check_alike, construct
+from fnaccel.models.parameter import Leaf
 from fnaccel.optim.deepspeed import DeepspeedKernel
 from fnaccel.optim.description import Group, Member, Optimizer, group_leaves
 from fnaccel.optim.foreign import TorchKernel, first_slots, shared_options
 from fnaccel.optim.fused import FusedKernel
-from fnaccel.remote import Remote
-from fnaccel.strategies.construct import Built, check_alike, construct
+from fnaccel.strategies.axis import Request, interpreter, same, whole_leaves
 from fnaccel.strategies.deepspeed.comm import begin, part_of_package, quiet
 from fnaccel.strategies.deepspeed.partitioned_init import check_partitioned, partitioned_init
 from fnaccel.strategies.deepspeed.parts import Parts
 from fnaccel.strategies.deepspeed.record import Deepspeed
 from fnaccel.strategies.deepspeed.update import BoundDeepspeed
-from fnaccel.strategies.engines import Request, interpreter, same, whole_leaves
+from fnaccel.world.mesh import Mesh
 
 _FIRST_MICRO_STEP = -1  # deepspeed.runtime.zero.stage_1_and_2.INITIAL_MICRO_STEP_ID
 _FUSED = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from fnaccel import _torch
-from fnaccel.engine import Engine
-from fnaccel.leaf import Leaf
-from fnaccel.strategies.construct import Built, construct
-from fnaccel.strategies.engines import Request, interpreter
+from fnaccel.engine.engine import Engine
+from fnaccel.models.building import Built, construct
+from fnaccel.models.parameter import Leaf
+from fnaccel.strategies.axis import Request, interpreter
 from fnaccel.strategies.xla.layout import Layout
 from fnaccel.strategies.xla.record import Xla
 

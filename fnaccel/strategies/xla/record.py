@@ -7,9 +7,9 @@ from typing import ClassVar
 import attrs
 
 from fnaccel.errors import ArgumentError, WorldError
-from fnaccel.step import Capability
+from fnaccel.step.step import Capability
 from fnaccel.strategies.strategy import Strategy, maker
-from fnaccel.world import World
+from fnaccel.world.world import World
 
 
 @attrs.frozen

@@ -12,9 +12,9 @@ import torch
 
 from fnaccel import tree
 from fnaccel.checkpoint import latest, restore
-from fnaccel.checkpoint.manifest import VERSION
+from fnaccel.checkpoint.format.manifest import VERSION
 from fnaccel.errors import CheckpointError
-from fnaccel.world import start
+from fnaccel.world.world import start
 from tests.checkpoint.formats.write import Counter, value
 
 FOLDER = Path(__file__).parent

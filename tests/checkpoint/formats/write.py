@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fnaccel.checkpoint import save
-from fnaccel.checkpoint.manifest import VERSION
+from fnaccel.checkpoint.format.manifest import VERSION
 from fnaccel.state import Position, Seed, TrainState
 from fnaccel.testing import RankPool
 

@@ -1,0 +1,64 @@
+"""Doing one thing on every rank, so that it succeeds on all of them or raises on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from fnaccel.collectives import gather_objects
+from fnaccel.errors import CheckpointError, FnaccelError
+from fnaccel.world.world import World
+
+T = TypeVar("T")
+
+
+def together(
+    world: World, where: str, fn: Callable[[], T], *, over: dist.ProcessGroup | None = None
+) -> list[T]:
+    """Call `fn` on every rank, then meet; what it returned on each.
+
+    Args:
+        world: the ranks.
+        where: the public function, for messages.
+        fn: may fail on any rank; what it returns must pickle.
+        over: a group of all ranks to meet in, for a thread beside the one that trains.
+
+    Raises:
+        CheckpointError: it failed on another rank, or the file system refused.
+        FnaccelError: what `fn` raised on this rank.
+    """
+    failed: Exception | None = None
+    result: T | None = None
+    try:
+        result = fn()
+    except FnaccelError as error:
+        failed = error
+    except OSError as error:
+        failed = CheckpointError(
+            f"{error.strerror or error} ({error.filename or 'while writing'})",
+            where=f"{where} on rank {world.rank}",
+            fix="give a directory with free space that every rank can read and write",
+        )
+        failed.__cause__ = error
+    except Exception as error:
+        failed = CheckpointError(
+            f"{type(error).__name__}: {error}",
+            where=f"{where} on rank {world.rank}",
+            fix="see the error above, which is the cause",
+        )
+        failed.__cause__ = error
+    answers = gather_objects((_line(failed), result), over=over, world=world)
+    if failed is not None:
+        raise failed
+    for rank, (problem, _) in enumerate(answers):
+        if problem is not None:
+            raise CheckpointError(
+                f"rank {rank} failed: {problem}", where=where, fix="see the full message on that rank"
+            )
+    return [outcome for _, outcome in answers]
+
+
+def _line(error: Exception | None) -> str | None:
+    return None if error is None else str(getattr(error, "what", error))

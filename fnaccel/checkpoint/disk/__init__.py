@@ -1,0 +1,1 @@
+"""How checkpoints reach a disk whole, are found, held and removed."""

@@ -1,0 +1,125 @@
+"""The few calls that change the disk: write, flush to the device, rename, make and remove directories.
+
+All of a save goes through these, so that a test can let each of them fail. No format is known here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import attrs
+
+from fnaccel.checkpoint.disk.worker_thread import Behind
+
+
+@attrs.frozen
+class FileRecord:
+    """What a manifest says of a file: its bytes, and their CRC-32 in hexadecimal."""
+
+    size: int
+    crc32: str
+
+
+def make_directory(path: Path, *, parents: bool = False) -> None:
+    """Make a directory; with `parents`, one that may be there already."""
+    path.mkdir(parents=parents, exist_ok=parents)
+
+
+def write_file(path: Path, chunks: Iterable[memoryview]) -> FileRecord:
+    """Write a new file and wait until the device holds it.
+
+    Raises:
+        OSError: the device is full, the directory is read-only, the file exists.
+    """
+    size = checksum = unflushed = 0
+
+    def add(block: memoryview) -> None:
+        nonlocal checksum
+        checksum = zlib.crc32(block, checksum)
+
+    with path.open("xb", buffering=0) as file:
+        number = file.fileno()
+        with Behind(add) as summing, Behind(lambda _: flush(number)) as flushing:
+            for block in _blocks(chunks):
+                summing.put(block)
+                size += len(block)
+                unflushed += len(block)
+                rest = block
+                while rest:  # the kernel takes at most 2 GiB at a time
+                    rest = rest[write(number, rest) :]
+                if unflushed >= _FLUSH and flushing.offer(None):
+                    unflushed = 0
+        sync(number)
+    return FileRecord(size, f"{checksum:08x}")
+
+
+_BLOCK = 1 << 24
+_FLUSH = 1 << 25
+
+
+def _blocks(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in blocks of some MiB: small chunks put together, large ones cut."""
+    small = bytearray()
+    for chunk in chunks:
+        if len(chunk) < _BLOCK // 16:
+            small += chunk
+        else:
+            if small:
+                yield memoryview(small)
+                small = bytearray()
+            yield from (chunk[start : start + _BLOCK] for start in range(0, len(chunk), _BLOCK))
+        if len(small) >= _BLOCK:
+            yield memoryview(small)
+            small = bytearray()
+    if small:
+        yield memoryview(small)
+
+
+def write(file: int, data: memoryview) -> int:
+    """Write some of `data`; how many bytes."""
+    return os.write(file, data)
+
+
+def sync(file: int) -> None:
+    """Wait until the device holds what was written to a file or a directory."""
+    os.fsync(file)
+
+
+def flush(file: int) -> None:
+    """Let the device take what was written so far; what it lacks at the end, `sync` waits for."""
+    getattr(os, "fdatasync", os.fsync)(file)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the device holds the names in a directory."""
+    if sys.platform == "win32":  # which can't open directories, and journals names by itself
+        return
+    file = os.open(path, os.O_RDONLY)
+    try:
+        sync(file)
+    finally:
+        os.close(file)
+
+
+def rename(path: Path, to: Path) -> None:
+    """Give a directory another name, atomically."""
+    path.rename(to)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory and what is in it."""
+    shutil.rmtree(path)
+
+
+def checksum_of(path: Path) -> str:
+    """The CRC-32 of a file, in hexadecimal."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            checksum = zlib.crc32(chunk, checksum)
+    return f"{checksum:08x}"

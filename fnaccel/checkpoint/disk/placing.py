@@ -1,0 +1,138 @@
+"""A directory or file that is filled beside its place and renamed into it when all of it is on the device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+from fnaccel.checkpoint.disk import durable
+from fnaccel.errors import ArgumentError, CheckpointError
+
+_WEIGHTS = re.compile(r"(model.*\.safetensors|pytorch_model.*\.bin)(\.index\.json)?")  # of an export
+
+
+def check_free(target: Path, *, overwrite: bool, where: str, file: bool = False) -> Path:
+    """The place that is meant, behind links, where nothing is there that must not be replaced.
+
+    Args:
+        target: where a directory, or a file, is to be.
+        overwrite: whether what is there may be replaced.
+        where: the public function, for messages.
+        file: whether it is to be a file.
+
+    Raises:
+        CheckpointError: something is there, or it is neither a file nor a directory as asked for.
+        ArgumentError: no path can look like that.
+    """
+    if "\0" in str(target):
+        raise ArgumentError(f"the path {str(target)!r} has a NUL in it", where=where, fix="leave that out")
+    place = Path(os.path.realpath(target))
+    if place.is_symlink():
+        raise CheckpointError(f"{target} is a link that leads nowhere", where=where, fix="remove the link")
+    if not place.exists():
+        return place
+    if file:
+        _check_file(place, target, overwrite=overwrite, where=where)
+    else:
+        _check_directory(place, target, overwrite=overwrite, where=where)
+    return place
+
+
+def _check_file(place: Path, target: Path, *, overwrite: bool, where: str) -> None:
+    if not place.is_file():
+        what = "a directory" if place.is_dir() else "neither a file nor a directory"
+        raise CheckpointError(
+            f"{target} is {what}, and a file is to be written", where=where, fix="give the path of a file"
+        )
+    if not overwrite:
+        raise CheckpointError(f"{target} exists", where=where, fix="give a new file, or --overwrite")
+
+
+def _check_directory(place: Path, target: Path, *, overwrite: bool, where: str) -> None:
+    if not place.is_dir():
+        what = "a file" if place.is_file() else "neither a file nor a directory"
+        raise CheckpointError(
+            f"{target} is {what}, and a directory is to be written", where=where, fix="give a new directory"
+        )
+    if Path.cwd().is_relative_to(place):
+        raise CheckpointError(
+            f"this process runs in {place}, so that directory can't be replaced as a whole",
+            where=where,
+            fix="give a new directory, such as ./exported",
+        )
+    if os.path.ismount(place):
+        raise CheckpointError(
+            f"{place} is where a device is mounted, so it can't be replaced as a whole",
+            where=where,
+            fix=f"give a directory in it, such as {place / 'exported'}",
+        )
+    there = list(place.iterdir())
+    if there and not overwrite:
+        raise CheckpointError(
+            f"{target} exists and is not empty",
+            where=where,
+            fix="give a new directory, or overwrite=True (--overwrite)",
+        )
+    strange = sorted(one.name for one in there if not one.is_file())
+    if strange:
+        some = ", ".join(strange[:5])
+        raise CheckpointError(
+            f"{target} holds directories, or other things than files, and stays as it is: {some}",
+            where=where,
+            fix="give another directory, or remove that one yourself",
+        )
+
+
+def stage(target: Path) -> Path:
+    """A new, empty directory beside the target."""
+    durable.make_directory(target.parent, parents=True)
+    made = target.parent / f".{target.name}.writing-{uuid.uuid4().hex[:12]}"
+    durable.make_directory(made)
+    return made
+
+
+def commit(staged: Path, target: Path) -> None:
+    """Make a filled directory the target; what was there keeps the files that the new one does not have.
+
+    Weights are never kept: files of an earlier export would be read as part of this one.
+    """
+    aside: Path | None = None
+    if target.is_dir() and any(target.iterdir()):
+        for file in target.iterdir():
+            if not (staged / file.name).exists() and not _is_weights(file.name):
+                shutil.copy2(file, staged / file.name)
+        aside = target.parent / f".{target.name}.old-{uuid.uuid4().hex[:12]}"
+        durable.sync_directory(staged)
+        durable.rename(target, aside)
+    else:
+        durable.sync_directory(staged)
+    try:
+        durable.rename(staged, target)
+    except OSError:
+        if aside is not None:
+            durable.rename(aside, target)
+        raise
+    durable.sync_directory(target.parent)
+    if aside is not None:
+        with contextlib.suppress(OSError):  # it is in nobody's way
+            durable.remove(aside)
+
+
+def commit_file(staged: Path, target: Path) -> None:
+    """Make a written file the target, over one that is there."""
+    staged.replace(target)
+    durable.sync_directory(target.parent)
+
+
+def discard(staged: Path) -> None:
+    """Remove what was not finished."""
+    with contextlib.suppress(OSError):
+        durable.remove(staged)
+
+
+def _is_weights(name: str) -> bool:
+    return _WEIGHTS.fullmatch(name) is not None

@@ -1,0 +1,48 @@
+"""Which checkpoints stay, once a new one is committed."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import attrs
+
+from fnaccel.checkpoint.disk import publish as commit
+from fnaccel.errors import ArgumentError
+
+
+@attrs.frozen
+class Retention:
+    """Keep the newest `keep` checkpoints, and all whose step is a multiple of `keep_every`."""
+
+    keep: int | None = None
+    keep_every: int | None = None
+
+    def check(self, where: str) -> None:
+        """Raise ArgumentError for numbers that keep nothing."""
+        for name, count in (("keep", self.keep), ("keep_every", self.keep_every)):
+            if count is not None and (type(count) is not int or count < 1):
+                raise ArgumentError(
+                    f"{name}={count!r}", where=where, fix=f"{name} is 1 or more, or None for all"
+                )
+        if self.keep_every is not None and self.keep is None:
+            raise ArgumentError(
+                f"keep_every={self.keep_every} without keep=, which keeps all",
+                where=where,
+                fix="say how many of the newest stay besides: keep=2",
+            )
+
+    def apply(self, root: Path, written: int) -> None:
+        """Remove what is to go; never the step just written, nor one that someone reads.
+
+        What can't be removed now is tried again after the next save.
+        """
+        if self.keep is None:
+            return
+        # later ones are of a run that was left: nothing of this one gives way to them
+        there = [one for one in commit.checkpoints(root) if one.step <= written]
+        for one in there[: -self.keep]:
+            stays = one.step == written or (self.keep_every is not None and one.step % self.keep_every == 0)
+            if not stays:
+                with contextlib.suppress(OSError):
+                    commit.discard(one.path, unless_read=True)

@@ -1,0 +1,132 @@
+"""Which part of a tensor lies on this rank, and whether this rank is the one that writes it.
+
+Where the bytes go is not known here.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch
+from fnaccel.engine.runtime_tensor import Remote
+
+
+@attrs.frozen
+class Box:
+    """A block of a tensor: where it starts along each dimension, and how far it goes."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements lie in it."""
+        return math.prod(self.shape)  # of Python's numbers, which do not wrap around
+
+    def within(self, other: Box) -> tuple[slice, ...]:
+        """Indices that cut this block out of a tensor that holds `other`."""
+        return tuple(
+            slice(start - base, start - base + size)
+            for start, size, base in zip(self.offset, self.shape, other.offset, strict=True)
+        )
+
+
+def overlap(first: Box, second: Box) -> Box | None:
+    """What two blocks of one tensor share; None where that is nothing."""
+    if first.shape == second.shape and first.offset == second.offset:  # as on one rank
+        return first if 0 not in first.shape else None
+    starts = tuple(map(max, first.offset, second.offset))
+    ends = [
+        min(a + m, b + n)
+        for a, m, b, n in zip(first.offset, first.shape, second.offset, second.shape, strict=True)
+    ]
+    shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return Box(starts, shape) if all(size > 0 for size in shape) else None
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The block that is all of a tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+def make_up(blocks: Sequence[Box], everything: Box) -> bool:
+    """Whether blocks make up a whole: each of its elements is in exactly one block.
+
+    The time grows with the number of blocks, not with its square. If each block were compared with each, a
+    small file could keep a reader busy for hours.
+
+    Args:
+        blocks: each lies within `everything`.
+        everything: starts at 0.
+    """
+    if sum(block.numel for block in blocks) != everything.numel:
+        return False
+    if len(blocks) <= 1:
+        return True
+    # Each position along a dimension gets a random mark. A block is worth the product, over dimensions, of
+    # the mark at its start less the mark at its end. That is a sum over corners. When blocks meet, corners
+    # cancel. So if the blocks make up the whole, they are worth as much as the whole. If they don't, a corner
+    # remains, and the sums are equal with a probability below dimensions / _PRIME (Schwartz and Zippel).
+    # The author of a file can't guess the marks.
+    draw = random.Random(random.SystemRandom().getrandbits(128)).getrandbits
+    marks: list[dict[int, int]] = [{} for _ in everything.shape]
+
+    def worth(block: Box) -> int:
+        product = 1
+        for start, size, along in zip(block.offset, block.shape, marks, strict=True):
+            for position in (start, start + size):
+                if position not in along:
+                    along[position] = draw(61)
+            product = product * (along[start] - along[start + size]) % _PRIME
+        return product
+
+    return sum(map(worth, blocks)) % _PRIME == worth(everything)
+
+
+_PRIME = (1 << 61) - 1
+
+
+@attrs.frozen
+class Part:
+    """This rank's part of a tensor: its place, its values, whether this rank writes it."""
+
+    box: Box
+    local: torch.Tensor
+    writes: bool
+
+
+def part_of(value: torch.Tensor, rank: int) -> Part:
+    """The part of `value` on this rank.
+
+    Of copies, one is written: a plain tensor by rank 0, a replicated shard by the ranks with
+    coordinate 0 on every replicated mesh dimension.
+    """
+    if type(value) is torch.Tensor:  # the rest is looked at for every tensor of a state
+        plain = value.detach()
+        return Part(whole(tuple(plain.shape)), plain, rank == 0)
+    if isinstance(value, Remote):
+        offset, rows, writes = value.part()
+        return Part(Box(offset, tuple(rows.shape)), rows, writes)
+    if not is_sharded(value):
+        plain = value.detach()
+        return Part(whole(tuple(plain.shape)), plain, rank == 0)
+    spread: Any = value
+    local = _torch.local_of(value).detach()
+    coordinate = spread.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in the mesh
+        dims = value.dim()
+        return Part(Box((0,) * dims, (0,) * dims), local, False)
+    pairs = zip(spread.placements, coordinate, strict=True)
+    writes = all(at == 0 for placement, at in pairs if placement.is_replicate())
+    return Part(Box(_torch.local_offset(value), tuple(local.shape)), local, writes)
+
+
+def is_sharded(value: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(value, "placements")

@@ -1,0 +1,262 @@
+"""`manifest.json`: the tree, the place of each piece of each tensor, and the size and checksum of each file.
+
+A manifest from disk is not trusted: `parse` checks all of it before anything is opened or allocated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import attrs
+import torch
+
+from fnaccel.checkpoint.disk.durable import FileRecord
+from fnaccel.checkpoint.format.boxes import Box, make_up, overlap, whole
+from fnaccel.checkpoint.format.dtypes import NAMES, name_of
+from fnaccel.checkpoint.format.safetensors import NAME
+from fnaccel.errors import CheckpointError
+
+FILE = "manifest.json"
+FORMAT = "fnaccel-checkpoint"
+VERSION = 1
+
+_HEAD = b'{\n"crc32": "'  # what a manifest with a checksum of its own begins with
+_SUMMED = re.compile(rb'\{\s*"crc32":\s*"([0-9a-f]{8})"')
+_BLANK = b"0" * 8  # in the place of the checksum, when it is computed
+_CHECKSUM = re.compile(r"[0-9a-f]{8}")
+
+
+@attrs.frozen
+class Piece:
+    """A block of a tensor, and the file that holds it under the tensor's path."""
+
+    file: str
+    box: Box
+
+
+@attrs.frozen
+class Stored:
+    """A tensor in a checkpoint: its path, dtype, global shape and pieces."""
+
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    def __str__(self) -> str:
+        return f"{name_of(self.dtype)} {list(self.shape)}"
+
+
+@attrs.frozen(kw_only=True)
+class Manifest:
+    """All of a checkpoint but the values of its tensors.
+
+    Attributes:
+        step: of which step.
+        tree: the structure, as `grammar.encode` gives it.
+        metadata: the user's own, likewise.
+        tensors: by path.
+        files: by name.
+        written_by: versions and the number of ranks.
+        digest: of the text that was read, to compare between ranks.
+    """
+
+    step: int
+    tree: Any
+    metadata: Any
+    tensors: Mapping[str, Stored]
+    files: Mapping[str, FileRecord]
+    written_by: Mapping[str, Any]
+    digest: str = ""
+
+
+def dump(manifest: Manifest) -> bytes:
+    """A manifest as JSON text, with a checksum of the text."""
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "written_by": dict(manifest.written_by),
+        "metadata": manifest.metadata,
+        "tree": manifest.tree,
+        "tensors": {
+            path: {
+                "dtype": name_of(stored.dtype),
+                "shape": stored.shape,
+                "pieces": [
+                    {"file": piece.file, "offset": piece.box.offset, "shape": piece.box.shape}
+                    for piece in stored.pieces
+                ],
+            }
+            for path, stored in manifest.tensors.items()
+        },
+        "files": {name: attrs.asdict(record) for name, record in manifest.files.items()},
+    }
+    # one line for each entry; json's own indentation would take ten times as long
+    entries = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in document.items()]
+    rest = b'",\n' + ",\n".join(entries).encode() + b"\n}\n"
+    return _HEAD + f"{zlib.crc32(rest, zlib.crc32(_HEAD + _BLANK)):08x}".encode() + rest
+
+
+def parse(text: str | bytes, where: str) -> Manifest:
+    """The manifest in a text that need not be trusted.
+
+    Args:
+        text: what the file holds.
+        where: the file, for messages.
+
+    Raises:
+        CheckpointError: it is no manifest, of another version, does not have its checksum, or contradicts
+            itself: a file name that leads elsewhere, pieces that don't make up their tensor, more bytes than
+            the file has, a key that is there twice.
+    """
+    reader = _Reader(where)
+    data = text.encode() if isinstance(text, str) else text
+    try:
+        document = json.loads(
+            data,
+            parse_constant=lambda name: reader.fail(f"holds a bare {name}"),
+            object_pairs_hook=reader.entries,
+        )
+    except (ValueError, RecursionError) as error:
+        reader.fail(f"is no JSON: {error}")
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        reader.fail("is no manifest of an fnaccel checkpoint")
+    if document.get("version") != VERSION:
+        raise CheckpointError(
+            f"this checkpoint has format version {document.get('version')!r}, and only {VERSION} is known",
+            where=where,
+            fix="read it with the version of fnaccel that wrote it: see written_by in the manifest",
+        )
+    if "crc32" in document:
+        reader.check_sum(data)
+    return attrs.evolve(reader.manifest(document), digest=hashlib.sha256(data).hexdigest())
+
+
+@attrs.frozen
+class _Reader:
+    """Reads parts of a document; what is not as it must be raises CheckpointError."""
+
+    where: str
+
+    def fail(self, what: str) -> NoReturn:
+        raise CheckpointError(
+            f"the manifest {what}"[:500],
+            where=self.where,
+            fix="it was damaged or not written by fnaccel: restore another step of fa.checkpoints(directory)",
+        )
+
+    def entries(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """An object of JSON."""
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            self.fail(f"has the key {twice[:60]!r} twice in one object")
+        return table
+
+    def check_sum(self, data: bytes) -> None:
+        """The text has the checksum that it begins with."""
+        matched = _SUMMED.match(data)
+        if matched is None:
+            self.fail("has a checksum elsewhere than at its beginning")
+        view, (start, end) = memoryview(data), matched.span(1)
+        checksum = zlib.crc32(view[end:], zlib.crc32(_BLANK, zlib.crc32(view[:start])))
+        if f"{checksum:08x}".encode() != matched[1]:
+            self.fail(
+                f"is not what was written: its checksum is {checksum:08x}, and it says {matched[1].decode()}"
+            )
+
+    def manifest(self, found: dict[str, Any]) -> Manifest:
+        files = {name: self.file(name, entry) for name, entry in self.table(found, "files").items()}
+        tensors = {path: self.stored(path, entry) for path, entry in self.table(found, "tensors").items()}
+        bytes_in: Counter[str] = Counter()
+        for stored in tensors.values():
+            for piece in stored.pieces:
+                bytes_in[piece.file] += piece.box.numel * stored.dtype.itemsize
+        for name, count in bytes_in.items():
+            if name not in files:
+                self.fail(f"places tensors in {name}, which it does not list")
+            if count > files[name].size:
+                self.fail(f"places {count} bytes in {name}, which has {files[name].size}")
+        return Manifest(
+            step=self.count(found.get("step"), "step"),
+            tree=found.get("tree"),
+            metadata=found.get("metadata"),
+            tensors=tensors,
+            files=files,
+            written_by=self.table(found, "written_by"),
+        )
+
+    def table(self, found: Any, key: str) -> dict[str, Any]:
+        entry = found.get(key) if isinstance(found, dict) else None
+        return entry if isinstance(entry, dict) else self.fail(f"has no table {key!r}")
+
+    def count(self, found: Any, what: str) -> int:
+        return found if type(found) is int and found >= 0 else self.fail(f"has {found!r} as {what}")
+
+    def counts(self, found: Any, what: str) -> tuple[int, ...]:
+        if not isinstance(found, list):
+            self.fail(f"has {found!r} as {what}")
+        for entry in found:
+            if type(entry) is not int or entry < 0:
+                self.fail(f"has {entry!r} as {what}")
+        return tuple(found)
+
+    def file(self, name: str, found: Any) -> FileRecord:
+        if not NAME.fullmatch(name):
+            self.fail(f"names the file {name!r}, which can't be one of its own")
+        checksum = found.get("crc32") if isinstance(found, dict) else None
+        if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
+            self.fail(f"has no checksum of {name}")
+        return FileRecord(self.count(found.get("size"), f"the size of {name}"), checksum)
+
+    def stored(self, path: str, found: Any) -> Stored:
+        dtype = found.get("dtype") if isinstance(found, dict) else None
+        if not isinstance(dtype, str) or dtype not in NAMES:
+            self.fail(f"gives {path} the dtype {dtype!r}")
+        shape = self.counts(found.get("shape"), f"the shape of {path}")
+        if len(shape) > 64 or math.prod(max(size, 1) for size in shape) >= 1 << 60:
+            self.fail(f"gives {path} a shape that no tensor can have: {str(list(shape))[:80]}")
+        listed = found.get("pieces")
+        if not isinstance(listed, list):
+            self.fail(f"has no pieces of {path}")
+        stored = Stored(path, NAMES[dtype], shape, tuple(self.piece(path, entry) for entry in listed))
+        self.check_cover(stored)
+        return stored
+
+    def piece(self, path: str, found: Any) -> Piece:
+        if not isinstance(found, dict) or not isinstance(found.get("file"), str):
+            self.fail(f"has a piece of {path} without a file")
+        offset = self.counts(found.get("offset"), f"an offset in {path}")
+        return Piece(found["file"], Box(offset, self.counts(found.get("shape"), f"a piece of {path}")))
+
+    def check_cover(self, stored: Stored) -> None:
+        """The pieces make up the tensor: each within it, no two overlapping, none missing."""
+        everything = whole(stored.shape)
+        if len(stored.pieces) == 1 and stored.pieces[0].box == everything and 0 not in stored.shape:
+            return
+        for piece in stored.pieces:
+            box = piece.box
+            if not len(box.offset) == len(box.shape) == len(stored.shape):
+                self.fail(f"has a piece of {stored.path} with another number of dimensions")
+            if overlap(box, everything) != box:
+                self.fail(f"has a piece of {stored.path} that is empty or outside of {list(stored.shape)}")
+        covered = sum(piece.box.numel for piece in stored.pieces)
+        if covered != everything.numel:
+            self.fail(f"covers {covered} of the {everything.numel} elements of {stored.path}")
+        if len(stored.pieces) > 1:
+            self.check_apart(stored, everything)
+
+    def check_apart(self, stored: Stored, everything: Box) -> None:
+        if not make_up([piece.box for piece in stored.pieces], everything):
+            self.fail(f"has two pieces of {stored.path} that overlap")
+        # a file holds one entry for each path: its values would be read twice
+        if len({piece.file for piece in stored.pieces}) != len(stored.pieces):
+            self.fail(f"has two pieces of {stored.path} in one file, which can hold one")

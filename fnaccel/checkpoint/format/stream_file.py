@@ -1,0 +1,110 @@
+"""Items as safetensors files: how they are spread over files, and each written while it is made.
+
+The format is https://huggingface.co/docs/safetensors, as in `checkpoint.shard_file`, which has all
+tensors of a file in memory; here one block is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fnaccel.checkpoint.disk.durable import FileRecord, write_file
+from fnaccel.checkpoint.format.dtypes import CODES
+from fnaccel.checkpoint.format.items import Item, bytes_of
+from fnaccel.errors import ArgumentError, CheckpointError
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes that were written since."""
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for end, base in (("B", 1000), ("IB", 1024))
+}
+
+
+def bytes_in(size: int | str, where: str) -> int:
+    """A size such as 5_000_000, `"5GB"` or `"512MiB"` in bytes.
+
+    Raises:
+        ArgumentError: it is none, or not positive.
+    """
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = _UNITS.get(matched[2].upper()) if matched else None
+    number = float(matched[1]) * unit if matched and unit else 0.0
+    found = int(number) if math.isfinite(number) else 0
+    if found < 1:
+        raise ArgumentError(
+            f"max_shard_size={str(size)[:40]!r} is no size", where=where, fix='give bytes, or "5GB", "512MiB"'
+        )
+    return found
+
+
+def spread(items: Sequence[Item], most: int) -> list[list[Item]]:
+    """Items in the order given, in files of at most `most` bytes; one that is larger has its own file."""
+    files: list[list[Item]] = []
+    size = 0
+    for item in items:
+        if not files or (size + item.nbytes > most and size):
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += item.nbytes
+    # widest first, so that each starts at a multiple of its own element size
+    return [sorted(file, key=lambda item: -item.dtype.itemsize) for file in files]
+
+
+def write_items(path: Path, items: Sequence[Item], progress: Progress | None = None) -> FileRecord:
+    """Write one file, and wait until the device holds it.
+
+    Raises:
+        OSError: the file can't be written.
+        CheckpointError: a tensor can't be read, or has another size than it said.
+    """
+    return write_file(path, _chunks(items, progress))
+
+
+def drain(items: Sequence[Item]) -> None:
+    """Make all values and drop them: a rank that does not write takes part in gathering so."""
+    for item in items:
+        for _ in item.blocks():
+            pass
+
+
+def _chunks(items: Sequence[Item], progress: Progress | None) -> Iterator[memoryview]:
+    yield memoryview(_header(items))
+    for item in items:
+        made = 0
+        for block in item.blocks():
+            made += block.nbytes
+            yield bytes_of(block)
+            if progress is not None:
+                progress(block.nbytes)
+        if made != item.nbytes:
+            raise CheckpointError(
+                f"{item.name} has {made} bytes, and was to have {item.nbytes}",
+                where="writing safetensors",
+                fix="nothing may change a checkpoint or a state while it is exported",
+            )
+
+
+def _header(items: Sequence[Item]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for item in items:
+        begin, end = end, end + item.nbytes
+        entries[item.name] = {
+            "dtype": CODES[item.dtype],
+            "shape": list(torch.Size(item.shape)),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

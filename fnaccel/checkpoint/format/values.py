@@ -1,0 +1,400 @@
+"""Which values a checkpoint may hold, and how those that are no tensors look in JSON.
+
+    None, bool, int, str, finite float    themselves
+    inf, -inf, nan                        {"float": "inf"}
+    bytes                                 {"bytes": base64}
+    list                                  an array
+    tuple                                 {"tuple": array}
+    dict with string keys                 {"dict": object}
+    dict with other keys                  {"items": array of [key, value]}
+    a tensor                              {"tensor": path}, the path at which it was first met
+    a NumPy array                         {"array": path}, likewise
+    TrainState, Position, Seed            {its name: object of its fields}
+    another pytree node                   {"node": object of its entries}
+    an object with a state_dict()         {"state_dict": that}
+
+A path joins keys with "/", where "~" and "/" inside a key become "~0" and "~1" (RFC 6901).
+Nothing is ever pickled, and reading builds no class but the three named here: nodes and objects are
+rebuilt from the `like` of `fa.restore`, or come back as their entries. No files here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch, tree
+from fnaccel.checkpoint.format.boxes import is_sharded
+from fnaccel.checkpoint.format.dtypes import CODES
+from fnaccel.engine.runtime_tensor import Remote
+from fnaccel.errors import CheckpointError, NotSerializableError
+from fnaccel.state import Position, ReadOnlyDict, Seed, TrainState, check_trained
+
+NODES: dict[str, type[Any]] = {"TrainState": TrainState, "Position": Position, "Seed": Seed}
+"""The classes of the library that a checkpoint may hold."""
+
+
+@attrs.frozen
+class Array:
+    """A stored NumPy array: the tensor that holds its values."""
+
+    tensor: Any
+
+
+@attrs.frozen
+class Node:
+    """A stored pytree node of a class that reading does not build: its entries by name."""
+
+    entries: dict[str, Any]
+
+
+@attrs.frozen
+class Object:
+    """A stored object: what its `state_dict()` returned."""
+
+    state: Any
+
+
+_NO_ARRAY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_RESERVED = "__metadata__"  # what a safetensors header keeps for itself
+
+
+def child(path: str, key: str | int) -> str:
+    """The path of one entry of the node at `path` (the root is `""`)."""
+    escaped = str(key).replace("~", "~0").replace("/", "~1")
+    return f"{path}/{escaped}" if path else escaped
+
+
+def shown(path: str) -> str:
+    """A path as messages print it."""
+    return path or "(the root)"
+
+
+def fields_of(node: Any) -> list[str]:
+    """The fields of a node of the library that a checkpoint keeps."""
+    return [field.name for field in attrs.fields(type(node)) if field.init]
+
+
+def entries_of(value: Any) -> dict[Any, Any] | None:
+    """What lies directly below a node, by key; None for a leaf. For trees in memory and decoded ones."""
+    if isinstance(value, dict):
+        return value
+    if type(value) in (list, tuple):
+        return dict(enumerate(value))
+    if type(value) in NODES.values():
+        return {name: getattr(value, name) for name in fields_of(value)}
+    if isinstance(value, Node):
+        return value.entries
+    found = None if value is None or is_object(value) else tree.open_node(value)
+    return None if found is None else found[0]
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value keeps a state of its own, which it gives out and takes back."""
+    return not isinstance(value, type | torch.Tensor) and all(
+        callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def plain(value: Any) -> Any:
+    """A NumPy number as Python's, which is how it is stored; other values as they are."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
+        found = value.item()
+        return value if isinstance(found, numpy.generic) else found  # a long double has no equal
+    return value
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a NumPy array."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
+
+
+@attrs.frozen
+class Encoded:
+    """A tree as JSON, and its tensors by path; a tensor that occurs twice stands once.
+
+    Attributes:
+        has_state: whether a TrainState is in it.
+    """
+
+    structure: Any
+    tensors: dict[str, torch.Tensor]
+    has_state: bool = False
+
+
+def encode(value: Any) -> Encoded:
+    """Turn a tree into JSON and tensors; changes nothing and reads no tensor.
+
+    Raises:
+        NotSerializableError: a value has no place in a checkpoint; names its path.
+        StaleStateError: a state in it was donated.
+    """
+    encoder = _Encoder()
+    try:
+        return Encoded(encoder.value("", value), encoder.tensors, encoder.has_state)
+    except RecursionError:
+        raise _refused("", "is nested too deep", "put less inside one another") from None
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._paths: dict[Any, str] = {}
+        self._open: set[int] = set()
+        self.has_state = False
+
+    def value(self, path: str, value: Any) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or kind is int:
+            return value
+        if kind is str:
+            return _text(path, value)
+        if kind is float:
+            return value if math.isfinite(value) else {"float": str(value)}
+        if kind is bytes:
+            return {"bytes": base64.b64encode(value).decode("ascii")}
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._tensor(path, value)}
+        if is_array(value):
+            return {"array": self._tensor(path, _from_array(path, value))}
+        if (number := plain(value)) is not value:
+            return self.value(path, number)
+        return self._container(path, value)
+
+    def _container(self, path: str, value: Any) -> Any:
+        if id(value) in self._open:
+            raise _refused(path, "contains itself", "save a tree without cycles")
+        self._open.add(id(value))
+        try:
+            if type(value) in (list, tuple):
+                entries = [self.value(child(path, i), entry) for i, entry in enumerate(value)]
+                return entries if type(value) is list else {"tuple": entries}
+            if type(value) in (dict, OrderedDict, defaultdict, ReadOnlyDict):
+                return self._dict(path, value)
+            name = type(value).__name__
+            if NODES.get(name) is type(value):
+                self.has_state |= isinstance(value, TrainState)
+                check_trained(value, "fa.save")
+                if (wrong := _not_counted(value)) is not None:
+                    what = f"is {getattr(value, wrong)!r}"
+                    raise _refused(child(path, wrong), what, "give a whole number from 0 on")
+                return {name: self._entries(path, entries_of(value))}
+            if is_object(value):
+                return {"state_dict": self.value(path, _state_of(path, value))}
+            opened = tree.open_node(value)
+            if opened is not None:
+                return {"node": self._entries(path, opened[0])}
+        finally:
+            self._open.discard(id(value))
+        raise _refused(
+            path,
+            f"is a {type(value).__module__}.{type(value).__qualname__}",
+            "keep plain data there (tensors, arrays, numbers, strings, bytes, lists, tuples, dicts), "
+            "or an object with state_dict() and load_state_dict()",
+        )
+
+    def _entries(self, path: str, entries: Any) -> dict[str, Any]:
+        return {_text(path, key): self.value(child(path, key), entry) for key, entry in entries.items()}
+
+    def _dict(self, path: str, value: dict[Any, Any]) -> Any:
+        if all(type(key) is str for key in value):
+            return {"dict": self._entries(path, value)}
+        for key in value:
+            if key is not None and type(key) not in (str, bool, int, float, bytes):
+                raise _refused(path, f"has the key {key!r}", "use str(key), or a number")
+        pairs = [[self.value(path, key), self.value(child(path, key), entry)] for key, entry in value.items()]
+        return {"items": pairs}
+
+    def _tensor(self, path: str, value: torch.Tensor) -> str:
+        problem = _unfit(value)
+        if problem is not None:
+            raise _refused(path, *problem)
+        if path == _RESERVED:
+            raise _refused(path, "has a name that safetensors keeps for itself", "choose another key")
+        identity = _identity(value)
+        if identity not in self._paths:
+            while path in self.tensors:  # the keys 1 and "1" look alike; no key has "~2"
+                path += "~2"
+            self._paths[identity] = path
+            self.tensors[path] = value
+        return self._paths[identity]
+
+
+def _state_of(path: str, value: Any) -> Any:
+    try:
+        return value.state_dict()
+    except Exception as error:
+        raise _refused(
+            path,
+            f"raised {type(error).__name__} in its state_dict() ({error})",
+            "see that it gives out its state at any time",
+        ) from error
+
+
+def _from_array(path: str, value: Any) -> torch.Tensor:
+    try:
+        # a copy where torch has no view: of read-only memory, of negative strides
+        plain = value if value.flags.writeable and min(value.strides, default=1) >= 0 else value.copy()
+        return torch.from_numpy(plain)
+    except (TypeError, ValueError):  # of text and objects, of the other byte order
+        raise _refused(
+            path, f"is a NumPy array of {value.dtype}", "convert it to numbers: x.astype(...), x.tolist()"
+        ) from None
+
+
+def _text(path: str, value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _refused(path, "holds text that is not Unicode", "keep it as bytes") from None
+    return value
+
+
+def _unfit(value: torch.Tensor) -> tuple[str, str] | None:
+    """Why a tensor can't be stored, and what to do; None where it can."""
+    if value.dtype not in CODES:
+        return f"has dtype {value.dtype}", "convert it, for complex128: torch.view_as_real(x)"
+    if is_sharded(value):
+        spread: Any = value
+        # by exact class: a strided shard's place is not one block
+        odd = [one for one in spread.placements if type(one).__name__ not in ("Shard", "Replicate")]
+        if odd:
+            return f"is a DTensor placed {odd[0]}", "redistribute it to Shard(dim) or Replicate() placements"
+        local: Any = _torch.local_of(value)
+        if type(local) not in (torch.Tensor, torch.nn.Parameter):  # it may have no memory of its own
+            return f"is a DTensor of {type(local).__qualname__}", "save the plain values that it stands for"
+    elif type(value) not in (torch.Tensor, torch.nn.Parameter, Remote):
+        return f"is a {type(value).__qualname__}", "x.as_subclass(torch.Tensor) keeps the plain values"
+    if value.is_meta:
+        return "is on the meta device, so it has no values", "materialise it: module.to_empty(device=...)"
+    if value.layout is not torch.strided or value.is_quantized:
+        return f"is stored as {value.layout}", "x.to_dense() (or x.dequantize()) before saving"
+    return None
+
+
+def _identity(value: torch.Tensor) -> Any:
+    """Equal for two tensors that are the same memory seen in the same way."""
+    local = _torch.local_of(value)
+    # no memory of its own, or (XLA) none with an address: all would be one
+    if not local.numel() or isinstance(value, Remote) or local.device.type == "xla":
+        return id(value)
+    placed = tuple(map(str, getattr(value, "placements", ())))
+    where = (local.device, local.data_ptr(), local.dtype)
+    return (*where, tuple(local.shape), local.stride(), tuple(value.shape), placed)
+
+
+def _refused(path: str, why: str, fix: str) -> NotSerializableError:
+    return NotSerializableError(
+        f"{shown(path)} {why}, and has no place in a checkpoint", where="fa.save", fix=fix
+    )
+
+
+def decode(structure: Any, tensor: Callable[[str], Any]) -> Any:
+    """The tree that a JSON structure describes, with `tensor(path)` in the place of its tensors.
+
+    Args:
+        structure: JSON as `encode` makes it, from a source that need not be trusted.
+        tensor: what stands for the tensor stored at a path.
+
+    Raises:
+        CheckpointError: the structure is not of this grammar.
+    """
+    try:
+        return _decode(structure, tensor)
+    except RecursionError:
+        raise _malformed("is nested too deep") from None
+
+
+def _decode(found: Any, tensor: Callable[[str], Any]) -> Any:
+    if found is None or isinstance(found, bool | int | float | str):
+        return found
+    if isinstance(found, list):
+        return [_decode(entry, tensor) for entry in found]
+    if not isinstance(found, dict) or len(found) != 1:
+        raise _malformed(f"holds {str(found)[:60]!r}, which is no value")
+    [(tag, content)] = found.items()
+    if tag == "tensor" and isinstance(content, str):
+        return tensor(content)
+    if tag == "float" and isinstance(content, str) and content in _NONFINITE:
+        return _NONFINITE[content]
+    if tag == "bytes" and isinstance(content, str):
+        try:
+            return base64.b64decode(content, validate=True)
+        except binascii.Error:
+            raise _malformed("holds bytes that are not base64") from None
+    if tag == "tuple" and isinstance(content, list):
+        return tuple(_decode(entry, tensor) for entry in content)
+    if tag == "array" and isinstance(content, str):
+        stored = tensor(content)
+        if getattr(stored, "dtype", None) in _NO_ARRAY:
+            raise _malformed(f"holds an array of {stored.dtype}, which NumPy lacks")
+        return Array(stored)
+    if tag == "dict" and isinstance(content, dict):
+        return {key: _decode(entry, tensor) for key, entry in content.items()}
+    if tag == "items" and isinstance(content, list):
+        pairs = [_pair(entry, tensor) for entry in content]
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise _malformed("holds one key twice")
+        return table
+    if tag == "node" and isinstance(content, dict):
+        return Node({key: _decode(entry, tensor) for key, entry in content.items()})
+    if tag == "state_dict":
+        return Object(_decode(content, tensor))
+    if tag in NODES and isinstance(content, dict):
+        return _node(NODES[tag], {key: _decode(entry, tensor) for key, entry in content.items()})
+    raise _malformed(f"holds a {tag[:60]!r} that this version does not know")
+
+
+def _pair(found: Any, tensor: Callable[[str], Any]) -> tuple[Any, Any]:
+    if not isinstance(found, list) or len(found) != 2:
+        raise _malformed("holds an entry that is no pair")
+    key = _decode(found[0], tensor)
+    if key is not None and type(key) not in (str, bool, int, float, bytes):
+        raise _malformed(f"holds a {type(key).__name__} as a key")
+    return key, _decode(found[1], tensor)
+
+
+def _node(cls: type[Any], values: dict[str, Any]) -> Any:
+    known = {field.name: field for field in attrs.fields(cls) if field.init}
+    extra = values.keys() - known.keys()
+    missing = [n for n, field in known.items() if field.default is attrs.NOTHING and n not in values]
+    if extra or missing:
+        what = f"has the field {min(extra)!r}" if extra else f"lacks the field {missing[0]!r}"
+        raise _malformed(f"holds a {cls.__name__} that {what}")
+    node = cls(**values)
+    if (wrong := _not_counted(node)) is not None:
+        raise _malformed(f"holds a {cls.__name__} whose {wrong} is {getattr(node, wrong)!r}"[:200])
+    return node
+
+
+_COUNTS = {"TrainState": ("step", "updates"), "Position": ("epoch", "samples"), "Seed": ("root",)}
+
+
+def _not_counted(node: Any) -> str | None:
+    """The first field of a node of the library that has to be a whole number from 0 on, and is not."""
+    for name in _COUNTS[type(node).__name__]:
+        value = plain(getattr(node, name))
+        on_device = name == "updates" and not isinstance(value, bool | int | float | str | None)
+        if not on_device and (type(value) is not int or value < 0):
+            return name
+    return None
+
+
+def _malformed(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the tree in the manifest {what}",
+        where="fa.restore",
+        fix="restore another checkpoint, or read this one with the version of fnaccel that wrote it",
+    )

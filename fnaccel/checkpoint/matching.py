@@ -1,0 +1,226 @@
+"""Does a checkpoint fit what it is to be restored into? Every path that does not, with both sides.
+
+Nothing is read and nothing changed here; see `load` for what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import tree
+from fnaccel.checkpoint.choosing import KEEP
+from fnaccel.checkpoint.format.dtypes import name_of
+from fnaccel.checkpoint.format.manifest import Stored
+from fnaccel.checkpoint.format.values import (
+    NODES,
+    Array,
+    Node,
+    Object,
+    child,
+    entries_of,
+    is_array,
+    is_object,
+    plain,
+    shown,
+)
+from fnaccel.errors import TreeMismatchError
+from fnaccel.state import TrainState, check_live
+
+_EXACT = 1 << 24  # float32 holds every whole number up to here
+
+
+@attrs.frozen
+class Match:
+    """What fits: each stored tensor with the tensor it goes to, None where `like` has none for it."""
+
+    pairs: list[tuple[torch.Tensor | None, Stored]]
+
+
+def match(like: Any, stored: Any, problems: Sequence[str] = ()) -> Match:
+    """Compare a tree with a stored one (`Stored` where tensors are, `KEEP` where nothing is to change).
+
+    Args:
+        like: what is restored into.
+        stored: a decoded tree.
+        problems: what is known to differ already.
+
+    Raises:
+        TreeMismatchError: lists each path that is missing, unexpected, or of another kind, shape or dtype.
+        StaleStateError: a state in `like` was donated.
+    """
+    found = _Matcher()
+    found.problems.extend(problems)
+    found.node("", like, stored)
+    if found.problems:
+        count = len(found.problems)
+        raise TreeMismatchError(
+            f"{count} {'path differs' if count == 1 else 'paths differ'} between the checkpoint and like=: "
+            + "; ".join(found.problems),
+            where="fa.restore",
+            fix="give a like= with the models, optimizer and transforms that were saved, or say what to "
+            "leave out or to rename: only=, skip=, rename=; nothing was changed",
+        )
+    return Match(found.pairs)
+
+
+class _Matcher:
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.pairs: list[tuple[torch.Tensor | None, Stored]] = []
+        self.own = False  # in a state's extras
+
+    def node(self, path: str, like: Any, stored: Any) -> None:
+        if stored is KEEP:
+            return
+        like = plain(like)
+        if self.own and comes_back(like, stored):
+            self.collect(stored)
+        elif isinstance(stored, Stored):
+            self.tensor(path, like, stored)
+        elif isinstance(stored, Array):
+            self.array(path, like, stored)
+        elif isinstance(stored, Object):
+            self.object(path, like, stored)
+        elif isinstance(like, dict) and isinstance(stored, dict):
+            self.entries(path, like, stored)
+        elif isinstance(like, TrainState) and isinstance(stored, TrainState):
+            check_live(like)
+            self.state(path, like, stored)
+        elif isinstance(stored, Node) and type(like) not in (dict, list, tuple, *NODES.values()):
+            opened = None if is_object(like) else tree.open_node(like)
+            if opened is None:
+                self.differ(path, like, stored)
+            else:
+                self.entries(path, opened[0], stored.entries)
+        elif type(like) is not type(stored):
+            self.differ(path, like, stored)
+        elif (inner := entries_of(like)) is not None:
+            self.entries(path, inner, entries_of(stored) or {})
+
+    def object(self, path: str, like: Any, stored: Object) -> None:
+        """An object takes its state back itself, and says then what is wrong with it."""
+        if is_object(like):
+            self.collect(stored.state)
+        else:
+            self.node(path, like, stored.state)
+
+    def array(self, path: str, like: Any, stored: Array) -> None:
+        found: Stored = stored.tensor
+        fits = is_array(like) and (name_of(found.dtype), found.shape) == (str(like.dtype), like.shape)
+        if fits:
+            self.pairs.append((None, found))
+        else:
+            self.differ(path, like, stored)
+
+    def entries(self, path: str, like: dict[Any, Any], stored: dict[Any, Any]) -> None:
+        for key in [*like, *(key for key in stored if key not in like)]:
+            where = child(path, key)
+            if key not in stored:
+                self.only(where, like[key], "like")
+            elif key not in like and self.own:
+                self.collect(stored[key])
+            elif key not in like:
+                self.only(where, stored[key], "the checkpoint")
+            else:
+                self.node(where, like[key], stored[key])
+
+    def state(self, path: str, like: TrainState, stored: TrainState) -> None:
+        mine, theirs = entries_of(like) or {}, entries_of(stored) or {}
+        if mine["extras"] is None:  # the user's own come back whatever they are
+            del mine["extras"]
+            self.collect(theirs.pop("extras"))
+        else:
+            own, self.own = self.own, True
+            self.node(child(path, "extras"), mine.pop("extras"), theirs.pop("extras"))
+            self.own = own
+        if _counts(mine["updates"]) and _counts(theirs["updates"]):
+            self.updates(child(path, "updates"), mine.pop("updates"), theirs.pop("updates"))
+        self.entries(path, mine, theirs)
+
+    def updates(self, path: str, like: Any, stored: Any) -> None:
+        """An int here may be a tensor there, where a transform skips updates: the number is the same."""
+        if isinstance(stored, Stored):
+            self.pairs.append((like if isinstance(like, torch.Tensor) else None, stored))
+        elif isinstance(like, torch.Tensor) and stored > _EXACT:
+            self.problems.append(f"{path}: {stored} in the checkpoint is too large for the float32 in like")
+
+    def collect(self, stored: Any) -> None:
+        """Take a stored tree by itself."""
+        if isinstance(stored, Stored):
+            self.pairs.append((None, stored))
+        elif isinstance(stored, Array):
+            self.pairs.append((None, stored.tensor))
+        elif isinstance(stored, Object):
+            self.collect(stored.state)
+        else:
+            for entry in (entries_of(stored) or {}).values():
+                self.collect(entry)
+
+    def tensor(self, path: str, like: Any, stored: Stored) -> None:
+        if not isinstance(like, torch.Tensor) or (like.dtype, tuple(like.shape)) != (
+            stored.dtype,
+            stored.shape,
+        ):
+            self.differ(path, like, stored)
+        else:
+            self.pairs.append((like, stored))
+
+    def differ(self, path: str, like: Any, stored: Any) -> None:
+        self.problems.append(
+            f"{shown(path)}: {_described(stored)} in the checkpoint, {_described(like)} in like"
+        )
+
+    def only(self, path: str, value: Any, side: str) -> None:
+        """One line for each leaf below a path that one side lacks."""
+        if value is KEEP:
+            return
+        inner = (None if isinstance(value, Stored | Array) else entries_of(value)) or {}
+        for key, entry in inner.items():
+            self.only(child(path, key), entry, side)
+        if not inner:
+            self.problems.append(f"{path}: only in {side} ({_described(value)})")
+
+
+def comes_back(like: Any, stored: Any) -> bool:
+    """Whether, in the user's extras, what was saved comes back by itself, whatever stands in `like`.
+
+    What `like` gives is: objects that take their state, classes of nodes and dicts, devices of tensors.
+    """
+    if isinstance(stored, Stored):
+        return not (
+            isinstance(like, torch.Tensor) and (like.dtype, tuple(like.shape)) == (stored.dtype, stored.shape)
+        )
+    if isinstance(stored, Object):
+        return not is_object(like)
+    if isinstance(stored, Node):
+        opened = None if is_object(like) else tree.open_node(like)
+        return opened is None or opened[0].keys() != stored.entries.keys()
+    if isinstance(stored, dict):
+        return not isinstance(like, dict)
+    if isinstance(stored, list | tuple):
+        return type(like) is not type(stored) or len(like) != len(stored)
+    return type(stored) not in NODES.values() or type(like) is not type(stored)
+
+
+def _counts(value: Any) -> bool:
+    """Whether a value can be a number of updates."""
+    if isinstance(value, torch.Tensor | Stored):
+        return value.dtype == torch.float32 and tuple(value.shape) == ()
+    return type(value) is int
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{name_of(value.dtype)} {list(value.shape)}"
+    if isinstance(value, Stored):
+        return str(value)
+    if isinstance(value, Array) or is_array(value):
+        found = value.tensor if isinstance(value, Array) else value
+        return f"an array {name_of(found.dtype)} {list(found.shape)}"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    return f"a {type(value).__name__}"

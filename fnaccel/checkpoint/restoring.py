@@ -1,0 +1,281 @@
+"""`restore`: a checkpoint into a tree like the one saved, whatever its layout; all checks come first."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel.checkpoint import random_streams as streams
+from fnaccel.checkpoint import reading
+from fnaccel.checkpoint.all_ranks import together
+from fnaccel.checkpoint.background import Background
+from fnaccel.checkpoint.choosing import Patterns, Rename
+from fnaccel.checkpoint.disk.directory import Directory, attempt, attempts
+from fnaccel.checkpoint.disk.finding import check_step, find
+from fnaccel.checkpoint.disk.garbage import no_collection
+from fnaccel.checkpoint.filling import Filling
+from fnaccel.checkpoint.format.boxes import part_of, whole
+from fnaccel.checkpoint.format.manifest import Manifest, Stored
+from fnaccel.checkpoint.format.values import decode
+from fnaccel.checkpoint.matching import match
+from fnaccel.checkpoint.reading import Files
+from fnaccel.checkpoint.selection import is_complete, select
+from fnaccel.errors import CheckpointError, UnleasedStateError
+from fnaccel.state import TrainState, fold, lease_of
+from fnaccel.world.every_rank import every_rank
+from fnaccel.world.world import World, current
+
+_WHERE = "fa.restore"
+
+
+@every_rank
+def restore(
+    directory: str | os.PathLike[str],
+    *,
+    like: Any,
+    step: int | None = None,
+    only: Patterns = None,
+    skip: Patterns = None,
+    rename: Rename = None,
+    verify: bool = False,
+    world: World | None = None,
+) -> Any:
+    """Read a checkpoint into a tree like the one saved: any strategy, any number of ranks.
+
+    Every rank must call it, and reads only the parts of tensors that it holds. Everything is checked
+    before anything is changed: after an error `like` is as it was, and live (should a device fail in
+    the middle of reading, a leased `like` is donated: its tensors are part old, part new). A save that
+    replaces the checkpoint meanwhile changes nothing of what is read.
+
+    Args:
+        directory: a root that `fa.save` wrote to, or one checkpoint in it.
+        like: what to restore into. The live state of a train step is refilled in place and donated.
+            Of any other tree (a snapshot, a dict of tensors) the structure, the shapes, dtypes,
+            devices and placements are taken, and it stays as it is. `extras=None` in a state takes
+            what the checkpoint has.
+        step: which step; the newest by default.
+        only: restore these paths and leave the rest of `like` as it is: shell patterns, one or several,
+            such as `"params"` (all below it) or `"params/encoder.*"`.
+        skip: leave these paths as they are.
+        rename: what stored paths are called in `like`: regular expressions and what to put in their
+            place, in order, or a function of the path.
+        verify: also read every file and compare its checksum (their sizes always are).
+        world: the world, where none was started in this context.
+
+    Returns:
+        A tree like `like`: host values (step, seed, data position, extras) and tensors as saved. In
+        `extras`, what was saved comes back: an object of `like` is given its state by `load_state_dict`
+        (before anything else is changed), dicts and nodes keep the classes of `like`, and tensors of the
+        same shape its devices. Only what `like` has and the checkpoint lacks is an error.
+
+        The live state of a train step, restored wholly, also puts this rank's global random streams
+        (Python, NumPy, PyTorch, the device) back to where they were; on another number of ranks they
+        begin anew from (seed, step, rank).
+
+    Raises:
+        TreeMismatchError: paths, shapes or dtypes differ; lists every one, with both sides.
+        CheckpointError: there is no such checkpoint, or it is damaged, or a rank can't read it.
+        StaleStateError: `like` was donated.
+        ArgumentError: `directory` is one checkpoint, and of another step than `step`; a pattern of
+            `only` that matches nothing.
+
+    Example: `state = fa.restore("runs/gpt", like=train_step.init(seed=0))`; to begin from the
+    parameters of another run, `fa.restore("runs/base", like=state, only="params", skip="*head*")`.
+    """
+    found = current(world)
+    found.resource(Background).settle()
+    chosen = _Chosen(Path(directory), step, like, only, skip, rename, verify)
+    with contextlib.ExitStack() as stack, no_collection():
+        opened = _open(chosen, found, stack)
+        restorer = _Restorer(opened.files, found)
+        made = restorer.tree(like, opened.tree)
+        if restorer.refilled and not chosen.partly:
+            together(found, _WHERE, lambda: _put_back(opened.streams, made, found))
+    return made
+
+
+@attrs.frozen(eq=False)
+class _Chosen:
+    """The arguments of `restore`."""
+
+    root: Path
+    step: int | None
+    like: Any
+    only: Patterns
+    skip: Patterns
+    rename: Rename
+    verify: bool
+
+    @property
+    def partly(self) -> bool:
+        """Whether some paths are to be left as they are."""
+        return not (self.only is None and self.skip is None and self.rename is None)
+
+
+@attrs.frozen(eq=False)
+class _Opened:
+    """A checkpoint that matches `like`: its files, its tree, and the random streams of this rank."""
+
+    files: Files
+    tree: Any
+    streams: dict[str, torch.Tensor]
+
+
+def _open(chosen: _Chosen, world: World, stack: contextlib.ExitStack) -> _Opened:
+    """Open one checkpoint on all ranks, and check all of it. Nothing is changed.
+
+    Raises:
+        CheckpointError, TreeMismatchError, StaleStateError, ArgumentError: see `restore`.
+    """
+    for last in attempts():
+        path = together(world, _WHERE, functools.partial(_find, chosen, world))[0]
+        opened: list[_Opened] = []  # not a return value: those are pickled and sent to the other ranks
+        with contextlib.ExitStack() as held:
+            read = functools.partial(_read, chosen, world, held, opened)
+            digests = together(world, _WHERE, functools.partial(attempt, path, held, read, last=last))
+            # a rank may have opened the checkpoint from before a save, and another rank the one from after
+            if None not in digests and len(set(digests)) == 1:
+                stack.push(held.pop_all())
+                return opened[0]
+    raise CheckpointError(
+        f"{chosen.root} is replaced again and again while ranks open it",
+        where=_WHERE,
+        fix="restore while no job saves this step, or restore a step that is not replaced",
+    )
+
+
+def _find(chosen: _Chosen, world: World) -> Path:
+    return find(chosen.root, chosen.step, _WHERE) if world.is_main else chosen.root
+
+
+def _read(
+    chosen: _Chosen,
+    world: World,
+    held: contextlib.ExitStack,
+    opened: list[_Opened],
+    directory: Directory,
+) -> str:
+    """Check a checkpoint against `like`. Returns the digest of its manifest."""
+    described = reading.open_manifest(directory)
+    check_step(chosen.root, directory.path, described, chosen.step, _WHERE)
+    if chosen.verify:
+        reading.verify(directory, described, sorted(described.files)[world.rank :: world.size])
+    stored = decode(described.tree, lambda name: _stored(described, name, directory.path))
+    if isinstance(stored, TrainState) and "ranks" in described.written_by:
+        world.saved_by[stored.data.epoch, stored.data.samples] = described.written_by["ranks"]
+    problems: list[str] = []
+    if chosen.partly:
+        stored, problems = select(chosen.like, stored, chosen.only, chosen.skip, chosen.rename)
+    pairs = match(chosen.like, stored, problems).pairs
+    files = held.enter_context(Files(directory))
+    files.check(
+        [
+            (tensor, whole(tensor.shape) if target is None else part_of(target, world.rank).box)
+            for target, tensor in pairs
+        ]
+    )
+    own = {} if chosen.partly else _streams(described, files, world)
+    opened.append(_Opened(files, stored, own))
+    return described.digest
+
+
+def _streams(found: Manifest, files: Files, world: World) -> dict[str, torch.Tensor]:
+    """This rank's random streams by kind; none where they were saved on another number of ranks."""
+    if found.written_by.get("ranks") != world.size:
+        return {}
+    prefix = f"{streams.ROOT}/{world.rank}/"
+    stored = {
+        path.removeprefix(prefix): one for path, one in found.tensors.items() if path.startswith(prefix)
+    }
+    try:
+        streams.check_sizes({kind: (one.dtype, one.shape) for kind, one in stored.items()}, world.device)
+        mine = {kind: files.read_whole(one) for kind, one in stored.items()}
+        streams.check(mine)
+    except ValueError as error:
+        warnings.warn(
+            f"the random streams in {files.path} can't be put back, and begin anew: {error}", stacklevel=2
+        )
+        return {}
+    return mine
+
+
+def _put_back(mine: dict[str, torch.Tensor], made: Any, world: World) -> None:
+    if mine:
+        streams.put_back(mine, world.device)
+    elif isinstance(made, TrainState):
+        streams.begin_anew(fold(made.rng.root, made.step, world.rank), world.device)
+
+
+def _stored(found: Manifest, name: str, path: Path) -> Stored:
+    if name not in found.tensors:
+        raise CheckpointError(
+            f"the tree in the manifest holds the tensor {name}, which is stored nowhere",
+            where=f"{_WHERE} of {path}",
+            fix="the checkpoint is damaged: restore another of fa.checkpoints(directory)",
+        )
+    return found.tensors[name]
+
+
+@attrs.define
+class _Restorer:
+    """Builds the tree that `restore` returns; by now `like` and the stored tree are known to match."""
+
+    files: Files
+    world: World
+    refilled: bool = False
+
+    def tree(self, like: Any, stored: Any) -> Any:
+        filling = Filling(self.files, self.world, self.state)
+        made = filling.value(like, stored)
+        together(self.world, _WHERE, filling.read)
+        return made
+
+    def state(self, like: TrainState, stored: TrainState) -> TrainState:
+        """A state: in place where it is the live one of a train step."""
+        filling = Filling(self.files, self.world, self.state)
+        extras: list[Any] = []
+
+        def own() -> None:
+            extras.append(filling.extras(like.extras, stored.extras))
+            filling.read()
+
+        # the user's objects first: where one of them refuses its state, `like` is as it was
+        together(self.world, _WHERE, own)
+        try:
+            owner = lease_of(like, _WHERE).owner
+        except UnleasedStateError:
+            return self.fill(like, stored, extras[0], in_place=False)
+        self.refilled = True
+        complete = all(is_complete(one) for one in (stored.params, stored.buffers))
+        return owner.refill(
+            like, lambda target: self.fill(target, stored, extras[0], in_place=True), complete=complete
+        )
+
+    def fill(self, like: TrainState, stored: TrainState, extras: Any, *, in_place: bool) -> TrainState:
+        filling = Filling(self.files, self.world, self.state)
+        made: list[TrainState] = []
+
+        def read() -> None:
+            made.append(filling.state(like, stored, extras, in_place=in_place))
+            try:
+                filling.read()
+            except (CheckpointError, OSError) as error:
+                if not in_place:
+                    raise
+                what = getattr(error, "what", error)
+                raise CheckpointError(
+                    f"{what}; by then like= was part old, part new, so it was donated",
+                    where=_WHERE,
+                    fix="make a new state (train_step.init, fa.resume_or_init), and restore into that",
+                ) from error
+
+        # inside of refill: where one rank fails, no rank goes on with these tensors
+        together(self.world, _WHERE, read)
+        return made[0]

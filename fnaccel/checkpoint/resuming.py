@@ -1,0 +1,113 @@
+"""`resume_or_init`: the same line begins a run and goes on with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+from fnaccel.checkpoint.all_ranks import together
+from fnaccel.checkpoint.background import Background
+from fnaccel.checkpoint.disk import publish as commit
+from fnaccel.checkpoint.disk.directory import attempts
+from fnaccel.checkpoint.restoring import restore
+from fnaccel.collectives import gather_objects
+from fnaccel.errors import CheckpointError, FnaccelError
+from fnaccel.program.train_step import TrainStep
+from fnaccel.state import TrainState, is_stale
+from fnaccel.world.every_rank import every_rank
+
+_WHERE = "fa.resume_or_init"
+_NAMED = re.compile(r"step-(\d{10,19})")
+
+
+@every_rank
+def resume_or_init(
+    directory: str | os.PathLike[str],
+    train_step: TrainStep,
+    *,
+    seed: int = 0,
+    extras: Any = None,
+    verify: bool = True,
+    fallback: bool = False,
+) -> TrainState:
+    """The state of the newest checkpoint under a root, or a first state where there is none yet.
+
+    Every rank must call it; any number of ranks, and any strategy, goes on where another one stopped.
+    A checkpoint that is damaged never lets a run begin anew: it raises, or with `fallback` the next
+    older one is taken.
+
+    Args:
+        directory: the root that `fa.save` or `fa.scan` writes to; it need not exist. Several train
+            steps (a GAN) have one each.
+        train_step: what `fa.train_step` made; its `init` is called.
+        seed: of a run that begins; a run that goes on keeps its own.
+        extras: your own pytree to keep in the state; a run that goes on takes the values saved.
+        verify: compare the checksums of all files before anything is changed; ranks share the files. False
+            saves that reading of a large checkpoint.
+        fallback: where the newest checkpoint is damaged, warn and take the newest that is not.
+
+    Returns:
+        The live state: at step 0, or at the step that was saved.
+
+    Raises:
+        CheckpointError: the newest checkpoint is damaged (with `fallback`: all are).
+        TreeMismatchError: the checkpoint is of another model, optimizer or step.
+
+    Example: `state = fa.resume_or_init("runs/gpt", train_step, seed=0)`.
+    """
+    root = Path(directory)
+    world = train_step.mesh.world
+    world.resource(Background).settle()
+    state = train_step.init(seed, extras=extras)
+    for _ in attempts():
+        steps = together(world, _WHERE, lambda: _steps(root) if world.is_main else [])[0]
+        for at, step in enumerate(steps):
+            try:
+                return restore(root, like=state, step=step, verify=verify, world=world)
+            except FnaccelError as error:  # which restore raises on all ranks, or on none
+                failed = error
+            damaged = gather_objects(isinstance(failed, CheckpointError), world=world)
+            if not all(damaged):  # to one rank the trees differ: no older checkpoint would help
+                raise failed
+            there = together(world, _WHERE, lambda: _steps(root) if world.is_main else [])[0]
+            if step not in there and not is_stale(state):  # a job beside this one keeps newer ones only
+                break
+            _go_on(failed, root, steps[at:], may=fallback and not is_stale(state))
+        else:
+            return state
+    raise CheckpointError(
+        f"the checkpoints in {root} are removed again and again while they are opened",
+        where=f"{_WHERE}({str(root)!r})",
+        fix="let the job that saves there keep more of them: keep=2",
+    )
+
+
+def _steps(root: Path) -> list[int]:
+    """The steps under a root, newest first; those whose manifest is gone are damaged, not absent."""
+    found = {one.step for one in commit.checkpoints(root)}
+    if root.is_dir():
+        named = (_NAMED.fullmatch(path.name) for path in root.iterdir())
+        found |= {int(one[1]) for one in named if one is not None}
+    return sorted(found, reverse=True)
+
+
+def _go_on(damage: FnaccelError, root: Path, steps: list[int], *, may: bool) -> None:
+    """Pass over the first of these steps for the next, or raise."""
+    older = ", ".join(map(str, steps[1:]))
+    if not may or not older:
+        raise CheckpointError(
+            f"the checkpoint of step {steps[0]} can't be read: {damage.what}",
+            where=f"{_WHERE}({str(root)!r})",
+            fix=f"older steps are {older}: fallback=True takes the newest of them that is intact"
+            if older
+            else "there is no older one: move this one away to begin anew",
+        ) from damage
+    # on every rank: where warnings are errors, none may go on alone
+    warnings.warn(
+        f"the checkpoint of step {steps[0]} in {root} can't be read, and step {steps[1]} is taken "
+        f"instead: {damage.what}",
+        stacklevel=3,
+    )

@@ -1,0 +1,92 @@
+"""A part of a stored tree, laid over the one that it is to be restored into: only=, skip=, rename=."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fnaccel.checkpoint.choosing import KEEP, Kept, Patterns, Rename, choose, renamed
+from fnaccel.checkpoint.format.manifest import Stored
+from fnaccel.checkpoint.format.values import NODES, Array, Node, Object, child, entries_of, is_object
+from fnaccel.state import TrainState, check_live
+
+_WHERE = "fa.restore"
+
+
+def select(like: Any, stored: Any, only: Patterns, skip: Patterns, rename: Rename) -> tuple[Any, list[str]]:
+    """A tree shaped as `like` with what is chosen of `stored`, and `KEEP` elsewhere.
+
+    Args:
+        like: what is restored into.
+        stored: the decoded tree of a checkpoint.
+        only, skip: patterns of paths, as `like` has them.
+        rename: what stored paths are called in `like`.
+
+    Returns:
+        The tree, and the chosen paths that only one side has.
+
+    Raises:
+        ArgumentError: a pattern that matches nothing, or a rename that makes two paths one.
+        StaleStateError: a state in `like` was donated.
+    """
+    selection = _Selection(stored, rename)
+    ours = selection.open(like)
+    selection.chosen = choose([*ours, *selection.theirs], only, skip, _WHERE)
+    made = selection.over("", like)
+    problems = [f"{path}: only in like" for path in ours if selection.lacks(path)]
+    beyond = sorted(selection.chosen & selection.theirs.keys() - set(ours))
+    return made, problems + [f"{path}: only in the checkpoint" for path in beyond]
+
+
+def is_complete(selected: Any) -> bool:
+    """Whether nothing below a node is kept."""
+    return selected is not KEEP and all(is_complete(one) for one in (_inner(selected) or {}).values())
+
+
+class _Selection:
+    def __init__(self, stored: Any, rename: Rename) -> None:
+        found = dict(_leaves("", stored))
+        names = renamed(found, rename, _WHERE)
+        self.theirs = {names[path]: value for path, value in found.items()}
+        self.chosen: set[str] = set()
+        self._stored = stored
+
+    def open(self, like: Any) -> list[str]:
+        """The paths of the leaves of `like`."""
+        if isinstance(like, TrainState):
+            check_live(like)
+            if like.extras is None and isinstance(self._stored, TrainState):
+                # the user's own come back whatever they are: as one
+                self.theirs = {k: v for k, v in self.theirs.items() if not k.startswith("extras/")}
+                self.theirs["extras"] = self._stored.extras
+        return [path for path, _ in _leaves("", like)]
+
+    def lacks(self, path: str) -> bool:
+        """Whether a chosen path of `like` is not in the checkpoint."""
+        return path in self.chosen and path not in self.theirs
+
+    def over(self, path: str, like: Any) -> Any:
+        """The chosen part of the checkpoint, shaped as `like`."""
+        inner = _inner(like)
+        if not inner:
+            return self.theirs[path] if path in self.chosen and path in self.theirs else KEEP
+        made = {key: self.over(child(path, key), entry) for key, entry in inner.items()}
+        if isinstance(like, dict):
+            return made
+        if type(like) in (list, tuple):
+            return type(like)(made.values())
+        return type(like)(**made) if type(like) in NODES.values() else Node(made)
+
+
+def _leaves(path: str, value: Any) -> Any:
+    inner = _inner(value)
+    if inner is None:
+        yield path, value
+        return
+    for key, entry in inner.items():
+        yield from _leaves(child(path, key), entry)
+
+
+def _inner(value: Any) -> dict[Any, Any] | None:
+    if isinstance(value, Stored | Array | Object | Kept) or is_object(value):
+        return None
+    return entries_of(value)

@@ -1,7 +1,0 @@
-"""`python -m fnaccel.cli`: the same as `fnaccel`."""
-
-import sys
-
-from fnaccel.cli.main import main
-
-sys.exit(main())

@@ -1,0 +1,75 @@
+"""One reading of an epoch: where it begins, in which order, and when there is nothing to read.
+
+Shared by the readers of map-style loaders (`indexed.py`) and of streams (`stream.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from fnaccel.data import loaders, order
+from fnaccel.data.reader_ranks import Link
+from fnaccel.data.seeding import replayed
+from fnaccel.errors import LoaderError
+
+
+@attrs.frozen(kw_only=True)
+class Reading:
+    """What `open_epoch` decided about the reading of one epoch.
+
+    Attributes:
+        epoch, start: which epoch, and how many of its samples were read before.
+        remainder: what becomes of a global batch that is not full.
+        per_rank: whether a batch of the loader is one rank's.
+        shuffle: overrides what the loader's sampler does; None leaves it.
+        seed: the root seed of order and workers.
+        kept: where persistent workers live between epochs.
+    """
+
+    epoch: int
+    start: int
+    remainder: order.Remainder
+    per_rank: bool
+    shuffle: bool | None
+    seed: int
+    kept: dict[str, Any]
+
+
+def epoch_order(sampler: Any, reading: Reading, link: Link, dataset: Any = None) -> order.Order:
+    """The samples of an epoch in order; a sampler of the user's own is iterated on rank 0."""
+    known = loaders.order_of(sampler)
+    if known is None and reading.shuffle is None:
+        return link.agree(lambda: replayed(sampler, reading.seed, reading.epoch))
+    n, shuffled = known if known is not None else (len(dataset), False)
+    if reading.shuffle is not None:
+        shuffled = reading.shuffle
+    return order.permutation(n, reading.seed, reading.epoch) if shuffled else range(n)
+
+
+def check_start(n: int, reading: Reading) -> None:
+    """Raise LoaderError where an epoch is empty, or shorter than where it is to be taken up."""
+    if n == 0:
+        raise LoaderError(
+            "the loader holds nothing",
+            where=f"epoch {reading.epoch} of shard(loader)",
+            fix="check the dataset and the sampler; a generator can be read once only: pass a list, or an "
+            "object whose __iter__ begins anew",
+        )
+    if reading.start > n:
+        raise LoaderError(
+            f"the position is {reading.start} samples into an epoch of {n}",
+            where=f"epoch {reading.epoch} of shard(loader)",
+            fix="resume with the data the position was saved with, or begin at Position(epoch)",
+        )
+
+
+def check_any(count: int, reading: Reading, described: str) -> None:
+    """Raise LoaderError where a whole epoch would give no batch at all."""
+    if count == 0 and reading.start == 0:
+        raise LoaderError(
+            f"remainder={reading.remainder!r} leaves no batch: {described}",
+            where=f"epoch {reading.epoch} of shard(loader)",
+            fix="make the batch smaller, or pass remainder='keep'",
+        )

@@ -1,0 +1,1 @@
+"""What every strategy shares: the loop over micro-batches, gradients, totals and the updater."""

@@ -1,0 +1,207 @@
+"""The gradient of one step as GRADS transforms see it: where it lies, with one deferred multiply.
+
+Averaging, unscaling and clipping only change `multiplier`; the optimizer's kernel applies it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+
+from fnaccel import _torch
+from fnaccel.errors import TreeMismatchError
+from fnaccel.world.mesh import MeshAxis
+
+
+class Gradients:
+    """Local gradients of each leaf (None where it got none) and what they are multiplied by."""
+
+    __slots__ = ("_axes", "_device", "_leaves", "_norm", "idle", "multiplier", "shards", "skip")
+
+    def __init__(
+        self,
+        leaves: Sequence[Any],
+        shards: list[torch.Tensor | None],
+        multiplier: Any,
+        axes: tuple[MeshAxis, ...],
+        device: torch.device,
+    ) -> None:
+        self._leaves = leaves
+        self._axes = axes
+        self._device = device
+        self._norm: torch.Tensor | None = None
+        self.shards = shards
+        self.multiplier = multiplier
+        self.skip: torch.Tensor | None = None
+        self.idle: torch.Tensor | None = None
+
+    def present(self) -> list[torch.Tensor]:
+        """The local gradients that exist and have elements."""
+        return [g for g in self.shards if g is not None and g.numel()]
+
+    def norm(self) -> torch.Tensor:
+        """The Euclidean norm of the whole gradient, a 0-d tensor, equal on all ranks."""
+        norm = self._norm
+        if norm is None:
+            raw = self._raw_norm()
+            norm = self._norm = raw if self.multiplier is None else raw * abs(self.multiplier)
+        return norm
+
+    def _raw_norm(self) -> torch.Tensor:
+        if not self._axes:
+            return self._local_norm(self.present())
+        sharded: list[torch.Tensor] = []
+        whole: list[torch.Tensor] = []
+        for leaf, grad in zip(self._leaves, self.shards, strict=True):
+            if grad is not None and grad.numel():
+                (sharded if leaf.sharded else whole).append(grad)
+        norm = self._local_norm(sharded)
+        square = (norm if norm.dtype is torch.float64 else norm.float()).square().to(self._device)
+        for axis in self._axes:
+            if axis.group is not None:
+                square = _torch.summed_over(square, axis.group)
+        if whole:
+            square = square + self._local_norm(whole).square().to(self._device)
+        return square.sqrt()
+
+    def _local_norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        if not grads:
+            return torch.zeros((), device=self._device)
+        norms = _torch.foreach_norm(grads, 2.0)
+        return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+    def scale_by(self, factor: Any) -> None:
+        """Multiply the whole gradient, at no cost now."""
+        self.multiplier = factor if self.multiplier is None else self.multiplier * factor
+        self._norm = None if self._norm is None else self._norm * factor
+
+    def materialise(self) -> None:
+        """Carry out the deferred multiply, for transforms that need the values."""
+        if self.multiplier is not None:
+            present = self.present()
+            if present:
+                _torch.foreach_mul_(present, self.multiplier)
+            self.multiplier = None
+
+    def changed(self) -> None:
+        """Note that values were changed in place: a norm taken before no longer holds."""
+        self._norm = None
+
+    def skip_where_nonfinite(self) -> None:
+        """Mark the update as skipped where the norm is NaN or infinite (decided on the device)."""
+        bad = (~torch.isfinite(self.norm())).float()
+        self.skip = bad if self.skip is None else torch.maximum(self.skip, bad)
+
+    def left_out(self) -> torch.Tensor | None:
+        """1 if the update is left out: a gradient is not finite or the weight is 0. None if it never is."""
+        if self.skip is None or self.idle is None:
+            return self.idle if self.skip is None else self.skip
+        return torch.maximum(self.skip, self.idle)
+
+    def by_name(self) -> dict[str, Any]:
+        """The gradients as a user's transform sees them: by name, DTensors where sharded."""
+        self.materialise()
+        pairs = zip(self._leaves, self.shards, strict=True)
+        return {leaf.name: leaf.like(shard) for leaf, shard in pairs if shard is not None}
+
+    def replace(self, named: Any, transform: str) -> None:
+        """Take what a user's transform returned.
+
+        Raises:
+            TreeMismatchError: other names, shapes or layouts than it was given; nothing was taken.
+        """
+        wanted = {leaf.name: leaf for leaf, g in zip(self._leaves, self.shards, strict=True) if g is not None}
+        problems: list[str] = []
+        if not isinstance(named, dict):
+            problems.append(f"{type(named).__name__} instead of a dict of gradients")
+            named = {}
+        else:
+            problems += [f"{name} is missing" for name in wanted if name not in named]
+            problems += [f"{name} is unknown" for name in named if name not in wanted]
+            problems += [
+                f"{name} {problem}"
+                for name, leaf in wanted.items()
+                if name in named and (problem := _unlike(named[name], leaf))
+            ]
+        if problems:
+            raise TreeMismatchError(
+                f"transform {transform!r} returned {'; '.join(problems)}",
+                where=f"transform {transform} (GRADS)",
+                fix="return one gradient for each name given, shaped and laid out as it came",
+            )
+        for index, leaf in enumerate(self._leaves):
+            if leaf.name in wanted:
+                # strides of the parameter: fused kernels pair elements as they lie in memory
+                shard = torch.empty_like(leaf.shard)
+                self.shards[index] = shard.copy_(_torch.local_of(named[leaf.name]).detach())
+        self.changed()
+
+
+def _unlike(value: Any, leaf: Any) -> str:
+    """How a gradient differs from its parameter in kind; empty where it does not."""
+    if not isinstance(value, torch.Tensor):
+        return f"is {type(value).__name__}, not a tensor"
+    if value.shape != leaf.param.shape:
+        return f"has shape {list(value.shape)}, not {list(leaf.param.shape)}"
+    if getattr(value, "placements", None) != getattr(leaf.param, "placements", None):
+        return f"is laid out as {getattr(value, 'placements', 'a plain tensor')}, not {leaf.param.placements}"
+    return ""
+
+
+@contextlib.contextmanager
+def zeroed(total: torch.Tensor) -> Generator[None]:
+    """In the body a backward pass of `total` gives zeros to the leaves of its graph, also in place of NaN.
+
+    Ranks that average gradients as they come average them as ever.
+    """
+    handles: list[Any] = []
+    seen: set[Any] = set()
+    nodes: list[Any] = [total.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.next_functions:
+            nodes += [following for following, _ in node.next_functions]
+        else:  # it adds to the gradient of a leaf
+            handles.append(node.register_prehook(_zeros))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _zeros(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
+
+
+def apart(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Gradients of which no two share memory: what follows changes them in place."""
+    seen: set[int] = set()
+    found: list[torch.Tensor | None] = []
+    for grad in grads:
+        shared = grad is not None and grad.untyped_storage().data_ptr() in seen
+        found.append(grad.clone() if grad is not None and shared else grad)
+        if grad is not None:
+            seen.add(grad.untyped_storage().data_ptr())
+    return found
+
+
+def laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A gradient whose elements lie in memory as the parameter's: fused kernels pair them by place."""
+    pairs = zip(grad.stride(), param.stride(), grad.shape, strict=True)
+    if all(mine == wanted or length < 2 for mine, wanted, length in pairs):
+        return grad
+    return torch.empty_like(param).copy_(grad)
+
+
+def added(held: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of two gradients, of which either may be missing."""
+    if held is None or grad is None:
+        return grad if held is None else held
+    return held + grad

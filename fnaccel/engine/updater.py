@@ -1,0 +1,190 @@
+"""Optimizers over an engine's leaves: slots, schedules, and the update of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel.engine.gradients import Gradients
+from fnaccel.errors import ArgumentError, CapabilityError
+from fnaccel.models.parameter import Leaf
+from fnaccel.optim import kernels
+from fnaccel.optim.description import Bound, Optimizer, group_leaves
+
+Optimizers = dict[str | None, Optimizer]
+
+
+def by_model(optimizer: Any, keys: Sequence[str | None]) -> Optimizers:
+    """One optimizer per model: a dict with the models' keys, or one for all.
+
+    Raises:
+        ArgumentError: not an optimizer, or keys that differ from the models'.
+    """
+    named: dict[str | None, Any] = (
+        dict(optimizer) if isinstance(optimizer, dict) else dict.fromkeys(keys, optimizer)
+    )
+    if set(named) != set(keys):
+        alone = list(keys) == [None]
+        models = "there is one model, without a key" if alone else f"the models {sorted(map(str, keys))}"
+        raise ArgumentError(
+            f"optimizers are keyed {sorted(map(str, named))}, and {models}",
+            where="fa.train_step(optimizer=...)",
+            fix="give one optimizer, not a dict; groups= sets options by parameter name"
+            if alone
+            else "give one optimizer for each model, under the same key",
+        )
+    for key, one in named.items():
+        if not isinstance(one, Optimizer):
+            kind = f"a {type(one).__name__}" if not isinstance(one, type) else f"the class {one.__name__}"
+            raise ArgumentError(
+                f"the optimizer{'' if key is None else f' of {key!r}'} is {kind}, not a description",
+                where="fa.train_step(optimizer=...)",
+                fix="fa.adamw(lr=3e-4), or fa.from_torch(torch.optim.RMSprop, lr=1e-3): "
+                "it is made after the parameters are sharded",
+            )
+    return named
+
+
+def check_own(optimizers: Optimizers) -> None:
+    """Raise CapabilityError where an optimizer or a schedule is a runtime's that the strategy is not."""
+    for one in optimizers.values():
+        for part in (one.kernel, one.lr):
+            runtime = getattr(part, "runtime", None)
+            if runtime is not None:
+                raise CapabilityError(
+                    f"fa.{one.name} takes what {runtime}'s configuration names, and the strategy is another",
+                    where="fa.train_step(optimizer=)",
+                    fix=f"fa.distribute(model, fa.{runtime}(config=...)), or fa.adamw(lr=...)",
+                )
+
+
+def traceable(optimizers: Optimizers) -> bool:
+    """Whether updates can stand in a compiled graph."""
+    return all(getattr(one.kernel, "traceable", False) for one in optimizers.values())
+
+
+@attrs.frozen
+class _Part:
+    """One optimizer, the indices of its leaves, and the schedule of each of its groups."""
+
+    key: str | None
+    bound: Bound
+    indices: tuple[int, ...]
+    base: Callable[[Any], Any]
+    own: tuple[Callable[[Any], Any] | None, ...]
+    whole: bool
+
+
+class Updater:
+    """Applies all optimizers of a train step to its leaves."""
+
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        optimizers: Optimizers,
+        device: torch.device,
+        *,
+        on_device: bool,
+        bound: Bound | None = None,
+    ) -> None:
+        self.slots: dict[str, dict[str, Any]] = {}
+        self._parts: list[_Part] = []
+        self._on_device = on_device
+        self._made = bound
+        self._keys = list(optimizers)
+        if bound is not None:  # one optimizer over all models
+            optimizers = {None: next(iter(optimizers.values()))}
+        for key, optimizer in optimizers.items():
+            mine = [i for i, leaf in enumerate(leaves) if key is None or leaf.name.startswith(f"{key}/")]
+            own: list[Leaf] = [leaves[i] for i in mine]
+            groups = group_leaves(optimizer, own) if own else []
+            made = bound or optimizer.kernel.bind(groups)
+            self.slots.update(made.slots)
+            self._parts.append(
+                _Part(
+                    key,
+                    made,
+                    tuple(mine),
+                    optimizer.lr,
+                    tuple(group.lr for group in groups),
+                    len(mine) == len(leaves),
+                )
+            )
+        where = leaves[0].shard.device if leaves else device
+        self._count = torch.zeros((), dtype=torch.float32, device=where)
+
+    def apply(
+        self, grads: Gradients, rates: Sequence[Sequence[Any]], updates: Any, reported: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Update the parameters in place; the rates as metrics.
+
+        Args:
+            grads: the gradient of this step; its multiplier and skip are applied by the kernels.
+            rates: the rates of each optimizer's groups.
+            updates: updates applied before this one: an int, or a tensor if they may be skipped.
+            reported: the rates as `rates` gave them; a runtime with schedules of its own replaces them.
+        """
+        self.update(grads, rates, self.number(updates))
+        if self._made is not None:
+            reported.update(getattr(self._made, "metrics", {}))
+            if self._keys != [None]:
+                reported.update({f"lr/{key}": reported["lr"] for key in self._keys})
+                del reported["lr"]
+        return reported
+
+    def number(self, updates: Any) -> torch.Tensor:
+        """The number of the next update, from 1; a 0-d tensor."""
+        if self._on_device:
+            return updates + 1.0
+        if self._count.device.type == "xla":
+            return kernels.as_input(updates + 1.0, self._count.device)
+        return self._count.fill_(updates + 1)
+
+    def rates(self, updates: Any) -> tuple[dict[str, Any], list[list[Any]]]:
+        """The rates as metrics, and those of each optimizer's groups."""
+        reported: dict[str, Any] = {}
+        rates: list[list[Any]] = []
+        for part in self._parts:
+            base = self._rate(part.base, updates)
+            reported["lr" if part.key is None else f"lr/{part.key}"] = base
+            rates.append([base if own is None else self._rate(own, updates) for own in part.own])
+        return reported, rates
+
+    def as_tensors(self, rates: list[list[Any]]) -> list[list[torch.Tensor]]:
+        """Rates that a compiled graph takes: a number would be compiled in."""
+        return [
+            [
+                rate if isinstance(rate, torch.Tensor) else torch.full((), rate, device=self._count.device)
+                for rate in each
+            ]
+            for each in rates
+        ]
+
+    def update(self, grads: Gradients, rates: Sequence[Sequence[Any]], number: torch.Tensor) -> None:
+        """Update the parameters in place."""
+        for part, each in zip(self._parts, rates, strict=True):
+            shards = grads.shards if part.whole else [grads.shards[i] for i in part.indices]
+            # an optimizer that reads on the host would wait for the device in each step
+            skip = grads.skip if part.bound.reads_host else grads.left_out()
+            skipped = part.bound.apply(shards, each, grads.multiplier, skip, number)
+            if skipped is not None:
+                grads.skip = torch.tensor(skipped, device=number.device)
+
+    def _rate(self, schedule: Callable[[Any], Any], updates: Any) -> Any:
+        if self._on_device and not takes_tensors(schedule):
+            return schedule(int(updates))
+        return schedule(updates)
+
+
+def takes_tensors(schedule: Callable[[Any], Any]) -> bool:
+    """Whether a schedule gives a tensor for a tensor, so that no host read is needed."""
+    known = getattr(schedule, "host_only", None)
+    if known is not None:
+        return not known
+    try:
+        return isinstance(schedule(torch.zeros(())), torch.Tensor)
+    except (TypeError, ValueError, RuntimeError):
+        return False

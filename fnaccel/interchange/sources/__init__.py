@@ -1,0 +1,1 @@
+"""Readers of what others wrote, one file a format."""

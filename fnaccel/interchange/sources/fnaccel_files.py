@@ -1,0 +1,126 @@
+"""fnaccel's own checkpoints as a source: what `fa.save` wrote, or `fnaccel convert`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel.checkpoint import reading
+from fnaccel.checkpoint.disk import publish as commit
+from fnaccel.checkpoint.disk.finding import open_checkpoint
+from fnaccel.checkpoint.format.boxes import Box, overlap
+from fnaccel.checkpoint.format.found import Found, Source, damaged, read_all, unescaped
+from fnaccel.checkpoint.format.manifest import Manifest, Stored
+from fnaccel.checkpoint.format.mapped import Block, Mapped
+from fnaccel.checkpoint.format.values import child, decode
+from fnaccel.state import TrainState
+
+
+def is_own(path: Path) -> bool:
+    """Whether a directory is a checkpoint of fnaccel, or a root of some."""
+    return commit.committed(path) is not None or (path.is_dir() and bool(commit.checkpoints(path)))
+
+
+def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
+    """A checkpoint of fnaccel: parameters, buffers, averages, moments and counts.
+
+    Files are let go as `stack` closes.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    directory, found = open_checkpoint(path, step, f"reading {path}", stack)
+    chosen = directory.path
+    root = decode(found.tree, lambda name: _stored(found, name, chosen))
+    tree: Mapping[str, Any] = _sections(root)
+    reader = _Reader(chosen, Mapped(lambda file, opener: directory.open(file.name, opener)))
+    stack.callback(reader.mapped.close)
+    params, buffers = (reader.flat(tree.get(part)) for part in ("params", "buffers"))
+    slots: dict[str, dict[str, Found]] = {}
+    for name, value in reader.flat(tree.get("opt")).items():
+        parameter, _, slot = name.rpartition("/")
+        slots.setdefault(parameter, {})[slot] = value
+    updates, step = tree.get("updates"), tree.get("step")
+
+    def verify(rank: int, ranks: int) -> None:
+        reading.verify(directory, found, sorted(found.files)[rank::ranks])
+
+    listed: Any = found.written_by.get("transient_buffers")
+    transient = set(map(str, listed)) if isinstance(listed, list) else set[str]()
+    return Source(
+        format="fnaccel",
+        path=chosen,
+        weights={**params, **buffers},
+        buffers=frozenset(buffers),
+        transient=frozenset(name for name in buffers if unescaped(name) in transient),
+        averages=reader.flat(tree.get("ema")),
+        slots=slots,
+        updates=reader.count(updates),
+        step=reader.count(step),
+        file_bytes=sum(record.size for record in found.files.values()),
+        digest=found.digest,
+        verify=verify,
+    )
+
+
+def _sections(root: Any) -> Mapping[str, Any]:
+    if isinstance(root, TrainState):
+        names = ("params", "buffers", "opt", "ema", "updates", "step")
+        return {name: getattr(root, name) for name in names}
+    if not isinstance(root, dict):
+        return {}
+    # a tree of tensors without sections is one of parameters
+    return root if isinstance(root.get("params"), dict) else {"params": root}
+
+
+@attrs.frozen(eq=False)
+class _Reader:
+    """Tensors of one checkpoint."""
+
+    path: Path
+    mapped: Mapped
+
+    def flat(self, node: Any, prefix: str = "") -> dict[str, Found]:
+        """The tensors below a node, by path."""
+        if isinstance(node, Stored):
+            return {prefix: self.found(node)}
+        found: dict[str, Found] = {}
+        if isinstance(node, dict):
+            for key, value in node.items():
+                found |= self.flat(value, child(prefix, key))
+        return found
+
+    def found(self, stored: Stored) -> Found:
+        """One tensor."""
+
+        def read(box: Box, out: torch.Tensor) -> None:
+            for piece in stored.pieces:
+                block = Block(stored.path, stored.dtype, piece.box)
+                self.mapped.copy(self.path / piece.file, block, box, out)
+
+        def check(box: Box) -> None:
+            for piece in stored.pieces:
+                if overlap(piece.box, box):
+                    self.mapped.check(self.path / piece.file, Block(stored.path, stored.dtype, piece.box))
+
+        return Found(stored.dtype, stored.shape, read, check=check)
+
+    def count(self, value: Any) -> int | None:
+        """A number of updates, which may be a tensor; None where there is none."""
+        if isinstance(value, Stored):
+            value = None if value.shape else float(read_all(self.found(value)))
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return int(value) if math.isfinite(value) and value >= 0 else None
+
+
+def _stored(found: Manifest, name: str, path: Path) -> Stored:
+    if name not in found.tensors:
+        raise damaged(f"the manifest holds the tensor {name}, which is stored nowhere", path)
+    return found.tensors[name]

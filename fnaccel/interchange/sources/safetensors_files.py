@@ -1,0 +1,135 @@
+"""Safetensors as others write them: one file, several, with the index of Hugging Face or without.
+
+Shards of torch's `HuggingFaceStorageWriter` are put together too: each says where its blocks lie.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from fnaccel.checkpoint.format.boxes import Box, make_up, overlap, whole
+from fnaccel.checkpoint.format.dtypes import CODES
+from fnaccel.checkpoint.format.found import Found, Source, damaged
+from fnaccel.checkpoint.format.mapped import Block, Mapped
+from fnaccel.checkpoint.format.safetensors import NAME
+
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+_INDEX = "*.safetensors.index.json"
+_SHARDING = "DCP_SHARDING_INFO"  # the key of torch.distributed.checkpoint's Hugging Face writer
+
+
+def open_safetensors(path: Path, stack: ExitStack) -> Source:
+    """A file, or a directory of them; files are let go as `stack` closes.
+
+    Raises:
+        CheckpointError: damaged, contradictory, or none there.
+    """
+    mapped = Mapped()
+    stack.callback(mapped.close)
+    pieces: dict[str, list[tuple[Path, Block]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    same: dict[str, str] = {}
+    files, listed = _listed(path)
+    for file in files:
+        handle = mapped.handle(file)
+        notes: Mapping[str, str] = handle.metadata() or {}
+        placed = _placed(notes, file)
+        for name in handle.keys():  # noqa: SIM118 - not a dict
+            cut = handle.get_slice(name)
+            dtype, shape = _DTYPES.get(cut.get_dtype()), tuple(cut.get_shape())
+            if dtype is None:
+                raise damaged(f"{name} has the dtype {cut.get_dtype()}, which torch lacks", file)
+            box = Box(placed[name], shape) if len(placed.get(name, ())) == len(shape) > 0 else whole(shape)
+            if name in pieces and (name not in placed or pieces[name][0][1].dtype != dtype):
+                raise damaged(f"{name} is in {file.name} and in another file", path)
+            pieces.setdefault(name, []).append((file, Block(name, dtype, box)))
+            ends = tuple(map(sum, zip(box.offset, shape, strict=True)))
+            shapes[name] = tuple(map(max, ends, shapes.get(name, ends)))
+        same |= {key: kept for key, kept in notes.items() if kept in pieces and key not in pieces}
+    lost = sorted(listed - pieces.keys() - same.keys())
+    if lost:
+        raise damaged(f"{lost[0]} is in the index, and in none of its files ({len(lost)} in all)", path)
+    found = {name: _found(mapped, name, parts, shapes[name], path) for name, parts in pieces.items()}
+    return Source(format="safetensors", path=path, weights=found, same=same)
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files that make up one checkpoint.
+
+    Raises:
+        CheckpointError: the index names a file that is missing or lies elsewhere.
+    """
+    return _listed(path)[0]
+
+
+def _listed(path: Path) -> tuple[list[Path], set[str]]:
+    """The files, and the tensors that an index says are in them."""
+    if path.is_file():
+        return [path], set()
+    indices = sorted(path.glob(_INDEX))
+    if indices:
+        return indexed(indices[0])
+    main = path / "model.safetensors"
+    return [main] if main.is_file() else sorted(path.glob("*.safetensors")), set()
+
+
+def indexed(index: Path, known: re.Pattern[str] = NAME) -> tuple[list[Path], set[str]]:
+    """The files and the tensors that an index of Hugging Face lists.
+
+    Args:
+        index: where it is.
+        known: what its files may be called.
+
+    Raises:
+        CheckpointError: it is none, or names a file that is missing or lies elsewhere.
+    """
+    try:
+        listed = json.loads(index.read_bytes())["weight_map"]
+        names = set(listed.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise damaged(f"{index.name} has no weight_map", index) from None
+    for name in sorted(names, key=str):
+        if not isinstance(name, str) or not known.fullmatch(name):
+            raise damaged(f"{index.name} names the file {name!r}, which can't be one of its own", index)
+        if not (index.parent / name).is_file():
+            raise damaged(f"{name} is missing, and {index.name} lists it", index)
+    return [index.parent / name for name in sorted(names)], set(listed)
+
+
+def _placed(notes: Mapping[str, str], file: Path) -> dict[str, tuple[int, ...]]:
+    """Where the blocks in a shard start, by name; empty for a file of whole tensors."""
+    if _SHARDING not in notes:
+        return {}
+    try:
+        return {name: tuple(map(int, e["saved_offsets"])) for name, e in json.loads(notes[_SHARDING]).items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise damaged(f"{file.name} does not say where its blocks lie", file) from None
+
+
+def _found(
+    mapped: Mapped,
+    name: str,
+    parts: list[tuple[Path, Block]],
+    shape: tuple[int, ...],
+    path: Path,
+) -> Found:
+    # blocks that overlap would leave values elsewhere that nobody wrote
+    if not make_up([block.box for _, block in parts], whole(shape)):
+        raise damaged(f"the blocks of {name} do not make up {list(shape)}", path)
+
+    def read(wanted: Box, out: torch.Tensor) -> None:
+        for file, block in parts:
+            mapped.copy(file, block, wanted, out)
+
+    def check(wanted: Box) -> None:
+        for file, block in parts:
+            if overlap(block.box, wanted):
+                mapped.check(file, block)
+
+    return Found(parts[0][1].dtype, shape, read, check=check)

@@ -1,0 +1,165 @@
+"""Files of `torch.save`: state dicts, read with torch's loader that builds tensors and plain data only."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel.checkpoint.format.found import Found, Numbered, Source, damaged, held
+from fnaccel.errors import CheckpointError
+from fnaccel.interchange.sources.safetensors_files import indexed
+
+_MODELS = ("model", "state_dict", "model_state_dict", "module")
+_OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict")
+_INDEX = "pytorch_model.bin.index.json"
+_NAME = re.compile(r"[^/\\\0]+")
+SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def open_torch(path: Path) -> Source:
+    """A file of `torch.save`, or a directory of them with the index of Hugging Face.
+
+    Raises:
+        CheckpointError: it holds more than tensors and plain data, is damaged, or holds no weights.
+    """
+    weights: dict[str, Found] = {}
+    optimizer: Any = None
+    files, listed = _files_of(path)
+    for file in files:
+        content = load_plain(file)
+        part, beside = _weights_in(content, file)
+        weights |= part
+        optimizer = beside if beside is not None else optimizer
+    lost = sorted(name for name in listed - weights.keys() if not name.endswith("_extra_state"))
+    if lost:
+        raise damaged(f"{lost[0]} is in {_INDEX}, and in none of its files ({len(lost)} in all)", path)
+    source = Source(format="torch", path=path, weights=weights)
+    return source if optimizer is None else with_optimizer(source, optimizer, path)
+
+
+def load_plain(file: Path) -> Any:
+    """What a file of `torch.save` holds; its pickle may name tensors and plain data, nothing else.
+
+    Raises:
+        CheckpointError: it names something else, or is damaged.
+    """
+    with warnings.catch_warnings():
+        # of its own legacy storages, and of what a hostile pickle asks for
+        warnings.simplefilter("ignore")
+        try:
+            try:
+                return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError as error:
+                if "mmap" not in str(error):
+                    raise
+                return torch.load(file, map_location="cpu", weights_only=True)  # written before torch 1.6
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{file.name} asks to build more than tensors and plain data, which could run any code: "
+                + _reason(str(error)),
+                where=f"reading {file}",
+                fix="if you trust it, load it with torch where it was made, "
+                "and save the weights alone: safetensors.torch.save_file(model.state_dict(), ...)",
+            ) from error
+        except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+            raise damaged(
+                f"{file.name} is no whole file of torch.save: {_reason(str(error)) or 'it ends too early'}",
+                file,
+            ) from error
+
+
+def _reason(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    chosen = next(
+        (line for line in lines if "Unsupported" in line or "GLOBAL" in line), lines[0] if lines else ""
+    )
+    return chosen[:200]
+
+
+def _files_of(path: Path) -> tuple[list[Path], set[str]]:
+    """The files, and the tensors that an index says are in them."""
+    if path.is_file():
+        return [path], set()
+    index = path / _INDEX
+    if index.is_file():
+        return indexed(index, _NAME)
+    main = path / "pytorch_model.bin"
+    some = [main] if main.is_file() else sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)[:1]
+    return some, set()
+
+
+def _weights_in(content: Any, file: Path) -> tuple[dict[str, Found], Any]:
+    """The tensors of a state dict, by itself or under a usual key, and the optimizer beside it."""
+    if isinstance(content, Mapping):
+        inner = next((content[key] for key in _MODELS if isinstance(content.get(key), Mapping)), None)
+        if inner is not None:
+            beside = next(
+                (content[key] for key in _OPTIMIZERS if isinstance(content.get(key), Mapping)), None
+            )
+            return tensors_in(inner, file), beside
+        if any(isinstance(value, torch.Tensor) for value in content.values()):
+            return tensors_in(content, file), None
+    shown = list(content) if isinstance(content, Mapping) else type(content).__name__
+    raise CheckpointError(
+        f"{file.name} holds no state dict, nor one under {', '.join(_MODELS)}: it has {str(shown)[:200]}",
+        where=f"reading {file}",
+        fix="save model.state_dict() by itself",
+    )
+
+
+def tensors_in(state: Mapping[Any, Any], file: Path) -> dict[str, Found]:
+    """The tensors of a state dict by name.
+
+    Raises:
+        CheckpointError: something that is no dense tensor stands among them.
+    """
+    found: dict[str, Found] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
+            if str(name).endswith("_extra_state"):  # a module's own; no tensor of a state
+                continue
+            raise damaged(f"{name} in {file.name} is a {type(value).__name__}, not a dense tensor", file)
+        found[str(name)] = held(value)
+    return found
+
+
+def with_optimizer(source: Source, content: Mapping[str, Any], file: Path) -> Source:
+    """A source with the state of `torch.optim.Optimizer.state_dict()` beside its weights.
+
+    Raises:
+        CheckpointError: it is no such state.
+    """
+    state, groups = content.get("state"), content.get("param_groups")
+    if not isinstance(state, Mapping) or not isinstance(groups, list):
+        raise damaged(f"{file.name} is no state of a torch optimizer: it has {list(content)}", file)
+    slots: dict[Any, dict[str, Found]] = {
+        key: {str(slot): held(x) for slot, x in entry.items() if isinstance(x, torch.Tensor)}
+        for key, entry in state.items()
+        if isinstance(entry, Mapping)
+    }
+    names = _names_of(groups)
+    if all(isinstance(key, int) for key in slots) and names:
+        slots = {names[key]: entry for key, entry in slots.items() if key in names}
+    counts = {str(key): entry["step"] for key, entry in slots.items() if "step" in entry}
+    if any(isinstance(key, int) for key in slots):
+        numbers = tuple(tuple(group.get("params", ())) for group in groups)
+        return attrs.evolve(source, numbered=Numbered(numbers, slots), counts=counts)
+    return attrs.evolve(source, slots=slots, counts=counts)
+
+
+def _names_of(groups: list[Any]) -> dict[int, str]:
+    """Names by number, where the optimizer was made of named parameters."""
+    found: dict[int, str] = {}
+    for group in groups:
+        names = group.get("param_names") if isinstance(group, Mapping) else None
+        if not isinstance(names, list) or len(names) != len(group.get("params", ())):
+            return {}
+        found |= dict(zip(group["params"], map(str, names), strict=True))
+    return found

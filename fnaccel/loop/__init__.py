@@ -1,0 +1,1 @@
+"""Loops over a train step: `scan`, `evaluate`, saving by itself, preemption, the batch size."""

@@ -1,0 +1,74 @@
+"""`fit_batch_size`: the largest batch that fits in memory, found by trying."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fnaccel.collectives import any_process
+from fnaccel.errors import ArgumentError, require
+from fnaccel.world.world import World, current
+
+_SAYINGS = (
+    "out of memory",
+    "can't allocate memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on the host or on a device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in _SAYINGS)
+
+
+def fit_batch_size(
+    attempt: Callable[[int], Any], start: int, *, shrink: float = 0.9, world: World | None = None
+) -> tuple[int, Any]:
+    """Call `attempt(batch_size)` with smaller and smaller sizes until it fits in memory.
+
+    Only errors that say memory ran out are tried again; all ranks use the same size.
+
+    Args:
+        attempt: builds and runs what has to fit, such as one step; called from scratch each time.
+        start: the first size.
+        shrink: each next size is this share of the last, rounded down: 128, 115, 103, ... for 0.9.
+
+    Returns:
+        The size that fitted, and what `attempt` returned.
+
+    Raises:
+        ArgumentError: not even a batch of 1 fits, or the arguments make no sense.
+
+    Example: `size, _ = fa.fit_batch_size(lambda n: one_step(n), start=256, shrink=0.5)`.
+    """
+    require(start >= 1, f"a batch of {start}", "fa.fit_batch_size", "start is 1 or more")
+    require(0 < shrink < 1, f"shrink={shrink}", "fa.fit_batch_size", "shrink is between 0 and 1")
+    found = current(world)
+    size = start
+    while size >= 1:
+        result: Any = None
+        try:
+            result = attempt(size)
+            failed = False
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+        if not any_process(failed, world=found):
+            return size, result
+        del result
+        gc.collect()
+        if found.device.type == "cuda":
+            torch.cuda.empty_cache()
+        size = int(size * shrink)
+    raise ArgumentError(
+        "not even a batch of one row fits in memory",
+        where=f"fa.fit_batch_size(start={start})",
+        fix="shard the model (fa.fsdp), recompute activations (fa.remat), or offload",
+    )

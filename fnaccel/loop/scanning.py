@@ -1,0 +1,286 @@
+"""`scan` and `evaluate`: the two loops over data that every script writes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fnaccel.data import Shards, open_epoch, steps_per_epoch
+from fnaccel.engine.scoring import Scores
+from fnaccel.errors import ArgumentError, LoaderError, require
+from fnaccel.loop.autosave import Autosave, Steps
+from fnaccel.loop.preemption import SIGNALS
+from fnaccel.program.train_step import TrainStep
+from fnaccel.state import Position, TrainState, check_ema, check_state, lease_of
+from fnaccel.track.tracker import Log, Tracker
+from fnaccel.world.every_rank import every_rank
+
+
+def _check_shards(shards: Any, where: str) -> None:
+    if not isinstance(shards, Shards):
+        raise ArgumentError(
+            f"a {type(shards).__name__} says nothing of how ranks share it",
+            where=where,
+            fix="fa.shard(loader)",
+        )
+
+
+def scan(
+    train_step: TrainStep,
+    state: TrainState,
+    shards: Shards,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    progress: bool = False,
+    trackers: Tracker | Iterable[Tracker] = (),
+    log_every: int = 1,
+    config: Mapping[str, Any] | None = None,
+    directory: str | Path | None = None,
+    save_every: int | None = None,
+    keep: int | None = None,
+    keep_every: int | None = None,
+    background: bool = False,
+    signals: Iterable[str] = SIGNALS,
+) -> Iterator[tuple[TrainState, dict[str, Any]]]:
+    """Train over the data from where the state stands, and yield each `(state, metrics)`.
+
+    With a directory, a signal to any rank (what schedulers send before they end a job) lets all ranks
+    finish the same step, save and end: `Preempted` is raised, a SystemExit with code 75. Started again
+    with `fa.resume_or_init(directory, train_step)`, the run goes on from there.
+
+    Args:
+        train_step: what `fa.train_step` made.
+        state: its live state; the data goes on at `state.data`.
+        shards: what `fa.shard` made.
+        steps: stop when `state.step` reaches this, passing over the data as often as needed.
+        epochs: stop when this many epochs are complete. Without both: the rest of this epoch.
+        progress: show a bar with loss, rate and time left, on rank 0.
+        trackers: where metrics are written, by rank 0. One that raises in `log` or `finish` does not end
+            training: its first error is logged.
+        log_every: write each so many steps.
+        config: what trackers show beside the run; the plan is added.
+        directory: save the state here, each `save_every` steps and at the end; None: nowhere. Step k is saved
+            when the loop asks for step k + 1, so that changes of `state.extras` in its body are part of it. A
+            loop that is left by `break` or by an error saves nothing more.
+        save_every: None saves at the end only.
+        keep, keep_every: how many of the newest checkpoints stay, and of which steps all: see `fa.save`.
+        background: train on while a state is written; the end of the loop waits for it.
+        signals: what lets the run save and end, where there is a directory; `()` leaves signals alone.
+            The handlers of before are back when the loop ends. Only the main thread can catch any.
+
+    Raises:
+        LoaderError: an epoch holds nothing.
+        ArgumentError: not shards, not a state, not a tracker, or bad counts.
+        UnknownNameError: no such signal.
+        CheckpointError: a save failed.
+        Preempted: all ranks have saved because of a signal, and are to end.
+
+    Example: `for state, metrics in fa.scan(train_step, state, fa.shard(loader), progress=True): ...`
+    """
+    _check_shards(shards, "fa.scan")
+    check_state(state, "fa.scan")
+    for name, count in (("steps", steps), ("epochs", epochs)):
+        require(
+            count is None or (isinstance(count, int) and count >= 0),
+            f"{name}={count!r}",
+            "fa.scan",
+            f"{name} is a count, from the beginning of the run",
+        )
+    require(log_every >= 1, f"log_every={log_every}", "fa.scan", "log_every is 1 or more")
+    several = _trackers(trackers)
+    require(
+        save_every is None or (save_every >= 1 and directory is not None),
+        f"save_every={save_every!r} with directory={directory!r}",
+        "fa.scan",
+        "give a directory, and save_every of 1 or more",
+    )
+    require(
+        directory is not None or (keep is None and keep_every is None and not background),
+        f"keep={keep!r}, keep_every={keep_every!r}, background={background!r} with nothing to save",
+        "fa.scan",
+        "give a directory",
+    )
+    world = train_step.mesh.world
+    if epochs is None and steps is None:
+        epochs = state.data.epoch + 1
+    taken = _steps(train_step, state, shards, steps, epochs)
+    if directory is not None:
+        plan = Autosave(
+            directory=directory,
+            every=save_every,
+            keep=keep,
+            keep_every=keep_every,
+            background=background,
+            signals=signals,
+        )
+        taken = plan.run(train_step, taken)
+    if not world.is_main or not (several or progress):
+        return taken
+    # outermost, so that the last state is saved before a tracker ends
+    total = _total(train_step, state, shards, steps, epochs) if progress else None
+    shown = {**(config or {}), "plan": str(train_step.plan)}
+    return _logged(taken, several, shown, log_every, _Bar(total, state.step) if progress else None)
+
+
+def _trackers(trackers: Any) -> tuple[Tracker, ...]:
+    if isinstance(trackers, Tracker) or not isinstance(trackers, Iterable):
+        trackers = (trackers,)
+    several = tuple(trackers)
+    for tracker in several:
+        if isinstance(tracker, type) or not isinstance(tracker, Tracker):
+            name = f"the class {tracker.__name__}" if isinstance(tracker, type) else type(tracker).__name__
+            raise ArgumentError(
+                f"{name} is no tracker: it lacks start(config), log(step, metrics) and finish()",
+                where="fa.scan(trackers=)",
+                fix="trackers=fnaccel.track.JsonlTracker(path), or an object of yours with these methods",
+            )
+    return several
+
+
+@attrs.frozen
+class _Bar:
+    """A progress bar to be shown: its length if it is known, and where it begins."""
+
+    total: int | None
+    initial: int
+
+
+def _logged(
+    taken: Steps, trackers: tuple[Tracker, ...], config: Mapping[str, Any], log_every: int, bar: _Bar | None
+) -> Steps:
+    """Pass steps on, and their metrics to trackers and to a progress bar."""
+    with contextlib.ExitStack() as stack:
+        shown: Any = None if bar is None else stack.enter_context(_bar(bar.total, bar.initial))
+        log = Log(trackers, config, None if shown is None else _shower(shown))
+        stack.callback(log.close)
+        stack.enter_context(contextlib.closing(taken))
+        for state, metrics in taken:
+            if shown is not None:
+                shown.update()
+            if state.step % log_every == 0:
+                log.put(state.step, metrics)
+            yield state, metrics
+
+
+def _steps(
+    train_step: TrainStep, state: TrainState, shards: Shards, steps: int | None, epochs: int | None
+) -> Steps:
+    while (steps is None or state.step < steps) and (epochs is None or state.data.epoch < epochs):
+        started = state.step
+        for batch in _epoch(train_step, shards, state.data):
+            state, metrics = train_step(state, batch)
+            yield state, metrics
+            if steps is not None and state.step >= steps:
+                break
+        if state.step == started:
+            state = _next_epoch(state)
+
+
+def _next_epoch(state: TrainState) -> TrainState:
+    """A state that stands at the end of an epoch's data goes on with the next one."""
+    if state.data.samples == 0:
+        raise LoaderError(
+            f"epoch {state.data.epoch} of the data holds no batch",
+            where="fa.scan",
+            fix='give a loader with one item or more (with remainder="drop": one full batch or more)',
+        )
+    owner = lease_of(state, "fa.scan").owner
+    return owner.succeed(attrs.evolve(state, data=Position(state.data.epoch + 1)))
+
+
+def _epoch(train_step: TrainStep, shards: Shards, position: Position, **options: Any) -> Iterator[Any]:
+    mesh = train_step.mesh
+    return open_epoch(
+        shards.at(position),
+        rank=mesh.batch_rank,
+        ranks=mesh.batch_size,
+        device=mesh.world.device,
+        group=mesh.group("batch"),
+        **options,
+    )
+
+
+def _total(
+    train_step: TrainStep, state: TrainState, shards: Shards, steps: int | None, epochs: int | None
+) -> int | None:
+    if steps is not None:
+        return steps
+    each = steps_per_epoch(shards, train_step.mesh.batch_size)
+    if each is None or epochs is None or state.data.samples:
+        return None
+    return state.step + each * (epochs - state.data.epoch)
+
+
+def _bar(total: int | None, initial: int) -> Any:
+    from tqdm.auto import tqdm  # noqa: PLC0415 - only where a bar is shown
+
+    often = 0.1 if sys.stderr.isatty() else 5.0  # a log file keeps every line
+    return tqdm(total=total, initial=initial, unit="step", dynamic_ncols=True, mininterval=often)
+
+
+def _shower(bar: Any) -> Callable[[dict[str, float]], None]:
+    def show(values: dict[str, float]) -> None:
+        shown = {name: f"{values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values}
+        bar.set_postfix(shown, refresh=False)
+
+    return show
+
+
+@every_rank
+def evaluate(
+    train_step: TrainStep,
+    state: TrainState,
+    metric_fn: Callable[[Any, Any], Any],
+    shards: Shards,
+    *,
+    ema: bool = False,
+    progress: bool = False,
+) -> Any:
+    """Metrics over all of a data set: every row counts once, whatever the ranks and the remainder.
+
+    Args:
+        train_step: whose model is evaluated (in evaluation mode, without gradients).
+        state: its live state; nothing is donated.
+        metric_fn: `metric_fn(model, batch) -> pytree` of `fa.Mean`, `fa.Sum`, `fa.Concat` (rows in
+            the order of the samples); a bare scalar is averaged over rows.
+        shards: what `fa.shard` made; its remainder rule gives way to `"keep"`.
+        ema: use the averaged parameters of `with_ema`.
+        progress: show a bar on rank 0.
+
+    Returns:
+        The pytree of `metric_fn`, combined; equal on all ranks.
+
+    Raises:
+        LoaderError: no data.
+        ArgumentError: `ema` without `with_ema`, or not shards.
+
+    Example: `fa.evaluate(train_step, state, lambda m, b: fa.Mean(correct(m, b), weight=len(b["y"])), test)`
+    """
+    _check_shards(shards, "fa.evaluate")
+    check_state(state, "fa.evaluate")
+    if ema:
+        check_ema(state, "fa.evaluate(ema=True)")
+    scores = Scores(train_step.mesh)
+    every = attrs.evolve(shards, window=None)
+    with contextlib.ExitStack() as stack:
+        if ema:
+            stack.enter_context(train_step.averaged(state))
+        batches: Iterable[Any] = _epoch(train_step, every, Position(), remainder="keep")
+        if progress and train_step.mesh.world.is_main:
+            bar = stack.enter_context(_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))
+            batches = _ticking(batches, bar)
+        for batch in batches:
+            scores.take(train_step.look(state, metric_fn, batch.data), batch)
+    return scores.finish()
+
+
+def _ticking(batches: Iterable[Any], bar: Any) -> Iterator[Any]:
+    for batch in batches:
+        yield batch
+        bar.update()

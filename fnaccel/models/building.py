@@ -1,0 +1,304 @@
+"""From a model or a factory to modules on a device: seeded, from rank 0, or without values."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import gc
+import itertools
+import weakref
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import nn
+
+from fnaccel.collectives import gather_objects
+from fnaccel.errors import ArgumentError, OwnershipError, PlanMismatchError, nearest
+from fnaccel.world.world import World
+
+Init = Literal["seeded", "rank0", "meta"]
+
+
+class Ownership:
+    """Who trains a module: it is free again when the holder is closed, or is garbage."""
+
+    def __init__(self, root: nn.Module, holder: object) -> None:
+        self.holder = weakref.ref(holder)
+        self.close: weakref.WeakMethod[Callable[[], None]] | None = None
+        # what a train step changes in a module that others may train after it
+        self._flags = [(weakref.ref(param), param.requires_grad) for param in root.parameters()]
+        self._forwards = [(weakref.ref(module), vars(module).get("forward")) for module in root.modules()]
+
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that took a gradient when the module was claimed."""
+        return [param for reference, flag in self._flags if flag and (param := reference()) is not None]
+
+    def has(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is one of the module's."""
+        return any(reference() is param for reference, _ in self._flags)
+
+    def end(self) -> None:
+        """Undo the marks of frozen parameters and the patches of forwards."""
+        for reference, flag in self._flags:
+            param = reference()
+            if param is not None:
+                param.requires_grad_(flag)
+        for reference, forward in self._forwards:
+            module = reference()
+            if module is not None and vars(module).get("forward") is not forward:
+                if forward is None:
+                    del module.forward
+                else:
+                    module.forward = forward
+
+
+_owned: weakref.WeakKeyDictionary[nn.Module, Ownership] = weakref.WeakKeyDictionary()
+
+
+def _is_owned(module: nn.Module) -> bool:
+    """Whether a live train step trains a module; one that was garbage-collected gives it up."""
+    ownership = _owned.get(module)
+    if ownership is None:
+        return False
+    if ownership.holder() is not None:
+        gc.collect()  # a train step is part of a cycle
+    if ownership.holder() is not None:
+        return True
+    close = None if ownership.close is None else ownership.close()
+    if close is not None:
+        close()  # a state of it is still held, whose tensors are about to be another's
+    elif module in _owned:
+        _owned.pop(module).end()
+    return False
+
+
+def claim(built: Built, holder: object, close: Callable[[], None]) -> None:
+    """Let modules be owned as long as `holder` lives; `close`, a method, ends what its states still hold."""
+    for module in built.modules.values():
+        _owned[module].holder = weakref.ref(holder)
+        _owned[module].close = weakref.WeakMethod(close)
+
+
+class Host(nn.Module):
+    """The module whose forward runs any function of the model.
+
+    A strategy arms its hooks on this one forward, so a loss may call what it likes on the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.target = nn.ModuleDict(model) if isinstance(model, dict) else model
+        self._view = (model,)  # in a tuple, so that it is not registered a second time
+
+    def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """`fn(model, *args)`, where model is the user's module or dict of modules."""
+        return fn(self._view[0], *args)
+
+
+@attrs.frozen(kw_only=True)
+class Built:
+    """Modules ready for a strategy: `model` as the loss sees it, and by key (`None`: only one).
+
+    `empty` says that parameters have no values yet.
+    """
+
+    model: Any
+    modules: dict[str | None, nn.Module]
+    host: Host
+    empty: bool = False
+
+    def named(self, what: str) -> Iterator[tuple[str, Any]]:
+        """(canonical name, tensor) of `"parameters"` or `"buffers"`, the model's key first.
+
+        What several models share stands under the first of them.
+        """
+        seen: set[int] = set()
+        for key, module in self.modules.items():
+            for name, value in getattr(module, f"named_{what}")():
+                if id(value) in seen:
+                    continue
+                seen.add(id(value))
+                yield (name if key is None else f"{key}/{name}"), value
+
+
+def construct(model: Any, seed: int, *, empty: bool = False) -> Built:
+    """Build the modules on the CPU, as `torch.manual_seed(seed)` and the factory would.
+
+    Args:
+        model: a factory, a module, or a dict of them.
+        seed: what torch's generator is seeded with while factories run.
+        empty: make parameters on the meta device (buffers keep their values).
+
+    Raises:
+        OwnershipError: a module that another train step owns, one module under two keys, or a parameter that
+            another train step has too, unless neither trains it.
+        ArgumentError: a factory that returns no module, or a lazy module that has not run yet.
+    """
+    parts = model if isinstance(model, dict) else {None: model}
+    modules: dict[str | None, nn.Module] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for key, source in parts.items():
+            modules[key] = _one(source, key, empty=empty)
+    seen: set[int] = set()
+    for module in modules.values():
+        _check_sizes(module)
+        if any(hasattr(param, "placements") for param in module.parameters()):
+            raise OwnershipError(
+                f"this {type(module).__name__} is sharded already",
+                where="train_step.init",
+                fix="give a factory (a class or lambda), or a module that no strategy has sharded",
+            )
+        if id(module) in seen or _is_owned(module):
+            raise OwnershipError(
+                f"this {type(module).__name__} is owned by another train step",
+                where="train_step.init",
+                fix="give a factory (a class or lambda), or call close() on the train step that owns it",
+            )
+        seen.add(id(module))
+    _check_shared(modules)
+    whole: Any = modules[None] if None in modules else dict(modules)
+    host = Host(whole)
+    for module in modules.values():
+        _owned[module] = Ownership(module, host)
+    return Built(model=whole, modules=modules, host=host, empty=empty)
+
+
+def _check_sizes(module: nn.Module) -> None:
+    """Raise ArgumentError for a lazy module, whose parameters have no size before its first forward."""
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    lazy = [name for name, value in named if nn.parameter.is_lazy(value)]
+    if lazy:
+        raise ArgumentError(
+            f"{type(module).__name__} is lazy, and has not run: {', '.join(lazy[:5])} without a size",
+            where="train_step.init",
+            fix="give the sizes, or run one batch through the model in its factory: "
+            "def make(): model = Net(); model(example); return model",
+        )
+
+
+def _check_shared(modules: dict[str | None, nn.Module]) -> None:
+    """Raise OwnershipError if a parameter is trained here, or in another train step, and is part of both.
+
+    Freezing it for one of them, or lending one to the other, would stop the training of both.
+    """
+    mine = {id(param): (name, param) for root in modules.values() for name, param in root.named_parameters()}
+    for root, ownership in list(_owned.items()):
+        shared = [mine[id(param)][0] for param in ownership.trainable() if id(param) in mine]
+        shared += [
+            name
+            for name, param in mine.values()
+            if param.requires_grad and name not in shared and ownership.has(param)
+        ]
+        if shared and _is_owned(root):
+            raise OwnershipError(
+                f"{', '.join(shared[:5])} is a parameter of a {type(root).__name__} too, "
+                "which is owned by another train step",
+                where="train_step.init",
+                fix="train what is shared in one train step: model={'generator': g, 'critic': c}; "
+                "or call requires_grad_(False) on it before both, if neither is to train it",
+            )
+
+
+def check_alike(built: Built, world: World) -> None:
+    """Compare names, shapes and dtypes of parameters and buffers over ranks.
+
+    Raises:
+        PlanMismatchError: they differ; every rank raises, and lists what differs from rank 0.
+    """
+    if world.size == 1:
+        return
+    signature = {
+        name: f"{list(value.shape)} {value.dtype}"
+        for what in ("parameters", "buffers")
+        for name, value in built.named(what)
+    }
+    digest = zlib.crc32(repr(list(signature.items())).encode())
+    if len(set(gather_objects(digest, world=world))) == 1:
+        return
+    signatures: list[dict[str, str]] = gather_objects(signature, world=world)
+    first = signatures[0]
+    rank, other = next(
+        (rank, other) for rank, other in enumerate(signatures) if list(other.items()) != list(first.items())
+    )
+    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    listed = "; ".join(
+        f"{name}: {first.get(name, 'missing')} and {other.get(name, 'missing')}" for name in names[:5]
+    )
+    raise PlanMismatchError(
+        f"ranks 0 and {rank} built different models: {listed or 'in another order'}",
+        where="train_step.init",
+        fix="build the same model on every rank; its values may differ, and are those of rank 0",
+    )
+
+
+def _one(source: Any, key: str | None, *, empty: bool) -> nn.Module:
+    if isinstance(source, nn.Module):
+        return source
+    with _meta_parameters() if empty else contextlib.nullcontext():
+        made = source()
+    if not isinstance(made, nn.Module):
+        raise ArgumentError(
+            f"the factory of model {key or ''} returned {type(made).__name__}, not a module".replace(
+                "  ", " "
+            ),
+            where="train_step.init",
+            fix="return the torch.nn.Module from the factory",
+        )
+    return made
+
+
+@contextlib.contextmanager
+def _meta_parameters() -> Generator[None]:
+    """Send parameters to the meta device as they are registered; buffers stay real."""
+    from unittest import mock  # noqa: PLC0415 - slow to import, and rarely needed
+
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        # a lazy one is named afterwards, by `_check_sizes`
+        if param is not None and not nn.parameter.is_lazy(param) and param.device.type != "meta":
+            param = type(param)(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    with mock.patch.object(nn.Module, "register_parameter", register_empty):
+        yield
+
+
+def freeze(built: Built, patterns: tuple[str, ...]) -> None:
+    """Take the gradient from parameters whose canonical name matches a pattern.
+
+    Raises:
+        ArgumentError: a pattern matches nothing.
+    """
+    named = dict(built.named("parameters"))
+    for pattern in patterns:
+        matched = fnmatch.filter(named, pattern)
+        if not matched:
+            raise ArgumentError(
+                f"the pattern {pattern!r} matches no parameter", where="frozen=", fix=nearest(pattern, named)
+            )
+        for name in matched:
+            named[name].requires_grad_(False)
+
+
+def release(built: Built) -> None:
+    """Let another train step own these modules."""
+    for module in built.modules.values():
+        ownership = _owned.pop(module, None)
+        if ownership is not None:
+            ownership.end()
+
+
+def check_factories(model: Any, where: str) -> None:
+    """Raise OwnershipError where a model can't be built again."""
+    sources = model.values() if isinstance(model, dict) else (model,)
+    if any(isinstance(source, nn.Module) for source in sources):
+        raise OwnershipError(
+            "init was called before, and the values of a built module have moved since",
+            where=where,
+            fix="give a factory, which init can call again; or adopt a snapshot of the first state",
+        )

@@ -1,0 +1,392 @@
+"""`adamw8bit`, `adamw4bit`, `adamw_fp8`: AdamW whose moments are stored in 8 or 4 bits, by blocks.
+
+A slot is what is stored: the codes of a moment and one scale a block, as plain tensors that save, shard and
+restore as any other. Blocks never cross a row of a parameter, so they are the same on any number of ranks.
+The arithmetic is torchao's (https://github.com/pytorch/ao/tree/main/torchao/optim) or bitsandbytes'
+(https://huggingface.co/docs/bitsandbytes/main/en/reference/optim/adamw).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal, get_args
+
+import attrs
+import torch
+
+from fnaccel import _torch
+from fnaccel.errors import CapabilityError, MissingBackendError, UnknownNameError, nearest, require
+from fnaccel.models.parameter import Leaf
+from fnaccel.optim.description import Group, Optimizer, options_of
+from fnaccel.optim.fused import BoundFused, Groups
+
+Backend = Literal["torchao", "bitsandbytes"]
+
+LEAST = 4_096
+"""Elements below which moments stay in fp32, as in torchao and bitsandbytes."""
+_LEAST_BLOCK = 32  # below, scales take more than they save
+_SHAPES = 10_000  # how often an update may be compiled
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:  # bitsandbytes loads its library as it is imported
+        raise MissingBackendError(
+            f"{name.partition('.')[0]} can't be imported: {error}",
+            where="8-bit optimizers",
+            fix="pip install 'fnaccel[quantize]'",
+        ) from error
+
+
+@attrs.frozen
+class EightBitKernel:
+    """AdamW over quantized moments: whose arithmetic, and in which codes.
+
+    Attributes:
+        backend: `"torchao"` or `"bitsandbytes"`.
+        codes: `"8bit"`, `"4bit"` or `"fp8"`.
+        block: elements that share a scale, at most.
+        compiled: whether torchao's update is compiled, once for each shape.
+    """
+
+    backend: Backend
+    codes: Literal["8bit", "4bit", "fp8"]
+    block: int
+    compiled: bool = False
+
+    def bind(self, groups: Sequence[Group]) -> BoundEightBit:
+        """Make zeroed slots beside each parameter shard."""
+        return BoundEightBit(self, groups)
+
+    @property
+    def least(self) -> int:
+        """The smallest block: bitsandbytes' have one size."""
+        return self.block if self.backend == "bitsandbytes" else _LEAST_BLOCK
+
+    def block_of(self, shape: Sequence[int]) -> int:
+        """How many elements of a parameter share a scale; 0 where its moments stay in fp32.
+
+        Depends on the whole parameter's shape alone, so that a checkpoint fits any layout.
+        """
+        row = math.prod(shape[1:])
+        if len(shape) < 2 or math.prod(shape) < LEAST:
+            return 0
+        block = math.gcd(row, self.block)
+        return block if block >= self.least else 0
+
+
+class BoundEightBit:
+    """Quantized AdamW over the shards of large parameters, fused AdamW over the rest."""
+
+    reads_host = True
+
+    def __init__(self, kernel: EightBitKernel, groups: Sequence[Group]) -> None:
+        make = _Torchao if kernel.backend == "torchao" else _BitsAndBytes
+        self.slots: dict[str, dict[str, Any]] = {}
+        self._work: list[tuple[int, int, Leaf, Any]] = []
+        self._options = [group.options for group in groups]
+        small: list[Group] = []
+        for number, group in enumerate(groups):
+            for member in group.members:
+                block = kernel.block_of(member.leaf.param.shape)
+                if block:
+                    _check_rows(member.leaf)
+                    made = make(kernel, member.leaf, block, group.options)
+                    self.slots[member.leaf.name] = made.slots
+                    if member.leaf.shard.numel():
+                        self._work.append((number, member.index, member.leaf, made))
+            rest = [m for m in group.members if not kernel.block_of(m.leaf.param.shape)]
+            small.append(attrs.evolve(group, members=tuple(rest)))
+        if groups and not self.slots:
+            raise CapabilityError(
+                f"no parameter's moments would be stored in {kernel.codes}: none has two dimensions, "
+                f"{LEAST:,} elements and rows that a block of {kernel.least} divides",
+                where="8-bit optimizers",
+                fix='fa.adamw(...), wider layers, or backend="torchao", whose blocks may be smaller',
+            )
+        self._rest = BoundFused("adamw", small)
+        self.slots.update(self._rest.slots)
+
+    def apply(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        rates: Sequence[Any],
+        multiplier: Any,
+        skip: torch.Tensor | None,
+        updates: torch.Tensor,
+    ) -> None:
+        """One update in place: see `Bound.apply`; `skip` costs one host read."""
+        if skip is not None and bool(skip):
+            return
+        with torch.no_grad():
+            for number, index, leaf, moments in self._work:
+                grad = grads[index]
+                if grad is None:
+                    continue
+                if multiplier is not None:
+                    factor = (
+                        multiplier.to(grad.device) if isinstance(multiplier, torch.Tensor) else multiplier
+                    )
+                    grad = grad * factor
+                moments.update(leaf.shard, grad, rates[number], updates, self._options[number])
+        self._rest.apply(grads, rates, multiplier, skip, updates)
+
+
+def _check_rows(leaf: Leaf) -> None:
+    """See that a shard is whole rows: then blocks are too.
+
+    Raises:
+        CapabilityError: the parameter is cut along another dimension.
+    """
+    placements: Any = getattr(leaf.param, "placements", ())
+    odd = [one for one in placements if not one.is_replicate() and getattr(one, "dim", None) != 0]
+    if odd:
+        raise CapabilityError(
+            f"{leaf.name} lies as {odd[0]}, and quantized moments are cut by rows",
+            where="8-bit optimizers",
+            fix="fa.adamw(...), or a strategy that shards along dimension 0",
+        )
+
+
+def _laid_out(leaf: Leaf, local: torch.Tensor) -> Any:
+    """A slot over ranks as its parameter is; it has the parameter's rows, and columns of its own."""
+    if not leaf.sharded:
+        return local
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
+
+    shape = torch.Size((leaf.param.shape[0], *local.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    spread: Any = leaf.param
+    return DTensor.from_local(
+        local, spread.device_mesh, spread.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+class _Torchao:
+    """The moments of one parameter in torchao's tensors, which keep the slots' memory."""
+
+    def __init__(self, kernel: EightBitKernel, leaf: Leaf, block: int, options: Any) -> None:  # noqa: ARG002
+        adam = _import("torchao.optim.adam").single_param_adam
+        self._adam = torch.compile(adam, fullgraph=True, dynamic=False) if kernel.compiled else adam
+        # each shape is one more program of the same function
+        self._around = functools.partial(_torch.compiling, _SHAPES) if kernel.compiled else nullcontext
+        self._moments: list[Any] = []
+        self.slots: dict[str, Any] = {}
+        rows = leaf.shard.shape[0]
+        for kind, signed in zip(_MOMENTS, (True, False), strict=True):
+            codes, scale, view = _stored(kernel.codes, leaf.shard, block, signed)
+            self._moments.append(view)
+            self.slots[f"{kind}_codes"] = _laid_out(leaf, codes)
+            self.slots[f"{kind}_scale"] = _laid_out(leaf, scale.view(rows, -1) if rows else scale)
+
+    def update(self, shard: torch.Tensor, grad: torch.Tensor, rate: Any, updates: Any, options: Any) -> None:
+        beta1, beta2 = options["betas"]
+        first, second = self._moments
+        where = shard.device
+        if not isinstance(rate, torch.Tensor):  # a number would be compiled in
+            rate = torch.tensor(float(rate))
+        decay, eps = options["weight_decay"], options["eps"]
+        with self._around():
+            self._adam(
+                shard, grad, updates.to(where), first, second, None, rate.to(where), beta1, beta2, decay, eps,
+                True, False,
+            )  # fmt: skip
+
+
+def _stored(kind: str, shard: torch.Tensor, block: int, signed: bool) -> tuple[Any, torch.Tensor, Any]:
+    """Codes and scales of a moment that is zero, and torchao's tensor over both (None without elements)."""
+    rows, row, device = shard.shape[0], math.prod(shard.shape[1:]), shard.device
+    scale = torch.zeros(rows * row // block, device=device)
+    if not rows:
+        scale = scale.view(0, row // block)
+    if kind == "fp8":
+        codes = torch.zeros(shard.shape, dtype=torch.float8_e4m3fn, device=device)
+        return (
+            codes,
+            scale,
+            rows and _import("torchao.optim.subclass_fp8").OptimStateFp8(codes, scale, shard.dtype),
+        )
+    module = _import(f"torchao.optim.subclass_{kind}")
+    table = module.get_qmap_signed() if signed else module.get_qmap_unsigned()
+    qmap = torch.tensor(table, dtype=torch.float32, device=device)
+    if kind == "8bit":
+        codes = torch.zeros(shard.shape, dtype=torch.uint8, device=device)
+        return codes, scale, rows and module.OptimState8bit(codes, scale, qmap, signed, shard.dtype)
+    codes = torch.zeros((rows, row // 2), dtype=torch.uint8, device=device)
+    view = rows and module.OptimState4bit(codes.view(-1), scale, qmap, signed, shard.shape, shard.dtype)
+    return codes, scale, view
+
+
+class _BitsAndBytes:
+    """The moments of one parameter, as bitsandbytes' blockwise update takes them."""
+
+    def __init__(self, kernel: EightBitKernel, leaf: Leaf, block: int, options: Any) -> None:  # noqa: ARG002
+        functional = _import("bitsandbytes.functional")
+        self._run: Callable[..., None] = functional.optimizer_update_8bit_blockwise
+        shard = leaf.shard
+        rows = shard.shape[0]
+        self._codes: list[torch.Tensor] = []
+        self._tables: list[torch.Tensor] = []
+        self._scales: list[torch.Tensor] = []
+        self.slots: dict[str, Any] = {}
+        for kind, signed in zip(_MOMENTS, (True, False), strict=True):
+            codes = torch.zeros(shard.shape, dtype=torch.uint8, device=shard.device)
+            scale = torch.zeros((rows, math.prod(shard.shape[1:]) // block), device=shard.device)
+            self._codes.append(codes)
+            self._scales.append(scale)
+            self._tables.append(functional.create_dynamic_map(signed=signed).to(shard.device))
+            self.slots[f"{kind}_codes"] = _laid_out(leaf, codes)
+            self.slots[f"{kind}_scale"] = _laid_out(leaf, scale)
+
+    def update(self, shard: torch.Tensor, grad: torch.Tensor, rate: Any, updates: Any, options: Any) -> None:
+        beta1, beta2 = options["betas"]
+        self._run(
+            "adam",
+            grad.contiguous(),
+            shard,
+            self._codes[0],
+            self._codes[1],
+            beta1,
+            beta2,
+            0.0,
+            0.0,
+            options["eps"],
+            int(updates),
+            float(rate),
+            self._tables[0],
+            self._tables[1],
+            self._scales[0].view(-1),
+            self._scales[1].view(-1),
+            options["weight_decay"],
+            gnorm_scale=1.0,
+            skip_zeros=False,
+        )
+
+
+def _make(name: str, kernel: EightBitKernel, lr: Any, known: dict[str, Any], groups: Groups) -> Optimizer:
+    betas = known["betas"] = tuple(known["betas"])
+    require(
+        len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        f"betas={betas} are not two numbers in [0, 1)",
+        f"fa.{name}",
+        "betas=(0.9, 0.999)",
+    )
+    options, checked = options_of(name, known, groups)
+    return Optimizer(
+        name=name,
+        lr=lr,
+        options=(*options, ("backend", kernel.backend)),  # for the plan; the kernel is what decides
+        groups=checked,
+        kernel=kernel,
+        elementwise=False,
+    )
+
+
+def adamw8bit(
+    lr: Any,
+    *,
+    backend: Backend = "torchao",
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    compiled: bool = False,
+    groups: Groups = None,
+) -> Optimizer:
+    """AdamW with moments in 8 bits (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861).
+
+    Moments take about 2 bytes a parameter instead of 8. Those of parameters with one dimension, with fewer
+    than 4,096 elements, or with rows that no block of 32 or more divides, stay in fp32. Under
+    `skip_nonfinite` or fp16 each step reads one number on the host; bitsandbytes reads the rate as well.
+
+    Args:
+        lr: a number, or a schedule `updates -> rate`.
+        backend: `"torchao"`, or `"bitsandbytes"` (blocks of 256 only).
+        betas, eps, weight_decay: as in torch.
+        compiled: compile torchao's update of each shape: slow to start, then several times faster.
+        groups: `{pattern: options}`, as for `fa.sgd`.
+
+    Raises:
+        UnknownNameError: no such backend.
+        ArgumentError: betas outside [0, 1), or bitsandbytes compiled.
+        MissingBackendError: at `init`, where the backend is not installed.
+        CapabilityError: at `init`, where no parameter is large enough, or one is cut along another
+            dimension than the first.
+
+    Example: `fa.adamw8bit(3e-4)`.
+    """
+    if backend not in get_args(Backend):
+        raise UnknownNameError(
+            f"no 8-bit backend is called {backend!r}",
+            where="fa.adamw8bit",
+            fix=nearest(str(backend), get_args(Backend)),
+        )
+    require(
+        not compiled or backend == "torchao",
+        "bitsandbytes' update is a kernel already: there is nothing to compile",
+        "fa.adamw8bit",
+        'leave out compiled, or backend="torchao"',
+    )
+    known = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return _make("adamw8bit", EightBitKernel(backend, "8bit", 256, compiled), lr, known, groups)
+
+
+def adamw4bit(
+    lr: Any,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    compiled: bool = False,
+    groups: Groups = None,
+) -> Optimizer:
+    """AdamW with moments in 4 bits by torchao (Li et al. 2023, https://arxiv.org/abs/2309.01507).
+
+    Moments take about 1 byte a parameter instead of 8; which stay in fp32, see `adamw8bit`.
+
+    Args:
+        lr: a number, or a schedule `updates -> rate`.
+        betas, eps, weight_decay: as in torch.
+        compiled: compile torchao's update of each shape: slow to start, then several times faster.
+        groups: `{pattern: options}`, as for `fa.sgd`.
+
+    Raises:
+        ArgumentError, MissingBackendError, CapabilityError: as `adamw8bit`.
+
+    Example: `fa.adamw4bit(3e-4)`.
+    """
+    known = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return _make("adamw4bit", EightBitKernel("torchao", "4bit", 128, compiled), lr, known, groups)
+
+
+def adamw_fp8(
+    lr: Any,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    compiled: bool = False,
+    groups: Groups = None,
+) -> Optimizer:
+    """AdamW with moments in fp8 (e4m3) by torchao, one scale a block.
+
+    Moments take about 2 bytes a parameter instead of 8; which stay in fp32, see `adamw8bit`.
+
+    Args:
+        lr: a number, or a schedule `updates -> rate`.
+        betas, eps, weight_decay: as in torch.
+        compiled: compile torchao's update of each shape: slow to start, then several times faster.
+        groups: `{pattern: options}`, as for `fa.sgd`.
+
+    Raises:
+        ArgumentError, MissingBackendError, CapabilityError: as `adamw8bit`.
+
+    Example: `fa.adamw_fp8(3e-4)`.
+    """
+    known = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return _make("adamw_fp8", EightBitKernel("torchao", "fp8", 256, compiled), lr, known, groups)

@@ -1,0 +1,85 @@
+"""Models of other train steps, lent for one call: seen by the loss, neither donated nor trained.
+
+Their parameters take no gradient while they are lent; gradients flow through them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import attrs
+
+from fnaccel.engine.engine import Engine
+from fnaccel.errors import ArgumentError
+from fnaccel.state import TrainState, lease_of
+
+
+@attrs.frozen
+class Given:
+    """The lent models by name, as the loss sees them, and the engines they live in."""
+
+    models: dict[str, Any]
+    engines: tuple[Engine, ...]
+
+    def within(self, run: Callable[[], Any]) -> Any:
+        """`run()` inside the forward of every lent model, so that its parameters are whole."""
+        for engine in self.engines:
+            run = _inside(engine, run)
+        return run()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Generator[None]:
+        """The lent parameters take no gradient in the body, and end as they were."""
+        leaves = [leaf.param for engine in self.engines for leaf in engine.leaves]
+        for param in leaves:
+            param.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for param in leaves:
+                param.requires_grad_(True)
+            for engine in self.engines:
+                if engine.settle is not None:
+                    engine.settle()
+
+
+def _inside(engine: Engine, run: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: engine.lend(lambda _model: run())
+
+
+def lend(given: Mapping[str, Any], borrower: Any) -> Given:
+    """Check the states in `given=` and find their models.
+
+    Raises:
+        ArgumentError: a value is no state, or belongs to the borrower itself.
+        StaleStateError, UnleasedStateError: a state that is not live.
+    """
+    if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's
+        raise ArgumentError(
+            f"given is {type(given).__name__}, not a dict of states",
+            where="train_step(state, batch, given=...)",
+            fix='given={"teacher": teacher_state}',
+        )
+    models: dict[str, Any] = {}
+    engines: list[Engine] = []
+    for name, state in given.items():
+        if not isinstance(state, TrainState):
+            raise ArgumentError(
+                f"given[{name!r}] is {type(state).__name__}, not the state of a train step",
+                where="train_step(state, batch, given=...)",
+                fix='given={"teacher": teacher_state}',
+            )
+        owner = lease_of(state, f"given[{name!r}]").owner
+        if owner is borrower:
+            raise ArgumentError(
+                f"given[{name!r}] is the state that this train step trains",
+                where="train_step(state, batch, given=...)",
+                fix="the loss has that model as its first argument already",
+            )
+        engine: Engine = owner.lent()
+        models[name] = engine.model
+        if engine not in engines:
+            engines.append(engine)
+    return Given(models, tuple(engines))

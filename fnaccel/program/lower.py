@@ -1,0 +1,216 @@
+"""From a description to what runs: transforms sorted into hooks, batches into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import attrs
+
+from fnaccel import tree
+from fnaccel.data.batch import Batch, Window
+from fnaccel.data.cut import cut, rows_of, split_sizes
+from fnaccel.engine.engine import Loss, Micro
+from fnaccel.errors import ArgumentError, MicroBatchError
+from fnaccel.program.plan import order, title
+from fnaccel.state import Position
+from fnaccel.step.step import GradientHook, ModuleHook, Phase, Step, UpdateHook
+from fnaccel.transforms.accumulation import Accumulate
+from fnaccel.transforms.averaging import Ema
+from fnaccel.transforms.compilation import Compile
+from fnaccel.transforms.precision_policy import Precision
+from fnaccel.transforms.skipping import SkipNonfinite
+from fnaccel.transforms.weighting import Weigh
+
+
+@attrs.frozen
+class UserModule:
+    """A user's MODULE function as a hook."""
+
+    fn: Callable[[Any], None]
+
+    def on_module(self, module: Any, where: str) -> None:  # noqa: ARG002
+        """Call it with the model."""
+        self.fn(module)
+
+
+@attrs.frozen
+class UserGradients:
+    """A user's GRADS function as a hook."""
+
+    fn: Callable[[dict[str, Any], Any, Any], Any]
+    name: str
+
+    def on_gradients(self, grads: Any, own: Any, info: Any) -> Any:
+        """Hand it the gradients by name, and take what it returns."""
+        returned = self.fn(grads.by_name(), own, info)
+        if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
+            raise ArgumentError(
+                f"transform {self.name!r} returned {type(returned).__name__}",
+                where=f"transform {self.name} (GRADS)",
+                fix="return two values: the gradients by name, and the transform's next state (or None)",
+            )
+        grads.replace(returned[0], self.name)
+        return returned[1]
+
+
+@attrs.frozen
+class UserUpdate:
+    """A user's UPDATE function as a hook."""
+
+    fn: Callable[[dict[str, Any], Any, Any], Any]
+
+    def on_update(self, engine: Any, own: Any, info: Any) -> Any:
+        """Hand it the parameters by name."""
+        return self.fn(engine.parameters, own, info)
+
+
+@attrs.frozen(kw_only=True)
+class Lowered:
+    """A step, ready for an engine; `casts` says that a policy was given, and so parameters follow it."""
+
+    loss: Loss
+    precision: Precision
+    casts: bool
+    micro_batches: int
+    modules: tuple[tuple[str, ModuleHook], ...]
+    gradients: tuple[tuple[str, GradientHook], ...]
+    updates: tuple[tuple[str, UpdateHook], ...]
+    calls: tuple[Callable[..., Any], ...]
+    inits: tuple[tuple[str, Callable[[Any], Any]], ...]
+    ema: Ema | None
+    compile: Compile | None
+    skips: bool
+    """Whether an update may be skipped on the device."""
+    max_skipped: int | None = None
+    """Skipped updates in a row that are an error."""
+
+    @property
+    def own_hooks(self) -> bool:
+        """Whether all that follows the gradients is the library's own, and so can be captured."""
+        users = (UserGradients, UserUpdate)
+        return not any(isinstance(hook, users) for _, hook in (*self.gradients, *self.updates))
+
+
+def lower(step: Step, delegated: Container[str] = ()) -> Lowered:
+    """Sort the transforms of a step into hooks, and compile its loss where that was asked for.
+
+    Args:
+        step: the step.
+        delegated: names of transforms that a runtime carries out, so that they hook nothing here.
+    """
+    ordered = order(step)
+    accumulate: Accumulate | None = step.find(Accumulate)
+    weigh: Weigh | None = step.find(Weigh)
+    compiled: Compile | None = step.find(Compile)
+    precision: Precision = step.find(Precision) or Precision()
+    fn = step.forward()
+    if compiled is not None and compiled.scope == "loss":
+        fn = compiled.of_loss(fn)
+    skipping: SkipNonfinite | None = step.find(SkipNonfinite)
+    limits = [one.max_skipped for one in (skipping, precision if precision.scaled else None) if one]
+    modules: list[tuple[str, ModuleHook]] = []
+    gradients: list[tuple[str, GradientHook]] = []
+    updates: list[tuple[str, UpdateHook]] = []
+    calls: list[Callable[..., Any]] = []
+    for t in ordered:
+        if t.phase is Phase.MODULE:
+            modules.append((t.name, t.apply if isinstance(t.apply, ModuleHook) else UserModule(t.apply)))
+        elif t.name in delegated:
+            pass
+        elif t.phase is Phase.GRADS:
+            gradients.append(
+                (t.name, t.apply if isinstance(t.apply, GradientHook) else UserGradients(t.apply, t.name))
+            )
+        elif t.phase is Phase.UPDATE:
+            updates.append((t.name, t.apply if isinstance(t.apply, UpdateHook) else UserUpdate(t.apply)))
+        elif t.phase is Phase.CALL and not isinstance(t.apply, Compile):
+            calls.append(t.apply)
+    return Lowered(
+        loss=Loss(
+            fn=fn,
+            where=title(step.loss_fn),
+            weight_fn=None if weigh is None else weigh.weight_fn,
+            sync_each=accumulate is not None and accumulate.sync == "each",
+        ),
+        precision=precision,
+        casts=step.find(Precision) is not None,
+        micro_batches=0 if accumulate is None else accumulate.n,
+        modules=tuple(modules),
+        gradients=tuple(gradients),
+        updates=tuple(updates),
+        calls=tuple(calls),
+        inits=tuple((t.name, t.init) for t in ordered if t.init is not None),
+        ema=step.find(Ema),
+        skips=precision.scaled or skipping is not None,
+        max_skipped=min((limit for limit in limits if limit is not None), default=None),
+        compile=compiled,
+    )
+
+
+def micro_batches(batch: Any, n: int, device: Any) -> tuple[list[Micro], Position | None]:
+    """Cut a batch, or each batch of a window, in `n` micro-batches (0: as it is).
+
+    Raises:
+        MicroBatchError: fewer rows than `n`, or an empty window.
+    """
+    if isinstance(batch, Window):
+        return _of_window(batch, n, device)
+    if isinstance(batch, Batch):
+        return _of_batch(batch, n), batch.position
+    if device.type != "cpu":
+        tree.learn(batch)
+        batch = tree.to(batch, device)
+    if n <= 1:
+        return [Micro(data=batch, valid=1)], None
+    rows = rows_of(batch)
+    _check_rows(rows, n)
+    return [Micro(data=part, valid=1) for part in cut(batch, split_sizes(rows, n))], None
+
+
+def _of_window(window: Sequence[Any], n: int, device: Any) -> tuple[list[Micro], Position | None]:
+    if not window:
+        raise MicroBatchError(
+            "the window holds 0 batches", where="train_step(state, window)", fix="give one batch or more"
+        )
+    micros: list[Micro] = []
+    position: Position | None = None
+    for member in window:
+        parts, position = micro_batches(member, n, device)
+        micros.extend(parts)
+    return micros, position
+
+
+def _of_batch(batch: Batch, n: int) -> list[Micro]:
+    if n <= 1:
+        return [Micro(data=batch.data, valid=batch.valid)]
+    _check_rows(batch.rows, n)
+    rows = rows_of(batch.data)
+    sizes = split_sizes(rows, n)
+    filled = [size for size in sizes if size]
+    parts = cut(batch.data, filled)
+    micros = [Micro(data=part, valid=batch.valid and size) for part, size in zip(parts, filled, strict=True)]
+    # the remainder of an epoch may have fewer rows than micro-batches: the rest are fillers
+    filler = Micro(data=cut(batch.data, [1, rows - 1])[0], valid=0) if len(filled) < n else None
+    return micros + [filler] * (n - len(filled)) if filler is not None else micros
+
+
+def _check_rows(rows: int, n: int) -> None:
+    if rows < n:
+        raise MicroBatchError(
+            f"a batch of {rows} rows on this rank can't be cut in {n} micro-batches",
+            where=f"accumulate(step, {n})",
+            fix=f"give at least {n} rows a rank, or accumulate over {rows} or fewer",
+        )
+
+
+def keep_own(transforms: dict[str, Any], name: str, own: Any) -> None:
+    """Keep the next state of a transform, where it has one: states keep their structure."""
+    if name in transforms:
+        transforms[name] = own
+    elif own is not None:
+        raise ArgumentError(
+            f"transform {name!r} returned a state of its own and began without one",
+            where=f"transform {name}",
+            fix="give its first state: fa.Transform(..., init=lambda params: first)",
+        )

@@ -1,0 +1,362 @@
+"""What a train step owns between calls: the engine, the optimizers, the trees that states show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch, tree
+from fnaccel.engine.engine import Engine
+from fnaccel.engine.exchange import Exchange
+from fnaccel.engine.runtime_tensor import Remote
+from fnaccel.engine.updater import Optimizers, Updater, traceable
+from fnaccel.errors import ArgumentError, CapabilityError, TreeMismatchError
+from fnaccel.models.building import Built, claim, freeze, release
+from fnaccel.models.moving_buffers import MovingBuffers
+from fnaccel.models.trained_modules import TrainedModules
+from fnaccel.program.lower import Lowered
+from fnaccel.program.whole_parameters import is_sharded
+from fnaccel.program.whole_step import Tail, WholeStep
+from fnaccel.state import ReadOnlyDict, Seed, TrainState
+from fnaccel.step.loss import readable
+from fnaccel.strategies.axis import Interpreter, Request
+from fnaccel.strategies.distribute import Distributed
+from fnaccel.strategies.runtime import Delegation
+from fnaccel.world.mesh import Mesh
+
+
+class Owned:
+    """Engine, optimizers and the trees of handles, between one call and the next."""
+
+    def __init__(self, engine: Engine, built: Built, lowered: Lowered, optimizers: Optimizers | None) -> None:
+        self.engine = engine
+        self._built = built
+        self._lowered = lowered
+        self._trains = optimizers is not None
+        self._nested = None not in built.modules
+        self._empty = built.empty
+        device = engine.mesh.world.device
+        # in the graph, updates go to the tensors that gradients are taken of: no second name for them
+        inside = engine.capture is not None and lowered.own_hooks and traceable(optimizers or {})
+        leaves = engine.capture.leaves if engine.capture is not None and inside else engine.leaves
+        self.updater = Updater(leaves, optimizers or {}, device, on_device=lowered.skips, bound=engine.bound)
+        if lowered.ema is not None:
+            engine.averages.extend(leaf.shard.clone() for leaf in engine.leaves)
+        self.whole = self._captured(inside) if self._trains else None
+        self.params = self._show(engine.parameters)
+        self.opt = self._show(self.updater.slots)
+        self.ema = self._show_averages() if lowered.ema is not None else None
+        self._buffer_slots = [
+            (module, attribute, full)
+            for key, root in built.modules.items()
+            for name, module, attribute in _buffers_of(root)
+            if (full := name if key is None else f"{key}/{name}") in engine.buffers
+        ]
+        self.buffers = self._show(engine.buffers)
+        self.sharded = is_sharded(engine.parameters.values())
+        self._watched = TrainedModules(built.modules, engine.leaves if engine.bound is None else ())
+        self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in self._buffer_slots])
+
+    def _captured(self, inside: bool) -> WholeStep | None:
+        """The step as compiled programs where that was asked for; the update is part of them if `inside`."""
+        engine, lowered = self.engine, self._lowered
+        if engine.capture is None or lowered.compile is None:
+            return None
+        # a CUDA graph reads and writes these where they lie
+        slots = [_torch.local_of(value) for one in self.updater.slots.values() for value in one.values()]
+        _torch.mark_static([*slots, *engine.averages, *(leaf.shard for leaf in engine.capture.leaves)])
+        tail = Tail(
+            skips=lowered.skips,
+            gradients=tuple(hook for _, hook in lowered.gradients),
+            updates=tuple(hook for _, hook in lowered.updates),
+            update=self.updater.update,
+        )
+        return WholeStep(engine, engine.capture, lowered.loss, lowered.compile, tail if inside else None)
+
+    def _show(self, flat: dict[str, Any]) -> dict[str, Any]:
+        """Names as the state shows them: by model first where there are several."""
+        if not self._nested:
+            return ReadOnlyDict(flat)
+        found: dict[str, dict[str, Any]] = {str(key): {} for key in self._built.modules}
+        for name, value in flat.items():
+            key, _, rest = name.partition("/")
+            found[key][rest] = value
+        return ReadOnlyDict({key: ReadOnlyDict(named) for key, named in found.items()})
+
+    def _show_averages(self) -> dict[str, Any]:
+        pairs = zip(self.engine.leaves, self.engine.averages, strict=True)
+        return self._show({leaf.name: leaf.like(average) for leaf, average in pairs})
+
+    def first_state(self, seed: int, extras: Any) -> TrainState:
+        """The state before step 0."""
+        device = self.engine.mesh.world.device
+        scale: dict[str, torch.Tensor] | None = None
+        if self._lowered.precision.scaled:
+            scale = {
+                "scale": torch.tensor(self._lowered.precision.init_scale, device=device),
+                "growth": torch.zeros((), dtype=torch.int32, device=device),
+                "weight": torch.ones((), device=device),
+            }
+        updates: Any = torch.zeros((), device=device) if self._lowered.skips else 0
+        transforms = {name: init(self.engine.parameters) for name, init in self._lowered.inits}
+        if self.engine.end is not None:
+            self.engine.end()
+        return TrainState(
+            step=0,
+            updates=updates,
+            params=self.params,
+            buffers=self.buffers,
+            opt=self.opt,
+            scale=scale,
+            ema=self.ema,
+            rng=Seed(seed),
+            extras=extras,
+            transforms=transforms,
+        )
+
+    def check_ready(self) -> None:
+        """Raise CapabilityError if there is nothing to train; ReplacedParameterError: see `check_modules`."""
+        self._watched.check()
+        if not self._trains:
+            raise CapabilityError(
+                "this train step has no optimizer, so it can't be called",
+                where="fa.train_step(optimizer=None)",
+                fix="give an optimizer; or use train_step.look(state, fn), or lend it with given={...}",
+            )
+        if self._empty:
+            raise CapabilityError(
+                'the model was built without values (init="meta") and none were restored',
+                where="train_step(state, batch)",
+                fix="state = fa.restore(directory, like=state), or fa.fsdp(init='seeded')",
+            )
+
+    def train(self, mode: bool = True) -> None:
+        """Put the modules in training or evaluation mode, where they are not."""
+        mode = mode and self._trains
+        for module in self.engine.modules:
+            if module.training is not mode:
+                module.train(mode)
+
+    def current_buffers(self) -> dict[str, Any]:
+        """The buffers; a module may have put a new tensor in the place of an old one."""
+        flat = self.engine.buffers
+        changed = False
+        for module, attribute, name in self._buffer_slots:
+            value = _torch.buffers_of(module)[attribute]
+            if value is not None and value is not flat[name]:
+                flat[name] = value
+                changed = True
+        if changed:
+            self.buffers = self._show(flat)
+        return self.buffers
+
+    def transient(self) -> list[str]:
+        """The names of buffers that modules make themselves and don't save."""
+        pairs = [
+            (key, name)
+            for key, root in self._built.modules.items()
+            for name in _torch.transient_buffers(root)
+        ]
+        return [name if key is None else f"{key}/{name}" for key, name in pairs]
+
+    def move_scale(self, scale: dict[str, torch.Tensor], skip: Any, weight: Any) -> None:
+        """Grow or shrink the loss scale in place, and keep the weight for the next step."""
+        policy = self._lowered.precision
+        if isinstance(weight, torch.Tensor) and not readable(weight):
+            skip = skip * (weight > 0)  # no gradient is no overflow
+        _torch.amp_update_scale_(
+            scale["scale"], scale["growth"], skip, policy.growth, policy.backoff, policy.interval
+        )
+        scale["scale"].clamp_(min=policy.min_scale)
+        known = torch.as_tensor(weight, dtype=torch.float32, device=scale["weight"].device)
+        scale["weight"].copy_(torch.where(known > 0, known, scale["weight"]))
+
+    def absorb(self, state: TrainState, begin: Callable[[], None]) -> TrainState:
+        """Copy a state's values into the tensors owned here; a state that shows those tensors.
+
+        Args:
+            state: the values.
+            begin: called before the first tensor changes.
+
+        Raises:
+            TreeMismatchError: every path that differs; nothing was changed.
+        """
+        self.check_modules()
+        mine = self.shown(state)
+        pairs = _matched(mine, state)
+        begin()
+        with torch.no_grad():
+            for target, source in pairs:
+                if target is not source:
+                    target.copy_(source)
+        self.restored()
+        return mine
+
+    def shown(self, state: TrainState) -> TrainState:
+        """A state with the values of `state` on the host, and the tensors owned here."""
+        first = self.first_state(state.rng.root, state.extras)
+        return TrainState(
+            step=state.step,
+            updates=first.updates if isinstance(first.updates, torch.Tensor) else int(state.updates),
+            params=self.params,
+            buffers=self.current_buffers(),
+            opt=self.opt,
+            scale=first.scale,
+            ema=self.ema,
+            rng=state.rng,
+            data=state.data,
+            extras=state.extras,
+            transforms=tree.map_tensors(torch.clone, state.transforms),
+        )
+
+    def with_current_buffers(self, state: TrainState) -> TrainState:
+        """A state of the same values that shows the buffers of this moment."""
+        self.check_modules()
+        return attrs.evolve(state, buffers=self.current_buffers())
+
+    def filled(self, shown: TrainState, fill: Callable[[TrainState], TrainState]) -> TrainState:
+        """What `fill` makes of a state, in the tensors owned here; a runtime's are copied in and out."""
+        if not any(isinstance(leaf, Remote) for leaf in tree.leaves(shown.params)):
+            return fill(shown)
+        made = fill(tree.map_tensors(lambda x: x.solid() if isinstance(x, Remote) else x, shown))
+        with torch.no_grad():
+            for name in ("params", "opt"):
+                targets, values = (tree.leaves(getattr(one, name)) for one in (shown, made))
+                for target, value in zip(targets, values, strict=True):
+                    if isinstance(target, Remote):
+                        target.copy_(value)
+        return attrs.evolve(made, params=shown.params, opt=shown.opt)
+
+    def check_filled(self, complete: bool) -> None:
+        """Raise CapabilityError where a model without values is to be given some of them only."""
+        if self._empty and not complete:
+            raise CapabilityError(
+                'the model was built without values (init="meta"), and not all of them are restored',
+                where="fa.restore(only=, skip=)",
+                fix="restore all of params and buffers, or build it with values: fa.fsdp(init='seeded')",
+            )
+
+    def restored(self) -> None:
+        """Note that the parameters hold values now."""
+        self._empty = False
+        if self.engine.end is not None:
+            self.engine.end()
+
+    def averages_in_place(self) -> Exchange:
+        """A context in whose body the parameters hold their averages."""
+        return Exchange([(leaf.shard, average) for leaf, average in zip(
+            self.engine.leaves, self.engine.averages, strict=True
+        )])  # fmt: skip
+
+    def check_modules(self) -> None:
+        """Raise ReplacedParameterError if the modules do not hold the parameters that are trained."""
+        self._watched.check()
+
+    def claim(self, holder: object, close: Callable[[], None]) -> None:
+        """Let the modules go with `holder`: see `construct.claim`."""
+        claim(self._built, holder, close)
+
+    def close(self) -> None:
+        """Free the engine and let others own the modules."""
+        self._watched.close()
+        self.engine.close()
+        release(self._built)
+
+
+def _buffers_of(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
+    wanted = dict(root.named_buffers())
+    found: list[tuple[str, torch.nn.Module, str]] = []
+    for prefix, module in root.named_modules():
+        for attribute in _torch.buffers_of(module):
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if name in wanted:
+                found.append((name, module, attribute))
+    return found
+
+
+def _matched(mine: TrainState, other: TrainState) -> list[tuple[Any, Any]]:
+    """Pairs of tensors to copy.
+
+    Raises:
+        TreeMismatchError: paths, shapes or dtypes differ.
+    """
+    targets, sources = dict(tree.items(mine)), dict(tree.items(other))
+    problems = [f"{path} is missing" for path in targets.keys() - sources.keys()]
+    problems += [f"{path} is unknown" for path in sources.keys() - targets.keys()]
+    pairs: list[tuple[Any, Any]] = []
+    for path in targets.keys() & sources.keys():
+        target, source = targets[path], sources[path]
+        if not isinstance(target, torch.Tensor) or target is source:
+            continue
+        if not isinstance(source, torch.Tensor):
+            problems.append(f"{path} is {type(source).__name__}, not a tensor")
+        elif target.shape != source.shape or target.dtype != source.dtype:
+            problems.append(
+                f"{path} is {list(source.shape)} {source.dtype}, not {list(target.shape)} {target.dtype}"
+            )
+        else:
+            pairs.append((target, source))
+    if problems:
+        raise TreeMismatchError(
+            f"the state differs from what this train step holds: {'; '.join(sorted(problems))}",
+            where="train_step.adopt",
+            fix="adopt a state of the same models, optimizer and transforms",
+        )
+    return pairs
+
+
+def assemble(
+    interpret: Interpreter,
+    distributed: Distributed,
+    optimizers: Optimizers | None,
+    lowered: Lowered,
+    mesh: Mesh,
+    frozen: tuple[str, ...],
+    seed: int,
+    delegation: Delegation | None = None,
+) -> Owned:
+    """Build modules, engine and optimizers; what fails leaves the modules free."""
+    made: list[Built] = []
+
+    def prepare(built: Built) -> None:
+        made.append(built)
+        if optimizers is None:
+            for _, param in built.named("parameters"):
+                param.requires_grad_(False)
+        freeze(built, frozen)
+        if optimizers is not None and not any(p.requires_grad for _, p in built.named("parameters")):
+            raise ArgumentError(
+                "no parameter is left to train: "
+                + (f"frozen={frozen!r} names all" if frozen else "none takes a gradient"),
+                where="fa.train_step",
+                fix="freeze fewer, or pass optimizer=None for a model that is only looked at or lent",
+            )
+        for module in built.modules.values():
+            if lowered.casts:
+                module.to(lowered.precision.param)
+            for name, hook in lowered.modules:
+                hook.on_module(module, f"transform {name}")
+
+    try:
+        engine, built = interpret(
+            Request(
+                strategy=distributed.strategy,
+                mesh=mesh,
+                model=distributed.model,
+                seed=seed,
+                precision=lowered.precision,
+                prepare=prepare,
+                capture=lowered.compile is not None and lowered.compile.scope == "step",
+                optimizers=optimizers,
+                skips=lowered.skips,
+                delegation=delegation,
+            )
+        )
+        return Owned(engine, built, lowered, optimizers)
+    except BaseException:
+        for built in made:
+            release(built)
+        raise

@@ -1,0 +1,156 @@
+"""`StateOwner`: the engine and the lease behind the states of a train step, which may outlive it.
+
+Saving, restoring, adopting and lending reach the engine through the lease of a state. A train step that is
+garbage-collected gives its modules up, even if one of its states is still held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fnaccel.engine.engine import Engine
+from fnaccel.errors import OwnershipError
+from fnaccel.program.owned import Owned
+from fnaccel.program.plan import Plan
+from fnaccel.state import (
+    Lease,
+    TrainState,
+    check_state,
+    donate,
+    is_stale,
+    lease,
+    lease_of,
+    refuse_averaged,
+)
+from fnaccel.world.interrupts import SigintHeld
+from fnaccel.world.mesh import Mesh
+
+
+class StateOwner:
+    """The engine and optimizers of one train step, and the lease of its live state.
+
+    Args:
+        plan: the plan of the train step.
+        mesh: its mesh.
+        where: its name, for messages.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, where: str) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.lease = Lease(self)
+        self._where = where
+        self._owned: Owned | None = None
+        self._closed = False
+
+    @property
+    def owned(self) -> Owned:
+        """The engine and optimizers.
+
+        Raises:
+            OwnershipError: before `init`, or after `close`.
+        """
+        if self._owned is None:
+            raise OwnershipError(
+                "this train step was closed" if self._closed else "this train step has no parameters yet",
+                where=self._where,
+                fix="make a new one" if self._closed else "state = train_step.init(seed=0) first",
+            )
+        return self._owned
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs the train step."""
+        return self.owned.engine
+
+    @property
+    def initialised(self) -> bool:
+        """Whether `init` was called; raises after `close`."""
+        if self._closed:
+            _ = self.owned
+        return self._owned is not None
+
+    @property
+    def live_state(self) -> TrainState | None:
+        """The live state; None if there is none, or if an update was interrupted in its middle."""
+        live = self.lease.live
+        return None if live is None or is_stale(live) else live
+
+    def own(self, owned: Owned, state: TrainState) -> TrainState:
+        """Take a new engine and its first state."""
+        self._owned = owned
+        return lease(state, self.lease)
+
+    def check_modules(self) -> None:
+        """Raise ReplacedParameterError if the modules do not hold the parameters that are trained."""
+        self.owned.check_modules()
+
+    def transient_buffers(self) -> list[str]:
+        """The names of buffers that the model does not save by itself (`persistent=False`)."""
+        return self.owned.transient()
+
+    def lent(self) -> Engine:
+        """The engine, its model in training mode, or in evaluation mode without an optimizer."""
+        refuse_averaged(self.lease, "train_step(state, batch, given=...)")
+        self.owned.train()
+        return self.owned.engine
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """See `TrainStep.adopt`."""
+        owned = self.owned
+        check_state(state, "train_step.adopt(state)")
+        refuse_averaged(self.lease, "train_step.adopt(state)")
+        if state is self.lease.live:
+            return state
+        with SigintHeld():
+            # from the first copy on the live state is half old, half new
+            return lease(owned.absorb(state, self.donate_live), self.lease)
+
+    def succeed(self, state: TrainState) -> TrainState:
+        """Lease a state that shows this owner's own tensors; the one before is donated."""
+        with SigintHeld():
+            self.donate_live()
+            return lease(state, self.lease)
+
+    def refill(
+        self, state: TrainState, fill: Callable[[TrainState], TrainState], *, complete: bool = True
+    ) -> TrainState:
+        """Let `fill` write into the tensors of the live state, and lease the state that it returns.
+
+        If `fill` fails, the tensors may be part old, part new, so `state` is donated all the same.
+
+        Args:
+            state: the live state.
+            fill: gets it with its current buffers.
+            complete: whether all parameters and buffers get values.
+
+        Raises:
+            CapabilityError: they don't, and the model was built without any.
+            StaleStateError, UnleasedStateError: not the live state; `fill` was not called.
+        """
+        owned = self.owned
+        lease_of(state, "restoring into a state")
+        owned.check_filled(complete)
+        target = owned.with_current_buffers(state)
+        self.donate_live()
+        filled = owned.filled(target, fill)
+        owned.restored()
+        return lease(filled, self.lease)
+
+    def donate_live(self) -> None:
+        """Kill the live state: its tensors are about to change."""
+        if self.lease.live is not None:
+            donate(self.lease.live)
+            self.lease.live = None
+
+    def close(self) -> None:
+        """Free everything: the live state is donated, gradients and hooks go, modules are released."""
+        self.forget()
+        self._closed = True
+
+    def forget(self) -> None:
+        """Free the engine, so that another `init` can begin."""
+        self.donate_live()
+        owned, self._owned = self._owned, None
+        if owned is not None:
+            owned.close()

@@ -1,0 +1,340 @@
+"""`train_step`: a step lowered on an engine, as a function `(state, batch) -> (state, metrics)`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel.collectives import gather_objects
+from fnaccel.engine.engine import Engine
+from fnaccel.engine.stop_request import Notice
+from fnaccel.engine.updater import Optimizers, by_model, check_own, takes_tensors
+from fnaccel.errors import ArgumentError, UnleasedStateError, as_names
+from fnaccel.models.building import check_factories
+from fnaccel.program.compile_meter import Compilation
+from fnaccel.program.compile_scope import compile_notes, resolve_scope
+from fnaccel.program.lent_models import lend
+from fnaccel.program.lower import Lowered, lower, micro_batches
+from fnaccel.program.owned import assemble
+from fnaccel.program.plan import Plan, compare, host_reads, make_plan
+from fnaccel.program.state_owner import StateOwner
+from fnaccel.program.update import Rng, Stepper
+from fnaccel.program.whole_parameters import explain, whole_parameters
+from fnaccel.state import TrainState, check_ema, lease_of
+from fnaccel.step.step import Step, as_step
+from fnaccel.strategies.axis import interpreter_of
+from fnaccel.strategies.distribute import Distributed
+from fnaccel.strategies.runtime import Ask, Delegation, delegate
+from fnaccel.strategies.xla.record import device_notes
+from fnaccel.world.devices import check_precision
+from fnaccel.world.every_rank import every_rank
+from fnaccel.world.mesh import Mesh, build, resolve
+from fnaccel.world.world import World, current
+
+
+@attrs.frozen(kw_only=True)
+class Description:
+    """What a train step was made of."""
+
+    step: Step
+    distributed: Distributed
+    optimizers: Optimizers | None
+    frozen: tuple[str, ...]
+    rng: Rng
+    delegation: Delegation | None
+
+
+class TrainStep:
+    """A compiled `train_step(state, batch) -> (state, metrics)`; made by `fa.train_step`.
+
+    Attributes:
+        plan: what it will do, in order; print it.
+        mesh: how the ranks lie; `train_step.mesh["batch"]` goes where `over=` is asked for.
+        notice: whether ranks want to stop; `fa.preemption` sets it.
+    """
+
+    def __init__(self, described: Description, lowered: Lowered, plan: Plan, mesh: Mesh) -> None:
+        self.plan = plan
+        self.mesh = mesh
+        self.notice: Notice | None = None
+        self._described = described
+        self._lowered = lowered
+        self._owner = StateOwner(plan, mesh, repr(self))
+        self._stepper = Stepper(lowered, described.rng, repr(self), speaks=mesh.world.is_main)
+        self._call: Callable[..., Any] = self._run
+        for wrap in lowered.calls:
+            self._call = wrap(self._call)
+        if mesh.world.calls is not None:
+            self._call = mesh.world.calls.wrap("train_step(state, batch)", self._call)
+
+    def __repr__(self) -> str:
+        return f"TrainStep({self.plan.title}, {self._described.distributed.strategy})"
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs it.
+
+        Raises:
+            OwnershipError: before `init`, or after `close`.
+        """
+        return self._owner.engine
+
+    @property
+    def live_state(self) -> TrainState | None:
+        """The state that the next call takes; None before `init`, or if its tensors are not consistent.
+
+        After a Ctrl-C it is the state to go on from, also if the loop that was interrupted never received it:
+        `fa.scan(train_step, train_step.live_state, shards)`. It is None after an error in the middle of an
+        update. Then `train_step.adopt(snapshot)` or `fa.resume_or_init` lead back.
+        """
+        return self._owner.live_state
+
+    @property
+    def compilation(self) -> Compilation | None:
+        """What `torch.compile` has done for this train step so far; None without `fa.compile`."""
+        return self._stepper.compilation
+
+    @every_rank
+    def init(self, seed: int = 0, *, extras: Any = None) -> TrainState:
+        """Build the model, shard it, make all optimizer state, and lease the first state.
+
+        Values are those of `torch.manual_seed(seed)` and the factory, on every strategy.
+
+        Args:
+            seed: root of initial values and of all later randomness.
+            extras: any pytree of yours to keep in the state.
+
+        Raises:
+            PlanMismatchError: ranks hold different plans; nothing was built.
+            OwnershipError: the model is in use, or this train step holds a built module already.
+        """
+        if seed < 0:  # as torch.manual_seed does, so that states hold no sign
+            seed += (1 << 64) - 1
+        again = self._owner.initialised
+        world = self.mesh.world
+        if world.size > 1:
+            compare(self.plan, seed, functools.partial(gather_objects, world=world))
+        described = self._described
+        if again:
+            check_factories(described.distributed.model, repr(self))
+            self._owner.forget()
+        owned = assemble(
+            interpreter_of(described.distributed.strategy),
+            described.distributed,
+            described.optimizers,
+            self._lowered,
+            self.mesh,
+            described.frozen,
+            seed,
+            described.delegation,
+        )
+        owned.claim(self, self._owner.close)
+        self._stepper.reset()
+        return self._owner.own(owned, owned.first_state(seed, extras))
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Copy a state's values into the parameters that are trained, and lease the result.
+
+        Takes any state of the same architecture: made by `evolve` or a tree map, or a snapshot.
+        The state that was live before is donated.
+
+        Raises:
+            TreeMismatchError: every path, shape and dtype that differs; nothing was changed.
+            ArgumentError: no state.
+            StaleStateError: `state` was donated.
+            AveragedError: inside of `averaged`.
+        """
+        return self._owner.adopt(state)
+
+    def __call__(
+        self, state: TrainState, batch: Any, *, given: Mapping[str, TrainState] | None = None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """One update.
+
+        Args:
+            state: the live state; it is donated.
+            batch: this rank's rows (any pytree), a `fa.Batch`, or a `fa.Window` of micro-batches.
+            given: states of other train steps; the loss gets their models as its third argument.
+
+        Returns:
+            The next state, and metrics: `loss`, `weight`, `lr`, what transforms record, and aux.
+            Tensors among them stay on the device until they are read.
+
+        Raises:
+            StaleStateError, UnleasedStateError: not the live state.
+            MicroBatchError, LossError: see there; the state stays live.
+            PeerLostError: another rank left, exited or made another call; the message names it.
+        """
+        return self._call(state, batch, given=given)
+
+    def _run(
+        self, state: TrainState, batch: Any, *, given: Mapping[str, TrainState] | None = None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        owned = self._owner.owned
+        if lease_of(state, "train_step(state, batch)") is not self._owner.lease:
+            raise UnleasedStateError(
+                "this state belongs to another train step",
+                where=repr(self),
+                fix="pass each train step its own state; lend others with given={...}",
+            )
+        owned.check_ready()
+        micros, position = micro_batches(batch, self._lowered.micro_batches, self.mesh.world.device)
+        lent = None if given is None else lend(given, self._owner)
+        return self._stepper.move(owned, state, micros, position, lent, self.notice, self._owner.lease)
+
+    def look(
+        self, state: TrainState, fn: Callable[..., Any], *args: Any, train: bool = False, whole: bool = False
+    ) -> Any:
+        """`fn(model, *args)` without gradients, under the step's precision; nothing is donated.
+
+        Every rank must call it. Under `fsdp` each unit is gathered while its forward runs. A parameter that
+        `fn` reads by itself is a part, unless `whole`.
+
+        Args:
+            state: the live state.
+            fn: any function of the model, such as sampling.
+            args: what it takes besides.
+            train: run the model in training mode (dropout on).
+            whole: gather copies of all parameters first, each in its own dtype, for `fn` to read:
+                `train_step.look(state, lambda m: m.save_pretrained(d), whole=True)`.
+
+        Raises:
+            StaleStateError, UnleasedStateError: not the live state.
+            CapabilityError: `fn` read the part of a sharded parameter; or `whole` under DeepSpeed.
+        """
+        owned = self._owner.owned
+        lease_of(state, "train_step.look(state, fn)", averaged=True)
+        owned.check_modules()
+        owned.train(train)
+        engine = owned.engine
+        fn = self._lowered.precision(fn)
+        if not owned.sharded:
+            return engine.look(fn, *args)
+        look = functools.partial(_look_whole, engine) if whole else engine.look
+        calls = engine.mesh.world.calls
+        look = look if calls is None else calls.wrap("train_step.look(state, fn)", look)
+        try:
+            return look(fn, *args)
+        except Exception as error:
+            explained = explain(error)
+            if explained is not None:
+                raise explained from error
+            raise
+
+    @contextlib.contextmanager
+    def averaged(self, state: TrainState) -> Generator[None]:
+        """In the body the model holds the averages of `with_ema`; afterwards its own values again.
+
+        Saving, copying, changing or lending the state raises in the body, since it holds averages.
+
+        Raises:
+            StaleStateError, UnleasedStateError: not the live state.
+            AveragedError: inside of another `averaged`.
+            ArgumentError: a step without `with_ema`.
+        """
+        owned = self._owner.owned
+        held = lease_of(state, "train_step.averaged(state)")
+        check_ema(state, "train_step.averaged(state)")
+        owned.check_modules()
+        exchange = owned.averages_in_place()
+        with exchange:
+            held.averaged = True
+            try:
+                yield
+            finally:
+                held.averaged = False
+
+    def close_with(self, world: World) -> None:
+        """Close when a world is left, also if only a state of this train step is still held."""
+        world.close_with(self._owner)
+
+    def close(self) -> None:
+        """Free everything: the live state is donated, gradients and hooks go, modules are released."""
+        self._owner.close()
+
+
+def _look_whole(engine: Engine, fn: Callable[..., Any], *args: Any) -> Any:
+    with torch.no_grad(), whole_parameters(engine.modules, engine.parameters.values()):
+        return fn(engine.model, *args)
+
+
+def train_step(
+    step: Any,
+    *,
+    model: Distributed,
+    optimizer: Any,
+    frozen: Any = (),
+    rng: Rng = "fold",
+    world: World | None = None,
+) -> TrainStep:
+    """Lower a step on a strategy: validate, order, plan. Nothing is built before `init`.
+
+    Args:
+        step: a loss function `loss_fn(model, batch[, given])`, or a Step made of one by transforms.
+        model: what `fa.distribute` returned.
+        optimizer: a description such as `fa.adamw(3e-4)`, a dict of them for a dict of models, or
+            None for a model that is only looked at or lent.
+        frozen: patterns of parameter names that are not trained.
+        rng: `"fold"` seeds each micro-batch from (seed, step, micro-batch, rank); `"stream"` leaves
+            PyTorch's generators alone.
+        world: the world; the one that `fa.start()` set by default.
+
+    Raises:
+        AxisProductError: the strategy's degrees don't make up the ranks.
+        CapabilityError: a transform that the strategy can't carry out.
+        ArgumentError: a model that was not distributed, or no optimizer description.
+
+    Example: see `fnaccel`'s README.
+    """
+    if not isinstance(model, Distributed):
+        raise ArgumentError(
+            f"model= is {type(model).__name__}, and nothing says how it lies over the ranks",
+            where="fa.train_step",
+            fix="model=fa.distribute(model, fa.local())",
+        )
+    found = current(world)
+    strategy = model.strategy
+    described = resolve_scope(as_step(step, "fa.train_step"), strategy)
+    interpreter_of(strategy)
+    mesh = build(found, resolve(strategy.degrees(), found.size, str(strategy)))
+    keys: list[str | None] = list(model.model) if isinstance(model.model, dict) else [None]
+    optimizers = None if optimizer is None else by_model(optimizer, keys)
+    patterns = as_names(frozen)
+    delegation = delegate(
+        Ask(step=described, strategy=strategy, optimizers=optimizers, mesh=mesh, model=model.model)
+    )
+    if delegation is not None:
+        described = delegation.step
+    else:
+        check_own(optimizers or {})
+    lowered = lower(described, () if delegation is None else delegation.names)
+    check_precision(found.device, lowered.precision.compute)
+    rates = [one.lr for one in (optimizers or {}).values()]
+    notes = host_reads(described, optimizer, not all(takes_tensors(rate) for rate in rates))
+    notes += compile_notes(described, strategy, (optimizers or {}).values())
+    notes += [] if delegation is None else delegation.notes
+    notes += device_notes(strategy, found)
+    if rng == "stream":
+        notes.append("randomness is PyTorch's own stream: it depends on the number of ranks")
+    shown = optimizers if optimizers and None not in optimizers else optimizer
+    plan = make_plan(described, model, shown, mesh, patterns, notes, delegation)
+    made = TrainStep(
+        Description(
+            step=described,
+            distributed=model,
+            optimizers=optimizers,
+            frozen=patterns,
+            rng=rng,
+            delegation=delegation,
+        ),
+        lowered,
+        plan,
+        mesh,
+    )
+    made.close_with(found)
+    return made

@@ -1,0 +1,305 @@
+"""One update of a live state, eager or captured. `program` checks who may call it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from fnaccel import _torch, tree
+from fnaccel.engine.engine import Call, Micro, generators_of, undo
+from fnaccel.engine.gradients import Gradients
+from fnaccel.engine.skipped_updates import SkippedUpdates
+from fnaccel.engine.stop_request import Notice
+from fnaccel.engine.user_draws import drawing
+from fnaccel.optim import kernels
+from fnaccel.program.compile_meter import Compilation, Meter
+from fnaccel.program.lent_models import Given
+from fnaccel.program.lower import Lowered, keep_own
+from fnaccel.program.owned import Owned
+from fnaccel.state import Lease, Position, TrainState, donate, is_stale, lease
+from fnaccel.step.checked_metrics import checked
+from fnaccel.step.loss import idle
+from fnaccel.step.step import Info
+from fnaccel.world.interrupts import SigintHeld
+
+Rng = Literal["fold", "stream"]
+_NOTHING = contextlib.nullcontext()
+
+
+class Stepper:
+    """Carries out the updates of one train step."""
+
+    def __init__(self, lowered: Lowered, rng: Rng, where: str, *, speaks: bool = True) -> None:
+        self._lowered = lowered
+        self._rng = rng
+        self._where = where
+        self._speaks = speaks
+        # the library's own hooks draw nothing
+        self._library_only = _NOTHING if lowered.own_hooks else None
+        self._meter: Meter | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget compiled code, if the modules are built again."""
+        settings = self._lowered.compile
+        self._meter = None if settings is None else Meter(settings, self._where)
+        self._skips = SkippedUpdates(self._lowered.max_skipped, speaks=self._speaks)
+        self._moved = False
+        # False while a step runs, and after a step that did not reach its end
+        self._clean = True
+
+    @property
+    def compilation(self) -> Compilation | None:
+        """The compilations so far; None without `fa.compile`."""
+        return None if self._meter is None else self._meter.found
+
+    def move(
+        self,
+        owned: Owned,
+        state: TrainState,
+        micros: Sequence[Micro],
+        position: Position | None,
+        lent: Given | None,
+        notice: Notice | None,
+        to: Lease,
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The next state, leased in the place of `state`, and the metrics.
+
+        `state` is donated before the first change of a parameter. A failure before that leaves it live, and
+        its buffers as they were. From there on a Ctrl-C waits until the next state is leased.
+        """
+        meter = self._meter
+        if meter is not None:
+            meter.check()
+        self._skips.check()
+        if not self._clean:
+            undo(owned.engine)
+        self._clean = False
+        grad_mode = torch.is_grad_enabled()
+        owned.train()
+        before = _Before(state)
+        buffers = owned.moving_buffers
+        buffers.begin()
+        try:
+            if owned.whole is None or not self._moved:  # a first call may compile for minutes
+                update = self._until_update(owned, state, micros, lent, notice, before)
+                with SigintHeld():
+                    return self._finish(owned, state, before, update, position, to)
+            with SigintHeld():
+                update = self._until_update(owned, state, micros, lent, notice, before)
+                return self._finish(owned, state, before, update, position, to)
+        except BaseException:
+            torch.set_grad_enabled(grad_mode)  # an interrupt may have cut off the end of a `no_grad`
+            if not is_stale(state) and (not buffers.put_back() or before.own_changed()):
+                donate(state)
+            raise
+
+    def _until_update(
+        self,
+        owned: Owned,
+        state: TrainState,
+        micros: Sequence[Micro],
+        lent: Given | None,
+        notice: Notice | None,
+        before: _Before,
+    ) -> _Update:
+        """Run everything before an eager update; a captured step includes the update."""
+        meter = self._meter
+        call = self._call(state, lent, notice)
+        watched = _NOTHING if meter is None else meter.watch([m.data for m in micros])
+        frozen = _NOTHING if lent is None else lent.frozen()
+        # a schedule of the user's may raise
+        reported, rates = owned.updater.rates(before.updates)
+        with frozen, watched:
+            if owned.whole is not None:
+                update = self._captured(owned, state, micros, call, reported, rates)
+            else:
+                grads, report = owned.engine.grads(self._lowered.loss, micros, call)
+                update = _Update(report.finish(), grads, reported, rates)
+        update.idle = idle(update.metrics["weight"])
+        if update.grads is not None and update.idle is not True:
+            self._change_gradients(owned, state, update.grads, update.metrics, before.transforms)
+        return update
+
+    def _finish(
+        self,
+        owned: Owned,
+        state: TrainState,
+        before: _Before,
+        update: _Update,
+        position: Position | None,
+        to: Lease,
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Update the parameters, unless a captured step has; the next state."""
+        metrics, skip = update.metrics, update.skip
+        donate(state)
+        if update.idle is True:
+            undo(owned.engine)
+            metrics.update(update.reported)
+        elif update.grads is not None:
+            skip = self._update(owned, state.step, before, update)
+        self._clean = True
+        if self._meter is not None:
+            metrics["recompilations"] = self._meter.found.recompilations
+        owned.moving_buffers.end()
+        if before.scale is not None:
+            metrics["loss_scale"] = before.scale["scale"].clone()
+            if update.idle is not True:
+                owned.move_scale(before.scale, skip, metrics["weight"])
+        if owned.engine.end is not None:
+            owned.engine.end()
+        following = TrainState(
+            step=before.step + 1,
+            updates=_counted(before.updates, update.idle, skip),
+            params=owned.params,
+            buffers=owned.current_buffers(),
+            opt=owned.opt,
+            scale=before.scale,
+            ema=owned.ema,
+            rng=state.rng,
+            data=state.data if position is None else position,
+            extras=before.extras,
+            transforms=before.transforms,
+        )
+        lease(following, to)
+        self._moved = True
+        if update.idle is True:
+            metrics["skipped"] = 1.0
+        elif skip is not None:
+            metrics["skipped"] = skip
+            self._skips.put(skip)
+        return following, checked(metrics, update.idle)
+
+    def _call(self, state: TrainState, lent: Given | None, notice: Notice | None) -> Call:
+        scale = state.scale
+        return Call(
+            root=None if self._rng == "stream" else state.rng.root,
+            step=state.step,
+            scale=None if scale is None else scale["scale"],
+            last_weight=None if scale is None else scale["weight"],
+            given=lent,
+            notice=notice,
+        )
+
+    def _captured(
+        self,
+        owned: Owned,
+        state: TrainState,
+        micros: Sequence[Micro],
+        call: Call,
+        reported: dict[str, Any],
+        rates: list[list[Any]],
+    ) -> _Update:
+        """Run the compiled programs; `grads` is None if the update is among what they do."""
+        whole: Any = owned.whole
+        updater = owned.updater
+        tensors, number = updater.as_tensors(rates), updater.number(state.updates)
+        begun = kernels.begun()
+        try:
+            try:
+                found = whole.run(micros, call, tensors, number)
+            finally:
+                if kernels.begun() != begun:
+                    donate(state)
+        finally:
+            if kernels.begun() != begun:  # an interrupt came in the middle
+                donate(state)
+        if found.grads is None:
+            found.metrics.update(reported)
+        return _Update(found.metrics, found.grads, reported, rates, found.skip)
+
+    def _change_gradients(
+        self, owned: Owned, state: TrainState, grads: Gradients, metrics: dict[str, Any], transforms: Any
+    ) -> None:
+        """Run the GRADS hooks."""
+        lowered = self._lowered
+        info = Info(step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__)
+        if lowered.skips:
+            grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
+        with self._library_only or self._drawing(owned, state.rng.root, state.step):
+            for name, hook in lowered.gradients:
+                keep_own(transforms, name, hook.on_gradients(grads, transforms.get(name), info))
+
+    def _update(self, owned: Owned, step: int, before: _Before, update: _Update) -> Any:
+        """Update the parameters eagerly, and run the UPDATE hooks; whether the update was skipped."""
+        lowered, grads, metrics = self._lowered, update.grads, update.metrics
+        assert grads is not None
+        if isinstance(update.idle, torch.Tensor):
+            grads.idle = update.idle
+        metrics.update(owned.updater.apply(grads, update.rates, before.updates, update.reported))
+        owned.engine.clear()
+        skip = grads.left_out()
+        reported = skip if lowered.skips else grads.skip
+        if not lowered.updates:
+            return reported
+        info = Info(
+            step=step, updates=before.updates, params=owned.params, record=metrics.__setitem__, skip=skip
+        )
+        with self._library_only or self._drawing(owned, before.root, step):
+            for name, hook in lowered.updates:
+                own = hook.on_update(owned.engine, before.transforms.get(name), info)
+                keep_own(before.transforms, name, own)
+        return reported
+
+    def _drawing(self, owned: Owned, root: int, step: int) -> contextlib.AbstractContextManager[None]:
+        """A context in which functions of the user draw random numbers that are equal on all ranks."""
+        world = owned.engine.mesh.world
+        seed = None if self._rng == "stream" else root
+        return drawing(seed, step, generators_of(world.device), world.size)
+
+
+def _counted(updates: Any, left_out: Any, skip: Any) -> Any:
+    """The number of updates after a step: a tensor if the device decides whether one is left out."""
+    if left_out is True:
+        return updates
+    if skip is None:
+        return updates + 1
+    return updates + (1.0 - skip if isinstance(updates, torch.Tensor) else int(not skip))
+
+
+class _Update:
+    """A step before its update: metrics, gradients (None: updated already), rates."""
+
+    __slots__ = ("grads", "idle", "metrics", "rates", "reported", "skip")
+
+    def __init__(
+        self,
+        metrics: dict[str, Any],
+        grads: Gradients | None,
+        reported: dict[str, Any],
+        rates: list[list[Any]],
+        skip: Any = None,
+    ) -> None:
+        self.metrics = metrics
+        self.grads = grads
+        self.reported = reported
+        self.rates = rates
+        self.skip = skip
+        self.idle: Any = False
+
+
+class _Before:
+    """The fields of a state that are read after it was donated."""
+
+    __slots__ = ("_versions", "extras", "root", "scale", "step", "transforms", "updates")
+
+    def __init__(self, state: TrainState) -> None:
+        self.step = state.step
+        self.root = state.rng.root
+        self.updates = state.updates
+        self.scale = state.scale
+        self.extras = state.extras
+        self.transforms: dict[str, Any] = dict(state.transforms)
+        self._versions = _versions(state.transforms) if self.transforms else []
+
+    def own_changed(self) -> bool:
+        """Whether a transform of the user's changed a tensor of its state in place."""
+        return any(_torch.version_of(tensor) != version for tensor, version in self._versions)
+
+
+def _versions(own: Any) -> list[tuple[torch.Tensor, int]]:
+    tensors = [leaf for leaf in tree.leaves(own) if isinstance(leaf, torch.Tensor)]
+    return [(tensor, _torch.version_of(tensor)) for tensor in tensors]

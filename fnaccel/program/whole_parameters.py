@@ -1,0 +1,73 @@
+"""In `look(whole=True)` modules show whole tensors in the place of the parts that ranks hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fnaccel import _torch
+from fnaccel.engine.runtime_tensor import Remote
+from fnaccel.errors import CapabilityError
+
+
+@contextlib.contextmanager
+def whole_parameters(modules: Iterable[nn.Module], shown: Iterable[Any]) -> Generator[None]:
+    """In the body the parameters of modules are whole, ordinary tensors; every rank must enter it.
+
+    A forward in the body gathers its units as ever, and leaves their parts behind.
+
+    Args:
+        modules: the modules.
+        shown: the parameters as a state shows them.
+
+    Raises:
+        CapabilityError: a runtime keeps the parameters, so that they can't be shown in the modules.
+    """
+    if any(isinstance(value, Remote) for value in shown):
+        raise CapabilityError(
+            "the runtime keeps the parameters in parts of its own",
+            where="train_step.look(state, fn, whole=True)",
+            fix="fa.export_hf(directory, state), or read state.params, whose tensors are fetched whole",
+        )
+    slots = [
+        (slot, name, param)
+        for root in modules
+        for module in root.modules()
+        for slot in (_torch.parameters_of(module),)
+        for name, param in slot.items()
+        if hasattr(param, "placements")
+    ]
+    whole: dict[int, nn.Parameter] = {}  # by identity, so that tied parameters stay tied
+    for _, _, param in slots:
+        sharded: Any = param
+        if id(param) not in whole:
+            full = sharded.detach().full_tensor()
+            whole[id(param)] = nn.Parameter(full, requires_grad=sharded.requires_grad)
+    try:
+        for slot, name, param in slots:
+            slot[name] = whole[id(param)]
+        yield
+    finally:
+        for slot, name, param in slots:
+            slot[name] = param
+
+
+def explain(error: BaseException) -> CapabilityError | None:
+    """The error for a function that read the parts of sharded parameters as if they were whole."""
+    message = str(error)
+    if not any(part in message for part in ("DTensor", "python storage", "tensor subclasses")):
+        return None
+    return CapabilityError(
+        f"the function read parameters of which each rank holds a part: {(message.splitlines() or [''])[0]}",
+        where="train_step.look(state, fn)",
+        fix="train_step.look(state, fn, whole=True) gathers them all; fa.export_hf(directory, state)",
+    )
+
+
+def is_sharded(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether some parameter is not whole on this rank, or is kept by a runtime."""
+    return any(hasattr(value, "placements") or isinstance(value, Remote) for value in parameters)

@@ -1,0 +1,1 @@
+"""The description of a step: transforms, phases, and what a loss returns."""

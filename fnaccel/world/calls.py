@@ -1,0 +1,115 @@
+"""`CallLog`: which calls of this rank need all ranks of the world, in the order in which it made them.
+
+Ranks compare their logs if a call waits for too long or fails: see `peers.py`. A log costs one counter and
+one name a call. Nothing is sent here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NAMES = 64
+"""How many of the newest calls a log remembers by name."""
+
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+
+Explain = Callable[[str, RuntimeError], Exception | None]
+"""`explain(name, error)` returns the error to raise in place of what a collective raised, or None."""
+
+
+class CallLog:
+    """The calls of one rank that need all ranks.
+
+    Attributes:
+        count: how many calls were begun.
+        newest: (number, name) of the newest of them; pairs, so that another thread never sees a name without
+            its number.
+        thread: the thread that is inside a call; None between calls.
+        failed: the number of the newest call that raised; 0 if none did.
+        failed_at: the line of the script that made that call.
+        explain: says which error to raise if a collective fails.
+    """
+
+    __slots__ = ("count", "explain", "failed", "failed_at", "newest", "thread")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.newest: deque[tuple[int, str]] = deque(maxlen=NAMES)
+        self.thread: int | None = None
+        self.failed = 0
+        self.failed_at = ""
+        self.explain: Explain | None = None
+
+    def run(self, name: str, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call `fn(*args, **kwargs)` and note it as one call of all ranks, unless it is part of another one.
+
+        Raises:
+            PeerLostError: a collective in it failed because another rank left or made another call.
+        """
+        thread = threading.get_ident()
+        if self.thread == thread:  # the outer call names this one, and explains its errors
+            return fn(*args, **kwargs)
+        if self.thread is not None:  # a save in the background, which has a process group of its own
+            return self.explained(name, fn, *args, **kwargs)
+        self.count += 1
+        self.newest.append((self.count, name))
+        self.thread = thread
+        try:
+            return self.explained(name, fn, *args, **kwargs)
+        except BaseException:
+            self.failed, self.failed_at = self.count, self.place()
+            raise
+        finally:
+            self.thread = None
+
+    def explained(self, name: str, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call `fn(*args, **kwargs)`, and raise a better error if a collective in it fails.
+
+        Raises:
+            PeerLostError: a collective in it failed because another rank left or made another call.
+        """
+        try:
+            return fn(*args, **kwargs)
+        except RuntimeError as error:
+            better = None if self.explain is None else self.explain(name, error)
+            if better is None:
+                raise
+            raise better from error
+
+    def wrap(self, name: str, fn: Callable[P, R]) -> Callable[P, R]:
+        """`fn` as a function whose every call is noted under `name`."""
+        return functools.partial(self.run, name, fn)
+
+    def outer(self) -> str:
+        """The name of the call that this thread is inside of; `""` if it is inside of none."""
+        return self.newest[-1][1] if self.thread == threading.get_ident() else ""
+
+    def place(self) -> str:
+        """The line of the script that made the current call, such as `"train.py:12"`; `""` if unknown."""
+        if self.thread is None:
+            return self.failed_at if self.failed == self.count else ""
+        # private, and the only way to see what another thread does
+        frames = sys._current_frames()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        return place_of(frames.get(self.thread or 0))
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The innermost line on the stack that belongs to neither fnaccel nor an installed library."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((_PACKAGE, *_LIBRARIES, "<")):
+            return f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,60 @@
+"""`every_rank`: marks a public function that all ranks of the world must call.
+
+Its calls are counted in the world's log (`calls.py`), so that ranks which make different calls get an error
+that names them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from fnaccel.world.calls import CallLog
+from fnaccel.world.world import World, find_current
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def every_rank(fn: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: note each call of `fn` as one that all ranks make, and name the ranks if it fails.
+
+    The world is that of `world=`, of a train step that comes first, or of this context. A call `over=`
+    another process group is not counted: ranks outside of it do not make it, or a thread makes it.
+    """
+    name = f"{'train_step' if '.' in fn.__qualname__ else 'fa'}.{fn.__name__}"
+
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        calls = _log_of(args, kwargs)
+        if calls is None:
+            return fn(*args, **kwargs)
+        if not _is_world(kwargs.get("over")):
+            return calls.explained(name, fn, *args, **kwargs)
+        return calls.run(name, fn, *args, **kwargs)
+
+    return run
+
+
+def outer_call(world: World | None, own: str) -> str:
+    """The public function that this thread is inside of, such as `"in fa.save"`; `""` if it is `own`."""
+    world = find_current() if world is None else world
+    name = "" if world is None or world.calls is None else world.calls.outer()
+    return f"in {name}" if name and name != own else ""
+
+
+def _log_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallLog | None:
+    world: Any = kwargs.get("world")
+    if world is None and args:
+        world = getattr(getattr(args[0], "mesh", None), "world", None)
+    if not isinstance(world, World):
+        world = find_current()
+    return None if world is None else world.calls
+
+
+def _is_world(over: Any) -> bool:
+    """Whether `over=` names the process group of the world; another group has an order of its own."""
+    return over is None or getattr(over, "group", over) is dist.group.WORLD

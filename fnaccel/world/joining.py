@@ -1,0 +1,190 @@
+"""How the processes of one job become a process group: the store in which they meet, and who is missing.
+
+The store of one machine listens on the loopback interface only: it has no password, and whoever reaches
+it can end or mislead a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, MutableMapping
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from fnaccel import _torch
+from fnaccel.errors import WorldError
+from fnaccel.world.connections import remember, socket_names
+from fnaccel.world.launched import Ranks, first_host
+
+LISTENERS: list[Callable[[str], None]] = []
+"""Called with "joining" before this process waits for the others, and with "joined" afterwards."""
+
+_BACKLOG = 1024
+
+
+@attrs.frozen(kw_only=True)
+class Joined:
+    """The process group that `join` began.
+
+    Attributes:
+        store: the store that the ranks share.
+        host: the rank that keeps the store; None if a launcher does.
+        port: where the store listens.
+    """
+
+    store: Any
+    host: int | None
+    port: int
+
+
+def join(
+    ranks: Ranks,
+    device: torch.device,
+    backend: str | None,
+    timeout: float,
+    environ: MutableMapping[str, str],
+) -> Joined:
+    """Begin the process group of all ranks.
+
+    Args:
+        ranks: what the launcher says of this process.
+        device: where it computes.
+        backend: of collectives; chosen from the device if None.
+        timeout: seconds that ranks wait for each other, here and in each collective.
+        environ: the environment; gets the address of the store if one machine lacks it.
+
+    Raises:
+        WorldError: no address is set, or not all ranks came.
+    """
+    _set_address(ranks, environ)
+    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    if backend is None:
+        native = dist.Backend.default_device_backend_map.get(device.type, "gloo")
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{native}"
+    limit = timedelta(seconds=timeout)
+    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    _tell("joining")
+    store: Any = None
+    try:
+        if agent:
+            # every attempt of torchrun shares one store: without a prefix, a restart reads the
+            # addresses of processes that are gone, and half of the restarts fail
+            attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            tcp = _torch.TCPStore(address, port, ranks.size, is_master=False, timeout=limit)
+            store = _torch.PrefixStore(f"attempt_{attempt}", tcp)
+        elif ranks.machines == 1 and is_loopback(address):
+            store = _loopback_store(ranks, address, port, limit)
+        if store is not None:
+            _wait_for_all(store, ranks, limit)
+        before = socket_names()
+        dist.init_process_group(
+            backend,
+            store=store,
+            init_method=None if store is not None else "env://",
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=limit,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, WorldError):
+            raise
+        raise WorldError(
+            f"rank {ranks.rank} could not join {ranks.size} ranks at {address}:{port}: "
+            f"{(str(error).splitlines() or [type(error).__name__])[0]}",
+            where="fa.start",
+            fix="check that every rank runs and reaches that address (several machines: GLOO_SOCKET_IFNAME)",
+        ) from error
+    remember(before)
+    _tell("joined")
+    return Joined(
+        store=_torch.default_store() if store is None else store, host=None if agent else 0, port=port
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of this machine can mean this address."""
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _set_address(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
+    if ranks.machines == 1:
+        environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        if ranks.source == "mpirun":  # which sets neither, and torch's usual port serves on one machine
+            environ.setdefault("MASTER_PORT", "29500")
+    if ranks.source == "srun":
+        environ.setdefault("MASTER_ADDR", first_host(environ.get("SLURM_NODELIST", "127.0.0.1")))
+        environ.setdefault("MASTER_PORT", str(20_000 + int(environ.get("SLURM_JOB_ID", "0")) % 10_000))
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing:
+        raise WorldError(
+            f"{ranks.size} ranks were announced by {ranks.source}, and {' and '.join(missing)} are not set",
+            where="fa.start",
+            fix="start with `fnaccel launch`, or export the address and port of rank 0",
+        )
+
+
+def _loopback_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> Any:
+    """A store that rank 0 keeps, which other machines can't reach: torch's own listens on all interfaces."""
+    if ranks.rank != 0:
+        try:
+            return _torch.TCPStore(
+                address, port, ranks.size, is_master=False, timeout=limit, wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise _never_came(ranks, [0], limit) from error
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, port), family=family, backlog=_BACKLOG) as listener:
+        # torch closes what it is handed
+        return _torch.TCPStore(
+            address,
+            port,
+            ranks.size,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
+        )
+
+
+def _wait_for_all(store: Any, ranks: Ranks, limit: timedelta) -> None:
+    """Wait until every rank has come to the store.
+
+    Raises:
+        WorldError: some did not within `limit`; they are named.
+    """
+    store.set(f"fnaccel/joining/{ranks.rank}", "1")
+    late = list(range(ranks.size))
+    end, pause = time.monotonic() + limit.total_seconds(), 0.001
+    try:
+        # one wait for all would not say whom it misses if rank 0 gives up first and takes the store along
+        while late := [rank for rank in late if not store.check([f"fnaccel/joining/{rank}"])]:
+            if time.monotonic() > end:
+                raise _never_came(ranks, late, limit)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+    except RuntimeError as error:
+        if isinstance(error, WorldError):
+            raise
+        raise _never_came(ranks, late, limit) from error
+
+
+def _never_came(ranks: Ranks, late: list[int], limit: timedelta) -> WorldError:
+    return WorldError(
+        f"rank {ranks.rank} could not join {ranks.size} ranks: {'rank' if len(late) == 1 else 'ranks'} "
+        f"{', '.join(map(str, late))} did not come to fa.start within {limit.total_seconds():g} s",
+        where="fa.start",
+        fix="see whether the missing ranks run; call fa.start on every rank, or raise timeout=",
+    )
+
+
+def _tell(event: str) -> None:
+    for listener in LISTENERS:
+        with contextlib.suppress(OSError):  # the launcher is gone
+            listener(event)

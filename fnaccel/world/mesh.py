@@ -1,0 +1,175 @@
+"""Axis arithmetic: from the degrees of a strategy and a number of ranks to a mesh of ranks.
+
+Axes are named as torchtitan names them. The derived axis `batch` is what the data is split
+over: `dp_replicate` and `dp_shard` together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch.distributed as dist
+
+from fnaccel import _torch
+from fnaccel.errors import AxisProductError, WorldError
+from fnaccel.world.world import World
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+"""Mesh axes, outermost first."""
+
+BATCH_AXES = ("dp_replicate", "dp_shard")
+"""The axes over which the rows of a batch are split."""
+
+
+def resolve(degrees: Sequence[tuple[str, int]], size: int, described: str) -> dict[str, int]:
+    """Fill in the one degree of -1 and check that the product is `size`.
+
+    Args:
+        degrees: (axis name, degree) pairs.
+        size: the number of ranks.
+        described: how the user wrote the strategy, for the message.
+
+    Raises:
+        AxisProductError: the product can't be `size`; shows the arithmetic and what would fit.
+    """
+    names = [name for name, _ in degrees]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise AxisProductError(
+            f"axis {repeated[0]!r} stands twice in {described}",
+            where=f"strategy {described}",
+            fix="multiply the two degrees into one axis",
+        )
+    free = [name for name, degree in degrees if degree == -1]
+    fixed = math.prod(degree for _, degree in degrees if degree != -1)
+    bad = [f"{name}={degree}" for name, degree in degrees if degree != -1 and degree < 1]
+    arithmetic = " * ".join(str(degree) for _, degree in degrees) or "1"
+    if bad or len(free) > 1 or size % fixed or (not free and fixed != size):
+        raise AxisProductError(
+            f"{described} is {arithmetic} = {fixed if not free else '?'} ranks, and the world has {size}",
+            where=f"strategy {described}",
+            fix=_suggest(degrees, size),
+        )
+    return {name: size // fixed if degree == -1 else degree for name, degree in degrees}
+
+
+def _suggest(degrees: Sequence[tuple[str, int]], size: int) -> str:
+    if not degrees:
+        return f"start one process, or distribute over {size} with ddp() or fsdp()"
+    if len(degrees) == 1:
+        return f"use degree {size}, or -1 for all ranks; or start {abs(degrees[0][1])} processes"
+    first = degrees[0][1]
+    pairs = [(d, size // d) for d in range(1, size + 1) if size % d == 0]
+    pairs.sort(key=lambda pair: (abs(pair[0] - first), pair))
+    if len(degrees) == 2:
+        layouts = ", ".join(f"{degrees[0][0]}={a} * {degrees[1][0]}={b}" for a, b in pairs[:3])
+        return f"nearest layouts of {size} ranks: {layouts}"
+    return f"make one degree -1, or choose degrees whose product is {size}"
+
+
+@attrs.frozen(kw_only=True)
+class MeshAxis:
+    """One axis of a mesh, as `over=` takes it; `group` is None where the axis has one rank."""
+
+    name: str
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None = attrs.field(eq=False, repr=False)
+
+
+@attrs.frozen(kw_only=True)
+class Mesh:
+    """Ranks laid out over named axes; `device` is torch's DeviceMesh, None without axes."""
+
+    world: World
+    degrees: dict[str, int] = attrs.field(eq=lambda degrees: tuple(degrees.items()))
+    device: Any = attrs.field(default=None, eq=False, repr=False)
+
+    @property
+    def batch_size(self) -> int:
+        """How many parts the rows of a batch are split in."""
+        return math.prod(self.degrees.get(axis, 1) for axis in BATCH_AXES)
+
+    @property
+    def batch_rank(self) -> int:
+        """Which of those parts is this rank's."""
+        rank = 0
+        if self.world.size == 1:
+            return rank
+        for axis in BATCH_AXES:
+            if axis in self.degrees:
+                rank = rank * self.degrees[axis] + self.coordinate(axis)
+        return rank
+
+    def coordinate(self, axis: str) -> int:
+        """Where this rank stands along one axis; 0 along an axis that the mesh lacks."""
+        if axis not in self.degrees or self.device is None:
+            return 0
+        return int(self.device.get_local_rank(axis))
+
+    def __getitem__(self, axis: str) -> MeshAxis:
+        """One axis (or `"batch"`), for `fa.gather(x, over=train_step.mesh["dp_shard"])`."""
+        batch = axis == "batch"
+        group = self.group(axis)
+        return MeshAxis(
+            name=axis,
+            size=self.batch_size if batch else self.degrees[axis],
+            rank=self.batch_rank if batch else self.coordinate(axis),
+            group=group,
+        )
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The process group along one axis, or along the derived axis `"batch"`.
+
+        None where that axis has one rank: there is nobody to talk to.
+
+        Raises:
+            AxisProductError: there is no such axis.
+        """
+        if axis == "batch":
+            if self.world.size == 1 or self.batch_size == 1:
+                return None
+            if self.batch_size == self.world.size:
+                return dist.group.WORLD
+            names = tuple(name for name in BATCH_AXES if name in self.degrees)
+            return self.device[names]._flatten("batch").get_group()  # noqa: SLF001
+        if axis not in self.degrees:
+            raise AxisProductError(
+                f"the mesh has no axis {axis!r}",
+                where=f"mesh {self.degrees}",
+                fix=f"choose one of: {', '.join([*self.degrees, 'batch'])}",
+            )
+        return None if self.degrees[axis] == 1 else self.device.get_group(axis)
+
+
+def build(world: World, degrees: dict[str, int]) -> Mesh:
+    """Lay the ranks of `world` out over `degrees` (ordered as `AXES`), outermost first."""
+    ordered = {name: degrees[name] for name in AXES if name in degrees}
+    if not ordered:
+        return Mesh(world=world, degrees={})
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import
+
+    ensure_group(world)
+    _torch.forget_old_meshes()
+    device = init_device_mesh(world.device.type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
+    return Mesh(world=world, degrees=ordered, device=device)
+
+
+def ensure_group(world: World) -> None:
+    """Begin a process group of one where a single process needs a mesh and none runs."""
+    if not dist.is_initialized():
+        backend = dist.Backend.default_device_backend_map.get(world.device.type, "gloo")
+        dist.init_process_group(backend, store=_torch.HashStore(), rank=0, world_size=1)
+
+
+def gloo_group() -> dist.ProcessGroup:
+    """A group of all ranks on the CPU, for a thread beside the one that trains; every rank calls it."""
+    made = dist.new_group(backend="gloo")
+    if isinstance(made, dist.ProcessGroup):
+        return made
+    raise WorldError(
+        "no process group can be made", where="a process group that runs", fix="make it with gloo for the CPU"
+    )

@@ -1,0 +1,384 @@
+"""The world: which process this is, among how many, and on which device.
+
+`start()` is the only reader of the environment besides the launcher. What it returns is a value;
+functions that need one take `world=`, or the one that `start()` set in this context.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import gc
+import os
+import re
+import weakref
+from collections.abc import Callable, Generator
+from contextvars import ContextVar, Token
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from fnaccel import _torch
+from fnaccel.errors import NoWorldError, PeerLostError, WorldError
+from fnaccel.world.calls import CallLog
+from fnaccel.world.connections import drop_inherited
+from fnaccel.world.devices import HOSTED, check_processes, open_device
+from fnaccel.world.joining import Joined, join
+from fnaccel.world.launched import Ranks, detect
+from fnaccel.world.peers import Peers
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_RUNNING = "a running process group"
+_current: ContextVar[World | None] = ContextVar("fnaccel_world", default=None)
+
+
+if hasattr(os, "register_at_fork"):
+    # a worker that collected a process group of its parent would wait for ever, in the group's
+    # destructor, for threads that were not forked: it leaves alone what it has inherited
+    os.register_at_fork(after_in_child=gc.freeze)
+    os.register_at_fork(after_in_child=_torch.keep_inherited)
+    os.register_at_fork(after_in_child=drop_inherited)
+
+
+@attrs.frozen(kw_only=True)
+class World:
+    """One process among `size`; frozen, a context manager that frees what `start()` began.
+
+    Attributes:
+        rank: this process, 0 to size - 1.
+        size: the number of processes.
+        local_rank, local_size: the same, on this machine.
+        machine, machines: this machine, and how many there are.
+        device: where this process computes.
+        backend: the name of the collective backend (`"gloo"`, `"nccl"`), or `"none"` on one rank.
+        saved_by: data positions (epoch, samples) that were restored, and how many ranks saved each.
+        calls: the calls that need all ranks, as this rank has made them; None on one rank.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    machine: int
+    machines: int
+    device: torch.device
+    backend: str
+    source: str = "plain python"
+    calls: CallLog | None = attrs.field(default=None, repr=False, eq=False)
+    saved_by: dict[tuple[int, int], int] = attrs.field(factory=dict, repr=False, eq=False)
+    _peers: Peers | None = attrs.field(default=None, repr=False, eq=False, alias="peers")
+    _owns_group: bool = attrs.field(default=False, repr=False, alias="owns_group")
+    _tokens: list[Token[World | None]] = attrs.field(factory=list, repr=False, eq=False)
+    _guests: weakref.WeakSet[Any] = attrs.field(factory=weakref.WeakSet, repr=False, eq=False)
+    _resources: dict[Any, Any] = attrs.field(factory=dict, repr=False, eq=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_rank == 0
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_main:
+            builtins.print(*values, **options)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here.
+
+        Raises:
+            PeerLostError: a rank left, exited or made another call.
+        """
+        if self.calls is not None:
+            self.calls.run("world.barrier", dist.barrier)
+        elif self.size > 1:
+            dist.barrier()
+
+    @contextlib.contextmanager
+    def main_first(self, *, local: bool = False) -> Generator[None]:
+        """Rank 0 runs the body before the others (`local=True`: the first of each machine).
+
+        Example: `with world.main_first(): download()`.
+        """
+        first = self.is_local_main if local else self.is_main
+        if not first:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if first:
+                self.barrier()
+
+    def on_main(self, fn: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorator: run on rank 0 only; the other ranks get None."""
+        return self.on_process(0)(fn)
+
+    def on_local_main(self, fn: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorator: run on the first process of each machine only."""
+        return _only(fn, self.is_local_main)
+
+    def on_process(self, rank: int) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+        """Decorator: run on one rank only; the other ranks get None.
+
+        Raises:
+            WorldError: there is no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise WorldError(
+                f"there is no rank {rank} among {self.size}",
+                where="world.on_process",
+                fix=f"choose a rank from 0 to {self.size - 1}",
+            )
+        return lambda fn: _only(fn, self.rank == rank)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        # Preempted says that all ranks leave; sys.exit on one of them does not
+        clean = error is None or getattr(kind, "on_all_ranks", False)
+        self._close(_LEFT if clean else _reason(error), clean=clean, follows=isinstance(error, PeerLostError))
+
+    def enter(self) -> None:
+        """Be the world of this context, until `close`."""
+        self._tokens.append(_current.set(self))
+
+    def close_with(self, guest: Any) -> None:
+        """Call `guest.close()` before the processes part: it holds what talks between them."""
+        self._guests.add(guest)
+
+    def resource(self, kind: Callable[[World], R]) -> R:
+        """The one `kind(self)` of this world, made when it is first asked for.
+
+        Its `close(clean=)` is called before the processes part, and may raise.
+        """
+        if kind not in self._resources:
+            self._resources[kind] = kind(self)
+        return self._resources[kind]
+
+    def close(self, *, clean: bool = True) -> None:
+        """Leave the world. If `clean`, wait some seconds for ranks that are about to leave too.
+
+        The other ranks learn that this one has left: a collective in which they wait for it raises.
+        Train steps that span several ranks are closed with the world. Saves in the background end before.
+
+        Raises:
+            CheckpointError: such a save failed, and nobody was told.
+        """
+        self._close(_LEFT, clean=clean)
+
+    def _close(self, left: str, *, clean: bool, follows: bool = False) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._leave, left, clean=clean, follows=follows)
+            while self._resources:
+                _, resource = self._resources.popitem()
+                stack.callback(resource.close, clean=clean)
+
+    def _leave(self, left: str, *, clean: bool, follows: bool) -> None:
+        while self._tokens:
+            token = self._tokens.pop()
+            with contextlib.suppress(ValueError):  # closed in another context than it began
+                _current.reset(token)
+        alone = self.size == 1 and self.source != _RUNNING  # a mesh of one began its own group
+        ends_group = (self._owns_group or alone) and dist.is_initialized()
+        if self._peers is not None:
+            everyone = self._peers.leave(left, clean=clean, follows=follows, wait=ends_group)
+            if ends_group and not everyone:
+                self._peers.cut()
+        if ends_group:
+            if self.size > 1:
+                for guest in list(self._guests):
+                    guest.close()
+            _torch.end_groups()
+            # the threads of a group that outlives this run into the interpreter's end, and abort
+            gc.collect()
+
+
+_LEFT = "left the world"
+
+
+def _reason(error: BaseException | None) -> str:
+    """Why a rank leaves, as the predicate of a sentence."""
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return f"ended with exit code {code}"
+    text = str(error).splitlines()
+    return f"ended with {type(error).__name__}" + (f": {text[0]}" if text else "")
+
+
+def _only(fn: Callable[P, R], here: bool) -> Callable[P, R | None]:
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return fn(*args, **kwargs) if here else None
+
+    return run
+
+
+def current(world: World | None = None) -> World:
+    """`world` itself, or the one that `start()` set in this context.
+
+    Raises:
+        NoWorldError: there is none (threads start with an empty context).
+    """
+    found = world if world is not None else _current.get()
+    if found is None:
+        raise NoWorldError(
+            "no world was started in this context",
+            where="a function that needs to know the ranks",
+            fix="call it inside `with fa.start() as world:`, or pass world=",
+        )
+    return found
+
+
+def find_current() -> World | None:
+    """The world of this context; None if there is none."""
+    return _current.get()
+
+
+def announce(world: World) -> None:
+    """Let the environment say LOCAL_RANK, where a runtime looks for it."""
+    os.environ["LOCAL_RANK"] = str(world.local_rank)
+
+
+def start(
+    *,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    timeout: float = 600.0,
+    compile_cache: str | os.PathLike[str] | None = None,
+) -> World:
+    """Join the other processes and return the `World`; use it as a context manager.
+
+    Reads what `fnaccel launch`, torchrun, mpirun, SLURM or plain `python` set. A process group
+    that already runs is used, and left running.
+
+    Args:
+        device: where to compute; the accelerator of this local rank, or the CPU, by default.
+        backend: collective backend; chosen from the device by default.
+        timeout: seconds that a collective may take.
+        compile_cache: folder in which torch.compile keeps what it compiled, for this and later
+            processes; by default one in the temporary files. Ranks may share it.
+
+    Raises:
+        WorldError: the environment contradicts itself, or has fewer devices than processes.
+    """
+    if compile_cache is not None:
+        _keep_compiled(Path(compile_cache))
+    found = _ranks_of_running_group() if dist.is_initialized() else detect(os.environ)
+    chosen = _choose_device(device, found)
+    joined: Joined | None = None
+    if not dist.is_initialized() and found.size > 1:
+        joined = join(found, chosen, backend, timeout, os.environ)
+    if chosen.type not in HOSTED:
+        torch.accelerator.set_device_index(chosen.index or 0)
+    calls, peers = _watched(found, joined)
+    world = World(
+        rank=found.rank,
+        size=found.size,
+        local_rank=found.local_rank,
+        local_size=found.local_size,
+        machine=found.machine,
+        machines=found.machines,
+        device=chosen,
+        backend=str(dist.get_backend()) if dist.is_initialized() else "none",
+        source=found.source,
+        calls=calls,
+        peers=peers,
+        owns_group=joined is not None,
+    )
+    world.enter()
+    return world
+
+
+def _keep_compiled(folder: Path) -> None:
+    """Tell torch where compiled code goes; inductor and Triton read this when they need it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.absolute())
+    os.environ["TRITON_CACHE_DIR"] = str(folder.absolute() / "triton")
+
+
+def _ranks_of_running_group() -> Ranks:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        said = detect(os.environ)
+    except WorldError:
+        said = Ranks()
+    if (said.rank, said.size) == (rank, size):
+        return attrs.evolve(said, source=_RUNNING)
+    return Ranks(rank=rank, size=size, local_rank=rank, local_size=size, source=_RUNNING)
+
+
+def _choose_device(device: torch.device | str | None, ranks: Ranks) -> torch.device:
+    wanted = device if device is not None else os.environ.get("FNACCEL_DEVICE") or None
+    if wanted is not None:
+        chosen = open_device(wanted)
+    else:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        chosen = found if found is not None else torch.device("cpu")
+    check_processes(chosen, ranks.size)
+    if chosen.type in HOSTED:
+        return chosen if chosen.type != "cpu" else torch.device("cpu")
+    _check_present(chosen)
+    count = torch.accelerator.device_count()
+    named: Any = chosen.index  # None where the device has no number, whatever torch's stub says
+    index: int = ranks.local_rank if named is None else named
+    if index >= count:
+        raise WorldError(
+            f"local rank {ranks.local_rank} needs {chosen.type}:{index}, and there are {count}",
+            where="fa.start",
+            fix=f"start at most {count} processes on this machine, or pass device='cpu'",
+        )
+    return torch.device(chosen.type, index)
+
+
+def _check_present(device: torch.device) -> None:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    seen = "no accelerator" if found is None else found.type
+    if seen != device.type:
+        raise WorldError(
+            f"this process has no {device.type}: torch finds {seen}",
+            where="fa.start(device=)",
+            fix="leave device out to take what is there, or pass device='cpu'",
+        )
+
+
+_worlds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _watched(ranks: Ranks, joined: Joined | None) -> tuple[CallLog | None, Peers | None]:
+    """The log of this rank's calls, and who looks after them; None on one rank."""
+    group: Any = dist.group.WORLD if dist.is_initialized() else None
+    if (
+        ranks.size == 1
+        or group is None
+        or not {"gloo", "nccl"} & {*re.split("[:,]", str(dist.get_backend_config()))}
+    ):
+        return None, None
+    outer = _current.get()
+    if outer is not None and outer.calls is not None and joined is None:
+        return outer.calls, None  # a world inside of another one, with the same ranks
+    number = _worlds[group] = _worlds.get(group, 0) + 1
+    store = _torch.PrefixStore(
+        f"fnaccel/world{number}", _torch.default_store() if joined is None else joined.store
+    )
+    log = CallLog()
+    peers = Peers(
+        store,
+        log,
+        rank=ranks.rank,
+        size=ranks.size,
+        host=None if joined is None else joined.host,
+        blocking=joined is not None,
+        keep=frozenset() if joined is None else frozenset([joined.port]),
+    )
+    return log, peers
