@@ -25,9 +25,9 @@ from fnaccel.cli.printable import printable
 from fnaccel.config import Recipe, from_yaml, to_yaml
 from fnaccel.errors import ArgumentError, FnaccelError, UnknownNameError, nearest
 from fnaccel.launch.accelerators import count_accelerators
+from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
 from fnaccel.transforms.compilation import Scope
-from fnaccel.transforms.precision_policy import check_precision
 from fnaccel.world.mesh import resolve
 
 _PROG = "fnaccel bench"

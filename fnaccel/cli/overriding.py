@@ -14,8 +14,8 @@ import yaml
 from fnaccel.config import Recipe, from_yaml
 from fnaccel.config.yaml import override
 from fnaccel.errors import LaunchError
+from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
-from fnaccel.transforms.precision_policy import check_precision
 
 FLAGS = ("strategy", "precision", "accumulate", "clip_norm", "compile")
 """Options that are named as the field of the recipe they set."""

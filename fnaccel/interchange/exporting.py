@@ -24,7 +24,7 @@ from fnaccel.interchange.model_config import files_for
 from fnaccel.interchange.sources.detect import opened
 from fnaccel.interchange.targets import modules_of, persistent_paths, tensors_of
 from fnaccel.state import TrainState, check_live, check_trained, lease_of
-from fnaccel.transforms.precision_policy import dtype_of
+from fnaccel.step.precision_policy import dtype_of
 from fnaccel.world.world import World, current
 
 _WHERE = "fa.export_hf"

@@ -14,11 +14,11 @@ from fnaccel.engine.engine import Loss, Micro
 from fnaccel.errors import ArgumentError, MicroBatchError
 from fnaccel.program.plan import order, title
 from fnaccel.state import Position
+from fnaccel.step.precision_policy import Precision
 from fnaccel.step.step import GradientHook, ModuleHook, Phase, Step, UpdateHook
 from fnaccel.transforms.accumulation import Accumulate
 from fnaccel.transforms.averaging import Ema
 from fnaccel.transforms.compilation import Compile
-from fnaccel.transforms.precision_policy import Precision
 from fnaccel.transforms.skipping import SkipNonfinite
 from fnaccel.transforms.weighting import Weigh
 

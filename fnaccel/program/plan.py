@@ -14,13 +14,13 @@ import torch
 from fnaccel.errors import CapabilityError, PlanMismatchError, RepeatedTransformError
 from fnaccel.optim.description import Optimizer
 from fnaccel.step.foresight import Foresees, Prospect
+from fnaccel.step.precision_policy import Precision
 from fnaccel.step.step import Capability, Phase, Step, Transform
 from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.runtime import Delegation
 from fnaccel.strategies.strategy import Strategy
 from fnaccel.transforms.compilation import Compile
-from fnaccel.transforms.precision_policy import Precision
 from fnaccel.transforms.skipping import SkipNonfinite
 from fnaccel.transforms.weighting import Weigh
 from fnaccel.world.mesh import Mesh

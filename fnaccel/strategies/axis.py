@@ -12,9 +12,9 @@ from fnaccel.engine.engine import Engine
 from fnaccel.errors import CapabilityError
 from fnaccel.models.building import Built
 from fnaccel.models.parameter import Leaf
+from fnaccel.step.precision_policy import Precision
 from fnaccel.strategies.runtime import Delegation
 from fnaccel.strategies.strategy import Strategy
-from fnaccel.transforms.precision_policy import Precision
 from fnaccel.world.mesh import Mesh
 
 

@@ -22,11 +22,11 @@ from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, nearest
 from fnaccel.models.blocks import find_units
 from fnaccel.models.building import Built, check_alike, construct
 from fnaccel.models.parameter import Leaf
+from fnaccel.step.precision_policy import Precision
 from fnaccel.strategies.axis import Request, interpreter, laid_out_as, same
 from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_captured import build_captured
-from fnaccel.transforms.precision_policy import Precision
 from fnaccel.world.mesh import Mesh, ensure_group
 
 _CAST_SAFE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -1,5 +1,6 @@
 """Transforms of a step: pure functions `Step -> Step`, one a file."""
 
+from fnaccel.step.precision_policy import Precision as Precision
 from fnaccel.transforms.accumulation import accumulate as accumulate
 from fnaccel.transforms.averaging import with_ema as with_ema
 from fnaccel.transforms.clipping import clip_norm as clip_norm
@@ -9,7 +10,6 @@ from fnaccel.transforms.float8.record import Float8 as Float8
 from fnaccel.transforms.float8.record import float8_layers as float8_layers
 from fnaccel.transforms.layer_casting import cast_layers as cast_layers
 from fnaccel.transforms.precision import with_precision as with_precision
-from fnaccel.transforms.precision_policy import Precision as Precision
 from fnaccel.transforms.rematerialisation import remat as remat
 from fnaccel.transforms.skipping import skip_nonfinite as skip_nonfinite
 from fnaccel.transforms.weighting import with_weight as with_weight

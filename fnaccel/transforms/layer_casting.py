@@ -20,9 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from fnaccel.errors import CapabilityError, UnknownNameError, as_names, nearest, require
 from fnaccel.models.layers import Layers, check_patterns, matches
 from fnaccel.step.foresight import Prospect, modules_without_values
+from fnaccel.step.precision_policy import Precision, dtype_of
 from fnaccel.step.step import Capability, Phase, Step, Transform, append
 from fnaccel.transforms.compilation import Compile
-from fnaccel.transforms.precision_policy import Precision, dtype_of
 
 _WHERE = "fa.cast_layers"
 _FP8 = {

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from fnaccel.errors import CapabilityError, require
+from fnaccel.step.precision_policy import Precision, dtype_of
 from fnaccel.step.step import Phase, Step, Transform, append
 from fnaccel.transforms.float8.record import Float8, with_float8
-from fnaccel.transforms.precision_policy import Precision, dtype_of
 
 
 def with_precision(step: Any, precision: Any, *, recipe: str | None = None) -> Step:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fnaccel.errors import CapabilityError, ConfigError
+from fnaccel.step.precision_policy import DTYPES, Precision
 from fnaccel.step.step import Step
 from fnaccel.strategies.deepspeed.choosing import choose_update
 from fnaccel.strategies.deepspeed.draft import Draft
@@ -20,7 +21,6 @@ from fnaccel.transforms.accumulation import Accumulate, accumulate
 from fnaccel.transforms.averaging import Ema
 from fnaccel.transforms.clipping import ClipNorm, clip_norm
 from fnaccel.transforms.precision import with_precision
-from fnaccel.transforms.precision_policy import DTYPES, Precision
 
 _WHERE = "fa.deepspeed"
 _DELEGATED = frozenset({"accumulate", "clip_norm", "skip_nonfinite"})

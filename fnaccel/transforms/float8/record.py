@@ -16,11 +16,11 @@ from torch import nn
 from fnaccel.errors import ArgumentError, CapabilityError, UnknownNameError, as_names, nearest, require
 from fnaccel.models.layers import Layers, check_patterns, matches
 from fnaccel.step.foresight import Prospect, modules_without_values
+from fnaccel.step.precision_policy import Precision
 from fnaccel.step.step import Capability, Phase, Step, Transform, append
 from fnaccel.transforms.compilation import Compile
 from fnaccel.transforms.float8 import torchao as by_torchao
 from fnaccel.transforms.float8 import transformer_engine as by_transformer_engine
-from fnaccel.transforms.precision_policy import Precision
 
 Backend = Literal["torchao", "transformer_engine", "ms_amp"]
 
