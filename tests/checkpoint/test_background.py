@@ -102,7 +102,7 @@ def test_a_failure_is_told_when_the_world_is_left(tmp_path, monkeypatch, capsys)
 def test_a_failure_is_told_as_a_script_ends(tmp_path):
     script = (
         "import sys, torch, fnaccel as fa\n"
-        "from fnaccel.checkpoint import durable\n"
+        "from fnaccel.checkpoint.disk import durable\n"
         "def full(*args): raise OSError(28, 'No space left on device')\n"
         "fa.start(device='cpu')\n"
         "fa.save_async(sys.argv[1], {'x': torch.ones(1)}, step=1).wait()\n"
