@@ -19,7 +19,6 @@ from fnaccel.data.seeding import reseed
 from fnaccel.errors import ArgumentError, ConfigError, FnaccelError
 from fnaccel.step.step import Step, as_step
 from fnaccel.strategies import distribute
-from fnaccel.transforms.compilation import Compile
 from fnaccel.world.world import World
 
 _WHERE = "fnaccel bench"
@@ -47,7 +46,7 @@ def find_subject(task: Task, world: World) -> Subject:
     recipe = from_yaml(task.recipe)
     make_optimizer(recipe.optimizer)
     step = as_step(_imported(task.loss, "LOSS"), f"{_WHERE} {task.loss}")
-    if step.find(Compile) is not None:
+    if step.settings.compiler is not None:
         raise ArgumentError(
             "this step says how it is compiled, and that is what is to be found out",
             where=f"{_WHERE} {task.loss}",

@@ -12,7 +12,7 @@ from fnaccel.engine.gradients import Gradients
 from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim import kernels
-from fnaccel.optim.description import Bound, Optimizer, group_leaves
+from fnaccel.optim.description import Bound, Optimizer, group_leaves, takes_tensors
 
 Optimizers = dict[str | None, Optimizer]
 
@@ -63,7 +63,7 @@ def check_own(optimizers: Optimizers) -> None:
 
 def traceable(optimizers: Optimizers) -> bool:
     """Whether updates can stand in a compiled graph."""
-    return all(getattr(one.kernel, "traceable", False) for one in optimizers.values())
+    return all(one.traceable for one in optimizers.values())
 
 
 @attrs.frozen
@@ -177,14 +177,3 @@ class Updater:
         if self._on_device and not takes_tensors(schedule):
             return schedule(int(updates))
         return schedule(updates)
-
-
-def takes_tensors(schedule: Callable[[Any], Any]) -> bool:
-    """Whether a schedule gives a tensor for a tensor, so that no host read is needed."""
-    known = getattr(schedule, "host_only", None)
-    if known is not None:
-        return not known
-    try:
-        return isinstance(schedule(torch.zeros(())), torch.Tensor)
-    except (TypeError, ValueError, RuntimeError):
-        return False

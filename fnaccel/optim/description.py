@@ -17,6 +17,7 @@ import torch
 from fnaccel.errors import ArgumentError, ConfigError, nearest
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.schedules import Schedule, as_schedule, constant
+from fnaccel.step.spec import Spec
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -96,6 +97,22 @@ class Optimizer:
     groups: tuple[tuple[str, Options], ...] = ()
     kernel: Any
     elementwise: bool = True
+
+    @property
+    def traceable(self) -> bool:
+        """Whether its update can be captured in a graph."""
+        return getattr(self.kernel, "traceable", False)
+
+    def plan_notes(self, spec: Spec) -> list[str]:
+        """What the plan has to say of it: what each step reads on the host."""
+        notes: list[str] = []
+        if not spec.step.settings.skips:
+            return notes
+        if not self.elementwise:
+            notes.append(f"{self.name} reads one number on the host each step, to know whether to skip")
+        if not takes_tensors(self.lr):
+            notes.append("the schedule takes no tensors: one host read each step, to know the update")
+        return notes
 
     def describe(self) -> str:
         """One line for the plan."""
@@ -192,3 +209,14 @@ def _first_rate(schedule: Callable[[Any], Any], name: str) -> float:
             fix="return a finite number from 0 on, or a 0-d tensor: lr=lambda updates: 0.1 / (updates + 1)",
         )
     return rate
+
+
+def takes_tensors(schedule: Callable[[Any], Any]) -> bool:
+    """Whether a schedule gives a tensor for a tensor, so that no host read is needed."""
+    known = getattr(schedule, "host_only", None)
+    if known is not None:
+        return not known
+    try:
+        return isinstance(schedule(torch.zeros(())), torch.Tensor)
+    except (TypeError, ValueError, RuntimeError):
+        return False

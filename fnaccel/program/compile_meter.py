@@ -13,7 +13,7 @@ import torch
 
 from fnaccel import _torch, tree
 from fnaccel.errors import ArgumentError, NotCompiledError, RecompileLimitError
-from fnaccel.transforms.compilation import Compile
+from fnaccel.step.settings import Compiler
 
 _SHOWN = 4
 
@@ -42,7 +42,7 @@ class Compilation:
 class Meter:
     """Watches the calls of one train step; see `Compilation`."""
 
-    def __init__(self, settings: Compile, where: str) -> None:
+    def __init__(self, settings: Compiler, where: str) -> None:
         self._settings = settings
         self._where = where
         self._called = False

@@ -14,13 +14,8 @@ from fnaccel.engine.engine import Loss, Micro
 from fnaccel.errors import ArgumentError, MicroBatchError
 from fnaccel.program.plan import order, title
 from fnaccel.state import Position
-from fnaccel.step.precision_policy import Precision
+from fnaccel.step.settings import Settings
 from fnaccel.step.step import GradientHook, ModuleHook, Phase, Step, UpdateHook
-from fnaccel.transforms.accumulation import Accumulate
-from fnaccel.transforms.averaging import Ema
-from fnaccel.transforms.compilation import Compile
-from fnaccel.transforms.skipping import SkipNonfinite
-from fnaccel.transforms.weighting import Weigh
 
 
 @attrs.frozen
@@ -67,23 +62,15 @@ class UserUpdate:
 
 @attrs.frozen(kw_only=True)
 class Lowered:
-    """A step, ready for an engine; `casts` says that a policy was given, and so parameters follow it."""
+    """A step, ready for an engine: its loss, what it asks for, and its hooks in order."""
 
     loss: Loss
-    precision: Precision
-    casts: bool
-    micro_batches: int
+    settings: Settings
     modules: tuple[tuple[str, ModuleHook], ...]
     gradients: tuple[tuple[str, GradientHook], ...]
     updates: tuple[tuple[str, UpdateHook], ...]
     calls: tuple[Callable[..., Any], ...]
     inits: tuple[tuple[str, Callable[[Any], Any]], ...]
-    ema: Ema | None
-    compile: Compile | None
-    skips: bool
-    """Whether an update may be skipped on the device."""
-    max_skipped: int | None = None
-    """Skipped updates in a row that are an error."""
 
     @property
     def own_hooks(self) -> bool:
@@ -100,15 +87,11 @@ def lower(step: Step, delegated: Container[str] = ()) -> Lowered:
         delegated: names of transforms that a runtime carries out, so that they hook nothing here.
     """
     ordered = order(step)
-    accumulate: Accumulate | None = step.find(Accumulate)
-    weigh: Weigh | None = step.find(Weigh)
-    compiled: Compile | None = step.find(Compile)
-    precision: Precision = step.find(Precision) or Precision()
+    settings = step.settings
     fn = step.forward()
-    if compiled is not None and compiled.scope == "loss":
-        fn = compiled.of_loss(fn)
-    skipping: SkipNonfinite | None = step.find(SkipNonfinite)
-    limits = [one.max_skipped for one in (skipping, precision if precision.scaled else None) if one]
+    compiler = settings.compiler
+    if compiler is not None and compiler.scope == "loss":
+        fn = compiler.of_loss(fn)
     modules: list[tuple[str, ModuleHook]] = []
     gradients: list[tuple[str, GradientHook]] = []
     updates: list[tuple[str, UpdateHook]] = []
@@ -124,27 +107,21 @@ def lower(step: Step, delegated: Container[str] = ()) -> Lowered:
             )
         elif t.phase is Phase.UPDATE:
             updates.append((t.name, t.apply if isinstance(t.apply, UpdateHook) else UserUpdate(t.apply)))
-        elif t.phase is Phase.CALL and not isinstance(t.apply, Compile):
+        elif t.phase is Phase.CALL and callable(t.apply):
             calls.append(t.apply)
     return Lowered(
         loss=Loss(
             fn=fn,
             where=title(step.loss_fn),
-            weight_fn=None if weigh is None else weigh.weight_fn,
-            sync_each=accumulate is not None and accumulate.sync == "each",
+            weight_fn=settings.weight_fn,
+            sync_each=settings.sync_each,
         ),
-        precision=precision,
-        casts=step.find(Precision) is not None,
-        micro_batches=0 if accumulate is None else accumulate.n,
+        settings=settings,
         modules=tuple(modules),
         gradients=tuple(gradients),
         updates=tuple(updates),
         calls=tuple(calls),
         inits=tuple((t.name, t.init) for t in ordered if t.init is not None),
-        ema=step.find(Ema),
-        skips=precision.scaled or skipping is not None,
-        max_skipped=min((limit for limit in limits if limit is not None), default=None),
-        compile=compiled,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -22,10 +22,9 @@ from fnaccel.program.whole_parameters import is_sharded
 from fnaccel.program.whole_step import Tail, WholeStep
 from fnaccel.state import ReadOnlyDict, Seed, TrainState
 from fnaccel.step.loss import readable
-from fnaccel.strategies.axis import Interpreter, Request
-from fnaccel.strategies.distribute import Distributed
+from fnaccel.step.spec import Spec
+from fnaccel.strategies.axis import Build, Rewrites, make_engine
 from fnaccel.strategies.runtime import Delegation
-from fnaccel.world.mesh import Mesh
 
 
 class Owned:
@@ -42,13 +41,15 @@ class Owned:
         # in the graph, updates go to the tensors that gradients are taken of: no second name for them
         inside = engine.capture is not None and lowered.own_hooks and traceable(optimizers or {})
         leaves = engine.capture.leaves if engine.capture is not None and inside else engine.leaves
-        self.updater = Updater(leaves, optimizers or {}, device, on_device=lowered.skips, bound=engine.bound)
-        if lowered.ema is not None:
+        self.updater = Updater(
+            leaves, optimizers or {}, device, on_device=lowered.settings.skips, bound=engine.bound
+        )
+        if lowered.settings.ema_decay is not None:
             engine.averages.extend(leaf.shard.clone() for leaf in engine.leaves)
         self.whole = self._captured(inside) if self._trains else None
         self.params = self._show(engine.parameters)
         self.opt = self._show(self.updater.slots)
-        self.ema = self._show_averages() if lowered.ema is not None else None
+        self.ema = self._show_averages() if lowered.settings.ema_decay is not None else None
         self._buffer_slots = [
             (module, attribute, full)
             for key, root in built.modules.items()
@@ -63,18 +64,19 @@ class Owned:
     def _captured(self, inside: bool) -> WholeStep | None:
         """The step as compiled programs where that was asked for; the update is part of them if `inside`."""
         engine, lowered = self.engine, self._lowered
-        if engine.capture is None or lowered.compile is None:
+        compiler = lowered.settings.compiler
+        if engine.capture is None or compiler is None:
             return None
         # a CUDA graph reads and writes these where they lie
         slots = [_torch.local_of(value) for one in self.updater.slots.values() for value in one.values()]
         _torch.mark_static([*slots, *engine.averages, *(leaf.shard for leaf in engine.capture.leaves)])
         tail = Tail(
-            skips=lowered.skips,
+            skips=lowered.settings.skips,
             gradients=tuple(hook for _, hook in lowered.gradients),
             updates=tuple(hook for _, hook in lowered.updates),
             update=self.updater.update,
         )
-        return WholeStep(engine, engine.capture, lowered.loss, lowered.compile, tail if inside else None)
+        return WholeStep(engine, engine.capture, lowered.loss, compiler, tail if inside else None)
 
     def _show(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Names as the state shows them: by model first where there are several."""
@@ -94,13 +96,13 @@ class Owned:
         """The state before step 0."""
         device = self.engine.mesh.world.device
         scale: dict[str, torch.Tensor] | None = None
-        if self._lowered.precision.scaled:
+        if self._lowered.settings.precision.scaled:
             scale = {
-                "scale": torch.tensor(self._lowered.precision.init_scale, device=device),
+                "scale": torch.tensor(self._lowered.settings.precision.init_scale, device=device),
                 "growth": torch.zeros((), dtype=torch.int32, device=device),
                 "weight": torch.ones((), device=device),
             }
-        updates: Any = torch.zeros((), device=device) if self._lowered.skips else 0
+        updates: Any = torch.zeros((), device=device) if self._lowered.settings.skips else 0
         transforms = {name: init(self.engine.parameters) for name, init in self._lowered.inits}
         if self.engine.end is not None:
             self.engine.end()
@@ -164,7 +166,7 @@ class Owned:
 
     def move_scale(self, scale: dict[str, torch.Tensor], skip: Any, weight: Any) -> None:
         """Grow or shrink the loss scale in place, and keep the weight for the next step."""
-        policy = self._lowered.precision
+        policy = self._lowered.settings.precision
         if isinstance(weight, torch.Tensor) and not readable(weight):
             skip = skip * (weight > 0)  # no gradient is no overflow
         _torch.amp_update_scale_(
@@ -308,54 +310,39 @@ def _matched(mine: TrainState, other: TrainState) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def assemble(
-    interpret: Interpreter,
-    distributed: Distributed,
-    optimizers: Optimizers | None,
-    lowered: Lowered,
-    mesh: Mesh,
-    frozen: tuple[str, ...],
-    seed: int,
-    delegation: Delegation | None = None,
-) -> Owned:
+def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | None = None) -> Owned:
     """Build modules, engine and optimizers; what fails leaves the modules free."""
     made: list[Built] = []
+    settings, trains = lowered.settings, spec.optimizers is not None
 
     def prepare(built: Built) -> None:
         made.append(built)
-        if optimizers is None:
+        if not trains:
             for _, param in built.named("parameters"):
                 param.requires_grad_(False)
-        freeze(built, frozen)
-        if optimizers is not None and not any(p.requires_grad for _, p in built.named("parameters")):
+        freeze(built, spec.frozen)
+        if trains and not any(p.requires_grad for _, p in built.named("parameters")):
             raise ArgumentError(
                 "no parameter is left to train: "
-                + (f"frozen={frozen!r} names all" if frozen else "none takes a gradient"),
+                + (f"frozen={spec.frozen!r} names all" if spec.frozen else "none takes a gradient"),
                 where="fa.train_step",
                 fix="freeze fewer, or pass optimizer=None for a model that is only looked at or lent",
             )
+        if settings.casts:
+            for module in built.modules.values():
+                module.to(settings.precision.param)
+        for axis in spec.strategy.axes:
+            if isinstance(axis, Rewrites):
+                axis.apply(built, spec.mesh)
         for module in built.modules.values():
-            if lowered.casts:
-                module.to(lowered.precision.param)
             for name, hook in lowered.modules:
                 hook.on_module(module, f"transform {name}")
 
     try:
-        engine, built = interpret(
-            Request(
-                strategy=distributed.strategy,
-                mesh=mesh,
-                model=distributed.model,
-                seed=seed,
-                precision=lowered.precision,
-                prepare=prepare,
-                capture=lowered.compile is not None and lowered.compile.scope == "step",
-                optimizers=optimizers,
-                skips=lowered.skips,
-                delegation=delegation,
-            )
+        engine, built = make_engine(
+            Build(spec=spec, settings=settings, seed=seed, prepare=prepare, delegation=delegation)
         )
-        return Owned(engine, built, lowered, optimizers)
+        return Owned(engine, built, lowered, cast("Optimizers | None", spec.optimizers))
     except BaseException:
         for built in made:
             release(built)

@@ -9,21 +9,11 @@ from types import CodeType
 from typing import Any
 
 import attrs
-import torch
 
 from fnaccel.errors import CapabilityError, PlanMismatchError, RepeatedTransformError
-from fnaccel.optim.description import Optimizer
-from fnaccel.step.foresight import Foresees, Prospect
-from fnaccel.step.precision_policy import Precision
-from fnaccel.step.step import Capability, Phase, Step, Transform
-from fnaccel.strategies.ddp import Ddp
-from fnaccel.strategies.distribute import Distributed
+from fnaccel.step.spec import Spec, check, plan_notes
+from fnaccel.step.step import Phase, Step, Transform
 from fnaccel.strategies.runtime import Delegation
-from fnaccel.strategies.strategy import Strategy
-from fnaccel.transforms.compilation import Compile
-from fnaccel.transforms.skipping import SkipNonfinite
-from fnaccel.transforms.weighting import Weigh
-from fnaccel.world.mesh import Mesh
 
 
 @attrs.frozen
@@ -95,8 +85,7 @@ def order(step: Step) -> tuple[Transform, ...]:
                 fix="apply it once",
             )
         seen.add(transform.name)
-    # blocks are compiled after whatever else changes modules: torch.compile sees what will run
-    return tuple(sorted(step.transforms, key=lambda t: (t.phase, isinstance(t.apply, Compile))))
+    return tuple(sorted(step.transforms, key=lambda t: (t.phase, getattr(t.apply, "last_of_phase", False))))
 
 
 def title(fn: Any) -> str:
@@ -130,53 +119,44 @@ def digest(fn: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def make_plan(
-    step: Step,
-    distributed: Distributed,
-    optimizer: Any,
-    mesh: Mesh,
-    frozen: tuple[str, ...],
-    notes: list[str],
-    delegation: Delegation | None = None,
-) -> Plan:
+def make_plan(spec: Spec, optimizer: Any, delegation: Delegation | None = None) -> Plan:
     """Validate a step against a strategy and describe it; what a runtime carries out is marked.
+
+    Args:
+        spec: the train step, its transforms resolved.
+        optimizer: the optimizers as the user gave them.
+        delegation: what a runtime carries out.
 
     Raises:
         CapabilityError: a transform asks for what the strategy can't do.
     """
+    step, strategy, mesh = spec.step, spec.strategy, spec.mesh
     ordered = order(step)
-    strategy = distributed.strategy
     able = strategy.capabilities()
     delegated = frozenset[str]() if delegation is None else delegation.names
-    by = "" if delegation is None else delegation.by
+    by = spec.runtime
     for transform in ordered:
         lacking = frozenset() if transform.name in delegated else transform.needs - able
         if lacking:
             raise CapabilityError(
                 f"{transform.name} needs {', '.join(sorted(lacking))}, which {strategy} can't do",
                 where=f"step of {title(step.loss_fn)}",
-                fix=_way_out(transform, able),
+                fix=transform.apply.alternative(able)
+                if hasattr(transform.apply, "alternative")
+                else f"remove {transform.name}, or choose another strategy",
             )
-    _check_half_reduction(step, strategy)
-    prospect = Prospect(
-        step=step,
-        model=distributed.model,
-        strategy=strategy,
-        device=mesh.world.device,
-        ranks=mesh.world.size,
-        frozen=frozen,
-        trains=optimizer is not None,
-        runtime=by,
-    )
-    for transform in ordered:
-        if isinstance(transform.apply, Foresees):
-            notes = [*notes, *transform.apply.foresee(prospect)]
+    check(spec)
+    notes = plan_notes(spec)
+    if delegation is not None:
+        notes += delegation.notes
+    if spec.rng == "stream":
+        notes.append("randomness is PyTorch's own stream: it depends on the number of ranks")
 
     def row(t: Transform) -> Row:
         return Row(t.phase.name, t.name, t.describe(), by if t.name in delegated else "fnaccel")
 
     rows = [row(t) for t in ordered if t.phase < Phase.GRADS]
-    weighted = step.find(Weigh) is not None
+    weighted = step.settings.weight_fn is not None
     rows.append(
         Row(
             "BACKWARD",
@@ -187,7 +167,7 @@ def make_plan(
         )
     )
     rows += [row(t) for t in ordered if t.phase == Phase.GRADS]
-    rows += _optimizer_rows(optimizer, frozen, by or "fnaccel")
+    rows += _optimizer_rows(optimizer, spec.frozen, by or "fnaccel")
     rows += [row(t) for t in ordered if t.phase > Phase.GRADS]
     config = None if delegation is None else json.dumps(delegation.config, sort_keys=True)
     functions = [
@@ -210,20 +190,6 @@ def make_plan(
     )
 
 
-def _check_half_reduction(step: Step, strategy: Strategy) -> None:
-    """Raise where sums over a batch would be sent in fp16, which ends at 65,504."""
-    axis = strategy.find(Ddp)
-    hook = "" if axis is None or axis.hook is None else axis.hook.name
-    precision: Precision | None = step.find(Precision)
-    reduced = precision is not None and precision.reduce is torch.float16
-    if (hook.startswith("fp16") or reduced) and step.find(Weigh) is None:
-        raise CapabilityError(
-            "gradients of a total, not yet divided by its weight, would be sent in fp16 and overflow",
-            where=f"strategy {strategy}",
-            fix="fa.with_weight(step, weight_fn) divides up front (weight 1 for a mean); or reduce in bf16",
-        )
-
-
 def _optimizer_rows(optimizer: Any, frozen: tuple[str, ...], by: str) -> list[Row]:
     if optimizer is None:
         return [Row("UPDATE", "none", "inference only: this train step can't be called")]
@@ -235,33 +201,6 @@ def _optimizer_rows(optimizer: Any, frozen: tuple[str, ...], by: str) -> list[Ro
     if frozen:
         rows.append(Row("UPDATE", "frozen", ", ".join(frozen)))
     return rows
-
-
-def _way_out(transform: Transform, able: frozenset[Capability]) -> str:
-    if isinstance(transform.apply, Compile):
-        scopes = {
-            "block": Capability.COMPILE_BLOCK,
-            "loss": Capability.COMPILE_LOSS,
-            "step": Capability.COMPILE_STEP,
-        }
-        possible = [repr(name) for name, need in scopes.items() if need in able]
-        return f"fa.compile(step, scope={' or '.join(possible)})" if possible else "remove fa.compile"
-    return f"remove {transform.name}, or choose another strategy"
-
-
-def host_reads(step: Step, optimizer: Any, rates_on_host: bool) -> list[str]:
-    """Notes on what a step reads on the host, and what weighs the loss."""
-    notes: list[str] = []
-    precision: Precision | None = step.find(Precision)
-    skips = step.find(SkipNonfinite) is not None or (precision is not None and precision.scaled)
-    named = optimizer.values() if isinstance(optimizer, dict) else [optimizer]
-    reading = [one.name for one in named if isinstance(one, Optimizer) and skips and not one.elementwise]
-    notes.extend(
-        f"{name} reads one number on the host each step, to know whether to skip" for name in reading
-    )
-    if skips and rates_on_host:
-        notes.append("the schedule takes no tensors: one host read each step, to know the update")
-    return notes
 
 
 def compare(plan: Plan, seed: int, gather_objects: Callable[[Any], list[Any]]) -> None:

@@ -13,40 +13,28 @@ import torch
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
-from fnaccel.engine.updater import Optimizers, by_model, check_own, takes_tensors
+from fnaccel.engine.updater import by_model, check_own
 from fnaccel.errors import ArgumentError, UnleasedStateError, as_names
 from fnaccel.models.building import check_factories
 from fnaccel.program.compile_meter import Compilation
-from fnaccel.program.compile_scope import compile_notes, resolve_scope
 from fnaccel.program.lent_models import lend
 from fnaccel.program.lower import Lowered, lower, micro_batches
 from fnaccel.program.owned import assemble
-from fnaccel.program.plan import Plan, compare, host_reads, make_plan
+from fnaccel.program.plan import Plan, compare, make_plan
 from fnaccel.program.state_owner import StateOwner
-from fnaccel.program.update import Rng, Stepper
+from fnaccel.program.update import Stepper
 from fnaccel.program.whole_parameters import explain, whole_parameters
 from fnaccel.state import TrainState, check_ema, lease_of
-from fnaccel.step.step import Step, as_step
-from fnaccel.strategies.axis import interpreter_of
+from fnaccel.step.spec import Rng, Spec, resolve
+from fnaccel.step.step import as_step
+from fnaccel.strategies.axis import finishing_axis
 from fnaccel.strategies.distribute import Distributed
-from fnaccel.strategies.runtime import Ask, Delegation, delegate
-from fnaccel.strategies.xla.record import device_notes
+from fnaccel.strategies.runtime import Delegation, check_device, delegate
 from fnaccel.world.devices import check_precision
 from fnaccel.world.every_rank import every_rank
-from fnaccel.world.mesh import Mesh, build, resolve
+from fnaccel.world.mesh import build
+from fnaccel.world.mesh import resolve as resolve_degrees
 from fnaccel.world.world import World, current
-
-
-@attrs.frozen(kw_only=True)
-class Description:
-    """What a train step was made of."""
-
-    step: Step
-    distributed: Distributed
-    optimizers: Optimizers | None
-    frozen: tuple[str, ...]
-    rng: Rng
-    delegation: Delegation | None
 
 
 class TrainStep:
@@ -58,14 +46,16 @@ class TrainStep:
         notice: whether ranks want to stop; `fa.preemption` sets it.
     """
 
-    def __init__(self, described: Description, lowered: Lowered, plan: Plan, mesh: Mesh) -> None:
+    def __init__(self, spec: Spec, lowered: Lowered, plan: Plan, delegation: Delegation | None) -> None:
+        mesh = spec.mesh
         self.plan = plan
         self.mesh = mesh
         self.notice: Notice | None = None
-        self._described = described
+        self._spec = spec
+        self._delegation = delegation
         self._lowered = lowered
         self._owner = StateOwner(plan, mesh, repr(self))
-        self._stepper = Stepper(lowered, described.rng, repr(self), speaks=mesh.world.is_main)
+        self._stepper = Stepper(lowered, spec.rng, repr(self), speaks=mesh.world.is_main)
         self._call: Callable[..., Any] = self._run
         for wrap in lowered.calls:
             self._call = wrap(self._call)
@@ -73,7 +63,7 @@ class TrainStep:
             self._call = mesh.world.calls.wrap("train_step(state, batch)", self._call)
 
     def __repr__(self) -> str:
-        return f"TrainStep({self.plan.title}, {self._described.distributed.strategy})"
+        return f"TrainStep({self.plan.title}, {self._spec.strategy})"
 
     @property
     def engine(self) -> Engine:
@@ -119,20 +109,10 @@ class TrainStep:
         world = self.mesh.world
         if world.size > 1:
             compare(self.plan, seed, functools.partial(gather_objects, world=world))
-        described = self._described
         if again:
-            check_factories(described.distributed.model, repr(self))
+            check_factories(self._spec.model, repr(self))
             self._owner.forget()
-        owned = assemble(
-            interpreter_of(described.distributed.strategy),
-            described.distributed,
-            described.optimizers,
-            self._lowered,
-            self.mesh,
-            described.frozen,
-            seed,
-            described.delegation,
-        )
+        owned = assemble(self._spec, self._lowered, seed, self._delegation)
         owned.claim(self, self._owner.close)
         self._stepper.reset()
         return self._owner.own(owned, owned.first_state(seed, extras))
@@ -183,7 +163,7 @@ class TrainStep:
                 fix="pass each train step its own state; lend others with given={...}",
             )
         owned.check_ready()
-        micros, position = micro_batches(batch, self._lowered.micro_batches, self.mesh.world.device)
+        micros, position = micro_batches(batch, self._lowered.settings.micro_batches, self.mesh.world.device)
         lent = None if given is None else lend(given, self._owner)
         return self._stepper.move(owned, state, micros, position, lent, self.notice, self._owner.lease)
 
@@ -212,7 +192,7 @@ class TrainStep:
         owned.check_modules()
         owned.train(train)
         engine = owned.engine
-        fn = self._lowered.precision(fn)
+        fn = self._lowered.settings.precision(fn)
         if not owned.sharded:
             return engine.look(fn, *args)
         look = functools.partial(_look_whole, engine) if whole else engine.look
@@ -299,42 +279,30 @@ def train_step(
         )
     found = current(world)
     strategy = model.strategy
-    described = resolve_scope(as_step(step, "fa.train_step"), strategy)
-    interpreter_of(strategy)
-    mesh = build(found, resolve(strategy.degrees(), found.size, str(strategy)))
+    finishing_axis(strategy)
+    mesh = build(found, resolve_degrees(strategy.degrees(), found.size, str(strategy)), strategy.follows())
     keys: list[str | None] = list(model.model) if isinstance(model.model, dict) else [None]
     optimizers = None if optimizer is None else by_model(optimizer, keys)
-    patterns = as_names(frozen)
-    delegation = delegate(
-        Ask(step=described, strategy=strategy, optimizers=optimizers, mesh=mesh, model=model.model)
+    spec = resolve(
+        Spec(
+            step=as_step(step, "fa.train_step"),
+            model=model.model,
+            strategy=strategy,
+            optimizers=optimizers,
+            frozen=as_names(frozen),
+            rng=rng,
+            mesh=mesh,
+        )
     )
+    check_device(spec)
+    delegation = delegate(spec)
     if delegation is not None:
-        described = delegation.step
+        spec = attrs.evolve(spec, step=delegation.step, runtime=delegation.by)
     else:
         check_own(optimizers or {})
-    lowered = lower(described, () if delegation is None else delegation.names)
-    check_precision(found.device, lowered.precision.compute)
-    rates = [one.lr for one in (optimizers or {}).values()]
-    notes = host_reads(described, optimizer, not all(takes_tensors(rate) for rate in rates))
-    notes += compile_notes(described, strategy, (optimizers or {}).values())
-    notes += [] if delegation is None else delegation.notes
-    notes += device_notes(strategy, found)
-    if rng == "stream":
-        notes.append("randomness is PyTorch's own stream: it depends on the number of ranks")
+    lowered = lower(spec.step, () if delegation is None else delegation.names)
+    check_precision(found.device, lowered.settings.precision.compute)
     shown = optimizers if optimizers and None not in optimizers else optimizer
-    plan = make_plan(described, model, shown, mesh, patterns, notes, delegation)
-    made = TrainStep(
-        Description(
-            step=described,
-            distributed=model,
-            optimizers=optimizers,
-            frozen=patterns,
-            rng=rng,
-            delegation=delegation,
-        ),
-        lowered,
-        plan,
-        mesh,
-    )
+    made = TrainStep(spec, lowered, make_plan(spec, shown, delegation), delegation)
     made.close_with(found)
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -22,10 +22,10 @@ from fnaccel.program.owned import Owned
 from fnaccel.state import Lease, Position, TrainState, donate, is_stale, lease
 from fnaccel.step.checked_metrics import checked
 from fnaccel.step.loss import idle
+from fnaccel.step.spec import Rng
 from fnaccel.step.step import Info
 from fnaccel.world.interrupts import SigintHeld
 
-Rng = Literal["fold", "stream"]
 _NOTHING = contextlib.nullcontext()
 
 
@@ -44,9 +44,10 @@ class Stepper:
 
     def reset(self) -> None:
         """Forget compiled code, if the modules are built again."""
-        settings = self._lowered.compile
-        self._meter = None if settings is None else Meter(settings, self._where)
-        self._skips = SkippedUpdates(self._lowered.max_skipped, speaks=self._speaks)
+        settings = self._lowered.settings
+        self._meter = None if settings.compiler is None else Meter(settings.compiler, self._where)
+        self._may_skip = settings.skips
+        self._skips = SkippedUpdates(settings.max_skipped, speaks=self._speaks)
         self._moved = False
         # False while a step runs, and after a step that did not reach its end
         self._clean = True
@@ -217,7 +218,7 @@ class Stepper:
         """Run the GRADS hooks."""
         lowered = self._lowered
         info = Info(step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__)
-        if lowered.skips:
+        if self._may_skip:
             grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
         with self._library_only or self._drawing(owned, state.rng.root, state.step):
             for name, hook in lowered.gradients:
@@ -232,7 +233,7 @@ class Stepper:
         metrics.update(owned.updater.apply(grads, update.rates, before.updates, update.reported))
         owned.engine.clear()
         skip = grads.left_out()
-        reported = skip if lowered.skips else grads.skip
+        reported = skip if self._may_skip else grads.skip
         if not lowered.updates:
             return reported
         info = Info(

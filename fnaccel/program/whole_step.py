@@ -33,8 +33,8 @@ from fnaccel.engine.step_totals import Report
 from fnaccel.errors import CapabilityError
 from fnaccel.optim import kernels
 from fnaccel.step.loss import check_attached, check_reached, idle, masked, read_loss
+from fnaccel.step.settings import Compiler
 from fnaccel.step.step import GradientHook, Info, UpdateHook
-from fnaccel.transforms.compilation import Compile
 
 
 @attrs.frozen(kw_only=True)
@@ -68,7 +68,7 @@ class WholeStep:
     """
 
     def __init__(
-        self, engine: Engine, capture: Capture, loss: Loss, settings: Compile, tail: Tail | None
+        self, engine: Engine, capture: Capture, loss: Loss, settings: Compiler, tail: Tail | None
     ) -> None:
         self._engine = engine
         self._capture = capture

@@ -7,7 +7,7 @@ covered as `forward` is. What a strategy adds (gathering in bf16) is in that str
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -15,6 +15,8 @@ import torch
 from fnaccel import tree
 from fnaccel.errors import UnknownNameError, nearest
 from fnaccel.step.loss import Concat, Mean, Sum
+
+S = TypeVar("S", bound=attrs.AttrsInstance)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -78,6 +80,10 @@ class Precision:
     interval: int = 2_000
     min_scale: float = 1.0
     max_skipped: int | None = 200
+
+    def configure(self, settings: S) -> S:
+        """Set the dtypes of the step (`step.settings.Configures`)."""
+        return attrs.evolve(settings, precision=self, casts=True)
 
     @property
     def scaled(self) -> bool:

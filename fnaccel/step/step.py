@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 
 from fnaccel.errors import ArgumentError, RepeatedTransformError, require
+from fnaccel.step.settings import Configures, Settings
 
 
 class Phase(enum.IntEnum):
@@ -183,9 +184,21 @@ class Step:
                 )
         return fn
 
-    def find(self, kind: type) -> Any:
-        """The record of one class among the transforms, or None."""
-        return next((t.apply for t in self.transforms if isinstance(t.apply, kind)), None)
+    @property
+    def settings(self) -> Settings:
+        """What its transforms ask for together."""
+        settings = Settings()
+        for transform in self.transforms:
+            if isinstance(transform.apply, Configures):
+                settings = transform.apply.configure(settings)
+        return settings
+
+    def replaced(self, name: str, record: Any) -> Step:
+        """A step whose transform of this name has another record."""
+        return Step(
+            self.loss_fn,
+            tuple(attrs.evolve(t, apply=record) if t.name == name else t for t in self.transforms),
+        )
 
 
 def as_step(step: Any, where: str) -> Step:

@@ -1,9 +1,9 @@
-"""Which interpreter makes an engine of which axes; the extension point for a user's own axis."""
+"""How a product of axes becomes an engine: axes change modules, and one of them finishes the product."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -12,66 +12,110 @@ from fnaccel.engine.engine import Engine
 from fnaccel.errors import CapabilityError
 from fnaccel.models.building import Built
 from fnaccel.models.parameter import Leaf
-from fnaccel.step.precision_policy import Precision
+from fnaccel.step.settings import Settings
+from fnaccel.step.spec import Axes, Spec
 from fnaccel.strategies.runtime import Delegation
-from fnaccel.strategies.strategy import Strategy
 from fnaccel.world.mesh import Mesh
 
 
 @attrs.frozen(kw_only=True)
-class Request:
-    """What an interpreter is asked for."""
+class Build:
+    """What an engine is made of.
 
-    strategy: Strategy
-    mesh: Mesh
-    model: Any
+    Attributes:
+        spec: the train step.
+        settings: what its transforms ask for.
+        seed: of initial values.
+        prepare: freezes parameters, casts them, lets axes and MODULE transforms change the modules, in that
+            order; called once with the modules before they are moved or sharded.
+        delegation: what a runtime said that it carries out, and its configuration.
+    """
+
+    spec: Spec
+    settings: Settings
     seed: int
-    precision: Precision
     prepare: Callable[[Built], None]
-    """Freezes parameters, casts them and applies MODULE transforms, in that order."""
-    capture: bool = False
-    """Whether the step is captured as one graph, so that hooks have no place."""
-    optimizers: Mapping[str | None, Any] | None = None
-    """The descriptions by model, for runtimes that make the optimizer; None where nothing is trained."""
-    skips: bool = False
-    """Whether an update whose gradient is not finite is left out."""
     delegation: Delegation | None = None
-    """What a runtime said that it carries out, and its configuration."""
 
 
-Interpreter = Callable[[Request], tuple[Engine, Built]]
+Finisher = Callable[[Build, Any], tuple[Engine, Built]]
 
-_interpreters: dict[frozenset[type], Interpreter] = {}
+_finishers: dict[type | None, tuple[Finisher, tuple[type, ...]]] = {}
 
 
-def interpreter(*axes: type) -> Callable[[Interpreter], Interpreter]:
-    """Decorator: this function makes the engine of a product of exactly these axis records."""
+def finisher(axis: type | None, *, takes: tuple[type, ...] = ()) -> Callable[[Finisher], Finisher]:
+    """Decorator: this function makes the engine of products with an axis of this class.
 
-    def register(fn: Interpreter) -> Interpreter:
-        _interpreters[frozenset(axes)] = fn
+    Args:
+        axis: the class of the record that it is called with; None for products without such an axis.
+        takes: other axes that have a finisher, and that this one carries out as well.
+    """
+
+    def register(fn: Finisher) -> Finisher:
+        _finishers[axis] = fn, takes
         return fn
 
     return register
 
 
-def interpreter_of(strategy: Strategy) -> Interpreter:
-    """The interpreter of a strategy.
+@runtime_checkable
+class Rewrites(Protocol):
+    """An axis that changes the modules; the axis that finishes the product makes the engine."""
+
+    def apply(self, built: Built, mesh: Mesh) -> None:
+        """Change modules in place, after they were built and before they are moved or sharded."""
+        ...
+
+
+def finishing_axis(strategy: Axes) -> Any:
+    """The axis that makes the engine of a product; None if each rank holds the whole model.
 
     Raises:
-        CapabilityError: no interpreter takes these axes together.
+        CapabilityError: none takes the others, or the options of one would have no meaning.
     """
-    kinds = frozenset(type(axis) for axis in strategy.axes)
-    if kinds not in _interpreters:
-        combined = {kind for some in _interpreters if len(some) > 1 for kind in some}
-        single = [axis.maker for axis in strategy.axes if type(axis) not in combined]
+    finishing = [axis for axis in strategy.axes if type(axis) in _finishers]
+    for axis in strategy.axes:
+        if axis not in finishing and not isinstance(axis, Rewrites):
+            raise CapabilityError(
+                f"{axis.maker} neither changes modules nor makes an engine",
+                where=f"strategy {strategy}",
+                fix="give the record a method apply(built, mesh), or register a finisher: docs/extending.md",
+            )
+    if not finishing:
+        return None
+    for axis in finishing:
+        taken = [other for other in finishing if type(other) is not type(axis)]
+        if all(type(other) in _finishers[type(axis)][1] for other in taken):
+            for other in taken:
+                _check_plain(other, axis, strategy)
+            return axis
+    able = {kind for _, takes in _finishers.values() for kind in takes} | {
+        kind for kind, (_, takes) in _finishers.items() if takes
+    }
+    single = [axis.maker for axis in finishing if type(axis) not in able]
+    raise CapabilityError(
+        f"nothing runs {strategy}: these axes have no interpreter together",
+        where="fa.train_step",
+        fix=f"use {' or '.join(single)} by itself: it copies and shards on its own"
+        if single
+        else "multiply ddp and fsdp, with a degree each",
+    )
+
+
+def _check_plain(axis: Any, by: Any, strategy: Axes) -> None:
+    if attrs.evolve(type(axis)(), degree=axis.degree) != axis:
         raise CapabilityError(
-            f"nothing runs {strategy}: these axes have no interpreter together",
-            where="fa.train_step",
-            fix=f"use {' or '.join(single)} by itself: it copies and shards on its own"
-            if single
-            else "combine ddp and fsdp, or register one with fnaccel.strategies.axis.interpreter",
+            f"the options of {axis.maker} have no meaning where {by.maker} averages the gradients",
+            where=f"strategy {strategy}",
+            fix=f"write {axis.maker}({axis.degree}) without options beside {by.maker}",
         )
-    return _interpreters[kinds]
+
+
+def make_engine(build: Build) -> tuple[Engine, Built]:
+    """The engine of a train step: axes that rewrite modules have their turn in `build.prepare`."""
+    axis = finishing_axis(build.spec.strategy)
+    finish, _ = _finishers[None if axis is None else type(axis)]
+    return finish(build, axis)
 
 
 def same(local: Any) -> Any:

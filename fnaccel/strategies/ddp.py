@@ -19,12 +19,12 @@ from fnaccel import _torch
 from fnaccel.engine.engine import Engine
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest, require
 from fnaccel.models.building import Built, construct
-from fnaccel.step.step import Capability
-from fnaccel.strategies.axis import Request, interpreter
+from fnaccel.step.spec import Spec
+from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp_buckets import MIB, Buckets, bucket_bytes, lay_out
 from fnaccel.strategies.ddp_hooks import HOOKS, Hook, register
 from fnaccel.strategies.local import capture_whole, place, whole_engine
-from fnaccel.strategies.strategy import Strategy, check_degree, maker
+from fnaccel.strategies.strategy import Axis, Strategy, check_degree, maker
 from fnaccel.world.mesh import ensure_group
 
 _REDUCE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -32,12 +32,11 @@ _SENT = {name: dtype for dtype, name in _REDUCE.items()}
 
 
 @attrs.frozen
-class Ddp:
+class Ddp(Axis):
     """The axis `dp_replicate`; see `ddp`."""
 
-    axis: ClassVar[str] = "dp_replicate"
+    mesh_axis: ClassVar[str] = "dp_replicate"
     maker: ClassVar[str] = "ddp"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
 
     degree: int = -1
     bucket_mb: float | None = None
@@ -45,6 +44,27 @@ class Ddp:
     unused_parameters: bool = False
     sync_buffers: bool = True
     hook: Hook | None = None
+
+    def check(self, spec: Spec) -> None:
+        """Raise CapabilityError if sums over a batch would be sent in fp16, which ends at 65,504."""
+        settings = spec.step.settings
+        named = "" if self.hook is None else self.hook.name
+        half = named.startswith("fp16") or settings.precision.reduce is torch.float16
+        if half and settings.weight_fn is None:
+            raise CapabilityError(
+                "gradients of a total, not yet divided by its weight, would be sent in fp16 and overflow",
+                where=f"strategy {spec.strategy}",
+                fix="fa.with_weight(step, weight_fn) divides up front (weight 1 for a mean); "
+                "or reduce in bf16",
+            )
+
+    def obstacle_to_capture(self, spec: Spec) -> str:  # noqa: ARG002
+        """Hooks that a graph can't hold."""
+        if self.unused_parameters:
+            return "ddp(unused_parameters=True) looks for parameters without a gradient in each step"
+        if self.hook is not None and not self.hook.casts_only:
+            return f"the hook {self.hook.name!r} of ddp keeps state outside of the graph"
+        return ""
 
 
 @maker
@@ -94,23 +114,22 @@ def ddp(
     return Strategy((Ddp(degree, bucket_mb, static_graph, unused_parameters, sync_buffers, hook),))
 
 
-@interpreter(Ddp)
-def build_ddp(request: Request) -> tuple[Engine, Built]:
+@finisher(Ddp)
+def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
     """The engine of replicas; without a wrapper where there is one replica and no hook."""
-    options: Ddp = request.strategy.find(Ddp)
-    mesh = request.mesh
-    built = construct(request.model, request.seed)
-    place(built, request)
+    mesh = build.spec.mesh
+    built = construct(build.spec.model, build.seed)
+    place(built, build)
     hook = options.hook
-    if hook is None and request.precision.reduce in _REDUCE:
-        hook = Hook(_REDUCE[request.precision.reduce])
+    if hook is None and build.settings.precision.reduce in _REDUCE:
+        hook = Hook(_REDUCE[build.settings.precision.reduce])
     trainable = any(p.requires_grad for _, p in built.named("parameters"))
     if not trainable or (mesh.batch_size == 1 and hook is None):
-        alone = capture_whole(built) if request.capture and trainable else None
-        return whole_engine("ddp", built, request, capture=alone), built
+        alone = capture_whole(built) if build.settings.captured and trainable else None
+        return whole_engine("ddp", built, build, capture=alone), built
     ensure_group(mesh.world)
-    if request.capture:
-        return _captured(built, request, options, hook), built
+    if build.settings.captured:
+        return _captured(built, build, options, hook), built
     _send_small(built, mesh.group("batch") or dist.group.WORLD)
     size = sum(p.numel() * p.element_size() for _, p in built.named("parameters") if p.requires_grad)
     wrapped = _torch.FixedBuckets(
@@ -128,7 +147,7 @@ def build_ddp(request: Request) -> tuple[Engine, Built]:
     engine = whole_engine(
         "ddp",
         built,
-        request,
+        build,
         run=_guarded(wrapped, torn),
         recover=lambda: torn.append(True),
         sync=_syncer(wrapped, options.static_graph),
@@ -137,9 +156,9 @@ def build_ddp(request: Request) -> tuple[Engine, Built]:
     return engine, built
 
 
-def _captured(built: Built, request: Request, options: Ddp, hook: Hook | None) -> Engine:
+def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> Engine:
     """The engine without hooks: what the wrapper does by hooks is part of the graph."""
-    mesh = request.mesh
+    mesh = build.spec.mesh
     group: Any = mesh.group("batch") or dist.group.WORLD
     with torch.no_grad():
         _share([value for what in ("parameters", "buffers") for _, value in built.named(what)], group)
@@ -163,7 +182,7 @@ def _captured(built: Built, request: Request, options: Ddp, hook: Hook | None) -
         dtype=None if hook is None else _SENT[hook.name],
     )
     capture = attrs.evolve(capture, average=buckets.average, complete=mesh.batch_size > 1)
-    return whole_engine("ddp", built, request, averaged=mesh.batch_size, capture=capture)
+    return whole_engine("ddp", built, build, averaged=mesh.batch_size, capture=capture)
 
 
 def _send_small(built: Built, group: Any) -> None:

@@ -9,18 +9,18 @@ import attrs
 from fnaccel.errors import UnknownNameError, as_names, nearest, require
 from fnaccel.models.blocks import Units
 from fnaccel.models.building import Init
-from fnaccel.step.step import Capability
+from fnaccel.step.spec import Spec
+from fnaccel.step.step import EVERYTHING, Capability
 from fnaccel.strategies.ddp import ddp
-from fnaccel.strategies.strategy import Strategy, check_degree, maker
+from fnaccel.strategies.strategy import Axis, Strategy, check_degree, maker
 
 
 @attrs.frozen
-class Fsdp:
+class Fsdp(Axis):
     """The axis `dp_shard`; see `fsdp`."""
 
-    axis: ClassVar[str] = "dp_shard"
+    mesh_axis: ClassVar[str] = "dp_shard"
     maker: ClassVar[str] = "fsdp"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability) - {Capability.COMPILE_LOSS}
 
     degree: int = -1
     units: Units = "block"
@@ -30,6 +30,25 @@ class Fsdp:
     ignore: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     init: Init = "seeded"
     methods: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """All but the loss as one graph: its units gather by hooks."""
+        return EVERYTHING - {Capability.COMPILE_LOSS}
+
+    def plan_notes(self, spec: Spec) -> list[str]:
+        """What becomes of gathered parameters in a captured step."""
+        settings = spec.step.settings
+        stay = settings.captured and self.reshard_after_forward
+        if stay and settings.compiler is not None and settings.compiler.backend != "inductor":
+            return ["only inductor gathers parameters again for backward: here they stay gathered (ZeRO-2)"]
+        return []
+
+    def obstacle_to_capture(self, spec: Spec) -> str:  # noqa: ARG002
+        """Options that hooks carry out."""
+        lacking = [name for name in ("policy", "offload", "ignore") if getattr(self, name)]
+        lacking += [] if self.init == "seeded" else ["init"]
+        return f"fsdp({lacking[0]}=...) is carried out by hooks" if lacking else ""
 
 
 @maker

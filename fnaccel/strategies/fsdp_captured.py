@@ -23,7 +23,7 @@ from fnaccel.errors import CapabilityError
 from fnaccel.models.blocks import find_units
 from fnaccel.models.building import Built
 from fnaccel.models.parameter import Leaf
-from fnaccel.strategies.axis import Request, laid_out_as
+from fnaccel.strategies.axis import Build, laid_out_as
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_regather import zero3_pass
 
@@ -59,18 +59,18 @@ class _Unit:
     trained: bool
 
 
-def build_captured(built: Built, request: Request, options: Fsdp) -> Engine:
+def build_captured(built: Built, build: Build, options: Fsdp) -> Engine:
     """The engine whose gathering and reducing are part of the step's graph."""
-    mesh = request.mesh
+    mesh = build.spec.mesh
     for _, buffer in built.named("buffers"):
         buffer.data = buffer.data.to(mesh.world.device)
-    units = _units(built, request, options)
+    units = _units(built, build, options)
     pieces = {piece.name: piece for unit in units for piece in unit.pieces}
     order = [name for name, _ in built.named("parameters")]
     _torch.replace_parameters(built.host, lambda p: nn.Parameter(p.to("meta"), requires_grad=p.requires_grad))
     host = built.host
     trained = [pieces[name] for name in order if pieces[name].trained]
-    shards = _Shards(units, trained, request)
+    shards = _Shards(units, trained, build)
 
     def run(fn: Callable[..., Any], *args: Any) -> Any:
         return torch.func.functional_call(host, shards.gather(), (fn, *args))
@@ -96,7 +96,7 @@ def build_captured(built: Built, request: Request, options: Fsdp) -> Engine:
     return Engine(
         name="fsdp",
         mesh=mesh,
-        capabilities=request.strategy.capabilities(),
+        capabilities=build.spec.strategy.capabilities(),
         model=built.model,
         leaves=leaves,
         parameters={name: pieces[name].param for name in order},
@@ -110,17 +110,17 @@ def build_captured(built: Built, request: Request, options: Fsdp) -> Engine:
     )
 
 
-def _units(built: Built, request: Request, options: Fsdp) -> list[_Unit]:
+def _units(built: Built, build: Build, options: Fsdp) -> list[_Unit]:
     """All parameters cut over the ranks and grouped as they are gathered, the root's last."""
     owners = _owners(built, options)
-    cast = request.precision.compute if request.precision.autocast else None
+    cast = build.settings.precision.compute if build.settings.precision.autocast else None
     safe = {id(p) for m in built.host.modules() if isinstance(m, _CAST) for p in m.parameters(recurse=False)}
     groups: dict[Any, list[_Piece]] = {}
     names = {id(p): name for name, p in built.host.named_parameters()}
     for name, param in built.named("parameters"):
         dtype = cast if cast is not None and id(param) in safe else param.dtype
         key = (owners.get(id(param), -1), param.requires_grad, dtype)
-        groups.setdefault(key, []).append(_cut(name, names[id(param)], param, request))
+        groups.setdefault(key, []).append(_cut(name, names[id(param)], param, build))
     ordered = sorted(groups.items(), key=lambda item: item[0][0] % (len(owners) + 1))
     return [_Unit(tuple(pieces), dtype, trained) for (_, trained, dtype), pieces in ordered]
 
@@ -139,16 +139,16 @@ def _owners(built: Built, options: Fsdp) -> dict[int, int]:
     return owners
 
 
-def _cut(name: str, hosted: str, param: Any, request: Request) -> _Piece:
+def _cut(name: str, hosted: str, param: Any, build: Build) -> _Piece:
     from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415 - slow to import
 
-    mesh = request.mesh
+    mesh = build.spec.mesh
     axis = mesh["dp_shard"]
     replicas = mesh.degrees.get("dp_replicate", 1) > 1
     if not param.dim():
         raise CapabilityError(
             f"{name} is a single number, which has no rows to shard",
-            where=f"strategy {request.strategy}",
+            where=f"strategy {build.spec.strategy}",
             fix="give it the shape [1]",
         )
     full = param.detach()
@@ -169,11 +169,11 @@ def _cut(name: str, hosted: str, param: Any, request: Request) -> _Piece:
 class _Shards:
     """Gathers parameters and reduces their gradients, one collective for each unit; for compiled code."""
 
-    def __init__(self, units: Sequence[_Unit], trained: Sequence[_Piece], request: Request) -> None:
-        mesh = request.mesh
+    def __init__(self, units: Sequence[_Unit], trained: Sequence[_Piece], build: Build) -> None:
+        mesh = build.spec.mesh
         self._axis = mesh["dp_shard"]
         self._replicas = mesh.group("dp_replicate") if mesh.degrees.get("dp_replicate", 1) > 1 else None
-        self._reduce = request.precision.reduce
+        self._reduce = build.settings.precision.reduce
         self._ranks = mesh.batch_size
         self._units = units
         place = {piece.name: index for index, piece in enumerate(trained)}

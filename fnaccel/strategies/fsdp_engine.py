@@ -23,7 +23,7 @@ from fnaccel.models.blocks import find_units
 from fnaccel.models.building import Built, check_alike, construct
 from fnaccel.models.parameter import Leaf
 from fnaccel.step.precision_policy import Precision
-from fnaccel.strategies.axis import Request, interpreter, laid_out_as, same
+from fnaccel.strategies.axis import Build, finisher, laid_out_as, same
 from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_captured import build_captured
@@ -32,40 +32,26 @@ from fnaccel.world.mesh import Mesh, ensure_group
 _CAST_SAFE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-@interpreter(Ddp, Fsdp)
-def build_hsdp(request: Request) -> tuple[Engine, Built]:
-    """The engine of replicated groups of shards: FSDP2 on a mesh of two axes."""
-    plain = Ddp(request.strategy.find(Ddp).degree)
-    if request.strategy.find(Ddp) != plain:
-        raise CapabilityError(
-            "the options of ddp have no meaning where fsdp averages the gradients",
-            where=f"strategy {request.strategy}",
-            fix=f"write ddp({plain.degree}) without options beside fsdp",
-        )
-    return build_fsdp(request)
-
-
-@interpreter(Fsdp)
-def build_fsdp(request: Request) -> tuple[Engine, Built]:
-    """The engine of shards."""
-    options: Fsdp = request.strategy.find(Fsdp)
-    mesh = request.mesh
+@finisher(Fsdp, takes=(Ddp,))
+def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
+    """The engine of shards; with `ddp` beside it FSDP2 on a mesh of two axes."""
+    mesh = build.spec.mesh
     ensure_group(mesh.world)
-    built, values = _construct(request, options)
-    if request.capture:
-        return build_captured(built, request, options), built
+    built, values = _construct(build, options)
+    if build.settings.captured:
+        return build_captured(built, build, options), built
     ignored = _ignored(built, options.ignore)
     # what FSDP2 does not move by itself: ignored parameters live on the device like any other
     for param in ignored:
         param.data = param.data.to(mesh.world.device)
     try:
-        _shard(built, request, options, ignored)
+        _shard(built, build, options, ignored)
     except ValueError as error:
         if isinstance(error, FnaccelError):
             raise
         raise CapabilityError(
             f"fsdp can't shard this model: {str(error).splitlines()[0]}",
-            where=f"strategy {request.strategy}",
+            where=f"strategy {build.spec.strategy}",
             fix="tied weights have to lie in one unit: choose larger units (fa.fsdp(units=...)), or use ddp",
         ) from error
     if options.init != "seeded":
@@ -78,7 +64,7 @@ def build_fsdp(request: Request) -> tuple[Engine, Built]:
     engine = Engine(
         name="fsdp",
         mesh=mesh,
-        capabilities=request.strategy.capabilities(),
+        capabilities=build.spec.strategy.capabilities(),
         model=built.model,
         leaves=tuple(_leaf(name, p) for name, p in parameters.items() if p.requires_grad),
         parameters=parameters,
@@ -95,10 +81,10 @@ def build_fsdp(request: Request) -> tuple[Engine, Built]:
     return engine, attrs.evolve(built, empty=options.init == "meta")
 
 
-def _construct(request: Request, options: Fsdp) -> tuple[Built, dict[str, Any]]:
+def _construct(build: Build, options: Fsdp) -> tuple[Built, dict[str, Any]]:
     """The modules, and on rank 0 the values to send where only it builds them."""
-    world = request.mesh.world
-    sources = request.model.values() if isinstance(request.model, dict) else (request.model,)
+    world = build.spec.mesh.world
+    sources = build.spec.model.values() if isinstance(build.spec.model, dict) else (build.spec.model,)
     given = any(isinstance(source, nn.Module) for source in sources)
     if options.init != "seeded" and given:
         raise ArgumentError(
@@ -108,11 +94,11 @@ def _construct(request: Request, options: Fsdp) -> tuple[Built, dict[str, Any]]:
         )
     values: dict[str, Any] = {}
     if options.init == "rank0" and world.is_main:
-        full = construct(request.model, request.seed)
-        request.prepare(full)
+        full = construct(build.spec.model, build.seed)
+        build.prepare(full)
         values = full.host.state_dict()
-    built = construct(request.model, request.seed, empty=options.init != "seeded")
-    request.prepare(built)
+    built = construct(build.spec.model, build.seed, empty=options.init != "seeded")
+    build.prepare(built)
     check_alike(built, world)
     if given and world.size > 1:
         # the ranks' own copies may differ: rank 0's counts, as under ddp
@@ -136,14 +122,14 @@ def _ignored(built: Built, patterns: tuple[str, ...]) -> set[Any]:
     return {p for name, p in named.items() if any(fnmatch.fnmatchcase(name, one) for one in patterns)}
 
 
-def _shard(built: Built, request: Request, options: Fsdp, ignored: set[Any]) -> None:
+def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None:
     from torch.distributed.fsdp import (  # noqa: PLC0415 - slow to import
         CPUOffloadPolicy,
         fully_shard,
         register_fsdp_forward_method,
     )
 
-    mesh = request.mesh
+    mesh = build.spec.mesh
     shared: Any = {
         # one replica has nobody to average with: on both axes FSDP2 would talk to itself
         "mesh": mesh.device if mesh.degrees.get("dp_replicate", 1) > 1 else mesh.device["dp_shard"],
@@ -157,12 +143,12 @@ def _shard(built: Built, request: Request, options: Fsdp, ignored: set[Any]) -> 
         _check_tied(units, ignored)
         for _, unit in reversed(units):
             if any(p not in ignored for p in unit.parameters()):
-                fully_shard(unit, **shared, mp_policy=options.policy or _policy(request.precision))
+                fully_shard(unit, **shared, mp_policy=options.policy or _policy(build.settings.precision))
         for _, unit in units:
             for method in options.methods:
                 if hasattr(unit, method):
                     register_fsdp_forward_method(unit, method)
-    root = options.policy or _policy(request.precision, root=built.host, ignored=ignored)
+    root = options.policy or _policy(build.settings.precision, root=built.host, ignored=ignored)
     # backward begins with the root: freed after forward, it would be gathered again at once
     fully_shard(built.host, **shared | {"reshard_after_forward": False}, mp_policy=root)
 

@@ -12,7 +12,7 @@ from fnaccel.engine.capture import Capture
 from fnaccel.engine.engine import Engine
 from fnaccel.models.building import Built, check_alike, construct
 from fnaccel.step.step import EVERYTHING
-from fnaccel.strategies.axis import Request, interpreter, whole_leaves
+from fnaccel.strategies.axis import Build, finisher, whole_leaves
 from fnaccel.strategies.strategy import Strategy, maker
 
 
@@ -25,21 +25,21 @@ def local() -> Strategy:
     return Strategy(())
 
 
-def place(built: Built, request: Request) -> None:
+def place(built: Built, build: Build) -> None:
     """Prepare the modules and move them to this rank's device."""
-    request.prepare(built)
-    check_alike(built, request.mesh.world)
+    build.prepare(built)
+    check_alike(built, build.spec.mesh.world)
     for module in built.modules.values():
-        module.to(request.mesh.world.device)
+        module.to(build.spec.mesh.world.device)
 
 
-@interpreter()
-def build_local(request: Request) -> tuple[Engine, Built]:
-    """The engine of one process."""
-    built = construct(request.model, request.seed)
-    place(built, request)
+@finisher(None)
+def build_local(build: Build, options: None) -> tuple[Engine, Built]:  # noqa: ARG001
+    """The engine of a model that every rank holds whole, and whose gradients nobody averages."""
+    built = construct(build.spec.model, build.seed)
+    place(built, build)
     return whole_engine(
-        "local", built, request, capture=capture_whole(built) if request.capture else None
+        "local", built, build, capture=capture_whole(built) if build.settings.captured else None
     ), built
 
 
@@ -66,7 +66,7 @@ def capture_whole(built: Built, **fields: Any) -> Capture:
 
 
 def whole_engine(
-    name: str, built: Built, request: Request, *, run: Callable[..., Any] | None = None, **fields: Any
+    name: str, built: Built, build: Build, *, run: Callable[..., Any] | None = None, **fields: Any
 ) -> Engine:
     """An engine whose every rank holds the whole model; by itself it averages nothing.
 
@@ -84,8 +84,8 @@ def whole_engine(
 
     return Engine(
         name=name,
-        mesh=request.mesh,
-        capabilities=EVERYTHING & request.strategy.capabilities(),
+        mesh=build.spec.mesh,
+        capabilities=EVERYTHING & build.spec.strategy.capabilities(),
         model=model,
         leaves=whole_leaves(built),
         parameters=dict(built.named("parameters")),

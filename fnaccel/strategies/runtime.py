@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 
+from fnaccel.errors import WorldError
+from fnaccel.step.spec import Spec
 from fnaccel.step.step import Step
-from fnaccel.strategies.strategy import Strategy
-from fnaccel.world.mesh import Mesh
-
-
-@attrs.frozen(kw_only=True)
-class Ask:
-    """What a runtime is told of a train step: `optimizers` by model, None for one that only looks."""
-
-    step: Step
-    strategy: Strategy
-    optimizers: Mapping[str | None, Any] | None
-    mesh: Mesh
-    model: Any
 
 
 @attrs.frozen(kw_only=True)
@@ -44,7 +33,22 @@ class Delegation:
     rows: int | None = None
 
 
-Delegator = Callable[[Ask], Delegation]
+_NEEDED = {"xla": "fa.distribute(model, fa.xla()); or fa.xla(shard=True) for the memory of fsdp"}
+"""What to say of a device that needs a runtime which ends the graph of each step."""
+
+
+def check_device(spec: Spec) -> None:
+    """Raise WorldError if the device needs a runtime, and the strategy has none that runs on it."""
+    device = spec.mesh.world.device.type
+    if device in _NEEDED and all(axis.runs_on != device for axis in spec.strategy.axes):
+        raise WorldError(
+            f"{spec.strategy} does not know {device.upper()} devices: nothing would end the graph of a step",
+            where="fa.train_step",
+            fix=_NEEDED[device],
+        )
+
+
+Delegator = Callable[[Spec, Any], Delegation]
 
 _delegators: dict[type, Delegator] = {}
 
@@ -59,14 +63,14 @@ def delegator(axis: type) -> Callable[[Delegator], Delegator]:
     return register
 
 
-def delegate(ask: Ask) -> Delegation | None:
+def delegate(spec: Spec) -> Delegation | None:
     """What the runtime of a strategy carries out; None where no axis belongs to one.
 
     Raises:
         CapabilityError, ConfigError: the step asks for what the runtime can't do, or contradicts its
             configuration.
     """
-    for axis in ask.strategy.axes:
+    for axis in spec.strategy.axes:
         if type(axis) in _delegators:
-            return _delegators[type(axis)](ask)
+            return _delegators[type(axis)](spec, axis)
     return None

@@ -7,21 +7,47 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import attrs
 
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest
-from fnaccel.step.step import Capability
+from fnaccel.step.spec import Spec
+from fnaccel.step.step import EVERYTHING, Capability
+from fnaccel.world.mesh import AXES
 
 
-class Axis(Protocol):
-    """One axis of a strategy: a frozen record that names its mesh axis."""
+class Axis:
+    """The base of axis records: frozen attrs classes with a field `degree`.
 
-    axis: ClassVar[str]
+    Attributes:
+        mesh_axis: the mesh axis that its ranks lie along; None if it takes no ranks of a mesh.
+        maker: the function that makes a strategy of it.
+        runs_on: the kind of device that it is made for; any if "".
+        follows: of an axis that is not the library's, the mesh axis after which it stands; outermost if "".
+    """
+
+    mesh_axis: ClassVar[Any] = None
     maker: ClassVar[str]
-    capabilities: ClassVar[frozenset[Capability]]
+    runs_on: ClassVar[str] = ""
+    follows: ClassVar[str] = ""
     degree: int
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What transforms may ask of it: everything, unless a class says less."""
+        return EVERYTHING
+
+    def check(self, spec: Spec) -> None:
+        """Raise if a train step can't run on it; nothing is built yet."""
+
+    def plan_notes(self, spec: Spec) -> list[str]:  # noqa: ARG002
+        """What the plan has to say of it."""
+        return []
+
+    def obstacle_to_capture(self, spec: Spec) -> str:  # noqa: ARG002
+        """What keeps a step from being captured as one graph, as a clause; empty if nothing does."""
+        return ""
 
 
 @attrs.frozen
@@ -37,11 +63,11 @@ class Strategy:
 
     def degrees(self) -> list[tuple[str, int]]:
         """(mesh axis, degree) pairs, -1 where the number of ranks decides."""
-        return [(axis.axis, axis.degree) for axis in self.axes]
+        return [(axis.mesh_axis, axis.degree) for axis in self.axes if axis.mesh_axis is not None]
 
-    def find(self, kind: type) -> Any:
-        """The axis of one class, or None."""
-        return next((axis for axis in self.axes if isinstance(axis, kind)), None)
+    def follows(self) -> dict[str, str]:
+        """For each mesh axis that is not the library's, the one after which it stands."""
+        return {axis.mesh_axis: axis.follows for axis in self.axes if axis.mesh_axis not in (None, *AXES)}
 
     def capabilities(self) -> frozenset[Capability]:
         """What transforms may ask of it: what all of its axes can do."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import attrs
 
 from fnaccel.errors import UnknownNameError, nearest, require
+from fnaccel.step.settings import Settings
 from fnaccel.step.step import Phase, Step, Transform, append
 
 Sync = Literal["last", "each"]
@@ -18,6 +19,10 @@ class Accumulate:
 
     n: int
     sync: Sync = "last"
+
+    def configure(self, settings: Settings) -> Settings:
+        """Cut batches, and say when to communicate."""
+        return attrs.evolve(settings, micro_batches=self.n, sync_each=self.sync == "each")
 
     def describe(self) -> str:
         """What the plan prints: a window of m batches has n * m micro-batches."""

@@ -8,6 +8,7 @@ import attrs
 
 from fnaccel import _torch
 from fnaccel.errors import require
+from fnaccel.step.settings import Settings
 from fnaccel.step.step import Capability, Phase, Step, Transform, append
 
 
@@ -16,6 +17,10 @@ class Ema:
     """`ema = decay * ema + (1 - decay) * params` after each applied update."""
 
     decay: float
+
+    def configure(self, settings: Settings) -> Settings:
+        """Keep averages."""
+        return attrs.evolve(settings, ema_decay=self.decay)
 
     def on_update(self, engine: Any, own: Any, info: Any) -> Any:
         """Move the averages, sharded as the parameters are; frozen where the update was skipped."""

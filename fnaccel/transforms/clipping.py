@@ -9,6 +9,7 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.errors import require
+from fnaccel.step.settings import Settings
 from fnaccel.step.step import Capability, Phase, Step, Transform, append
 
 _NEEDS = frozenset({Capability.GRADIENTS})
@@ -19,6 +20,10 @@ class ClipNorm:
     """Scale the gradient down to a Euclidean norm of at most `max_norm`."""
 
     max_norm: float
+
+    def configure(self, settings: Settings) -> Settings:
+        """Clip the norm."""
+        return attrs.evolve(settings, max_norm=self.max_norm)
 
     def on_gradients(self, grads: Any, own: Any, info: Any) -> Any:
         """Fold the clip into the one multiply of the update; records `grad_norm`, before the clip."""

@@ -5,15 +5,24 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import attrs
 import torch
 from torch import nn
 
 from fnaccel import _torch
-from fnaccel.errors import ArgumentError, NotCompiledError, UnknownNameError, nearest, require
+from fnaccel.errors import (
+    ArgumentError,
+    CapabilityError,
+    NotCompiledError,
+    UnknownNameError,
+    nearest,
+    require,
+)
 from fnaccel.models.blocks import Units, find_units
+from fnaccel.step.settings import Settings
+from fnaccel.step.spec import Spec, obstacle_to_capture
 from fnaccel.step.step import Capability, Phase, Step, Transform, append
 
 Scope = Literal["auto", "block", "loss", "step"]
@@ -49,6 +58,47 @@ class Compile:
     units: Units = "block"
     limit: int = 8
     why: str = ""
+    # blocks are compiled after whatever else changes modules: torch.compile sees what will run
+    last_of_phase: ClassVar[bool] = True
+
+    def configure(self, settings: Settings) -> Settings:
+        """Compile the step."""
+        return attrs.evolve(settings, compiler=self)
+
+    def resolved(self, spec: Spec) -> Transform:
+        """The transform with its scope: the largest that the strategy and the step allow, if nobody said.
+
+        Raises:
+            CapabilityError: scope `"step"` was asked for, beside something that one graph can't hold.
+        """
+        obstacle = obstacle_to_capture(spec)
+        if not _torch.can_trace_autograd():
+            obstacle = "this torch can't capture torch.autograd.grad (2.11 or newer does)"
+        if self.scope == "step" and obstacle:
+            raise CapabilityError(
+                f"compile(scope='step') can't be: {obstacle}",
+                where=f"strategy {spec.strategy}",
+                fix="fa.compile(step) without a scope chooses one that can",
+            )
+        if self.scope != "auto":
+            return as_transform(self)
+        scope, why = _choose(spec.strategy.capabilities(), obstacle)
+        return as_transform(attrs.evolve(self, scope=scope, why=f"chosen: {why}"))
+
+    def plan_notes(self, spec: Spec) -> list[str]:
+        """What is left out of a captured step."""
+        if self.scope != "step":
+            return []
+        tail = (Phase.GRADS, Phase.UPDATE)
+        after = [t.name for t in spec.step.transforms if t.phase in tail and not attrs.has(type(t.apply))]
+        after += [one.name for one in (spec.optimizers or {}).values() if not one.traceable]
+        said = f"{', '.join(after)} can't be captured: what follows the gradients runs after the graph"
+        return [said] if after else []
+
+    def alternative(self, able: frozenset[Capability]) -> str:
+        """The scopes that a strategy can carry out, for a message."""
+        possible = [repr(name) for name, needs in _NEEDS.items() if needs and needs <= able]
+        return f"fa.compile(step, scope={' or '.join(possible)})" if possible else "remove fa.compile"
 
     def describe(self) -> str:
         """What the plan prints."""
@@ -199,6 +249,14 @@ def compile(  # noqa: A001 - the field's name for it; the module keeps a noun
         'dynamic=True, or dynamic={"tokens": 1}',
     )
     return append(step, as_transform(record))
+
+
+def _choose(able: frozenset[Capability], obstacle: str) -> tuple[Scope, str]:
+    if Capability.COMPILE_STEP in able and not obstacle:
+        return "step", "no hooks in the way, so all of it is one program"
+    if Capability.COMPILE_LOSS in able:
+        return "loss", obstacle
+    return "block", "parameters are gathered by hooks between the blocks"
 
 
 def as_transform(record: Compile) -> Transform:

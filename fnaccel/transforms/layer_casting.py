@@ -19,10 +19,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fnaccel.errors import CapabilityError, UnknownNameError, as_names, nearest, require
 from fnaccel.models.layers import Layers, check_patterns, matches
-from fnaccel.step.foresight import Prospect, modules_without_values
-from fnaccel.step.precision_policy import Precision, dtype_of
+from fnaccel.models.meta import modules_without_values
+from fnaccel.step.precision_policy import dtype_of
+from fnaccel.step.spec import Spec
 from fnaccel.step.step import Capability, Phase, Step, Transform, append
-from fnaccel.transforms.compilation import Compile
 
 _WHERE = "fa.cast_layers"
 _FP8 = {
@@ -119,45 +119,45 @@ class CastLayers:
                 fix=f'fa.train_step(..., frozen=("{path}.*",)), or take it out of only=',
             )
 
-    def foresee(self, prospect: Prospect) -> list[str]:
+    def plan_notes(self, spec: Spec) -> list[str]:
         """Notes for the plan: the layers that are cast, and those that are not.
 
         Raises:
             CapabilityError: the strategy or the compiler can't carry it out, or nothing is frozen.
         """
-        self._check_surroundings(prospect)
+        self._check_surroundings(spec)
         notes: list[str] = []
-        for key, module in modules_without_values(prospect.model).items():
+        for key, module in modules_without_values(spec.model).items():
             name = f"stored in {_short(self.storage)}" if key is None else f"{key} in {_short(self.storage)}"
             if isinstance(module, str):
                 notes.append(f"{name}: known when init has built it: {module}")
                 continue
 
-            found = self.layers(module, _trained(prospect, key, module))
+            found = self.layers(module, _trained(spec, key, module))
             _check_some(found, _WHERE)
             first, *rest = found.describe()
             notes += [f"{name}: {first}", *rest]
         return notes
 
-    def _check_surroundings(self, prospect: Prospect) -> None:
-        where = f"strategy {prospect.strategy}"
-        axes = [axis.axis for axis in prospect.strategy.axes]
-        if prospect.runtime or "dp_shard" in axes:
+    def _check_surroundings(self, spec: Spec) -> None:
+        where = f"strategy {spec.strategy}"
+        axes = [axis.mesh_axis for axis in spec.strategy.axes]
+        if spec.runtime or "dp_shard" in axes:
             raise CapabilityError(
-                f"{prospect.runtime or 'fsdp'} gathers and casts weights itself, and would not see what they "
+                f"{spec.runtime or 'fsdp'} gathers and casts weights itself, and would not see what they "
                 "are stored in",
                 where=where,
                 fix="fa.local() or fa.ddp(); or leave out cast_layers: fsdp shards frozen weights too",
             )
-        precision: Precision | None = prospect.step.find(Precision)
-        if precision is not None and precision.autocast and precision.compute is not self.compute:
+        precision = spec.step.settings.precision
+        if precision.autocast and precision.compute is not self.compute:
             raise CapabilityError(
                 f"with_precision computes in {_short(precision.compute)} and cast_layers in "
                 f"{_short(self.compute)}: weights would be cast twice, and backward keep the second copy",
                 where=_WHERE,
                 fix=f'fa.cast_layers(step, compute="{_short(precision.compute)}")',
             )
-        if prospect.step.find(Compile) is not None:
+        if spec.step.settings.compiler is not None:
             raise CapabilityError(
                 "cast_layers keeps small weights for backward by hooks, which torch.compile does not capture",
                 where=_WHERE,
@@ -211,15 +211,15 @@ def _check_some(found: Layers, where: str) -> None:
         )
 
 
-def _trained(prospect: Prospect, key: str | None, module: nn.Module) -> Callable[[str, Any], bool]:
+def _trained(spec: Spec, key: str | None, module: nn.Module) -> Callable[[str, Any], bool]:
     """What will say of a parameter whether it is trained: `frozen=` goes by its first name."""
     prefix = "" if key is None else f"{key}/"
     frozen = {
         param
         for name, param in module.named_parameters()
-        if any(fnmatch.fnmatchcase(prefix + name, pattern) for pattern in prospect.frozen)
+        if any(fnmatch.fnmatchcase(prefix + name, pattern) for pattern in spec.frozen)
     }
-    return lambda _, param: prospect.trains and param.requires_grad and param not in frozen
+    return lambda _, param: spec.optimizers is not None and param.requires_grad and param not in frozen
 
 
 def _dtype_before(layer: nn.Module) -> torch.dtype:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fnaccel.errors import CapabilityError
 from fnaccel.models.blocks import Units, find_units
+from fnaccel.step.spec import Spec
 from fnaccel.step.step import Capability, Phase, Step, Transform, append
 
 
@@ -22,6 +23,10 @@ class Remat:
     """Which modules run under activation checkpointing."""
 
     units: Units = "block"
+
+    def obstacle_to_capture(self, spec: Spec) -> str:  # noqa: ARG002
+        """Forward and backward of one graph share their activations."""
+        return "remat needs forward and backward as two programs"
 
     def on_module(self, module: nn.Module, where: str) -> None:
         """Patch `forward` in place, so that parameter names stay as they are."""

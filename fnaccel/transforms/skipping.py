@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from fnaccel.errors import require
+from fnaccel.step.settings import Settings
 from fnaccel.step.step import Capability, Phase, Step, Transform, append
 
 
@@ -15,6 +16,10 @@ class SkipNonfinite:
     """Decide on the device, without a host read, whether the update is applied."""
 
     max_skipped: int | None = 200
+
+    def configure(self, settings: Settings) -> Settings:
+        """Leave updates out whose gradient is not finite."""
+        return attrs.evolve(settings, leaves_out_nonfinite=True, max_left_out=self.max_skipped)
 
     def on_gradients(self, grads: Any, own: Any, info: Any) -> Any:  # noqa: ARG002
         """Mark the update as skipped where the gradient norm is not finite."""

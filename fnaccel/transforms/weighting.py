@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from fnaccel.errors import require
+from fnaccel.step.settings import Settings
 from fnaccel.step.step import Phase, Step, Transform, append
 
 
@@ -16,6 +17,10 @@ class Weigh:
     """The function that weighs a micro-batch."""
 
     weight_fn: Callable[[Any], Any]
+
+    def configure(self, settings: Settings) -> Settings:
+        """Weigh batches up front."""
+        return attrs.evolve(settings, weight_fn=self.weight_fn)
 
 
 def with_weight(step: Any, weight_fn: Callable[[Any], Any]) -> Step:

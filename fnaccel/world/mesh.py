@@ -7,7 +7,7 @@ over: `dp_replicate` and `dp_shard` together.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -145,9 +145,34 @@ class Mesh:
         return None if self.degrees[axis] == 1 else self.device.get_group(axis)
 
 
-def build(world: World, degrees: dict[str, int]) -> Mesh:
-    """Lay the ranks of `world` out over `degrees` (ordered as `AXES`), outermost first."""
-    ordered = {name: degrees[name] for name in AXES if name in degrees}
+def build(world: World, degrees: Mapping[str, int], follows: Mapping[str, str] | None = None) -> Mesh:
+    """Lay the ranks of `world` out over axes, ordered as `AXES`, outermost first.
+
+    Args:
+        world: the ranks.
+        degrees: how many ranks lie along each axis.
+        follows: for each axis that is none of `AXES`, the one after which it stands; outermost if "".
+
+    Raises:
+        AxisProductError: an axis that is none of `AXES` and follows none.
+    """
+    order: list[str] = [*AXES]
+    for name, before in (follows or {}).items():
+        if before and before not in order:
+            raise AxisProductError(
+                f"axis {name!r} follows {before!r}, which is no axis of a mesh",
+                where=f"mesh {dict(degrees)}",
+                fix=f"choose one of: {', '.join(order)}",
+            )
+        order.insert(order.index(before) + 1 if before else 0, name)
+    unknown = [name for name in degrees if name not in order]
+    if unknown:
+        raise AxisProductError(
+            f"a mesh has no axis {unknown[0]!r}",
+            where=f"mesh {dict(degrees)}",
+            fix=f"choose one of: {', '.join(order)}; or say which of them it follows",
+        )
+    ordered = {name: degrees[name] for name in order if name in degrees}
     if not ordered:
         return Mesh(world=world, degrees={})
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import

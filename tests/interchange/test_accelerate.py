@@ -12,6 +12,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel.errors import CheckpointError, TreeMismatchError
+from fnaccel.world.world import current
 from tests.checkpoint.training import Net, gathered, make, train, unequal
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.01}
@@ -189,7 +190,7 @@ def sharded(directory, layout, flat):
 
     torch.manual_seed(11)
     net = Net()
-    mesh = init_device_mesh("cpu", (fa.world.current().size,))
+    mesh = init_device_mesh("cpu", (current().size,))
     for block in net.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)

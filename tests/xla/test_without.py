@@ -23,14 +23,17 @@ from fnaccel.launch import Job, tpu
 from fnaccel.launch.job import check
 from fnaccel.launch.variables import variables
 from fnaccel.optim import kernels
-from fnaccel.strategies.xla.record import Xla, device_notes
+from fnaccel.step.spec import Spec
+from fnaccel.strategies.runtime import check_device
+from fnaccel.strategies.xla.record import Xla
 from fnaccel.world import devices
-from fnaccel.world.mesh import resolve
+from fnaccel.world.mesh import build, resolve
 from tests.models import Net, loss_fn
 
 
-def world_on(kind):
-    return types.SimpleNamespace(device=torch.device(kind), size=1)
+def spec_on(kind):
+    world = types.SimpleNamespace(device=torch.device(kind), size=1)
+    return Spec(step=fa.Step(loss_fn), model=Net, strategy=fa.local(), optimizers=None, mesh=build(world, {}))
 
 
 def test_the_record_prints_as_the_text_that_makes_it():
@@ -81,8 +84,8 @@ def test_elsewhere_than_on_xla_it_says_what_to_start():
 
 def test_another_strategy_on_xla():
     with pytest.raises(WorldError, match="nothing would end the graph"):
-        device_notes(fa.local(), world_on("xla"))
-    assert device_notes(fa.local(), world_on("cpu")) == []
+        check_device(spec_on("xla"))
+    check_device(spec_on("cpu"))
 
 
 def test_the_package_is_missing(monkeypatch):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from fnaccel.errors import CapabilityError, ConfigError
 from fnaccel.optim.deepspeed import DeepspeedKernel, DeepspeedRate
 from fnaccel.optim.description import Optimizer
 from fnaccel.optim.schedules import constant
+from fnaccel.step.spec import Spec
 from fnaccel.strategies.deepspeed.draft import Draft
 from fnaccel.strategies.deepspeed.record import Deepspeed
-from fnaccel.strategies.runtime import Ask
 
 # what fa.deepspeed_lr says, by what each schedule calls it; WarmupCosineLR starts from the optimizer's rate
 _SCHEDULES: dict[str, dict[str, str]] = {
@@ -28,14 +28,14 @@ _SCHEDULES: dict[str, dict[str, str]] = {
 }
 
 
-def choose_update(ask: Ask, draft: Draft, record: Deepspeed) -> None:
+def choose_update(spec: Spec, draft: Draft, record: Deepspeed) -> None:
     """See who updates and by what schedule, ours or the file's, and fill in what the file's are told.
 
     Raises:
         CapabilityError: a pair that DeepSpeed can't run.
         ConfigError: the file names none of what the train step leaves to it.
     """
-    if ask.optimizers is None:
+    if spec.optimizers is None:
         draft.drop("optimizer")
         draft.drop("scheduler")
         if record.level in (1, 2):
@@ -45,7 +45,7 @@ def choose_update(ask: Ask, draft: Draft, record: Deepspeed) -> None:
                 fix="fa.deepspeed(stage=3) for inference; or give an optimizer",
             )
         return
-    optimizer = _only(ask.optimizers.values())
+    optimizer = _only(cast(Iterable[Optimizer], spec.optimizers.values()))
     _check_types(draft)
     _check_optimizer(draft, optimizer)
     _check_schedule(draft, optimizer)

@@ -11,15 +11,15 @@ from torch import nn
 
 from fnaccel.errors import CapabilityError, ConfigError
 from fnaccel.step.precision_policy import DTYPES, Precision
+from fnaccel.step.spec import Spec
 from fnaccel.step.step import Step
 from fnaccel.strategies.deepspeed.choosing import choose_update
 from fnaccel.strategies.deepspeed.draft import Draft
 from fnaccel.strategies.deepspeed.record import Deepspeed
 from fnaccel.strategies.deepspeed.shape import check_shape
-from fnaccel.strategies.runtime import Ask, Delegation, delegator
+from fnaccel.strategies.runtime import Delegation, delegator
 from fnaccel.transforms.accumulation import Accumulate, accumulate
-from fnaccel.transforms.averaging import Ema
-from fnaccel.transforms.clipping import ClipNorm, clip_norm
+from fnaccel.transforms.clipping import clip_norm
 from fnaccel.transforms.precision import with_precision
 
 _WHERE = "fa.deepspeed"
@@ -46,24 +46,23 @@ _KEYS = {
 
 
 @delegator(Deepspeed)
-def delegate(ask: Ask) -> Delegation:
+def delegate(spec: Spec, record: Deepspeed) -> Delegation:
     """What DeepSpeed carries out, and its configuration.
 
     Raises:
         CapabilityError: the step asks for what it can't do.
         ConfigError: the file, the arguments, the step and the optimizer don't agree.
     """
-    record: Deepspeed = ask.strategy.find(Deepspeed)
     draft = Draft(record.written, _origin(record))
     check_shape(draft, record.written)
     _arguments(record, draft)
-    step = _precision(ask.step, draft)
+    step = _precision(spec.step, draft)
     step = _accumulation(step, draft)
     step = _clipping(step, draft)
-    choose_update(ask, draft, record)
-    rows = _batch(draft, ask.mesh.batch_size)
+    choose_update(spec, draft, record)
+    rows = _batch(draft, spec.mesh.batch_size)
     draft.check(_WHERE)
-    _hidden(ask.model, record, draft)
+    _hidden(spec.model, record, draft)
     draft.fill("steps_per_print", _QUIET)
     draft.fill("zero_allow_untested_optimizer", True)
     draft.fill("zero_force_ds_cpu_optimizer", False)
@@ -118,17 +117,18 @@ def _precision(step: Step, draft: Draft) -> Step:
         draft.object_to(
             'torch_autocast casts a second time: leave it out, and say fa.with_precision(step, "bf16")'
         )
-    policy: Precision | None = step.find(Precision)
-    if policy is None:
+    settings = step.settings
+    if not settings.casts:
         asked = [name for name in ("bf16", "fp16") if draft.written(f"{name}.enabled") is True]
         if len(asked) > 1:
             draft.object_to(f"bf16 and fp16 are both enabled in {draft.origin}")
             draft.check(_WHERE)
         if asked:
             step = with_precision(step, asked[0])
-            policy = step.find(Precision)
-    compute = torch.float32 if policy is None else policy.compute
-    if policy is not None and policy.param is not torch.float32:
+            settings = step.settings
+    policy = settings.precision
+    compute = policy.compute
+    if policy.param is not torch.float32:
         raise CapabilityError(
             f"deepspeed updates parameters in fp32, and the step keeps them in {policy.param}",
             where="fa.with_precision",
@@ -140,10 +140,10 @@ def _precision(step: Step, draft: Draft) -> Step:
         wanted = compute is DTYPES[name]
         if wanted or draft.written(f"{name}.enabled") is not None or draft.is_auto(f"{name}.enabled"):
             draft.say(f"{name}.enabled", wanted, said)
-    if policy is not None and compute in (torch.bfloat16, torch.float16):
+    if compute in (torch.bfloat16, torch.float16):
         draft.fill("communication_data_type", short.get(policy.reduce, "fp32"))
-    if policy is not None and compute is torch.float16:
-        step = _with(step, _loss_scale(policy, draft, said))
+    if compute is torch.float16:
+        step = step.replaced("with_precision", _loss_scale(policy, draft, said))
     return step
 
 
@@ -175,20 +175,13 @@ def _loss_scale(policy: Precision, draft: Draft, said: str) -> Precision:
     return policy
 
 
-def _with(step: Step, record: Precision | Accumulate) -> Step:
-    """The step with this record in the place of its own of the same kind."""
-    kind = type(record)
-    changed = [attrs.evolve(t, apply=record) if isinstance(t.apply, kind) else t for t in step.transforms]
-    return Step(step.loss_fn, tuple(changed))
-
-
 def _accumulation(step: Step, draft: Draft) -> Step:
-    record: Accumulate | None = step.find(Accumulate)
+    n = step.settings.micro_batches
     written = draft.written("gradient_accumulation_steps")
-    if record is not None and record.sync == "each":  # that is DeepSpeed's to say
-        step = _with(step, attrs.evolve(record, sync="last"))
-    if record is not None:
-        draft.say("gradient_accumulation_steps", record.n, f"fa.accumulate(step, {record.n})")
+    if n and step.settings.sync_each:  # that is DeepSpeed's to say
+        step = step.replaced("accumulate", Accumulate(n))
+    if n:
+        draft.say("gradient_accumulation_steps", n, f"fa.accumulate(step, {n})")
     elif written is not None and written != 1:
         step = accumulate(step, int(written))
     draft.fill("gradient_accumulation_steps", 1)
@@ -196,10 +189,10 @@ def _accumulation(step: Step, draft: Draft) -> Step:
 
 
 def _clipping(step: Step, draft: Draft) -> Step:
-    record: ClipNorm | None = step.find(ClipNorm)
+    max_norm = step.settings.max_norm
     written = draft.written("gradient_clipping")
-    if record is not None:
-        draft.say("gradient_clipping", record.max_norm, f"fa.clip_norm(step, {record.max_norm})")
+    if max_norm is not None:
+        draft.say("gradient_clipping", max_norm, f"fa.clip_norm(step, {max_norm})")
     elif written:
         step = clip_norm(step, written)
     draft.fill("gradient_clipping", 0.0)
@@ -264,9 +257,8 @@ def hidden_size(model: Any) -> int | None:
 
 
 def _check_averages(step: Step, record: Deepspeed) -> None:
-    policy: Precision | None = step.find(Precision)
-    half = policy is not None and policy.compute is not torch.float32
-    if step.find(Ema) is not None and half and record.level < 3:
+    half = step.settings.precision.compute is not torch.float32
+    if step.settings.ema_decay is not None and half and record.level < 3:
         raise CapabilityError(
             "with_ema would average the half-precision copy: deepspeed partitions the fp32 parameters",
             where="fa.with_ema",
@@ -276,12 +268,11 @@ def _check_averages(step: Step, record: Deepspeed) -> None:
 
 def _notes(step: Step, record: Deepspeed) -> tuple[str, ...]:
     found: list[str] = ["deepspeed reads the weight and the norm on the host each step"]
-    accumulated: Accumulate | None = step.find(Accumulate)
-    if accumulated is not None and record.level >= 2:
+    if step.settings.micro_batches and record.level >= 2:
         found.append(f"stage {record.level} communicates gradients after each micro-batch")
     if record.level > 0:
         found.append("an update whose gradient is not finite is skipped, as by fa.skip_nonfinite")
     written: Any = record.written.get("fp16", {})
-    if isinstance(written, dict) and written.get("hysteresis", 1) != 1 and step.find(Precision) is not None:
+    if isinstance(written, dict) and written.get("hysteresis", 1) != 1 and step.settings.casts:
         found.append("hysteresis is not used: the loss scale, which is in the state, halves at each overflow")
     return tuple(found)

@@ -12,7 +12,7 @@ import attrs
 
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, as_names, nearest, require
 from fnaccel.step.step import Capability
-from fnaccel.strategies.strategy import PRESETS, Strategy, maker
+from fnaccel.strategies.strategy import PRESETS, Axis, Strategy, maker
 
 Offload = Literal["cpu", "nvme"]
 Auto = Literal["auto"]
@@ -44,10 +44,10 @@ class Written:
 
 
 @attrs.frozen
-class Deepspeed:
+class Deepspeed(Axis):
     """The runtime that owns the axis `dp_shard`; see `deepspeed`."""
 
-    axis: ClassVar[str] = "dp_shard"
+    mesh_axis: ClassVar[str] = "dp_shard"
     maker: ClassVar[str] = "deepspeed"
 
     stage: int | None = None

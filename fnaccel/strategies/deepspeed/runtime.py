@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from fnaccel.optim.deepspeed import DeepspeedKernel
 from fnaccel.optim.description import Group, Member, Optimizer, group_leaves
 from fnaccel.optim.foreign import TorchKernel, first_slots, shared_options
 from fnaccel.optim.fused import FusedKernel
-from fnaccel.strategies.axis import Request, interpreter, same, whole_leaves
+from fnaccel.strategies.axis import Build, finisher, same, whole_leaves
 from fnaccel.strategies.deepspeed.comm import begin, part_of_package, quiet
 from fnaccel.strategies.deepspeed.partitioned_init import check_partitioned, partitioned_init
 from fnaccel.strategies.deepspeed.parts import Parts
@@ -31,8 +31,8 @@ _FIRST_MICRO_STEP = -1  # deepspeed.runtime.zero.stage_1_and_2.INITIAL_MICRO_STE
 _FUSED = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
-@interpreter(Deepspeed)
-def build_deepspeed(request: Request) -> tuple[Engine, Built]:
+@finisher(Deepspeed)
+def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
     """The engine of DeepSpeed's ZeRO.
 
     Raises:
@@ -40,13 +40,12 @@ def build_deepspeed(request: Request) -> tuple[Engine, Built]:
         ConfigError: it refuses the configuration.
         CapabilityError: it can't take the optimizer.
     """
-    record: Deepspeed = request.strategy.find(Deepspeed)
-    if request.delegation is None:
+    if build.delegation is None:
         raise CapabilityError("no configuration was made", where="fa.deepspeed", fix="use fa.train_step")
-    config = copy.deepcopy(request.delegation.config)
-    mesh = request.mesh
+    config = copy.deepcopy(build.delegation.config)
+    mesh = build.spec.mesh
     package = begin(mesh.world)
-    built = _construct(request, record, package, config)
+    built = _construct(build, record, package, config)
     _mark_leaves(built, record)
     half = any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
     _check_parameters(built)
@@ -58,7 +57,8 @@ def build_deepspeed(request: Request) -> tuple[Engine, Built]:
         if half and not record.zero3_init
         else {}
     )
-    optimizer = None if request.optimizers is None else next(iter(request.optimizers.values()))
+    optimizers = cast("dict[str | None, Optimizer] | None", build.spec.optimizers)
+    optimizer = None if optimizers is None else next(iter(optimizers.values()))
     groups = [] if optimizer is None else group_leaves(optimizer, whole_leaves(built))
     if optimizer is not None:
         _check_foreign(optimizer, len(groups), record.level)
@@ -76,12 +76,12 @@ def build_deepspeed(request: Request) -> tuple[Engine, Built]:
             for name in trained
         }
         clip = float(config["gradient_clipping"])
-        bound = BoundDeepspeed(engine, parts, slots, clip, skips=request.skips)
+        bound = BoundDeepspeed(engine, parts, slots, clip, skips=build.settings.skips)
     torn: list[bool] = []
     made = Engine(
         name="deepspeed",
         mesh=mesh,
-        capabilities=request.strategy.capabilities(),
+        capabilities=build.spec.strategy.capabilities(),
         model=built.model,
         leaves=tuple(Leaf(n, p, p.data, same) for n, p in named.items() if p.requires_grad),
         parameters={n: _remote(mesh, parts, p, f"params/{n}") for n, p in named.items()},
@@ -94,16 +94,16 @@ def build_deepspeed(request: Request) -> tuple[Engine, Built]:
         averaged=mesh.batch_size,
         bound=bound,
         native=engine,
-        rows=request.delegation.rows,
+        rows=build.delegation.rows,
         modules=tuple(built.modules.values()),
         free=_freer(engine, parts),
     )
     return made, built
 
 
-def _construct(request: Request, record: Deepspeed, package: Any, config: dict[str, Any]) -> Built:
+def _construct(build: Build, record: Deepspeed, package: Any, config: dict[str, Any]) -> Built:
     """The modules; under `zero3_init` each parameter is partitioned as it is made."""
-    sources = request.model.values() if isinstance(request.model, dict) else (request.model,)
+    sources = build.spec.model.values() if isinstance(build.spec.model, dict) else (build.spec.model,)
     if record.zero3_init and any(isinstance(source, nn.Module) for source in sources):
         raise ArgumentError(
             "zero3_init partitions parameters as they are made, and a built module was given",
@@ -112,12 +112,12 @@ def _construct(request: Request, record: Deepspeed, package: Any, config: dict[s
         )
     if record.zero3_init:
         with partitioned_init(package, config):
-            built = construct(request.model, request.seed)
+            built = construct(build.spec.model, build.seed)
         check_partitioned(built.modules)
     else:
-        built = construct(request.model, request.seed)
-    request.prepare(built)
-    check_alike(built, request.mesh.world)
+        built = construct(build.spec.model, build.seed)
+    build.prepare(built)
+    check_alike(built, build.spec.mesh.world)
     return built
 
 

@@ -14,19 +14,18 @@ from fnaccel import _torch
 from fnaccel.engine.engine import Engine
 from fnaccel.models.building import Built, construct
 from fnaccel.models.parameter import Leaf
-from fnaccel.strategies.axis import Request, interpreter
+from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.xla.layout import Layout
 from fnaccel.strategies.xla.record import Xla
 
 
-@interpreter(Xla)
-def build_xla(request: Request) -> tuple[Engine, Built]:
+@finisher(Xla)
+def build_xla(build: Build, options: Xla) -> tuple[Engine, Built]:
     """The engine of all XLA devices of this machine."""
-    options: Xla = request.strategy.find(Xla)
     layout = Layout.of(options)
-    built = construct(request.model, request.seed)
-    request.prepare(built)
-    _move(built, request.mesh.world.device)
+    built = construct(build.spec.model, build.seed)
+    build.prepare(built)
+    _move(built, build.spec.mesh.world.device)
     for _, value in [*built.named("parameters"), *built.named("buffers")]:
         layout.keep(value)
     model = built.model
@@ -40,8 +39,8 @@ def build_xla(request: Request) -> tuple[Engine, Built]:
 
     engine = Engine(
         name="xla",
-        mesh=request.mesh,
-        capabilities=request.strategy.capabilities(),
+        mesh=build.spec.mesh,
+        capabilities=build.spec.strategy.capabilities(),
         model=model,
         leaves=tuple(
             Leaf(name, param, layout.alias(param.detach()), layout.keep)

@@ -7,22 +7,25 @@ from typing import ClassVar
 import attrs
 
 from fnaccel.errors import ArgumentError, WorldError
+from fnaccel.step.spec import Spec
 from fnaccel.step.step import Capability
-from fnaccel.strategies.strategy import Strategy, maker
-from fnaccel.world.world import World
+from fnaccel.strategies.strategy import Axis, Strategy, maker
 
 
 @attrs.frozen
-class Xla:
-    """All XLA devices of this machine; see `xla`."""
+class Xla(Axis):
+    """All XLA devices of this machine; see `xla`. They are no ranks."""
 
-    axis: ClassVar[str] = "xla"
     maker: ClassVar[str] = "xla"
-    # torch.utils.checkpoint needs a module torch.xla, which does not exist; the whole step is compiled anyway
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.GRADIENTS, Capability.PARAMETERS})
-
+    runs_on: ClassVar[str] = "xla"
     shard: bool | int = False
     degree: int = 1
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """No MODULE transforms and no compiler: the whole step is compiled anyway."""
+        # and torch.utils.checkpoint needs a module torch.xla, which does not exist
+        return frozenset({Capability.GRADIENTS, Capability.PARAMETERS})
 
     def group(self, devices: int) -> int:
         """Over how many of `devices` each parameter is sharded.
@@ -41,14 +44,26 @@ class Xla:
             )
         return self.shard
 
+    def check(self, spec: Spec) -> None:
+        """Raise WorldError elsewhere than on XLA devices."""
+        device = spec.mesh.world.device.type
+        if device != "xla":
+            raise WorldError(
+                f"{spec.strategy} runs on XLA devices, and this world computes on {device}",
+                where="fa.train_step",
+                fix="fa.start(device='xla'), or start with: fnaccel launch --tpu",
+            )
 
-@attrs.frozen
-class XlaStrategy(Strategy):
-    """The product that is `xla` alone: its devices are no ranks, so it takes none of a mesh."""
+    def plan_notes(self, spec: Spec) -> list[str]:  # noqa: ARG002
+        """How many devices there are, and what they hold."""
+        import torch_xla.runtime as xr  # noqa: PLC0415 - an extra  # pyright: ignore[reportMissingImports]
 
-    def degrees(self) -> list[tuple[str, int]]:
-        """No axes of ranks."""
-        return []
+        devices: int = xr.global_runtime_device_count()
+        group = self.group(devices)
+        held = f"sharded over {group}" if group > 1 else "whole on each"
+        return [
+            f"{devices} XLA devices ({xr.device_type()}): rows are spread over all, parameters are {held}"
+        ]
 
 
 @maker
@@ -77,34 +92,4 @@ def xla(shard: bool | int = False) -> Strategy:
             where="fa.xla(shard=)",
             fix="True for all devices, False for none, or a number from 1",
         )
-    return XlaStrategy((Xla(shard),))
-
-
-def device_notes(strategy: Strategy, world: World) -> list[str]:
-    """What a plan has to say of XLA devices; empty without any.
-
-    Raises:
-        WorldError: `xla` elsewhere than on XLA devices, or another strategy there.
-        ArgumentError: groups that don't make up the devices.
-    """
-    options: Xla | None = strategy.find(Xla)
-    if world.device.type != "xla":
-        if options is None:
-            return []
-        raise WorldError(
-            f"{strategy} runs on XLA devices, and this world computes on {world.device.type}",
-            where="fa.train_step",
-            fix="fa.start(device='xla'), or start with: fnaccel launch --tpu",
-        )
-    if options is None:
-        raise WorldError(
-            f"{strategy} does not know XLA devices: nothing would end the graph of a step",
-            where="fa.train_step",
-            fix="fa.distribute(model, fa.xla()); or fa.xla(shard=True) for the memory of fsdp",
-        )
-    import torch_xla.runtime as xr  # noqa: PLC0415 - an extra  # pyright: ignore[reportMissingImports]
-
-    devices: int = xr.global_runtime_device_count()
-    group = options.group(devices)
-    held = f"sharded over {group}" if group > 1 else "whole on each"
-    return [f"{devices} XLA devices ({xr.device_type()}): rows are spread over all, parameters are {held}"]
+    return Strategy((Xla(shard),))

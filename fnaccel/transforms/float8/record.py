@@ -15,10 +15,10 @@ from torch import nn
 
 from fnaccel.errors import ArgumentError, CapabilityError, UnknownNameError, as_names, nearest, require
 from fnaccel.models.layers import Layers, check_patterns, matches
-from fnaccel.step.foresight import Prospect, modules_without_values
+from fnaccel.models.meta import modules_without_values
 from fnaccel.step.precision_policy import Precision
+from fnaccel.step.spec import Spec
 from fnaccel.step.step import Capability, Phase, Step, Transform, append
-from fnaccel.transforms.compilation import Compile
 from fnaccel.transforms.float8 import torchao as by_torchao
 from fnaccel.transforms.float8 import transformer_engine as by_transformer_engine
 
@@ -198,7 +198,7 @@ class Float8:
             return "its weight is tied, and all_gather makes another of it"
         return ""
 
-    def foresee(self, prospect: Prospect) -> list[str]:
+    def plan_notes(self, spec: Spec) -> list[str]:
         """Notes for the plan: the layers in fp8, and those that are not.
 
         Raises:
@@ -206,13 +206,13 @@ class Float8:
                 no layer would be converted.
             MissingBackendError: the backend is not installed.
         """
-        self._check_surroundings(prospect)
-        check_device(prospect.device, self)
+        self._check_surroundings(spec)
+        check_device(spec.mesh.world.device, self)
         where = "fa.with_precision"
         library = by_torchao if self.backend == "torchao" else by_transformer_engine
         library.backend(where)
         notes: list[str] = []
-        for key, module in modules_without_values(prospect.model).items():
+        for key, module in modules_without_values(spec.model).items():
             name = "in fp8" if key is None else f"{key} in fp8"
             if isinstance(module, str):
                 notes.append(f"{name}: known when init has built it (fa.float8_layers): {module}")
@@ -226,24 +226,23 @@ class Float8:
             notes.append("the largest values of past steps, which scale fp8, are no part of the state")
         return notes
 
-    def _check_surroundings(self, prospect: Prospect) -> None:
-        where = f"strategy {prospect.strategy}"
-        if prospect.runtime:
+    def _check_surroundings(self, spec: Spec) -> None:
+        where = f"strategy {spec.strategy}"
+        if spec.runtime:
             raise CapabilityError(
-                f"fp8 layers were not tried on {prospect.runtime}, which casts by itself",
+                f"fp8 layers were not tried on {spec.runtime}, which casts by itself",
                 where=where,
                 fix='fa.with_precision(step, "bf16"), or ddp or fsdp as the strategy',
             )
         if not self.all_gather:
             return
-        if all(axis.axis != "dp_shard" for axis in prospect.strategy.axes):
+        if all(axis.mesh_axis != "dp_shard" for axis in spec.strategy.axes):
             raise CapabilityError(
                 "all_gather=True sends shards of weights as fp8, and nothing is sharded",
                 where=where,
                 fix="fa.fsdp(), or leave out all_gather",
             )
-        record: Compile | None = prospect.step.find(Compile)
-        if record is not None and record.scope == "step":
+        if spec.step.settings.captured:
             raise CapabilityError(
                 "a captured step gathers weights by operations of its own, in bf16",
                 where=where,

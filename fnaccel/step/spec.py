@@ -1,0 +1,143 @@
+"""`Spec`: all that a train step is made of, before anything is built; and what its parts may say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import attrs
+
+from fnaccel.step.step import Capability, Step, Transform
+from fnaccel.world.mesh import Mesh
+
+Rng = Literal["fold", "stream"]
+
+
+class Axes(Protocol):
+    """A strategy: a product of axes."""
+
+    @property
+    def axes(self) -> tuple[Any, ...]:
+        """One frozen record an axis."""
+        ...
+
+    def capabilities(self) -> frozenset[Capability]:
+        """What transforms may ask of it."""
+        ...
+
+
+class Update(Protocol):
+    """The description of an optimizer."""
+
+    @property
+    def name(self) -> str:
+        """What the plan calls it."""
+        ...
+
+    @property
+    def traceable(self) -> bool:
+        """Whether its update can be captured in a graph."""
+        ...
+
+    def plan_notes(self, spec: Spec) -> list[str]:
+        """What the plan has to say of it."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class Spec:
+    """A train step before anything is built.
+
+    Attributes:
+        step: the loss and its transforms.
+        model: a factory, a module, or a dict of them.
+        strategy: of the model.
+        optimizers: by model; None if nothing is trained.
+        frozen: patterns of the parameters that are not trained.
+        rng: where random numbers come from.
+        mesh: how the ranks lie.
+        runtime: the runtime that carries out the update; empty without one.
+    """
+
+    step: Step
+    model: Any
+    strategy: Axes
+    optimizers: Mapping[str | None, Update] | None
+    mesh: Mesh
+    frozen: tuple[str, ...] = ()
+    rng: Rng = "fold"
+    runtime: str = ""
+
+    def speakers(self) -> list[Any]:
+        """The records of transforms and axes, in the order in which the plan asks them."""
+        return [*(t.apply for t in self.step.transforms), *self.strategy.axes]
+
+
+@runtime_checkable
+class Resolves(Protocol):
+    """A record of a transform that left a choice open until strategy and optimizers are known."""
+
+    def resolved(self, spec: Spec) -> Transform:
+        """The transform, its choice made; raises if what was asked for can't be."""
+        ...
+
+
+@runtime_checkable
+class Checks(Protocol):
+    """A record that checks a train step before anything is built."""
+
+    def check(self, spec: Spec) -> None:
+        """Raise if the train step can't be."""
+        ...
+
+
+@runtime_checkable
+class PlanNotes(Protocol):
+    """A record that has something to say in the plan."""
+
+    def plan_notes(self, spec: Spec) -> list[str]:
+        """Notes for the plan; raises if the train step could not be carried out."""
+        ...
+
+
+@runtime_checkable
+class ObstructsCapture(Protocol):
+    """A record that may keep a step from being captured as one graph."""
+
+    def obstacle_to_capture(self, spec: Spec) -> str:
+        """What is in the way, as a clause; empty if nothing is."""
+        ...
+
+
+def resolve(spec: Spec) -> Spec:
+    """A spec whose transforms have made the choices that they left open."""
+    transforms = tuple(
+        t.apply.resolved(spec) if isinstance(t.apply, Resolves) else t for t in spec.step.transforms
+    )
+    return attrs.evolve(spec, step=Step(spec.step.loss_fn, transforms))
+
+
+def check(spec: Spec) -> None:
+    """Let every transform and axis check a train step."""
+    for record in spec.speakers():
+        if isinstance(record, Checks):
+            record.check(spec)
+
+
+def plan_notes(spec: Spec) -> list[str]:
+    """What optimizers, transforms and axes have to say in the plan; each sentence once."""
+    notes: dict[str, None] = {}
+    for optimizer in (spec.optimizers or {}).values():
+        notes.update(dict.fromkeys(optimizer.plan_notes(spec)))
+    for record in spec.speakers():
+        if isinstance(record, PlanNotes):
+            notes.update(dict.fromkeys(record.plan_notes(spec)))
+    return list(notes)
+
+
+def obstacle_to_capture(spec: Spec) -> str:
+    """The first thing that keeps a step from being captured as one graph; empty if nothing does."""
+    obstacles = (
+        record.obstacle_to_capture(spec) for record in spec.speakers() if isinstance(record, ObstructsCapture)
+    )
+    return next((obstacle for obstacle in obstacles if obstacle), "")
