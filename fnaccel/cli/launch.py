@@ -5,9 +5,12 @@ from __future__ import annotations
 # argparse: no dependency, and with REMAINDER all that stands after the script's name is the script's,
 # also where it looks like an option of ours
 import argparse
+import contextlib
 import os
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from fnaccel.cli.overriding import check_overrides, gather_overrides
@@ -20,6 +23,16 @@ _HELP = """Run a script as several processes that find each other through fa.sta
 
 Options come before the script; what follows the script's name is the script's own.
 The options under "recipe" change what fa.recipe() returns in the script."""
+
+
+@contextlib.contextmanager
+def _searching(folder: Path) -> Generator[None]:
+    """In the body modules are found where the script will find them: a strategy's text may name one."""
+    sys.path.insert(0, str(folder.absolute()))
+    try:
+        yield
+    finally:
+        sys.path.pop(0)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -111,7 +124,8 @@ def read(arguments: Sequence[str]) -> Job:
     program: list[str] = found.module or found.script
     name = program[0] if program else None
     overrides = gather_overrides(found)
-    check_overrides(overrides)
+    with _searching(Path(name or "").parent if found.module is None else Path()):
+        check_overrides(overrides)
     _check_machines(found)
     chips: bool = found.tpu or (tpu.is_tpu(os.environ) and not found.cpu)
     return Job(

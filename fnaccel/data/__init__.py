@@ -9,6 +9,11 @@ from fnaccel.data.cut import cut as cut
 from fnaccel.data.cut import join as join
 from fnaccel.data.cut import rows_of as rows_of
 from fnaccel.data.cut import split_sizes as split_sizes
+from fnaccel.data.loaders import Grouped as Grouped
+from fnaccel.data.loaders import Indexed as Indexed
+from fnaccel.data.loaders import Stream as Stream
+from fnaccel.data.loaders import classify as classify
+from fnaccel.data.loaders import reader as reader
 from fnaccel.data.shard import Shards as Shards
 from fnaccel.data.shard import open_epoch as open_epoch
 from fnaccel.data.shard import shard as shard

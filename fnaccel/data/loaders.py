@@ -6,8 +6,8 @@ and `stream.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sized
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 import torch.utils.data as torch_data
@@ -56,6 +56,24 @@ class Stream:
 Source: TypeAlias = Indexed | Grouped | Stream
 
 
+_readers: dict[type, Callable[[Any], Source]] = {}
+
+R = TypeVar("R", bound=Callable[[Any], Source])
+
+
+def reader(kind: type) -> Callable[[R], R]:
+    """Decorator: this function says how a loader of this class makes its batches.
+
+    It gets the loader that `fa.shard` was given, and returns an `Indexed`, a `Grouped` or a `Stream`.
+    """
+
+    def register(fn: R) -> R:
+        _readers[kind] = fn
+        return fn
+
+    return register
+
+
 def classify(loader: Any, *, presplit: bool = False) -> Source:
     """Say how a loader makes its batches.
 
@@ -66,6 +84,9 @@ def classify(loader: Any, *, presplit: bool = False) -> Source:
     Raises:
         LoaderError: it is not iterable, holds nothing, or is split between ranks already.
     """
+    for kind, read in _readers.items():
+        if isinstance(loader, kind):
+            return read(loader)
     if not isinstance(loader, Iterable):
         raise LoaderError(
             f"a {type(loader).__name__} can't be read: it is not iterable",

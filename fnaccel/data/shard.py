@@ -251,7 +251,7 @@ def _lazily(shards: Shards, reading: Reading, link: Link) -> Iterator[Batch]:
     if shards.presplit:
         yield from open_presplit(partial(_open, source), reading, link)
         return
-    check_same_data(shards.loader, reading, link)
+    check_same_data(source.loader, reading, link)
     yield from _open(source, reading, link)
 
 

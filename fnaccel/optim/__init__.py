@@ -2,6 +2,7 @@
 
 from fnaccel.optim.deepspeed import deepspeed_lr as deepspeed_lr
 from fnaccel.optim.deepspeed import from_deepspeed as from_deepspeed
+from fnaccel.optim.description import Group as Group
 from fnaccel.optim.description import Optimizer as Optimizer
 from fnaccel.optim.foreign import adafactor as adafactor
 from fnaccel.optim.foreign import from_torch as from_torch

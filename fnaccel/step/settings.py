@@ -1,4 +1,4 @@
-"""`Settings`: what the transforms of a step ask for together, whoever asks."""
+"""`Settings`: the wishes of all transforms of a step, put together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fnaccel.step.precision_policy import Precision
 
 
 class Compiler(Protocol):
-    """How a step is compiled; `fa.compile` makes one."""
+    """How a step is compiled: the record of `fa.compile`."""
 
     @property
     def scope(self) -> str:
@@ -35,7 +35,7 @@ class Compiler(Protocol):
 
     @property
     def dims(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """(pattern of a leaf's path, dimensions) of what varies in the batch."""
+        """(pattern of a leaf's path, dimensions that vary) for leaves of the batch."""
         ...
 
     def of_loss(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,19 +49,19 @@ class Compiler(Protocol):
 
 @attrs.frozen(kw_only=True)
 class Settings:
-    """What a step asks for.
+    """How a step is to run.
 
     Attributes:
         precision: the dtypes, and the loss scale.
         casts: whether a precision was given, so that parameters follow it.
-        micro_batches: in how many each batch is cut; 0 if it stays whole.
+        micro_batches: in how many each batch is cut, 0 if it stays whole.
         sync_each: whether gradients are averaged over ranks after each micro-batch.
-        weight_fn: the weight of a batch from the batch alone; None if the loss says it.
-        max_norm: the norm to which gradients are clipped; None if they are not.
-        ema_decay: of the averages of the parameters; None without averages.
+        weight_fn: gives the weight of a batch from the batch alone. None if the loss gives it.
+        max_norm: the norm to which gradients are clipped, or None.
+        ema_decay: of the averages of the parameters, or None.
         leaves_out_nonfinite: whether an update whose gradient is not finite is left out.
-        max_left_out: how many of them in a row are an error; None for any number.
-        compiler: how it is compiled; None if it is not.
+        max_left_out: how many of them in a row are an error, or None.
+        compiler: how it is compiled, or None.
     """
 
     precision: Precision = attrs.field(factory=Precision)
@@ -82,7 +82,7 @@ class Settings:
 
     @property
     def max_skipped(self) -> int | None:
-        """Updates skipped in a row that are an error; None for any number."""
+        """Updates skipped in a row that are an error, or None."""
         limits = [self.max_left_out if self.leaves_out_nonfinite else None]
         limits += [self.precision.max_skipped] if self.precision.scaled else []
         return min((limit for limit in limits if limit is not None), default=None)
@@ -95,8 +95,8 @@ class Settings:
 
 @runtime_checkable
 class Configures(Protocol):
-    """A record of a transform that asks for something by `Settings`."""
+    """A record of a transform that sets some of `Settings`."""
 
     def configure(self, settings: Settings) -> Settings:
-        """The settings, with what this transform asks for."""
+        """The settings, with those of this transform."""
         ...

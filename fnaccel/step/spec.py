@@ -1,4 +1,4 @@
-"""`Spec`: all that a train step is made of, before anything is built; and what its parts may say of it."""
+"""`Spec`: the parts of a train step before anything is built, and the protocols by which they speak."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Axes(Protocol):
         ...
 
     def capabilities(self) -> frozenset[Capability]:
-        """What transforms may ask of it."""
+        """The capabilities that transforms may need."""
         ...
 
 
@@ -31,7 +31,7 @@ class Update(Protocol):
 
     @property
     def name(self) -> str:
-        """What the plan calls it."""
+        """The name in the plan."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class Update(Protocol):
         ...
 
     def plan_notes(self, spec: Spec) -> list[str]:
-        """What the plan has to say of it."""
+        """Notes for the plan."""
         ...
 
 
@@ -52,11 +52,11 @@ class Spec:
         step: the loss and its transforms.
         model: a factory, a module, or a dict of them.
         strategy: of the model.
-        optimizers: by model; None if nothing is trained.
+        optimizers: by model, or None if nothing is trained.
         frozen: patterns of the parameters that are not trained.
         rng: where random numbers come from.
         mesh: how the ranks lie.
-        runtime: the runtime that carries out the update; empty without one.
+        runtime: the runtime that carries out the update, or "".
     """
 
     step: Step
@@ -78,7 +78,7 @@ class Resolves(Protocol):
     """A record of a transform that left a choice open until strategy and optimizers are known."""
 
     def resolved(self, spec: Spec) -> Transform:
-        """The transform, its choice made; raises if what was asked for can't be."""
+        """The transform, its choice made. Raises if it has none that can be."""
         ...
 
 
@@ -93,10 +93,10 @@ class Checks(Protocol):
 
 @runtime_checkable
 class PlanNotes(Protocol):
-    """A record that has something to say in the plan."""
+    """A record that adds notes to the plan."""
 
     def plan_notes(self, spec: Spec) -> list[str]:
-        """Notes for the plan; raises if the train step could not be carried out."""
+        """Notes for the plan. Raises if the train step could not be carried out."""
         ...
 
 
@@ -105,7 +105,7 @@ class ObstructsCapture(Protocol):
     """A record that may keep a step from being captured as one graph."""
 
     def obstacle_to_capture(self, spec: Spec) -> str:
-        """What is in the way, as a clause; empty if nothing is."""
+        """The obstacle as a clause, or "" without one."""
         ...
 
 
@@ -125,7 +125,7 @@ def check(spec: Spec) -> None:
 
 
 def plan_notes(spec: Spec) -> list[str]:
-    """What optimizers, transforms and axes have to say in the plan; each sentence once."""
+    """The notes of optimizers, transforms and axes, each sentence once."""
     notes: dict[str, None] = {}
     for optimizer in (spec.optimizers or {}).values():
         notes.update(dict.fromkeys(optimizer.plan_notes(spec)))
@@ -136,7 +136,7 @@ def plan_notes(spec: Spec) -> list[str]:
 
 
 def obstacle_to_capture(spec: Spec) -> str:
-    """The first thing that keeps a step from being captured as one graph; empty if nothing does."""
+    """The first obstacle to capturing a step as one graph, or ""."""
     obstacles = (
         record.obstacle_to_capture(spec) for record in spec.speakers() if isinstance(record, ObstructsCapture)
     )

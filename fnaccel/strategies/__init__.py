@@ -2,6 +2,8 @@
 
 from fnaccel.strategies import fsdp_engine as _fsdp_engine
 from fnaccel.strategies import local as _local
+from fnaccel.strategies.axis import Build as Build
+from fnaccel.strategies.axis import finisher as finisher
 from fnaccel.strategies.ddp import ddp as ddp
 from fnaccel.strategies.ddp_hooks import powersgd as powersgd
 from fnaccel.strategies.deepspeed import deepspeed as deepspeed
@@ -10,7 +12,13 @@ from fnaccel.strategies.distribute import distribute as distribute
 from fnaccel.strategies.fsdp import fsdp as fsdp
 from fnaccel.strategies.fsdp import hsdp as hsdp
 from fnaccel.strategies.local import local as local
+from fnaccel.strategies.local import place as place
+from fnaccel.strategies.local import whole_engine as whole_engine
+from fnaccel.strategies.runtime import Delegation as Delegation
+from fnaccel.strategies.runtime import delegator as delegator
+from fnaccel.strategies.strategy import Axis as Axis
 from fnaccel.strategies.strategy import Strategy as Strategy
+from fnaccel.strategies.strategy import maker as maker
 from fnaccel.strategies.strategy import strategy as strategy
 from fnaccel.strategies.xla import xla as xla
 

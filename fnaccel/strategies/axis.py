@@ -20,15 +20,15 @@ from fnaccel.world.mesh import Mesh
 
 @attrs.frozen(kw_only=True)
 class Build:
-    """What an engine is made of.
+    """The parts of an engine.
 
     Attributes:
         spec: the train step.
-        settings: what its transforms ask for.
+        settings: of its step.
         seed: of initial values.
         prepare: freezes parameters, casts them, lets axes and MODULE transforms change the modules, in that
-            order; called once with the modules before they are moved or sharded.
-        delegation: what a runtime said that it carries out, and its configuration.
+            order. It is called once, before the modules are moved or sharded.
+        delegation: the transforms that a runtime carries out, and its configuration.
     """
 
     spec: Spec
@@ -47,7 +47,7 @@ def finisher(axis: type | None, *, takes: tuple[type, ...] = ()) -> Callable[[Fi
     """Decorator: this function makes the engine of products with an axis of this class.
 
     Args:
-        axis: the class of the record that it is called with; None for products without such an axis.
+        axis: the class of the record that it is called with, or None for products without such an axis.
         takes: other axes that have a finisher, and that this one carries out as well.
     """
 
@@ -60,7 +60,7 @@ def finisher(axis: type | None, *, takes: tuple[type, ...] = ()) -> Callable[[Fi
 
 @runtime_checkable
 class Rewrites(Protocol):
-    """An axis that changes the modules; the axis that finishes the product makes the engine."""
+    """An axis that changes the modules. Another one makes the engine."""
 
     def apply(self, built: Built, mesh: Mesh) -> None:
         """Change modules in place, after they were built and before they are moved or sharded."""
@@ -68,7 +68,7 @@ class Rewrites(Protocol):
 
 
 def finishing_axis(strategy: Axes) -> Any:
-    """The axis that makes the engine of a product; None if each rank holds the whole model.
+    """The axis that makes the engine of a product. None if each rank holds the whole model.
 
     Raises:
         CapabilityError: none takes the others, or the options of one would have no meaning.

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+import importlib
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import attrs
@@ -21,10 +23,10 @@ class Axis:
     """The base of axis records: frozen attrs classes with a field `degree`.
 
     Attributes:
-        mesh_axis: the mesh axis that its ranks lie along; None if it takes no ranks of a mesh.
+        mesh_axis: the mesh axis that its ranks lie along, or None if it takes no ranks of a mesh.
         maker: the function that makes a strategy of it.
-        runs_on: the kind of device that it is made for; any if "".
-        follows: of an axis that is not the library's, the mesh axis after which it stands; outermost if "".
+        runs_on: the kind of device that it is made for, "" for any.
+        follows: of an axis that is not the library's, the mesh axis after which it stands, "" for the outermost place.
     """
 
     mesh_axis: ClassVar[Any] = None
@@ -35,18 +37,18 @@ class Axis:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What transforms may ask of it: everything, unless a class says less."""
+        """The capabilities that transforms may need: all, unless a class lacks some."""
         return EVERYTHING
 
     def check(self, spec: Spec) -> None:
-        """Raise if a train step can't run on it; nothing is built yet."""
+        """Raise if a train step can't run on it. Nothing is built yet."""
 
     def plan_notes(self, spec: Spec) -> list[str]:  # noqa: ARG002
-        """What the plan has to say of it."""
+        """Notes for the plan."""
         return []
 
     def obstacle_to_capture(self, spec: Spec) -> str:  # noqa: ARG002
-        """What keeps a step from being captured as one graph, as a clause; empty if nothing does."""
+        """The obstacle to capturing a step as one graph, as a clause, or ""."""
         return ""
 
 
@@ -108,9 +110,50 @@ PRESETS: dict[str, str] = {
 
 
 def maker(fn: Callable[..., Strategy]) -> Callable[..., Strategy]:
-    """Decorator: let `strategy("name(...)")` call this function."""
-    MAKERS[fn.__name__] = fn
+    """Decorator: let the text of a strategy call this function: `"name(2)"`, or `"module:name(2)"`.
+
+    The second is for functions outside of fnaccel. The module is imported if a text names it.
+    """
+    own = fn.__module__.split(".")[0] == "fnaccel"
+    MAKERS[fn.__name__ if own else f"{fn.__module__}:{fn.__name__}"] = fn
     return fn
+
+
+_ELSEWHERE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?=\s*\()")
+"""`module:name` before a bracket, in the text of a strategy."""
+
+
+def _import_makers(text: str) -> tuple[str, dict[str, str]]:
+    """Import the modules that a text names. Returns the text with plain names in their place, and their meanings.
+
+    Raises:
+        ConfigError: a module can't be imported.
+        UnknownNameError: it has no such maker.
+    """
+    meanings: dict[str, str] = {}
+
+    def plain(found: re.Match[str]) -> str:
+        module, name = found[1], found[2]
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(
+                f"{module!r} can't be imported: {error}",
+                where=f"strategy {text!r}",
+                fix="install it, or start where it lies",
+            ) from error
+        if found[0] not in MAKERS:
+            known = [key.partition(":")[2] for key in MAKERS if key.startswith(f"{module}:")]
+            raise UnknownNameError(
+                f"{module} has no strategy {name!r}",
+                where=f"strategy {text!r}",
+                fix=nearest(name, known) if known else "decorate it with fnaccel.strategies.maker",
+            )
+        short = f"maker_{len(meanings)}"
+        meanings[short] = found[0]
+        return short
+
+    return _ELSEWHERE.sub(plain, text), meanings
 
 
 def strategy(text: str | Strategy) -> Strategy:
@@ -130,7 +173,7 @@ def strategy(text: str | Strategy) -> Strategy:
             where="strategy",
             fix='fa.ddp(), fa.fsdp(), or a name such as "fsdp"',
         )
-    source = PRESETS.get(text.strip(), text)
+    source, meanings = _import_makers(PRESETS.get(text.strip(), text))
     try:
         parsed = ast.parse(source.strip(), mode="eval").body
     except SyntaxError as error:
@@ -139,15 +182,15 @@ def strategy(text: str | Strategy) -> Strategy:
             where="strategy",
             fix='write a product of calls, such as "ddp(2) * fsdp(4)"',
         ) from error
-    return _evaluate(parsed, text)
+    return _evaluate(parsed, text, meanings)
 
 
-def _evaluate(node: ast.expr, text: str) -> Strategy:
+def _evaluate(node: ast.expr, text: str, meanings: Mapping[str, str]) -> Strategy:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return _evaluate(node.left, text) * _evaluate(node.right, text)
+        return _evaluate(node.left, text, meanings) * _evaluate(node.right, text, meanings)
     name = node.id if isinstance(node, ast.Name) else None
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        name = node.func.id
+        name = meanings.get(node.func.id, node.func.id)
     if name is None:
         raise ConfigError(
             f"{text!r} is no strategy",

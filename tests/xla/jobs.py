@@ -359,7 +359,8 @@ def broken(folder):
     pure = fa.Precision(param="bf16", compute="bf16")
 
     def mixed(model, batch):
-        return fa.Mean(model(batch["x"]).square().sum(), weight=len(batch["x"]))
+        x = batch["x"].float() if "wide" in batch else batch["x"]
+        return fa.Mean(model(x).square().sum(), weight=len(x))
 
     with fa.start(device="xla"):
         train_step = fa.train_step(
@@ -371,7 +372,7 @@ def broken(folder):
         going = beside.init(seed=0)
         state = train_step.init(seed=0)
         try:
-            train_step(state, {"x": torch.ones(8, 8)})
+            train_step(state, {"x": torch.ones(8, 8), "wide": torch.ones(8, dtype=torch.int64)})
         except fa.errors.NotCompiledError as error:
             said = str(error)
         else:

@@ -1,0 +1,197 @@
+"""Each extension point, used as docs/extending.md says: a parity row and a checkpoint row each."""
+
+from __future__ import annotations
+
+import textwrap
+
+import attrs
+import pytest
+import torch
+
+import fnaccel as fa
+from fnaccel.errors import AxisProductError, CapabilityError, CheckpointError, ConfigError, UnknownNameError
+from fnaccel.testing import oracle_run
+from fnaccel.world.world import current
+from tests.extension import TEXT, page
+from tests.models import Net, batch_of, loss_fn, program, whole_params
+
+STEPS = 3
+ROWS = [(strategy, ranks) for strategy, ranks in [
+    ("extending_page:summed()", 1), ("extending_page:summed()", 2), ("extending_page:copies(2)", 2),
+    ("ddp(2) * extending_page:copies(2)", 4), ("fsdp(2) * extending_page:copies(2)", 4), ("extending_page:clipper()", 1),
+]]  # fmt: skip
+ids = [f"{strategy.replace('extending_page:', '')}-{ranks}" for strategy, ranks in ROWS]
+
+
+def batches(rank, steps=STEPS):
+    """Ragged batches, one for each place along the batch axis."""
+    return [batch_of(3 + 2 * rank, seed=10 * step + rank) for step in range(steps)]
+
+
+def made(strategy, optimizer=None, **options):
+    return program(fa.clip_norm(loss_fn, 0.5), strategy=strategy, optimizer=optimizer, **options)
+
+
+def trained(strategy, optimizer=None, folder=None, like=None):
+    """The losses and parameters of a few steps; saved, or begun from what was saved."""
+    train_step = made(strategy, optimizer)
+    state = train_step.init(seed=0)
+    if like is not None:
+        state = fa.restore(like, like=state)
+        return [], whole_params(state), {name: fa.tree.map(full, slots) for name, slots in state.opt.items()}
+    losses = []
+    for batch in batches(train_step.mesh.batch_rank):
+        state, metrics = train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    if folder is not None:
+        fa.save(folder, state)
+    return losses, whole_params(state), {name: fa.tree.map(full, slots) for name, slots in state.opt.items()}
+
+
+def full(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def expected(parts, **options):
+    return oracle_run(Net, loss_fn, list(zip(*map(batches, range(parts)), strict=True)), clip=0.5, **options)
+
+
+def agrees(found, wanted):
+    losses, params, _ = found
+    assert losses == pytest.approx(wanted.losses, abs=1e-5)
+    for name, value in wanted.params.items():
+        assert torch.allclose(params[name], value, atol=1e-5), name
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), ROWS, ids=ids)
+def test_an_axis_or_a_runtime_trains_as_the_oracle(pools, strategy, ranks):
+    parts = ranks // 2 if "copies" in strategy else ranks
+    for found in pools.run(ranks, trained, strategy):
+        agrees(found, expected(parts, lr=0.1))
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [row for row in ROWS if "fsdp" not in row[0]])
+def test_checkpoints_go_both_ways(pools, tmp_path, strategy, ranks):
+    _, params, _ = pools.run(ranks, trained, strategy, None, tmp_path / "theirs")[0]
+    _, restored, _ = pools.run(1, trained, "local", None, None, tmp_path / "theirs")[0]
+    assert fa.tree.allclose(restored, params)
+    _, params, _ = pools.run(1, trained, "local", None, tmp_path / "ours")[0]
+    for _, restored, _ in pools.run(ranks, trained, strategy, None, None, tmp_path / "ours"):
+        assert fa.tree.allclose(restored, params)
+
+
+def test_shards_beside_copies_are_not_saved_twice(pools, tmp_path):
+    """Two ranks hold each shard, and neither knows of the other: nothing is committed."""
+    with pytest.raises(CheckpointError, match="covers 36 of the 18 elements"):
+        pools.run(4, trained, "fsdp(2) * extending_page:copies(2)", None, tmp_path)
+    assert fa.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("local", 1), ("ddp", 2), ("fsdp", 2)])
+def test_a_kernel_trains_as_the_oracle_and_is_restored_anywhere(pools, tmp_path, strategy, ranks):
+    kernel = page.heavy_ball(0.1, momentum=0.5)
+    found = pools.run(ranks, trained, strategy, kernel, tmp_path)
+    for each in found:
+        agrees(each, expected(ranks, lr=0.1, momentum=0.5))
+    _, params, slots = pools.run(1, trained, "local", kernel, None, tmp_path)[0]
+    assert fa.tree.allclose(params, found[0][1])
+    assert fa.tree.allclose(slots, found[0][2])
+    assert any(value.abs().sum() > 0 for value in fa.tree.leaves(slots))
+
+
+def test_a_kernel_leaves_a_skipped_update_out():
+    with fa.start(device="cpu"):
+        bad = fa.skip_nonfinite(lambda m, b: fa.Mean(m(b[0]).sum() * float("nan"), 4))
+        train_step = program(bad, optimizer=page.heavy_ball(0.1))
+        state = train_step.init()
+        before = fa.snapshot(state)
+        state, _ = train_step(state, batch_of(4))
+        assert fa.tree.allclose(fa.snapshot(state).params, before.params, rtol=0, atol=0)
+        assert fa.tree.allclose(fa.snapshot(state).opt, before.opt, rtol=0, atol=0)
+
+
+def test_the_plan_shows_what_a_runtime_and_an_axis_say():
+    with fa.start(device="cpu"):
+        plan = str(made("extending_page:clipper()").plan)
+        assert "clip_norm  max_norm=0.5  [by clipper]" in plan.replace("       ", "  ").replace("   ", "  ")
+        assert "1 ranks hold each parameter" in str(made("extending_page:copies()").plan)
+        with pytest.raises(CapabilityError, match="copies would draw different"):
+            made("extending_page:copies()", rng="stream")
+
+
+def places():
+    mesh = made("ddp(2) * extending_page:copies(2)").mesh
+    return current().rank, mesh.batch_rank, mesh.coordinate("copies"), list(mesh.degrees)
+
+
+def test_an_axis_has_its_place_in_the_mesh(pools):
+    assert pools.run(4, places) == [
+        (rank, rank // 2, rank % 2, ["dp_replicate", "copies"]) for rank in range(4)
+    ]
+
+
+def test_the_text_of_a_strategy_names_a_module():
+    strategy = fa.strategy("ddp(2) * extending_page:copies(2)")
+    assert strategy == fa.ddp(2) * page.copies(2)
+    assert str(strategy) == "ddp(2) * extending_page:copies(2)"
+    assert fa.strategy(str(strategy)) == strategy
+    with pytest.raises(ConfigError, match="'no_such_module' can't be imported"):
+        fa.strategy("no_such_module:copies(2)")
+    with pytest.raises(UnknownNameError, match=r"no strategy 'copy'[\s\S]*did you mean 'copies'"):
+        fa.strategy("extending_page:copy(2)")
+
+
+def test_axes_that_nothing_places_or_carries_out_raise():
+    class Lost(page.Copies):
+        mesh_axis = "lost"
+        follows = "nowhere"
+
+    @attrs.frozen
+    class Idle(page.Axis):
+        maker = "idle"
+        degree: int = 1
+
+    with fa.start(device="cpu"):
+        with pytest.raises(AxisProductError, match="follows 'nowhere'"):
+            made(fa.Strategy((Lost(1),)))
+        with pytest.raises(CapabilityError, match="idle neither changes modules nor makes an engine"):
+            made(fa.Strategy((Idle(),)))
+
+
+def test_a_tracker_and_a_reader():
+    x, y = batch_of(12)
+    tracker = page.ListTracker()
+    with fa.start(device="cpu"):
+        train_step = program(loss_fn)
+        seen = [
+            metrics["loss"]
+            for _, metrics in fa.scan(
+                train_step, train_step.init(), fa.shard(page.Shelf(x, y, rows=4)), epochs=1, trackers=tracker
+            )
+        ]
+    assert len(seen) == 3
+    assert [step for step, _ in tracker.rows] == [1, 2, 3]
+    assert tracker.finished
+    assert [row["loss"] for _, row in tracker.rows] == pytest.approx([float(loss) for loss in seen])
+
+
+@pytest.mark.launcher
+def test_the_launcher_takes_the_text(launcher):
+    blocks = TEXT.split("```python\n")[1:]
+    launcher.write("\n".join(block.split("```")[0] for block in blocks), "axes.py")
+    script = launcher.write(
+        textwrap.dedent("""
+        import torch, fnaccel as fa
+        recipe = fa.recipe()
+        with fa.start(device="cpu"):
+            train_step = fa.train_step(
+                lambda m, b: fa.Mean(m(b).square().sum(), len(b)),
+                model=fa.distribute(lambda: torch.nn.Linear(2, 1), recipe.strategy), optimizer=fa.sgd(0.1),
+            )
+            state, metrics = train_step(train_step.init(), torch.ones(4, 2))
+            print(train_step.plan.layout)
+        """)
+    )
+    ended = launcher("-n", 2, "--strategy", "axes:summed()", script)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith("axes:summed(): 2 ranks")
