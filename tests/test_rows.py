@@ -150,7 +150,7 @@ def test_the_aux_of_a_step_that_can_not_be_put_together(pools, ranks):
         pools.run(ranks, stepped, "a str")
 
 
-def test_a_captured_step_pads_too():
+def test_a_compiled_step_pads_too():
     def loss(model, batch):
         width = 2 + len(batch)
         return fa.Mean(

@@ -26,7 +26,8 @@ class Axis:
         mesh_axis: the mesh axis that its ranks lie along, or None if it takes no ranks of a mesh.
         maker: the function that makes a strategy of it.
         runs_on: the kind of device that it is made for, "" for any.
-        follows: of an axis that is not the library's, the mesh axis after which it stands, "" for the outermost place.
+        follows: of an axis that is not the library's, the mesh axis after which it stands. "" is the outermost
+            place.
     """
 
     mesh_axis: ClassVar[Any] = None
@@ -124,7 +125,10 @@ _ELSEWHERE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?=\s*\()")
 
 
 def _import_makers(text: str) -> tuple[str, dict[str, str]]:
-    """Import the modules that a text names. Returns the text with plain names in their place, and their meanings.
+    """Import the modules that a text names.
+
+    Returns:
+        The text with plain names in their place, and the makers that these mean.
 
     Raises:
         ConfigError: a module can't be imported.
