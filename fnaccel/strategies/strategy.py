@@ -26,8 +26,8 @@ class Axis:
         mesh_axis: the mesh axis that its ranks lie along, or None if it takes no ranks of a mesh.
         maker: the function that makes a strategy of it.
         runs_on: the kind of device that it is made for, "" for any.
-        follows: of an axis that is not the library's, the mesh axis after which it stands. "" is the outermost
-            place.
+        follows: of an axis that is not the library's, the mesh axis after which it stands; "" is the
+            outermost place.
     """
 
     mesh_axis: ClassVar[Any] = None
