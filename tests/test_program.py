@@ -472,4 +472,4 @@ def test_what_models_share_is_trained_once():
 
 
 def models_of(train_step):
-    return train_step.engine.model
+    return train_step.engine.layout.model

@@ -16,10 +16,10 @@ from fnaccel.benching.task import EAGER, Measured
 from fnaccel.collectives import gather_objects
 from fnaccel.config import apply
 from fnaccel.data.batch import Window
-from fnaccel.engine.engine import generators_of
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import TrainState
 from fnaccel.transforms import compile  # noqa: A004
+from fnaccel.world.devices import generators_of
 from fnaccel.world.world import World
 
 WARM_UPS = 3

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fnaccel.data.seeding import reseed
-from fnaccel.engine.engine import generators_of
+from fnaccel.world.devices import generators_of
 
 ROOT = "~streams"
 """The path of streams in a checkpoint, which no path in a tree can have."""

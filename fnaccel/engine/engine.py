@@ -1,351 +1,143 @@
-"""An engine: a strategy made real. A frozen table of functions, and the shared micro-batch loop.
+"""An engine: a strategy made real, in four frozen records of tensors and functions.
 
-The primitive is *gradients of a loss over micro-batches*, because some runtimes can't separate
-forward from backward. What an engine does not fill in itself, the functions here do.
+The primitive is *gradients of a loss over micro-batches* (`eager.py`), because some runtimes can't separate
+forward from backward.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
 
-from fnaccel import _torch
-from fnaccel.collectives.objects import gather_objects
-from fnaccel.data.cut import rows_of
 from fnaccel.engine.capture import Capture
 from fnaccel.engine.combine import Agreement
-from fnaccel.engine.gradients import Gradients, zeroed
-from fnaccel.engine.step_totals import Report
-from fnaccel.engine.stop_request import Notice
-from fnaccel.errors import LossError, MicroBatchError
 from fnaccel.models.parameter import Leaf
-from fnaccel.state import fold
-from fnaccel.step.loss import check_attached, check_reached, check_weight, gradients_changed, read_loss
-from fnaccel.step.step import Capability
-from fnaccel.world.devices import stream_of
+from fnaccel.optim.description import Bound
 from fnaccel.world.mesh import Mesh, MeshAxis
-from fnaccel.world.world import World
-
-T = TypeVar("T")
 
 
 @attrs.frozen(kw_only=True)
-class Micro:
-    """One micro-batch of this rank; `valid` 0 marks a filler."""
-
-    data: Any
-    valid: int
-
-
-@attrs.frozen(kw_only=True)
-class Loss:
-    """What an engine needs to know of the loss.
+class Layout:
+    """Which tensors there are, and where they lie.
 
     Attributes:
-        fn: the loss function under its FORWARD transforms.
-        where: its name, for messages.
-        weight_fn: weight from the batch alone, or None.
-        sync_each: average over ranks after each micro-batch, not once.
-    """
-
-    fn: Callable[..., Any]
-    where: str
-    weight_fn: Callable[[Any], Any] | None = None
-    sync_each: bool = False
-
-
-@attrs.frozen(kw_only=True)
-class Call:
-    """What changes from one call to the next: the root seed (None: PyTorch's own stream), the loss
-    scale, lent models, who wants to know whether to stop."""
-
-    root: int | None
-    step: int
-    scale: Any = None
-    last_weight: Any = None
-    given: Any = None
-    notice: Notice | None = None
-
-
-@attrs.frozen(kw_only=True)
-class Engine:
-    """A strategy made real.
-
-    Attributes:
-        name, mesh, capabilities: what it is, where it lies, what it can do.
-        model: what the loss sees: a module, or a dict of modules.
+        mesh: the ranks.
+        model: a module, or a dict of modules, as the loss sees it.
         leaves: the trainable parameters.
         parameters, buffers: by canonical name, as the state shows them.
-        run: `run(fn, *args)` calls `fn(model, *args)` with the strategy's forward hooks armed.
-        lend: the same without the hooks that average gradients, for models of other train steps.
-        sync: `sync(communicate)` is the context of a micro-batch; None where there is nothing to do.
-        settle: undoes what a forward without a backward leaves; None where there is nothing.
-        averaged: what the engine's own averaging divides gradients by.
         norm_axes: the axes over which `leaves` are sharded, for norms.
-        finish: called after the last backward, before gradients are read; None where not needed.
-        backward: how a total is differentiated; `total.backward()` where it is None.
-        recover: undoes what a step left that failed before its update; None where there is nothing.
-        end: called when a state is complete: made, filled, or updated; None where not needed.
-        bound: the optimizer, where a runtime made it.
-        native: the runtime's own engine, for what only it can do.
-        rows: how many rows a micro-batch must have, where the runtime's configuration says so.
-        averages: the shards of the EMA, where there is one.
-        agreement: what ranks found out about each other's aux.
-        capture: how a step can be captured as one graph, where that was asked for.
-        free: what `close()` undoes besides dropping references.
     """
 
-    name: str
     mesh: Mesh
-    capabilities: frozenset[Capability]
     model: Any
     leaves: tuple[Leaf, ...]
     parameters: dict[str, Any]
     buffers: dict[str, torch.Tensor]
+    norm_axes: tuple[MeshAxis, ...] = ()
+
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """The modules of the model."""
+        return tuple(self.model.values()) if isinstance(self.model, dict) else (self.model,)
+
+
+@attrs.frozen(kw_only=True)
+class Forward:
+    """How a function of the model is called and differentiated.
+
+    Attributes:
+        run: `run(fn, *args)` calls `fn(model, *args)` with the strategy's forward hooks armed.
+        lend: the same without the hooks that average gradients, for models of other train steps.
+        sync: `sync(communicate)` is the context of a micro-batch, or None.
+        averaged: the number by which the engine's own averaging divides gradients.
+        backward: differentiates a total. `total.backward()` if it is None.
+        capture: how a step can be captured as one graph, or None.
+    """
+
     run: Callable[..., Any]
     lend: Callable[..., Any]
     sync: Callable[[bool], contextlib.AbstractContextManager[Any]] | None = None
-    settle: Callable[[], None] | None = None
     averaged: int = 1
-    norm_axes: tuple[MeshAxis, ...] = ()
-    finish: Callable[[], None] | None = None
     backward: Callable[[torch.Tensor], Any] | None = None
+    capture: Capture | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Hooks:
+    """Functions that are called at certain moments, each None if there is nothing to do.
+
+    Attributes:
+        settle: after a forward without a backward, and after a failure.
+        finish: after the last backward, before gradients are read.
+        recover: after a step that failed before its update.
+        end: as soon as a state is complete: made, filled, or updated.
+        free: at `close()`.
+    """
+
+    settle: Callable[[], None] | None = None
+    finish: Callable[[], None] | None = None
     recover: Callable[[], None] | None = None
     end: Callable[[], None] | None = None
-    bound: Any = None
+    free: Callable[[], None] | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Runtime:
+    """The parts of a runtime that does more than an axis; all None without one.
+
+    Attributes:
+        bound: its optimizer.
+        native: its own engine, for abilities that only it has.
+        rows: how many rows its configuration gives to a micro-batch.
+    """
+
+    bound: Bound | None = None
     native: Any = None
     rows: int | None = None
-    averages: list[torch.Tensor] = attrs.field(factory=list)
-    capture: Capture | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Engine:
+    """A strategy made real: four records.
+
+    Attributes:
+        name: of the strategy, for messages.
+        layout: the tensors.
+        forward: how the model is called.
+        hooks: functions for certain moments.
+        runtime: the parts of a runtime.
+        averages: the shards of the EMA, if there is one.
+        agreement: the structure of aux on which ranks agreed.
+    """
+
+    name: str
+    layout: Layout
+    forward: Forward
+    hooks: Hooks = Hooks()
+    runtime: Runtime = Runtime()
+    averages: tuple[torch.Tensor, ...] = ()
     agreement: Agreement = attrs.field(factory=Agreement, eq=False, repr=False)
-    free: Callable[[], None] = lambda: None
-    modules: tuple[Any, ...] = ()
-
-    def grads(self, loss: Loss, micros: Sequence[Micro], call: Call) -> tuple[Gradients, Report]:
-        """Gradients of the sum of totals over all micro-batches and ranks, not yet divided.
-
-        Changes no parameter. An exception leaves no gradient behind.
-        """
-        if self.rows is not None:
-            _check_rows(self.rows, micros, self.name, self.mesh.world)
-        return attempt(self, call, lambda seed: _run_micro_batches(self, loss, micros, call, seed))
 
     def clear(self) -> None:
         """Drop all gradients."""
-        for leaf in self.leaves:
+        for leaf in self.layout.leaves:
             leaf.param.grad = None
 
     def look(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(model, *args)` without gradients: evaluation, sampling."""
         with torch.no_grad():
             try:
-                return self.run(fn, *args)
+                return self.forward.run(fn, *args)
             finally:
-                if self.settle is not None:
-                    self.settle()
+                if self.hooks.settle is not None:
+                    self.hooks.settle()
 
     def close(self) -> None:
         """Free what the strategy holds."""
         self.clear()
-        self.free()
-
-
-def generators_of(device: torch.device) -> list[torch.Generator]:
-    """The random streams that a forward on `device` may draw from: torch's default generators."""
-    found = [torch.default_generator]
-    if device.type != "cpu":
-        found.append(stream_of(device))
-    return found
-
-
-def undo(engine: Engine) -> None:
-    """Take back what a step left that did not reach its end: gradients, gathered parameters."""
-    engine.clear()
-    for restore in (engine.settle, engine.recover):
-        if restore is not None:
-            restore()
-
-
-def attempt(engine: Engine, call: Call, body: Callable[[Callable[[int], None]], T]) -> T:
-    """Return `body(seed)`, which runs the micro-batches of a step; `seed(i)` seeds the generators for one.
-
-    The generators end as they were. An exception leaves no gradient behind.
-    """
-    mesh = engine.mesh
-    generators = [] if call.root is None else generators_of(mesh.world.device)
-    # a data set may draw from the same generators, and has to find them as it left them (1 us)
-    states = [generator.get_state() for generator in generators]
-    rank = mesh.batch_rank if generators else 0
-
-    def seed(micro_batch: int) -> None:
-        for generator in generators:
-            generator.manual_seed(fold(call.root or 0, call.step, micro_batch, rank))
-
-    def put_back() -> None:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-    complete = False
-    try:
-        try:
-            return body(seed)
-        except BaseException as error:
-            undo(engine)
-            explained = _mixed_dtypes(error, engine)
-            if explained is not None:
-                raise explained from error
-            raise
-        finally:
-            put_back()
-            complete = True
-    finally:
-        if not complete:  # an interrupt came in the middle
-            put_back()
-
-
-# what torch says of a matrix product of two dtypes
-_MIXED = re.compile(r"same dtype|expected scalar type|mixed dtype", re.IGNORECASE)
-
-
-def _mixed_dtypes(error: BaseException, engine: Engine) -> LossError | None:
-    dtypes = {str(leaf.shard.dtype).removeprefix("torch.") for leaf in engine.leaves}
-    if not isinstance(error, RuntimeError) or not _MIXED.search(str(error)) or dtypes <= {"float32"}:
-        return None
-    names = " and ".join(sorted(dtypes))
-    return LossError(
-        f"the model's parameters are {names}, and something in the loss is not: {str(error).splitlines()[0]}",
-        where="the loss function",
-        fix="cast the batch to the parameters' dtype, or let fa.with_precision(step, "
-        'fa.Precision(param="bf16", compute="bf16")) do so',
-    )
-
-
-def _run_micro_batches(
-    engine: Engine, loss: Loss, micros: Sequence[Micro], call: Call, seed: Callable[[int], None]
-) -> tuple[Gradients, Report]:
-    mesh = engine.mesh
-    group = mesh.group("batch")
-    device = mesh.world.device
-    report = Report(group, device, engine.agreement, call.notice)
-    up_front = up_front_of(loss, micros, call, report, engine)
-    last = len(micros) - 1
-    for index, micro in enumerate(micros):
-        seed(index)
-        if engine.sync is None:
-            total = _forward(engine, loss, micro, call, report)
-            _backward(engine, total, up_front, report, index == last)
-        else:
-            with engine.sync(index == last or loss.sync_each):
-                total = _forward(engine, loss, micro, call, report)
-                _backward(engine, total, up_front, report, index == last)
-    if engine.finish is not None:
-        engine.finish()
-    plain = torch.Tensor
-    grads = [
-        g if (g := leaf.param.grad) is None or type(g) is plain else _torch.local_of(g)
-        for leaf in engine.leaves
-    ]
-    # a runtime may keep gradients to itself
-    if engine.bound is None and not engine.norm_axes and (not grads or grads[0] is None):
-        check_reached(grads, loss.where)
-    report.wait()
-    multiplier = multiplier_of(loss, engine, report.weight, call.scale, up_front)
-    return Gradients(engine.leaves, grads, multiplier, engine.norm_axes, device), report
-
-
-def _check_rows(declared: int, micros: Sequence[Micro], name: str, world: World) -> None:
-    """Raise MicroBatchError on all ranks where one's micro-batch has more or fewer rows than was declared."""
-    mine = sorted({rows_of(micro.data) for micro in micros if micro.valid})
-    each = gather_objects(mine, world=world) if world.size > 1 else [mine]
-    # a rank may have fillers only
-    odd = [f"{rows} on rank {rank}" for rank, rows in enumerate(each) if rows and rows != [declared]]
-    if odd:
-        raise MicroBatchError(
-            f"the configuration of {name} says {declared} rows in a rank's micro-batch, and it has "
-            + ", ".join(odd),
-            where="train_step(state, batch)",
-            fix='write "auto" for train_batch_size and train_micro_batch_size_per_gpu, or mend the loader',
-        )
-
-
-def multiplier_of(loss: Loss, engine: Engine, weight: Any, scale: Any, up_front: Any) -> Any:
-    """What the gradients are still to be multiplied by; None for 1."""
-    if loss.weight_fn is not None:
-        return None if scale is None else 1.0 / scale
-    multiplier = _ratio(engine, weight)
-    if up_front is not None:
-        multiplier = multiplier / up_front
-    return None if isinstance(multiplier, float) and multiplier == 1.0 else multiplier
-
-
-def up_front_of(loss: Loss, micros: Sequence[Micro], call: Call, report: Report, engine: Engine) -> Any:
-    """What totals are multiplied by before backward: the loss scale, over a weight known by now."""
-    if loss.weight_fn is not None:
-        weights = [check_weight(loss.weight_fn(m.data), loss.where) if m.valid else 0 for m in micros]
-        report.know_weights(weights)
-        factor = _ratio(engine, report.weight)
-        return factor if call.scale is None else call.scale * factor
-    if call.scale is None:
-        return None
-    # the last global weight stands in for this one, so that a raw sum does not overflow fp16
-    return call.scale / call.last_weight.to(engine.mesh.world.device)
-
-
-def _ratio(engine: Engine, weight: Any) -> Any:
-    """What undoes the engine's own average, over the global weight."""
-    if isinstance(weight, torch.Tensor):
-        dtype = wide_dtype(engine)
-        # a count divides to torch's default dtype
-        weight = weight.to(dtype) if dtype is torch.float64 else weight
-        return torch.where(weight > 0, engine.averaged / weight, torch.zeros_like(weight)).to(dtype)
-    return engine.averaged / weight if weight else 0.0
-
-
-def wide_dtype(engine: Engine) -> torch.dtype:
-    """The dtype of scalars that gradients are multiplied by: fp32, or fp64 if the parameters are."""
-    leaves = engine.leaves
-    return torch.float64 if leaves and leaves[0].shard.dtype is torch.float64 else torch.float32
-
-
-def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Report) -> torch.Tensor:
-    def entry(model: Any, *args: Any) -> torch.Tensor:
-        # only the total leaves the hooks' sight as an output; the rest is kept beside it
-        parts = read_loss(loss.fn(model, *args), loss.where)
-        return report.take(parts, valid=micro.valid > 0)
-
-    first = engine.leaves[0].param if engine.leaves else None
-    before = None if first is None else first.grad
-    args = (micro.data,) if call.given is None else (micro.data, call.given.models)
-    if call.given is None:
-        total = engine.run(entry, *args)
-    else:
-        total = call.given.within(lambda: engine.run(entry, *args))
-    check_attached(total, loss.where)
-    if first is not None and first.grad is not before:
-        raise gradients_changed(loss.where)
-    return total
-
-
-def _backward(engine: Engine, total: torch.Tensor, up_front: Any, report: Report, last: bool) -> None:
-    if last:
-        report.send()  # overlaps with the backward pass
-    if up_front is not None:
-        total = total * up_front
-    if report.counts:
-        _differentiate(engine, total)
-    else:
-        # 0 times an infinity in the loss, such as a mean over nothing, would make every gradient NaN
-        with zeroed(total):
-            _differentiate(engine, total)
-
-
-def _differentiate(engine: Engine, total: torch.Tensor) -> None:
-    if engine.backward is None:
-        total.backward()
-    else:
-        engine.backward(total)
+        if self.hooks.free is not None:
+            self.hooks.free()

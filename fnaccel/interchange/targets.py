@@ -110,10 +110,10 @@ def modules_of(state: Any) -> dict[str | None, nn.Module] | None:
         owner = lease_of(state, "fa.adopt").owner
     except UnleasedStateError:
         return None
-    model = owner.engine.model
+    model = owner.engine.layout.model
     keyed: dict[str | None, nn.Module] = dict(model) if isinstance(model, dict) else {None: model}
     # what the loss sees may be wrapped; these are the user's
-    return dict(zip(keyed, owner.engine.modules, strict=True))
+    return dict(zip(keyed, owner.engine.layout.modules, strict=True))
 
 
 def persistent_paths(modules: Mapping[str | None, nn.Module]) -> set[str]:

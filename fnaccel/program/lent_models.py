@@ -32,7 +32,7 @@ class Given:
     @contextlib.contextmanager
     def frozen(self) -> Generator[None]:
         """The lent parameters take no gradient in the body, and end as they were."""
-        leaves = [leaf.param for engine in self.engines for leaf in engine.leaves]
+        leaves = [leaf.param for engine in self.engines for leaf in engine.layout.leaves]
         for param in leaves:
             param.requires_grad_(False)
         try:
@@ -41,12 +41,12 @@ class Given:
             for param in leaves:
                 param.requires_grad_(True)
             for engine in self.engines:
-                if engine.settle is not None:
-                    engine.settle()
+                if engine.hooks.settle is not None:
+                    engine.hooks.settle()
 
 
 def _inside(engine: Engine, run: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: engine.lend(lambda _model: run())
+    return lambda: engine.forward.lend(lambda _model: run())
 
 
 def lend(given: Mapping[str, Any], borrower: Any) -> Given:
@@ -79,7 +79,7 @@ def lend(given: Mapping[str, Any], borrower: Any) -> Given:
                 fix="the loss has that model as its first argument already",
             )
         engine: Engine = owner.lent()
-        models[name] = engine.model
+        models[name] = engine.layout.model
         if engine not in engines:
             engines.append(engine)
     return Given(models, tuple(engines))

@@ -10,7 +10,7 @@ import attrs
 from fnaccel import tree
 from fnaccel.data.batch import Batch, Window
 from fnaccel.data.cut import cut, rows_of, split_sizes
-from fnaccel.engine.engine import Loss, Micro
+from fnaccel.engine.eager import Loss, Micro
 from fnaccel.errors import ArgumentError, MicroBatchError
 from fnaccel.program.plan import order, title
 from fnaccel.state import Position
@@ -57,7 +57,7 @@ class UserUpdate:
 
     def on_update(self, engine: Any, own: Any, info: Any) -> Any:
         """Hand it the parameters by name."""
-        return self.fn(engine.parameters, own, info)
+        return self.fn(engine.layout.parameters, own, info)
 
 
 @attrs.frozen(kw_only=True)

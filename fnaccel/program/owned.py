@@ -31,52 +31,57 @@ class Owned:
     """Engine, optimizers and the trees of handles, between one call and the next."""
 
     def __init__(self, engine: Engine, built: Built, lowered: Lowered, optimizers: Optimizers | None) -> None:
+        if lowered.settings.ema_decay is not None:
+            averages = tuple(leaf.shard.clone() for leaf in engine.layout.leaves)
+            engine = attrs.evolve(engine, averages=averages)
         self.engine = engine
         self._built = built
         self._lowered = lowered
         self._trains = optimizers is not None
         self._nested = None not in built.modules
         self._empty = built.empty
-        device = engine.mesh.world.device
+        device = engine.layout.mesh.world.device
+        leaves, capture = engine.layout.leaves, engine.forward.capture
         # in the graph, updates go to the tensors that gradients are taken of: no second name for them
-        inside = engine.capture is not None and lowered.own_hooks and traceable(optimizers or {})
-        leaves = engine.capture.leaves if engine.capture is not None and inside else engine.leaves
+        inside = capture is not None and lowered.own_hooks and traceable(optimizers or {})
+        updated = capture.leaves if capture is not None and inside else leaves
+        bound = engine.runtime.bound
         self.updater = Updater(
-            leaves, optimizers or {}, device, on_device=lowered.settings.skips, bound=engine.bound
+            updated, optimizers or {}, device, on_device=lowered.settings.skips, bound=bound
         )
-        if lowered.settings.ema_decay is not None:
-            engine.averages.extend(leaf.shard.clone() for leaf in engine.leaves)
         self.whole = self._captured(inside) if self._trains else None
-        self.params = self._show(engine.parameters)
+        self.params = self._show(engine.layout.parameters)
         self.opt = self._show(self.updater.slots)
         self.ema = self._show_averages() if lowered.settings.ema_decay is not None else None
         self._buffer_slots = [
             (module, attribute, full)
             for key, root in built.modules.items()
             for name, module, attribute in _buffers_of(root)
-            if (full := name if key is None else f"{key}/{name}") in engine.buffers
+            if (full := name if key is None else f"{key}/{name}") in engine.layout.buffers
         ]
-        self.buffers = self._show(engine.buffers)
-        self.sharded = is_sharded(engine.parameters.values())
-        self._watched = TrainedModules(built.modules, engine.leaves if engine.bound is None else ())
+        self.buffers = self._show(engine.layout.buffers)
+        self.sharded = is_sharded(engine.layout.parameters.values())
+        self._watched = TrainedModules(
+            built.modules, engine.layout.leaves if engine.runtime.bound is None else ()
+        )
         self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in self._buffer_slots])
 
     def _captured(self, inside: bool) -> WholeStep | None:
         """The step as compiled programs where that was asked for; the update is part of them if `inside`."""
         engine, lowered = self.engine, self._lowered
-        compiler = lowered.settings.compiler
-        if engine.capture is None or compiler is None:
+        compiler, capture = lowered.settings.compiler, engine.forward.capture
+        if capture is None or compiler is None:
             return None
         # a CUDA graph reads and writes these where they lie
         slots = [_torch.local_of(value) for one in self.updater.slots.values() for value in one.values()]
-        _torch.mark_static([*slots, *engine.averages, *(leaf.shard for leaf in engine.capture.leaves)])
+        _torch.mark_static([*slots, *engine.averages, *(leaf.shard for leaf in capture.leaves)])
         tail = Tail(
             skips=lowered.settings.skips,
             gradients=tuple(hook for _, hook in lowered.gradients),
             updates=tuple(hook for _, hook in lowered.updates),
             update=self.updater.update,
         )
-        return WholeStep(engine, engine.capture, lowered.loss, compiler, tail if inside else None)
+        return WholeStep(engine, capture, lowered.loss, compiler, tail if inside else None)
 
     def _show(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Names as the state shows them: by model first where there are several."""
@@ -89,12 +94,12 @@ class Owned:
         return ReadOnlyDict({key: ReadOnlyDict(named) for key, named in found.items()})
 
     def _show_averages(self) -> dict[str, Any]:
-        pairs = zip(self.engine.leaves, self.engine.averages, strict=True)
+        pairs = zip(self.engine.layout.leaves, self.engine.averages, strict=True)
         return self._show({leaf.name: leaf.like(average) for leaf, average in pairs})
 
     def first_state(self, seed: int, extras: Any) -> TrainState:
         """The state before step 0."""
-        device = self.engine.mesh.world.device
+        device = self.engine.layout.mesh.world.device
         scale: dict[str, torch.Tensor] | None = None
         if self._lowered.settings.precision.scaled:
             scale = {
@@ -103,9 +108,9 @@ class Owned:
                 "weight": torch.ones((), device=device),
             }
         updates: Any = torch.zeros((), device=device) if self._lowered.settings.skips else 0
-        transforms = {name: init(self.engine.parameters) for name, init in self._lowered.inits}
-        if self.engine.end is not None:
-            self.engine.end()
+        transforms = {name: init(self.engine.layout.parameters) for name, init in self._lowered.inits}
+        if self.engine.hooks.end is not None:
+            self.engine.hooks.end()
         return TrainState(
             step=0,
             updates=updates,
@@ -138,13 +143,13 @@ class Owned:
     def train(self, mode: bool = True) -> None:
         """Put the modules in training or evaluation mode, where they are not."""
         mode = mode and self._trains
-        for module in self.engine.modules:
+        for module in self.engine.layout.modules:
             if module.training is not mode:
                 module.train(mode)
 
     def current_buffers(self) -> dict[str, Any]:
         """The buffers; a module may have put a new tensor in the place of an old one."""
-        flat = self.engine.buffers
+        flat = self.engine.layout.buffers
         changed = False
         for module, attribute, name in self._buffer_slots:
             value = _torch.buffers_of(module)[attribute]
@@ -244,13 +249,13 @@ class Owned:
     def restored(self) -> None:
         """Note that the parameters hold values now."""
         self._empty = False
-        if self.engine.end is not None:
-            self.engine.end()
+        if self.engine.hooks.end is not None:
+            self.engine.hooks.end()
 
     def averages_in_place(self) -> Exchange:
         """A context in whose body the parameters hold their averages."""
         return Exchange([(leaf.shard, average) for leaf, average in zip(
-            self.engine.leaves, self.engine.averages, strict=True
+            self.engine.layout.leaves, self.engine.averages, strict=True
         )])  # fmt: skip
 
     def check_modules(self) -> None:

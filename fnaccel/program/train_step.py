@@ -196,7 +196,7 @@ class TrainStep:
         if not owned.sharded:
             return engine.look(fn, *args)
         look = functools.partial(_look_whole, engine) if whole else engine.look
-        calls = engine.mesh.world.calls
+        calls = engine.layout.mesh.world.calls
         look = look if calls is None else calls.wrap("train_step.look(state, fn)", look)
         try:
             return look(fn, *args)
@@ -239,8 +239,8 @@ class TrainStep:
 
 
 def _look_whole(engine: Engine, fn: Callable[..., Any], *args: Any) -> Any:
-    with torch.no_grad(), whole_parameters(engine.modules, engine.parameters.values()):
-        return fn(engine.model, *args)
+    with torch.no_grad(), whole_parameters(engine.layout.modules, engine.layout.parameters.values()):
+        return fn(engine.layout.model, *args)
 
 
 def train_step(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fnaccel import _torch, tree
-from fnaccel.engine.engine import Call, Micro, generators_of, undo
+from fnaccel.engine.eager import Call, Micro, gradients, undo
 from fnaccel.engine.gradients import Gradients
 from fnaccel.engine.skipped_updates import SkippedUpdates
 from fnaccel.engine.stop_request import Notice
@@ -24,6 +24,7 @@ from fnaccel.step.checked_metrics import checked
 from fnaccel.step.loss import idle
 from fnaccel.step.spec import Rng
 from fnaccel.step.step import Info
+from fnaccel.world.devices import generators_of
 from fnaccel.world.interrupts import SigintHeld
 
 _NOTHING = contextlib.nullcontext()
@@ -118,7 +119,7 @@ class Stepper:
             if owned.whole is not None:
                 update = self._captured(owned, state, micros, call, reported, rates)
             else:
-                grads, report = owned.engine.grads(self._lowered.loss, micros, call)
+                grads, report = gradients(owned.engine, self._lowered.loss, micros, call)
                 update = _Update(report.finish(), grads, reported, rates)
         update.idle = idle(update.metrics["weight"])
         if update.grads is not None and update.idle is not True:
@@ -150,8 +151,8 @@ class Stepper:
             metrics["loss_scale"] = before.scale["scale"].clone()
             if update.idle is not True:
                 owned.move_scale(before.scale, skip, metrics["weight"])
-        if owned.engine.end is not None:
-            owned.engine.end()
+        if owned.engine.hooks.end is not None:
+            owned.engine.hooks.end()
         following = TrainState(
             step=before.step + 1,
             updates=_counted(before.updates, update.idle, skip),
@@ -247,7 +248,7 @@ class Stepper:
 
     def _drawing(self, owned: Owned, root: int, step: int) -> contextlib.AbstractContextManager[None]:
         """A context in which functions of the user draw random numbers that are equal on all ranks."""
-        world = owned.engine.mesh.world
+        world = owned.engine.layout.mesh.world
         seed = None if self._rng == "stream" else root
         return drawing(seed, step, generators_of(world.device), world.size)
 

@@ -17,9 +17,8 @@ from fnaccel import _torch, tree
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.capture import Capture
 from fnaccel.engine.combine import AuxValues, check_aux, detached, divide, mixed_kinds, packed, structure
-from fnaccel.engine.engine import (
+from fnaccel.engine.eager import (
     Call,
-    Engine,
     Loss,
     Micro,
     attempt,
@@ -28,6 +27,7 @@ from fnaccel.engine.engine import (
     up_front_of,
     wide_dtype,
 )
+from fnaccel.engine.engine import Engine
 from fnaccel.engine.gradients import Gradients, added, apart, laid_out
 from fnaccel.engine.step_totals import Report
 from fnaccel.errors import CapabilityError
@@ -74,8 +74,8 @@ class WholeStep:
         self._capture = capture
         self._loss = loss
         self._tail = tail
-        self._traced = attrs.evolve(engine, leaves=self._capture.leaves)
-        self._group = engine.mesh.group("batch")
+        self._traced = attrs.evolve(engine, layout=attrs.evolve(engine.layout, leaves=self._capture.leaves))
+        self._group = engine.layout.mesh.group("batch")
         self._agreed: tuple[bool, ...] | None = None
         self._replays = settings.mode in ("reduce-overhead", "max-autotune")
         kernels.register()
@@ -98,7 +98,7 @@ class WholeStep:
         given = () if call.given is None else (_whole_models(call.given),)
         if self._replays:
             torch.compiler.cudagraph_mark_step_begin()
-        engine, device = self._engine, self._engine.mesh.world.device
+        engine, device = self._engine, self._engine.layout.mesh.world.device
         before, last = micros[:-1], micros[-1]
 
         def body(seed: Callable[[int], None]) -> tuple[Any, Report, AuxValues]:
@@ -132,7 +132,9 @@ class WholeStep:
         metrics.update(self._shared(aux, weighted))
         pending = None
         if self._tail is None:
-            pending = Gradients(engine.leaves, apart(grads), multiplier, engine.norm_axes, device)
+            pending = Gradients(
+                engine.layout.leaves, apart(grads), multiplier, engine.layout.norm_axes, device
+            )
         return Found(metrics=metrics, grads=pending, skip=skip)
 
     def _check_kinds(self, weighted: set[bool]) -> None:
@@ -149,7 +151,7 @@ class WholeStep:
         seed: Callable[[int], None],
     ) -> tuple[torch.Tensor, list[torch.Tensor | None] | None, set[bool]]:
         """Total and weight, the gradients, and the kinds of loss, of all micro-batches but the last."""
-        device = self._engine.mesh.world.device
+        device = self._engine.layout.mesh.world.device
         sums = torch.zeros(2, dtype=_sum_type(device), device=device)
         if not micros:
             return sums, None, set()
@@ -218,9 +220,9 @@ class WholeStep:
         Leaves nothing behind.
         """
         engine = self._engine
-        slots = [_torch.buffers_of(module) for root in engine.modules for module in root.modules()]
+        slots = [_torch.buffers_of(module) for root in engine.layout.modules for module in root.modules()]
         kept = [(own, name, x, x.clone()) for own in slots for name, x in own.items() if x is not None]
-        states = [(one, one.get_state()) for one in generators_of(engine.mesh.world.device)]
+        states = [(one, one.get_state()) for one in generators_of(engine.layout.mesh.world.device)]
         try:
             params, run = self._capture.open()
             parts = read_loss(run(self._loss.fn, data, *given), self._loss.where)
@@ -237,16 +239,16 @@ class WholeStep:
                     own[name] = buffer.copy_(before)
 
     def _check_reached(self, grads: Sequence[Any]) -> None:
-        if self._group is None and not self._engine.norm_axes:  # another rank may have gradients
+        if self._group is None and not self._engine.layout.norm_axes:  # another rank may have gradients
             check_reached(grads, self._loss.where)
 
     def _keep(self, micro: Micro, weight: Any) -> torch.Tensor:
         """1, or 0 for a filler or a weight of 0: a tensor, since a number would be compiled in."""
-        return _filled(weight > 0 if micro.valid else 0, torch.float32, self._engine.mesh.world.device)
+        return _filled(weight > 0 if micro.valid else 0, torch.float32, self._engine.layout.mesh.world.device)
 
     def _shared(self, aux: AuxValues, weighted: bool) -> dict[str, Any]:
         """The aux of all ranks, in an all-reduce of its own where there is any."""
-        device = self._engine.mesh.world.device
+        device = self._engine.layout.mesh.world.device
         if self._group is not None:
             self._engine.agreement.check(structure(aux, self._kind(weighted)), self._group)
             if aux.values:
@@ -349,9 +351,9 @@ class WholeStep:
             metrics[name] = value
 
         with torch.no_grad():
-            held = Gradients(
-                engine.leaves, list(grads), multiplier, engine.norm_axes, engine.mesh.world.device
-            )
+            layout = engine.layout
+            device = layout.mesh.world.device
+            held = Gradients(layout.leaves, list(grads), multiplier, layout.norm_axes, device)
             held.idle = idle(metrics["weight"])
             info = Info(step=0, updates=number, params=None, record=record)
             if tail.skips:
@@ -367,7 +369,7 @@ class WholeStep:
 
 
 def _whole_models(given: Any) -> Any:
-    if any(hasattr(p, "placements") for engine in given.engines for p in engine.parameters.values()):
+    if any(hasattr(p, "placements") for engine in given.engines for p in engine.layout.parameters.values()):
         raise CapabilityError(
             "a model that lies in shards is lent to a step that is captured as one graph",
             where="train_step(state, batch, given=...)",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import _torch
-from fnaccel.engine.engine import Engine
+from fnaccel.engine.engine import Engine, Hooks
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest, require
 from fnaccel.models.building import Built, construct
 from fnaccel.step.spec import Spec
@@ -149,7 +149,7 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
         built,
         build,
         run=_guarded(wrapped, torn),
-        recover=lambda: torn.append(True),
+        hooks=Hooks(recover=lambda: torn.append(True)),
         sync=_syncer(wrapped, options.static_graph),
         averaged=mesh.batch_size,
     )

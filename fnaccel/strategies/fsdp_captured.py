@@ -18,7 +18,7 @@ from torch import nn
 
 from fnaccel import _torch
 from fnaccel.engine.capture import Capture, Opened
-from fnaccel.engine.engine import Engine
+from fnaccel.engine.engine import Engine, Forward, Layout
 from fnaccel.errors import CapabilityError
 from fnaccel.models.blocks import find_units
 from fnaccel.models.building import Built
@@ -95,18 +95,15 @@ def build_captured(built: Built, build: Build, options: Fsdp) -> Engine:
     )
     return Engine(
         name="fsdp",
-        mesh=mesh,
-        capabilities=build.spec.strategy.capabilities(),
-        model=built.model,
-        leaves=leaves,
-        parameters={name: pieces[name].param for name in order},
-        buffers=dict(built.named("buffers")),
-        run=run,
-        lend=run,
-        averaged=mesh.batch_size,
-        norm_axes=(mesh["dp_shard"],),
-        modules=tuple(built.modules.values()),
-        capture=capture,
+        layout=Layout(
+            mesh=mesh,
+            model=built.model,
+            leaves=leaves,
+            parameters={name: pieces[name].param for name in order},
+            buffers=dict(built.named("buffers")),
+            norm_axes=(mesh["dp_shard"],),
+        ),
+        forward=Forward(run=run, lend=run, averaged=mesh.batch_size, capture=capture),
     )
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fnaccel import _torch
-from fnaccel.engine.engine import Engine
+from fnaccel.engine.engine import Engine, Forward, Hooks, Layout
 from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, nearest
 from fnaccel.models.blocks import find_units
 from fnaccel.models.building import Built, check_alike, construct
@@ -63,20 +63,16 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     whole = [p for p in parameters.values() if p in ignored and p.requires_grad]
     engine = Engine(
         name="fsdp",
-        mesh=mesh,
-        capabilities=build.spec.strategy.capabilities(),
-        model=built.model,
-        leaves=tuple(_leaf(name, p) for name, p in parameters.items() if p.requires_grad),
-        parameters=parameters,
-        buffers=dict(built.named("buffers")),
-        run=_runner(host),
-        lend=_runner(host),
-        sync=_syncer(host),
-        settle=_settler(host),
-        averaged=mesh.batch_size,
-        norm_axes=(mesh["dp_shard"],),
-        finish=_averager(whole, mesh) if whole else None,
-        modules=tuple(built.modules.values()),
+        layout=Layout(
+            mesh=mesh,
+            model=built.model,
+            leaves=tuple(_leaf(name, p) for name, p in parameters.items() if p.requires_grad),
+            parameters=parameters,
+            buffers=dict(built.named("buffers")),
+            norm_axes=(mesh["dp_shard"],),
+        ),
+        forward=Forward(run=_runner(host), lend=_runner(host), sync=_syncer(host), averaged=mesh.batch_size),
+        hooks=Hooks(settle=_settler(host), finish=_averager(whole, mesh) if whole else None),
     )
     return engine, attrs.evolve(built, empty=options.init == "meta")
 

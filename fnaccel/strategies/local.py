@@ -9,9 +9,8 @@ import attrs
 import torch
 
 from fnaccel.engine.capture import Capture
-from fnaccel.engine.engine import Engine
+from fnaccel.engine.engine import Engine, Forward, Hooks, Layout, Runtime
 from fnaccel.models.building import Built, check_alike, construct
-from fnaccel.step.step import EVERYTHING
 from fnaccel.strategies.axis import Build, finisher, whole_leaves
 from fnaccel.strategies.strategy import Strategy, maker
 
@@ -66,16 +65,24 @@ def capture_whole(built: Built, **fields: Any) -> Capture:
 
 
 def whole_engine(
-    name: str, built: Built, build: Build, *, run: Callable[..., Any] | None = None, **fields: Any
+    name: str,
+    built: Built,
+    build: Build,
+    *,
+    run: Callable[..., Any] | None = None,
+    hooks: Hooks | None = None,
+    runtime: Runtime | None = None,
+    **forward: Any,
 ) -> Engine:
-    """An engine whose every rank holds the whole model; by itself it averages nothing.
+    """An engine whose every rank holds the whole model. By itself it averages nothing.
 
     Args:
         name: of the strategy.
         built: the modules.
-        request: what was asked for.
+        build: the train step.
         run: how to call a function of the model; directly by default.
-        fields: further fields of the engine.
+        hooks, runtime: as `Engine` has them.
+        forward: further fields of `Forward`.
     """
     model = built.model
 
@@ -84,14 +91,14 @@ def whole_engine(
 
     return Engine(
         name=name,
-        mesh=build.spec.mesh,
-        capabilities=EVERYTHING & build.spec.strategy.capabilities(),
-        model=model,
-        leaves=whole_leaves(built),
-        parameters=dict(built.named("parameters")),
-        buffers=dict(built.named("buffers")),
-        modules=tuple(built.modules.values()),
-        lend=direct,
-        run=run or direct,
-        **fields,
+        layout=Layout(
+            mesh=build.spec.mesh,
+            model=model,
+            leaves=whole_leaves(built),
+            parameters=dict(built.named("parameters")),
+            buffers=dict(built.named("buffers")),
+        ),
+        forward=Forward(run=run or direct, lend=direct, **forward),
+        hooks=hooks or Hooks(),
+        runtime=runtime or Runtime(),
     )

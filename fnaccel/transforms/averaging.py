@@ -25,7 +25,7 @@ class Ema:
     def on_update(self, engine: Any, own: Any, info: Any) -> Any:
         """Move the averages, sharded as the parameters are; frozen where the update was skipped."""
         averages = engine.averages
-        shards = [leaf.shard for leaf in engine.leaves]
+        shards = [leaf.shard for leaf in engine.layout.leaves]
         if info.skip is None:
             _torch.foreach_lerp_(averages, shards, 1.0 - self.decay)
         else:

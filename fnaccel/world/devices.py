@@ -300,3 +300,11 @@ def stream_of(device: torch.device) -> Any:
     if hasattr(module, "default_generators"):
         return module.default_generators[device.index or 0]
     return ModuleStream(device)
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """The random streams that a forward on `device` may draw from: torch's default generators."""
+    found = [torch.default_generator]
+    if device.type != "cpu":
+        found.append(stream_of(device))
+    return found

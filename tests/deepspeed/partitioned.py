@@ -50,7 +50,7 @@ def trained(factory: Callable[[], Any], strategy: Any) -> dict[str, Any]:
     first = {name: whole(value) for name, value in state.params.items()}
     held = [
         name
-        for module in train_step.engine.modules
+        for module in train_step.engine.layout.modules
         for name, param in module.named_parameters()
         if hasattr(param, "ds_id") and param.ds_tensor.numel() > -(-param.ds_numel // current().size)
     ]

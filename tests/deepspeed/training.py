@@ -234,7 +234,7 @@ def adopt_and_export(directory: Any) -> tuple[list[str], list[str]]:
 
     first, state = made(3)
     state, _ = first(state, rank_batch(0, current().rank))
-    first.engine.native.save_checkpoint(str(directory / "native"), tag="global_step1")
+    first.engine.runtime.native.save_checkpoint(str(directory / "native"), tag="global_step1")
     kept = gathered(state)
     second, other = made(2)
     other = fa.adopt(directory / "native", like=other, trust_pickle=True)

@@ -34,11 +34,11 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
-        "gradients scaled by 1/1.01", "engine/engine.py", "multiplier = _ratio(engine, weight)",
+        "gradients scaled by 1/1.01", "engine/eager.py", "multiplier = _ratio(engine, weight)",
         "multiplier = _ratio(engine, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
     ),
     Mutant(
-        "rounds of a mean of means", "engine/engine.py", "engine, report.weight, call.scale",
+        "rounds of a mean of means", "engine/eager.py", "engine, report.weight, call.scale",
         "engine, report.weight * (1 if len(micros) == 1 else 1.001), call.scale",
         (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
     ),
@@ -59,12 +59,12 @@ MUTANTS = [
         (COMPILED, "-k", "fsdp-step-plain"),
     ),
     Mutant(
-        "gradient sync left on", "engine/engine.py", "with engine.sync(index == last or loss.sync_each):",
-        "with engine.sync(True):", (MATRIX, "-k", "fsdp-fp32-acc3-none-2"),
+        "gradient sync left on", "engine/eager.py", "with engine.forward.sync(index == last or loss.sync_each):",
+        "with engine.forward.sync(True):", (MATRIX, "-k", "fsdp-fp32-acc3-none-2"),
     ),
     Mutant(
-        "gradient sync never on", "engine/engine.py", "with engine.sync(index == last or loss.sync_each):",
-        "with engine.sync(False):", (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
+        "gradient sync never on", "engine/eager.py", "with engine.forward.sync(index == last or loss.sync_each):",
+        "with engine.forward.sync(False):", (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
     ),
     Mutant(
         "norm of one shard", "engine/gradients.py", "square = _torch.summed_over(square, axis.group)", "pass",

@@ -117,7 +117,7 @@ def test_backward_keeps_the_small_weights(world):
     for kept in (True, False):
         train_step = made(fa.cast_layers(fa.with_precision(loss_fn, "bf16"), "fp8"))
         train_step.init(seed=0)
-        model = train_step.engine.model
+        model = train_step.engine.layout.model
         with torch.autocast("cpu", dtype=torch.bfloat16):
             total = loss_fn(model, batch_of(5)).total
         if not kept:
@@ -143,7 +143,7 @@ def test_tied_weights_stay_tied_or_stay_large(world):
     assert "stored in float8_e4m3fn: embed, head" in str(train_step.plan)
     state = train_step.init()
     state, _ = train_step(state, batch_of(6))
-    model = train_step.engine.model
+    model = train_step.engine.layout.model
     assert model.head.weight is model.embed.weight
     assert state.params["embed.weight"].dtype is FP8
     with pytest.raises(errors.CapabilityError, match="not head: tied to embed, which is not cast"):

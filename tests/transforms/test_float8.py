@@ -198,7 +198,7 @@ def gathered():
                 state, metrics = train_step(state, (x[64:128], y[64:128]))
             after.append(float(metrics["loss"]))
             state = fa.restore(folder, like=state)
-        kind = type(train_step.engine.parameters["blocks.0.weight"]._local_tensor).__name__
+        kind = type(train_step.engine.layout.parameters["blocks.0.weight"]._local_tensor).__name__
         train_step.close()
     return kind, after
 
@@ -220,7 +220,7 @@ def test_the_plan_lists_what_is_converted_and_why_the_rest_is_not(world):
     found = fa.float8_layers(train_step)
     assert found.converted == ("blocks.0",)
     assert set(found.skipped) == {"blocks.1", "head"}
-    kinds = {path: type(layer).__name__ for path, layer in train_step.engine.model.named_modules()}
+    kinds = {path: type(layer).__name__ for path, layer in train_step.engine.layout.model.named_modules()}
     assert (kinds["blocks.0"], kinds["blocks.1"], kinds["head"]) == ("Float8Linear", "Linear", "Linear")
 
 

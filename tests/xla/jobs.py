@@ -172,7 +172,7 @@ def tied(folder):
             for step in range(3):
                 state, metrics = train_step(state, global_batch(step, EVEN))
                 losses.append(float(metrics["loss"]))
-            model = train_step.engine.model
+            model = train_step.engine.layout.model
             runs.append({
                 "losses": losses, "names": list(state.params), "one": model.out.weight is model.embed.weight,
                 "buffer": float(state.buffers["seen"]), "on": state.params["embed.weight"].device.type,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fnaccel.engine.engine import Engine
+from fnaccel.engine.engine import Engine, Forward, Hooks, Layout, Runtime
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import ArgumentError, CapabilityError, ConfigError, FnaccelError, nearest
 from fnaccel.models.building import Built, check_alike, construct
@@ -80,23 +80,22 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
     torn: list[bool] = []
     made = Engine(
         name="deepspeed",
-        mesh=mesh,
-        capabilities=build.spec.strategy.capabilities(),
-        model=built.model,
-        leaves=tuple(Leaf(n, p, p.data, same) for n, p in named.items() if p.requires_grad),
-        parameters={n: _remote(mesh, parts, p, f"params/{n}") for n, p in named.items()},
-        buffers=dict(built.named("buffers")),
-        run=_runner(engine, torn),
-        lend=_runner(engine.module, torn),
-        sync=_syncer(engine),
-        backward=_backward(engine, record.level, torn),
-        recover=_recoverer(engine, record.level),
-        averaged=mesh.batch_size,
-        bound=bound,
-        native=engine,
-        rows=build.delegation.rows,
-        modules=tuple(built.modules.values()),
-        free=_freer(engine, parts),
+        layout=Layout(
+            mesh=mesh,
+            model=built.model,
+            leaves=tuple(Leaf(n, p, p.data, same) for n, p in named.items() if p.requires_grad),
+            parameters={n: _remote(mesh, parts, p, f"params/{n}") for n, p in named.items()},
+            buffers=dict(built.named("buffers")),
+        ),
+        forward=Forward(
+            run=_runner(engine, torn),
+            lend=_runner(engine.module, torn),
+            sync=_syncer(engine),
+            averaged=mesh.batch_size,
+            backward=_backward(engine, record.level, torn),
+        ),
+        hooks=Hooks(recover=_recoverer(engine, record.level), free=_freer(engine, parts)),
+        runtime=Runtime(bound=bound, native=engine, rows=build.delegation.rows),
     )
     return made, built
 

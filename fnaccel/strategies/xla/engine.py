@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from fnaccel import _torch
-from fnaccel.engine.engine import Engine
+from fnaccel.engine import engine as engines
+from fnaccel.engine.engine import Engine, Forward, Hooks
 from fnaccel.models.building import Built, construct
 from fnaccel.models.parameter import Leaf
 from fnaccel.strategies.axis import Build, finisher
@@ -39,21 +40,19 @@ def build_xla(build: Build, options: Xla) -> tuple[Engine, Built]:
 
     engine = Engine(
         name="xla",
-        mesh=build.spec.mesh,
-        capabilities=build.spec.strategy.capabilities(),
-        model=model,
-        leaves=tuple(
-            Leaf(name, param, layout.alias(param.detach()), layout.keep)
-            for name, param in built.named("parameters")
-            if param.requires_grad
+        layout=engines.Layout(
+            mesh=build.spec.mesh,
+            model=model,
+            leaves=tuple(
+                Leaf(name, param, layout.alias(param.detach()), layout.keep)
+                for name, param in built.named("parameters")
+                if param.requires_grad
+            ),
+            parameters=dict(built.named("parameters")),
+            buffers=dict(built.named("buffers")),
         ),
-        parameters=dict(built.named("parameters")),
-        buffers=dict(built.named("buffers")),
-        modules=tuple(built.modules.values()),
-        lend=direct,
-        run=run,
-        settle=layout.carry_out,
-        end=layout.carry_out,
+        forward=Forward(run=run, lend=direct),
+        hooks=Hooks(settle=layout.carry_out, end=layout.carry_out),
     )
     return engine, built
 

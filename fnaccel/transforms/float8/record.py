@@ -357,7 +357,7 @@ def float8_layers(train_step: Any) -> Layers | list[Layers]:
 
     Example: `print(fa.float8_layers(train_step).converted)`.
     """
-    found = [_found[module] for module in train_step.engine.modules if module in _found]
+    found = [_found[module] for module in train_step.engine.layout.modules if module in _found]
     require(
         bool(found),
         "no layer of this train step was converted",
