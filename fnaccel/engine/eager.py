@@ -143,14 +143,14 @@ def _run_micro_batches(
     device = mesh.world.device
     report = Report(group, device, engine.agreement, call.notice)
     up_front = up_front_of(loss, micros, call, report, engine)
-    last = len(micros) - 1
+    last, sync = len(micros) - 1, engine.forward.sync
     for index, micro in enumerate(micros):
         seed(index)
-        if engine.forward.sync is None:
+        if sync is None:
             total = _forward(engine, loss, micro, call, report)
             _backward(engine, total, up_front, report, index == last)
         else:
-            with engine.forward.sync(index == last or loss.sync_each):
+            with sync(index == last or loss.sync_each):
                 total = _forward(engine, loss, micro, call, report)
                 _backward(engine, total, up_front, report, index == last)
     if engine.hooks.finish is not None:

@@ -134,5 +134,7 @@ class Report:
 
     def finish(self) -> dict[str, Any]:
         """`{"loss": ..., "weight": ...}` and aux, as device tensors; call after `wait()`."""
-        loss = divide(self._total, self.weight, self._device).to(self._dtype)
+        loss = divide(self._total, self.weight, self._device)
+        if loss.dtype is not self._dtype:
+            loss = loss.to(self._dtype)
         return {"loss": loss, "weight": self.weight, **self._aux.finish(self._group, self._device)}

@@ -114,13 +114,18 @@ class BoundFused:
                 second = [second[i] for i in chosen] if second else second
             # offloaded parameters lie elsewhere than what was decided on the device
             where = shards[0].device
-            scale, off = (x if x is None else x.to(where) for x in (divisor, skip))
+            scale, off, count = _at(divisor, where), _at(skip, where), _at(updates, where)
             if scale is not None and shards[0].dtype is torch.float64:
                 exact = multiplier.to(where) if isinstance(multiplier, torch.Tensor) else multiplier
                 taken, scale = _torch.foreach_mul(taken, exact), None
             elif scale is not None and torch.compiler.is_compiling():
                 taken, scale = _torch.foreach_div(taken, scale), None
-            self._run(shards, taken, first, second, updates.to(where), rate, work.options, scale, off)
+            self._run(shards, taken, first, second, count, rate, work.options, scale, off)
+
+
+def _at(value: Any, device: torch.device) -> Any:
+    """A tensor on a device. `to` would take 0.6 us if it is there already."""
+    return value if value is None or value.device == device else value.to(device)
 
 
 def _sgd(

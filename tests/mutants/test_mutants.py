@@ -59,12 +59,12 @@ MUTANTS = [
         (COMPILED, "-k", "fsdp-step-plain"),
     ),
     Mutant(
-        "gradient sync left on", "engine/eager.py", "with engine.forward.sync(index == last or loss.sync_each):",
-        "with engine.forward.sync(True):", (MATRIX, "-k", "fsdp-fp32-acc3-none-2"),
+        "gradient sync left on", "engine/eager.py", "with sync(index == last or loss.sync_each):",
+        "with sync(True):", (MATRIX, "-k", "fsdp-fp32-acc3-none-2"),
     ),
     Mutant(
-        "gradient sync never on", "engine/eager.py", "with engine.forward.sync(index == last or loss.sync_each):",
-        "with engine.forward.sync(False):", (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
+        "gradient sync never on", "engine/eager.py", "with sync(index == last or loss.sync_each):",
+        "with sync(False):", (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
     ),
     Mutant(
         "norm of one shard", "engine/gradients.py", "square = _torch.summed_over(square, axis.group)", "pass",
