@@ -13,6 +13,7 @@ from fnaccel.data.cut import cut, rows_of, split_sizes
 from fnaccel.engine.eager import Loss, Micro
 from fnaccel.errors import ArgumentError, MicroBatchError
 from fnaccel.program.plan import order, title
+from fnaccel.program.tail import Tail
 from fnaccel.state import Position
 from fnaccel.step.settings import Settings
 from fnaccel.step.step import GradientHook, ModuleHook, Phase, Step, UpdateHook
@@ -67,16 +68,16 @@ class Lowered:
     loss: Loss
     settings: Settings
     modules: tuple[tuple[str, ModuleHook], ...]
-    gradients: tuple[tuple[str, GradientHook], ...]
-    updates: tuple[tuple[str, UpdateHook], ...]
+    tail: Tail
     calls: tuple[Callable[..., Any], ...]
     inits: tuple[tuple[str, Callable[[Any], Any]], ...]
 
     @property
     def own_hooks(self) -> bool:
         """Whether all that follows the gradients is the library's own, and so can be captured."""
-        users = (UserGradients, UserUpdate)
-        return not any(isinstance(hook, users) for _, hook in (*self.gradients, *self.updates))
+        users, own = (UserGradients, UserUpdate), {name for name, _ in self.inits}
+        hooks = (*self.tail.gradients, *self.tail.updates)
+        return not any(isinstance(hook, users) or name in own for name, hook in hooks)
 
 
 def lower(step: Step, delegated: Container[str] = ()) -> Lowered:
@@ -118,8 +119,7 @@ def lower(step: Step, delegated: Container[str] = ()) -> Lowered:
         ),
         settings=settings,
         modules=tuple(modules),
-        gradients=tuple(gradients),
-        updates=tuple(updates),
+        tail=Tail(skips=settings.skips, gradients=tuple(gradients), updates=tuple(updates)),
         calls=tuple(calls),
         inits=tuple((t.name, t.init) for t in ordered if t.init is not None),
     )
@@ -178,16 +178,4 @@ def _check_rows(rows: int, n: int) -> None:
             f"a batch of {rows} rows on this rank can't be cut in {n} micro-batches",
             where=f"accumulate(step, {n})",
             fix=f"give at least {n} rows a rank, or accumulate over {rows} or fewer",
-        )
-
-
-def keep_own(transforms: dict[str, Any], name: str, own: Any) -> None:
-    """Keep the next state of a transform, where it has one: states keep their structure."""
-    if name in transforms:
-        transforms[name] = own
-    elif own is not None:
-        raise ArgumentError(
-            f"transform {name!r} returned a state of its own and began without one",
-            where=f"transform {name}",
-            fix="give its first state: fa.Transform(..., init=lambda params: first)",
         )

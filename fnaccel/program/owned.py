@@ -19,7 +19,7 @@ from fnaccel.models.moving_buffers import MovingBuffers
 from fnaccel.models.trained_modules import TrainedModules
 from fnaccel.program.lower import Lowered
 from fnaccel.program.whole_parameters import is_sharded
-from fnaccel.program.whole_step import Tail, WholeStep
+from fnaccel.program.whole_step import WholeStep
 from fnaccel.state import ReadOnlyDict, Seed, TrainState
 from fnaccel.step.loss import readable
 from fnaccel.step.spec import Spec
@@ -75,13 +75,9 @@ class Owned:
         # a CUDA graph reads and writes these where they lie
         slots = [_torch.local_of(value) for one in self.updater.slots.values() for value in one.values()]
         _torch.mark_static([*slots, *engine.averages, *(leaf.shard for leaf in capture.leaves)])
-        tail = Tail(
-            skips=lowered.settings.skips,
-            gradients=tuple(hook for _, hook in lowered.gradients),
-            updates=tuple(hook for _, hook in lowered.updates),
-            update=self.updater.update,
-        )
-        return WholeStep(engine, capture, lowered.loss, compiler, tail if inside else None)
+        tail = lowered.tail if inside else None
+        params = self._show(engine.layout.parameters)
+        return WholeStep(engine, capture, lowered.loss, compiler, tail, self.updater.update, params)
 
     def _show(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Names as the state shows them: by model first where there are several."""

@@ -17,7 +17,7 @@ from fnaccel.engine.user_draws import drawing
 from fnaccel.optim import kernels
 from fnaccel.program.compile_meter import Compilation, Meter
 from fnaccel.program.lent_models import Given
-from fnaccel.program.lower import Lowered, keep_own
+from fnaccel.program.lower import Lowered
 from fnaccel.program.owned import Owned
 from fnaccel.state import Lease, Position, TrainState, donate, is_stale, lease
 from fnaccel.step.checked_metrics import checked
@@ -47,7 +47,6 @@ class Stepper:
         """Forget compiled code, if the modules are built again."""
         settings = self._lowered.settings
         self._meter = None if settings.compiler is None else Meter(settings.compiler, self._where)
-        self._may_skip = settings.skips
         self._skips = SkippedUpdates(settings.max_skipped, speaks=self._speaks)
         self._moved = False
         # False while a step runs, and after a step that did not reach its end
@@ -217,34 +216,21 @@ class Stepper:
         self, owned: Owned, state: TrainState, grads: Gradients, metrics: dict[str, Any], transforms: Any
     ) -> None:
         """Run the GRADS hooks."""
-        lowered = self._lowered
         info = Info(step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__)
-        if self._may_skip:
-            grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
         with self._library_only or self._drawing(owned, state.rng.root, state.step):
-            for name, hook in lowered.gradients:
-                keep_own(transforms, name, hook.on_gradients(grads, transforms.get(name), info))
+            self._lowered.tail.change(grads, transforms, info)
 
     def _update(self, owned: Owned, step: int, before: _Before, update: _Update) -> Any:
         """Update the parameters eagerly, and run the UPDATE hooks; whether the update was skipped."""
-        lowered, grads, metrics = self._lowered, update.grads, update.metrics
+        grads, metrics = update.grads, update.metrics
         assert grads is not None
         if isinstance(update.idle, torch.Tensor):
             grads.idle = update.idle
         metrics.update(owned.updater.apply(grads, update.rates, before.updates, update.reported))
         owned.engine.clear()
-        skip = grads.left_out()
-        reported = skip if self._may_skip else grads.skip
-        if not lowered.updates:
-            return reported
-        info = Info(
-            step=step, updates=before.updates, params=owned.params, record=metrics.__setitem__, skip=skip
-        )
+        info = Info(step=step, updates=before.updates, params=owned.params, record=metrics.__setitem__)
         with self._library_only or self._drawing(owned, before.root, step):
-            for name, hook in lowered.updates:
-                own = hook.on_update(owned.engine, before.transforms.get(name), info)
-                keep_own(before.transforms, name, own)
-        return reported
+            return self._lowered.tail.finish(owned.engine, grads, before.transforms, info)
 
     def _drawing(self, owned: Owned, root: int, step: int) -> contextlib.AbstractContextManager[None]:
         """A context in which functions of the user draw random numbers that are equal on all ranks."""

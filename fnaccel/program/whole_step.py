@@ -32,19 +32,10 @@ from fnaccel.engine.gradients import Gradients, added, apart, laid_out
 from fnaccel.engine.step_totals import Report
 from fnaccel.errors import CapabilityError
 from fnaccel.optim import kernels
+from fnaccel.program.tail import Tail
 from fnaccel.step.loss import check_attached, check_reached, idle, masked, read_loss
 from fnaccel.step.settings import Compiler
-from fnaccel.step.step import GradientHook, Info, UpdateHook
-
-
-@attrs.frozen(kw_only=True)
-class Tail:
-    """What follows the gradients, where all of it can stand in the graph."""
-
-    skips: bool
-    gradients: tuple[GradientHook, ...]
-    updates: tuple[UpdateHook, ...]
-    update: Callable[[Gradients, Any, torch.Tensor], None]
+from fnaccel.step.step import Info
 
 
 @attrs.frozen(kw_only=True)
@@ -65,15 +56,26 @@ class WholeStep:
         loss: the loss function under its FORWARD transforms.
         settings: how to compile.
         tail: what follows the gradients; None leaves it to the caller.
+        update: `update(grads, rates, number)` updates the parameters.
+        params: the parameters as hooks see them.
     """
 
     def __init__(
-        self, engine: Engine, capture: Capture, loss: Loss, settings: Compiler, tail: Tail | None
+        self,
+        engine: Engine,
+        capture: Capture,
+        loss: Loss,
+        settings: Compiler,
+        tail: Tail | None,
+        update: Callable[[Gradients, Any, torch.Tensor], None],
+        params: Any,
     ) -> None:
         self._engine = engine
         self._capture = capture
         self._loss = loss
         self._tail = tail
+        self._update = update
+        self._params = params
         self._traced = attrs.evolve(engine, layout=attrs.evolve(engine.layout, leaves=self._capture.leaves))
         self._group = engine.layout.mesh.group("batch")
         self._agreed: tuple[bool, ...] | None = None
@@ -100,6 +102,8 @@ class WholeStep:
             torch.compiler.cudagraph_mark_step_begin()
         engine, device = self._engine, self._engine.layout.mesh.world.device
         before, last = micros[:-1], micros[-1]
+        hooked = self._tail is not None and (self._tail.gradients or self._tail.updates)
+        step = _filled(call.step, torch.int64, device) if hooked else None
 
         def body(seed: Callable[[int], None]) -> tuple[Any, Report, AuxValues]:
             if self._capture.before is not None:
@@ -116,7 +120,7 @@ class WholeStep:
             sums = torch.cat([sums, _filled(report.asked, sums.dtype, device).view(1)])
             outs = self._call(
                 self._finish, last.data, given, keeps[-1], up_front, carried, sums, known,
-                call.scale, rates, number,
+                call.scale, rates, number, step,
             )  # fmt: skip
             self._check_kinds({*weighted, outs[0][4]})
             return outs, report, aux
@@ -275,7 +279,7 @@ class WholeStep:
     def _finishing(self) -> Callable[..., Any]:
         def finish(
             data: Any, given: Any, keep: Any, up_front: Any, carried: Any, sums: torch.Tensor, known: Any,
-            scale: Any, rates: Any, number: torch.Tensor,
+            scale: Any, rates: Any, number: torch.Tensor, step: Any,
         ) -> Any:  # fmt: skip
             total, sums, aux, weighted, params = self._forward(data, given, keep, sums)
             if self._group is not None:
@@ -297,7 +301,7 @@ class WholeStep:
             metrics: dict[str, Any] = {"loss": loss, "weight": weight.clone()}
             if self._tail is None:
                 return (metrics, aux, sums[2], None, weighted), (grads, multiplier)
-            skip = self._end(self._tail, grads, multiplier, metrics, rates, number)
+            skip = self._end(self._tail, grads, multiplier, metrics, rates, number, step)
             return (metrics, aux, sums[2], skip, weighted), (None, None)
 
         return finish
@@ -343,6 +347,7 @@ class WholeStep:
         metrics: dict[str, Any],
         rates: Any,
         number: torch.Tensor,
+        step: torch.Tensor,
     ) -> Any:
         """Clip, finite check, update, averages; whether the update was skipped."""
         engine = self._traced
@@ -355,17 +360,10 @@ class WholeStep:
             device = layout.mesh.world.device
             held = Gradients(layout.leaves, list(grads), multiplier, layout.norm_axes, device)
             held.idle = idle(metrics["weight"])
-            info = Info(step=0, updates=number, params=None, record=record)
-            if tail.skips:
-                held.skip_where_nonfinite()
-            for hook in tail.gradients:
-                hook.on_gradients(held, None, info)
-            tail.update(held, rates, number)
-            skip = held.left_out()
-            info = Info(step=0, updates=number, params=None, record=record, skip=skip)
-            for hook in tail.updates:
-                hook.on_update(engine, None, info)
-        return skip if tail.skips else None
+            info = Info(step=step, updates=number - 1, params=self._params, record=record)
+            tail.change(held, {}, info)
+            self._update(held, rates, number)
+            return tail.finish(engine, held, {}, info)
 
 
 def _whole_models(given: Any) -> Any:

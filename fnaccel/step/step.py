@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
+import torch
 
 from fnaccel.errors import ArgumentError, RepeatedTransformError, require
 from fnaccel.step.settings import Configures, Settings
@@ -74,14 +75,14 @@ class Info:
     """What a GRADS or UPDATE transform is told of the call it acts in.
 
     Attributes:
-        step: calls before this one.
+        step: calls before this one (an int, or a 0-d tensor in a captured step).
         updates: updates applied before this one (an int, or a tensor where they may be skipped).
         params: parameters by canonical name.
         record: `record(name, value)` puts a value into the metrics.
         skip: 0-d tensor, 1 where the update is skipped; None where that can't be.
     """
 
-    step: int
+    step: int | torch.Tensor
     updates: Any
     params: Any
     record: Callable[[str, Any], None]

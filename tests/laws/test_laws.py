@@ -151,3 +151,67 @@ def program_model():
     from tests.models import Net
 
     return Net
+
+
+@attrs.frozen
+class Told:
+    """A hook on gradients and on updates that reports all that it is told."""
+
+    name: str
+
+    def report(self, info):
+        info.record(f"{self.name}/step", info.step * 1.0)
+        info.record(f"{self.name}/updates", info.updates * 1.0)
+        info.record(f"{self.name}/param", info.params["out.weight"].detach().sum())
+
+    def on_gradients(self, grads, own, info):
+        self.report(info)
+        return own
+
+    def on_update(self, engine, own, info):
+        self.report(info)
+        info.record("skip", 0.0 if info.skip is None else info.skip)  # a graph can't tell that it never is
+        return own
+
+
+def told(strategy, options, skips):
+    step = fa.Transform("before", fa.Phase.GRADS, apply=Told("before"))(loss_fn)
+    step = fa.Transform("after", fa.Phase.UPDATE, apply=Told("after"))(step)
+    step = fa.skip_nonfinite(step) if skips else step
+    step = step if options is None else fa.compile(step, "step", **options)
+    train_step = program(step, strategy=strategy)
+    state = train_step.init(seed=0)
+    seen = []
+    for number in range(3):
+        x, y = batch_of(4, seed=number)
+        batch = (x * float("nan"), y) if skips and number == 1 else (x, y)
+        state, metrics = train_step(state, batch)
+        names = [name for name in metrics if "/" in name or name == "skip"]
+        seen.append({name: float(full(metrics[name])) for name in sorted(names)})
+    return seen
+
+
+def full(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize(("strategy", "ranks"), [("local", 1), ("ddp", 2)])
+def test_hooks_are_told_the_same_eagerly_and_in_a_graph(pools, strategy, ranks, skips):
+    for eager, captured in zip(
+        pools.run(ranks, told, strategy, None, skips),
+        pools.run(ranks, told, strategy, {"backend": "eager"}, skips),
+        strict=True,
+    ):
+        assert len(eager[0]) == 7
+        assert [call["after/updates"] for call in eager] == [0, 1, 1 if skips else 2]
+        for mine, theirs in zip(eager, captured, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-6)
+
+
+def test_a_hook_with_a_state_of_its_own_is_not_captured():
+    counting = fa.Transform("told", fa.Phase.GRADS, apply=Told("told"), init=lambda params: {"calls": 0})
+    with fa.start(device="cpu"):
+        train_step = program(fa.compile(counting(loss_fn), "step", backend="eager"))
+        state, _ = train_step(train_step.init(), batch_of(4))
+    assert state.transforms["told"] == {"calls": 0}

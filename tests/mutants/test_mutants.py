@@ -51,7 +51,11 @@ MUTANTS = [
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
-        "captured clip left out", "program/whole_step.py", "for hook in tail.gradients:", "for hook in ():",
+        "captured hooks count from one", "program/whole_step.py", "updates=number - 1", "updates=number",
+        ("tests/laws/test_laws.py", "-k", "told_the_same"),
+    ),
+    Mutant(
+        "captured clip left out", "program/whole_step.py", "tail.change(held, {}, info)", "pass",
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
