@@ -281,6 +281,31 @@ class FixedBuckets(torch.nn.parallel.DistributedDataParallel):
         return parameters[::-1], sparse[::-1]
 
 
+def autocast_state(kind: str) -> tuple[bool, torch.dtype, bool, int]:
+    """Whether autocast is on for a kind of device, its dtype, its cache, and how deep contexts are nested."""
+    torch.autocast_increment_nesting()
+    return (
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_cache_enabled(),
+        torch.autocast_decrement_nesting(),
+    )
+
+
+def restore_autocast(kind: str, state: tuple[bool, torch.dtype, bool, int]) -> None:
+    """Put autocast back: an interrupt may have cut off the end of a context. (2.9 to 2.13)"""
+    enabled, dtype, cached, depth = state
+    torch.clear_autocast_cache()
+    now = torch.autocast_increment_nesting()
+    while now > depth:
+        now = torch.autocast_decrement_nesting()
+    while now < depth:
+        now = torch.autocast_increment_nesting()
+    torch.set_autocast_enabled(kind, enabled)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(cached)
+
+
 _ended: weakref.WeakSet[Any] = weakref.WeakSet()
 _inherited: list[Any] = []
 
@@ -369,6 +394,31 @@ def drop_unsharded_gradients(unit: Any) -> None:
         param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):
             param._unsharded_param.grad = None
+
+
+def reset_shards(root: Any) -> None:
+    """Let FSDP2 forget a forward or a backward that failed in its middle. (2.9 to 2.13)
+
+    Else it takes the next forward for a part of that backward, and computes with parameters that it gathered
+    before. 2.13 has `reset_iter_state`. On older versions the same is set by hand.
+    """
+    state = root._get_fsdp_state()
+    if state._is_root is None:  # no forward yet
+        return
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    idle = type(state._training_state).IDLE
+    state._comm_ctx.post_forward_order.clear()
+    for one in state._state_ctx.all_states:
+        one._training_state = idle
+        group = one._fsdp_param_group
+        if group is not None:
+            group._training_state = idle
+            group._post_forward_indices.clear()
+            group._to_sharded()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
 
 
 def finish_shards(root: torch.nn.Module) -> None:

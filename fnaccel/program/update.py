@@ -80,6 +80,8 @@ class Stepper:
             undo(owned.engine)
         self._clean = False
         grad_mode = torch.is_grad_enabled()
+        kind = owned.engine.layout.mesh.world.device.type
+        autocast = _torch.autocast_state(kind)
         owned.train()
         before = _Before(state)
         buffers = owned.moving_buffers
@@ -93,7 +95,8 @@ class Stepper:
                 update = self._until_update(owned, state, micros, lent, notice, before)
                 return self._finish(owned, state, before, update, position, to)
         except BaseException:
-            torch.set_grad_enabled(grad_mode)  # an interrupt may have cut off the end of a `no_grad`
+            torch.set_grad_enabled(grad_mode)  # an interrupt may have cut off the end of a context
+            _torch.restore_autocast(kind, autocast)
             if not is_stale(state) and (not buffers.put_back() or before.own_changed()):
                 donate(state)
             raise

@@ -72,7 +72,11 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
             norm_axes=(mesh["dp_shard"],),
         ),
         forward=Forward(run=_runner(host), lend=_runner(host), sync=_syncer(host), averaged=mesh.batch_size),
-        hooks=Hooks(settle=_settler(host), finish=_averager(whole, mesh) if whole else None),
+        hooks=Hooks(
+            settle=_settler(host),
+            recover=lambda: _torch.reset_shards(host),
+            finish=_averager(whole, mesh) if whole else None,
+        ),
     )
     return engine, attrs.evolve(built, empty=options.init == "meta")
 

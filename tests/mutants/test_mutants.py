@@ -51,6 +51,14 @@ MUTANTS = [
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
+        "a backward that failed goes on", "strategies/fsdp_engine.py", "recover=lambda: _torch.reset_shards(host)", "recover=None",
+        ("tests/robust/test_live_state.py", "-k", "backward_that_raises and fsdp"),
+    ),
+    Mutant(
+        "autocast stays on", "program/update.py", "_torch.restore_autocast(kind, autocast)", "pass",
+        ("tests/robust/test_live_state.py", "-k", "autocast"),
+    ),
+    Mutant(
         "captured hooks count from one", "program/whole_step.py", "updates=number - 1", "updates=number",
         ("tests/laws/test_laws.py", "-k", "told_the_same"),
     ),

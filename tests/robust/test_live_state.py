@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel import errors
+from fnaccel._torch import autocast_state
 from fnaccel.world.interrupts import SigintHeld
 from tests.models import Net, batch_of, loss_fn, program, whole_params
 
@@ -31,6 +32,33 @@ def same(first, second):
 
 def shards(rows=12):
     return fa.shard(DataLoader(TensorDataset(*batch_of(rows)), batch_size=4))
+
+
+def losses_around_a_failure(strategy, failing):
+    """Losses of four steps of two micro-batches; the backward pass of one forward fails, if asked for."""
+    calls = []
+
+    def fail(grad):
+        raise MemoryError("in backward")
+
+    def loss(model, batch):
+        calls.append(1)
+        x, y = batch
+        out = model(x)
+        if len(calls) == failing:
+            out.register_hook(fail)
+        return fa.Mean((out - y).square().sum(), weight=len(y))
+
+    train_step = program(fa.accumulate(loss, 2), strategy=strategy)
+    state, losses = train_step.init(seed=0), []
+    while state.step < 4:
+        try:
+            state, metrics = train_step(state, batch_of(4, seed=state.step))
+            losses.append(float(metrics["loss"]))
+        except MemoryError:
+            assert len(calls) == failing
+    train_step.close()
+    return losses
 
 
 class TestGradientsOfAFailedStep:
@@ -56,6 +84,31 @@ class TestGradientsOfAFailedStep:
         state, _ = train_step(state, batch_of(4))
         assert same(whole_params(state), wanted)
         train_step.close()
+
+    @pytest.mark.parametrize(
+        ("strategy", "ranks"), [("local", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2), ("zero2", 2)]
+    )
+    @pytest.mark.parametrize("forward", [2, 3])
+    def test_a_backward_that_raises_changes_nothing(self, pools, strategy, ranks, forward):
+        wanted = pools.run(ranks, losses_around_a_failure, strategy, None)
+        assert pools.run(ranks, losses_around_a_failure, strategy, forward) == wanted
+
+    def test_an_interrupt_leaves_autocast_as_it_was(self, monkeypatch):
+        leave = torch.autocast.__exit__
+
+        def cut_off(self, *error):
+            monkeypatch.setattr(torch.autocast, "__exit__", leave)
+            raise KeyboardInterrupt
+
+        train_step = program(fa.with_precision(loss_fn, "bf16"))
+        state = train_step.init()
+        before = autocast_state("cpu")
+        monkeypatch.setattr(torch.autocast, "__exit__", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            train_step(state, batch_of(4))
+        assert train_step.live_state is state
+        assert autocast_state("cpu") == before
+        assert before[0] is False
 
     def test_an_update_that_raises_leads_back_by_a_snapshot(self):
         fails = [True]
