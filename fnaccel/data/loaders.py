@@ -86,7 +86,14 @@ def classify(loader: Any, *, presplit: bool = False) -> Source:
     """
     for kind, read in _readers.items():
         if isinstance(loader, kind):
-            return read(loader)
+            found = read(loader)
+            if not isinstance(found, Indexed | Grouped | Stream):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise LoaderError(
+                    f"the reader of {kind.__name__} returned {type(found).__name__}",
+                    where=_WHERE,
+                    fix="return an Indexed, a Grouped or a Stream: what fnaccel.data.classify returns",
+                )
+            return found
     if not isinstance(loader, Iterable):
         raise LoaderError(
             f"a {type(loader).__name__} can't be read: it is not iterable",

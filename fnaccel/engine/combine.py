@@ -11,7 +11,7 @@ from fnaccel import tree
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.rows import Rows, concatenated, rows_of_concat
 from fnaccel.errors import LossError
-from fnaccel.step.loss import Concat, Mean, Sum, is_combinable, parts_of, readable
+from fnaccel.step.loss import Concat, Mean, Sum, is_combinable, is_zero, parts_of, readable
 
 RESERVED = frozenset({"loss", "weight", "lr", "grad_norm", "skipped", "loss_scale", "recompilations"})
 """Metrics that a step reports by itself."""
@@ -176,6 +176,8 @@ class AuxValues:
                 self._concats[index].append(rows if valid else rows[:0])
             elif valid:
                 total, weight = parts_of(leaf, 1, "the loss function's aux")
+                if is_zero(weight):  # a mean over nothing may be NaN
+                    total = 0.0
                 old_total, old_weight = self._pairs[index]
                 try:
                     self._pairs[index] = (old_total + plain(total), old_weight + plain(weight))

@@ -115,7 +115,14 @@ def make_engine(build: Build) -> tuple[Engine, Built]:
     """The engine of a train step: axes that rewrite modules have their turn in `build.prepare`."""
     axis = finishing_axis(build.spec.strategy)
     finish, _ = _finishers[None if axis is None else type(axis)]
-    return finish(build, axis)
+    made = finish(build, axis)
+    if not isinstance(made, tuple) or [type(part) for part in made] != [Engine, Built]:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise CapabilityError(
+            f"the finisher {getattr(finish, '__qualname__', finish)} returned {type(made).__name__}",
+            where=f"strategy {build.spec.strategy}",
+            fix="return two values: the engine, and what construct(...) built",
+        )
+    return made
 
 
 def same(local: Any) -> Any:

@@ -209,20 +209,27 @@ def _evaluate(node: ast.expr, text: str, meanings: Mapping[str, str]) -> Strateg
             where=f"strategy {text!r}",
             fix=nearest(name, {*MAKERS, *PRESETS}),
         )
-    if not isinstance(node, ast.Call):
-        return MAKERS[name]()
     try:
-        args = [ast.literal_eval(arg) for arg in node.args]
-        kwargs = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg is not None}
-        return MAKERS[name](*args, **kwargs)
+        args = [ast.literal_eval(arg) for arg in node.args] if isinstance(node, ast.Call) else []
+        keywords = node.keywords if isinstance(node, ast.Call) else []
+        made = MAKERS[name](
+            *args, **{k.arg: ast.literal_eval(k.value) for k in keywords if k.arg is not None}
+        )
     except (ValueError, TypeError) as error:
         if isinstance(error, ArgumentError | UnknownNameError):
             raise
         raise ConfigError(
             f"{name} can't be called as in {text!r}: {error}",
             where="strategy",
-            fix=f"see the arguments of fa.{name}",
+            fix=f"see the arguments of {name if ':' in name else f'fa.{name}'}",
         ) from error
+    if not isinstance(made, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"{name} returned {type(made).__name__}, not a strategy",
+            where=f"strategy {text!r}",
+            fix="return fa.Strategy((axis,))",
+        )
+    return made
 
 
 def check_degree(degree: int, where: str) -> None:

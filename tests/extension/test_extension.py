@@ -9,7 +9,14 @@ import pytest
 import torch
 
 import fnaccel as fa
-from fnaccel.errors import AxisProductError, CapabilityError, CheckpointError, ConfigError, UnknownNameError
+from fnaccel.errors import (
+    AxisProductError,
+    CapabilityError,
+    CheckpointError,
+    ConfigError,
+    LoaderError,
+    UnknownNameError,
+)
 from fnaccel.testing import oracle_run
 from fnaccel.world.world import current
 from tests.extension import TEXT, page
@@ -156,6 +163,34 @@ def test_axes_that_nothing_places_or_carries_out_raise():
             made(fa.Strategy((Lost(1),)))
         with pytest.raises(CapabilityError, match="idle neither changes modules nor makes an engine"):
             made(fa.Strategy((Idle(),)))
+
+
+def test_extensions_that_return_something_else_are_named(monkeypatch):
+    page.maker(page_function("nothing", lambda: None))
+    with pytest.raises(ConfigError, match="extending_page:nothing returned NoneType"):
+        fa.strategy("extending_page:nothing()")
+
+    class Pile:
+        pass
+
+    page.reader(Pile)(lambda pile: [1])
+    with pytest.raises(LoaderError, match="the reader of Pile returned list"):
+        fa.shard(Pile())
+
+    @attrs.frozen
+    class Half(page.Axis):
+        maker = "half"
+        degree: int = 1
+
+    page.finisher(Half)(lambda build, axis: page.build_clipper(build, axis)[0])
+    page.delegator(Half)(page.clips)
+    with fa.start(device="cpu"), pytest.raises(CapabilityError, match="returned Engine"):
+        made(fa.Strategy((Half(),))).init()
+
+
+def page_function(name, fn):
+    fn.__module__, fn.__name__ = page.__name__, name
+    return fn
 
 
 def test_a_tracker_and_a_reader():

@@ -106,6 +106,22 @@ def test_a_gradient_over_nothing_is_nothing(pools, strategy, accumulate):
             assert torch.allclose(params[name], value, atol=1e-6)
 
 
+def test_aux_over_nothing_counts_for_nothing(world):
+    def with_aux(model, batch):
+        x, y = batch
+        used = (y >= 0).float()
+        mean = (model(x)[:, 0] * used).sum().detach() / used.sum()
+        return fa.Mean(
+            F.mse_loss(model(x)[:, 0], used, reduction="sum"), len(x), {"mean": fa.Mean(mean, used.sum())}
+        )
+
+    train_step = program(with_aux)
+    x, _ = batch_of(4)
+    window = fa.Window([(x, torch.full((4,), -1)), (x, torch.ones(4))])
+    _, metrics = train_step(train_step.init(), window)
+    assert torch.isfinite(metrics["mean"])
+
+
 @pytest.mark.parametrize("change", ["backward", "zero_grad"])
 def test_a_loss_may_not_change_gradients(world, change):
     def loss(model, batch):
