@@ -55,7 +55,7 @@ class TrainStep:
         self._delegation = delegation
         self._lowered = lowered
         self._owner = StateOwner(plan, mesh, repr(self))
-        self._stepper = Stepper(lowered, spec.rng, repr(self), speaks=mesh.world.is_main)
+        self._stepper = Stepper(lowered, spec.rng, repr(self), mesh.world.device, speaks=mesh.world.is_main)
         self._call: Callable[..., Any] = self._run
         for wrap in lowered.calls:
             self._call = wrap(self._call)

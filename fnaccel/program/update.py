@@ -31,13 +31,25 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Stepper:
-    """Carries out the updates of one train step."""
+    """Carries out the updates of one train step.
 
-    def __init__(self, lowered: Lowered, rng: Rng, where: str, *, speaks: bool = True) -> None:
+    Args:
+        lowered: the step, ready for an engine.
+        rng: where random numbers come from.
+        where: the name of the train step, for messages.
+        device: where it computes.
+        speaks: whether this rank warns.
+    """
+
+    def __init__(
+        self, lowered: Lowered, rng: Rng, where: str, device: torch.device, *, speaks: bool = True
+    ) -> None:
         self._lowered = lowered
         self._rng = rng
         self._where = where
         self._speaks = speaks
+        # the kind of device on which autocast is switched, if the step does so
+        self._cast_on = device.type if lowered.settings.precision.autocast else ""
         # the library's own hooks draw nothing
         self._library_only = _NOTHING if lowered.own_hooks else None
         self._meter: Meter | None = None
@@ -80,8 +92,7 @@ class Stepper:
             undo(owned.engine)
         self._clean = False
         grad_mode = torch.is_grad_enabled()
-        kind = owned.engine.layout.mesh.world.device.type
-        autocast = _torch.autocast_state(kind)
+        autocast = _torch.autocast_state(self._cast_on) if self._cast_on else None
         owned.train()
         before = _Before(state)
         buffers = owned.moving_buffers
@@ -96,7 +107,8 @@ class Stepper:
                 return self._finish(owned, state, before, update, position, to)
         except BaseException:
             torch.set_grad_enabled(grad_mode)  # an interrupt may have cut off the end of a context
-            _torch.restore_autocast(kind, autocast)
+            if autocast is not None:
+                _torch.restore_autocast(self._cast_on, autocast)
             if not is_stale(state) and (not buffers.put_back() or before.own_changed()):
                 donate(state)
             raise
