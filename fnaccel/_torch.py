@@ -281,31 +281,6 @@ class FixedBuckets(torch.nn.parallel.DistributedDataParallel):
         return parameters[::-1], sparse[::-1]
 
 
-def autocast_state(kind: str) -> tuple[bool, torch.dtype, bool, int]:
-    """Whether autocast is on for a kind of device, its dtype, its cache, and how deep contexts are nested."""
-    torch.autocast_increment_nesting()
-    return (
-        torch.is_autocast_enabled(kind),
-        torch.get_autocast_dtype(kind),
-        torch.is_autocast_cache_enabled(),
-        torch.autocast_decrement_nesting(),
-    )
-
-
-def restore_autocast(kind: str, state: tuple[bool, torch.dtype, bool, int]) -> None:
-    """Put autocast back: an interrupt may have cut off the end of a context. (2.9 to 2.13)"""
-    enabled, dtype, cached, depth = state
-    torch.clear_autocast_cache()
-    now = torch.autocast_increment_nesting()
-    while now > depth:
-        now = torch.autocast_decrement_nesting()
-    while now < depth:
-        now = torch.autocast_increment_nesting()
-    torch.set_autocast_enabled(kind, enabled)
-    torch.set_autocast_dtype(kind, dtype)
-    torch.set_autocast_cache_enabled(cached)
-
-
 _ended: weakref.WeakSet[Any] = weakref.WeakSet()
 _inherited: list[Any] = []
 
@@ -318,10 +293,7 @@ def end_groups() -> None:
 
 
 def keep_inherited() -> None:
-    """In a fork: hold the parent's groups that ended and that something still refers to.
-
-    The destructor of a group joins threads, and those were not forked: it would wait for ever.
-    """
+    """In a fork: hold the parent's groups that ended. Their destructor would wait for threads not forked."""
     _inherited.extend(_ended)
 
 
@@ -338,11 +310,7 @@ def forget_old_meshes() -> None:
 
 
 def forget_meshes() -> None:
-    """Clear what DTensor keeps of meshes. (2.13)
-
-    It finds results by equality of meshes, and a mesh of the next world equals one of the last: then a
-    new tensor lies on a mesh whose groups are gone, or whose names belong to other groups by now.
-    """
+    """Clear what DTensor keeps of meshes: the next world's mesh equals one whose groups are gone. (2.13)"""
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import debug  # noqa: PLC0415 - slow to import
@@ -397,11 +365,7 @@ def drop_unsharded_gradients(unit: Any) -> None:
 
 
 def reset_shards(root: Any) -> None:
-    """Let FSDP2 forget a forward or a backward that failed in its middle. (2.9 to 2.13)
-
-    Else it takes the next forward for a part of that backward, and computes with parameters that it gathered
-    before. 2.13 has `reset_iter_state`. On older versions the same is set by hand.
-    """
+    """Let FSDP2 forget a pass that failed: it would go on with gathered values. (2.9 to 2.13)"""
     state = root._get_fsdp_state()
     if state._is_root is None:  # no forward yet
         return
@@ -412,8 +376,7 @@ def reset_shards(root: Any) -> None:
     state._comm_ctx.post_forward_order.clear()
     for one in state._state_ctx.all_states:
         one._training_state = idle
-        group = one._fsdp_param_group
-        if group is not None:
+        if (group := one._fsdp_param_group) is not None:
             group._training_state = idle
             group._post_forward_indices.clear()
             group._to_sharded()

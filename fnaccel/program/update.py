@@ -15,6 +15,7 @@ from fnaccel.engine.skipped_updates import SkippedUpdates
 from fnaccel.engine.stop_request import Notice
 from fnaccel.engine.user_draws import drawing
 from fnaccel.optim import kernels
+from fnaccel.program.autocast import autocast_state, restore_autocast
 from fnaccel.program.compile_meter import Compilation, Meter
 from fnaccel.program.lent_models import Given
 from fnaccel.program.lower import Lowered
@@ -92,7 +93,7 @@ class Stepper:
             undo(owned.engine)
         self._clean = False
         grad_mode = torch.is_grad_enabled()
-        autocast = _torch.autocast_state(self._cast_on) if self._cast_on else None
+        autocast = autocast_state(self._cast_on) if self._cast_on else None
         owned.train()
         before = _Before(state)
         buffers = owned.moving_buffers
@@ -108,7 +109,7 @@ class Stepper:
         except BaseException:
             torch.set_grad_enabled(grad_mode)  # an interrupt may have cut off the end of a context
             if autocast is not None:
-                _torch.restore_autocast(self._cast_on, autocast)
+                restore_autocast(self._cast_on, autocast)
             if not is_stale(state) and (not buffers.put_back() or before.own_changed()):
                 donate(state)
             raise
