@@ -49,8 +49,8 @@ class Owned:
         self.updater = Updater(
             updated, optimizers or {}, device, on_device=lowered.settings.skips, bound=bound
         )
-        self.whole = self._captured(inside) if self._trains else None
         self.params = self._show(engine.layout.parameters)
+        self.whole = self._captured(inside) if self._trains else None
         self.opt = self._show(self.updater.slots)
         self.ema = self._show_averages() if lowered.settings.ema_decay is not None else None
         self._buffer_slots = [
@@ -61,9 +61,7 @@ class Owned:
         ]
         self.buffers = self._show(engine.layout.buffers)
         self.sharded = is_sharded(engine.layout.parameters.values())
-        self._watched = TrainedModules(
-            built.modules, engine.layout.leaves if engine.runtime.bound is None else ()
-        )
+        self._watched = TrainedModules(built.modules, leaves if bound is None else ())
         self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in self._buffer_slots])
 
     def _captured(self, inside: bool) -> WholeStep | None:
@@ -76,8 +74,7 @@ class Owned:
         slots = [_torch.local_of(value) for one in self.updater.slots.values() for value in one.values()]
         _torch.mark_static([*slots, *engine.averages, *(leaf.shard for leaf in capture.leaves)])
         tail = lowered.tail if inside else None
-        params = self._show(engine.layout.parameters)
-        return WholeStep(engine, capture, lowered.loss, compiler, tail, self.updater.update, params)
+        return WholeStep(engine, capture, lowered.loss, compiler, tail, self.updater.update, self.params)
 
     def _show(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Names as the state shows them: by model first where there are several."""
