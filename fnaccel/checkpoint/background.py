@@ -19,7 +19,7 @@ from fnaccel.checkpoint.format.boxes import Part
 from fnaccel.checkpoint.writing import Writing
 from fnaccel.collectives import gather_objects
 from fnaccel.world.devices import HOSTED
-from fnaccel.world.mesh import gloo_group
+from fnaccel.world.joining import gloo_group
 from fnaccel.world.world import World
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fnaccel.errors import ArgumentError
 from fnaccel.world.mesh import MeshAxis
-from fnaccel.world.world import World, current
+from fnaccel.world.world import World, current, find_current
 
 Over = MeshAxis | dist.ProcessGroup | None
 """What `over=` takes: None for the whole world, one axis of a mesh, or a process group."""
@@ -62,9 +62,9 @@ def scope(over: Any, world: World | None, where: str) -> Scope:
     """
     if over is None:
         found = current(world)
-        return Scope(found.size, found.rank, None)
+        return Scope(found.size, found.rank, found.groups.calls)
     if isinstance(over, MeshAxis):
-        return Scope(over.size, over.rank, over.group)
+        return Scope(over.size, over.rank, _for_calls(over.group, world))
     if isinstance(over, dist.ProcessGroup):
         rank = dist.get_rank(over)
         if rank < 0:
@@ -73,12 +73,20 @@ def scope(over: Any, world: World | None, where: str) -> Scope:
                 where=f"{where}(over=...)",
                 fix="call it on the ranks of the group only",
             )
-        return Scope(dist.get_world_size(over), rank, over)
+        return Scope(dist.get_world_size(over), rank, _for_calls(over, world))
     raise ArgumentError(
         f"over={over!r} says no ranks",
         where=f"{where}(over=...)",
         fix="pass an axis of a mesh (train_step.mesh['dp_shard']), a process group, or nothing for the world",
     )
+
+
+def _for_calls(group: dist.ProcessGroup | None, world: World | None) -> dist.ProcessGroup | None:
+    """`group`, or the world's own group for calls in the place of the one in which train steps talk."""
+    found = world or find_current()
+    if found is None or group is not dist.group.WORLD:
+        return group
+    return found.groups.calls
 
 
 def carrier_of(where: Scope, leaves: Sequence[torch.Tensor]) -> torch.device:

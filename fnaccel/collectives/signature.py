@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from fnaccel import _torch, tree
 from fnaccel.collectives.flat_buffer import Layout
-from fnaccel.collectives.over import Scope
+from fnaccel.collectives.over import Scope, scope
 from fnaccel.errors import ArgumentError, FnaccelError, RankMismatchError
+from fnaccel.world.world import World
 
 Shape = tuple[int | None, ...]
 """A shape; None where ranks may differ."""
@@ -54,6 +55,11 @@ class Call:
     structure: Any = None
     shapes: tuple[Shape, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """The call as a `where:` says it."""
+        return self.name if "." in self.name else f"fa.{self.name}"
 
 
 @attrs.frozen
@@ -127,6 +133,15 @@ def agree(
     return Agreed([head[3] for head in heads], blocks[:, _HEAD:stop])
 
 
+def meet(name: str, world: World) -> None:
+    """Wait until all ranks have come to the same call, before they send what has no signature.
+
+    Raises:
+        RankMismatchError: the ranks make different calls; raised on every rank.
+    """
+    agree(scope(None, world, name), Call(name))
+
+
 def tensor_leaves(value: tree.Tree, name: str) -> tuple[list[torch.Tensor], Any, ArgumentError | None]:
     """The leaves of a tree of plain tensors, its structure, and what is wrong with it (or None)."""
     leaves, structure = tree.flatten(value)
@@ -195,17 +210,17 @@ def _explain(where: Scope, call: Call, problem: FnaccelError | None) -> None:
     troubled = [(rank, row.problem) for rank, row in enumerate(rows) if row.problem is not None]
     if troubled:
         rank, (what, fix) = troubled[0]
-        raise RankMismatchError(f"rank {rank} can't take part: {what}", where=f"fa.{call.name}", fix=fix)
+        raise RankMismatchError(f"rank {rank} can't take part: {what}", where=call.place, fix=fix)
     calls = [row.call for row in rows]
     if len(set(calls)) > 1:
         raise RankMismatchError(
             f"ranks make different calls: {_who(calls)}",
-            where=f"fa.{call.name}",
+            where=call.place,
             fix="make the same call, with the same arguments, on every rank",
         )
     raise RankMismatchError(
         f"ranks hold different trees: {_differing([row.leaves for row in rows])}",
-        where=f"fa.{call.name}",
+        where=call.place,
         fix=_fix(call.name, [row.leaves for row in rows]),
     )
 

@@ -147,9 +147,7 @@ def _check_not_empty(data: Any) -> None:
 
 def _check_whole(loader: Any) -> None:
     """Raise LoaderError if a loader says of itself that it holds one rank's part of the data."""
-    batching: Any = getattr(loader, "batch_sampler", None)
-    samplers = [getattr(loader, "sampler", None), batching, getattr(batching, "sampler", None)]
-    for sampler in samplers:
+    for sampler in _samplers(loader):
         if splits(sampler):
             raise LoaderError(
                 f"the loader has a {type(sampler).__name__}, so each rank would see a part of a part",
@@ -168,22 +166,52 @@ def _check_whole(loader: Any) -> None:
             )
 
 
+def check_part(loader: Any, rank: int, ranks: int) -> None:
+    """Raise LoaderError if a loader says of itself that it holds the part of another rank."""
+    data: Any = getattr(loader, "dataset", None)
+    parts = [(sampler, _part_of(sampler)) for sampler in _samplers(loader)]
+    parts += [(each, _stream_part(each)) for each in (loader, data)]
+    for holder, part in parts:
+        if part is not None and part != (rank, ranks):
+            raise LoaderError(
+                f"the {type(holder).__name__} gives part {part[0]} of {part[1]} to rank {rank} of {ranks}, "
+                "so samples would be lost or read twice",
+                where="shard(loader, presplit=True)",
+                fix=f"split the data for rank {rank} of {ranks}: train_step.mesh['batch'] has both numbers",
+            )
+
+
 def splits(sampler: Any) -> bool:
     """Whether a sampler gives one rank its part: torch's DistributedSampler, or one with its attributes."""
+    return _part_of(sampler) is not None
+
+
+def _samplers(loader: Any) -> list[Any]:
+    batching: Any = getattr(loader, "batch_sampler", None)
+    return [getattr(loader, "sampler", None), batching, getattr(batching, "sampler", None)]
+
+
+def _part_of(sampler: Any) -> tuple[int, int] | None:
+    """(rank, ranks) of a sampler that gives one rank its part; None for others."""
     if isinstance(sampler, torch_data.DistributedSampler):
-        return True
+        return sampler.rank, sampler.num_replicas
     pairs = (("num_replicas", "rank"), ("num_processes", "process_index"))  # the second: accelerate's
-    return any(
-        isinstance(getattr(sampler, count, None), int)
-        and getattr(sampler, count) > 1
-        and isinstance(getattr(sampler, rank, None), int)
-        for count, rank in pairs
-    )
+    for count, rank in pairs:
+        said = getattr(sampler, rank, None), getattr(sampler, count, None)
+        if isinstance(said[0], int) and isinstance(said[1], int) and said[1] > 1:
+            return said[0], said[1]
+    return None
 
 
 def is_split_stream(data: Any) -> bool:
     """Whether `split_dataset_by_node` has split a stream of Hugging Face datasets between ranks."""
-    return getattr(getattr(data, "_distributed", None), "world_size", 1) > 1
+    return _stream_part(data) is not None
+
+
+def _stream_part(data: Any) -> tuple[int, int] | None:
+    split = getattr(data, "_distributed", None)
+    ranks = getattr(split, "world_size", 1)
+    return (split.rank, ranks) if split is not None and ranks > 1 else None
 
 
 def length_of(data: Any) -> int | None:

@@ -49,7 +49,7 @@ class Link:
             PeerLostError: a rank left, exited or made another call.
         """
         world = find_current()
-        if world is None or world.calls is None or self.group is not dist.group.WORLD:
+        if world is None or world.calls is None or self.group not in (dist.group.WORLD, world.groups.data):
             return fn(*args, **kwargs)
         return world.calls.run("the next batch of fa.shard", fn, *args, **kwargs)
 

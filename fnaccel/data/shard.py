@@ -219,6 +219,9 @@ def open_epoch(
     """
     if group is None and ranks > 1 and dist.is_initialized() and dist.get_world_size() == ranks:
         group = dist.group.WORLD
+    world = worlds.find_current()
+    if group is dist.group.WORLD and world is not None:
+        group = world.groups.data or group
     link = Link(rank=rank, ranks=ranks, device=device, group=group if ranks > 1 else None)
     reading = Reading(
         epoch=shards.start.epoch,
@@ -249,6 +252,7 @@ def _lazily(shards: Shards, reading: Reading, link: Link) -> Iterator[Batch]:
     source = loaders.classify(shards.loader, presplit=shards.presplit)
     loaders.announce(source, reading.epoch)
     if shards.presplit:
+        loaders.check_part(shards.loader, link.rank, link.ranks)
         yield from open_presplit(partial(_open, source), reading, link)
         return
     check_same_data(source.loader, reading, link)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -102,6 +102,7 @@ class Updater:
             own: list[Leaf] = [leaves[i] for i in mine]
             groups = group_leaves(optimizer, own) if own else []
             made = bound or optimizer.kernel.bind(groups)
+            _check_names(made.slots, own, optimizer)
             self.slots.update(made.slots)
             self._parts.append(
                 _Part(
@@ -177,3 +178,14 @@ class Updater:
         if self._on_device and not takes_tensors(schedule):
             return schedule(int(updates))
         return schedule(updates)
+
+
+def _check_names(slots: Mapping[str, Any], leaves: Sequence[Leaf], optimizer: Optimizer) -> None:
+    """Raise ArgumentError if a kernel keeps slots for what is no parameter: checkpoints would lack them."""
+    unknown = sorted(set(slots) - {leaf.name for leaf in leaves})
+    if unknown and leaves:
+        raise ArgumentError(
+            f"the kernel of {optimizer.name!r} keeps slots for {unknown[0]!r}, which is no parameter",
+            where=f"{type(optimizer.kernel).__name__}.bind(groups).slots",
+            fix=f"name slots after the leaves that it was given, such as {leaves[0].name!r}",
+        )

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from fnaccel.collectives.signature import meet
 from fnaccel.data import Shards, open_epoch, steps_per_epoch
 from fnaccel.engine.scoring import Scores
 from fnaccel.errors import ArgumentError, LoaderError, require
@@ -266,6 +267,7 @@ def evaluate(
     check_state(state, "fa.evaluate")
     if ema:
         check_ema(state, "fa.evaluate(ema=True)")
+    meet("fa.evaluate", train_step.mesh.world)
     scores = Scores(train_step.mesh)
     every = attrs.evolve(shards, window=None)
     with contextlib.ExitStack() as stack:

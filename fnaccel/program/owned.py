@@ -17,9 +17,9 @@ from fnaccel.errors import ArgumentError, CapabilityError, TreeMismatchError
 from fnaccel.models.building import Built, claim, freeze, release
 from fnaccel.models.moving_buffers import MovingBuffers
 from fnaccel.models.trained_modules import TrainedModules
+from fnaccel.program.captured_step import CapturedStep
 from fnaccel.program.lower import Lowered
 from fnaccel.program.whole_parameters import is_sharded
-from fnaccel.program.whole_step import WholeStep
 from fnaccel.state import ReadOnlyDict, Seed, TrainState
 from fnaccel.step.loss import readable
 from fnaccel.step.spec import Spec
@@ -64,7 +64,7 @@ class Owned:
         self._watched = TrainedModules(built.modules, leaves if bound is None else ())
         self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in self._buffer_slots])
 
-    def _captured(self, inside: bool) -> WholeStep | None:
+    def _captured(self, inside: bool) -> CapturedStep | None:
         """The step as compiled programs where that was asked for; the update is part of them if `inside`."""
         engine, lowered = self.engine, self._lowered
         compiler, capture = lowered.settings.compiler, engine.forward.capture
@@ -74,7 +74,7 @@ class Owned:
         slots = [_torch.local_of(value) for one in self.updater.slots.values() for value in one.values()]
         _torch.mark_static([*slots, *engine.averages, *(leaf.shard for leaf in capture.leaves)])
         tail = lowered.tail if inside else None
-        return WholeStep(engine, capture, lowered.loss, compiler, tail, self.updater.update, self.params)
+        return CapturedStep(engine, capture, lowered.loss, compiler, tail, self.updater.update, self.params)
 
     def _show(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Names as the state shows them: by model first where there are several."""

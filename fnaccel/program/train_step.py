@@ -11,6 +11,7 @@ import attrs
 import torch
 
 from fnaccel.collectives import gather_objects
+from fnaccel.collectives.signature import meet
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
 from fnaccel.engine.updater import by_model, check_own
@@ -35,6 +36,8 @@ from fnaccel.world.every_rank import every_rank
 from fnaccel.world.mesh import build
 from fnaccel.world.mesh import resolve as resolve_degrees
 from fnaccel.world.world import World, current
+
+_LOOK = "train_step.look(state, fn)"
 
 
 class TrainStep:
@@ -188,16 +191,16 @@ class TrainStep:
             CapabilityError: `fn` read the part of a sharded parameter; or `whole` under DeepSpeed.
         """
         owned = self._owner.owned
-        lease_of(state, "train_step.look(state, fn)", averaged=True)
+        lease_of(state, _LOOK, averaged=True)
         owned.check_modules()
         owned.train(train)
         engine = owned.engine
         fn = self._lowered.settings.precision(fn)
         if not owned.sharded:
             return engine.look(fn, *args)
-        look = functools.partial(_look_whole, engine) if whole else engine.look
+        look = functools.partial(_look_whole if whole else _look, engine)
         calls = engine.layout.mesh.world.calls
-        look = look if calls is None else calls.wrap("train_step.look(state, fn)", look)
+        look = look if calls is None else calls.wrap(_LOOK, look)
         try:
             return look(fn, *args)
         except Exception as error:
@@ -238,9 +241,21 @@ class TrainStep:
         self._owner.close()
 
 
+def _look(engine: Engine, fn: Callable[..., Any], *args: Any) -> Any:
+    _meet_to_look(engine)
+    return engine.look(fn, *args)
+
+
 def _look_whole(engine: Engine, fn: Callable[..., Any], *args: Any) -> Any:
+    _meet_to_look(engine)
     with torch.no_grad(), whole_parameters(engine.layout.modules, engine.layout.parameters.values()):
         return fn(engine.layout.model, *args)
+
+
+def _meet_to_look(engine: Engine) -> None:
+    world = engine.layout.mesh.world
+    if world.calls is not None and world.calls.outer() == _LOOK:  # fa.evaluate has met before its first look
+        meet(_LOOK, world)
 
 
 def train_step(

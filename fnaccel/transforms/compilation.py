@@ -174,7 +174,7 @@ _numbers = itertools.count()
 
 
 def own_code(fn: Any) -> Any:
-    """A function with a code object of its own.
+    """A function, or a method of the same object, with a code object of its own.
 
     torch keeps what it compiled with the code object, and what it learned of varying shapes with its
     name: train steps that shared them would use up each other's limit of recompilations.
@@ -182,7 +182,7 @@ def own_code(fn: Any) -> Any:
     code = fn.__code__.replace(co_name=f"{fn.__code__.co_name}_{next(_numbers)}")
     made = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     made.__kwdefaults__ = fn.__kwdefaults__
-    return made
+    return types.MethodType(made, fn.__self__) if isinstance(fn, types.MethodType) else made
 
 
 def compile(  # noqa: A001 - the field's name for it; the module keeps a noun

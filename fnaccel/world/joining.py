@@ -29,16 +29,40 @@ LISTENERS: list[Callable[[str], None]] = []
 _BACKLOG = 1024
 
 
+@attrs.define(kw_only=True)
+class Groups:
+    """Process groups of all ranks beside the one in which train steps talk; None: that one serves.
+
+    gloo aborts the process if two ranks send messages of different lengths to each other. So what ranks may
+    enter in another order than train steps has connections of its own: it waits, and the wait is explained.
+
+    Attributes:
+        calls: for `fa.gather`, `fa.save` and all other calls over the whole world.
+        data: for what ranks tell each other while they read data.
+        barrier: for `world.barrier`, whose messages are empty.
+    """
+
+    calls: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+    barrier: dist.ProcessGroup | None = None
+
+    def close(self) -> None:
+        """Let go of them: a group that is referred to keeps its connections."""
+        self.calls = self.data = self.barrier = None
+
+
 @attrs.frozen(kw_only=True)
 class Joined:
     """The process group that `join` began.
 
     Attributes:
+        groups: process groups beside it.
         store: the store that the ranks share.
         host: the rank that keeps the store; None if a launcher does.
         port: where the store listens.
     """
 
+    groups: Groups
     store: Any
     host: int | None
     port: int
@@ -92,6 +116,12 @@ def join(
             world_size=ranks.size,
             timeout=limit,
         )
+        # an accelerator's train steps talk by another backend than gloo
+        groups = Groups(
+            calls=gloo_group(limit) if backend == "gloo" else None,
+            data=gloo_group(limit) if "gloo" in backend else None,
+            barrier=gloo_group(limit) if backend == "gloo" else None,
+        )
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, WorldError):
             raise
@@ -104,7 +134,20 @@ def join(
     remember(before)
     _tell("joined")
     return Joined(
-        store=_torch.default_store() if store is None else store, host=None if agent else 0, port=port
+        groups=groups,
+        store=_torch.default_store() if store is None else store,
+        host=None if agent else 0,
+        port=port,
+    )
+
+
+def gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A group of all ranks on the CPU, beside the one that trains; every rank calls it."""
+    made = dist.new_group(backend="gloo", timeout=timeout)
+    if isinstance(made, dist.ProcessGroup):
+        return made
+    raise WorldError(
+        "no process group can be made", where="a process group that runs", fix="make it with gloo for the CPU"
     )
 
 

@@ -14,7 +14,7 @@ import attrs
 import torch.distributed as dist
 
 from fnaccel import _torch
-from fnaccel.errors import AxisProductError, WorldError
+from fnaccel.errors import AxisProductError
 from fnaccel.world.world import World
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -188,13 +188,3 @@ def ensure_group(world: World) -> None:
     if not dist.is_initialized():
         backend = dist.Backend.default_device_backend_map.get(world.device.type, "gloo")
         dist.init_process_group(backend, store=_torch.HashStore(), rank=0, world_size=1)
-
-
-def gloo_group() -> dist.ProcessGroup:
-    """A group of all ranks on the CPU, for a thread beside the one that trains; every rank calls it."""
-    made = dist.new_group(backend="gloo")
-    if isinstance(made, dist.ProcessGroup):
-        return made
-    raise WorldError(
-        "no process group can be made", where="a process group that runs", fix="make it with gloo for the CPU"
-    )

@@ -27,7 +27,7 @@ from fnaccel.errors import NoWorldError, PeerLostError, WorldError
 from fnaccel.world.calls import CallLog
 from fnaccel.world.connections import drop_inherited
 from fnaccel.world.devices import HOSTED, check_processes, open_device
-from fnaccel.world.joining import Joined, join
+from fnaccel.world.joining import Groups, Joined, join
 from fnaccel.world.launched import Ranks, detect
 from fnaccel.world.peers import Peers
 
@@ -59,6 +59,7 @@ class World:
         backend: the name of the collective backend (`"gloo"`, `"nccl"`), or `"none"` on one rank.
         saved_by: data positions (epoch, samples) that were restored, and how many ranks saved each.
         calls: the calls that need all ranks, as this rank has made them; None on one rank.
+        groups: process groups of all ranks beside the one in which train steps talk.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class World:
     backend: str
     source: str = "plain python"
     calls: CallLog | None = attrs.field(default=None, repr=False, eq=False)
+    groups: Groups = attrs.field(factory=Groups, repr=False, eq=False)
     saved_by: dict[tuple[int, int], int] = attrs.field(factory=dict, repr=False, eq=False)
     _peers: Peers | None = attrs.field(default=None, repr=False, eq=False, alias="peers")
     _owns_group: bool = attrs.field(default=False, repr=False, alias="owns_group")
@@ -100,7 +102,7 @@ class World:
             PeerLostError: a rank left, exited or made another call.
         """
         if self.calls is not None:
-            self.calls.run("world.barrier", dist.barrier)
+            self.calls.run("world.barrier", dist.barrier, group=self.groups.barrier)
         elif self.size > 1:
             dist.barrier()
 
@@ -199,6 +201,7 @@ class World:
             if self.size > 1:
                 for guest in list(self._guests):
                     guest.close()
+            self.groups.close()
             _torch.end_groups()
             # the threads of a group that outlives this run into the interpreter's end, and abort
             gc.collect()
@@ -293,6 +296,7 @@ def start(
         backend=str(dist.get_backend()) if dist.is_initialized() else "none",
         source=found.source,
         calls=calls,
+        groups=_groups_of(found, joined),
         peers=peers,
         owns_group=joined is not None,
     )
@@ -350,6 +354,15 @@ def _check_present(device: torch.device) -> None:
             where="fa.start(device=)",
             fix="leave device out to take what is there, or pass device='cpu'",
         )
+
+
+def _groups_of(ranks: Ranks, joined: Joined | None) -> Groups:
+    if joined is not None:
+        return joined.groups
+    outer = _current.get()
+    if outer is None or outer.size != ranks.size:
+        return Groups()
+    return outer.groups  # a world inside of another one, with the same ranks
 
 
 _worlds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -196,6 +196,20 @@ def test_a_distributed_sampler_splits_by_itself(pools):
     assert ranks[0][0] != ranks[0][1], "set_epoch was called"
 
 
+def sampled_for(ranks):
+    data = TensorDataset(torch.arange(12.0)[:, None])
+    sampler = DistributedSampler(data, ranks, current().rank)
+    shards = fa.shard(DataLoader(data, batch_size=2, sampler=sampler), presplit=True)
+    with pytest.raises(
+        LoaderError, match=f"gives part {current().rank} of {ranks} to rank {current().rank} of 2"
+    ):
+        next(iter(shards))
+
+
+def test_a_part_for_another_number_of_ranks_raises(pools):
+    pools.run(2, sampled_for, 4)
+
+
 # data that is split, where nothing said so
 
 

@@ -10,6 +10,7 @@ import torch
 
 import fnaccel as fa
 from fnaccel.errors import (
+    ArgumentError,
     AxisProductError,
     CapabilityError,
     CheckpointError,
@@ -186,6 +187,20 @@ def test_extensions_that_return_something_else_are_named(monkeypatch):
     page.delegator(Half)(page.clips)
     with fa.start(device="cpu"), pytest.raises(CapabilityError, match="returned Engine"):
         made(fa.Strategy((Half(),))).init()
+
+
+def test_a_kernel_that_keeps_slots_for_no_parameter_is_named(monkeypatch):
+    def bind(self, groups):
+        made = page.HeavyBallUpdate(groups)
+        made.slots = {name.upper(): slots for name, slots in made.slots.items()}
+        return made
+
+    monkeypatch.setattr(page.HeavyBallKernel, "bind", bind)
+    with (
+        fa.start(device="cpu"),
+        pytest.raises(ArgumentError, match=r"slots for 'BLOCKS\.0\.MIX\.BIAS', which is no parameter"),
+    ):
+        made(fa.local(), optimizer=page.heavy_ball(0.1)).init()
 
 
 def page_function(name, fn):

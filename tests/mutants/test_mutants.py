@@ -59,11 +59,11 @@ MUTANTS = [
         ("tests/robust/test_live_state.py", "-k", "autocast"),
     ),
     Mutant(
-        "captured hooks count from one", "program/whole_step.py", "updates=number - 1", "updates=number",
+        "captured hooks count from one", "program/step_graph.py", "updates=number - 1", "updates=number",
         ("tests/laws/test_laws.py", "-k", "told_the_same"),
     ),
     Mutant(
-        "captured clip left out", "program/whole_step.py", "tail.change(held, {}, info)", "pass",
+        "captured clip left out", "program/step_graph.py", "tail.change(held, {}, info)", "pass",
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(

@@ -1,7 +1,6 @@
-"""A whole step as compiled programs: forward, backward, averaging, clip, finite check and update.
+"""A whole step as two compiled programs, from the host: what goes in, what comes out, and the first check.
 
-Two programs serve any number of micro-batches: one adds the gradients of a micro-batch to those before
-it, the other takes the last micro-batch and does all the rest. With one micro-batch only the second runs.
+`step_graph.py` has what the programs trace.
 """
 
 from __future__ import annotations
@@ -16,26 +15,25 @@ import torch.distributed as dist
 from fnaccel import _torch, tree
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.capture import Capture
-from fnaccel.engine.combine import AuxValues, check_aux, detached, divide, mixed_kinds, packed, structure
+from fnaccel.engine.combine import AuxValues, check_aux, detached, mixed_kinds, packed, structure
 from fnaccel.engine.eager import (
     Call,
     Loss,
     Micro,
     attempt,
     generators_of,
-    multiplier_of,
     up_front_of,
     wide_dtype,
 )
 from fnaccel.engine.engine import Engine
-from fnaccel.engine.gradients import Gradients, added, apart, laid_out
+from fnaccel.engine.gradients import Gradients, apart
 from fnaccel.engine.step_totals import Report
 from fnaccel.errors import CapabilityError
 from fnaccel.optim import kernels
+from fnaccel.program.step_graph import StepGraph, Update
 from fnaccel.program.tail import Tail
-from fnaccel.step.loss import check_attached, check_reached, idle, masked, read_loss
+from fnaccel.step.loss import check_attached, read_loss
 from fnaccel.step.settings import Compiler
-from fnaccel.step.step import Info
 
 
 @attrs.frozen(kw_only=True)
@@ -47,7 +45,7 @@ class Found:
     skip: Any
 
 
-class WholeStep:
+class CapturedStep:
     """The compiled programs of one train step.
 
     Args:
@@ -56,7 +54,7 @@ class WholeStep:
         loss: the loss function under its FORWARD transforms.
         settings: how to compile.
         tail: what follows the gradients; None leaves it to the caller.
-        update: `update(grads, rates, number)` updates the parameters.
+        update: updates the parameters.
         params: the parameters as hooks see them.
     """
 
@@ -67,22 +65,19 @@ class WholeStep:
         loss: Loss,
         settings: Compiler,
         tail: Tail | None,
-        update: Callable[[Gradients, Any, torch.Tensor], None],
+        update: Update,
         params: Any,
     ) -> None:
         self._engine = engine
         self._capture = capture
         self._loss = loss
         self._tail = tail
-        self._update = update
-        self._params = params
-        self._traced = attrs.evolve(engine, layout=attrs.evolve(engine.layout, leaves=self._capture.leaves))
         self._group = engine.layout.mesh.group("batch")
-        self._agreed: tuple[bool, ...] | None = None
         self._replays = settings.mode in ("reduce-overhead", "max-autotune")
         kernels.register()
-        self._add = settings.of_step(self._adding(), capture.graph_pass)
-        self._finish = settings.of_step(self._finishing(), capture.graph_pass)
+        self._graph = StepGraph(engine, capture, loss, tail, update, params)
+        self._add = settings.of_step(self._graph.add, capture.graph_pass)
+        self._finish = settings.of_step(self._graph.finish, capture.graph_pass)
 
     def run(self, micros: Sequence[Micro], call: Call, rates: Any, number: torch.Tensor) -> Found:
         """One step.
@@ -191,7 +186,7 @@ class WholeStep:
             LossError: ranks return losses of different kinds, or different aux.
             CapabilityError: no rank has a gradient for some parameter, and the strategy needs one.
         """
-        if self._group is None or self._agreed is not None:
+        if self._group is None or self._graph.used is not None:
             return
         aux, weighted, own = self._eagerly(data, given)
         values = AuxValues()
@@ -206,7 +201,7 @@ class WholeStep:
                 fix="freeze them, fa.train_step(frozen=...); or fa.ddp(unused_parameters=True), for which "
                 "fa.compile takes the loss only",
             )
-        self._agreed = used
+        self._graph.used = used
 
     def _try_eagerly(self, data: Any, given: Any) -> None:
         """Raise what the loss function raises without compilation."""
@@ -233,7 +228,7 @@ class WholeStep:
             check_attached(parts.total, self._loss.where)
             check_aux(parts.aux)
             grads: Any = torch.autograd.grad(parts.total, params, allow_unused=True)
-            self._check_reached(grads)
+            self._graph.check_reached(grads)
             return parts.aux, parts.weighted, [grad is not None for grad in grads]
         finally:
             for generator, state in states:
@@ -241,10 +236,6 @@ class WholeStep:
             with torch.no_grad():
                 for own, name, buffer, before in kept:
                     own[name] = buffer.copy_(before)
-
-    def _check_reached(self, grads: Sequence[Any]) -> None:
-        if self._group is None and not self._engine.layout.norm_axes:  # another rank may have gradients
-            check_reached(grads, self._loss.where)
 
     def _keep(self, micro: Micro, weight: Any) -> torch.Tensor:
         """1, or 0 for a filler or a weight of 0: a tensor, since a number would be compiled in."""
@@ -260,110 +251,6 @@ class WholeStep:
                 dist.all_reduce(vector, group=self._group)
                 aux.put(vector.unbind())
         return aux.finish(self._group, device)
-
-    # what follows runs inside of the graphs
-
-    def _adding(self) -> Callable[..., Any]:
-        def add(
-            data: Any, given: Any, keep: Any, up_front: Any, carried: list[torch.Tensor], sums: torch.Tensor
-        ) -> Any:
-            total, sums, aux, weighted, params = self._forward(data, given, keep, sums)
-            grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
-            for held, grad in zip(carried, grads, strict=True):
-                if grad is not None:
-                    held.add_(grad)
-            return sums, tuple(grad is not None for grad in grads), aux, weighted
-
-        return add
-
-    def _finishing(self) -> Callable[..., Any]:
-        def finish(
-            data: Any, given: Any, keep: Any, up_front: Any, carried: Any, sums: torch.Tensor, known: Any,
-            scale: Any, rates: Any, number: torch.Tensor, step: Any,
-        ) -> Any:  # fmt: skip
-            total, sums, aux, weighted, params = self._forward(data, given, keep, sums)
-            if self._group is not None:
-                sums = _torch.begin_all_reduce(sums, self._group)  # beside the backward pass
-            grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
-            if carried is not None:
-                grads = [added(held, grad) for held, grad in zip(carried, grads, strict=True)]
-            self._check_reached(grads)
-            if not self._loss.sync_each:
-                grads = self._average(grads, params)
-            pairs = zip(grads, self._capture.leaves, strict=True)
-            grads = [None if grad is None else laid_out(grad, leaf.shard) for grad, leaf in pairs]
-            if self._group is not None:
-                sums = _torch.end_collective(sums)
-            weight = sums[1] if known is None else known
-            multiplier = multiplier_of(self._loss, self._engine, weight, scale, up_front)
-            dtype = torch.promote_types(total.dtype, torch.float32)
-            loss = divide(sums[0], weight, sums.device).to(dtype)
-            metrics: dict[str, Any] = {"loss": loss, "weight": weight.clone()}
-            if self._tail is None:
-                return (metrics, aux, sums[2], None, weighted), (grads, multiplier)
-            skip = self._end(self._tail, grads, multiplier, metrics, rates, number, step)
-            return (metrics, aux, sums[2], skip, weighted), (None, None)
-
-        return finish
-
-    def _forward(self, data: Any, given: Any, keep: Any, sums: torch.Tensor) -> Any:
-        params, run = self._capture.open()
-        total, weight, aux, weighted = read_loss(run(self._loss.fn, data, *given), self._loss.where)
-        check_attached(total, self._loss.where)
-        check_aux(aux)
-        if self._loss.weight_fn is None:
-            total, weight = masked(total, weight)
-        counted = torch.stack([_number(total, sums), _number(weight, sums)])
-        counted = torch.where(keep > 0, counted, torch.zeros_like(counted))
-        if sums.numel() > 2:  # the last is whether this rank was asked to stop
-            counted = torch.cat([counted, torch.zeros_like(counted[:1])])
-        return total, sums + counted, detached(aux), weighted, params
-
-    def _backward(
-        self, total: torch.Tensor, params: list[torch.Tensor], keep: Any, up_front: Any, *, average: bool
-    ) -> Any:
-        total = total * keep
-        if up_front is not None:
-            total = total * up_front
-        grads = list(torch.autograd.grad(total, params, allow_unused=True))
-        return self._average(grads, params) if average else grads
-
-    def _average(self, grads: Sequence[torch.Tensor | None], params: list[torch.Tensor]) -> Any:
-        average = self._capture.average
-        if average is None:
-            return grads
-        # every rank sends every gradient, also one that it has not: others may have it
-        pairs = zip(grads, params, strict=True)
-        averaged = average([torch.zeros_like(param) if grad is None else grad for grad, param in pairs])
-        own = tuple(grad is not None for grad in grads)
-        used = own if self._agreed is None else self._agreed
-        return [found if was else None for found, was in zip(averaged, used, strict=True)]
-
-    def _end(
-        self,
-        tail: Tail,
-        grads: Any,
-        multiplier: Any,
-        metrics: dict[str, Any],
-        rates: Any,
-        number: torch.Tensor,
-        step: torch.Tensor,
-    ) -> Any:
-        """Clip, finite check, update, averages; whether the update was skipped."""
-        engine = self._traced
-
-        def record(name: str, value: Any) -> None:
-            metrics[name] = value
-
-        with torch.no_grad():
-            layout = engine.layout
-            device = layout.mesh.world.device
-            held = Gradients(layout.leaves, list(grads), multiplier, layout.norm_axes, device)
-            held.idle = idle(metrics["weight"])
-            info = Info(step=step, updates=number - 1, params=self._params, record=record)
-            tail.change(held, {}, info)
-            self._update(held, rates, number)
-            return tail.finish(engine, held, {}, info)
 
 
 def _whole_models(given: Any) -> Any:
@@ -388,9 +275,3 @@ def _filled(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tenso
         if isinstance(value, torch.Tensor)
         else torch.full((), value, dtype=dtype, device=device)
     )
-
-
-def _number(value: Any, like: torch.Tensor) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(like.dtype)
-    return torch.full((), value, dtype=like.dtype, device=like.device)

@@ -1,0 +1,196 @@
+"""The functions that a captured step traces: forward, backward, averaging, hooks and update as one graph.
+
+Two of them serve any number of micro-batches. `add` adds the gradients of a micro-batch to those before it,
+and `finish` takes the last micro-batch and does all the rest. With one micro-batch only `finish` runs.
+Only tensors and trees of them cross the border of a graph. `captured_step.py` is the host's side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch
+from fnaccel.engine.capture import Capture
+from fnaccel.engine.combine import check_aux, detached, divide
+from fnaccel.engine.eager import Loss, multiplier_of
+from fnaccel.engine.engine import Engine
+from fnaccel.engine.gradients import Gradients, added, laid_out
+from fnaccel.program.tail import Tail
+from fnaccel.step.loss import check_attached, check_reached, idle, masked, read_loss
+from fnaccel.step.step import Info
+
+Update = Callable[[Gradients, Any, torch.Tensor], None]
+"""`update(grads, rates, number)` updates the parameters."""
+
+
+class StepGraph:
+    """What is traced of one train step.
+
+    Args:
+        engine: the strategy made real.
+        capture: how its step can be captured.
+        loss: the loss function under its FORWARD transforms.
+        tail: what follows the gradients; None leaves it to the caller.
+        update: updates the parameters.
+        params: the parameters as hooks see them.
+
+    Attributes:
+        used: which parameters any rank has a gradient for; None until the ranks have told each other.
+    """
+
+    def __init__(
+        self, engine: Engine, capture: Capture, loss: Loss, tail: Tail | None, update: Update, params: Any
+    ) -> None:
+        self.used: tuple[bool, ...] | None = None
+        self._engine = engine
+        self._capture = capture
+        self._loss = loss
+        self._tail = tail
+        self._update = update
+        self._params = params
+        # hooks find the very tensors that the graph changes
+        self._traced = attrs.evolve(engine, layout=attrs.evolve(engine.layout, leaves=capture.leaves))
+        self._group = engine.layout.mesh.group("batch")
+
+    def add(
+        self, data: Any, given: Any, keep: Any, up_front: Any, carried: list[torch.Tensor], sums: torch.Tensor
+    ) -> Any:
+        """One micro-batch that is not the last; adds its gradients to `carried`.
+
+        Args:
+            data: its batch.
+            given: the models of other train steps, in a tuple; or an empty one.
+            keep: 1, or 0 for a filler or a weight of 0.
+            up_front: what totals are multiplied by before backward, or None.
+            carried: the gradients so far.
+            sums: total and weight so far, float64.
+
+        Returns:
+            The sums, which leaves got a gradient, aux, whether the loss is weighted.
+        """
+        total, sums, aux, weighted, params = self._forward(data, given, keep, sums)
+        grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
+        for held, grad in zip(carried, grads, strict=True):
+            if grad is not None:
+                held.add_(grad)
+        return sums, tuple(grad is not None for grad in grads), aux, weighted
+
+    def finish(
+        self, data: Any, given: Any, keep: Any, up_front: Any, carried: Any, sums: torch.Tensor, known: Any,
+        scale: Any, rates: Any, number: torch.Tensor, step: Any,
+    ) -> Any:  # fmt: skip
+        """The last micro-batch, and all that follows.
+
+        Args:
+            data, given, keep, up_front, carried, sums: as for `add`. The third of `sums` says whether this
+                rank was asked to stop. `carried` is None if there was no micro-batch before.
+            known: the weight of all ranks, if it was known before; else None.
+            scale: the loss scale of fp16, or None.
+            rates: the learning rates.
+            number: the number of this update.
+            step: the number of this call, or None without hooks.
+
+        Returns:
+            (metrics, aux, how many ranks were asked to stop, skip, whether the loss is weighted), and the
+            gradients with their multiplier if the update is left to the caller.
+        """
+        total, sums, aux, weighted, params = self._forward(data, given, keep, sums)
+        if self._group is not None:
+            # begun here and waited for below: it travels beside the backward pass
+            sums = _torch.begin_all_reduce(sums, self._group)
+        grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
+        if carried is not None:
+            grads = [added(held, grad) for held, grad in zip(carried, grads, strict=True)]
+        self.check_reached(grads)
+        if not self._loss.sync_each:
+            grads = self._average(grads, params)
+        # fused kernels pair elements as they lie in memory, so a gradient lies as its parameter does
+        pairs = zip(grads, self._capture.leaves, strict=True)
+        grads = [None if grad is None else laid_out(grad, leaf.shard) for grad, leaf in pairs]
+        if self._group is not None:
+            sums = _torch.end_collective(sums)
+        weight = sums[1] if known is None else known
+        multiplier = multiplier_of(self._loss, self._engine, weight, scale, up_front)
+        dtype = torch.promote_types(total.dtype, torch.float32)
+        loss = divide(sums[0], weight, sums.device).to(dtype)
+        # cloned, since a tensor that is returned twice is one output of a graph
+        metrics: dict[str, Any] = {"loss": loss, "weight": weight.clone()}
+        if self._tail is None:
+            return (metrics, aux, sums[2], None, weighted), (grads, multiplier)
+        skip = self._end(self._tail, grads, multiplier, metrics, rates, number, step)
+        return (metrics, aux, sums[2], skip, weighted), (None, None)
+
+    def check_reached(self, grads: Sequence[Any]) -> None:
+        """Raise LossError if no parameter got a gradient, unless another rank may have some."""
+        if self._group is None and not self._engine.layout.norm_axes:
+            check_reached(grads, self._loss.where)
+
+    def _forward(self, data: Any, given: Any, keep: Any, sums: torch.Tensor) -> Any:
+        params, run = self._capture.open()
+        total, weight, aux, weighted = read_loss(run(self._loss.fn, data, *given), self._loss.where)
+        check_attached(total, self._loss.where)
+        check_aux(aux)
+        if self._loss.weight_fn is None:
+            total, weight = masked(total, weight)
+        counted = torch.stack([_number(total, sums), _number(weight, sums)])
+        # `where` and no product: 0 times an infinity of a filler would be NaN
+        counted = torch.where(keep > 0, counted, torch.zeros_like(counted))
+        if sums.numel() > 2:  # `finish` has the third; a forward does not change it
+            counted = torch.cat([counted, torch.zeros_like(counted[:1])])
+        return total, sums + counted, detached(aux), weighted, params
+
+    def _backward(
+        self, total: torch.Tensor, params: list[torch.Tensor], keep: Any, up_front: Any, *, average: bool
+    ) -> Any:
+        total = total * keep
+        if up_front is not None:
+            total = total * up_front
+        grads = list(torch.autograd.grad(total, params, allow_unused=True))
+        return self._average(grads, params) if average else grads
+
+    def _average(self, grads: Sequence[torch.Tensor | None], params: list[torch.Tensor]) -> Any:
+        average = self._capture.average
+        if average is None:
+            return grads
+        # every rank sends every gradient, also one that it has not: others may have it
+        pairs = zip(grads, params, strict=True)
+        averaged = average([torch.zeros_like(param) if grad is None else grad for grad, param in pairs])
+        own = tuple(grad is not None for grad in grads)
+        used = own if self.used is None else self.used
+        return [found if was else None for found, was in zip(averaged, used, strict=True)]
+
+    def _end(
+        self,
+        tail: Tail,
+        grads: Any,
+        multiplier: Any,
+        metrics: dict[str, Any],
+        rates: Any,
+        number: torch.Tensor,
+        step: torch.Tensor,
+    ) -> Any:
+        """Clip, finite check, update, averages; whether the update was skipped."""
+        engine = self._traced
+
+        def record(name: str, value: Any) -> None:
+            metrics[name] = value
+
+        with torch.no_grad():
+            layout = engine.layout
+            device = layout.mesh.world.device
+            held = Gradients(layout.leaves, list(grads), multiplier, layout.norm_axes, device)
+            held.idle = idle(metrics["weight"])
+            info = Info(step=step, updates=number - 1, params=self._params, record=record)
+            tail.change(held, {}, info)
+            self._update(held, rates, number)
+            return tail.finish(engine, held, {}, info)
+
+
+def _number(value: Any, like: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(like.dtype)
+    return torch.full((), value, dtype=like.dtype, device=like.device)
