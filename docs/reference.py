@@ -25,7 +25,7 @@ GROUPS = {
     ],
     "Strategies": ["distribute", "Distributed", "Strategy", "strategy", "local", "ddp", "powersgd", "fsdp", "hsdp", "deepspeed", "xla", "Mesh"],
     "Optimizers and schedules": [
-        "sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamw_fp8", "adafactor", "from_torch", "from_deepspeed", "deepspeed_lr", "Optimizer", "constant", "linear", "cosine",
+        "sgd", "adam", "adamw", "adamw8bit", "adafactor", "from_torch", "from_deepspeed", "deepspeed_lr", "Optimizer", "constant", "linear", "cosine",
         "warmup_constant", "warmup_linear", "warmup_cosine", "inverse_sqrt", "one_cycle", "piecewise", "joined",
         "from_torch_scheduler",
     ],

@@ -32,9 +32,7 @@ from fnaccel.optim import Optimizer as Optimizer
 from fnaccel.optim import adafactor as adafactor
 from fnaccel.optim import adam as adam
 from fnaccel.optim import adamw as adamw
-from fnaccel.optim import adamw4bit as adamw4bit
 from fnaccel.optim import adamw8bit as adamw8bit
-from fnaccel.optim import adamw_fp8 as adamw_fp8
 from fnaccel.optim import constant as constant
 from fnaccel.optim import cosine as cosine
 from fnaccel.optim import deepspeed_lr as deepspeed_lr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -15,7 +16,9 @@ from hypothesis import Phase, settings
 
 from fnaccel.testing import RankPools
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
+# shells let jobs in the background ignore the first, and nohup the second
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.set_num_threads(1)
 settings.register_profile("suite", deadline=None)  # machines are noisy: time is never tested
 settings.register_profile("mutants", deadline=None, phases=[Phase.generate], derandomize=True)
@@ -27,3 +30,10 @@ def pools() -> Iterator[RankPools]:
     """Worlds of any size: `pools.run(2, fn, *args)` -> the results of both ranks."""
     with RankPools() as started:
         yield started
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """Leave what was imported by now out of collections: worlds collect as they end, a second each."""
+    gc.collect()
+    gc.freeze()

@@ -20,7 +20,6 @@ from fnaccel.errors import LossError, MicroBatchError
 from fnaccel.state import fold
 from fnaccel.step.loss import check_attached, check_reached, check_weight, gradients_changed, read_loss
 from fnaccel.world.devices import generators_of
-from fnaccel.world.world import World
 
 T = TypeVar("T")
 
@@ -68,8 +67,6 @@ def gradients(engine: Engine, loss: Loss, micros: Sequence[Micro], call: Call) -
 
     Changes no parameter. An exception leaves no gradient behind.
     """
-    if engine.runtime.rows is not None:
-        _check_rows(engine.runtime.rows, micros, engine.name, engine.layout.mesh.world)
     return attempt(engine, call, lambda seed: _run_micro_batches(engine, loss, micros, call, seed))
 
 
@@ -141,7 +138,8 @@ def _run_micro_batches(
     mesh = engine.layout.mesh
     group = mesh.group("batch")
     device = mesh.world.device
-    report = Report(group, device, engine.agreement, call.notice)
+    odd = _odd_rows(engine, micros)
+    report = Report(group, device, engine.agreement, call.notice, odd=None if odd is None else bool(odd))
     up_front = up_front_of(loss, micros, call, report, engine)
     last, sync = len(micros) - 1, engine.forward.sync
     for index, micro in enumerate(micros):
@@ -164,23 +162,29 @@ def _run_micro_batches(
     if engine.runtime.bound is None and not engine.layout.norm_axes and (not grads or grads[0] is None):
         check_reached(grads, loss.where)
     report.wait()
+    if odd is not None and report.any_odd():
+        raise _wrong_rows(engine, odd)
     multiplier = multiplier_of(loss, engine, report.weight, call.scale, up_front)
     return Gradients(engine.layout.leaves, grads, multiplier, engine.layout.norm_axes, device), report
 
 
-def _check_rows(declared: int, micros: Sequence[Micro], name: str, world: World) -> None:
-    """Raise MicroBatchError on all ranks where one's micro-batch has more or fewer rows than was declared."""
-    mine = sorted({rows_of(micro.data) for micro in micros if micro.valid})
-    each = gather_objects(mine, world=world) if world.size > 1 else [mine]
-    # a rank may have fillers only
-    odd = [f"{rows} on rank {rank}" for rank, rows in enumerate(each) if rows and rows != [declared]]
-    if odd:
-        raise MicroBatchError(
-            f"the configuration of {name} says {declared} rows in a rank's micro-batch, and it has "
-            + ", ".join(odd),
-            where="train_step(state, batch)",
-            fix='write "auto" for train_batch_size and train_micro_batch_size_per_gpu, or mend the loader',
-        )
+def _odd_rows(engine: Engine, micros: Sequence[Micro]) -> list[int] | None:
+    """Row counts of micro-batches that a runtime's configuration rules out; None if it declares none."""
+    declared = engine.runtime.rows
+    if declared is None:
+        return None
+    return sorted({rows_of(micro.data) for micro in micros if micro.valid} - {declared})
+
+
+def _wrong_rows(engine: Engine, odd: list[int]) -> MicroBatchError:
+    each = gather_objects(odd, world=engine.layout.mesh.world)
+    listed = ", ".join(f"{rows} on rank {rank}" for rank, rows in enumerate(each) if rows)
+    return MicroBatchError(
+        f"the configuration of {engine.name} says {engine.runtime.rows} rows in a rank's micro-batch, and it "
+        f"has {listed}",
+        where="train_step(state, batch)",
+        fix='write "auto" for train_batch_size and train_micro_batch_size_per_gpu, or mend the loader',
+    )
 
 
 def multiplier_of(loss: Loss, engine: Engine, weight: Any, scale: Any, up_front: Any) -> Any:

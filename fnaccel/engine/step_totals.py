@@ -18,14 +18,21 @@ from fnaccel.step.loss import LossParts, is_zero, masked
 class Report:
     """Collects one step's totals; `weight` and `finish()` are global once `wait()` returned.
 
+    Args:
+        group: the ranks that share the batch; None if there is one.
+        device: where the sums are made.
+        agreement: what the losses of all ranks agree on.
+        notice: whether this process was asked to stop.
+        odd: whether a micro-batch of this rank has other rows than were declared; None if nothing is.
+
     Attributes:
         weight: of all micro-batches so far; of all ranks after `wait()`.
         counts: False if the newest micro-batch is a filler, or has a weight of 0 that the host can read.
     """
 
     __slots__ = (
-        "_agreement", "_aux", "_device", "_dtype", "_group", "_known", "_notice", "_sent", "_taken", "_total",
-        "_weighted", "counts", "weight",
+        "_agreement", "_aux", "_device", "_dtype", "_group", "_known", "_notice", "_odd", "_sent", "_taken",
+        "_total", "_weighted", "counts", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -34,10 +41,13 @@ class Report:
         device: torch.device,
         agreement: Agreement,
         notice: Notice | None = None,
+        *,
+        odd: bool | None = None,
     ) -> None:
         self._group = group
         self._agreement = agreement
         self._notice = notice
+        self._odd: Any = odd
         self._device = device
         self._total: Any = 0.0
         self._aux = AuxValues()
@@ -103,7 +113,8 @@ class Report:
         self._agreement.check(structure(self._aux, self._weighted), self._group)
         # the third is for `fa.preemption`; always there, since ranks add up by place
         weight = self.weight if self._known is None else 0.0
-        vector = packed([self._total, weight, float(self.asked), *self._aux.values], self._device)
+        odd = [] if self._odd is None else [float(self._odd)]
+        vector = packed([self._total, weight, float(self.asked), *odd, *self._aux.values], self._device)
         self._sent = vector, dist.all_reduce(vector, group=self._group, async_op=True)
 
     @property
@@ -115,6 +126,10 @@ class Report:
         """Take how many ranks were asked to stop, where the sums went another way."""
         if self._notice is not None:
             self._notice.hear(None if self._group is None else asked, self._device)
+
+    def any_odd(self) -> bool:
+        """Whether a micro-batch of any rank has other rows than were declared; reads the device."""
+        return bool(self._odd)
 
     def wait(self) -> None:
         """Wait for the all-reduce and take the global sums."""
@@ -130,7 +145,9 @@ class Report:
             self.weight = parts[1]
         if self._notice is not None:
             self._notice.hear(parts[2], self._device)
-        self._aux.put(parts[3:])
+        if self._odd is not None:
+            self._odd = parts[3]
+        self._aux.put(parts[3 if self._odd is None else 4 :])
 
     def finish(self) -> dict[str, Any]:
         """`{"loss": ..., "weight": ...}` and aux, as device tensors; call after `wait()`."""

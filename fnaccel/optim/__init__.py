@@ -9,9 +9,7 @@ from fnaccel.optim.foreign import from_torch as from_torch
 from fnaccel.optim.fused import adam as adam
 from fnaccel.optim.fused import adamw as adamw
 from fnaccel.optim.fused import sgd as sgd
-from fnaccel.optim.quantized import adamw4bit as adamw4bit
 from fnaccel.optim.quantized import adamw8bit as adamw8bit
-from fnaccel.optim.quantized import adamw_fp8 as adamw_fp8
 from fnaccel.optim.schedules import constant as constant
 from fnaccel.optim.schedules import cosine as cosine
 from fnaccel.optim.schedules import from_torch_scheduler as from_torch_scheduler

@@ -244,12 +244,21 @@ def adamw(
 def _make_adam(
     name: str, lr: Any, betas: tuple[float, float], eps: float, weight_decay: float, groups: Groups
 ) -> Optimizer:
+    known = {"betas": check_betas(name, betas), "eps": eps, "weight_decay": weight_decay}
+    options, checked = options_of(name, known, groups)
+    return Optimizer(name=name, lr=lr, options=options, groups=checked, kernel=FusedKernel(name))
+
+
+def check_betas(name: str, betas: Sequence[float]) -> tuple[float, float]:
+    """`betas` as a tuple.
+
+    Raises:
+        ArgumentError: they are not two numbers in [0, 1).
+    """
     require(
         len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
         f"betas={betas} are not two numbers in [0, 1)",
         f"fa.{name}",
         "betas=(0.9, 0.999)",
     )
-    known = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-    options, checked = options_of(name, known, groups)
-    return Optimizer(name=name, lr=lr, options=options, groups=checked, kernel=FusedKernel(name))
+    return betas[0], betas[1]

@@ -4,15 +4,15 @@ torch.compile knows no fused optimizer: in a graph each is one opaque operation 
 calls the same kernel. It takes gradients that are scaled by then: with a scale the kernel would write to
 them, and in a graph two of them may be one tensor.
 
-XLA has no such kernels: `plain_*` do their arithmetic. All that changes between steps is a tensor there, so
-that the graph stays the same.
+XLA has no such kernels: plain operations do their arithmetic. All that changes between steps is a tensor
+there, so that the graph stays the same.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -134,46 +134,6 @@ def _run_sgd(
     )
 
 
-def adam_(*args: Any) -> None:
-    """Adam in place; the arguments are those of `_run_adam` after the kernel."""
-    if torch.compiler.is_compiling():
-        torch.ops.fnaccel.adam_(*args[:-2], args[-1])
-    elif args[0][0].device.type == "xla":
-        plain_adam_(*args)
-    else:
-        _run_adam(_torch.fused_adam_, *args)
-
-
-def adamw_(*args: Any) -> None:
-    """AdamW in place; arguments as for `adam_`."""
-    if torch.compiler.is_compiling():
-        torch.ops.fnaccel.adamw_(*args[:-2], args[-1])
-    elif args[0][0].device.type == "xla":
-        plain_adamw_(*args)
-    else:
-        _run_adam(_torch.fused_adamw_, *args)
-
-
-def sgd_(*args: Any) -> None:
-    """SGD in place; arguments as for `_run_sgd`."""
-    if torch.compiler.is_compiling():
-        torch.ops.fnaccel.sgd_(*args[:-2], args[-1])
-    elif args[0][0].device.type == "xla":
-        plain_sgd_(*args)
-    else:
-        _run_sgd(*args)
-
-
-def plain_adam_(*args: Any) -> None:
-    """Adam in plain operations; arguments as for `adam_`."""
-    _adam(*args, apart=False)
-
-
-def plain_adamw_(*args: Any) -> None:
-    """AdamW in plain operations; arguments as for `adam_`."""
-    _adam(*args, apart=True)
-
-
 def _adam(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
@@ -206,7 +166,7 @@ def _adam(
         _put(square, spread, skip)
 
 
-def plain_sgd_(
+def _plain_sgd(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
     first: Sequence[torch.Tensor],
@@ -217,7 +177,6 @@ def plain_sgd_(
     scale: torch.Tensor | None,
     skip: torch.Tensor | None,
 ) -> None:
-    """SGD in plain operations; arguments as for `sgd_`."""
     rate = _on_device(rate, params[0].device)
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
         value, slope = _wide(param), _scaled(grad, scale)
@@ -263,3 +222,28 @@ def _scaled(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 def _put(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
     # not a product: what is skipped may be NaN
     target.copy_(value if skip is None else torch.where(skip > 0, _wide(target), value))
+
+
+def _dispatched(name: str, fused: Callable[..., None], plain: Callable[..., None]) -> Callable[..., None]:
+    """One update in place: torch's kernel, our operation in a graph, or plain operations on XLA."""
+
+    def apply(*args: Any) -> None:
+        if torch.compiler.is_compiling():
+            *others, _, skip = args  # gradients are scaled by then
+            getattr(torch.ops.fnaccel, name)(*others, skip)
+        elif args[0][0].device.type == "xla":
+            plain(*args)
+        else:
+            fused(*args)
+
+    return apply
+
+
+_fused_adam, _fused_adamw = (
+    functools.partial(_run_adam, f) for f in (_torch.fused_adam_, _torch.fused_adamw_)
+)
+_plain_adam, _plain_adamw = (functools.partial(_adam, apart=apart) for apart in (False, True))
+
+adam_ = _dispatched("adam_", _fused_adam, _plain_adam)
+adamw_ = _dispatched("adamw_", _fused_adamw, _plain_adamw)
+sgd_ = _dispatched("sgd_", _run_sgd, _plain_sgd)

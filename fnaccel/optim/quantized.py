@@ -1,4 +1,4 @@
-"""`adamw8bit`, `adamw4bit`, `adamw_fp8`: AdamW whose moments are stored in 8 or 4 bits, by blocks.
+"""`adamw8bit`: AdamW whose moments are stored in 8 or 4 bits, by blocks.
 
 A slot is what is stored: the codes of a moment and one scale a block, as plain tensors that save, shard and
 restore as any other. Blocks never cross a row of a parameter, so they are the same on any number of ranks.
@@ -22,9 +22,10 @@ from fnaccel import _torch
 from fnaccel.errors import CapabilityError, MissingBackendError, UnknownNameError, nearest, require
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.description import Group, Optimizer, options_of
-from fnaccel.optim.fused import BoundFused, Groups
+from fnaccel.optim.fused import BoundFused, Groups, check_betas
 
 Backend = Literal["torchao", "bitsandbytes"]
+Codes = Literal["8bit", "4bit", "fp8"]
 
 LEAST = 4_096
 """Elements below which moments stay in fp32, as in torchao and bitsandbytes."""
@@ -56,7 +57,7 @@ class EightBitKernel:
     """
 
     backend: Backend
-    codes: Literal["8bit", "4bit", "fp8"]
+    codes: Codes
     block: int
     compiled: bool = False
 
@@ -269,28 +270,10 @@ class _BitsAndBytes:
         )
 
 
-def _make(name: str, kernel: EightBitKernel, lr: Any, known: dict[str, Any], groups: Groups) -> Optimizer:
-    betas = known["betas"] = tuple(known["betas"])
-    require(
-        len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
-        f"betas={betas} are not two numbers in [0, 1)",
-        f"fa.{name}",
-        "betas=(0.9, 0.999)",
-    )
-    options, checked = options_of(name, known, groups)
-    return Optimizer(
-        name=name,
-        lr=lr,
-        options=(*options, ("backend", kernel.backend)),  # for the plan; the kernel is what decides
-        groups=checked,
-        kernel=kernel,
-        elementwise=False,
-    )
-
-
 def adamw8bit(
     lr: Any,
     *,
+    codes: Codes = "8bit",
     backend: Backend = "torchao",
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -298,95 +281,59 @@ def adamw8bit(
     compiled: bool = False,
     groups: Groups = None,
 ) -> Optimizer:
-    """AdamW with moments in 8 bits (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861).
+    """AdamW with moments in 8 or 4 bits (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861).
 
-    Moments take about 2 bytes a parameter instead of 8. Those of parameters with one dimension, with fewer
-    than 4,096 elements, or with rows that no block of 32 or more divides, stay in fp32. Under
-    `skip_nonfinite` or fp16 each step reads one number on the host; bitsandbytes reads the rate as well.
+    Moments take about 2 bytes a parameter instead of 8, or 1 byte in 4 bits. They stay in fp32 if the
+    parameter has one dimension or fewer than 4,096 elements, or if no block of 32 or more divides its rows.
+    Under `skip_nonfinite` or fp16 each step reads one number on the host. bitsandbytes reads the rate too.
 
     Args:
         lr: a number, or a schedule `updates -> rate`.
-        backend: `"torchao"`, or `"bitsandbytes"` (blocks of 256 only).
+        codes: `"8bit"` (dynamic codes), `"4bit"` (Li et al. 2023, https://arxiv.org/abs/2309.01507) or
+            `"fp8"` (e4m3).
+        backend: `"torchao"`, or `"bitsandbytes"` (8 bits in blocks of 256 only).
         betas, eps, weight_decay: as in torch.
         compiled: compile torchao's update of each shape: slow to start, then several times faster.
         groups: `{pattern: options}`, as for `fa.sgd`.
 
     Raises:
-        UnknownNameError: no such backend.
-        ArgumentError: betas outside [0, 1), or bitsandbytes compiled.
-        MissingBackendError: at `init`, where the backend is not installed.
-        CapabilityError: at `init`, where no parameter is large enough, or one is cut along another
+        UnknownNameError: no such backend or codes.
+        ArgumentError: betas outside [0, 1), or bitsandbytes compiled or with other codes.
+        MissingBackendError: at `init`, if the backend is not installed.
+        CapabilityError: at `init`, if no parameter is large enough, or one is cut along another
             dimension than the first.
 
-    Example: `fa.adamw8bit(3e-4)`.
+    Example: `fa.adamw8bit(3e-4, codes="fp8")`.
     """
-    if backend not in get_args(Backend):
-        raise UnknownNameError(
-            f"no 8-bit backend is called {backend!r}",
-            where="fa.adamw8bit",
-            fix=nearest(str(backend), get_args(Backend)),
-        )
+    for kind, chosen, known in (
+        ("8-bit backend", backend, get_args(Backend)),
+        ("code", codes, get_args(Codes)),
+    ):
+        if chosen not in known:
+            raise UnknownNameError(
+                f"no {kind} is called {chosen!r}", where="fa.adamw8bit", fix=nearest(str(chosen), known)
+            )
     require(
-        not compiled or backend == "torchao",
+        backend == "torchao" or not compiled,
         "bitsandbytes' update is a kernel already: there is nothing to compile",
         "fa.adamw8bit",
         'leave out compiled, or backend="torchao"',
     )
-    known = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return _make("adamw8bit", EightBitKernel(backend, "8bit", 256, compiled), lr, known, groups)
-
-
-def adamw4bit(
-    lr: Any,
-    *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-    compiled: bool = False,
-    groups: Groups = None,
-) -> Optimizer:
-    """AdamW with moments in 4 bits by torchao (Li et al. 2023, https://arxiv.org/abs/2309.01507).
-
-    Moments take about 1 byte a parameter instead of 8; which stay in fp32, see `adamw8bit`.
-
-    Args:
-        lr: a number, or a schedule `updates -> rate`.
-        betas, eps, weight_decay: as in torch.
-        compiled: compile torchao's update of each shape: slow to start, then several times faster.
-        groups: `{pattern: options}`, as for `fa.sgd`.
-
-    Raises:
-        ArgumentError, MissingBackendError, CapabilityError: as `adamw8bit`.
-
-    Example: `fa.adamw4bit(3e-4)`.
-    """
-    known = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return _make("adamw4bit", EightBitKernel("torchao", "4bit", 128, compiled), lr, known, groups)
-
-
-def adamw_fp8(
-    lr: Any,
-    *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-    compiled: bool = False,
-    groups: Groups = None,
-) -> Optimizer:
-    """AdamW with moments in fp8 (e4m3) by torchao, one scale a block.
-
-    Moments take about 2 bytes a parameter instead of 8; which stay in fp32, see `adamw8bit`.
-
-    Args:
-        lr: a number, or a schedule `updates -> rate`.
-        betas, eps, weight_decay: as in torch.
-        compiled: compile torchao's update of each shape: slow to start, then several times faster.
-        groups: `{pattern: options}`, as for `fa.sgd`.
-
-    Raises:
-        ArgumentError, MissingBackendError, CapabilityError: as `adamw8bit`.
-
-    Example: `fa.adamw_fp8(3e-4)`.
-    """
-    known = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-    return _make("adamw_fp8", EightBitKernel("torchao", "fp8", 256, compiled), lr, known, groups)
+    require(
+        backend == "torchao" or codes == "8bit",
+        f"bitsandbytes stores no moments in {codes}",
+        "fa.adamw8bit",
+        'leave out codes, or backend="torchao"',
+    )
+    betas = check_betas("adamw8bit", betas)
+    options, checked = options_of(
+        "adamw8bit", {"betas": betas, "eps": eps, "weight_decay": weight_decay}, groups
+    )
+    return Optimizer(
+        name="adamw8bit",
+        lr=lr,
+        options=(*options, ("codes", codes), ("backend", backend)),  # for the plan; the kernel decides
+        groups=checked,
+        kernel=EightBitKernel(backend, codes, 128 if codes == "4bit" else 256, compiled),
+        elementwise=False,
+    )

@@ -296,6 +296,8 @@ def wrong_rows() -> str:
     try:
         train_step(state, batch)
     except fa.FnaccelError as error:
+        whole = {name: value[:5] for name, value in rank_batch(0, 0).items()}
+        train_step(state, whole)  # the state is live, and nothing is left of the failed step
         return str(error)
     finally:
         train_step.close()

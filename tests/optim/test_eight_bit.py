@@ -20,8 +20,8 @@ ROWS = (5, 3)
 MAKE = {
     "8bit": lambda **o: fa.adamw8bit(0.01, **o),
     "bitsandbytes": lambda **o: fa.adamw8bit(0.01, backend="bitsandbytes", **o),
-    "4bit": lambda **o: fa.adamw4bit(0.01, **o),
-    "fp8": lambda **o: fa.adamw_fp8(0.01, **o),
+    "4bit": lambda **o: fa.adamw8bit(0.01, codes="4bit", **o),
+    "fp8": lambda **o: fa.adamw8bit(0.01, codes="fp8", **o),
 }
 
 
@@ -207,9 +207,9 @@ def test_mistakes_are_named(world, monkeypatch):
     with pytest.raises(errors.UnknownNameError, match="torchao"):
         fa.adamw8bit(0.1, backend="torchoa")
     with pytest.raises(errors.ArgumentError, match="betas"):
-        fa.adamw4bit(0.1, betas=(0.9, 1.0))
+        fa.adamw8bit(0.1, codes="4bit", betas=(0.9, 1.0))
     with pytest.raises(errors.ConfigError, match="weight_decay"):
-        fa.adamw_fp8(0.1, groups={"*": {"weight_decy": 0.0}})
+        fa.adamw8bit(0.1, codes="fp8", groups={"*": {"weight_decy": 0.0}})
     small = fa.train_step(
         loss_fn, model=fa.distribute(lambda: nn.Linear(8, 8), "local"), optimizer=fa.adamw8bit(0.1)
     )

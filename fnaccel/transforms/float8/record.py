@@ -90,7 +90,7 @@ class Float8:
                 "MS-AMP replaces parameters and optimizer by its own (msamp.initialize returns both), which "
                 "fnaccel's optimizers don't update, and is not maintained for torch 2.9 and later",
                 where=_WHERE,
-                fix="for O1 fa.Float8(all_gather=True) under fsdp; for what O2 adds, fa.adamw_fp8",
+                fix='for O1 fa.Float8(all_gather=True) under fsdp; for O2 besides, fa.adamw8bit(codes="fp8")',
             )
         if self.recipe not in _RECIPES[self.backend]:
             raise UnknownNameError(
