@@ -7,14 +7,17 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-nvme soak structure lint types check format bench clean
+.PHONY: demo test test-all test-nvme soak structure lint types check format bench clean
 
 demo: .venv/.demo  ## train the main job, with a progress bar, a plot of the loss and a sample of text
 	rm -rf runs/gpt  # the demo begins anew; a run of yours goes on: see --dir
 	$(BIN)/python examples/train_gpt.py --steps 600 --precision bf16 --plot runs/loss.png --sample 400 --dir runs/gpt
 
-test: .venv/.dev  ## the whole suite
-	$(BIN)/python -m pytest
+test: .venv/.dev  ## all but the long rows: ten minutes on two cores
+	$(BIN)/python -m pytest -m "not long"
+
+test-all: .venv/.dev  ## what `make test` leaves out: deliberate bugs, long rows
+	$(BIN)/python -m pytest -m long
 
 # torch_xla links against one release of torch, so XLA has an environment of its own (7 GB)
 XLA := .venv-xla/bin

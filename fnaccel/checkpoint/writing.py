@@ -28,8 +28,9 @@ from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.checkpoint.format import manifest
 from fnaccel.checkpoint.format import values as grammar
 from fnaccel.checkpoint.format.boxes import Part, part_of, whole
-from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored
-from fnaccel.checkpoint.format.safetensors import file_name, write_shard
+from fnaccel.checkpoint.format.items import of_tensors
+from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored, file_name
+from fnaccel.checkpoint.format.safetensors import widest_first, write_items
 from fnaccel.checkpoint.format.values import Encoded, encode
 from fnaccel.errors import ArgumentError, CheckpointError, NotSerializableError
 from fnaccel.state import TrainState
@@ -157,7 +158,8 @@ class Writing:
         if not self.parts or self._staged is None:
             return None
         name = file_name(self._world.rank, self._world.size)
-        record = write_shard(self._staged / name, {path: part.local for path, part in self.parts.items()})
+        items = of_tensors({path: self.parts[path].local for path in sorted(self.parts)}, None, keep=True)
+        record = write_items(self._staged / name, widest_first(items))
         pieces: list[Stored] = []
         for path, part in self.parts.items():
             tensor = self._tensors.get(path) or _stored(path, part.local)

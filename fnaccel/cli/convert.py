@@ -13,7 +13,7 @@ from tqdm import tqdm
 from fnaccel.checkpoint.disk import placing
 from fnaccel.checkpoint.format.found import Source
 from fnaccel.checkpoint.format.items import Item
-from fnaccel.checkpoint.format.stream_file import Progress, write_items
+from fnaccel.checkpoint.format.safetensors import Progress, write_items
 from fnaccel.errors import ArgumentError, CheckpointError
 from fnaccel.interchange.converting import own_items, write_own
 from fnaccel.interchange.exporting import Style, export_source, items_of

@@ -20,9 +20,8 @@ from fnaccel.checkpoint.format import manifest
 from fnaccel.checkpoint.format.boxes import whole
 from fnaccel.checkpoint.format.found import Found, Source, unescaped
 from fnaccel.checkpoint.format.items import Item, check_items, of_found, pick
-from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored
-from fnaccel.checkpoint.format.safetensors import file_name
-from fnaccel.checkpoint.format.stream_file import Progress, bytes_in, spread, write_items
+from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored, file_name
+from fnaccel.checkpoint.format.safetensors import Progress, bytes_in, spread, write_items
 from fnaccel.checkpoint.format.values import child
 from fnaccel.errors import ArgumentError, CheckpointError
 from fnaccel.interchange.exporting import Style, dtype_in

@@ -96,6 +96,7 @@ def test_train_gpt_draws_samples_and_saves(tmp_path):
     assert list((tmp_path / "run").glob("step-*/*"))
 
 
+@pytest.mark.long
 def test_train_gpt_compiled_is_the_same_run_and_a_second_start_is_warm(tmp_path):
     losses = {}
     for name, flags in (

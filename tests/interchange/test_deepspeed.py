@@ -17,7 +17,11 @@ from fnaccel.errors import CheckpointError, MissingBackendError
 from fnaccel.interchange.sources.detect import detect, opened
 from tests.checkpoint.training import gathered
 
-CASES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, "bf16"), (3, "bf16")]
+CASES = [(2, "fp32"), (3, "bf16")]
+CASES += [
+    pytest.param(*case, marks=pytest.mark.long)
+    for case in ((0, "fp32"), (1, "fp32"), (3, "fp32"), (0, "bf16"), (1, "bf16"))
+]
 
 
 def net(norm=nn.BatchNorm1d):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import fnaccel as fa
 from fnaccel.checkpoint.disk import durable
-from fnaccel.checkpoint.format.stream_file import bytes_in
+from fnaccel.checkpoint.format.safetensors import bytes_in
 from fnaccel.errors import ArgumentError, CheckpointError, StaleStateError, UnknownNameError
 from fnaccel.interchange.model_config import class_of
 from tests.checkpoint.training import gathered, make, train
@@ -92,12 +92,12 @@ def full(layout, directory, kind):
     import errno
 
     from fnaccel.checkpoint.disk import durable
-    from fnaccel.checkpoint.format import stream_file
+    from fnaccel.checkpoint.format import safetensors
     from fnaccel.world.world import current
 
     step = make(layout)
     state = step.init(seed=3)
-    write, begin = durable.write, stream_file.write_file
+    write, begin = durable.write, safetensors.write_file
     if current().rank == 0:
 
         def refuse(file, data):
@@ -106,12 +106,12 @@ def full(layout, directory, kind):
         if kind == "write":
             durable.write = refuse
         elif kind == "open":  # before any tensor was gathered
-            stream_file.write_file = refuse
+            safetensors.write_file = refuse
     try:
         with pytest.raises(CheckpointError) as raised:
             fa.export_hf(directory, state, max_shard_size=300)
     finally:
-        durable.write, stream_file.write_file = write, begin
+        durable.write, safetensors.write_file = write, begin
     train(step, state, 0, 1)  # nobody is left waiting
     return raised.value.what
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fnaccel as fa
-from fnaccel.checkpoint.format.stream_file import bytes_in
+from fnaccel.checkpoint.format.safetensors import bytes_in
 from fnaccel.errors import ArgumentError, CheckpointError, TreeMismatchError
 from tests.checkpoint.training import gathered, make, train, unequal
 from tests.interchange.test_adopt import net_state, of

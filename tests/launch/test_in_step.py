@@ -53,6 +53,7 @@ def test_a_failure_anywhere_starts_all_again(launcher):
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.long
 def test_restarts_run_out_on_all(launcher):
     plan = {"0": [1, 1, "os._exit(5)"], "1": [1, 2, "os._exit(6)"]}
     ended = [one.wait() for one in train(launcher, plan, restarts=1, machines=3)]

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.launcher
 STEPS = 14
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_in_a_save_and_between_two(launcher):
     expected = Training(launcher, "undisturbed", STEPS).finish()
     run = Training(launcher, "killed", STEPS, ("--save-every", "2", "--keep", "2"))

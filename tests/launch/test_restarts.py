@@ -214,6 +214,7 @@ def test_aborts_are_not_kills():
     assert Failure.ended(0, 0) is None
 
 
+@pytest.mark.long
 def test_torchruns_restarts(launcher):
     script = launcher.write(TRAIN)
     plan = json.dumps({"0": [1, 2, KILL]})

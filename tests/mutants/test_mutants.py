@@ -15,6 +15,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 COMPILED = "tests/parity/test_compiled.py"
 MATRIX = "tests/parity/test_matrix.py"
@@ -302,6 +303,8 @@ def outcome(mutant: Mutant, where: Path) -> tuple[int, str]:
         "-p",
         "no:cacheprovider",
         "--hypothesis-profile=mutants",
+        "-m",
+        "not long",  # `make test` has to find it
     ]
     command += mutant.tests
     # processes that a test starts import the mutated copy too

@@ -80,6 +80,7 @@ def test_equal_blocks_share_one_compilation():
         assert train_step.compilation.graphs == 1
 
 
+@pytest.mark.long
 def test_train_steps_do_not_use_up_each_other_s_limit():
     for width in range(12):
         train_step = program(fa.compile(loss_fn, "step", backend="aot_eager", dynamic=False))
@@ -127,6 +128,7 @@ def test_a_lent_model_and_its_borrower_are_captured():
         assert torch.allclose(value, results[1][name], atol=1e-6)
 
 
+@pytest.mark.long
 def test_compiled_code_goes_where_it_is_told(tmp_path, monkeypatch):
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "elsewhere")

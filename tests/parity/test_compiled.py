@@ -57,6 +57,7 @@ def test_inductor_equals_eager(pools, strategy, kind):
         assert_alike(one["out"], other["out"], LOOSE.get(kind, 1e-5))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_run_goes_on_in_another_scope(pools, tmp_path, strategy):
     unbroken = pools.run(2, run_kind, "rich", strategy, "step")
@@ -111,6 +112,7 @@ def gathers(strategy):
     return counts
 
 
+@pytest.mark.long
 def test_zero_3_gathers_blocks_again_for_backward(pools):
     assert pools.run(2, gathers, "fsdp") == [[(3, 5)]] * 2
     assert pools.run(2, gathers, "fsdp(reshard_after_forward=False)") == [[]] * 2

@@ -54,7 +54,10 @@ def averages(row):
     return average
 
 
-@pytest.mark.parametrize("crossed", CROSSED)
+LONG = {"compile": pytest.mark.long, "fp64": pytest.mark.long}  # a compiled row takes seconds
+
+
+@pytest.mark.parametrize("crossed", [pytest.param(name, marks=LONG.get(name, ())) for name in CROSSED])
 @pytest.mark.parametrize("strategy", OPTIONS)
 def test_an_option_beside_others(pools, strategy, crossed):
     row = Row(strategy=strategy, ranks=RANKS, **CROSSED[crossed])

@@ -27,8 +27,10 @@ ENDS = {
 CASES = [(name, [rank]) for name in FAULTS for rank in ((0, 1) if name in ENDS else (1,))]
 CASES += [(name, [0, 2]) for name in FAULTS if name.endswith("the others step")]
 STRATEGIES = {
-    "fsdp": ("leaves its loop early", "raises in the loss", "kill -9")
-    + tuple(name for name in FAULTS if name.endswith("the others step"))
+    "fsdp": (
+        *("leaves its loop early", "raises in the loss", "kill -9"),
+        *(name for name in FAULTS if name.endswith("the others step")),
+    )
 }
 
 

@@ -91,7 +91,9 @@ def world():
         yield started
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [RECIPES[0], *(pytest.param(r, marks=pytest.mark.long) for r in RECIPES[1:])]
+)
 def test_digits_within_a_point_of_bf16(recipe, world):
     assert accuracy("bf16") > 0.95
     assert accuracy(fp8(recipe)) > accuracy("bf16") - 0.01

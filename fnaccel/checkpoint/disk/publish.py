@@ -24,7 +24,7 @@ import attrs
 
 from fnaccel.checkpoint.disk import durable, locking
 from fnaccel.checkpoint.format import manifest
-from fnaccel.checkpoint.format.safetensors import OWN_NAME
+from fnaccel.checkpoint.format.manifest import OWN_NAME
 from fnaccel.errors import CheckpointError
 
 _COMMITTED = re.compile(r"step-(\d{10,19})(\.old)?")

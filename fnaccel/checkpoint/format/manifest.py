@@ -20,17 +20,27 @@ import torch
 from fnaccel.checkpoint.disk.durable import FileRecord
 from fnaccel.checkpoint.format.boxes import Box, make_up, overlap, whole
 from fnaccel.checkpoint.format.dtypes import NAMES, name_of
-from fnaccel.checkpoint.format.safetensors import NAME
 from fnaccel.errors import CheckpointError
 
 FILE = "manifest.json"
 FORMAT = "fnaccel-checkpoint"
 VERSION = 1
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+"""What a file of tensors may be called: nothing that leads out of its directory."""
+
+OWN_NAME = re.compile(r"shard-\d{5,}-of-\d{5,}\.safetensors")
+"""What `file_name` returns."""
+
 _HEAD = b'{\n"crc32": "'  # what a manifest with a checksum of its own begins with
 _SUMMED = re.compile(rb'\{\s*"crc32":\s*"([0-9a-f]{8})"')
 _BLANK = b"0" * 8  # in the place of the checksum, when it is computed
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
+
+
+def file_name(rank: int, ranks: int) -> str:
+    """The name of the file that one of `ranks` ranks writes."""
+    return f"shard-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 @attrs.frozen

@@ -1,15 +1,16 @@
-"""One rank's tensors as a safetensors file, written without a second copy in memory.
+"""Items as safetensors files: how they are spread over files, and each written while it is made.
 
-The format is https://huggingface.co/docs/safetensors: 8 bytes of length, a JSON header, the data.
-Its own writer wants all tensors at once and neither sums nor syncs what it writes; reading is left to it.
+The format is https://huggingface.co/docs/safetensors: 8 bytes of length, a JSON header, the data. One block
+is in memory at a time. The library's own writer wants all tensors at once, and neither sums nor syncs what
+it writes.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,53 +18,96 @@ import torch
 
 from fnaccel.checkpoint.disk.durable import FileRecord, write_file
 from fnaccel.checkpoint.format.dtypes import CODES
+from fnaccel.checkpoint.format.items import Item, bytes_of
+from fnaccel.errors import ArgumentError, CheckpointError
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-"""What a file of tensors may be called: nothing that leads out of its directory."""
+Progress = Callable[[int], None]
+"""Called with the number of bytes that were written since."""
 
-OWN_NAME = re.compile(r"shard-\d{5,}-of-\d{5,}\.safetensors")
-"""What `file_name` returns."""
-
-
-def file_name(rank: int, ranks: int) -> str:
-    """The name of the file that one of `ranks` ranks writes."""
-    return f"shard-{rank:05d}-of-{ranks:05d}.safetensors"
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for end, base in (("B", 1000), ("IB", 1024))
+}
 
 
-def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-    """Write tensors under their names, and wait until the device holds them.
+def bytes_in(size: int | str, where: str) -> int:
+    """A size such as 5_000_000, `"5GB"` or `"512MiB"` in bytes.
 
-    Args:
-        path: a file that does not exist yet.
-        tensors: by name; on any device, one at a time is copied to the CPU.
+    Raises:
+        ArgumentError: it is none, or not positive.
+    """
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = _UNITS.get(matched[2].upper()) if matched else None
+    number = float(matched[1]) * unit if matched and unit else 0.0
+    found = int(number) if math.isfinite(number) else 0
+    if found < 1:
+        raise ArgumentError(
+            f"max_shard_size={str(size)[:40]!r} is no size", where=where, fix='give bytes, or "5GB", "512MiB"'
+        )
+    return found
+
+
+def spread(items: Sequence[Item], most: int) -> list[list[Item]]:
+    """Items in the order given, in files of at most `most` bytes; one that is larger has its own file."""
+    files: list[list[Item]] = []
+    size = 0
+    for item in items:
+        if not files or (size + item.nbytes > most and size):
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += item.nbytes
+    return [widest_first(file) for file in files]
+
+
+def widest_first(items: Iterable[Item]) -> list[Item]:
+    """Items in an order in which each starts at a multiple of its own element size."""
+    return sorted(items, key=lambda item: -item.dtype.itemsize)
+
+
+def write_items(path: Path, items: Sequence[Item], progress: Progress | None = None) -> FileRecord:
+    """Write one file, and wait until the device holds it.
 
     Raises:
         OSError: the file can't be written.
+        CheckpointError: a tensor can't be read, or has another size than it said.
     """
-    # widest first, so that each starts at a multiple of its own element size
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    return write_file(path, _chunks(ordered))
+    return write_file(path, _chunks(items, progress))
 
 
-def _chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
-    yield memoryview(_header(tensors))
-    for value in tensors.values():
-        if value.numel():
-            plain = value.resolve_conj().resolve_neg().cpu().contiguous()
-            # numpy() would need numpy, which torch does without
-            data: Any = (ctypes.c_ubyte * plain.nbytes).from_address(plain.data_ptr())
-            data.owner = plain  # lives as long as a view of it
-            yield memoryview(data).cast("B")
+def drain(items: Sequence[Item]) -> None:
+    """Make all values and drop them: a rank that does not write takes part in gathering so."""
+    for item in items:
+        for _ in item.blocks():
+            pass
 
 
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+def _chunks(items: Sequence[Item], progress: Progress | None) -> Iterator[memoryview]:
+    yield memoryview(_header(items))
+    for item in items:
+        made = 0
+        for block in item.blocks():
+            made += block.nbytes
+            yield bytes_of(block)
+            if progress is not None:
+                progress(block.nbytes)
+        if made != item.nbytes:
+            raise CheckpointError(
+                f"{item.name} has {made} bytes, and was to have {item.nbytes}",
+                where="writing safetensors",
+                fix="nothing may change a checkpoint or a state while it is exported",
+            )
+
+
+def _header(items: Sequence[Item]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, value in tensors.items():
-        begin, end = end, end + value.nbytes
-        entries[name] = {
-            "dtype": CODES[value.dtype],
-            "shape": list(value.shape),
+    for item in items:
+        begin, end = end, end + item.nbytes
+        entries[item.name] = {
+            "dtype": CODES[item.dtype],
+            "shape": list(torch.Size(item.shape)),
             "data_offsets": [begin, end],
         }
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()

@@ -16,8 +16,8 @@ import torch
 from fnaccel.checkpoint.format.boxes import Box, make_up, overlap, whole
 from fnaccel.checkpoint.format.dtypes import CODES
 from fnaccel.checkpoint.format.found import Found, Source, damaged
+from fnaccel.checkpoint.format.manifest import NAME
 from fnaccel.checkpoint.format.mapped import Block, Mapped
-from fnaccel.checkpoint.format.safetensors import NAME
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 _INDEX = "*.safetensors.index.json"
