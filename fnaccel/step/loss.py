@@ -16,6 +16,9 @@ import torch
 
 from fnaccel.errors import LossError
 
+Scalar = int | float | torch.Tensor
+"""A number, or a 0-d tensor on any device."""
+
 
 @dataclass(frozen=True)
 class Mean:
