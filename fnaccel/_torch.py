@@ -11,11 +11,13 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from fnaccel.tree import Tree
 
 # `all_gather_into_tensor` warns in favour of `all_gather_single` from 2.13 on; 2.9 to 2.11 lack the
 # new name. Checked on 2.13.
@@ -57,12 +59,12 @@ foreach_clamp_min_: Any = torch._foreach_clamp_min_
 foreach_clamp_max_: Any = torch._foreach_clamp_max_
 
 
-def wrapper_tensor(cls: Any, shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def wrapper_tensor(cls: type[Any], shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of a subclass that has no storage of its own. (2.9 to 2.13)"""
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
 
 
-def local_of(value: Any) -> torch.Tensor:
+def local_of(value: Tree) -> torch.Tensor:
     """The local part of a DTensor without an autograd view; a plain tensor as it is. (2.9 to 2.13)
 
     Inside of what torchao lays around a weight that is gathered as fp8, it is the weight. (torchao 0.18)
@@ -155,7 +157,7 @@ def mark_dynamic(value: torch.Tensor, dim: int) -> None:
     maybe_mark_dynamic(value, dim)
 
 
-def mark_static(values: Any) -> None:
+def mark_static(values: Sequence[Any]) -> None:
     """Tell CUDA graphs that these tensors stay where they are in memory. (2.11, 2.13)"""
     from torch._dynamo import mark_static_address  # noqa: PLC0415 - slow to import
 
@@ -163,7 +165,7 @@ def mark_static(values: Any) -> None:
         mark_static_address(value, guard=False)
 
 
-def begin_all_reduce(value: torch.Tensor, group: Any) -> torch.Tensor:
+def begin_all_reduce(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Start to sum a tensor over ranks, in a graph; `end_collective` gives the result. (2.11, 2.13)"""
     return torch.ops._c10d_functional.all_reduce(value, "sum", group.group_name)
 
@@ -197,7 +199,7 @@ def replace_parameters(root: torch.nn.Module, make: Callable[[Any], Any]) -> Non
                 module._parameters[name] = made.setdefault(id(param), make(param))
 
 
-def summed_over(value: torch.Tensor, group: Any) -> torch.Tensor:
+def summed_over(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """A tensor summed over ranks, in a graph or outside of one. (2.11, 2.13)"""
     if torch.compiler.is_compiling():
         return end_collective(begin_all_reduce(value, group))
@@ -228,7 +230,7 @@ no_torch_function = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a subclass: operations return plain tensors. (2.9 to 2.13)"""
 
 
-def part_of_whole(whole: torch.Tensor, like: Any) -> Any:
+def part_of_whole(whole: torch.Tensor, like: Tree) -> Any:
     """This rank's part of a tensor that every rank has whole, laid out as a DTensor is. (2.9 to 2.13)"""
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - slow to import
 
@@ -326,7 +328,7 @@ def forget_meshes() -> None:
             forget()
 
 
-def local_offset(value: Any) -> tuple[int, ...]:
+def local_offset(value: Tree) -> tuple[int, ...]:
     """Where the local part of a DTensor starts along each dimension, uneven and empty ones too. (2.13)"""
     from torch.distributed.tensor._utils import (  # noqa: PLC0415 - slow to import
         compute_local_shape_and_global_offset,

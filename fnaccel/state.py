@@ -15,6 +15,7 @@ import torch
 
 from fnaccel import tree
 from fnaccel.errors import ArgumentError, AveragedError, ReadOnlyError, StaleStateError, UnleasedStateError
+from fnaccel.tree import Tree
 from fnaccel.world.devices import run_recorded
 
 _MASK = (1 << 64) - 1
@@ -167,7 +168,7 @@ def _rebuild(fields: dict[str, Any]) -> TrainState:
     return TrainState(**{name: _read_only(x) if name in trees else x for name, x in fields.items()})
 
 
-def _read_only(value: Any) -> Any:
+def _read_only(value: Tree) -> Any:
     """A tree of a state that was pickled, read-only again."""
     if isinstance(value, OrderedDict):
         return ReadOnlyDict({key: _read_only(entry) for key, entry in value.items()})  # pyright: ignore
@@ -228,7 +229,7 @@ def lease_of(state: TrainState, where: str, *, averaged: bool = False) -> Lease:
     return held
 
 
-def check_state(state: Any, where: str) -> None:
+def check_state(state: Tree, where: str) -> None:
     """Raise ArgumentError for anything but a state."""
     if not isinstance(state, TrainState):
         raise ArgumentError(
@@ -257,7 +258,7 @@ def refuse_averaged(held: Lease | None, where: str) -> None:
         )
 
 
-def check_trained(state: Any, where: str) -> None:
+def check_trained(state: Tree, where: str) -> None:
     """Check that the tensors of a tree, if it is a live state, are those that are trained.
 
     Raises:

@@ -19,6 +19,7 @@ from fnaccel.data.seeding import reseed
 from fnaccel.errors import ArgumentError, ConfigError, FnaccelError
 from fnaccel.step.step import Step, as_step
 from fnaccel.strategies import distribute
+from fnaccel.tree import Tree
 from fnaccel.world.world import World
 
 _WHERE = "fnaccel bench"
@@ -86,7 +87,7 @@ def first_batch(source: Any, where: str) -> Any:
     return source
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: Tree) -> bool:
     tree.learn(value)
     return any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(value))
 
@@ -113,7 +114,7 @@ def _called(fn: Callable[[], Any], where: str) -> Any:
         ) from error
 
 
-def _of_rank(batch: Any, world: World, where: str) -> Any:
+def _of_rank(batch: Tree, world: World, where: str) -> Any:
     """This rank's rows of a global batch."""
     if isinstance(batch, Window):
         return Window([_of_rank(one, world, where) for one in cast("tuple[Any, ...]", batch)])

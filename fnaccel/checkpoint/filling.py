@@ -20,6 +20,7 @@ from fnaccel.checkpoint.matching import comes_back
 from fnaccel.checkpoint.reading import Files, Request
 from fnaccel.errors import CheckpointError
 from fnaccel.state import ReadOnlyDict, TrainState
+from fnaccel.tree import Tree
 from fnaccel.world.world import World
 
 States = Callable[[TrainState, TrainState], TrainState]
@@ -50,7 +51,7 @@ class Filling:
         for target, state in self._objects:
             target.load_state_dict(state)
 
-    def extras(self, like: Any, stored: Any) -> Any:
+    def extras(self, like: Tree, stored: Tree) -> Any:
         """The user's own of a state; never in place, since the user may hold these tensors elsewhere."""
         self._own = True
         try:
@@ -58,7 +59,7 @@ class Filling:
         finally:
             self._own = False
 
-    def state(self, like: TrainState, stored: TrainState, extras: Any, *, in_place: bool) -> TrainState:
+    def state(self, like: TrainState, stored: TrainState, extras: Tree, *, in_place: bool) -> TrainState:
         """The state stored, with these extras; with `in_place` in the containers and tensors of `like`."""
         made: dict[str, Any] = {}
         for name in fields_of(stored):
@@ -71,7 +72,7 @@ class Filling:
                 made[name] = self.value(mine, found, in_place=in_place)
         return TrainState(**made)
 
-    def value(self, like: Any, stored: Any, *, in_place: bool = False) -> Any:
+    def value(self, like: Tree, stored: Tree, *, in_place: bool = False) -> Any:
         """A tree like `like`; with `in_place` its own dicts, lists and tensors."""
         if stored is KEEP:
             return like
@@ -107,7 +108,7 @@ class Filling:
             return type(stored)(**{n: self.value(getattr(like, n), getattr(stored, n)) for n in names})
         return stored
 
-    def _object(self, like: Any, stored: Object) -> Any:
+    def _object(self, like: Tree, stored: Object) -> Any:
         if not is_object(like):
             return self.value(like, stored.state)
         self._objects.append((like, self._alone(stored.state)))
@@ -123,7 +124,7 @@ class Filling:
             self._made[key] = made
         return self._made[key]
 
-    def _updates(self, like: Any, stored: Any, *, in_place: bool) -> Any:
+    def _updates(self, like: Tree, stored: Tree, *, in_place: bool) -> Any:
         """The number of updates, as `like` counts them: on the host, or on the device."""
         if stored is KEEP:
             return like
@@ -146,7 +147,7 @@ class Filling:
             )
         return int(found)
 
-    def _alone(self, stored: Any) -> Any:
+    def _alone(self, stored: Tree) -> Any:
         """A stored tree by itself, with tensors on the CPU."""
         if isinstance(stored, Stored):
             if (0, stored.path) not in self._made:

@@ -29,6 +29,7 @@ from fnaccel.checkpoint.format.values import (
 )
 from fnaccel.errors import TreeMismatchError
 from fnaccel.state import TrainState, check_live
+from fnaccel.tree import Tree
 
 _EXACT = 1 << 24  # float32 holds every whole number up to here
 
@@ -40,7 +41,7 @@ class Match:
     pairs: list[tuple[torch.Tensor | None, Stored]]
 
 
-def match(like: Any, stored: Any, problems: Sequence[str] = ()) -> Match:
+def match(like: Tree, stored: Tree, problems: Sequence[str] = ()) -> Match:
     """Compare a tree with a stored one (`Stored` where tensors are, `KEEP` where nothing is to change).
 
     Args:
@@ -73,7 +74,7 @@ class _Matcher:
         self.pairs: list[tuple[torch.Tensor | None, Stored]] = []
         self.own = False  # in a state's extras
 
-    def node(self, path: str, like: Any, stored: Any) -> None:
+    def node(self, path: str, like: Tree, stored: Tree) -> None:
         if stored is KEEP:
             return
         like = plain(like)
@@ -101,14 +102,14 @@ class _Matcher:
         elif (inner := entries_of(like)) is not None:
             self.entries(path, inner, entries_of(stored) or {})
 
-    def object(self, path: str, like: Any, stored: Object) -> None:
+    def object(self, path: str, like: Tree, stored: Object) -> None:
         """An object takes its state back itself, and says then what is wrong with it."""
         if is_object(like):
             self.collect(stored.state)
         else:
             self.node(path, like, stored.state)
 
-    def array(self, path: str, like: Any, stored: Array) -> None:
+    def array(self, path: str, like: Tree, stored: Array) -> None:
         found: Stored = stored.tensor
         fits = is_array(like) and (name_of(found.dtype), found.shape) == (str(like.dtype), like.shape)
         if fits:
@@ -141,14 +142,14 @@ class _Matcher:
             self.updates(child(path, "updates"), mine.pop("updates"), theirs.pop("updates"))
         self.entries(path, mine, theirs)
 
-    def updates(self, path: str, like: Any, stored: Any) -> None:
+    def updates(self, path: str, like: Tree, stored: Tree) -> None:
         """An int here may be a tensor there, where a transform skips updates: the number is the same."""
         if isinstance(stored, Stored):
             self.pairs.append((like if isinstance(like, torch.Tensor) else None, stored))
         elif isinstance(like, torch.Tensor) and stored > _EXACT:
             self.problems.append(f"{path}: {stored} in the checkpoint is too large for the float32 in like")
 
-    def collect(self, stored: Any) -> None:
+    def collect(self, stored: Tree) -> None:
         """Take a stored tree by itself."""
         if isinstance(stored, Stored):
             self.pairs.append((None, stored))
@@ -160,7 +161,7 @@ class _Matcher:
             for entry in (entries_of(stored) or {}).values():
                 self.collect(entry)
 
-    def tensor(self, path: str, like: Any, stored: Stored) -> None:
+    def tensor(self, path: str, like: Tree, stored: Stored) -> None:
         if not isinstance(like, torch.Tensor) or (like.dtype, tuple(like.shape)) != (
             stored.dtype,
             stored.shape,
@@ -169,12 +170,12 @@ class _Matcher:
         else:
             self.pairs.append((like, stored))
 
-    def differ(self, path: str, like: Any, stored: Any) -> None:
+    def differ(self, path: str, like: Tree, stored: Tree) -> None:
         self.problems.append(
             f"{shown(path)}: {_described(stored)} in the checkpoint, {_described(like)} in like"
         )
 
-    def only(self, path: str, value: Any, side: str) -> None:
+    def only(self, path: str, value: Tree, side: str) -> None:
         """One line for each leaf below a path that one side lacks."""
         if value is KEEP:
             return
@@ -185,7 +186,7 @@ class _Matcher:
             self.problems.append(f"{path}: only in {side} ({_described(value)})")
 
 
-def comes_back(like: Any, stored: Any) -> bool:
+def comes_back(like: Tree, stored: Tree) -> bool:
     """Whether, in the user's extras, what was saved comes back by itself, whatever stands in `like`.
 
     What `like` gives is: objects that take their state, classes of nodes and dicts, devices of tensors.
@@ -206,14 +207,14 @@ def comes_back(like: Any, stored: Any) -> bool:
     return type(stored) not in NODES.values() or type(like) is not type(stored)
 
 
-def _counts(value: Any) -> bool:
+def _counts(value: Tree) -> bool:
     """Whether a value can be a number of updates."""
     if isinstance(value, torch.Tensor | Stored):
         return value.dtype == torch.float32 and tuple(value.shape) == ()
     return type(value) is int
 
 
-def _described(value: Any) -> str:
+def _described(value: Tree) -> str:
     if isinstance(value, torch.Tensor):
         return f"{name_of(value.dtype)} {list(value.shape)}"
     if isinstance(value, Stored):

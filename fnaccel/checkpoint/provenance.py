@@ -16,9 +16,10 @@ import torch
 
 from fnaccel.errors import UnleasedStateError
 from fnaccel.state import TrainState, lease_of
+from fnaccel.tree import Tree
 
 
-def describe(state: Any, ranks: int) -> dict[str, Any]:
+def describe(state: Tree, ranks: int) -> dict[str, Any]:
     """What a manifest says of its making: plain data, which no reader needs."""
     found: dict[str, Any] = {
         "fnaccel": version(),

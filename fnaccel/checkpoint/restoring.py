@@ -29,6 +29,7 @@ from fnaccel.checkpoint.reading import Files
 from fnaccel.checkpoint.selection import is_complete, select
 from fnaccel.errors import CheckpointError, UnleasedStateError
 from fnaccel.state import TrainState, fold, lease_of
+from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.world import World, current
 
@@ -39,7 +40,7 @@ _WHERE = "fa.restore"
 def restore(
     directory: str | os.PathLike[str],
     *,
-    like: Any,
+    like: Tree,
     step: int | None = None,
     only: Patterns = None,
     skip: Patterns = None,
@@ -231,7 +232,7 @@ class _Restorer:
     world: World
     refilled: bool = False
 
-    def tree(self, like: Any, stored: Any) -> Any:
+    def tree(self, like: Tree, stored: Tree) -> Any:
         filling = Filling(self.files, self.world, self.state)
         made = filling.value(like, stored)
         together(self.world, _WHERE, filling.read)
@@ -258,7 +259,7 @@ class _Restorer:
             like, lambda target: self.fill(target, stored, extras[0], in_place=True), complete=complete
         )
 
-    def fill(self, like: TrainState, stored: TrainState, extras: Any, *, in_place: bool) -> TrainState:
+    def fill(self, like: TrainState, stored: TrainState, extras: Tree, *, in_place: bool) -> TrainState:
         filling = Filling(self.files, self.world, self.state)
         made: list[TrainState] = []
 

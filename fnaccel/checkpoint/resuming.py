@@ -6,7 +6,6 @@ import os
 import re
 import warnings
 from pathlib import Path
-from typing import Any
 
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.background import Background
@@ -17,6 +16,7 @@ from fnaccel.collectives import gather_objects
 from fnaccel.errors import CheckpointError, FnaccelError
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import TrainState, is_stale
+from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 
 _WHERE = "fa.resume_or_init"
@@ -29,7 +29,7 @@ def resume_or_init(
     train_step: TrainStep,
     *,
     seed: int = 0,
-    extras: Any = None,
+    extras: Tree = None,
     verify: bool = True,
     fallback: bool = False,
 ) -> TrainState:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from fnaccel.checkpoint.background import Background, Saving
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.checkpoint.writing import Hold, Writing
+from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.world import World, current
 
@@ -17,10 +17,10 @@ from fnaccel.world.world import World, current
 @every_rank
 def save(
     directory: str | os.PathLike[str],
-    state: Any,
+    state: Tree,
     *,
     step: int | None = None,
-    metadata: Any = None,
+    metadata: Tree = None,
     keep: int | None = None,
     keep_every: int | None = None,
     world: World | None = None,
@@ -64,10 +64,10 @@ def save(
 @every_rank
 def save_async(
     directory: str | os.PathLike[str],
-    state: Any,
+    state: Tree,
     *,
     step: int | None = None,
-    metadata: Any = None,
+    metadata: Tree = None,
     keep: int | None = None,
     keep_every: int | None = None,
     world: World | None = None,
@@ -108,9 +108,9 @@ def save_async(
 def _begun(
     where: str,
     directory: str | os.PathLike[str],
-    state: Any,
+    state: Tree,
     step: int | None,
-    metadata: Any,
+    metadata: Tree,
     retention: Retention,
     world: World,
     hold: Hold | None = None,

@@ -8,11 +8,12 @@ from fnaccel.checkpoint.choosing import KEEP, Kept, Patterns, Rename, choose, re
 from fnaccel.checkpoint.format.manifest import Stored
 from fnaccel.checkpoint.format.values import NODES, Array, Node, Object, child, entries_of, is_object
 from fnaccel.state import TrainState, check_live
+from fnaccel.tree import Tree
 
 _WHERE = "fa.restore"
 
 
-def select(like: Any, stored: Any, only: Patterns, skip: Patterns, rename: Rename) -> tuple[Any, list[str]]:
+def select(like: Tree, stored: Tree, only: Patterns, skip: Patterns, rename: Rename) -> tuple[Any, list[str]]:
     """A tree shaped as `like` with what is chosen of `stored`, and `KEEP` elsewhere.
 
     Args:
@@ -43,14 +44,14 @@ def is_complete(selected: Any) -> bool:
 
 
 class _Selection:
-    def __init__(self, stored: Any, rename: Rename) -> None:
+    def __init__(self, stored: Tree, rename: Rename) -> None:
         found = dict(_leaves("", stored))
         names = renamed(found, rename, _WHERE)
         self.theirs = {names[path]: value for path, value in found.items()}
         self.chosen: set[str] = set()
         self._stored = stored
 
-    def open(self, like: Any) -> list[str]:
+    def open(self, like: Tree) -> list[str]:
         """The paths of the leaves of `like`."""
         if isinstance(like, TrainState):
             check_live(like)
@@ -64,7 +65,7 @@ class _Selection:
         """Whether a chosen path of `like` is not in the checkpoint."""
         return path in self.chosen and path not in self.theirs
 
-    def over(self, path: str, like: Any) -> Any:
+    def over(self, path: str, like: Tree) -> Any:
         """The chosen part of the checkpoint, shaped as `like`."""
         inner = _inner(like)
         if not inner:
@@ -77,7 +78,7 @@ class _Selection:
         return type(like)(**made) if type(like) in NODES.values() else Node(made)
 
 
-def _leaves(path: str, value: Any) -> Any:
+def _leaves(path: str, value: Tree) -> Any:
     inner = _inner(value)
     if inner is None:
         yield path, value
@@ -86,7 +87,7 @@ def _leaves(path: str, value: Any) -> Any:
         yield from _leaves(child(path, key), entry)
 
 
-def _inner(value: Any) -> dict[Any, Any] | None:
+def _inner(value: Tree) -> dict[Any, Any] | None:
     if isinstance(value, Stored | Array | Object | Kept) or is_object(value):
         return None
     return entries_of(value)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -34,6 +33,7 @@ from fnaccel.checkpoint.format.safetensors import widest_first, write_items
 from fnaccel.checkpoint.format.values import Encoded, encode
 from fnaccel.errors import ArgumentError, CheckpointError, NotSerializableError
 from fnaccel.state import TrainState
+from fnaccel.tree import Tree
 from fnaccel.world.world import World
 
 Hold = Callable[[dict[str, Part]], dict[str, Part]]
@@ -82,7 +82,7 @@ class Writing:
         self._staged: Path | None = None
         self._number = 0
 
-    def begin(self, state: Any, step: int | None, metadata: Any, *, hold: Hold | None = None) -> None:
+    def begin(self, state: Tree, step: int | None, metadata: Tree, *, hold: Hold | None = None) -> None:
         """Note what is to be written, and make a place for it; only `hold` reads a tensor.
 
         Args:
@@ -138,7 +138,7 @@ class Writing:
                         durable.remove(self._staged)
                 raise
 
-    def _note(self, tree: Encoded, notes: Encoded, state: Any) -> dict[str, torch.Tensor]:
+    def _note(self, tree: Encoded, notes: Encoded, state: Tree) -> dict[str, torch.Tensor]:
         """Keep what is to be written; the random streams, where this rank has no file to put them in."""
         parts = {path: part_of(value, self._world.rank) for path, value in tree.tensors.items()}
         self.parts = {path: part for path, part in parts.items() if part.writes and part.box.numel}
@@ -212,7 +212,7 @@ def _stored(path: str, value: torch.Tensor) -> Stored:
     return Stored(path, value.dtype, tuple(value.shape), ())
 
 
-def _notes(metadata: Any, where: str) -> Encoded:
+def _notes(metadata: Tree, where: str) -> Encoded:
     notes = encode(metadata)
     if notes.tensors:
         raise NotSerializableError(
@@ -223,7 +223,7 @@ def _notes(metadata: Any, where: str) -> Encoded:
     return notes
 
 
-def _number(root: Path, state: Any, step: int | None, where: str) -> int:
+def _number(root: Path, state: Tree, step: int | None, where: str) -> int:
     if step is None and isinstance(state, TrainState):
         step = state.step
     if step is None:

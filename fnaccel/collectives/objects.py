@@ -16,12 +16,13 @@ from fnaccel.collectives.exchange import exchange_one
 from fnaccel.collectives.over import Over, scope
 from fnaccel.collectives.signature import Call, agree, bad_source, room
 from fnaccel.errors import NotSerializableError
+from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank, outer_call
 from fnaccel.world.world import World
 
 
 @every_rank
-def gather_objects(value: Any, *, over: Over = None, world: World | None = None) -> list[Any]:
+def gather_objects(value: Tree, *, over: Over = None, world: World | None = None) -> list[Any]:
     """The objects of all ranks, on all ranks, as a list in rank order.
 
     Objects are pickled between the ranks of this job only.
@@ -56,7 +57,7 @@ def gather_objects(value: Any, *, over: Over = None, world: World | None = None)
 
 
 @every_rank
-def broadcast_objects(value: Any, *, src: int = 0, over: Over = None, world: World | None = None) -> Any:
+def broadcast_objects(value: Tree, *, src: int = 0, over: Over = None, world: World | None = None) -> Any:
     """The object of rank `src`, on every rank.
 
     Objects are pickled between the ranks of this job only.
@@ -92,7 +93,7 @@ def broadcast_objects(value: Any, *, src: int = 0, over: Over = None, world: Wor
     return value if where.rank == src else _loaded(buffer.cpu())
 
 
-def _dumped(value: Any, name: str) -> tuple[bytearray, NotSerializableError | None]:
+def _dumped(value: Tree, name: str) -> tuple[bytearray, NotSerializableError | None]:
     try:
         return bytearray(pickle.dumps(value)), None
     except Exception as error:  # anything at all may be raised by a user's __reduce__

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -53,7 +52,7 @@ class Scope:
 _CPU = torch.device("cpu")
 
 
-def scope(over: Any, world: World | None, where: str) -> Scope:
+def scope(over: object, world: World | None, where: str) -> Scope:
     """The scope of one collective.
 
     Raises:

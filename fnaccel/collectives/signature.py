@@ -25,6 +25,7 @@ from fnaccel import _torch, tree
 from fnaccel.collectives.flat_buffer import Layout
 from fnaccel.collectives.over import Scope, scope
 from fnaccel.errors import ArgumentError, FnaccelError, RankMismatchError
+from fnaccel.tree import Tree
 from fnaccel.world.world import World
 
 Shape = tuple[int | None, ...]
@@ -163,7 +164,7 @@ def bad_source(src: int, size: int, name: str) -> ArgumentError | None:
     )
 
 
-def _not_plain(value: tree.Tree, at: int, leaf: Any, name: str) -> ArgumentError | None:
+def _not_plain(value: tree.Tree, at: int, leaf: Tree, name: str) -> ArgumentError | None:
     tensors = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only once that is imported
     if not isinstance(leaf, torch.Tensor):
         what = f"{type(leaf).__name__}, not a tensor"
@@ -191,7 +192,7 @@ def _digest(call: Call) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=256)
 def _cached_digest(
-    name: str, arguments: str, structure: Any, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...]
+    name: str, arguments: str, structure: Tree, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...]
 ) -> tuple[int, int, int]:
     # objects in a node print their address, which differs between processes
     drawn = re.sub(r" at 0x[0-9a-f]+", "", str(structure))

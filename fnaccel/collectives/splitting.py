@@ -8,6 +8,7 @@ import torch
 
 from fnaccel.collectives.over import Over, scope
 from fnaccel.errors import ArgumentError
+from fnaccel.tree import Tree
 from fnaccel.world.world import World
 
 T = TypeVar("T", bound="list[Any] | tuple[Any, ...] | dict[Any, Any] | torch.Tensor")
@@ -45,7 +46,7 @@ def split_between_processes(
     return cast("T", _part(inputs, start, stop, length))
 
 
-def _length(inputs: Any) -> int:
+def _length(inputs: Tree) -> int:
     if isinstance(inputs, dict):
         lengths = {key: _length(value) for key, value in cast("dict[Any, Any]", inputs).items()}
         if len(set(lengths.values())) > 1:
@@ -67,7 +68,7 @@ def _length(inputs: Any) -> int:
     )
 
 
-def _part(inputs: Any, start: int, stop: int, length: int) -> Any:
+def _part(inputs: Tree, start: int, stop: int, length: int) -> Any:
     if isinstance(inputs, dict):
         return {
             key: _part(value, start, stop, length) for key, value in cast("dict[Any, Any]", inputs).items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fnaccel import optim
@@ -99,7 +100,7 @@ def _wrong_options(where: str, name: str, error: TypeError) -> ConfigError:
     )
 
 
-def transformed(recipe_: Recipe, loss_fn: Any) -> Step:
+def transformed(recipe_: Recipe, loss_fn: Callable[..., Any]) -> Step:
     """The loss function under the transforms that a recipe names, in the recipe's order."""
     step: Any = as_step(loss_fn, "fa.apply")
     if recipe_.precision != "fp32":
@@ -123,7 +124,9 @@ def transformed(recipe_: Recipe, loss_fn: Any) -> Step:
     return step
 
 
-def apply(recipe_: Recipe, loss_fn: Any, model: Any, *, world: World | None = None) -> TrainStep:
+def apply(
+    recipe_: Recipe, loss_fn: Callable[..., Any], model: Any, *, world: World | None = None
+) -> TrainStep:
     """The train step that a recipe describes.
 
     Args:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fnaccel.errors import ConfigError, NotSerializableError
+from fnaccel.tree import Tree
 
 
 def load(reference: Any, where: str) -> Any:
@@ -50,7 +51,7 @@ def _from_file(path: Path) -> Any:
     return found
 
 
-def dump(value: Any, where: str) -> Any:
+def dump(value: Tree, where: str) -> Any:
     """`"module:name"` of a function that can be found again by it; anything else as it is.
 
     Raises:

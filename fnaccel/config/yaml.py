@@ -12,6 +12,7 @@ import yaml
 from fnaccel.config.recipe import Recipe
 from fnaccel.config.references import dump
 from fnaccel.errors import ConfigError, FnaccelError, nearest
+from fnaccel.tree import Tree
 
 
 @functools.cache
@@ -36,7 +37,7 @@ def to_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(plain, sort_keys=False)
 
 
-def _plain(record: Any, where: str) -> dict[str, Any]:
+def _plain(record: object, where: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in attrs.fields(type(record)):
         value = getattr(record, field.name)
@@ -83,7 +84,7 @@ def from_yaml(source: str | Path) -> Recipe:
     return read(plain, where)
 
 
-def read(plain: Any, where: str) -> Recipe:
+def read(plain: Tree, where: str) -> Recipe:
     """A recipe from plain dicts and values.
 
     Raises:
@@ -114,7 +115,7 @@ def _mistake_in(error: BaseException) -> FnaccelError | None:
     return next((found for one in inner if (found := _mistake_in(one)) is not None), None)
 
 
-def _check_keys(plain: Any, cls: type, where: str) -> None:
+def _check_keys(plain: Tree, cls: type, where: str) -> None:
     if not isinstance(plain, dict):
         raise ConfigError(
             f"{where} holds {type(plain).__name__}, not keys and values",

@@ -15,9 +15,10 @@ import torch
 from fnaccel import tree
 from fnaccel.data.order import split_sizes as split_sizes
 from fnaccel.errors import LoaderError, MicroBatchError
+from fnaccel.tree import Tree
 
 
-def _is_column(node: Any) -> bool:
+def _is_column(node: Tree) -> bool:
     """Whether a node is a list with one plain value a row, as collate makes it of strings."""
     if type(node) not in (list, tuple) or not node:
         return False
@@ -26,11 +27,11 @@ def _is_column(node: Any) -> bool:
     return not any(_is_nested(item) for item in node)
 
 
-def _is_nested(item: Any) -> bool:
+def _is_nested(item: object) -> bool:
     return item is None or isinstance(item, list | tuple | dict) or hasattr(item, "shape")
 
 
-def _length(leaf: Any) -> int | None:
+def _length(leaf: Tree) -> int | None:
     """Rows of a leaf; None for one that belongs to the whole batch."""
     if _is_column(leaf):
         return len(leaf)
@@ -98,7 +99,7 @@ def cut(batch: tree.Tree, sizes: Sequence[int], *, where: str = "cut(batch, size
     return [tree.unflatten(structure, [part[i] for part in parts]) for i in range(len(sizes))]
 
 
-def _cut_leaf(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+def _cut_leaf(leaf: Tree, sizes: Sequence[int]) -> Sequence[Any]:
     if _length(leaf) is None:
         return [leaf] * len(sizes)
     if isinstance(leaf, torch.Tensor):

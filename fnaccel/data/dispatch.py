@@ -22,6 +22,7 @@ from fnaccel.data.batch import Batch
 from fnaccel.data.order import span
 from fnaccel.data.reader_ranks import Link, portable
 from fnaccel.data.stream import shares
+from fnaccel.tree import Tree
 
 _ALIGN = 16  # bytes; every dtype may begin at a multiple of it
 
@@ -85,7 +86,7 @@ def unpack(parcel: _Parcel) -> Any:
     if not isinstance(message, Batch):
         return message
 
-    def fetch(leaf: Any) -> Any:
+    def fetch(leaf: Tree) -> Any:
         if not isinstance(leaf, _Slot):
             return leaf
         chunk = parcel.columns[leaf.first : leaf.first + leaf.size]

@@ -17,6 +17,7 @@ import torch.utils.data as torch_data
 from fnaccel import tree
 from fnaccel.data.seeding import SeededDataset
 from fnaccel.state import fold
+from fnaccel.tree import Tree
 
 _WORKERS = 0x776F726B657273  # "workers": their base seeds are no other part's seeds
 
@@ -175,7 +176,7 @@ class _Columns:
         return [column[index].contiguous() for column in self.tensors]
 
 
-def _same(first: Any, second: Any) -> bool:
+def _same(first: Tree, second: Any) -> bool:
     """Whether two batches are equal in all that a user can see; collate functions can be changed."""
     if tree.structure(first) != tree.structure(second):
         return False

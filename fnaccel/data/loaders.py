@@ -13,6 +13,7 @@ import attrs
 import torch.utils.data as torch_data
 
 from fnaccel.errors import LoaderError
+from fnaccel.tree import Tree
 
 _WHERE = "shard(loader)"
 
@@ -74,7 +75,7 @@ def reader(kind: type) -> Callable[[R], R]:
     return register
 
 
-def classify(loader: Any, *, presplit: bool = False) -> Source:
+def classify(loader: object, *, presplit: bool = False) -> Source:
     """Say how a loader makes its batches.
 
     Args:
@@ -130,13 +131,13 @@ def _iterates_itself(loader: torch_data.DataLoader[Any]) -> bool:
     return type(loader).__iter__ is not torch_data.DataLoader.__iter__ and not is_plain(loader)
 
 
-def is_plain(loader: Any) -> bool:
+def is_plain(loader: object) -> bool:
     """Whether a loader makes its batches as torch's own does, and can be made anew from its attributes."""
     kind = type(loader)
     return kind is torch_data.DataLoader or kind.__module__.startswith("torchdata.")
 
 
-def _check_not_empty(data: Any) -> None:
+def _check_not_empty(data: Tree) -> None:
     if length_of(data) == 0:
         raise LoaderError(
             "the loader holds nothing",
@@ -145,7 +146,7 @@ def _check_not_empty(data: Any) -> None:
         )
 
 
-def _check_whole(loader: Any) -> None:
+def _check_whole(loader: object) -> None:
     """Raise LoaderError if a loader says of itself that it holds one rank's part of the data."""
     for sampler in _samplers(loader):
         if splits(sampler):
@@ -166,7 +167,7 @@ def _check_whole(loader: Any) -> None:
             )
 
 
-def check_part(loader: Any, rank: int, ranks: int) -> None:
+def check_part(loader: object, rank: int, ranks: int) -> None:
     """Raise LoaderError if a loader says of itself that it holds the part of another rank."""
     data: Any = getattr(loader, "dataset", None)
     parts = [(sampler, _part_of(sampler)) for sampler in _samplers(loader)]
@@ -181,17 +182,17 @@ def check_part(loader: Any, rank: int, ranks: int) -> None:
             )
 
 
-def splits(sampler: Any) -> bool:
+def splits(sampler: object) -> bool:
     """Whether a sampler gives one rank its part: torch's DistributedSampler, or one with its attributes."""
     return _part_of(sampler) is not None
 
 
-def _samplers(loader: Any) -> list[Any]:
+def _samplers(loader: object) -> list[Any]:
     batching: Any = getattr(loader, "batch_sampler", None)
     return [getattr(loader, "sampler", None), batching, getattr(batching, "sampler", None)]
 
 
-def _part_of(sampler: Any) -> tuple[int, int] | None:
+def _part_of(sampler: object) -> tuple[int, int] | None:
     """(rank, ranks) of a sampler that gives one rank its part; None for others."""
     if isinstance(sampler, torch_data.DistributedSampler):
         return sampler.rank, sampler.num_replicas
@@ -203,18 +204,18 @@ def _part_of(sampler: Any) -> tuple[int, int] | None:
     return None
 
 
-def is_split_stream(data: Any) -> bool:
+def is_split_stream(data: Tree) -> bool:
     """Whether `split_dataset_by_node` has split a stream of Hugging Face datasets between ranks."""
     return _stream_part(data) is not None
 
 
-def _stream_part(data: Any) -> tuple[int, int] | None:
+def _stream_part(data: Tree) -> tuple[int, int] | None:
     split = getattr(data, "_distributed", None)
     ranks = getattr(split, "world_size", 1)
     return (split.rank, ranks) if split is not None and ranks > 1 else None
 
 
-def length_of(data: Any) -> int | None:
+def length_of(data: Tree) -> int | None:
     """`len(data)`, or None where there is no saying."""
     if not isinstance(data, Sized):
         return None
@@ -234,7 +235,7 @@ def order_of(sampler: Any) -> tuple[int, bool] | None:
     return None
 
 
-def _is_stock(sampler: Any, name: str) -> bool:
+def _is_stock(sampler: object, name: str) -> bool:
     """Whether a sampler is torch's own of that name, or torchdata's, which only counts what it gave out."""
     kind = type(sampler)
     return kind.__name__ == name and kind.__module__.partition(".")[0] in ("torch", "torchdata")

@@ -16,12 +16,13 @@ import torch.utils.data as torch_data
 from fnaccel.data.epoch import Reading
 from fnaccel.data.reader_ranks import Link
 from fnaccel.errors import LoaderError
+from fnaccel.tree import Tree
 
 _SAMPLED = 64
 """How many rows of a Hugging Face data set are compared."""
 
 
-def check_same_data(loader: Any, reading: Reading, link: Link) -> None:
+def check_same_data(loader: object, reading: Reading, link: Link) -> None:
     """See, before the first epoch, that the data sets of all ranks are one data set.
 
     Only what can be told for sure is compared: the length and stored rows of a Hugging Face data set, before
@@ -46,7 +47,7 @@ def check_same_data(loader: Any, reading: Reading, link: Link) -> None:
         )
 
 
-def _identity(data: Any) -> tuple[int, str] | None:
+def _identity(data: Tree) -> tuple[int, str] | None:
     """(length, digest) of data that can be compared; None for other data."""
     if isinstance(data, torch_data.Subset):
         indices: Any = data.indices
@@ -66,7 +67,7 @@ def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _row(data: Any, row: int) -> Any:
+def _row(data: Tree, row: int) -> Any:
     """A row as it is stored: decoding images or sounds would take time."""
     table, indices = data.data, getattr(data, "_indices", None)
     at = row if indices is None else indices.column(0)[row].as_py()

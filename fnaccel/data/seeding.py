@@ -88,7 +88,7 @@ def _streams(seed: int) -> Generator[None]:
             numpy.random.set_state(kept[2])
 
 
-def _number(key: Any) -> int:
+def _number(key: object) -> int:
     """An integer that stands for a dataset key; the first one of a list of keys."""
     if isinstance(key, list | tuple) and key:
         return _number(key[0])

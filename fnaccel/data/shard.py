@@ -85,7 +85,7 @@ class Shards:
 
 
 def shard(
-    loader: Any,
+    loader: object,
     *,
     window: int | None = None,
     remainder: Remainder | None = None,

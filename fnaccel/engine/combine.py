@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from fnaccel import tree
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.rows import Rows, concatenated, rows_of_concat
 from fnaccel.errors import LossError
-from fnaccel.step.loss import Concat, Mean, Sum, is_combinable, is_zero, parts_of, readable
+from fnaccel.step.loss import Concat, Mean, Scalar, Sum, is_combinable, is_zero, parts_of, readable
+from fnaccel.tree import Tree
 
 RESERVED = frozenset({"loss", "weight", "lr", "grad_norm", "skipped", "loss_scale", "recompilations"})
 """Metrics that a step reports by itself."""
 
 
-def plain(value: Any) -> Any:
+def plain(value: Tree) -> Any:
     """A value to add up: without its graph, and in fp32 at least (bf16 would stop counting at 256)."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -25,7 +27,7 @@ def plain(value: Any) -> Any:
     return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
 
 
-def divide(total: Any, weight: Any, device: torch.device) -> torch.Tensor:
+def divide(total: torch.Tensor, weight: Scalar, device: torch.device) -> torch.Tensor:
     """A total over its weight, as a tensor; 0 if there is no weight."""
     if not isinstance(total, torch.Tensor):
         total = torch.tensor(float(total), device=device)
@@ -52,7 +54,7 @@ def packed(values: list[Any], device: torch.device) -> torch.Tensor:
     )
 
 
-def check_aux(aux: Any) -> None:
+def check_aux(aux: Tree) -> None:
     """Raise LossError where aux can't be reported; torch.compile can trace it."""
     if isinstance(aux, dict):
         if any(name in RESERVED for name in aux):
@@ -63,7 +65,7 @@ def check_aux(aux: Any) -> None:
         _check_leaf(aux)
 
 
-def _check_leaf(value: Any) -> None:
+def _check_leaf(value: Tree) -> None:
     if isinstance(value, dict):
         for inner in value.values():
             _check_leaf(inner)
@@ -76,7 +78,7 @@ def _check_leaf(value: Any) -> None:
         rows_of_concat(value, "the loss function's aux")
 
 
-def _no_metric(value: Any) -> LossError:
+def _no_metric(value: Tree) -> LossError:
     return LossError(
         f"aux holds {type(value).__name__}, which can't be added up over micro-batches and ranks",
         where="the loss function's aux",
@@ -154,7 +156,7 @@ class AuxValues:
         self._concats: list[list[Rows]] = []
         self._structure: Any = None
 
-    def take(self, aux: Any, *, valid: bool) -> None:
+    def take(self, aux: Tree, *, valid: bool) -> None:
         """Add one micro-batch's; a filler's counts for nothing but gives its structure."""
         if aux is None:
             return
@@ -198,7 +200,7 @@ class AuxValues:
         """Totals and weights by turns, to be summed over ranks."""
         return [value for pair in self._pairs for value in pair]
 
-    def put(self, values: Any) -> None:
+    def put(self, values: Sequence[Any]) -> None:
         """Take what `values` came to over all ranks."""
         self._pairs = [(values[2 * i], values[2 * i + 1]) for i in range(len(self._pairs))]
 
@@ -227,7 +229,7 @@ class AuxValues:
         return aux
 
 
-def detached(aux: Any) -> Any:
+def detached(aux: Tree) -> Any:
     """Aux without its graph; the containers that a loss makes by itself."""
     if isinstance(aux, Mean):
         return Mean(plain(aux.total), plain(aux.weight), detached(aux.aux))

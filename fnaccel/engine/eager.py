@@ -18,7 +18,14 @@ from fnaccel.engine.step_totals import Report
 from fnaccel.engine.stop_request import Notice
 from fnaccel.errors import LossError, MicroBatchError
 from fnaccel.state import fold
-from fnaccel.step.loss import check_attached, check_reached, check_weight, gradients_changed, read_loss
+from fnaccel.step.loss import (
+    Scalar,
+    check_attached,
+    check_reached,
+    check_weight,
+    gradients_changed,
+    read_loss,
+)
 from fnaccel.world.devices import generators_of
 
 T = TypeVar("T")
@@ -187,7 +194,9 @@ def _wrong_rows(engine: Engine, odd: list[int]) -> MicroBatchError:
     )
 
 
-def multiplier_of(loss: Loss, engine: Engine, weight: Any, scale: Any, up_front: Any) -> Any:
+def multiplier_of(
+    loss: Loss, engine: Engine, weight: Scalar, scale: Scalar | None, up_front: Scalar | None
+) -> Any:
     """What the gradients are still to be multiplied by; None for 1."""
     if loss.weight_fn is not None:
         return None if scale is None else 1.0 / scale
@@ -210,7 +219,7 @@ def up_front_of(loss: Loss, micros: Sequence[Micro], call: Call, report: Report,
     return call.scale / call.last_weight.to(engine.layout.mesh.world.device)
 
 
-def _ratio(engine: Engine, weight: Any) -> Any:
+def _ratio(engine: Engine, weight: Scalar) -> Any:
     """What undoes the engine's own average, over the global weight."""
     if isinstance(weight, torch.Tensor):
         dtype = wide_dtype(engine)
@@ -245,7 +254,9 @@ def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Repor
     return total
 
 
-def _backward(engine: Engine, total: torch.Tensor, up_front: Any, report: Report, last: bool) -> None:
+def _backward(
+    engine: Engine, total: torch.Tensor, up_front: Scalar | None, report: Report, last: bool
+) -> None:
     if last:
         report.send()  # overlaps with the backward pass
     if up_front is not None:

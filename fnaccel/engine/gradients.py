@@ -13,6 +13,8 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.errors import TreeMismatchError
+from fnaccel.step.loss import Scalar
+from fnaccel.tree import Tree
 from fnaccel.world.mesh import MeshAxis
 
 
@@ -25,7 +27,7 @@ class Gradients:
         self,
         leaves: Sequence[Any],
         shards: list[torch.Tensor | None],
-        multiplier: Any,
+        multiplier: Scalar | None,
         axes: tuple[MeshAxis, ...],
         device: torch.device,
     ) -> None:
@@ -140,7 +142,7 @@ class Gradients:
         self.changed()
 
 
-def _unlike(value: Any, leaf: Any) -> str:
+def _unlike(value: Tree, leaf: Tree) -> str:
     """How a gradient differs from its parameter in kind; empty where it does not."""
     if not isinstance(value, torch.Tensor):
         return f"is {type(value).__name__}, not a tensor"

@@ -14,6 +14,7 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.errors import CapabilityError
+from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 
 
@@ -85,7 +86,7 @@ class Remote(torch.Tensor):
             stride=torch.empty(self.shape, device="meta").stride(),
         )
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: Any, value: Tree) -> None:
         whole = self.full_tensor()
         with torch.no_grad():
             whole[index] = _fetched(value)
@@ -162,7 +163,7 @@ def _no_memory(value: Remote, what: str) -> CapabilityError:
     )
 
 
-def _fetched(value: Any) -> Any:
+def _fetched(value: Tree) -> Any:
     """Whole tensors in the place of a Remote or of a DTensor, also in a list."""
     if hasattr(value, "full_tensor"):
         return value.full_tensor()

@@ -14,6 +14,7 @@ from fnaccel.data import Batch
 from fnaccel.engine.rows import Rows, concatenated, rows_of_concat
 from fnaccel.errors import LoaderError, LossError
 from fnaccel.step.loss import Concat, Sum, is_combinable, parts_of
+from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 
 
@@ -29,7 +30,7 @@ class Scores:
         self._pads: list[float | None] = []
         self._rows: list[list[Rows]] = []
 
-    def take(self, metrics: Any, batch: Batch) -> None:
+    def take(self, metrics: Tree, batch: Batch) -> None:
         """Add one batch; a filler counts for nothing."""
         leaves, structure = tree.flatten(metrics, is_leaf=is_combinable)
         if self._structure is None:
@@ -56,7 +57,7 @@ class Scores:
                 self._totals[index] = self._totals[index] + self._wide(total)
                 self._weights[index] = self._weights[index] + self._wide(weight)
 
-    def _wide(self, value: Any) -> Any:
+    def _wide(self, value: Tree) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)

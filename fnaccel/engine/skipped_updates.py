@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fnaccel.errors import NonfiniteError
+from fnaccel.step.loss import Scalar
 
 WARN_AFTER = 25
 """Skipped updates in a row that are worth a warning: a loss scale of 65,536 needs 16 to come down to 1."""
@@ -30,7 +31,7 @@ class SkippedUpdates:
         self._in_a_row = 0
         self._waiting: deque[tuple[torch.Tensor, Any]] = deque()
 
-    def put(self, skip: Any) -> None:
+    def put(self, skip: Scalar | None) -> None:
         """Take whether an update was skipped: a number or a 0-d tensor, 1 if it was."""
         if not isinstance(skip, torch.Tensor) or skip.device.type == "cpu":
             self._count(bool(skip))

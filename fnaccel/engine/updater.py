@@ -13,11 +13,12 @@ from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim import kernels
 from fnaccel.optim.description import Bound, Optimizer, group_leaves, takes_tensors
+from fnaccel.step.loss import Scalar
 
 Optimizers = dict[str | None, Optimizer]
 
 
-def by_model(optimizer: Any, keys: Sequence[str | None]) -> Optimizers:
+def by_model(optimizer: object, keys: Sequence[str | None]) -> Optimizers:
     """One optimizer per model: a dict with the models' keys, or one for all.
 
     Raises:
@@ -118,7 +119,7 @@ class Updater:
         self._count = torch.zeros((), dtype=torch.float32, device=where)
 
     def apply(
-        self, grads: Gradients, rates: Sequence[Sequence[Any]], updates: Any, reported: dict[str, Any]
+        self, grads: Gradients, rates: Sequence[Sequence[Any]], updates: Scalar, reported: dict[str, Any]
     ) -> dict[str, Any]:
         """Update the parameters in place; the rates as metrics.
 
@@ -144,7 +145,7 @@ class Updater:
             return kernels.as_input(updates + 1.0, self._count.device)
         return self._count.fill_(updates + 1)
 
-    def rates(self, updates: Any) -> tuple[dict[str, Any], list[list[Any]]]:
+    def rates(self, updates: Scalar) -> tuple[dict[str, Any], list[list[Any]]]:
         """The rates as metrics, and those of each optimizer's groups."""
         reported: dict[str, Any] = {}
         rates: list[list[Any]] = []
@@ -174,7 +175,7 @@ class Updater:
             if skipped is not None:
                 grads.skip = torch.tensor(skipped, device=number.device)
 
-    def _rate(self, schedule: Callable[[Any], Any], updates: Any) -> Any:
+    def _rate(self, schedule: Callable[[Any], Any], updates: Scalar) -> Any:
         if self._on_device and not takes_tensors(schedule):
             return schedule(int(updates))
         return schedule(updates)

@@ -7,7 +7,7 @@ tensor is drawn on every rank, and each rank takes its part of it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class WholeDraws(TorchFunctionMode):
         return _drawn(func, args, options)
 
 
-def _drawn(func: Callable[..., Any], args: Sequence[Any], options: Any) -> Any:
+def _drawn(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
     like: Any = args[0]
     whole = torch.empty(like.shape, dtype=like.dtype, device=_torch.local_of(like).device)
     whole = func(whole, *args[1:], **options)

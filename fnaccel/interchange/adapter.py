@@ -39,7 +39,7 @@ def export_adapter(
     state: TrainState,
     *,
     adapter: str = "default",
-    dtype: Any = None,
+    dtype: torch.dtype | None = None,
     ema: bool = False,
     model: str | None = None,
     overwrite: bool = False,
@@ -130,7 +130,7 @@ def _model(state: TrainState, style: Style) -> tuple[Any, dict[str, torch.Tensor
     return modules[style.model], tensors
 
 
-def _check_adapter(module: Any, adapter: str) -> None:
+def _check_adapter(module: nn.Module, adapter: str) -> None:
     """Raise ArgumentError if a module has no adapter of that name."""
     adapters: Any = getattr(module, "peft_config", None)
     if not isinstance(adapters, dict) or not adapters:

@@ -24,6 +24,7 @@ from fnaccel.interchange.fitting import Choice, Fit, fit, mismatch
 from fnaccel.interchange.sources.detect import opened as open_source
 from fnaccel.interchange.targets import SECTIONS, sections_of, targets_of, tensors_of
 from fnaccel.state import TrainState, lease_of
+from fnaccel.tree import Tree
 from fnaccel.world.world import World, current
 
 _WHERE = "fa.adopt"
@@ -33,7 +34,7 @@ _WIDE = 1e38
 def adopt(
     path: str | os.PathLike[str],
     *,
-    like: Any,
+    like: Tree,
     format: str | None = None,  # noqa: A002 - the word for it
     only: Patterns = None,
     skip: Patterns = None,
@@ -180,7 +181,7 @@ def _same(one: Found, other: Found, tensor: torch.Tensor, world: World) -> bool:
     return torch.equal(*values)
 
 
-def _filled(like: Any, found: Fit, source: Source, world: World) -> Any:
+def _filled(like: Tree, found: Fit, source: Source, world: World) -> Any:
     if isinstance(like, TrainState):
         try:
             owner = lease_of(like, _WHERE).owner
@@ -216,7 +217,7 @@ def _in_place(state: TrainState, found: Fit, source: Source, world: World) -> Tr
     return made[0]
 
 
-def _fresh(like: Any, found: Fit, source: Source, world: World) -> Any:
+def _fresh(like: Tree, found: Fit, source: Source, world: World) -> Any:
     made = {
         path: _empty(tensor, world) if path in found.pairs else tensor.detach().clone()
         for path, tensor in _tensors(like).items()
@@ -231,7 +232,7 @@ def _fresh(like: Any, found: Fit, source: Source, world: World) -> Any:
     return _rebuilt(like, "params", made)
 
 
-def _tensors(like: Any) -> dict[str, torch.Tensor]:
+def _tensors(like: Tree) -> dict[str, torch.Tensor]:
     parts = sections_of(like, _WHERE).items()
     return {path: one for name, part in parts for path, one in tensors_of(part, name, _WHERE).items()}
 
@@ -249,7 +250,7 @@ def _read(tensors: Mapping[str, torch.Tensor], found: Fit, world: World) -> None
                 source.read(part.box, part.local)
 
 
-def _rebuilt(node: Any, path: str, made: Mapping[str, torch.Tensor]) -> Any:
+def _rebuilt(node: Tree, path: str, made: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(node, torch.Tensor):
         return made[path]
     if isinstance(node, dict):

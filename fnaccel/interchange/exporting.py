@@ -25,6 +25,7 @@ from fnaccel.interchange.sources.detect import opened
 from fnaccel.interchange.targets import modules_of, persistent_paths, tensors_of
 from fnaccel.state import TrainState, check_live, check_trained, lease_of
 from fnaccel.step.precision_policy import dtype_of
+from fnaccel.tree import Tree
 from fnaccel.world.world import World, current
 
 _WHERE = "fa.export_hf"
@@ -156,7 +157,13 @@ def items_of(source: Source, style: Style) -> list[Item]:
 
 
 def _export_state(
-    target: Path, state: Any, style: Style, config: Any, *, overwrite: bool, world: World | None
+    target: Path,
+    state: Tree,
+    style: Style,
+    config: Mapping[str, Any],
+    *,
+    overwrite: bool,
+    world: World | None,
 ) -> Path:
     if not isinstance(state, TrainState):
         raise ArgumentError(

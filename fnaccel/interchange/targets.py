@@ -13,6 +13,7 @@ from fnaccel.checkpoint.format.found import unescaped
 from fnaccel.checkpoint.format.values import child, shown
 from fnaccel.errors import ArgumentError, UnleasedStateError
 from fnaccel.state import TrainState, check_live, lease_of
+from fnaccel.tree import Tree
 
 SECTIONS = ("params", "buffers", "opt", "ema")
 
@@ -40,7 +41,7 @@ class Targets:
         return self.plain.get(path) or self.plain.get(unescaped(path)) or path
 
 
-def sections_of(like: Any, where: str) -> dict[str, Any]:
+def sections_of(like: Tree, where: str) -> dict[str, Any]:
     """The parts of a state, or of a dict laid out as one; any other dict of tensors is `params`.
 
     Raises:
@@ -61,7 +62,7 @@ def sections_of(like: Any, where: str) -> dict[str, Any]:
     return {"params": like}
 
 
-def tensors_of(node: Any, path: str, where: str) -> dict[str, torch.Tensor]:
+def tensors_of(node: Tree, path: str, where: str) -> dict[str, torch.Tensor]:
     """The tensors below a node, by path; numbers that an optimizer keeps beside them are left out.
 
     Raises:
@@ -83,7 +84,7 @@ def tensors_of(node: Any, path: str, where: str) -> dict[str, torch.Tensor]:
     )
 
 
-def targets_of(like: Any, where: str) -> Targets:
+def targets_of(like: Tree, where: str) -> Targets:
     """All that `like` can take.
 
     Raises:
@@ -102,7 +103,7 @@ def targets_of(like: Any, where: str) -> Targets:
     return Targets(found, persistent, tied, plain)
 
 
-def modules_of(state: Any) -> dict[str | None, nn.Module] | None:
+def modules_of(state: Tree) -> dict[str | None, nn.Module] | None:
     """The modules of the train step that owns a live state, by key (`None`: only one); None for others."""
     if not isinstance(state, TrainState):
         return None

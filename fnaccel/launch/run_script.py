@@ -77,7 +77,7 @@ def _first_on_path(folder: str) -> None:
 
 
 def _run_as_main(
-    code: CodeType, argv: list[str], *, file: str | None, loader: Any, spec: Any, package: str | None
+    code: CodeType, argv: list[str], *, file: str | None, loader: object, spec: Any, package: str | None
 ) -> None:
     sys.argv = argv
     main = ModuleType("__main__")

@@ -20,19 +20,20 @@ from torch.nn.modules.module import (
 from fnaccel import _torch
 from fnaccel.errors import ReplacedParameterError
 from fnaccel.models.parameter import Leaf
+from fnaccel.tree import Tree
 
 _watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[TrainedModules]] = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 
 
-def _on_registration(module: nn.Module, name: str, value: Any) -> None:  # noqa: ARG001 - torch's signature
+def _on_registration(module: nn.Module, name: str, value: Tree) -> None:  # noqa: ARG001 - torch's signature
     watcher = _watched.get(module)
     owner = None if watcher is None else watcher()
     if owner is not None:
         owner.suspicious = True
 
 
-def _on_buffer(module: nn.Module, name: str, value: Any) -> None:
+def _on_buffer(module: nn.Module, name: str, value: Tree) -> None:
     # a buffer that only gets another value is no news
     if value is not None and _torch.buffers_of(module).get(name) is None:
         _on_registration(module, name, value)

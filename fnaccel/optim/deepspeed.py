@@ -10,6 +10,8 @@ import attrs
 from fnaccel.errors import CapabilityError, require
 from fnaccel.optim.description import Group, Optimizer, options_of
 from fnaccel.optim.fused import Groups
+from fnaccel.optim.schedules import Rate
+from fnaccel.step.loss import Scalar
 
 
 @attrs.frozen
@@ -24,7 +26,7 @@ class DeepspeedRate:
     total: int | None = None
     low: float | None = None
 
-    def __call__(self, updates: Any) -> float:  # noqa: ARG002 - what a schedule takes
+    def __call__(self, updates: Scalar) -> float:  # noqa: ARG002 - what a schedule takes
         """The rate to make an optimizer with; the schedule itself is DeepSpeed's."""
         return self.lr
 
@@ -44,7 +46,7 @@ class DeepspeedKernel:
         )
 
 
-def from_deepspeed(lr: Any, *, groups: Groups = None, **options: Any) -> Optimizer:
+def from_deepspeed(lr: Rate, *, groups: Groups = None, **options: Any) -> Optimizer:
     """The optimizer that the DeepSpeed configuration names (`"optimizer": {"type": ..., "params": ...}`).
 
     Args:

@@ -17,6 +17,7 @@ import torch
 from fnaccel.errors import ArgumentError, ConfigError, nearest
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.schedules import Schedule, as_schedule, constant
+from fnaccel.step.loss import Scalar
 from fnaccel.step.spec import Spec
 
 Options = tuple[tuple[str, Any], ...]
@@ -50,7 +51,7 @@ class Bound(Protocol):
         self,
         grads: Sequence[torch.Tensor | None],
         rates: Sequence[Any],
-        multiplier: Any,
+        multiplier: Scalar | None,
         skip: torch.Tensor | None,
         updates: torch.Tensor,
     ) -> float | None:

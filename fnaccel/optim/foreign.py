@@ -14,6 +14,9 @@ from fnaccel import _torch
 from fnaccel.errors import ArgumentError, CapabilityError, nearest, require
 from fnaccel.optim.description import Group, Optimizer, options_of
 from fnaccel.optim.fused import Groups
+from fnaccel.optim.schedules import Rate
+from fnaccel.step.loss import Scalar
+from fnaccel.tree import Tree
 
 
 class _Recorder(dict[str, Any]):
@@ -23,7 +26,7 @@ class _Recorder(dict[str, Any]):
         super().__init__()
         self.first: dict[str, Any] = {}
 
-    def __setitem__(self, slot: str, value: Any) -> None:
+    def __setitem__(self, slot: str, value: Tree) -> None:
         if slot not in self.first:
             self.first[slot] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         super().__setitem__(slot, value)
@@ -45,7 +48,7 @@ class BoundTorch:
 
     reads_host = True
 
-    def __init__(self, cls: Any, groups: Sequence[Group]) -> None:
+    def __init__(self, cls: type[Any], groups: Sequence[Group]) -> None:
         self._leaves = {m.index: m.leaf for group in groups for m in group.members}
         self.slots: dict[str, dict[str, Any]] = {}
         initial = first_slots(cls, groups)
@@ -61,7 +64,7 @@ class BoundTorch:
         self,
         grads: Sequence[torch.Tensor | None],
         rates: Sequence[Any],
-        multiplier: Any,
+        multiplier: Scalar | None,
         skip: torch.Tensor | None,
         updates: torch.Tensor,  # noqa: ARG002 - torch optimizers count by themselves
     ) -> None:
@@ -80,7 +83,7 @@ class BoundTorch:
         self._optimizer.step()
 
 
-def _make(cls: Any, groups: Sequence[Group], params: dict[int, Any]) -> Any:
+def _make(cls: type[Any], groups: Sequence[Group], params: dict[int, Any]) -> Any:
     """The optimizer over `params`; the first rate matters to state that is made from it (ASGD, Rprop)."""
     return cls(
         [{"params": [params[m.index] for m in g.members], "lr": g.first_rate, **g.options} for g in groups],
@@ -88,7 +91,7 @@ def _make(cls: Any, groups: Sequence[Group], params: dict[int, Any]) -> Any:
     )
 
 
-def shared_options(cls: Any, groups: Sequence[Group]) -> dict[str, Any]:
+def shared_options(cls: type[Any], groups: Sequence[Group]) -> dict[str, Any]:
     """The options on which all groups agree: some matter to the constructor alone (Adagrad's first sum)."""
     first, *others = groups
     taken = _arguments(cls)
@@ -100,13 +103,13 @@ def shared_options(cls: Any, groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
-def _arguments(cls: Any) -> set[str] | None:
+def _arguments(cls: type[Any]) -> set[str] | None:
     """What a class's constructor takes by name; None where it takes anything."""
     found = inspect.signature(cls).parameters.values()
     return None if any(one.kind is one.VAR_KEYWORD for one in found) else {one.name for one in found}
 
 
-def first_slots(cls: Any, groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
+def first_slots(cls: type[Any], groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
     """The state that an optimizer class makes for each parameter, found on clones of them.
 
     Raises:
@@ -138,13 +141,13 @@ def _sharded(groups: Sequence[Group]) -> bool:
     return any(member.leaf.sharded for group in groups for member in group.members)
 
 
-def _needs_closure(cls: Any) -> bool:
+def _needs_closure(cls: type[Any]) -> bool:
     """Whether `step` has to be given the loss as a function."""
     closure = inspect.signature(cls.step).parameters.get("closure")
     return issubclass(cls, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty)
 
 
-def _first_slots(cls: Any, group: Group) -> dict[int, dict[str, Any]]:
+def _first_slots(cls: type[Any], group: Group) -> dict[int, dict[str, Any]]:
     clones: dict[int, torch.nn.Parameter] = {}
     for member in group.members:
         # zeros: weight decay would make of a parameter's value a gradient, and of that a slot
@@ -162,7 +165,7 @@ def _first_slots(cls: Any, group: Group) -> dict[int, dict[str, Any]]:
 
 
 def from_torch(
-    cls: type[torch.optim.Optimizer], *, lr: Any, groups: Groups = None, **options: Any
+    cls: type[torch.optim.Optimizer], *, lr: Rate, groups: Groups = None, **options: Any
 ) -> Optimizer:
     """Any optimizer of `torch.optim` (or one that follows its rules).
 
@@ -219,7 +222,7 @@ def from_torch(
     )
 
 
-def adafactor(lr: Any = 1e-2, *, groups: Groups = None, **options: Any) -> Optimizer:
+def adafactor(lr: Rate = 1e-2, *, groups: Groups = None, **options: Any) -> Optimizer:
     """Adafactor (Shazeer and Stern 2018), `torch.optim.Adafactor`: second moments by row and column.
 
     Under `fsdp` it raises: torch's own can't take sharded parameters yet (seen with 2.13).

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fnaccel import _torch
+from fnaccel.step.loss import Scalar
 
 _ADAM_LIKE = (
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, Tensor updates, "
@@ -61,7 +62,7 @@ def register() -> None:
     _operations()
 
 
-def _adam_body(kernel: Any, *args: Any) -> None:
+def _adam_body(kernel: Callable[..., Any], *args: Any) -> None:
     _Begun.updates += 1
     *others, skip = args
     _run_adam(kernel, *others, scale=None, skip=skip)
@@ -74,13 +75,13 @@ def _sgd_body(*args: Any) -> None:
 
 
 def _run_adam(
-    kernel: Any,
+    kernel: Callable[..., Any],
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
     first: Sequence[torch.Tensor],
     second: Sequence[torch.Tensor],
     updates: torch.Tensor,
-    rate: Any,
+    rate: Scalar,
     beta1: float,
     beta2: float,
     weight_decay: float,
@@ -111,7 +112,7 @@ def _run_sgd(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
     first: Sequence[torch.Tensor],
-    rate: Any,
+    rate: Scalar,
     momentum: float,
     weight_decay: float,
     nesterov: bool,
@@ -140,7 +141,7 @@ def _adam(
     first: Sequence[torch.Tensor],
     second: Sequence[torch.Tensor],
     updates: torch.Tensor,
-    rate: Any,
+    rate: Scalar,
     beta1: float,
     beta2: float,
     weight_decay: float,
@@ -170,7 +171,7 @@ def _plain_sgd(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
     first: Sequence[torch.Tensor],
-    rate: Any,
+    rate: Scalar,
     momentum: float,
     weight_decay: float,
     nesterov: bool,
@@ -194,7 +195,7 @@ def _unbiased(beta: float, updates: torch.Tensor) -> Any:
     return -torch.expm1(updates * math.log(beta)) if beta else 1.0
 
 
-def _on_device(rate: Any, device: torch.device) -> torch.Tensor:
+def _on_device(rate: Scalar, device: torch.device) -> torch.Tensor:
     """A rate as an input of the graph: a number would be part of it, and a schedule compile it anew."""
     if isinstance(rate, torch.Tensor):
         return rate.to(device)

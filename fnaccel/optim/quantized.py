@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
@@ -23,6 +23,8 @@ from fnaccel.errors import CapabilityError, MissingBackendError, UnknownNameErro
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.description import Group, Optimizer, options_of
 from fnaccel.optim.fused import BoundFused, Groups, check_betas
+from fnaccel.optim.schedules import Rate
+from fnaccel.step.loss import Scalar
 
 Backend = Literal["torchao", "bitsandbytes"]
 Codes = Literal["8bit", "4bit", "fp8"]
@@ -118,7 +120,7 @@ class BoundEightBit:
         self,
         grads: Sequence[torch.Tensor | None],
         rates: Sequence[Any],
-        multiplier: Any,
+        multiplier: Scalar | None,
         skip: torch.Tensor | None,
         updates: torch.Tensor,
     ) -> None:
@@ -172,7 +174,7 @@ def _laid_out(leaf: Leaf, local: torch.Tensor) -> Any:
 class _Torchao:
     """The moments of one parameter in torchao's tensors, which keep the slots' memory."""
 
-    def __init__(self, kernel: EightBitKernel, leaf: Leaf, block: int, options: Any) -> None:  # noqa: ARG002
+    def __init__(self, kernel: EightBitKernel, leaf: Leaf, block: int, options: Mapping[str, Any]) -> None:  # noqa: ARG002
         adam = _import("torchao.optim.adam").single_param_adam
         self._adam = torch.compile(adam, fullgraph=True, dynamic=False) if kernel.compiled else adam
         # each shape is one more program of the same function
@@ -227,7 +229,7 @@ def _stored(kind: str, shard: torch.Tensor, block: int, signed: bool) -> tuple[A
 class _BitsAndBytes:
     """The moments of one parameter, as bitsandbytes' blockwise update takes them."""
 
-    def __init__(self, kernel: EightBitKernel, leaf: Leaf, block: int, options: Any) -> None:  # noqa: ARG002
+    def __init__(self, kernel: EightBitKernel, leaf: Leaf, block: int, options: Mapping[str, Any]) -> None:  # noqa: ARG002
         functional = _import("bitsandbytes.functional")
         self._run: Callable[..., None] = functional.optimizer_update_8bit_blockwise
         shard = leaf.shard
@@ -271,7 +273,7 @@ class _BitsAndBytes:
 
 
 def adamw8bit(
-    lr: Any,
+    lr: Rate,
     *,
     codes: Codes = "8bit",
     backend: Backend = "torchao",

@@ -16,9 +16,13 @@ import attrs
 import torch
 
 from fnaccel.errors import ArgumentError, CapabilityError, require
+from fnaccel.step.loss import Scalar
 
 Schedule = Callable[[Any], Any]
 """`schedule(updates) -> learning rate`, for an int or a 0-d tensor."""
+
+Rate = float | Schedule
+"""A learning rate: a number, or a schedule."""
 
 _WHERE = "a learning-rate schedule"
 
@@ -47,7 +51,7 @@ class constant:  # noqa: N801 - used as a function; a class so that it prints, h
 
     value: float
 
-    def __call__(self, updates: Any) -> Any:
+    def __call__(self, updates: Scalar) -> Any:
         """The rate after `updates` updates."""
         return torch.full_like(updates, self.value) if isinstance(updates, torch.Tensor) else self.value
 
@@ -63,7 +67,7 @@ class linear:  # noqa: N801
     def __attrs_post_init__(self) -> None:
         _check(self.total > 0, f"linear over {self.total} updates", "total is 1 or more")
 
-    def __call__(self, updates: Any) -> Any:
+    def __call__(self, updates: Scalar) -> Any:
         """The rate after `updates` updates."""
         return self.start + (self.end - self.start) * _clip(updates / self.total, 0.0, 1.0)
 
@@ -82,7 +86,7 @@ class cosine:  # noqa: N801
     def __attrs_post_init__(self) -> None:
         _check(self.total > 0, f"cosine over {self.total} updates", "total is 1 or more")
 
-    def __call__(self, updates: Any) -> Any:
+    def __call__(self, updates: Scalar) -> Any:
         """The rate after `updates` updates."""
         share = _clip(updates / self.total, 0.0, 1.0)
         return self.end + (self.start - self.end) * 0.5 * (1.0 + _cos(math.pi * share))
@@ -101,7 +105,7 @@ class inverse_sqrt:  # noqa: N801
     def __attrs_post_init__(self) -> None:
         _check(self.warmup > 0, f"a warm-up of {self.warmup} updates", "warmup is 1 or more")
 
-    def __call__(self, updates: Any) -> Any:
+    def __call__(self, updates: Scalar) -> Any:
         """The rate after `updates` updates."""
         late = _clip(updates, self.warmup, math.inf)
         return _where(
@@ -140,7 +144,7 @@ class joined:  # noqa: N801
             "list the updates in rising order",
         )
 
-    def __call__(self, updates: Any) -> Any:
+    def __call__(self, updates: Scalar) -> Any:
         """The rate after `updates` updates."""
         rate = self.parts[0](updates)
         for boundary, part in zip(self.boundaries, self.parts[1:], strict=True):
@@ -221,7 +225,7 @@ class piecewise:  # noqa: N801
             "give one factor for each boundary",
         )
 
-    def __call__(self, updates: Any) -> Any:
+    def __call__(self, updates: Scalar) -> Any:
         """The rate after `updates` updates."""
         rate: Any = constant(self.start)(updates)
         for boundary, factor in zip(self.boundaries, self.factors, strict=True):
@@ -342,7 +346,7 @@ def from_torch_scheduler(factory: Callable[[Any], Any], *, lr: float) -> FromTor
     return FromTorch(factory, lr)
 
 
-def as_schedule(lr: Any) -> Schedule:
+def as_schedule(lr: Rate) -> Schedule:
     """A schedule of a number or of a callable.
 
     Raises:

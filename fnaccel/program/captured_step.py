@@ -32,8 +32,9 @@ from fnaccel.errors import CapabilityError
 from fnaccel.optim import kernels
 from fnaccel.program.step_graph import StepGraph, Update
 from fnaccel.program.tail import Tail
-from fnaccel.step.loss import check_attached, read_loss
+from fnaccel.step.loss import Scalar, check_attached, read_loss
 from fnaccel.step.settings import Compiler
+from fnaccel.tree import Tree
 
 
 @attrs.frozen(kw_only=True)
@@ -66,7 +67,7 @@ class CapturedStep:
         settings: Compiler,
         tail: Tail | None,
         update: Update,
-        params: Any,
+        params: Tree,
     ) -> None:
         self._engine = engine
         self._capture = capture
@@ -79,7 +80,7 @@ class CapturedStep:
         self._add = settings.of_step(self._graph.add, capture.graph_pass)
         self._finish = settings.of_step(self._graph.finish, capture.graph_pass)
 
-    def run(self, micros: Sequence[Micro], call: Call, rates: Any, number: torch.Tensor) -> Found:
+    def run(self, micros: Sequence[Micro], call: Call, rates: Sequence[Any], number: torch.Tensor) -> Found:
         """One step.
 
         Args:
@@ -143,8 +144,8 @@ class CapturedStep:
     def _accumulate(
         self,
         micros: Sequence[Micro],
-        given: Any,
-        up_front: Any,
+        given: Tree,
+        up_front: Scalar | None,
         aux: AuxValues,
         keeps: Sequence[torch.Tensor],
         seed: Callable[[int], None],
@@ -169,7 +170,7 @@ class CapturedStep:
             aux.take(found, valid=micro.valid > 0)
         return sums, [grad if was else None for grad, was in zip(grads, used, strict=True)], kinds
 
-    def _call(self, program: Callable[..., Any], data: Any, given: Any, *args: Any) -> Any:
+    def _call(self, program: Callable[..., Any], data: Tree, given: Tree, *args: Any) -> Any:
         """Run a compiled program; where it can't be compiled, first see whether the loss itself fails."""
         try:
             return program(data, given, *args)
@@ -179,7 +180,7 @@ class CapturedStep:
                 self._try_eagerly(data, given)
             raise
 
-    def _agree(self, data: Any, given: Any) -> None:
+    def _agree(self, data: Tree, given: Tree) -> None:
         """See, before the first step, that ranks report alike, and which parameters any of them uses.
 
         Raises:
@@ -203,7 +204,7 @@ class CapturedStep:
             )
         self._graph.used = used
 
-    def _try_eagerly(self, data: Any, given: Any) -> None:
+    def _try_eagerly(self, data: Tree, given: Tree) -> None:
         """Raise what the loss function raises without compilation."""
         try:
             self._eagerly(data, given)
@@ -213,7 +214,7 @@ class CapturedStep:
     def _kind(self, weighted: bool) -> bool | None:
         return weighted if self._loss.weight_fn is None else None
 
-    def _eagerly(self, data: Any, given: Any) -> tuple[Any, bool, list[bool]]:
+    def _eagerly(self, data: Tree, given: Tree) -> tuple[Any, bool, list[bool]]:
         """Aux, whether the loss is weighted, and which parameters get a gradient, without compilation.
 
         Leaves nothing behind.
@@ -237,7 +238,7 @@ class CapturedStep:
                 for own, name, buffer, before in kept:
                     own[name] = buffer.copy_(before)
 
-    def _keep(self, micro: Micro, weight: Any) -> torch.Tensor:
+    def _keep(self, micro: Micro, weight: Scalar) -> torch.Tensor:
         """1, or 0 for a filler or a weight of 0: a tensor, since a number would be compiled in."""
         return _filled(weight > 0 if micro.valid else 0, torch.float32, self._engine.layout.mesh.world.device)
 
@@ -253,7 +254,7 @@ class CapturedStep:
         return aux.finish(self._group, device)
 
 
-def _whole_models(given: Any) -> Any:
+def _whole_models(given: Tree) -> Any:
     if any(hasattr(p, "placements") for engine in given.engines for p in engine.layout.parameters.values()):
         raise CapabilityError(
             "a model that lies in shards is lent to a step that is captured as one graph",
@@ -268,7 +269,7 @@ def _sum_type(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _filled(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _filled(value: Tree, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A 0-d tensor, filled on the device: a copy of a host value would wait for all work before it."""
     return (
         value.to(dtype)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import attrs
+import torch
+from torch import nn
 
 from fnaccel import tree
 from fnaccel.data.batch import Batch, Window
@@ -16,7 +18,8 @@ from fnaccel.program.plan import order, title
 from fnaccel.program.tail import Tail
 from fnaccel.state import Position
 from fnaccel.step.settings import Settings
-from fnaccel.step.step import GradientHook, ModuleHook, Phase, Step, UpdateHook
+from fnaccel.step.step import GradientHook, Info, ModuleHook, Phase, Step, StepGradients, Trained, UpdateHook
+from fnaccel.tree import Tree
 
 
 @attrs.frozen
@@ -25,7 +28,7 @@ class UserModule:
 
     fn: Callable[[Any], None]
 
-    def on_module(self, module: Any, where: str) -> None:  # noqa: ARG002
+    def on_module(self, module: nn.Module, where: str) -> None:  # noqa: ARG002
         """Call it with the model."""
         self.fn(module)
 
@@ -34,10 +37,10 @@ class UserModule:
 class UserGradients:
     """A user's GRADS function as a hook."""
 
-    fn: Callable[[dict[str, Any], Any, Any], Any]
+    fn: Callable[[dict[str, Any], Any, Info], Any]
     name: str
 
-    def on_gradients(self, grads: Any, own: Any, info: Any) -> Any:
+    def on_gradients(self, grads: StepGradients, own: Tree, info: Info) -> Any:
         """Hand it the gradients by name, and take what it returns."""
         returned = self.fn(grads.by_name(), own, info)
         if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
@@ -54,9 +57,9 @@ class UserGradients:
 class UserUpdate:
     """A user's UPDATE function as a hook."""
 
-    fn: Callable[[dict[str, Any], Any, Any], Any]
+    fn: Callable[[Mapping[str, Any], Any, Info], Any]
 
-    def on_update(self, engine: Any, own: Any, info: Any) -> Any:
+    def on_update(self, engine: Trained, own: Tree, info: Info) -> Any:
         """Hand it the parameters by name."""
         return self.fn(engine.layout.parameters, own, info)
 
@@ -125,7 +128,7 @@ def lower(step: Step, delegated: Container[str] = ()) -> Lowered:
     )
 
 
-def micro_batches(batch: Any, n: int, device: Any) -> tuple[list[Micro], Position | None]:
+def micro_batches(batch: Tree, n: int, device: torch.device) -> tuple[list[Micro], Position | None]:
     """Cut a batch, or each batch of a window, in `n` micro-batches (0: as it is).
 
     Raises:
@@ -145,7 +148,7 @@ def micro_batches(batch: Any, n: int, device: Any) -> tuple[list[Micro], Positio
     return [Micro(data=part, valid=1) for part in cut(batch, split_sizes(rows, n))], None
 
 
-def _of_window(window: Sequence[Any], n: int, device: Any) -> tuple[list[Micro], Position | None]:
+def _of_window(window: Sequence[Any], n: int, device: torch.device) -> tuple[list[Micro], Position | None]:
     if not window:
         raise MicroBatchError(
             "the window holds 0 batches", where="train_step(state, window)", fix="give one batch or more"

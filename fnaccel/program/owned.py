@@ -25,6 +25,7 @@ from fnaccel.step.loss import readable
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, Rewrites, make_engine
 from fnaccel.strategies.runtime import Delegation
+from fnaccel.tree import Tree
 
 
 class Owned:
@@ -90,7 +91,7 @@ class Owned:
         pairs = zip(self.engine.layout.leaves, self.engine.averages, strict=True)
         return self._show({leaf.name: leaf.like(average) for leaf, average in pairs})
 
-    def first_state(self, seed: int, extras: Any) -> TrainState:
+    def first_state(self, seed: int, extras: Tree) -> TrainState:
         """The state before step 0."""
         device = self.engine.layout.mesh.world.device
         scale: dict[str, torch.Tensor] | None = None

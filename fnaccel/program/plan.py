@@ -88,12 +88,12 @@ def order(step: Step) -> tuple[Transform, ...]:
     return tuple(sorted(step.transforms, key=lambda t: (t.phase, getattr(t.apply, "last_of_phase", False))))
 
 
-def title(fn: Any) -> str:
+def title(fn: Callable[..., Any]) -> str:
     """`module:qualname` of a function."""
     return f"{getattr(fn, '__module__', '?')}:{getattr(fn, '__qualname__', type(fn).__qualname__)}"
 
 
-def digest(fn: Any) -> str:
+def digest(fn: Callable[..., Any]) -> str:
     """A digest of a function's bytecode, constants, names and simple closure values."""
     found = hashlib.sha256(title(fn).encode())
 
@@ -119,7 +119,7 @@ def digest(fn: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def make_plan(spec: Spec, optimizer: Any, delegation: Delegation | None = None) -> Plan:
+def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = None) -> Plan:
     """Validate a step against a strategy and describe it; what a runtime carries out is marked.
 
     Args:

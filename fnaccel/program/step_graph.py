@@ -20,8 +20,9 @@ from fnaccel.engine.eager import Loss, multiplier_of
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.gradients import Gradients, added, laid_out
 from fnaccel.program.tail import Tail
-from fnaccel.step.loss import check_attached, check_reached, idle, masked, read_loss
+from fnaccel.step.loss import Scalar, check_attached, check_reached, idle, masked, read_loss
 from fnaccel.step.step import Info
+from fnaccel.tree import Tree
 
 Update = Callable[[Gradients, Any, torch.Tensor], None]
 """`update(grads, rates, number)` updates the parameters."""
@@ -43,7 +44,7 @@ class StepGraph:
     """
 
     def __init__(
-        self, engine: Engine, capture: Capture, loss: Loss, tail: Tail | None, update: Update, params: Any
+        self, engine: Engine, capture: Capture, loss: Loss, tail: Tail | None, update: Update, params: Tree
     ) -> None:
         self.used: tuple[bool, ...] | None = None
         self._engine = engine
@@ -57,7 +58,13 @@ class StepGraph:
         self._group = engine.layout.mesh.group("batch")
 
     def add(
-        self, data: Any, given: Any, keep: Any, up_front: Any, carried: list[torch.Tensor], sums: torch.Tensor
+        self,
+        data: Tree,
+        given: Tree,
+        keep: torch.Tensor,
+        up_front: Scalar | None,
+        carried: list[torch.Tensor],
+        sums: torch.Tensor,
     ) -> Any:
         """One micro-batch that is not the last; adds its gradients to `carried`.
 
@@ -80,7 +87,7 @@ class StepGraph:
         return sums, tuple(grad is not None for grad in grads), aux, weighted
 
     def finish(
-        self, data: Any, given: Any, keep: Any, up_front: Any, carried: Any, sums: torch.Tensor, known: Any,
+        self, data: Tree, given: Tree, keep: Any, up_front: Any, carried: Any, sums: torch.Tensor, known: Any,
         scale: Any, rates: Any, number: torch.Tensor, step: Any,
     ) -> Any:  # fmt: skip
         """The last micro-batch, and all that follows.
@@ -129,7 +136,7 @@ class StepGraph:
         if self._group is None and not self._engine.layout.norm_axes:
             check_reached(grads, self._loss.where)
 
-    def _forward(self, data: Any, given: Any, keep: Any, sums: torch.Tensor) -> Any:
+    def _forward(self, data: Tree, given: Tree, keep: torch.Tensor, sums: torch.Tensor) -> Any:
         params, run = self._capture.open()
         total, weight, aux, weighted = read_loss(run(self._loss.fn, data, *given), self._loss.where)
         check_attached(total, self._loss.where)
@@ -144,7 +151,13 @@ class StepGraph:
         return total, sums + counted, detached(aux), weighted, params
 
     def _backward(
-        self, total: torch.Tensor, params: list[torch.Tensor], keep: Any, up_front: Any, *, average: bool
+        self,
+        total: torch.Tensor,
+        params: list[torch.Tensor],
+        keep: torch.Tensor,
+        up_front: Scalar | None,
+        *,
+        average: bool,
     ) -> Any:
         total = total * keep
         if up_front is not None:
@@ -166,17 +179,17 @@ class StepGraph:
     def _end(
         self,
         tail: Tail,
-        grads: Any,
-        multiplier: Any,
+        grads: Sequence[torch.Tensor | None],
+        multiplier: Scalar | None,
         metrics: dict[str, Any],
-        rates: Any,
+        rates: Sequence[Any],
         number: torch.Tensor,
         step: torch.Tensor,
     ) -> Any:
         """Clip, finite check, update, averages; whether the update was skipped."""
         engine = self._traced
 
-        def record(name: str, value: Any) -> None:
+        def record(name: str, value: Tree) -> None:
             metrics[name] = value
 
         with torch.no_grad():
@@ -190,7 +203,7 @@ class StepGraph:
             return tail.finish(engine, held, {}, info)
 
 
-def _number(value: Any, like: torch.Tensor) -> torch.Tensor:
+def _number(value: Tree, like: torch.Tensor) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().to(like.dtype)
     return torch.full((), value, dtype=like.dtype, device=like.device)

@@ -10,6 +10,7 @@ from fnaccel.engine.engine import Engine
 from fnaccel.engine.gradients import Gradients
 from fnaccel.errors import ArgumentError
 from fnaccel.step.step import GradientHook, Info, UpdateHook
+from fnaccel.tree import Tree
 
 
 @attrs.frozen(kw_only=True)
@@ -61,7 +62,7 @@ class Tail:
         return skip if self.skips else grads.skip
 
 
-def _keep(transforms: dict[str, Any], name: str, own: Any) -> None:
+def _keep(transforms: dict[str, Any], name: str, own: Tree) -> None:
     """Keep the next state of a transform, where it has one: states keep their structure."""
     if name in transforms:
         transforms[name] = own

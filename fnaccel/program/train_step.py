@@ -27,10 +27,11 @@ from fnaccel.program.update import Stepper
 from fnaccel.program.whole_parameters import explain, whole_parameters
 from fnaccel.state import TrainState, check_ema, lease_of
 from fnaccel.step.spec import Rng, Spec, resolve
-from fnaccel.step.step import as_step
+from fnaccel.step.step import StepLike, as_step
 from fnaccel.strategies.axis import finishing_axis
 from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.runtime import Delegation, check_device, delegate
+from fnaccel.tree import Tree
 from fnaccel.world.devices import check_precision
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.mesh import build
@@ -93,7 +94,7 @@ class TrainStep:
         return self._stepper.compilation
 
     @every_rank
-    def init(self, seed: int = 0, *, extras: Any = None) -> TrainState:
+    def init(self, seed: int = 0, *, extras: Tree = None) -> TrainState:
         """Build the model, shard it, make all optimizer state, and lease the first state.
 
         Values are those of `torch.manual_seed(seed)` and the factory, on every strategy.
@@ -135,7 +136,7 @@ class TrainStep:
         return self._owner.adopt(state)
 
     def __call__(
-        self, state: TrainState, batch: Any, *, given: Mapping[str, TrainState] | None = None
+        self, state: TrainState, batch: Tree, *, given: Mapping[str, TrainState] | None = None
     ) -> tuple[TrainState, dict[str, Any]]:
         """One update.
 
@@ -156,7 +157,7 @@ class TrainStep:
         return self._call(state, batch, given=given)
 
     def _run(
-        self, state: TrainState, batch: Any, *, given: Mapping[str, TrainState] | None = None
+        self, state: TrainState, batch: Tree, *, given: Mapping[str, TrainState] | None = None
     ) -> tuple[TrainState, dict[str, Any]]:
         owned = self._owner.owned
         if lease_of(state, "train_step(state, batch)") is not self._owner.lease:
@@ -259,10 +260,10 @@ def _meet_to_look(engine: Engine) -> None:
 
 
 def train_step(
-    step: Any,
+    step: StepLike,
     *,
     model: Distributed,
-    optimizer: Any,
+    optimizer: object,
     frozen: Any = (),
     rng: Rng = "fold",
     world: World | None = None,

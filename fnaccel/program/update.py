@@ -22,9 +22,10 @@ from fnaccel.program.lower import Lowered
 from fnaccel.program.owned import Owned
 from fnaccel.state import Lease, Position, TrainState, donate, is_stale, lease
 from fnaccel.step.checked_metrics import checked
-from fnaccel.step.loss import idle
+from fnaccel.step.loss import Scalar, idle
 from fnaccel.step.spec import Rng
 from fnaccel.step.step import Info
+from fnaccel.tree import Tree
 from fnaccel.world.devices import generators_of
 from fnaccel.world.interrupts import SigintHeld
 
@@ -255,7 +256,7 @@ class Stepper:
         return drawing(seed, step, generators_of(world.device), world.size)
 
 
-def _counted(updates: Any, left_out: Any, skip: Any) -> Any:
+def _counted(updates: Scalar, left_out: Any, skip: Scalar | None) -> Any:
     """The number of updates after a step: a tensor if the device decides whether one is left out."""
     if left_out is True:
         return updates
@@ -304,6 +305,6 @@ class _Before:
         return any(_torch.version_of(tensor) != version for tensor, version in self._versions)
 
 
-def _versions(own: Any) -> list[tuple[torch.Tensor, int]]:
+def _versions(own: Tree) -> list[tuple[torch.Tensor, int]]:
     tensors = [leaf for leaf in tree.leaves(own) if isinstance(leaf, torch.Tensor)]
     return [(tensor, _torch.version_of(tensor)) for tensor in tensors]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fnaccel.errors import LossError
+from fnaccel.tree import Tree
 
 Scalar = int | float | torch.Tensor
 """A number, or a 0-d tensor on any device."""
@@ -62,12 +63,12 @@ class Concat:
     pad: float | None = None
 
 
-def is_combinable(leaf: Any) -> bool:
+def is_combinable(leaf: Tree) -> bool:
     """Whether a leaf of `aux` says itself how it combines."""
     return isinstance(leaf, Mean | Sum | Concat)
 
 
-def parts_of(leaf: Any, rows: int, where: str) -> tuple[Any, Any]:
+def parts_of(leaf: Tree, rows: int, where: str) -> tuple[Any, Any]:
     """(total, weight) of a leaf of `aux` or of metrics; a bare scalar stands for `rows` rows.
 
     Raises:
@@ -92,7 +93,7 @@ def parts_of(leaf: Any, rows: int, where: str) -> tuple[Any, Any]:
     return leaf if rows == 1 else leaf * rows, rows
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Tree) -> bool:
     """Whether a value adds up: Python's numbers, and NumPy's scalars and 0-d arrays."""
     if isinstance(value, numbers.Real):
         return True
@@ -110,7 +111,7 @@ class LossParts(NamedTuple):
     weighted: bool
 
 
-def read_loss(output: Any, where: str) -> LossParts:
+def read_loss(output: Tree, where: str) -> LossParts:
     """The parts of what a loss function returned.
 
     Raises:
@@ -140,7 +141,7 @@ def read_loss(output: Any, where: str) -> LossParts:
     return LossParts(total, check_weight(weight, where), aux, weighted)
 
 
-def _no_tensor(output: Any, where: str) -> LossError:
+def _no_tensor(output: Tree, where: str) -> LossError:
     fix = "return a scalar tensor, (scalar, aux), or fa.Mean(total, weight=...)"
     if isinstance(output, dict) and "loss" in output:  # a transformers model's output is such a mapping
         fix = 'did you mean output["loss"]? ' + fix

@@ -15,6 +15,7 @@ import torch
 from fnaccel import tree
 from fnaccel.errors import UnknownNameError, nearest
 from fnaccel.step.loss import Concat, Mean, Sum
+from fnaccel.tree import Tree
 
 S = TypeVar("S", bound=attrs.AttrsInstance)
 
@@ -152,7 +153,7 @@ def _cast(out: Any, dtype: torch.dtype) -> Any:
     return out
 
 
-def device_of(batch: Any) -> str:
+def device_of(batch: Tree) -> str:
     """The device type of the first tensor of a batch; the CPU where there is none."""
     if isinstance(batch, torch.Tensor):
         return batch.device.type

@@ -6,15 +6,18 @@ Only description lives here. Validation and order are in `plan`, lowering is in 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
+from torch import nn
 
 from fnaccel.errors import ArgumentError, RepeatedTransformError, require
+from fnaccel.step.loss import Scalar
 from fnaccel.step.settings import Configures, Settings
+from fnaccel.tree import Tree
 
 
 class Phase(enum.IntEnum):
@@ -41,13 +44,89 @@ class Capability(enum.StrEnum):
 
 EVERYTHING = frozenset(Capability)
 
+LossFn = Callable[..., Any]
+"""`loss_fn(model, batch[, given])`; returns `fa.Mean`, a scalar, or (scalar, aux)."""
+
 
 @runtime_checkable
 class ModuleHook(Protocol):
     """A MODULE record: changes modules in place, before they are sharded."""
 
-    def on_module(self, module: Any, where: str) -> None:
+    def on_module(self, module: nn.Module, where: str) -> None:
         """Change `module`; `where` is for messages."""
+        ...
+
+
+class StepGradients(Protocol):
+    """The gradients of one step, where they lie; one multiply is deferred to the update."""
+
+    def norm(self) -> torch.Tensor:
+        """The Euclidean norm over all parameters and ranks, a 0-d tensor."""
+        ...
+
+    def scale_by(self, factor: Scalar) -> None:
+        """Multiply the whole gradient, at no cost now."""
+        ...
+
+    def present(self) -> list[torch.Tensor]:
+        """The local gradients that exist and have elements."""
+        ...
+
+    def materialise(self) -> None:
+        """Carry out the deferred multiply."""
+        ...
+
+    def changed(self) -> None:
+        """Note that values were changed in place."""
+        ...
+
+    def skip_where_nonfinite(self) -> None:
+        """Leave the update out if the norm is NaN or infinite."""
+        ...
+
+    def by_name(self) -> dict[str, Any]:
+        """The gradients by parameter name, DTensors if sharded."""
+        ...
+
+    def replace(self, named: Tree, transform: str) -> None:
+        """Take gradients by name in the place of these."""
+        ...
+
+
+class TrainedLeaf(Protocol):
+    """A trainable parameter."""
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's part of it."""
+        ...
+
+
+class TrainedLayout(Protocol):
+    """The parameters of a model."""
+
+    @property
+    def leaves(self) -> Sequence[TrainedLeaf]:
+        """Those that are trained."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """All of them by name."""
+        ...
+
+
+class Trained(Protocol):
+    """What an update has changed; an engine is one."""
+
+    @property
+    def layout(self) -> TrainedLayout:
+        """The parameters."""
+        ...
+
+    @property
+    def averages(self) -> Sequence[torch.Tensor]:
+        """The averages of `with_ema`, laid out as the parameters that are trained."""
         ...
 
 
@@ -55,8 +134,8 @@ class ModuleHook(Protocol):
 class GradientHook(Protocol):
     """A GRADS record of the library: works on the gradients where they lie."""
 
-    def on_gradients(self, grads: Any, own: Any, info: Any) -> Any:
-        """Change `grads` (an `engine.Gradients`) and return the transform's next state."""
+    def on_gradients(self, grads: StepGradients, own: Tree, info: Info) -> Any:
+        """Change `grads` and return the transform's next state."""
         ...
 
 
@@ -64,7 +143,7 @@ class GradientHook(Protocol):
 class UpdateHook(Protocol):
     """An UPDATE record of the library: acts after the parameters changed."""
 
-    def on_update(self, engine: Any, own: Any, info: Any) -> Any:
+    def on_update(self, engine: Trained, own: Tree, info: Info) -> Any:
         """Return the transform's next state; `info.skip` is 1 where the update was skipped."""
         ...
 
@@ -83,10 +162,10 @@ class Info:
     """
 
     step: int | torch.Tensor
-    updates: Any
+    updates: int | torch.Tensor
     params: Any
     record: Callable[[str, Any], None]
-    skip: Any = None
+    skip: torch.Tensor | None = None
 
 
 @attrs.frozen
@@ -130,7 +209,7 @@ class Transform:
                 fix="act on the loss (FORWARD) or on the gradients (GRADS)",
             )
 
-    def __call__(self, step: Any) -> Step:
+    def __call__(self, step: StepLike) -> Step:
         """Append this record to a step or to a plain loss function."""
         return append(step, self)
 
@@ -143,13 +222,13 @@ class Transform:
         return f"{getattr(self.apply, '__module__', '?')}:{getattr(self.apply, '__qualname__', self.apply)}"
 
 
-def describe_fields(record: Any) -> str:
+def describe_fields(record: object) -> str:
     """`a=1, b='x'` for a frozen record."""
     pairs = ((f.name.lstrip("_"), getattr(record, f.name)) for f in attrs.fields(type(record)))
     return ", ".join(f"{name}={_short(value)}" for name, value in pairs)
 
 
-def _short(value: Any) -> str:
+def _short(value: Tree) -> str:
     if isinstance(value, enum.Enum):
         return str(value.value)
     if callable(value) and hasattr(value, "__qualname__"):
@@ -167,7 +246,7 @@ class Step:
     loss_fn: Callable[..., Any]
     transforms: tuple[Transform, ...] = ()
 
-    def __call__(self, model: Any, batch: Any, *given: Any) -> Any:
+    def __call__(self, model: Any, batch: Tree, *given: Any) -> Any:
         """The loss of one batch on a plain module: no gradients are averaged, nothing is updated."""
         return self.forward()(model, batch, *given)
 
@@ -194,7 +273,7 @@ class Step:
                 settings = transform.apply.configure(settings)
         return settings
 
-    def replaced(self, name: str, record: Any) -> Step:
+    def replaced(self, name: str, record: object) -> Step:
         """A step whose transform of this name has another record."""
         return Step(
             self.loss_fn,
@@ -202,7 +281,11 @@ class Step:
         )
 
 
-def as_step(step: Any, where: str) -> Step:
+StepLike = Step | LossFn
+"""A step, or the loss function that becomes one."""
+
+
+def as_step(step: StepLike, where: str) -> Step:
     """A Step of a Step or of a plain function.
 
     Raises:
@@ -219,7 +302,7 @@ def as_step(step: Any, where: str) -> Step:
     return Step(step)
 
 
-def append(step: Any, transform: Transform) -> Step:
+def append(step: StepLike, transform: Transform) -> Step:
     """A step with one more transform.
 
     Raises:

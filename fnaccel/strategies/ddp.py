@@ -195,7 +195,7 @@ def _send_small(built: Built, group: Any) -> None:
         _torch.leave_to_others(built.host, list(small))
 
 
-def _share(values: list[torch.Tensor], group: Any) -> None:
+def _share(values: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Give every rank the first one's values: one broadcast for each dtype."""
     alike: dict[torch.dtype, list[torch.Tensor]] = {}
     for value in values:

@@ -136,7 +136,7 @@ def _owners(built: Built, options: Fsdp) -> dict[int, int]:
     return owners
 
 
-def _cut(name: str, hosted: str, param: Any, build: Build) -> _Piece:
+def _cut(name: str, hosted: str, param: torch.Tensor, build: Build) -> _Piece:
     from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415 - slow to import
 
     mesh = build.spec.mesh

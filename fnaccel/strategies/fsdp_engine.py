@@ -213,7 +213,7 @@ def _fill(built: Built, mesh: Mesh, options: Fsdp, values: dict[str, Any]) -> No
     set_model_state_dict(built.host, values, options=how)
 
 
-def _leaf(name: str, param: Any) -> Leaf:
+def _leaf(name: str, param: torch.Tensor) -> Leaf:
     if not hasattr(param, "placements"):
         return Leaf(name, param, param.detach(), same)
     return Leaf(name, param, _torch.local_of(param).detach(), laid_out_as(param))

@@ -53,7 +53,7 @@ def capture_whole(built: Built, **fields: Any) -> Capture:
     leaves = tuple(attrs.evolve(leaf, shard=leaf.param) for leaf in whole_leaves(built))
     params = [leaf.param for leaf in leaves]
 
-    def run(fn: Any, *args: Any) -> Any:
+    def run(fn: Callable[..., Any], *args: Any) -> Any:
         return fn(model, *args)
 
     return Capture(
@@ -86,7 +86,7 @@ def whole_engine(
     """
     model = built.model
 
-    def direct(fn: Any, *args: Any) -> Any:
+    def direct(fn: Callable[..., Any], *args: Any) -> Any:
         return fn(model, *args)
 
     return Engine(

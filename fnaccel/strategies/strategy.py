@@ -16,6 +16,7 @@ import attrs
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import EVERYTHING, Capability
+from fnaccel.tree import Tree
 from fnaccel.world.mesh import AXES
 
 
@@ -91,7 +92,7 @@ def _text(axis: Any) -> str:
     return f"{axis.maker}({', '.join(parts)})"
 
 
-def _value(value: Any) -> str:
+def _value(value: Tree) -> str:
     return getattr(value, "__qualname__", None) or repr(value)
 
 

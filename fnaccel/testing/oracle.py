@@ -15,6 +15,7 @@ import torch
 from fnaccel import tree
 from fnaccel.errors import UnknownNameError, nearest
 from fnaccel.step.loss import Mean
+from fnaccel.tree import Tree
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -104,7 +105,7 @@ def _concatenated(*parts: Any) -> Any:
     return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
 
 
-def _scalar(output: Any) -> torch.Tensor:
+def _scalar(output: Tree) -> torch.Tensor:
     if isinstance(output, Mean):
         return output.total / output.weight
     return output[0] if isinstance(output, tuple) else output

@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 
 from fnaccel.errors import ArgumentError
+from fnaccel.tree import Tree
 
 _RESERVED = ("step", "time", "config")
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -127,7 +128,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return {name: float(value) if value in _NOT_FINITE else value for name, value in record.items()}
 
 
-def _strict(value: Any) -> Any:
+def _strict(value: Tree) -> Any:
     """The value with words for the numbers that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

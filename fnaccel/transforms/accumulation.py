@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import attrs
 
 from fnaccel.errors import UnknownNameError, nearest, require
 from fnaccel.step.settings import Settings
-from fnaccel.step.step import Phase, Step, Transform, append
+from fnaccel.step.step import Phase, Step, StepLike, Transform, append
 
 Sync = Literal["last", "each"]
 
@@ -29,7 +29,7 @@ class Accumulate:
         return f"n={self.n} of each batch ({self.n} * m with window=m), sync={self.sync!r}"
 
 
-def accumulate(step: Any, n: int, *, sync: Sync = "last") -> Step:
+def accumulate(step: StepLike, n: int, *, sync: Sync = "last") -> Step:
     """Run a batch as `n` micro-batches (dim 0, sizes by divmod) and make one update of them.
 
     Under `fa.shard(loader, window=m)` each of the m batches is cut, so an update has n * m micro-batches.

@@ -9,7 +9,17 @@ import attrs
 from fnaccel import _torch
 from fnaccel.errors import require
 from fnaccel.step.settings import Settings
-from fnaccel.step.step import Capability, Phase, Step, Transform, append
+from fnaccel.step.step import (
+    Capability,
+    Info,
+    Phase,
+    Step,
+    StepLike,
+    Trained,
+    Transform,
+    append,
+)
+from fnaccel.tree import Tree
 
 
 @attrs.frozen
@@ -22,7 +32,7 @@ class Ema:
         """Keep averages."""
         return attrs.evolve(settings, ema_decay=self.decay)
 
-    def on_update(self, engine: Any, own: Any, info: Any) -> Any:
+    def on_update(self, engine: Trained, own: Tree, info: Info) -> Any:
         """Move the averages, sharded as the parameters are; frozen where the update was skipped."""
         averages = engine.averages
         shards = [leaf.shard for leaf in engine.layout.leaves]
@@ -36,7 +46,7 @@ class Ema:
         return own
 
 
-def with_ema(step: Any, decay: float = 0.999) -> Step:
+def with_ema(step: StepLike, decay: float = 0.999) -> Step:
     """Keep an average of the parameters (Polyak and Juditsky 1992) in `state.ema`.
 
     Args:

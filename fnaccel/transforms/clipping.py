@@ -10,7 +10,17 @@ import torch
 from fnaccel import _torch
 from fnaccel.errors import require
 from fnaccel.step.settings import Settings
-from fnaccel.step.step import Capability, Phase, Step, Transform, append
+from fnaccel.step.step import (
+    Capability,
+    Info,
+    Phase,
+    Step,
+    StepGradients,
+    StepLike,
+    Transform,
+    append,
+)
+from fnaccel.tree import Tree
 
 _NEEDS = frozenset({Capability.GRADIENTS})
 
@@ -25,7 +35,7 @@ class ClipNorm:
         """Clip the norm."""
         return attrs.evolve(settings, max_norm=self.max_norm)
 
-    def on_gradients(self, grads: Any, own: Any, info: Any) -> Any:
+    def on_gradients(self, grads: StepGradients, own: Tree, info: Info) -> Any:
         """Fold the clip into the one multiply of the update; records `grad_norm`, before the clip."""
         norm = grads.norm()
         info.record("grad_norm", norm)
@@ -42,7 +52,7 @@ class ClipValue:
 
     max_value: float
 
-    def on_gradients(self, grads: Any, own: Any, info: Any) -> Any:  # noqa: ARG002
+    def on_gradients(self, grads: StepGradients, own: Tree, info: Info) -> Any:  # noqa: ARG002
         """Clamp in place, after averaging and unscaling."""
         grads.materialise()
         shards = grads.present()
@@ -53,7 +63,7 @@ class ClipValue:
         return own
 
 
-def clip_norm(step: Any, max_norm: float) -> Step:
+def clip_norm(step: StepLike, max_norm: float) -> Step:
     """Clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_` does (Pascanu et al. 2013).
 
     Args:
@@ -69,7 +79,7 @@ def clip_norm(step: Any, max_norm: float) -> Step:
     return append(step, Transform("clip_norm", Phase.GRADS, apply=ClipNorm(float(max_norm)), needs=_NEEDS))
 
 
-def clip_value(step: Any, max_value: float) -> Step:
+def clip_value(step: StepLike, max_value: float) -> Step:
     """Clamp each element of the gradient to `[-max_value, max_value]`.
 
     Args:

@@ -23,7 +23,7 @@ from fnaccel.errors import (
 from fnaccel.models.blocks import Units, find_units
 from fnaccel.step.settings import Settings
 from fnaccel.step.spec import Spec, obstacle_to_capture
-from fnaccel.step.step import Capability, Phase, Step, Transform, append
+from fnaccel.step.step import Capability, Phase, Step, StepLike, Transform, append
 
 Scope = Literal["auto", "block", "loss", "step"]
 
@@ -173,7 +173,7 @@ class Compile:
 _numbers = itertools.count()
 
 
-def own_code(fn: Any) -> Any:
+def own_code(fn: Callable[..., Any]) -> Any:
     """A function, or a method of the same object, with a code object of its own.
 
     torch keeps what it compiled with the code object, and what it learned of varying shapes with its
@@ -186,7 +186,7 @@ def own_code(fn: Any) -> Any:
 
 
 def compile(  # noqa: A001 - the field's name for it; the module keeps a noun
-    step: Any,
+    step: StepLike,
     scope: Scope = "auto",
     *,
     backend: Any = "inductor",

@@ -22,7 +22,8 @@ from fnaccel.models.layers import Layers, check_patterns, matches
 from fnaccel.models.meta import modules_without_values
 from fnaccel.step.precision_policy import dtype_of
 from fnaccel.step.spec import Spec
-from fnaccel.step.step import Capability, Phase, Step, Transform, append
+from fnaccel.step.step import Capability, Phase, Step, StepLike, Transform, append
+from fnaccel.tree import Tree
 
 _WHERE = "fa.cast_layers"
 _FP8 = {
@@ -167,7 +168,7 @@ class CastLayers:
     def on_module(self, module: nn.Module, where: str) -> None:
         """Store the weights small and cast them around each forward; names stay as they are."""
 
-        def trained(_: str, param: Any) -> bool:
+        def trained(_: str, param: torch.Tensor) -> bool:
             return param.requires_grad
 
         found = self.layers(module, trained)
@@ -188,7 +189,7 @@ class CastLayers:
             layer.forward = functools.partial(_forward, layer, plain, self.compute, before)
 
 
-def _check_range(param: Any, storage: torch.dtype, where: str) -> None:
+def _check_range(param: torch.Tensor, storage: torch.dtype, where: str) -> None:
     """Raise CapabilityError where a value would be cut off: torch saturates in fp8 without a word."""
     if param.numel() == 0 or param.is_meta or param.dtype is storage:
         return
@@ -279,7 +280,7 @@ def _cast(layer: nn.Module, compute: torch.dtype, *, everything: bool) -> Genera
         table.update(own)
 
 
-def _floats_to(value: Any, dtype: torch.dtype) -> Any:
+def _floats_to(value: Tree, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
@@ -292,7 +293,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def cast_layers(
-    step: Any, storage: Any = "fp8", *, compute: Any = "bf16", only: Any = (), skip: Any = ("*norm*",)
+    step: StepLike, storage: Any = "fp8", *, compute: Any = "bf16", only: Any = (), skip: Any = ("*norm*",)
 ) -> Step:
     """Store frozen weights in a small dtype and cast them around each layer's forward.
 

@@ -8,11 +8,11 @@ import torch
 
 from fnaccel.errors import CapabilityError, require
 from fnaccel.step.precision_policy import Precision, dtype_of
-from fnaccel.step.step import Phase, Step, Transform, append
+from fnaccel.step.step import Phase, Step, StepLike, Transform, append
 from fnaccel.transforms.float8.record import Float8, with_float8
 
 
-def with_precision(step: Any, precision: Any, *, recipe: str | None = None) -> Step:
+def with_precision(step: StepLike, precision: Any, *, recipe: str | None = None) -> Step:
     """Choose the dtypes a step computes in; means the same on every strategy.
 
     Args:

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from fnaccel.errors import CapabilityError
 from fnaccel.models.blocks import Units, find_units
 from fnaccel.step.spec import Spec
-from fnaccel.step.step import Capability, Phase, Step, Transform, append
+from fnaccel.step.step import Capability, Phase, Step, StepLike, Transform, append
+from fnaccel.tree import Tree
 
 
 @attrs.frozen
@@ -62,12 +63,12 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     return recomputed
 
 
-def _is_cache(value: Any) -> bool:
+def _is_cache(value: Tree) -> bool:
     """Whether an argument is a cache of keys and values, as transformers' models pass to their blocks."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-def remat(step: Any, units: Units = "block") -> Step:
+def remat(step: StepLike, units: Units = "block") -> Step:
     """Trade compute for memory: run each block again in backward (Chen et al. 2016).
 
     A cache of keys and values that a transformers model passes to its blocks is left out while it trains, as

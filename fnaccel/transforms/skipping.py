@@ -8,7 +8,17 @@ import attrs
 
 from fnaccel.errors import require
 from fnaccel.step.settings import Settings
-from fnaccel.step.step import Capability, Phase, Step, Transform, append
+from fnaccel.step.step import (
+    Capability,
+    Info,
+    Phase,
+    Step,
+    StepGradients,
+    StepLike,
+    Transform,
+    append,
+)
+from fnaccel.tree import Tree
 
 
 @attrs.frozen
@@ -21,13 +31,13 @@ class SkipNonfinite:
         """Leave updates out whose gradient is not finite."""
         return attrs.evolve(settings, leaves_out_nonfinite=True, max_left_out=self.max_skipped)
 
-    def on_gradients(self, grads: Any, own: Any, info: Any) -> Any:  # noqa: ARG002
+    def on_gradients(self, grads: StepGradients, own: Tree, info: Info) -> Any:  # noqa: ARG002
         """Mark the update as skipped where the gradient norm is not finite."""
         grads.skip_where_nonfinite()
         return own
 
 
-def skip_nonfinite(step: Any, *, max_skipped: int | None = 200) -> Step:
+def skip_nonfinite(step: StepLike, *, max_skipped: int | None = 200) -> Step:
     """Leave parameters, optimizer, schedule and EMA as they are where a gradient is not finite.
 
     `metrics["skipped"]` is 1.0 for such a step, and `state.updates` does not count it. Precision

@@ -9,7 +9,7 @@ import attrs
 
 from fnaccel.errors import require
 from fnaccel.step.settings import Settings
-from fnaccel.step.step import Phase, Step, Transform, append
+from fnaccel.step.step import Phase, Step, StepLike, Transform, append
 
 
 @attrs.frozen
@@ -23,7 +23,7 @@ class Weigh:
         return attrs.evolve(settings, weight_fn=self.weight_fn)
 
 
-def with_weight(step: Any, weight_fn: Callable[[Any], Any]) -> Step:
+def with_weight(step: StepLike, weight_fn: Callable[[Any], Any]) -> Step:
     """Divide totals by the global weight up front, instead of dividing gradients afterwards.
 
     The loss function then returns a bare total (or a `Mean`, whose weight is replaced). Better

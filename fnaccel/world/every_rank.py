@@ -55,6 +55,6 @@ def _log_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallLog | None:
     return None if world is None else world.calls
 
 
-def _is_world(over: Any) -> bool:
+def _is_world(over: object) -> bool:
     """Whether `over=` names the process group of the world; another group has an order of its own."""
     return over is None or getattr(over, "group", over) is dist.group.WORLD

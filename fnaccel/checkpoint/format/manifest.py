@@ -21,6 +21,7 @@ from fnaccel.checkpoint.disk.durable import FileRecord
 from fnaccel.checkpoint.format.boxes import Box, make_up, overlap, whole
 from fnaccel.checkpoint.format.dtypes import NAMES, name_of
 from fnaccel.errors import CheckpointError
+from fnaccel.tree import Tree
 
 FILE = "manifest.json"
 FORMAT = "fnaccel-checkpoint"
@@ -204,14 +205,14 @@ class _Reader:
             written_by=self.table(found, "written_by"),
         )
 
-    def table(self, found: Any, key: str) -> dict[str, Any]:
+    def table(self, found: Tree, key: str) -> dict[str, Any]:
         entry = found.get(key) if isinstance(found, dict) else None
         return entry if isinstance(entry, dict) else self.fail(f"has no table {key!r}")
 
-    def count(self, found: Any, what: str) -> int:
+    def count(self, found: Tree, what: str) -> int:
         return found if type(found) is int and found >= 0 else self.fail(f"has {found!r} as {what}")
 
-    def counts(self, found: Any, what: str) -> tuple[int, ...]:
+    def counts(self, found: Tree, what: str) -> tuple[int, ...]:
         if not isinstance(found, list):
             self.fail(f"has {found!r} as {what}")
         for entry in found:
@@ -219,7 +220,7 @@ class _Reader:
                 self.fail(f"has {entry!r} as {what}")
         return tuple(found)
 
-    def file(self, name: str, found: Any) -> FileRecord:
+    def file(self, name: str, found: Tree) -> FileRecord:
         if not NAME.fullmatch(name):
             self.fail(f"names the file {name!r}, which can't be one of its own")
         checksum = found.get("crc32") if isinstance(found, dict) else None
@@ -227,7 +228,7 @@ class _Reader:
             self.fail(f"has no checksum of {name}")
         return FileRecord(self.count(found.get("size"), f"the size of {name}"), checksum)
 
-    def stored(self, path: str, found: Any) -> Stored:
+    def stored(self, path: str, found: Tree) -> Stored:
         dtype = found.get("dtype") if isinstance(found, dict) else None
         if not isinstance(dtype, str) or dtype not in NAMES:
             self.fail(f"gives {path} the dtype {dtype!r}")
@@ -241,7 +242,7 @@ class _Reader:
         self.check_cover(stored)
         return stored
 
-    def piece(self, path: str, found: Any) -> Piece:
+    def piece(self, path: str, found: Tree) -> Piece:
         if not isinstance(found, dict) or not isinstance(found.get("file"), str):
             self.fail(f"has a piece of {path} without a file")
         offset = self.counts(found.get("offset"), f"an offset in {path}")

@@ -15,6 +15,7 @@ import torch
 from fnaccel.checkpoint.format.boxes import Box
 from fnaccel.checkpoint.format.found import Found, Source, damaged
 from fnaccel.interchange.sources.trusting import require_trust
+from fnaccel.tree import Tree
 
 _MODELS = ("model", "state_dict", "model_state_dict")
 _SLOTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step")
@@ -59,7 +60,7 @@ def _tensors(path: Path) -> Iterator[tuple[tuple[str, ...], Found]]:
             yield where, _found(reader, key, entry, path)
 
 
-def _found(reader: Any, key: str, entry: Any, path: Path) -> Found:
+def _found(reader: Any, key: str, entry: Tree, path: Path) -> Found:
     def read(box: Box, out: torch.Tensor) -> None:
         if not box.numel:
             return
@@ -71,7 +72,7 @@ def _found(reader: Any, key: str, entry: Any, path: Path) -> Found:
     return Found(entry.properties.dtype, tuple(entry.size), read, at_once=True)
 
 
-def _read(reader: Any, key: str, entry: Any, box: Box, out: torch.Tensor) -> None:
+def _read(reader: Any, key: str, entry: Tree, box: Box, out: torch.Tensor) -> None:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415 - see above
     from torch.distributed.checkpoint.planner import LoadPlan  # noqa: PLC0415 - see above
     from torch.distributed.checkpoint.planner_helpers import (  # noqa: PLC0415 - see above
@@ -98,7 +99,7 @@ class _Into:
             view = view.narrow(dim, start, length)
         return view
 
-    def commit_tensor(self, item: Any, tensor: torch.Tensor) -> None:
+    def commit_tensor(self, item: object, tensor: torch.Tensor) -> None:
         """Nothing: `resolve_tensor` gave a view."""
 
 

@@ -20,6 +20,7 @@ from fnaccel.checkpoint.format.found import Found, Source, damaged
 from fnaccel.errors import CheckpointError, FnaccelError, MissingBackendError
 from fnaccel.interchange.sources.torch_files import tensors_in
 from fnaccel.interchange.sources.trusting import require_trust
+from fnaccel.tree import Tree
 
 _STATES = "*_model_states.pt"
 _OPTIMIZERS = "*_optim_states.pt"
@@ -86,7 +87,7 @@ def _merged(convert: Any, root: Path, tag: str) -> dict[str, Found]:
     return found
 
 
-def _lazy(value: Any) -> Found:
+def _lazy(value: Tree) -> Found:
     """A tensor that the converter puts together from the ranks' parts when it is asked to."""
     shape = tuple(value.shape)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import nn
 
 from fnaccel.checkpoint import reading
 from fnaccel.checkpoint.disk import publish as commit
@@ -20,6 +21,7 @@ from fnaccel.checkpoint.format.manifest import Manifest, Stored
 from fnaccel.checkpoint.format.mapped import Block, Mapped
 from fnaccel.checkpoint.format.values import child, decode
 from fnaccel.state import TrainState
+from fnaccel.tree import Tree
 
 
 def is_own(path: Path) -> bool:
@@ -69,7 +71,7 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
     )
 
 
-def _sections(root: Any) -> Mapping[str, Any]:
+def _sections(root: nn.Module) -> Mapping[str, Any]:
     if isinstance(root, TrainState):
         names = ("params", "buffers", "opt", "ema", "updates", "step")
         return {name: getattr(root, name) for name in names}
@@ -86,7 +88,7 @@ class _Reader:
     path: Path
     mapped: Mapped
 
-    def flat(self, node: Any, prefix: str = "") -> dict[str, Found]:
+    def flat(self, node: Tree, prefix: str = "") -> dict[str, Found]:
         """The tensors below a node, by path."""
         if isinstance(node, Stored):
             return {prefix: self.found(node)}
@@ -111,7 +113,7 @@ class _Reader:
 
         return Found(stored.dtype, stored.shape, read, check=check)
 
-    def count(self, value: Any) -> int | None:
+    def count(self, value: Tree) -> int | None:
         """A number of updates, which may be a tensor; None where there is none."""
         if isinstance(value, Stored):
             value = None if value.shape else float(read_all(self.found(value)))

@@ -10,6 +10,7 @@ import copy
 from typing import Any
 
 from fnaccel.errors import ConfigError
+from fnaccel.tree import Tree
 
 AUTO = "auto"
 
@@ -41,7 +42,7 @@ class Draft:
         """Whether the file leaves a value to be found."""
         return self._find(key) == AUTO
 
-    def say(self, key: str, value: Any, origin: str) -> None:
+    def say(self, key: str, value: Tree, origin: str) -> None:
         """Put a value that somebody chose; note it where something else stands there."""
         known = self.written(key)
         if known is None:
@@ -51,12 +52,12 @@ class Draft:
             there = self._filled.get(key, self.origin)
             self._problems.append(f"{key} is {known!r} in {there}, and {value!r} in {origin}")
 
-    def fill(self, key: str, value: Any) -> None:
+    def fill(self, key: str, value: Tree) -> None:
         """Put a default where nobody chose."""
         if self.written(key) is None:
             self._put(key, value)
 
-    def resolve(self, key: str, value: Any) -> None:
+    def resolve(self, key: str, value: Tree) -> None:
         """Put a value where the file says `"auto"`, and only there."""
         if self.is_auto(key):
             self._put(key, value)
@@ -107,7 +108,7 @@ class Draft:
             inside = inside[name]
         return inside
 
-    def _put(self, key: str, value: Any) -> None:
+    def _put(self, key: str, value: Tree) -> None:
         *path, last = key.split(".")
         inside = self._config
         for name in path:
@@ -121,7 +122,7 @@ class Draft:
         inside[last] = value
 
 
-def _autos(value: Any, path: str = "") -> set[str]:
+def _autos(value: Tree, path: str = "") -> set[str]:
     if isinstance(value, dict):
         return {
             found for key, one in value.items() for found in _autos(one, f"{path}.{key}" if path else key)

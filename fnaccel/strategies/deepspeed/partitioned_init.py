@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fnaccel.errors import ArgumentError, FnaccelError
+from fnaccel.tree import Tree
 
 
 @contextlib.contextmanager
@@ -144,7 +145,7 @@ _SHAPES = (
 )
 
 
-def _is_partitioned(value: Any) -> bool:
+def _is_partitioned(value: Tree) -> bool:
     status = getattr(value, "ds_status", None)
     return status is not None and status.name == "NOT_AVAILABLE"
 

@@ -39,11 +39,11 @@ class Parts:
             if stage == 0:
                 self._masters.update(zip(half, full, strict=True))
 
-    def shape(self, param: Any) -> torch.Size:
+    def shape(self, param: torch.Tensor) -> torch.Size:
         """The shape of the whole parameter."""
         return getattr(param, "ds_shape", param.shape)
 
-    def read(self, param: Any, slot: str | None = None) -> torch.Tensor:
+    def read(self, param: torch.Tensor, slot: str | None = None) -> torch.Tensor:
         """The whole fp32 parameter, or one of its slots; a copy. Collective."""
         self._check_open()
         if not param.requires_grad:
@@ -58,7 +58,7 @@ class Parts:
         )
         return found.detach().clone().view(self.shape(param))
 
-    def write(self, param: Any, value: torch.Tensor, slot: str | None = None) -> None:
+    def write(self, param: torch.Tensor, value: torch.Tensor, slot: str | None = None) -> None:
         """Set the whole fp32 parameter and the copy that the forward uses, or one of its slots."""
         self._check_open()
         with torch.no_grad():
@@ -81,12 +81,12 @@ class Parts:
                 fix="keep a copy before close(): value.full_tensor(), or fa.snapshot(state)",
             )
 
-    def _held(self, param: Any, slot: str | None) -> Any:
+    def _held(self, param: torch.Tensor, slot: str | None) -> Any:
         """What stage 0 updates: the parameter, or the fp32 copy of a half-precision one; or a slot of it."""
         master = self._masters.get(param, param)
         return master if slot is None else self.inner.state[master][slot]
 
-    def _write_mapped(self, param: Any, value: torch.Tensor, slot: str | None) -> None:
+    def _write_mapped(self, param: torch.Tensor, value: torch.Tensor, slot: str | None) -> None:
         accessors = part_of_package("utils")
         if slot is None:
             accessors.safe_set_full_fp32_param(param, value)
@@ -119,14 +119,14 @@ class Parts:
         flat = value.flatten()[start : start + each]
         return torch.nn.functional.pad(flat, (0, each - flat.numel()))
 
-    def _frozen(self, param: Any) -> torch.Tensor:
+    def _frozen(self, param: torch.Tensor) -> torch.Tensor:
         if not hasattr(param, "ds_id"):
             return param.detach().clone()
         gathered = part_of_package("runtime.zero").GatheredParameters
         with gathered([param]):
             return param.detach().clone()
 
-    def _write_frozen(self, param: Any, value: torch.Tensor) -> None:
+    def _write_frozen(self, param: torch.Tensor, value: torch.Tensor) -> None:
         if not hasattr(param, "ds_id"):
             param.data.copy_(value)
             return

@@ -272,7 +272,7 @@ def _client(optimizer: Optimizer, params: list[dict[str, Any]], groups: Sequence
     )
 
 
-def _remote(mesh: Mesh, parts: Parts, param: Any, name: str, slot: str | None = None) -> Remote:
+def _remote(mesh: Mesh, parts: Parts, param: torch.Tensor, name: str, slot: str | None = None) -> Remote:
     return Remote.make(
         parts.shape(param),
         torch.float32,
@@ -284,7 +284,7 @@ def _remote(mesh: Mesh, parts: Parts, param: Any, name: str, slot: str | None = 
     )
 
 
-def _runner(module: Any, torn: list[bool]) -> Callable[..., Any]:
+def _runner(module: nn.Module, torn: list[bool]) -> Callable[..., Any]:
     """Run a function of the model inside DeepSpeed's forward, whose hooks know tensors only."""
 
     def run(fn: Callable[..., Any], *args: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fnaccel import _torch
+from fnaccel.step.loss import Scalar
 from fnaccel.strategies.deepspeed.parts import Parts
 
 
@@ -43,7 +44,7 @@ class BoundDeepspeed:
         self,
         grads: Sequence[torch.Tensor | None],  # noqa: ARG002 - DeepSpeed holds them
         rates: Sequence[Any],
-        multiplier: Any,
+        multiplier: Scalar | None,
         skip: torch.Tensor | None,  # noqa: ARG002 - DeepSpeed finds that out
         updates: torch.Tensor,
     ) -> float:

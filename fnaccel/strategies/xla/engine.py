@@ -6,6 +6,7 @@ first, so that the first step's graph is that of the others), never between micr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,10 +32,10 @@ def build_xla(build: Build, options: Xla) -> tuple[Engine, Built]:
         layout.keep(value)
     model = built.model
 
-    def direct(fn: Any, *args: Any) -> Any:
+    def direct(fn: Callable[..., Any], *args: Any) -> Any:
         return fn(model, *args)
 
-    def run(fn: Any, *args: Any) -> Any:
+    def run(fn: Callable[..., Any], *args: Any) -> Any:
         # the batch comes first; models that are lent are laid out by their own engine
         return direct(fn, layout.spread(args[0]), *args[1:]) if args else direct(fn)
 
@@ -60,7 +61,7 @@ def build_xla(build: Build, options: Xla) -> tuple[Engine, Built]:
 def _move(built: Built, device: torch.device) -> None:
     """Move parameters and buffers; `module.to` would make two of a tied weight."""
 
-    def moved(param: Any) -> Any:
+    def moved(param: torch.Tensor) -> Any:
         return torch.nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
 
     _torch.replace_parameters(built.host, moved)

@@ -15,6 +15,7 @@ import torch
 from fnaccel import tree
 from fnaccel.errors import NotCompiledError
 from fnaccel.strategies.xla.record import Xla
+from fnaccel.tree import Tree
 
 _ROWS = ("replicate", "shard")
 
@@ -65,7 +66,7 @@ class Layout:
         self._aliases.append(weakref.ref(value))
         return value
 
-    def spread(self, batch: Any) -> Any:
+    def spread(self, batch: Tree) -> Any:
         """Spread the rows of a batch over all devices; where they don't divide, each takes all.
 
         How many rows it has is said by most of its tensors; one of another length need not divide.

@@ -18,7 +18,7 @@ from fnaccel.models.layers import Layers, check_patterns, matches
 from fnaccel.models.meta import modules_without_values
 from fnaccel.step.precision_policy import Precision
 from fnaccel.step.spec import Spec
-from fnaccel.step.step import Capability, Phase, Step, Transform, append
+from fnaccel.step.step import Capability, Phase, Step, StepLike, Transform, append
 from fnaccel.transforms.float8 import torchao as by_torchao
 from fnaccel.transforms.float8 import transformer_engine as by_transformer_engine
 
@@ -323,7 +323,7 @@ def check_device(device: torch.device, record: Float8) -> None:
         )
 
 
-def with_float8(step: Any, record: Float8) -> Step:
+def with_float8(step: StepLike, record: Float8) -> Step:
     """A step whose linear layers compute in fp8 and whose rest computes in bf16.
 
     Args:

@@ -13,6 +13,7 @@ import attrs
 from torch import nn
 
 from fnaccel.errors import CapabilityError, MissingBackendError
+from fnaccel.tree import Tree
 
 RECIPES = ("hybrid", "e4m3", "mxfp8")
 ALGORITHMS = ("max", "most_recent")
@@ -109,7 +110,7 @@ class Autocast:
         """`loss_fn` in TransformerEngine's context."""
         made: list[Any] = []
 
-        def loss(model: Any, batch: Any, *given: Any) -> Any:
+        def loss(model: Any, batch: Tree, *given: Any) -> Any:
             where = 'fa.Float8(backend="transformer_engine")'
             engine = backend(where)
             if not made:
