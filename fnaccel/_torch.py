@@ -59,7 +59,7 @@ foreach_clamp_min_: Any = torch._foreach_clamp_min_
 foreach_clamp_max_: Any = torch._foreach_clamp_max_
 
 
-def wrapper_tensor(cls: type[Any], shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of a subclass that has no storage of its own. (2.9 to 2.13)"""
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
 
@@ -134,7 +134,7 @@ def graph_pass(change: Callable[[Any], None], file: str) -> Any:
     )
 
     class Pass(CustomGraphPass):
-        def __call__(self, graph: Any) -> None:
+        def __call__(self, graph: object) -> None:
             change(graph)
 
         def uuid(self) -> Any:
@@ -175,7 +175,7 @@ def end_collective(value: torch.Tensor) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(value)
 
 
-def all_gather_in_graph(value: torch.Tensor, size: int, group: Any) -> torch.Tensor:
+def all_gather_in_graph(value: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The ranks' tensors of shape `[n]` behind one another; the tensor itself on one rank. (2.11, 2.13)"""
     if group is None:
         return value.clone()
@@ -183,7 +183,7 @@ def all_gather_in_graph(value: torch.Tensor, size: int, group: Any) -> torch.Ten
     return torch.ops._c10d_functional.wait_tensor(found)
 
 
-def begin_reduce_scatter(value: torch.Tensor, size: int, group: Any) -> torch.Tensor:
+def begin_reduce_scatter(value: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Start to sum the ranks' tensors of shape `[size * n]`, each rank its part. (2.11, 2.13)"""
     if group is None:
         return value

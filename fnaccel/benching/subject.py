@@ -60,7 +60,7 @@ def find_subject(task: Task, world: World) -> Subject:
     return Subject(step=step, model=model, batch=tree.to(part, world.device), recipe=recipe)
 
 
-def first_batch(source: Any, where: str) -> Any:
+def first_batch(source: object, where: str) -> Any:
     """One batch: a pytree of tensors as it is, what a function returns, the first of an iterable.
 
     Args:

@@ -145,7 +145,7 @@ class Files:
         self.read([Request(stored, whole(stored.shape), out)])
         return out
 
-    def _check_header(self, file: Any, stored: Stored, piece: Piece) -> None:
+    def _check_header(self, file: safe_open, stored: Stored, piece: Piece) -> None:
         """Compare an entry of a file's header with the manifest, once."""
         entry = piece.file, stored.path
         if entry in self._checked:
@@ -189,7 +189,7 @@ def _by_file(asked: Iterable[tuple[Piece, T]]) -> dict[str, list[tuple[Piece, T]
     return found
 
 
-def _copy(file: Any, key: str, held: Box, request: Request) -> None:
+def _copy(file: safe_open, key: str, held: Box, request: Request) -> None:
     shared = overlap(held, request.box)
     if shared is None:
         return

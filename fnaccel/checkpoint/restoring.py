@@ -207,7 +207,7 @@ def _streams(found: Manifest, files: Files, world: World) -> dict[str, torch.Ten
     return mine
 
 
-def _put_back(mine: dict[str, torch.Tensor], made: Any, world: World) -> None:
+def _put_back(mine: dict[str, torch.Tensor], made: Tree, world: World) -> None:
     if mine:
         streams.put_back(mine, world.device)
     elif isinstance(made, TrainState):

@@ -38,7 +38,7 @@ def select(like: Tree, stored: Tree, only: Patterns, skip: Patterns, rename: Ren
     return made, problems + [f"{path}: only in the checkpoint" for path in beyond]
 
 
-def is_complete(selected: Any) -> bool:
+def is_complete(selected: Tree) -> bool:
     """Whether nothing below a node is kept."""
     return selected is not KEEP and all(is_complete(one) for one in (_inner(selected) or {}).values())
 

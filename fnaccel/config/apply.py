@@ -125,7 +125,7 @@ def transformed(recipe_: Recipe, loss_fn: Callable[..., Any]) -> Step:
 
 
 def apply(
-    recipe_: Recipe, loss_fn: Callable[..., Any], model: Any, *, world: World | None = None
+    recipe_: Recipe, loss_fn: Callable[..., Any], model: object, *, world: World | None = None
 ) -> TrainStep:
     """The train step that a recipe describes.
 

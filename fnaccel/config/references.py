@@ -11,7 +11,7 @@ from fnaccel.errors import ConfigError, NotSerializableError
 from fnaccel.tree import Tree
 
 
-def load(reference: Any, where: str) -> Any:
+def load(reference: object, where: str) -> Any:
     """The object that `"module:name"` or `"path/to/file.py:name"` names; what is no string as it is.
 
     A file is imported as the module of its name, its folder first on the path, as `python` does.

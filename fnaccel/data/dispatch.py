@@ -60,7 +60,7 @@ class _Parcel:
     columns: torch.Tensor
 
 
-def pack(message: Any) -> _Parcel:
+def pack(message: object) -> _Parcel:
     """Describe any pytree in bytes, its tensors apart in one uint8 buffer."""
     chunks: list[torch.Tensor] = []
     filled = 0

@@ -176,7 +176,7 @@ class _Columns:
         return [column[index].contiguous() for column in self.tensors]
 
 
-def _same(first: Tree, second: Any) -> bool:
+def _same(first: Tree, second: Tree) -> bool:
     """Whether two batches are equal in all that a user can see; collate functions can be changed."""
     if tree.structure(first) != tree.structure(second):
         return False

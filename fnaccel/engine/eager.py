@@ -236,7 +236,7 @@ def wide_dtype(engine: Engine) -> torch.dtype:
 
 
 def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Report) -> torch.Tensor:
-    def entry(model: Any, *args: Any) -> torch.Tensor:
+    def entry(model: object, *args: Any) -> torch.Tensor:
         # only the total leaves the hooks' sight as an output; the rest is kept beside it
         parts = read_loss(loss.fn(model, *args), loss.where)
         return report.take(parts, valid=micro.valid > 0)

@@ -75,7 +75,7 @@ class Gradients:
         norms = _torch.foreach_norm(grads, 2.0)
         return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
 
-    def scale_by(self, factor: Any) -> None:
+    def scale_by(self, factor: Scalar) -> None:
         """Multiply the whole gradient, at no cost now."""
         self.multiplier = factor if self.multiplier is None else self.multiplier * factor
         self._norm = None if self._norm is None else self._norm * factor
@@ -109,7 +109,7 @@ class Gradients:
         pairs = zip(self._leaves, self.shards, strict=True)
         return {leaf.name: leaf.like(shard) for leaf, shard in pairs if shard is not None}
 
-    def replace(self, named: Any, transform: str) -> None:
+    def replace(self, named: Tree, transform: str) -> None:
         """Take what a user's transform returned.
 
         Raises:

@@ -50,7 +50,7 @@ class Remote(torch.Tensor):
         made._name, made._read, made._write, made._mesh = name, read, write, mesh  # noqa: SLF001
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Remote({self._name}, {list(self.shape)}, {self.dtype})"
 
     def full_tensor(self) -> torch.Tensor:
@@ -92,10 +92,10 @@ class Remote(torch.Tensor):
             whole[index] = _fetched(value)
             self._write(whole)
 
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+    def __deepcopy__(self, memo: object) -> torch.Tensor:
         return self.solid()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         raise _no_memory(self, "pickled")
 
     def share_memory_(self) -> Any:
@@ -104,7 +104,11 @@ class Remote(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Fetch what is needed, and do it there; what changes in place is written back, `clone` spreads.
 
@@ -146,7 +150,7 @@ class Remote(torch.Tensor):
         )
 
 
-def _changed(before: Any, after: Any) -> Iterator[tuple[Remote, torch.Tensor]]:
+def _changed(before: Tree, after: Tree) -> Iterator[tuple[Remote, torch.Tensor]]:
     """Each Remote that an operation was to change, with the copy that it did change."""
     if isinstance(before, Remote):
         yield before, after

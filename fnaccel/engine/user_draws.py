@@ -50,7 +50,11 @@ class WholeDraws(TorchFunctionMode):
         self._shared = seeded or ranks == 1
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call `func`, or draw the whole tensor in its place."""
         options = kwargs or {}

@@ -50,7 +50,7 @@ def export_hf(
     source: Any,
     *,
     max_shard_size: int | str = "5GB",
-    dtype: Any = None,
+    dtype: object = None,
     ema: bool = False,
     config: Any = None,
     model: str | None = None,

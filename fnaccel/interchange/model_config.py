@@ -13,7 +13,9 @@ from fnaccel.checkpoint.format.dtypes import name_of
 from fnaccel.errors import ArgumentError
 
 
-def files_for(config: Any, model: nn.Module | None, dtype: torch.dtype | None, where: str) -> dict[str, str]:
+def files_for(
+    config: object, model: nn.Module | None, dtype: torch.dtype | None, where: str
+) -> dict[str, str]:
     """The JSON files to write, by name.
 
     Args:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 
@@ -225,7 +225,19 @@ def _bar(total: int | None, initial: int) -> Any:
     return tqdm(total=total, initial=initial, unit="step", dynamic_ncols=True, mininterval=often)
 
 
-def _shower(bar: Any) -> Callable[[dict[str, float]], None]:
+class ProgressBar(Protocol):
+    """What is used of tqdm's bar."""
+
+    def update(self) -> object:
+        """One more step."""
+        ...
+
+    def set_postfix(self, values: dict[str, str], *, refresh: bool) -> None:
+        """Show values beside the count."""
+        ...
+
+
+def _shower(bar: ProgressBar) -> Callable[[dict[str, float]], None]:
     def show(values: dict[str, float]) -> None:
         shown = {name: f"{values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values}
         bar.set_postfix(shown, refresh=False)
@@ -282,7 +294,7 @@ def evaluate(
     return scores.finish()
 
 
-def _ticking(batches: Iterable[Any], bar: Any) -> Iterator[Any]:
+def _ticking(batches: Iterable[Any], bar: ProgressBar) -> Iterator[Any]:
     for batch in batches:
         yield batch
         bar.update()

@@ -88,7 +88,7 @@ class Host(nn.Module):
     A strategy arms its hooks on this one forward, so a loss may call what it likes on the model.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: object) -> None:
         super().__init__()
         self.target = nn.ModuleDict(model) if isinstance(model, dict) else model
         self._view = (model,)  # in a tuple, so that it is not registered a second time
@@ -124,7 +124,7 @@ class Built:
                 yield (name if key is None else f"{key}/{name}"), value
 
 
-def construct(model: Any, seed: int, *, empty: bool = False) -> Built:
+def construct(model: object, seed: int, *, empty: bool = False) -> Built:
     """Build the modules on the CPU, as `torch.manual_seed(seed)` and the factory would.
 
     Args:
@@ -293,7 +293,7 @@ def release(built: Built) -> None:
             ownership.end()
 
 
-def check_factories(model: Any, where: str) -> None:
+def check_factories(model: object, where: str) -> None:
     """Raise OwnershipError where a model can't be built again."""
     sources = model.values() if isinstance(model, dict) else (model,)
     if any(isinstance(source, nn.Module) for source in sources):

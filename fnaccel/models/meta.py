@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 
-def modules_without_values(model: Any) -> dict[str | None, nn.Module | str]:
+def modules_without_values(model: object) -> dict[str | None, nn.Module | str]:
     """The modules of a model by key, made on the meta device; or why one can't be made so.
 
     A factory runs once more than `init` runs it; nothing is allocated, and torch's generator is left

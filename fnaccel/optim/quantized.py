@@ -188,7 +188,14 @@ class _Torchao:
             self.slots[f"{kind}_codes"] = _laid_out(leaf, codes)
             self.slots[f"{kind}_scale"] = _laid_out(leaf, scale.view(rows, -1) if rows else scale)
 
-    def update(self, shard: torch.Tensor, grad: torch.Tensor, rate: Any, updates: Any, options: Any) -> None:
+    def update(
+        self,
+        shard: torch.Tensor,
+        grad: torch.Tensor,
+        rate: Scalar,
+        updates: torch.Tensor,
+        options: Mapping[str, Any],
+    ) -> None:
         beta1, beta2 = options["betas"]
         first, second = self._moments
         where = shard.device
@@ -247,7 +254,14 @@ class _BitsAndBytes:
             self.slots[f"{kind}_codes"] = _laid_out(leaf, codes)
             self.slots[f"{kind}_scale"] = _laid_out(leaf, scale)
 
-    def update(self, shard: torch.Tensor, grad: torch.Tensor, rate: Any, updates: Any, options: Any) -> None:
+    def update(
+        self,
+        shard: torch.Tensor,
+        grad: torch.Tensor,
+        rate: Scalar,
+        updates: torch.Tensor,
+        options: Mapping[str, Any],
+    ) -> None:
         beta1, beta2 = options["betas"]
         self._run(
             "adam",

@@ -27,15 +27,15 @@ Rate = float | Schedule
 _WHERE = "a learning-rate schedule"
 
 
-def _cos(x: Any) -> Any:
+def _cos(x: Scalar) -> Any:
     return torch.cos(x) if isinstance(x, torch.Tensor) else math.cos(x)
 
 
-def _clip(x: Any, low: float, high: float) -> Any:
+def _clip(x: Scalar, low: float, high: float) -> Any:
     return torch.clamp(x, low, high) if isinstance(x, torch.Tensor) else min(max(x, low), high)
 
 
-def _where(condition: Any, yes: Any, no: Any) -> Any:
+def _where(condition: bool | torch.Tensor, yes: Any, no: Any) -> Any:
     if isinstance(condition, torch.Tensor):
         return torch.where(condition, torch.as_tensor(yes), torch.as_tensor(no))
     return yes if condition else no

@@ -49,7 +49,7 @@ def _inside(engine: Engine, run: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: engine.forward.lend(lambda _model: run())
 
 
-def lend(given: Mapping[str, Any], borrower: Any) -> Given:
+def lend(given: Mapping[str, Any], borrower: object) -> Given:
     """Check the states in `given=` and find their models.
 
     Raises:

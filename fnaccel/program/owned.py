@@ -21,7 +21,7 @@ from fnaccel.program.captured_step import CapturedStep
 from fnaccel.program.lower import Lowered
 from fnaccel.program.whole_parameters import is_sharded
 from fnaccel.state import ReadOnlyDict, Seed, TrainState
-from fnaccel.step.loss import readable
+from fnaccel.step.loss import Scalar, readable
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, Rewrites, make_engine
 from fnaccel.strategies.runtime import Delegation
@@ -163,7 +163,7 @@ class Owned:
         ]
         return [name if key is None else f"{key}/{name}" for key, name in pairs]
 
-    def move_scale(self, scale: dict[str, torch.Tensor], skip: Any, weight: Any) -> None:
+    def move_scale(self, scale: dict[str, torch.Tensor], skip: torch.Tensor, weight: Scalar) -> None:
         """Grow or shrink the loss scale in place, and keep the weight for the next step."""
         policy = self._lowered.settings.precision
         if isinstance(weight, torch.Tensor) and not readable(weight):

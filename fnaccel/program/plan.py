@@ -190,10 +190,10 @@ def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = Non
     )
 
 
-def _optimizer_rows(optimizer: Any, frozen: tuple[str, ...], by: str) -> list[Row]:
+def _optimizer_rows(optimizer: object, frozen: tuple[str, ...], by: str) -> list[Row]:
     if optimizer is None:
         return [Row("UPDATE", "none", "inference only: this train step can't be called")]
-    named = optimizer if isinstance(optimizer, dict) else {"": optimizer}
+    named: Any = optimizer if isinstance(optimizer, dict) else {"": optimizer}
     rows = [
         Row("UPDATE", f"{key}: {one.name}" if key else one.name, one.describe(), by)
         for key, one in named.items()

@@ -87,9 +87,19 @@ class StepGraph:
         return sums, tuple(grad is not None for grad in grads), aux, weighted
 
     def finish(
-        self, data: Tree, given: Tree, keep: Any, up_front: Any, carried: Any, sums: torch.Tensor, known: Any,
-        scale: Any, rates: Any, number: torch.Tensor, step: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        data: Tree,
+        given: Tree,
+        keep: torch.Tensor,
+        up_front: torch.Tensor | None,
+        carried: Sequence[torch.Tensor | None] | None,
+        sums: torch.Tensor,
+        known: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        rates: Tree,
+        number: torch.Tensor,
+        step: torch.Tensor | None,
+    ) -> Any:
         """The last micro-batch, and all that follows.
 
         Args:
@@ -184,7 +194,7 @@ class StepGraph:
         metrics: dict[str, Any],
         rates: Sequence[Any],
         number: torch.Tensor,
-        step: torch.Tensor,
+        step: torch.Tensor | None,
     ) -> Any:
         """Clip, finite check, update, averages; whether the update was skipped."""
         engine = self._traced
@@ -197,7 +207,9 @@ class StepGraph:
             device = layout.mesh.world.device
             held = Gradients(layout.leaves, list(grads), multiplier, layout.norm_axes, device)
             held.idle = idle(metrics["weight"])
-            info = Info(step=step, updates=number - 1, params=self._params, record=record)
+            info = Info(
+                step=0 if step is None else step, updates=number - 1, params=self._params, record=record
+            )
             tail.change(held, {}, info)
             self._update(held, rates, number)
             return tail.finish(engine, held, {}, info)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -264,7 +264,7 @@ def train_step(
     *,
     model: Distributed,
     optimizer: object,
-    frozen: Any = (),
+    frozen: str | Iterable[str] = (),
     rng: Rng = "fold",
     world: World | None = None,
 ) -> TrainStep:

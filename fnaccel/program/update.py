@@ -230,7 +230,12 @@ class Stepper:
         return _Update(found.metrics, found.grads, reported, rates, found.skip)
 
     def _change_gradients(
-        self, owned: Owned, state: TrainState, grads: Gradients, metrics: dict[str, Any], transforms: Any
+        self,
+        owned: Owned,
+        state: TrainState,
+        grads: Gradients,
+        metrics: dict[str, Any],
+        transforms: dict[str, Any],
     ) -> None:
         """Run the GRADS hooks."""
         info = Info(step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__)
@@ -256,7 +261,7 @@ class Stepper:
         return drawing(seed, step, generators_of(world.device), world.size)
 
 
-def _counted(updates: Scalar, left_out: Any, skip: Scalar | None) -> Any:
+def _counted(updates: Scalar, left_out: Scalar | None, skip: Scalar | None) -> Any:
     """The number of updates after a step: a tensor if the device decides whether one is left out."""
     if left_out is True:
         return updates

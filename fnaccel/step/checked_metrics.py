@@ -13,6 +13,7 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.errors import LossError
+from fnaccel.step.loss import Scalar
 
 _READERS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__", "__repr__")
 
@@ -38,7 +39,7 @@ for _name in _READERS:
     setattr(CheckedMetric, _name, _reader(_name))
 
 
-def checked(metrics: dict[str, Any], left_out: Any) -> dict[str, Any]:
+def checked(metrics: dict[str, Any], left_out: Scalar | None) -> dict[str, Any]:
     """Metrics whose loss and weight raise when they are read, if the weight turns out to be none.
 
     Args:

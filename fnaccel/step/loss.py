@@ -35,7 +35,7 @@ class Mean:
     """
 
     total: Any
-    weight: Any
+    weight: Scalar
     aux: Any = None
 
 
@@ -106,7 +106,7 @@ class LossParts(NamedTuple):
     """The parts of what a loss function returned; `weighted` if it gave a weight of its own."""
 
     total: torch.Tensor
-    weight: Any
+    weight: Scalar
     aux: Any
     weighted: bool
 
@@ -152,7 +152,7 @@ def _no_tensor(output: Tree, where: str) -> LossError:
     )
 
 
-def check_weight(weight: Any, where: str) -> Any:
+def check_weight(weight: Scalar, where: str) -> Any:
     """A weight as a number or a 0-d tensor; one of numpy's numbers as Python's.
 
     The value of a tensor on an accelerator is not looked at, since that would be a host read in every step.
@@ -191,12 +191,12 @@ def readable(value: torch.Tensor) -> bool:
     return value.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def is_zero(weight: Any) -> bool:
+def is_zero(weight: Scalar) -> bool:
     """Whether the host can see, at no cost, that a weight is 0."""
     return readable(weight) and not float(weight) if isinstance(weight, torch.Tensor) else not weight
 
 
-def masked(total: torch.Tensor, weight: Any) -> tuple[torch.Tensor, Any]:
+def masked(total: torch.Tensor, weight: Scalar) -> tuple[torch.Tensor, Any]:
     """A total and its weight as they count: a total of weight 0 is 0, a tensor weight that is none is NaN."""
     if not isinstance(weight, torch.Tensor) or readable(weight):
         return (_nothing(total) if is_zero(weight) else total), weight
@@ -210,7 +210,7 @@ def _nothing(total: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.zeros_like(total, dtype=torch.bool), total, torch.zeros_like(total))
 
 
-def idle(weight: Any) -> Any:
+def idle(weight: Scalar) -> Any:
     """Whether an update over this global weight is left out: a bool, or a 0-d float tensor on the device."""
     if isinstance(weight, torch.Tensor):
         if not readable(weight):

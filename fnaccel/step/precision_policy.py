@@ -123,7 +123,7 @@ class Cast:
     loss_fn: Callable[..., Any]
     policy: Precision
 
-    def __call__(self, model: Any, *args: Any) -> Any:
+    def __call__(self, model: object, *args: Any) -> Any:
         """The loss, its floating-point tensors in the policy's output dtype."""
         if not self.policy.autocast:
             out = self.loss_fn(model, *[_cast(arg, self.policy.compute) for arg in args])
@@ -133,7 +133,7 @@ class Cast:
         return _cast(out, self.policy.output)
 
 
-def _cast(out: Any, dtype: torch.dtype) -> Any:
+def _cast(out: Tree, dtype: torch.dtype) -> Any:
     """A batch, or what a function returned, with its floating-point tensors in another dtype."""
     if isinstance(out, torch.Tensor):
         return out.to(dtype) if out.is_floating_point() else out

@@ -42,7 +42,9 @@ class Compiler(Protocol):
         """A loss function, compiled."""
         ...
 
-    def of_step(self, fn: Callable[..., Any], graph_pass: Any = None) -> Callable[..., Any]:
+    def of_step(
+        self, fn: Callable[..., Any], graph_pass: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
         """A part of a train step, compiled as one graph."""
         ...
 

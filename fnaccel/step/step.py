@@ -246,7 +246,7 @@ class Step:
     loss_fn: Callable[..., Any]
     transforms: tuple[Transform, ...] = ()
 
-    def __call__(self, model: Any, batch: Tree, *given: Any) -> Any:
+    def __call__(self, model: object, batch: Tree, *given: Any) -> Any:
         """The loss of one batch on a plain module: no gradients are averaged, nothing is updated."""
         return self.forward()(model, batch, *given)
 

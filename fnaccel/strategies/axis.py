@@ -15,6 +15,8 @@ from fnaccel.models.parameter import Leaf
 from fnaccel.step.settings import Settings
 from fnaccel.step.spec import Axes, Spec
 from fnaccel.strategies.runtime import Delegation
+from fnaccel.strategies.strategy import Axis
+from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 
 
@@ -102,7 +104,7 @@ def finishing_axis(strategy: Axes) -> Any:
     )
 
 
-def _check_plain(axis: Any, by: Any, strategy: Axes) -> None:
+def _check_plain(axis: Axis, by: Axis, strategy: Axes) -> None:
     if attrs.evolve(type(axis)(), degree=axis.degree) != axis:
         raise CapabilityError(
             f"the options of {axis.maker} have no meaning where {by.maker} averages the gradients",
@@ -130,7 +132,7 @@ def same(local: Any) -> Any:
     return local
 
 
-def laid_out_as(param: Any) -> Callable[[torch.Tensor], Any]:
+def laid_out_as(param: Tree) -> Callable[[torch.Tensor], Any]:
     """What lays a local tensor out over ranks as a DTensor parameter is."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
 

@@ -75,7 +75,7 @@ def ddp(
     static_graph: bool = False,
     unused_parameters: bool = False,
     sync_buffers: bool = True,
-    hook: Any = None,
+    hook: str | Hook | None = None,
 ) -> Strategy:
     """Replicate the model and average gradients (Li et al. 2020).
 

@@ -22,7 +22,7 @@ class Distributed:
     strategy: Strategy
 
 
-def distribute(model: Any, strategy_: Strategy | str, /) -> Distributed:
+def distribute(model: object, strategy_: Strategy | str, /) -> Distributed:
     """Say how a model lies over the ranks; pure, nothing is built or moved.
 
     Args:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, get_args
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import attrs
 
@@ -13,6 +14,9 @@ from fnaccel.step.spec import Spec
 from fnaccel.step.step import EVERYTHING, Capability
 from fnaccel.strategies.ddp import ddp
 from fnaccel.strategies.strategy import Axis, Strategy, check_degree, maker
+
+if TYPE_CHECKING:  # slow to import
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @attrs.frozen
@@ -25,7 +29,7 @@ class Fsdp(Axis):
     degree: int = -1
     units: Units = "block"
     reshard_after_forward: bool | int = True
-    policy: Any = None
+    policy: MixedPrecisionPolicy | None = None
     offload: bool = False
     ignore: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     init: Init = "seeded"
@@ -57,11 +61,11 @@ def fsdp(
     *,
     units: Units = "block",
     reshard_after_forward: bool | int = True,
-    policy: Any = None,
+    policy: MixedPrecisionPolicy | None = None,
     offload: bool = False,
-    ignore: Any = (),
+    ignore: str | Iterable[str] = (),
     init: Init = "seeded",
-    methods: Any = (),
+    methods: str | Iterable[str] = (),
 ) -> Strategy:
     """Shard parameters, gradients and optimizer slots over ranks with FSDP2 (Zhao et al. 2023).
 

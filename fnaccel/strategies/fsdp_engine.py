@@ -172,7 +172,7 @@ def _check_tied(units: Sequence[tuple[str, nn.Module]], ignored: set[Any]) -> No
                 )
 
 
-def _policy(precision: Precision, root: nn.Module | None = None, ignored: Any = ()) -> Any:
+def _policy(precision: Precision, root: nn.Module | None = None, ignored: object = ()) -> Any:
     """What follows from `with_precision`: gather in the compute dtype, reduce in the reduce dtype."""
     from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 - slow to import
 
@@ -219,7 +219,7 @@ def _leaf(name: str, param: torch.Tensor) -> Leaf:
     return Leaf(name, param, _torch.local_of(param).detach(), laid_out_as(param))
 
 
-def _runner(host: Any) -> Callable[..., Any]:
+def _runner(host: nn.Module) -> Callable[..., Any]:
     def run(fn: Callable[..., Any], *args: Any) -> Any:
         try:
             return host(fn, *args)
@@ -235,7 +235,7 @@ def _runner(host: Any) -> Callable[..., Any]:
     return run
 
 
-def _settler(host: Any) -> Callable[[], None]:
+def _settler(host: nn.Module) -> Callable[[], None]:
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - slow to import
 
     units = [module for module in host.modules() if isinstance(module, FSDPModule)]

@@ -83,7 +83,7 @@ class Strategy:
         return " * ".join(_text(axis) for axis in self.axes) or "local()"
 
 
-def _text(axis: Any) -> str:
+def _text(axis: Axis) -> str:
     parts: list[str] = []
     for field in attrs.fields(type(axis)):
         value = getattr(axis, field.name)

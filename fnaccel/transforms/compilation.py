@@ -35,7 +35,7 @@ _NEEDS: dict[str, frozenset[Capability]] = {
 }
 
 
-def _to_dims(dynamic: Any) -> Any:
+def _to_dims(dynamic: object) -> Any:
     """A mapping of patterns to dims as a frozen value; everything else as it is."""
     if not isinstance(dynamic, Mapping):
         return dynamic
@@ -135,17 +135,19 @@ class Compile:
     def of_loss(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A loss function under torch.compile."""
 
-        def loss(model: Any, *args: Any) -> Any:
+        def loss(model: object, *args: Any) -> Any:
             return fn(model, *args)
 
         return self._compiled(own_code(loss), self.fullgraph)
 
-    def of_step(self, fn: Callable[..., Any], graph_pass: Any = None) -> Callable[..., Any]:
+    def of_step(
+        self, fn: Callable[..., Any], graph_pass: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
         """A part of a train step under torch.compile, always one graph; inductor runs `graph_pass` on it."""
         return self._compiled(own_code(fn), True, graph_pass if self.backend == "inductor" else None)
 
     def _compiled(
-        self, fn: Callable[..., Any], fullgraph: bool, graph_pass: Any = None
+        self, fn: Callable[..., Any], fullgraph: bool, graph_pass: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
         options: dict[str, Any] = {"mode": self.mode}
         more = dict(self.options)
@@ -192,7 +194,7 @@ def compile(  # noqa: A001 - the field's name for it; the module keeps a noun
     backend: Any = "inductor",
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
-    dynamic: Any = None,
+    dynamic: object = None,
     fullgraph: bool = False,
     units: Units = "block",
     limit: int = 8,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fnaccel.errors import CapabilityError, require
@@ -12,7 +10,7 @@ from fnaccel.step.step import Phase, Step, StepLike, Transform, append
 from fnaccel.transforms.float8.record import Float8, with_float8
 
 
-def with_precision(step: StepLike, precision: Any, *, recipe: str | None = None) -> Step:
+def with_precision(step: StepLike, precision: Precision | Float8 | str, *, recipe: str | None = None) -> Step:
     """Choose the dtypes a step computes in; means the same on every strategy.
 
     Args:
@@ -47,7 +45,7 @@ def with_precision(step: StepLike, precision: Any, *, recipe: str | None = None)
             "fa.with_precision",
             'with_precision(step, "bf16")',
         )
-        compute = dtype_of(precision, "fa.with_precision", ("fp8",))
+        compute = dtype_of(policy, "fa.with_precision", ("fp8",))
         policy = Precision(compute=compute)
     if policy.autocast and policy.compute not in (torch.bfloat16, torch.float16):
         raise CapabilityError(

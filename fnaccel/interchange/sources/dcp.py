@@ -60,7 +60,7 @@ def _tensors(path: Path) -> Iterator[tuple[tuple[str, ...], Found]]:
             yield where, _found(reader, key, entry, path)
 
 
-def _found(reader: Any, key: str, entry: Tree, path: Path) -> Found:
+def _found(reader: object, key: str, entry: Tree, path: Path) -> Found:
     def read(box: Box, out: torch.Tensor) -> None:
         if not box.numel:
             return

@@ -217,7 +217,7 @@ def _batch(draft: Draft, ranks: int) -> int | None:
     return None if per_rank is None else int(per_rank)
 
 
-def _hidden(model: Any, record: Deepspeed, draft: Draft) -> None:
+def _hidden(model: object, record: Deepspeed, draft: Draft) -> None:
     """Bucket sizes that follow from the model's hidden size (the rule of the Transformers integration)."""
     zero = "zero_optimization"
     rules: dict[str, Any] = {

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Generator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from fnaccel.tree import Tree
 
 
 @contextlib.contextmanager
-def partitioned_init(package: Any, config: dict[str, Any]) -> Generator[None]:
+def partitioned_init(package: ModuleType, config: dict[str, Any]) -> Generator[None]:
     """In the body each parameter is partitioned when its module's constructor ends.
 
     `from_pretrained` of transformers then gathers one layer at a time to fill it. A factory that writes into
@@ -55,7 +56,7 @@ def partitioned_init(package: Any, config: dict[str, Any]) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _transformers_partitions(package: Any, config: dict[str, Any]) -> Generator[None]:
+def _transformers_partitions(package: ModuleType, config: dict[str, Any]) -> Generator[None]:
     """In the body transformers knows the configuration; afterwards it knows what it knew before.
 
     It keeps a weak reference in a global of its module. Without one, `from_pretrained` makes parameters on
@@ -72,7 +73,7 @@ def _transformers_partitions(package: Any, config: dict[str, Any]) -> Generator[
     described = integration.HfDeepSpeedConfig(config)
     initialise = base._initialize_weights  # noqa: SLF001 - the one place that all its models pass
 
-    def initialise_whole(model: Any, module: nn.Module, *args: Any, **options: Any) -> Any:
+    def initialise_whole(model: object, module: nn.Module, *args: Any, **options: Any) -> Any:
         near = (module, *module.children())
         params = {id(p): p for each in near for p in each.parameters(recurse=False) if _is_partitioned(p)}
         with package.zero.GatheredParameters(list(params.values()), modifier_rank=0):
@@ -104,7 +105,7 @@ class _WholeWrites(TorchFunctionMode):
     Every rank draws the same numbers, and rank 0's are the ones that stay.
     """
 
-    def __init__(self, package: Any) -> None:
+    def __init__(self, package: ModuleType) -> None:
         super().__init__()
         self._gather = package.zero.GatheredParameters
 

@@ -15,6 +15,10 @@ import torch
 
 from fnaccel.errors import CapabilityError, StaleStateError
 from fnaccel.strategies.deepspeed.comm import part_of_package
+from fnaccel.tree import Tree
+
+Native = Any
+"""DeepSpeed's engine, which has no types."""
 
 
 class Parts:
@@ -25,7 +29,7 @@ class Parts:
         stage: its ZeRO stage.
     """
 
-    def __init__(self, engine: Any, stage: int) -> None:
+    def __init__(self, engine: Native, stage: int) -> None:
         self._engine = engine
         self.stage = stage
         self.closed = False
@@ -94,7 +98,7 @@ class Parts:
         else:
             accessors.safe_set_full_optimizer_state(param, value, slot)
 
-    def _write_partition(self, param: Any, value: torch.Tensor, slot: str | None) -> None:
+    def _write_partition(self, param: Tree, value: torch.Tensor, slot: str | None) -> None:
         accessors = part_of_package("utils")
         mine = self._partition(param, value)
         if slot is not None:
@@ -111,7 +115,7 @@ class Parts:
         if param.data.shape == value.shape:  # small ones stay gathered
             param.data.copy_(value)
 
-    def _partition(self, param: Any, value: torch.Tensor) -> torch.Tensor:
+    def _partition(self, param: Tree, value: torch.Tensor) -> torch.Tensor:
         """This rank's piece of the flat parameter, padded as DeepSpeed pads it."""
         optimizer = self._engine.optimizer
         each = param.ds_tensor.ds_numel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Generator, Sequence
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from fnaccel.optim.fused import FusedKernel
 from fnaccel.strategies.axis import Build, finisher, same, whole_leaves
 from fnaccel.strategies.deepspeed.comm import begin, part_of_package, quiet
 from fnaccel.strategies.deepspeed.partitioned_init import check_partitioned, partitioned_init
-from fnaccel.strategies.deepspeed.parts import Parts
+from fnaccel.strategies.deepspeed.parts import Native, Parts
 from fnaccel.strategies.deepspeed.record import Deepspeed
 from fnaccel.strategies.deepspeed.update import BoundDeepspeed
 from fnaccel.world.mesh import Mesh
@@ -100,7 +101,7 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
     return made, built
 
 
-def _construct(build: Build, record: Deepspeed, package: Any, config: dict[str, Any]) -> Built:
+def _construct(build: Build, record: Deepspeed, package: ModuleType, config: dict[str, Any]) -> Built:
     """The modules; under `zero3_init` each parameter is partitioned as it is made."""
     sources = build.spec.model.values() if isinstance(build.spec.model, dict) else (build.spec.model,)
     if record.zero3_init and any(isinstance(source, nn.Module) for source in sources):
@@ -215,7 +216,7 @@ def _check_foreign(optimizer: Optimizer, groups: int, level: int) -> None:
 
 
 def _initialise(
-    package: Any,
+    package: ModuleType,
     built: Built,
     optimizer: Optimizer | None,
     groups: Sequence[Group],
@@ -296,7 +297,7 @@ def _runner(module: nn.Module, torn: list[bool]) -> Callable[..., Any]:
             )
         others: list[Any] = []
 
-        def entry(model: Any, *rest: Any) -> Any:
+        def entry(model: object, *rest: Any) -> Any:
             found = fn(model, *rest)
             if isinstance(found, torch.Tensor):
                 return found
@@ -309,7 +310,7 @@ def _runner(module: nn.Module, torn: list[bool]) -> Callable[..., Any]:
     return run
 
 
-def _backward(engine: Any, stage: int, torn: list[bool]) -> Callable[[torch.Tensor], None]:
+def _backward(engine: Native, stage: int, torn: list[bool]) -> Callable[[torch.Tensor], None]:
     """Differentiate a total; `torn` is filled where that fails in the middle of a reduction."""
 
     def backward(total: torch.Tensor) -> None:
@@ -324,7 +325,7 @@ def _backward(engine: Any, stage: int, torn: list[bool]) -> Callable[[torch.Tens
     return backward
 
 
-def _syncer(engine: Any) -> Callable[[bool], contextlib.AbstractContextManager[None]]:
+def _syncer(engine: Native) -> Callable[[bool], contextlib.AbstractContextManager[None]]:
     @contextlib.contextmanager
     def sync(communicate: bool) -> Generator[None]:
         engine.set_gradient_accumulation_boundary(communicate)
@@ -333,7 +334,7 @@ def _syncer(engine: Any) -> Callable[[bool], contextlib.AbstractContextManager[N
     return sync
 
 
-def _recoverer(engine: Any, stage: int) -> Callable[[], None]:
+def _recoverer(engine: Native, stage: int) -> Callable[[], None]:
     """What undoes a step that failed between its first forward and its update."""
 
     def recover() -> None:
@@ -351,7 +352,7 @@ def _recoverer(engine: Any, stage: int) -> Callable[[], None]:
     return recover
 
 
-def _freer(engine: Any, parts: Parts) -> Callable[[], None]:
+def _freer(engine: Native, parts: Parts) -> Callable[[], None]:
     def free() -> None:
         parts.closed = True
         modules, params = list(engine.module.modules()), list(engine.module.parameters())

@@ -10,7 +10,7 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.step.loss import Scalar
-from fnaccel.strategies.deepspeed.parts import Parts
+from fnaccel.strategies.deepspeed.parts import Native, Parts
 
 
 class BoundDeepspeed:
@@ -30,7 +30,13 @@ class BoundDeepspeed:
     reads_host = True
 
     def __init__(
-        self, engine: Any, parts: Parts, slots: Mapping[str, Mapping[str, Any]], clip: float, *, skips: bool
+        self,
+        engine: Native,
+        parts: Parts,
+        slots: Mapping[str, Mapping[str, Any]],
+        clip: float,
+        *,
+        skips: bool,
     ) -> None:
         self.slots: dict[str, dict[str, Any]] = {name: dict(one) for name, one in slots.items()}
         self.metrics: dict[str, Any] = {}

@@ -144,7 +144,7 @@ class Float8:
         parts += [f"{name}={list(getattr(self, name))}" for name in ("only", "skip") if getattr(self, name)]
         return ", ".join(parts)
 
-    def layers(self, model: Any) -> Layers:
+    def layers(self, model: object) -> Layers:
         """Which linear layers of a module (or of what a factory makes, without values) would compute in fp8.
 
         Args:

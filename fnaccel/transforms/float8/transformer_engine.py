@@ -110,7 +110,7 @@ class Autocast:
         """`loss_fn` in TransformerEngine's context."""
         made: list[Any] = []
 
-        def loss(model: Any, batch: Tree, *given: Any) -> Any:
+        def loss(model: object, batch: Tree, *given: Any) -> Any:
             where = 'fa.Float8(backend="transformer_engine")'
             engine = backend(where)
             if not made:
