@@ -4,7 +4,7 @@ torch.compile knows no fused optimizer: in a graph each is one opaque operation 
 calls the same kernel. It takes gradients that are scaled by then: with a scale the kernel would write to
 them, and in a graph two of them may be one tensor.
 
-XLA has no such kernels: plain operations do their arithmetic. All that changes between steps is a tensor
+XLA has no such kernels: `plain_*` do their arithmetic. All that changes between steps is a tensor
 there, so that the graph stays the same.
 """
 
@@ -167,7 +167,7 @@ def _adam(
         _put(square, spread, skip)
 
 
-def _plain_sgd(
+def plain_sgd_(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
     first: Sequence[torch.Tensor],
@@ -178,6 +178,7 @@ def _plain_sgd(
     scale: torch.Tensor | None,
     skip: torch.Tensor | None,
 ) -> None:
+    """SGD in plain operations; arguments as for `sgd_`."""
     rate = _on_device(rate, params[0].device)
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
         value, slope = _wide(param), _scaled(grad, scale)
@@ -245,6 +246,8 @@ _fused_adam, _fused_adamw = (
 )
 _plain_adam, _plain_adamw = (functools.partial(_adam, apart=apart) for apart in (False, True))
 
-adam_ = _dispatched("adam_", _fused_adam, _plain_adam)
-adamw_ = _dispatched("adamw_", _fused_adamw, _plain_adamw)
-sgd_ = _dispatched("sgd_", _run_sgd, _plain_sgd)
+plain_adam_ = functools.partial(_adam, apart=False)
+plain_adamw_ = functools.partial(_adam, apart=True)
+adam_ = _dispatched("adam_", functools.partial(_run_adam, _torch.fused_adam_), plain_adam_)
+adamw_ = _dispatched("adamw_", functools.partial(_run_adam, _torch.fused_adamw_), plain_adamw_)
+sgd_ = _dispatched("sgd_", _run_sgd, plain_sgd_)

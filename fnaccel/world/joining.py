@@ -151,6 +151,11 @@ def gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     )
 
 
+def prefix_of(number: int) -> str:
+    """Below which keys of its store a world writes; worlds of one process group are counted from 1."""
+    return f"fnaccel/world{number}"
+
+
 def is_loopback(address: str) -> bool:
     """Whether only processes of this machine can mean this address."""
     return address in ("localhost", "::1") or address.startswith("127.")
@@ -176,12 +181,7 @@ def _set_address(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
 def _loopback_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> Any:
     """A store that rank 0 keeps, which other machines can't reach: torch's own listens on all interfaces."""
     if ranks.rank != 0:
-        try:
-            return _torch.TCPStore(
-                address, port, ranks.size, is_master=False, timeout=limit, wait_for_workers=False
-            )
-        except RuntimeError as error:
-            raise _never_came(ranks, [0], limit) from error
+        return _client_store(ranks, address, port, limit)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, port), family=family, backlog=_BACKLOG) as listener:
         # torch closes what it is handed
@@ -194,6 +194,27 @@ def _loopback_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> 
             wait_for_workers=False,
             master_listen_fd=os.dup(listener.fileno()),
         )
+
+
+def _client_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> Any:
+    """The store of rank 0; not that of a world which is over, which rank 0 may not have closed yet."""
+    end, left = time.monotonic() + limit.total_seconds(), f"{prefix_of(1)}/left"
+    while True:
+        try:
+            store = _torch.TCPStore(
+                address, port, ranks.size, is_master=False, timeout=limit, wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise _never_came(ranks, [0], limit) from error
+        try:
+            if not store.check([left]) or not int(store.get(left)):
+                return store
+        except RuntimeError:  # it was closed in this moment
+            pass
+        if time.monotonic() > end:
+            raise _never_came(ranks, [0], limit)
+        del store
+        time.sleep(0.01)
 
 
 def _wait_for_all(store: Any, ranks: Ranks, limit: timedelta) -> None:

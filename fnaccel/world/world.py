@@ -27,7 +27,7 @@ from fnaccel.errors import NoWorldError, PeerLostError, WorldError
 from fnaccel.world.calls import CallLog
 from fnaccel.world.connections import drop_inherited
 from fnaccel.world.devices import HOSTED, check_processes, open_device
-from fnaccel.world.joining import Groups, Joined, join
+from fnaccel.world.joining import Groups, Joined, join, prefix_of
 from fnaccel.world.launched import Ranks, detect
 from fnaccel.world.peers import Peers
 
@@ -381,9 +381,7 @@ def _watched(ranks: Ranks, joined: Joined | None) -> tuple[CallLog | None, Peers
     if outer is not None and outer.calls is not None and joined is None:
         return outer.calls, None  # a world inside of another one, with the same ranks
     number = _worlds[group] = _worlds.get(group, 0) + 1
-    store = _torch.PrefixStore(
-        f"fnaccel/world{number}", _torch.default_store() if joined is None else joined.store
-    )
+    store = _torch.PrefixStore(prefix_of(number), _torch.default_store() if joined is None else joined.store)
     log = CallLog()
     peers = Peers(
         store,

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import fnaccel as fa
+from fnaccel import _torch
 from fnaccel.launch import watch
 from fnaccel.launch.job import Job
 from fnaccel.launch.supervise import launch
@@ -193,6 +194,25 @@ def leaves_no_thread():
 
 def test_nothing_is_left_of_a_world(run):
     outcomes = run(leaves_no_thread)
+    assert [outcome.error for outcome in outcomes] == ["returned"] * 3, outcomes
+
+
+def begins_again_at_once():
+    """Rank 0, which keeps the store, is slow to end; the others are at its port again by then."""
+    end_groups = _torch.end_groups
+
+    def slowly():
+        time.sleep(0.3)
+        end_groups()
+
+    for _ in range(2):
+        with fa.start(device="cpu") as world:
+            world.barrier()
+            _torch.end_groups = slowly if world.rank == 0 else end_groups
+
+
+def test_a_world_that_begins_again_at_once_does_not_meet_in_the_old_store(run):
+    outcomes = run(begins_again_at_once)
     assert [outcome.error for outcome in outcomes] == ["returned"] * 3, outcomes
 
 
