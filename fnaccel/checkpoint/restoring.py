@@ -33,6 +33,7 @@ from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.world import World, current
 
+_PLAIN = (type(None), torch.Tensor)  # every rank fills all of it
 _WHERE = "fa.restore"
 
 
@@ -178,7 +179,7 @@ def _read(
     files = held.enter_context(Files(directory))
     files.check(
         [
-            (tensor, whole(tensor.shape) if target is None else part_of(target, world.rank).box)
+            (tensor, whole(tensor.shape) if type(target) in _PLAIN else part_of(target, world.rank).box)
             for target, tensor in pairs
         ]
     )

@@ -187,10 +187,11 @@ class _Reader:
     def manifest(self, found: dict[str, Any]) -> Manifest:
         files = {name: self.file(name, entry) for name, entry in self.table(found, "files").items()}
         tensors = {path: self.stored(path, entry) for path, entry in self.table(found, "tensors").items()}
-        bytes_in: Counter[str] = Counter()
+        bytes_in: dict[str, int] = {}
         for stored in tensors.values():
             for piece in stored.pieces:
-                bytes_in[piece.file] += piece.box.numel * stored.dtype.itemsize
+                count = math.prod(piece.box.shape) * stored.dtype.itemsize
+                bytes_in[piece.file] = bytes_in.get(piece.file, 0) + count
         for name, count in bytes_in.items():
             if name not in files:
                 self.fail(f"places tensors in {name}, which it does not list")
@@ -212,12 +213,12 @@ class _Reader:
     def count(self, found: Tree, what: str) -> int:
         return found if type(found) is int and found >= 0 else self.fail(f"has {found!r} as {what}")
 
-    def counts(self, found: Tree, what: str) -> tuple[int, ...]:
+    def counts(self, found: Tree, what: str, path: str) -> tuple[int, ...]:
         if not isinstance(found, list):
-            self.fail(f"has {found!r} as {what}")
+            self.fail(f"has {found!r} as {what} {path}")
         for entry in found:
             if type(entry) is not int or entry < 0:
-                self.fail(f"has {entry!r} as {what}")
+                self.fail(f"has {entry!r} as {what} {path}")
         return tuple(found)
 
     def file(self, name: str, found: Tree) -> FileRecord:
@@ -232,7 +233,7 @@ class _Reader:
         dtype = found.get("dtype") if isinstance(found, dict) else None
         if not isinstance(dtype, str) or dtype not in NAMES:
             self.fail(f"gives {path} the dtype {dtype!r}")
-        shape = self.counts(found.get("shape"), f"the shape of {path}")
+        shape = self.counts(found.get("shape"), "the shape of", path)
         if len(shape) > 64 or math.prod(max(size, 1) for size in shape) >= 1 << 60:
             self.fail(f"gives {path} a shape that no tensor can have: {str(list(shape))[:80]}")
         listed = found.get("pieces")
@@ -245,14 +246,16 @@ class _Reader:
     def piece(self, path: str, found: Tree) -> Piece:
         if not isinstance(found, dict) or not isinstance(found.get("file"), str):
             self.fail(f"has a piece of {path} without a file")
-        offset = self.counts(found.get("offset"), f"an offset in {path}")
-        return Piece(found["file"], Box(offset, self.counts(found.get("shape"), f"a piece of {path}")))
+        offset = self.counts(found.get("offset"), "an offset in", path)
+        return Piece(found["file"], Box(offset, self.counts(found.get("shape"), "a piece of", path)))
 
     def check_cover(self, stored: Stored) -> None:
         """The pieces make up the tensor: each within it, no two overlapping, none missing."""
+        if len(stored.pieces) == 1 and 0 not in stored.shape:  # as one rank writes all tensors
+            box = stored.pieces[0].box
+            if box.shape == stored.shape and len(box.offset) == len(box.shape) and not any(box.offset):
+                return
         everything = whole(stored.shape)
-        if len(stored.pieces) == 1 and stored.pieces[0].box == everything and 0 not in stored.shape:
-            return
         for piece in stored.pieces:
             box = piece.box
             if not len(box.offset) == len(box.shape) == len(stored.shape):
