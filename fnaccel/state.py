@@ -28,6 +28,11 @@ class Position:
     Attributes:
         epoch: passes over the data that are complete.
         samples: samples of this epoch that were used, on all ranks together.
+
+    Example:
+        >>> state, metrics = train_step(state, next(iter(fa.shard(loader))))
+        >>> state.data
+        Position(epoch=0, samples=4)
     """
 
     epoch: int = 0
@@ -36,7 +41,12 @@ class Position:
 
 @attrs.frozen
 class Seed:
-    """The root of a run's randomness; every other seed is folded from it."""
+    """The root of a run's randomness. Every other seed is folded from it.
+
+    Example:
+        >>> train_step.init(seed=7).rng
+        Seed(root=7)
+    """
 
     root: int = 0
 
@@ -109,13 +119,13 @@ class Lease:
 
 @attrs.frozen(kw_only=True)
 class TrainState:
-    """Everything a run needs to go on; a frozen pytree.
+    """Everything a run needs to continue, as a frozen pytree.
 
     Attributes:
         step: calls of the train step so far (int).
-        updates: updates applied; a 0-d float32 tensor where an update may be skipped on the device.
-        params: parameters by canonical name; by model first where there are several.
-        buffers: buffers, likewise.
+        updates: updates applied. A 0-d float32 tensor if an update may be skipped on the device.
+        params: parameters by canonical name. By model first, if there are several models.
+        buffers: buffers, by the same names.
         opt: optimizer slots: name -> slot -> tensor.
         scale: dynamic loss scale (fp16), or None.
         ema: averaged parameters by name, or None.
@@ -123,6 +133,10 @@ class TrainState:
         data: the position in the data.
         extras: the user's own pytree.
         transforms: the state of transforms, by name.
+
+    Example:
+        >>> state.step, state.params["lm_head.bias"].shape
+        (0, torch.Size([16]))
     """
 
     step: int
@@ -282,7 +296,7 @@ def donate(state: TrainState) -> None:
 
 
 def snapshot(state: TrainState) -> TrainState:
-    """An independent copy of a state, on the same devices; it survives any number of steps.
+    """An independent copy of a state, on the same devices. It survives any number of steps.
 
     The copy is not leased: `train_step.adopt(copy)` goes back to it.
 
@@ -290,7 +304,12 @@ def snapshot(state: TrainState) -> TrainState:
         StaleStateError: the state was donated already.
         AveragedError: its parameters hold their averages.
 
-    Example: `best = fa.snapshot(state)`.
+    Example:
+        >>> best = fa.snapshot(state)
+        >>> state, metrics = train_step(state, batch)
+        >>> state = train_step.adopt(best)
+        >>> state.step
+        0
     """
     check_trained(state, "fa.snapshot(state)")
     copied: TrainState = tree.map_tensors(lambda x: x.detach().clone(), state)

@@ -28,16 +28,18 @@ def gather_objects(value: Tree, *, over: Over = None, world: World | None = None
     Objects are pickled between the ranks of this job only.
 
     Args:
-        value: anything that pickles; it may be of another kind and size on each rank.
-        over: which ranks; all by default.
-        world: the world, where none was started in this context.
+        value: anything that pickles. It may be of another kind and size on each rank.
+        over: the ranks that take part. By default all.
+        world: the world, if none was started in this context.
 
     Raises:
-        NotSerializableError: `value` does not pickle; the other ranks raise RankMismatchError.
+        NotSerializableError: `value` does not pickle. The other ranks raise RankMismatchError.
         RankMismatchError: another rank makes another call.
         PeerLostError: a rank left, exited or made another call.
 
-    Example: `names = fa.gather_objects({"file": path, "lines": 12})`.
+    Example, on 2 ranks:
+        >>> fa.gather_objects({"rank": world.rank, "rows": 8 - world.rank})
+        [{'rank': 0, 'rows': 8}, {'rank': 1, 'rows': 7}]
     """
     where = scope(over, world, "gather_objects")
     if where.size == 1:
@@ -63,18 +65,20 @@ def broadcast_objects(value: Tree, *, src: int = 0, over: Over = None, world: Wo
     Objects are pickled between the ranks of this job only.
 
     Args:
-        value: anything that pickles; what the other ranks pass is not looked at.
+        value: anything that pickles. Values of the other ranks are ignored.
         src: the rank, counted within `over`.
-        over: which ranks; all by default.
-        world: the world, where none was started in this context.
+        over: the ranks that take part. By default all.
+        world: the world, if none was started in this context.
 
     Raises:
-        NotSerializableError: `value` does not pickle; the other ranks raise RankMismatchError.
+        NotSerializableError: `value` does not pickle. The other ranks raise RankMismatchError.
         RankMismatchError: another rank makes another call.
         PeerLostError: a rank left, exited or made another call.
         ArgumentError: there is no rank `src`.
 
-    Example: `run_id = fa.broadcast_objects(new_id() if world.is_main else None)`.
+    Example, on 2 ranks:
+        >>> fa.broadcast_objects("run-17" if world.is_main else None)
+        'run-17'
     """
     where = scope(over, world, "broadcast_objects")
     problem = bad_source(src, where.size, "broadcast_objects")

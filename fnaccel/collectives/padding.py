@@ -31,22 +31,26 @@ def pad_across_processes(
     A leaf that has no such dim, or that is the largest, comes back as it is.
 
     Args:
-        value: a tree of tensors; ranks may differ in the size of `dim` only.
-        dim: the dimension; negative ones count from the end.
-        pad_value: what is filled in.
+        value: a tree of tensors. Ranks may differ in the size of `dim` only.
+        dim: the dimension. Negative ones count from the end.
+        pad_value: the value that is filled in.
         first: pad at the beginning and not at the end.
-        over: which ranks; all by default.
-        world: the world, where none was started in this context.
+        over: the ranks that take part. By default all.
+        world: the world, if none was started in this context.
 
     Returns:
         The same tree, whose shapes are equal on every rank.
 
     Raises:
         PeerLostError: a rank left, exited or made another call.
-        RankMismatchError: ranks differ in more than the size of `dim`; on every rank.
+        RankMismatchError: on every rank, if ranks differ in more than the size of `dim`.
         ArgumentError: a leaf is no plain tensor.
 
-    Example: `fa.gather(fa.pad_across_processes(tokens, dim=1, pad_value=-100))`.
+    Example, on 2 ranks:
+        >>> tokens = torch.ones(1, 2 + world.rank)
+        >>> fa.gather(fa.pad_across_processes(tokens, dim=1, pad_value=-100))
+        tensor([[   1.,    1., -100.],
+                [   1.,    1.,    1.]])
     """
     where = scope(over, world, "pad_across_processes")
     leaves, structure, problem = tensor_leaves(value, "pad_across_processes")
@@ -94,10 +98,10 @@ def _largest(where: Scope, call: Call, sizes: list[int], problem: ArgumentError 
 
 
 def concatenate(trees: Sequence[tree.Tree], dim: int = 0) -> tree.Tree:
-    """Concatenate the tensors of several trees along `dim`; local, nothing is communicated.
+    """Concatenate the tensors of several trees along `dim`. Nothing is communicated.
 
     Args:
-        trees: trees of one structure; 0-d tensors count as one row.
+        trees: trees of one structure. 0-d tensors count as one row.
         dim: the dimension.
 
     Returns:
@@ -105,9 +109,12 @@ def concatenate(trees: Sequence[tree.Tree], dim: int = 0) -> tree.Tree:
 
     Raises:
         ArgumentError: there are no trees, or a leaf is not a tensor.
-        TreeMismatchError: their structures differ; names the paths that do.
+        TreeMismatchError: their structures differ. Names the paths that do.
 
-    Example: `predictions = fa.concatenate([fa.gather(p) for p in parts])`.
+    Example:
+        >>> parts = [{"x": torch.ones(2)}, {"x": torch.zeros(1)}]
+        >>> fa.concatenate(parts)
+        {'x': tensor([1., 1., 0.])}
     """
     if not trees:
         raise ArgumentError(

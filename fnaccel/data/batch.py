@@ -11,14 +11,19 @@ from fnaccel.state import Position
 
 @attrs.frozen(kw_only=True)
 class Batch:
-    """One rank's part of a global batch; unwrapped before the user's function sees it.
+    """One rank's part of a global batch. It is unwrapped before the user's function sees it.
 
     Attributes:
-        data: what the loader made.
-        valid: how many of its rows count; 0 marks a filler, run so that all ranks run the same
+        data: the batch that the loader made.
+        valid: how many of its rows count. 0 marks a filler, run so that all ranks run the same
             number of forwards and masked out of loss, weight and metrics.
         rows: how many rows a full batch has on this rank.
-        position: where the data stands after this batch.
+        position: the position in the data after this batch.
+
+    Example:
+        >>> batch = next(iter(fa.shard(loader)))
+        >>> batch.rows, batch.valid, batch.position
+        (4, 4, Position(epoch=0, samples=4))
     """
 
     data: Any
@@ -32,7 +37,10 @@ class Window(tuple[Any, ...]):
 
     A tuple type of its own, so that it is never mistaken for a batch.
 
-    Example: `train_step(state, fa.Window([first, second]))`.
+    Example:
+        >>> state, metrics = train_step(state, fa.Window(batches))
+        >>> state.updates
+        1
     """
 
     __slots__ = ()

@@ -20,15 +20,22 @@ _SHOWN = 4
 
 @attrs.frozen(kw_only=True)
 class Compilation:
-    """What `torch.compile` has done for a train step so far.
+    """The work of `torch.compile` for a train step so far.
 
     Attributes:
-        scope: what is compiled: `"block"`, `"loss"` or `"step"`.
+        scope: the compiled part: `"block"`, `"loss"` or `"step"`.
         graphs: graphs captured, those of the first call included.
         recompilations: later calls in which something was compiled again.
         seconds: time of the calls in which something was compiled.
         cache_hits, cache_misses: graphs of inductor (forward and backward apart) that came from the
             cache on disk, and that did not.
+
+    Example:
+        >>> step = fa.compile(loss_fn, "loss", backend="aot_eager")
+        >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
+        >>> state, metrics = train_step(train_step.init(), batch)
+        >>> train_step.compilation.scope, train_step.compilation.graphs
+        ('loss', 1)
     """
 
     scope: str

@@ -28,7 +28,15 @@ class Row:
 
 @attrs.frozen
 class Plan:
-    """What a train step will do, in order. `str(plan)` is meant to be read."""
+    """What a train step will do, in order. `str(plan)` is meant to be read.
+
+    Example:
+        >>> print(train_step.plan)
+        train step of ...
+          on local(): 1 rank (cpu)
+          ...
+          UPDATE   sgd ...
+    """
 
     title: str
     layout: str
@@ -41,7 +49,7 @@ class Plan:
 
     @property
     def deepspeed(self) -> dict[str, Any]:
-        """DeepSpeed's configuration, complete; a copy.
+        """A copy of DeepSpeed's complete configuration.
 
         Raises:
             CapabilityError: the strategy is another.

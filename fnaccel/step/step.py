@@ -21,7 +21,12 @@ from fnaccel.tree import Tree
 
 
 class Phase(enum.IntEnum):
-    """When a transform acts. Across phases the library orders; within one, written order holds."""
+    """When a transform acts. Across phases the library orders. Within one phase, written order holds.
+
+    Example:
+        >>> [phase.name for phase in fa.Phase]
+        ['MODULE', 'FORWARD', 'BACKWARD', 'GRADS', 'UPDATE', 'CALL']
+    """
 
     MODULE = 0
     FORWARD = 1
@@ -32,7 +37,16 @@ class Phase(enum.IntEnum):
 
 
 class Capability(enum.StrEnum):
-    """What a transform may need of a strategy."""
+    """What a transform may need of a strategy.
+
+    Example:
+        >>> def nonnegative(params, own, info):
+        ...     for value in params.values():
+        ...         value.clamp_(min=0)
+        ...     return own
+        >>> needs = {fa.Capability.PARAMETERS}
+        >>> clamp = fa.Transform("clamp", fa.Phase.UPDATE, apply=nonnegative, needs=needs)
+    """
 
     MODULES = "modules"
     GRADIENTS = "gradients"
@@ -155,10 +169,20 @@ class Info:
 
     Attributes:
         step: calls before this one (an int, or a 0-d tensor in a captured step).
-        updates: updates applied before this one (an int, or a tensor where they may be skipped).
+        updates: updates applied before this one (an int, or a tensor if they may be skipped).
         params: parameters by canonical name.
         record: `record(name, value)` puts a value into the metrics.
-        skip: 0-d tensor, 1 where the update is skipped; None where that can't be.
+        skip: 0-d tensor, 1 if the update is skipped. None if updates are never skipped.
+
+    Example:
+        >>> def watch(params, own, info):
+        ...     info.record("largest", max(value.abs().max() for value in params.values()))
+        ...     return own
+        >>> step = fa.Transform("watch", fa.Phase.UPDATE, apply=watch)(loss_fn)
+        >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
+        >>> state, metrics = train_step(train_step.init(), batch)
+        >>> metrics["largest"].shape
+        torch.Size([])
     """
 
     step: int | torch.Tensor
@@ -170,26 +194,30 @@ class Info:
 
 @attrs.frozen
 class Transform:
-    """One record in the description of a step; also how users add transforms of their own.
+    """One record in the description of a step. Users add their own transforms with it.
 
     Args:
-        name: unique in a step, unless `repeatable`; its state is `state.transforms[name]`.
-        phase: when it acts, and so what `apply` is:
-            MODULE   `apply(model) -> None`, in place, before the model is sharded;
-            FORWARD  `apply(loss_fn) -> loss_fn`;
-            GRADS    `apply(grads, own, info) -> (grads, own)`, dicts of tensors by parameter name;
-            UPDATE   `apply(params, own, info) -> own`, after the update, parameters by name;
+        name: unique in a step, unless `repeatable`. Its state is `state.transforms[name]`.
+        phase: when the transform acts, and the signature of `apply`:
+            MODULE   `apply(model) -> None`, in place, before the model is sharded,
+            FORWARD  `apply(loss_fn) -> loss_fn`,
+            GRADS    `apply(grads, own, info) -> (grads, own)`, dicts of tensors by parameter name,
+            UPDATE   `apply(params, own, info) -> own`, after the update, parameters by name,
             CALL     `apply(call) -> call`, around `call(state, batch) -> (state, metrics)`.
         init: `init(params) -> own`, the transform's own state, a pytree of tensors and numbers.
-        needs: what the strategy must be able to do.
+        needs: capabilities that the strategy must have.
         repeatable: whether a step may hold several.
 
     Raises:
         ArgumentError: a phase that is the engine's own (BACKWARD).
 
     Example:
-        noise = fa.Transform("noise", fa.Phase.GRADS, apply=add_noise)
-        step = noise(step)
+        >>> def add_noise(grads, own, info):
+        ...     return {name: grad + 0.01 * torch.randn_like(grad) for name, grad in grads.items()}, own
+        >>> noise = fa.Transform("noise", fa.Phase.GRADS, apply=add_noise)
+        >>> step = noise(loss_fn)
+        >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
+        >>> state, metrics = train_step(train_step.init(), batch)
     """
 
     name: str
@@ -241,6 +269,13 @@ class Step:
     """A loss function and its transforms, in the order they were written.
 
     Calling it runs the forward under its FORWARD transforms, for debugging.
+
+    Example:
+        >>> step = fa.clip_norm(fa.accumulate(loss_fn, 2), 1.0)
+        >>> [transform.name for transform in step.transforms]
+        ['accumulate', 'clip_norm']
+        >>> type(step(GPT(), batch)).__name__
+        'Mean'
     """
 
     loss_fn: Callable[..., Any]

@@ -16,14 +16,19 @@ Model = nn.Module | Callable[[], nn.Module]
 
 @attrs.frozen
 class Distributed:
-    """A model (or a dict of models) and the strategy it is trained under; nothing is built yet."""
+    """A model (or a dict of models) and the strategy it is trained under. Nothing is built yet.
+
+    Example:
+        >>> print(fa.distribute(GPT, "zero2").strategy)
+        fsdp(reshard_after_forward=False)
+    """
 
     model: Any
     strategy: Strategy
 
 
 def distribute(model: object, strategy_: Strategy | str, /) -> Distributed:
-    """Say how a model lies over the ranks; pure, nothing is built or moved.
+    """Describe how a model is laid out over the ranks. Nothing is built or moved.
 
     Args:
         model: a factory (a class or a function without arguments, preferred), a module, or a dict
@@ -35,7 +40,9 @@ def distribute(model: object, strategy_: Strategy | str, /) -> Distributed:
         OwnershipError: a model that is distributed already.
         UnknownNameError: no such strategy.
 
-    Example: `fa.distribute(lambda: GPT(config), fa.fsdp())`.
+    Example:
+        >>> model = fa.distribute(GPT, fa.fsdp())
+        >>> model = fa.distribute({"student": GPT, "teacher": lambda: GPT()}, "ddp")
     """
     chosen = strategy(strategy_)
     for value in model.values() if isinstance(model, Mapping) else (model,):

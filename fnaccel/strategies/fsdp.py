@@ -70,17 +70,17 @@ def fsdp(
     """Shard parameters, gradients and optimizer slots over ranks with FSDP2 (Zhao et al. 2023).
 
     Args:
-        degree: over how many ranks; -1 takes the ranks that are left.
-        units: what is gathered as one: `"block"`, class names, a least size in parameters, or a
-            function; see `fnaccel.models.blocks`. What no unit holds is gathered with the root.
+        degree: over how many ranks. -1 takes the ranks that are left.
+        units: modules that are gathered together: `"block"`, class names, a least size in parameters, or a
+            function. See `fnaccel.models.blocks`. Parameters in no unit are gathered with the root.
         reshard_after_forward: True frees a unit's parameters after its forward (ZeRO-3), False
             keeps them until backward (ZeRO-2), an int reshards over that many ranks.
         policy: a `torch.distributed.fsdp.MixedPrecisionPolicy` for all units, instead of the one
             that follows from `with_precision`.
         offload: keep parameters, gradients and optimizer slots on the CPU.
-        ignore: patterns of parameter names to leave unsharded; their gradients are averaged.
+        ignore: patterns of parameter names to leave unsharded. Their gradients are averaged.
         init: `"seeded"` builds the whole model on each rank, so that values equal any other
-            strategy's; `"rank0"` builds it on rank 0 only and sends the parts (needs a factory);
+            strategy's. `"rank0"` builds it on rank 0 only and sends the parts (needs a factory).
             `"meta"` makes no values at all: restore or adopt a state before the first step.
         methods: names of methods other than `forward` that the loss calls on units.
 
@@ -88,7 +88,12 @@ def fsdp(
         ArgumentError: a degree that can't be.
         UnknownNameError: no such `init`.
 
-    Example: `fa.distribute(GPT, fa.fsdp(units=("Block",)))`; ZeRO-2: `reshard_after_forward=False`.
+    Example, on 2 ranks:
+        >>> zero3 = fa.fsdp(units=("Block",))
+        >>> zero2 = fa.fsdp(reshard_after_forward=False)
+        >>> train_step = fa.train_step(loss_fn, model=fa.distribute(GPT, zero3), optimizer=fa.adamw(3e-4))
+        >>> train_step.init().params["lm_head.weight"].to_local().shape  # half of 16 rows
+        torch.Size([8, 32])
     """
     check_degree(degree, "fa.fsdp")
     if init not in get_args(Init):
@@ -111,9 +116,10 @@ def hsdp(replicate: int, shard: int = -1, **options: Any) -> Strategy:
 
     Args:
         replicate: how many groups hold the whole model.
-        shard: over how many ranks each group shards it; -1 takes the ranks that are left.
+        shard: over how many ranks each group shards it. -1 takes the ranks that are left.
         options: as for `fsdp`.
 
-    Example: `fa.distribute(GPT, fa.hsdp(2, 4))` on 8 ranks.
+    Example:
+        >>> model = fa.distribute(GPT, fa.hsdp(2, 4))  # 8 ranks: 2 groups of 4
     """
     return ddp(replicate) * fsdp(shard, **options)

@@ -18,10 +18,22 @@ from fnaccel.step.checked_metrics import check_logged
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Where metrics go; only rank 0 calls one."""
+    """A destination of metrics. Only rank 0 calls it.
+
+    Example:
+        >>> class Printer:
+        ...     def start(self, config): print("start")
+        ...     def log(self, step, metrics): print(step, sorted(metrics))
+        ...     def finish(self): print("finish")
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=[Printer()]):
+        ...     pass
+        start
+        1 ['loss', ...]
+        finish
+    """
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Begin a run (or go on with it); `config` is shown beside it."""
+        """Begin a run, or go on with it. `config` is shown beside it."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -29,7 +41,7 @@ class Tracker(Protocol):
         ...
 
     def finish(self) -> None:
-        """End the run; everything is written when this returns."""
+        """End the run. Everything is written when this returns."""
         ...
 
 

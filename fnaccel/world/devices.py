@@ -94,7 +94,8 @@ def check_precision(device: torch.device, compute: torch.dtype) -> None:
     Raises:
         CapabilityError: it can't; names what it can.
 
-    Example: `check_precision(torch.device("mps"), torch.bfloat16)`.
+    Example:
+        >>> check_precision(torch.device("mps"), torch.bfloat16)
     """
     kind = KINDS.get(device.type)
     wanted = _SHORT.get(compute, str(compute))
@@ -121,7 +122,8 @@ def check_processes(device: torch.device, size: int) -> None:
     Raises:
         WorldError: there can be one only.
 
-    Example: `check_processes(torch.device("mps"), 1)`.
+    Example:
+        >>> check_processes(torch.device("mps"), 1)
     """
     kind = KINDS.get(device.type)
     if kind is None or kind.backend is not None or size == 1:
@@ -137,6 +139,22 @@ def check_processes(device: torch.device, size: int) -> None:
     )
 
 
+def check_present(device: torch.device) -> None:
+    """Check that this process has a device of this kind.
+
+    Raises:
+        WorldError: torch finds another accelerator, or none.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    seen = "no accelerator" if found is None else found.type
+    if seen != device.type:
+        raise WorldError(
+            f"this process has no {device.type}: torch finds {seen}",
+            where="fa.start(device=)",
+            fix="leave device out to take what is there, or pass device='cpu'",
+        )
+
+
 def open_device(name: torch.device | str) -> torch.device:
     """A device by its name, once the package that brings it is imported.
 
@@ -147,7 +165,9 @@ def open_device(name: torch.device | str) -> torch.device:
         MissingBackendError: the package is not installed, lacks its driver, or was built for another torch.
         WorldError: torch knows no such device; a number of what is one device; XLA has begun already.
 
-    Example: `open_device("cpu")`.
+    Example:
+        >>> open_device("cpu")
+        device(type='cpu')
     """
     kind = KINDS.get(str(name).partition(":")[0])
     if kind is not None and kind.package is not None:

@@ -26,7 +26,7 @@ from fnaccel import _torch
 from fnaccel.errors import NoWorldError, PeerLostError, WorldError
 from fnaccel.world.calls import CallLog
 from fnaccel.world.connections import drop_inherited
-from fnaccel.world.devices import HOSTED, check_processes, open_device
+from fnaccel.world.devices import HOSTED, check_present, check_processes, open_device
 from fnaccel.world.joining import Groups, Joined, join, prefix_of
 from fnaccel.world.launched import Ranks, detect
 from fnaccel.world.peers import Peers
@@ -48,18 +48,22 @@ if hasattr(os, "register_at_fork"):
 
 @attrs.frozen(kw_only=True)
 class World:
-    """One process among `size`; frozen, a context manager that frees what `start()` began.
+    """One process among `size`: a frozen value, and a context manager that ends what `start()` began.
 
     Attributes:
         rank: this process, 0 to size - 1.
         size: the number of processes.
         local_rank, local_size: the same, on this machine.
         machine, machines: this machine, and how many there are.
-        device: where this process computes.
+        device: the device on which this process computes.
         backend: the name of the collective backend (`"gloo"`, `"nccl"`), or `"none"` on one rank.
         saved_by: data positions (epoch, samples) that were restored, and how many ranks saved each.
-        calls: the calls that need all ranks, as this rank has made them; None on one rank.
+        calls: the calls that need all ranks, as this rank has made them. None on one rank.
         groups: process groups of all ranks beside the one in which train steps talk.
+
+    Example:
+        >>> world.rank, world.size, world.is_main
+        (0, 1, True)
     """
 
     rank: int
@@ -110,7 +114,9 @@ class World:
     def main_first(self, *, local: bool = False) -> Generator[None]:
         """Rank 0 runs the body before the others (`local=True`: the first of each machine).
 
-        Example: `with world.main_first(): download()`.
+        Example:
+            >>> with world.main_first():  # rank 0 downloads, the others read the file
+            ...     dataset = torch.utils.data.TensorDataset(torch.ones(8, 3))
         """
         first = self.is_local_main if local else self.is_main
         if not first:
@@ -122,7 +128,7 @@ class World:
                 self.barrier()
 
     def on_main(self, fn: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorator: run on rank 0 only; the other ranks get None."""
+        """Decorator: run on rank 0 only. The other ranks get None."""
         return self.on_process(0)(fn)
 
     def on_local_main(self, fn: Callable[P, R]) -> Callable[P, R | None]:
@@ -130,7 +136,7 @@ class World:
         return _only(fn, self.is_local_main)
 
     def on_process(self, rank: int) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-        """Decorator: run on one rank only; the other ranks get None.
+        """Decorator: run on one rank only. The other ranks get None.
 
         Raises:
             WorldError: there is no such rank.
@@ -260,20 +266,25 @@ def start(
     timeout: float = 600.0,
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> World:
-    """Join the other processes and return the `World`; use it as a context manager.
+    """Join the other processes and return the `World`. Use it as a context manager.
 
-    Reads what `fnaccel launch`, torchrun, mpirun, SLURM or plain `python` set. A process group
+    Reads the variables of `fnaccel launch`, torchrun, mpirun, SLURM or plain `python`. A process group
     that already runs is used, and left running.
 
     Args:
-        device: where to compute; the accelerator of this local rank, or the CPU, by default.
-        backend: collective backend; chosen from the device by default.
+        device: the device to compute on. By default the accelerator of this local rank, or the CPU.
+        backend: collective backend. By default the device decides.
         timeout: seconds that a collective may take.
         compile_cache: folder in which torch.compile keeps what it compiled, for this and later
-            processes; by default one in the temporary files. Ranks may share it.
+            processes. By default a folder in the temporary files. Ranks may share it.
 
     Raises:
         WorldError: the environment contradicts itself, or has fewer devices than processes.
+
+    Example:
+        >>> with fa.start() as world:
+        ...     world.print(f"{world.size} rank on {world.device}")
+        1 rank on cpu
     """
     if compile_cache is not None:
         _keep_compiled(Path(compile_cache))
@@ -332,7 +343,7 @@ def _choose_device(device: torch.device | str | None, ranks: Ranks) -> torch.dev
     check_processes(chosen, ranks.size)
     if chosen.type in HOSTED:
         return chosen if chosen.type != "cpu" else torch.device("cpu")
-    _check_present(chosen)
+    check_present(chosen)
     count = torch.accelerator.device_count()
     named: Any = chosen.index  # None where the device has no number, whatever torch's stub says
     index: int = ranks.local_rank if named is None else named
@@ -343,17 +354,6 @@ def _choose_device(device: torch.device | str | None, ranks: Ranks) -> torch.dev
             fix=f"start at most {count} processes on this machine, or pass device='cpu'",
         )
     return torch.device(chosen.type, index)
-
-
-def _check_present(device: torch.device) -> None:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    seen = "no accelerator" if found is None else found.type
-    if seen != device.type:
-        raise WorldError(
-            f"this process has no {device.type}: torch finds {seen}",
-            where="fa.start(device=)",
-            fix="leave device out to take what is there, or pass device='cpu'",
-        )
 
 
 def _groups_of(ranks: Ranks, joined: Joined | None) -> Groups:

@@ -48,12 +48,16 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Checkpoint]:
     """The committed checkpoints under a root, oldest step first.
 
     Args:
-        directory: the root that `fa.save` was given; it need not exist.
+        directory: the root that `fa.save` was given. It need not exist.
 
     Raises:
         OSError: the root can't be listed.
 
-    Example: `[one.step for one in fa.checkpoints("runs/gpt")]`.
+    Example:
+        >>> for step in (1, 2):
+        ...     path = fa.save("runs/gpt", state, step=step)
+        >>> [checkpoint.step for checkpoint in fa.checkpoints("runs/gpt")]
+        [1, 2]
     """
     root = Path(directory)
     listing = _listed(root)
@@ -96,15 +100,20 @@ def committed(path: Path) -> Path | None:
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The committed checkpoint of the highest step under a root; None where there is none.
+    """The committed checkpoint of the highest step under a root. None if there is none.
 
     Args:
-        directory: the root that `fa.save` was given; it need not exist.
+        directory: the root that `fa.save` was given. It need not exist.
 
     Raises:
         OSError: the root can't be listed.
 
-    Example: `state = fa.restore("runs/gpt", like=state) if fa.latest("runs/gpt") else state`.
+    Example:
+        >>> fa.latest("runs/gpt") is None
+        True
+        >>> path = fa.save("runs/gpt", state)
+        >>> fa.latest("runs/gpt").name
+        'step-0000000000'
     """
     found = checkpoints(directory)
     return found[-1].path if found else None

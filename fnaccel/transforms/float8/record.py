@@ -39,7 +39,7 @@ _found: weakref.WeakKeyDictionary[nn.Module, Layers] = weakref.WeakKeyDictionary
 
 @attrs.frozen(kw_only=True)
 class Float8:
-    """How linear layers compute in fp8; given to `with_precision`.
+    """How linear layers compute in fp8: an argument of `with_precision`.
 
     Attributes:
         backend: whose layers: `"torchao"`, or `"transformer_engine"` (not run on hardware yet).
@@ -47,12 +47,12 @@ class Float8:
             `"rowwise_with_gw_hp"` (the same, weight gradients in bf16).
             TransformerEngine: `"hybrid"` (e4m3 forward, e5m2 backward), `"e4m3"`, both with delayed
             scaling, or `"mxfp8"`. By default the first of its backend.
-        only, skip: patterns of paths of layers or parameters (`"*lm_head*"`); `skip` wins.
-        emulate: torchao: round to fp8 and multiply in fp32, on any device. Slower than bf16; for tests.
+        only, skip: patterns of paths of layers or parameters (`"*lm_head*"`). `skip` wins.
+        emulate: torchao: round to fp8 and multiply in fp32, on any device. Slower than bf16, for tests.
         all_gather: torchao: send weights as fp8 under `fsdp` (recipe `"tensorwise"` only); each gather
             takes one small all-reduce a weight, to find its scale.
         pad: torchao: pad the inner dimension of each product to a multiple of 16. Without it a GPU
-            raises where a batch has another number of rows.
+            raises if a batch has another number of rows.
         amax_history_len, amax_compute_algo, margin: TransformerEngine's delayed scaling: over how many
             steps the largest value is looked for, `"max"` or `"most_recent"` of them, and how many
             powers of two are left above it. By default 1024, `"max"` and 0.
@@ -62,7 +62,8 @@ class Float8:
         ArgumentError: an option of another backend, or one that can't be.
         CapabilityError: `backend="ms_amp"`, which has optimizers and parameters of its own.
 
-    Example: `fa.with_precision(step, fa.Float8(recipe="rowwise", skip=("*lm_head*",)))`.
+    Example:
+        >>> step = fa.with_precision(loss_fn, fa.Float8(recipe="rowwise", skip="*lm_head*"))
     """
 
     backend: Backend = "torchao"
@@ -145,7 +146,7 @@ class Float8:
         return ", ".join(parts)
 
     def layers(self, model: object) -> Layers:
-        """Which linear layers of a module (or of what a factory makes, without values) would compute in fp8.
+        """The linear layers of a module (or of a factory, without values) that would compute in fp8.
 
         Args:
             model: a module, or a factory of one.
@@ -153,7 +154,9 @@ class Float8:
         Raises:
             ArgumentError: a pattern matches nothing, or the factory can't run without values.
 
-        Example: `print(fa.Float8(skip="*head*").layers(GPT).skipped)`.
+        Example:
+            >>> list(fa.Float8(skip="*lm_head*").layers(GPT).skipped)
+            ['lm_head']
         """
         require(
             not isinstance(model, dict), "several models", f"{_WHERE}.layers", "give one of them at a time"
@@ -343,19 +346,24 @@ def with_float8(step: StepLike, record: Float8) -> Step:
 
 
 def float8_layers(train_step: Any) -> Layers | list[Layers]:
-    """Which layers of a train step compute in fp8, after `init`; the plan lists them before it.
+    """The layers of a train step that compute in fp8, after `init`. The plan lists them before it.
 
     Args:
-        train_step: what `fa.train_step` returned, its `init` called.
+        train_step: the result of `fa.train_step`, after its `init`.
 
     Returns:
-        The layers of its model; a list of them for several models, in their order.
+        The layers of its model. For several models a list, in their order.
 
     Raises:
         OwnershipError: before `init`.
         ArgumentError: a train step without fp8.
 
-    Example: `print(fa.float8_layers(train_step).converted)`.
+    Example:
+        >>> step = fa.with_precision(loss_fn, fa.Float8(emulate=True, only="*up*"))
+        >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
+        >>> state = train_step.init()
+        >>> list(fa.float8_layers(train_step).converted)
+        ['blocks.0.up', 'blocks.1.up']
     """
     found = [_found[module] for module in train_step.engine.layout.modules if module in _found]
     require(
