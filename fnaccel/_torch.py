@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fnaccel.tree import Tree
-
 # `all_gather_into_tensor` warns in favour of `all_gather_single` from 2.13 on; 2.9 to 2.11 lack the
 # new name. Checked on 2.13.
 _NAMES = ("all_gather_single", "all_gather_into_tensor")
@@ -64,7 +62,7 @@ def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype, dev
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
 
 
-def local_of(value: Tree) -> torch.Tensor:
+def local_of(value: torch.Tensor) -> torch.Tensor:
     """The local part of a DTensor without an autograd view; a plain tensor as it is. (2.9 to 2.13)
 
     Inside of what torchao lays around a weight that is gathered as fp8, it is the weight. (torchao 0.18)
@@ -230,7 +228,7 @@ no_torch_function = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a subclass: operations return plain tensors. (2.9 to 2.13)"""
 
 
-def part_of_whole(whole: torch.Tensor, like: Tree) -> Any:
+def part_of_whole(whole: torch.Tensor, like: Any) -> Any:
     """This rank's part of a tensor that every rank has whole, laid out as a DTensor is. (2.9 to 2.13)"""
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - slow to import
 
@@ -328,7 +326,7 @@ def forget_meshes() -> None:
             forget()
 
 
-def local_offset(value: Tree) -> tuple[int, ...]:
+def local_offset(value: Any) -> tuple[int, ...]:
     """Where the local part of a DTensor starts along each dimension, uneven and empty ones too. (2.13)"""
     from torch.distributed.tensor._utils import (  # noqa: PLC0415 - slow to import
         compute_local_shape_and_global_offset,

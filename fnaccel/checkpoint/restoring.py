@@ -33,7 +33,6 @@ from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.world import World, current
 
-_PLAIN = (type(None), torch.Tensor)  # every rank fills all of it
 _WHERE = "fa.restore"
 
 
@@ -181,7 +180,12 @@ def _read(
     files = held.enter_context(Files(directory))
     files.check(
         [
-            (tensor, whole(tensor.shape) if type(target) in _PLAIN else part_of(target, world.rank).box)
+            (
+                tensor,
+                whole(tensor.shape)
+                if target is None or type(target) is torch.Tensor
+                else part_of(target, world.rank).box,
+            )
             for target, tensor in pairs
         ]
     )

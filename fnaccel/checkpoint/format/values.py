@@ -37,7 +37,6 @@ from fnaccel.checkpoint.format.dtypes import CODES
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import CheckpointError, NotSerializableError
 from fnaccel.state import Position, ReadOnlyDict, Seed, TrainState, check_trained
-from fnaccel.tree import Tree
 
 NODES: dict[str, type[Any]] = {"TrainState": TrainState, "Position": Position, "Seed": Seed}
 """The classes of the library that a checkpoint may hold."""
@@ -80,12 +79,12 @@ def shown(path: str) -> str:
     return path or "(the root)"
 
 
-def fields_of(node: Tree) -> list[str]:
+def fields_of(node: tree.Tree) -> list[str]:
     """The fields of a node of the library that a checkpoint keeps."""
     return [field.name for field in attrs.fields(type(node)) if field.init]
 
 
-def entries_of(value: Tree) -> dict[Any, Any] | None:
+def entries_of(value: tree.Tree) -> dict[Any, Any] | None:
     """What lies directly below a node, by key; None for a leaf. For trees in memory and decoded ones."""
     if isinstance(value, dict):
         return value
@@ -99,14 +98,14 @@ def entries_of(value: Tree) -> dict[Any, Any] | None:
     return None if found is None else found[0]
 
 
-def is_object(value: Tree) -> bool:
+def is_object(value: tree.Tree) -> bool:
     """Whether a value keeps a state of its own, which it gives out and takes back."""
     return not isinstance(value, type | torch.Tensor) and all(
         callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
     )
 
 
-def plain(value: Tree) -> Any:
+def plain(value: tree.Tree) -> Any:
     """A NumPy number as Python's, which is how it is stored; other values as they are."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
@@ -115,7 +114,7 @@ def plain(value: Tree) -> Any:
     return value
 
 
-def is_array(value: Tree) -> bool:
+def is_array(value: tree.Tree) -> bool:
     """Whether a value is a NumPy array."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(value) is numpy.ndarray
@@ -134,7 +133,7 @@ class Encoded:
     has_state: bool = False
 
 
-def encode(value: Tree) -> Encoded:
+def encode(value: tree.Tree) -> Encoded:
     """Turn a tree into JSON and tensors; changes nothing and reads no tensor.
 
     Raises:
@@ -155,7 +154,7 @@ class _Encoder:
         self._open: set[int] = set()
         self.has_state = False
 
-    def value(self, path: str, value: Tree) -> Any:
+    def value(self, path: str, value: tree.Tree) -> Any:
         kind = type(value)
         if value is None or kind is bool or kind is int:
             return value
@@ -173,7 +172,7 @@ class _Encoder:
             return self.value(path, number)
         return self._container(path, value)
 
-    def _container(self, path: str, value: Tree) -> Any:
+    def _container(self, path: str, value: tree.Tree) -> Any:
         if id(value) in self._open:
             raise _refused(path, "contains itself", "save a tree without cycles")
         self._open.add(id(value))
@@ -232,7 +231,7 @@ class _Encoder:
         return self._paths[identity]
 
 
-def _state_of(path: str, value: Tree) -> Any:
+def _state_of(path: str, value: tree.Tree) -> Any:
     try:
         return value.state_dict()
     except Exception as error:
@@ -243,7 +242,7 @@ def _state_of(path: str, value: Tree) -> Any:
         ) from error
 
 
-def _from_array(path: str, value: Tree) -> torch.Tensor:
+def _from_array(path: str, value: tree.Tree) -> torch.Tensor:
     try:
         # a copy where torch has no view: of read-only memory, of negative strides
         plain = value if value.flags.writeable and min(value.strides, default=1) >= 0 else value.copy()
@@ -301,7 +300,7 @@ def _refused(path: str, why: str, fix: str) -> NotSerializableError:
     )
 
 
-def decode(structure: Tree, tensor: Callable[[str], Any]) -> Any:
+def decode(structure: tree.Tree, tensor: Callable[[str], Any]) -> Any:
     """The tree that a JSON structure describes, with `tensor(path)` in the place of its tensors.
 
     Args:
@@ -317,7 +316,7 @@ def decode(structure: Tree, tensor: Callable[[str], Any]) -> Any:
         raise _malformed("is nested too deep") from None
 
 
-def _decode(found: Tree, tensor: Callable[[str], Any]) -> Any:
+def _decode(found: tree.Tree, tensor: Callable[[str], Any]) -> Any:
     if found is None or isinstance(found, bool | int | float | str):
         return found
     if isinstance(found, list):
@@ -358,7 +357,7 @@ def _decode(found: Tree, tensor: Callable[[str], Any]) -> Any:
     raise _malformed(f"holds a {tag[:60]!r} that this version does not know")
 
 
-def _pair(found: Tree, tensor: Callable[[str], Any]) -> tuple[Any, Any]:
+def _pair(found: tree.Tree, tensor: Callable[[str], Any]) -> tuple[Any, Any]:
     if not isinstance(found, list) or len(found) != 2:
         raise _malformed("holds an entry that is no pair")
     key = _decode(found[0], tensor)
@@ -383,7 +382,7 @@ def _node(cls: type[Any], values: dict[str, Any]) -> Any:
 _COUNTS = {"TrainState": ("step", "updates"), "Position": ("epoch", "samples"), "Seed": ("root",)}
 
 
-def _not_counted(node: Tree) -> str | None:
+def _not_counted(node: tree.Tree) -> str | None:
     """The first field of a node of the library that has to be a whole number from 0 on, and is not."""
     for name in _COUNTS[type(node).__name__]:
         value = plain(getattr(node, name))
