@@ -6,6 +6,7 @@ A test fails if the files are out of date, or if a public name is in no group.
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 import textwrap
 from pathlib import Path
@@ -16,24 +17,24 @@ from fnaccel import errors
 GROUPS = {
     "World": ["start", "World"],
     "Steps and programs": [
-        "train_step", "TrainStep", "scan", "evaluate", "Step", "Transform", "Phase", "Capability", "Info", "Plan",
-        "Compilation", "fit_batch_size",
+        "train_step", "TrainStep", "scan", "evaluate", "Step", "Transform", "Phase", "transforms.Capability", "transforms.Info", "Plan",
+        "program.compile_meter.Compilation", "fit_batch_size",
     ],
-    "Preemption": ["preemption", "Notice", "Preempted"],
+    "Preemption": ["preemption", "loop.preemption.Notice", "errors.Preempted"],
     "Losses": ["Mean", "Sum", "Concat"],
     "Transforms": [
-        "with_precision", "Precision", "Float8", "float8_layers", "cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite",
+        "with_precision", "Precision", "Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite",
         "with_ema", "remat", "compile",
     ],
-    "Strategies": ["distribute", "Distributed", "Strategy", "strategy", "local", "ddp", "powersgd", "fsdp", "hsdp", "deepspeed", "xla", "Mesh"],
+    "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategy", "local", "ddp", "strategies.powersgd", "fsdp", "hsdp", "deepspeed", "xla", "world.mesh.Mesh"],
     "Optimizers and schedules": [
-        "sgd", "adam", "adamw", "adamw8bit", "adafactor", "from_torch", "from_deepspeed", "deepspeed_lr", "Optimizer", "constant", "linear", "cosine",
-        "warmup_constant", "warmup_linear", "warmup_cosine", "inverse_sqrt", "one_cycle", "piecewise", "joined",
-        "from_torch_scheduler",
+        "sgd", "adam", "adamw", "optim.adamw8bit", "optim.adafactor", "from_torch", "optim.from_deepspeed", "optim.deepspeed_lr", "optim.Optimizer", "schedules.constant", "schedules.linear", "schedules.cosine",
+        "schedules.warmup_constant", "schedules.warmup_linear", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined",
+        "schedules.from_torch_scheduler",
     ],
-    "Data": ["shard", "Shards", "Batch", "Window"],
+    "Data": ["shard", "data.Shards", "Batch", "Window"],
     "State and checkpoints": [
-        "TrainState", "Position", "Seed", "snapshot", "save", "save_async", "Saving", "restore", "resume_or_init", "latest", "checkpoints",
+        "TrainState", "state.Position", "state.Seed", "snapshot", "save", "save_async", "checkpoint.Saving", "restore", "resume_or_init", "latest", "checkpoints",
         "adopt", "export_hf", "export_adapter", "tree",
     ],
     "Collectives": [
@@ -41,11 +42,11 @@ GROUPS = {
         "concatenate", "split_between_processes", "any_process",
     ],
     "Recipes": [
-        "Recipe", "OptimizerRecipe", "DataRecipe", "CheckpointRecipe", "recipe", "apply", "shard_options", "scan_options",
-        "from_yaml", "to_yaml",
+        "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.CheckpointRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
+        "config.from_yaml", "config.to_yaml",
     ],
     "Tracking": ["Tracker"],
-    "Errors": ["errors", "FnaccelError"],
+    "Errors": ["errors", "errors.FnaccelError"],
 }  # fmt: skip
 
 CONSTRUCTORS = {
@@ -81,6 +82,7 @@ A test executes every example. The examples use these names:
 | `world` | the result of `fa.start()` |
 | `GPT`, `loss_fn` | a small model with blocks, an `embed` and an `lm_head`, and its loss function |
 | `dataset`, `loader` | 12 samples with `"tokens"` and `"labels"`, and a `DataLoader` with batches of 4 |
+| `make(step, model=GPT, strategy="local")` | a train step with `fa.sgd(0.1)` |
 | `batches`, `batch` | the list of these batches, and the first of them |
 | `train_step`, `state` | a train step of `loss_fn` with `fa.sgd(0.1)`, and its first state |
 """
@@ -96,12 +98,13 @@ def api() -> str:
     for group, names in GROUPS.items():
         parts.append(f"## {group}\n")
         for name in names:
-            parts += _entry(name, getattr(fa, name))
+            parts += _entry(name, operator.attrgetter(name)(fa))
     return "\n".join(parts)
 
 
-def _entry(name: str, value: object) -> list[str]:
-    parts = [f"### `{name}`\n"]
+def _entry(path: str, value: object) -> list[str]:
+    parts = [f"### `{path}`\n"]
+    name = path.rpartition(".")[2]
     if callable(value) and (not inspect.isclass(value) or name in CONSTRUCTORS):
         parts.append(_signature(name, value))
     parts.append(_as_markdown(inspect.getdoc(value) or ""))
@@ -203,7 +206,7 @@ def mistakes() -> str:
     parts = [
         HEAD,
         "# Errors\n",
-        "Every message has three lines: what happened, `where:`, and the `fix:`. Every class is an `fa.FnaccelError`,\n"
+        "Every message has three lines: what happened, `where:`, and the `fix:`. Every class is an `fa.errors.FnaccelError`,\n"
         "and also the built-in class that a caller expects (`ValueError`, `RuntimeError`, ...).\n",
         "A test executes both parts of each section. `Fails` raises the error, and `Works` does not. The names in the\n"
         "examples are those of the [API](api.md#api).\n",

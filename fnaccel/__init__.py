@@ -7,7 +7,12 @@ get `train_step(state, batch) -> (state, metrics)`, which runs unchanged on one 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fnaccel import data as data
 from fnaccel import errors as errors
+from fnaccel import optim as optim
+from fnaccel import state as state
+from fnaccel import strategies as strategies
+from fnaccel import transforms as transforms
 from fnaccel import tree as tree
 from fnaccel.collectives import any_process as any_process
 from fnaccel.collectives import broadcast as broadcast
@@ -19,98 +24,60 @@ from fnaccel.collectives import pad_across_processes as pad_across_processes
 from fnaccel.collectives import reduce as reduce
 from fnaccel.collectives import split_between_processes as split_between_processes
 from fnaccel.data import Batch as Batch
-from fnaccel.data import Shards as Shards
 from fnaccel.data import Window as Window
 from fnaccel.data import shard as shard
-from fnaccel.engine.stop_request import Notice as Notice
-from fnaccel.errors import FnaccelError as FnaccelError
-from fnaccel.errors import Preempted as Preempted
 from fnaccel.loop.preemption import preemption as preemption
 from fnaccel.loop.scanning import evaluate as evaluate
 from fnaccel.loop.scanning import scan as scan
-from fnaccel.optim import Optimizer as Optimizer
-from fnaccel.optim import adafactor as adafactor
 from fnaccel.optim import adam as adam
 from fnaccel.optim import adamw as adamw
-from fnaccel.optim import adamw8bit as adamw8bit
-from fnaccel.optim import constant as constant
-from fnaccel.optim import cosine as cosine
-from fnaccel.optim import deepspeed_lr as deepspeed_lr
-from fnaccel.optim import from_deepspeed as from_deepspeed
 from fnaccel.optim import from_torch as from_torch
-from fnaccel.optim import from_torch_scheduler as from_torch_scheduler
-from fnaccel.optim import inverse_sqrt as inverse_sqrt
-from fnaccel.optim import joined as joined
-from fnaccel.optim import linear as linear
-from fnaccel.optim import one_cycle as one_cycle
-from fnaccel.optim import piecewise as piecewise
+from fnaccel.optim import schedules as schedules
 from fnaccel.optim import sgd as sgd
-from fnaccel.optim import warmup_constant as warmup_constant
-from fnaccel.optim import warmup_cosine as warmup_cosine
-from fnaccel.optim import warmup_linear as warmup_linear
-from fnaccel.program.compile_meter import Compilation as Compilation
+from fnaccel.optim.schedules import warmup_cosine as warmup_cosine
 from fnaccel.program.plan import Plan as Plan
 from fnaccel.program.train_step import TrainStep as TrainStep
 from fnaccel.program.train_step import train_step as train_step
-from fnaccel.state import Position as Position
-from fnaccel.state import Seed as Seed
 from fnaccel.state import TrainState as TrainState
 from fnaccel.state import snapshot as snapshot
 from fnaccel.step.loss import Concat as Concat
 from fnaccel.step.loss import Mean as Mean
 from fnaccel.step.loss import Sum as Sum
-from fnaccel.step.step import Capability as Capability
-from fnaccel.step.step import Info as Info
 from fnaccel.step.step import Phase as Phase
 from fnaccel.step.step import Step as Step
 from fnaccel.step.step import Transform as Transform
-from fnaccel.strategies import Distributed as Distributed
-from fnaccel.strategies import Strategy as Strategy
 from fnaccel.strategies import ddp as ddp
 from fnaccel.strategies import deepspeed as deepspeed
 from fnaccel.strategies import distribute as distribute
 from fnaccel.strategies import fsdp as fsdp
 from fnaccel.strategies import hsdp as hsdp
 from fnaccel.strategies import local as local
-from fnaccel.strategies import powersgd as powersgd
 from fnaccel.strategies import strategy as strategy
 from fnaccel.strategies import xla as xla
 from fnaccel.track.tracker import Tracker as Tracker
 from fnaccel.transforms import Float8 as Float8
 from fnaccel.transforms import Precision as Precision
 from fnaccel.transforms import accumulate as accumulate
-from fnaccel.transforms import cast_layers as cast_layers
 from fnaccel.transforms import clip_norm as clip_norm
 from fnaccel.transforms import clip_value as clip_value
 from fnaccel.transforms import compile as compile  # noqa: A004 - jax.jit's place, torch.compile's name
-from fnaccel.transforms import float8_layers as float8_layers
 from fnaccel.transforms import remat as remat
 from fnaccel.transforms import skip_nonfinite as skip_nonfinite
 from fnaccel.transforms import with_ema as with_ema
 from fnaccel.transforms import with_precision as with_precision
 from fnaccel.transforms import with_weight as with_weight
-from fnaccel.world.mesh import Mesh as Mesh
 from fnaccel.world.world import World as World
 from fnaccel.world.world import start as start
 
 if TYPE_CHECKING:
-    from fnaccel.checkpoint import Saving as Saving
+    from fnaccel import checkpoint as checkpoint
+    from fnaccel import config as config
     from fnaccel.checkpoint import checkpoints as checkpoints
     from fnaccel.checkpoint import latest as latest
     from fnaccel.checkpoint import restore as restore
     from fnaccel.checkpoint import resume_or_init as resume_or_init
     from fnaccel.checkpoint import save as save
     from fnaccel.checkpoint import save_async as save_async
-    from fnaccel.config import CheckpointRecipe as CheckpointRecipe
-    from fnaccel.config import DataRecipe as DataRecipe
-    from fnaccel.config import OptimizerRecipe as OptimizerRecipe
-    from fnaccel.config import Recipe as Recipe
-    from fnaccel.config import apply as apply
-    from fnaccel.config import from_yaml as from_yaml
-    from fnaccel.config import recipe as recipe
-    from fnaccel.config import scan_options as scan_options
-    from fnaccel.config import shard_options as shard_options
-    from fnaccel.config import to_yaml as to_yaml
     from fnaccel.interchange import adopt as adopt
     from fnaccel.interchange import export_adapter as export_adapter
     from fnaccel.interchange import export_hf as export_hf
@@ -122,25 +89,12 @@ __version__ = "0.1.0"
 _LATE = {
     "fnaccel.loop.batch_size": ("fit_batch_size",),
     "fnaccel.checkpoint": (
-        "Saving",
         "checkpoints",
         "latest",
         "restore",
         "resume_or_init",
         "save",
         "save_async",
-    ),
-    "fnaccel.config": (
-        "CheckpointRecipe",
-        "DataRecipe",
-        "OptimizerRecipe",
-        "Recipe",
-        "apply",
-        "from_yaml",
-        "recipe",
-        "scan_options",
-        "shard_options",
-        "to_yaml",
     ),
     "fnaccel.interchange": (
         "adopt",
@@ -152,6 +106,8 @@ _HOME = {name: module for module, names in _LATE.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("checkpoint", "config"):
+        return importlib.import_module(f"fnaccel.{name}")  # sets the attribute
     if name not in _HOME:
         raise AttributeError(f"module 'fnaccel' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)

@@ -14,8 +14,10 @@ import functools
 import importlib
 import inspect
 import math
+import operator
 import os
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -164,7 +166,11 @@ def loss_fn(model, batch):
     return fa.Mean(nll, weight=labels.numel())
 
 
-TRAIN = "import fnaccel as fa; recipe = fa.recipe(); world = fa.start()"
+def make(step, model=GPT, strategy="local"):
+    return fa.train_step(step, model=fa.distribute(model, strategy), optimizer=fa.sgd(0.1))
+
+
+TRAIN = "import fnaccel as fa; recipe = fa.config.recipe(); world = fa.start()"
 """The text of `train.py` in examples of the command line."""
 
 
@@ -181,20 +187,23 @@ def namespace(world, code):
         "fa": fa, "torch": torch, "nn": nn, "F": F, "attrs": attrs, "math": math, "Path": Path,
         "DataLoader": DataLoader,
         "world": world, "GPT": GPT, "loss_fn": loss_fn, "dataset": dataset, "loader": loader,
-        "batch": next(iter(loader)), "batches": list(loader),
+        "make": make, "batch": next(iter(loader)), "batches": list(loader),
     }  # fmt: skip
     if re.search(r"\b(train_step|state)\b", code):
-        model = fa.distribute(GPT, "ddp" if world.size > 1 else "local")
-        names["train_step"] = fa.train_step(loss_fn, model=model, optimizer=fa.sgd(0.1))
+        names["train_step"] = make(loss_fn, strategy="ddp" if world.size > 1 else "local")
         names["state"] = names["train_step"].init(seed=0)
     return names
+
+
+GROUPS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "reference.py"))["GROUPS"]
+"""The public names, as docs/api.md lists them."""
 
 
 @functools.cache
 def public():
     """(module, qualified name) of each public function and class."""
-    values = [getattr(fa, name) for name in dir(fa) if not name.startswith("_")]
-    values += [value for value in vars(fa.errors).values() if inspect.isclass(value)]
+    values = [operator.attrgetter(name)(fa) for names in GROUPS.values() for name in names]
+    values += vars(fa.errors).values()
     return {
         (value.__module__, value.__qualname__)
         for value in values

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 
 import pytest
 
 import fnaccel as fa
 from tests.docs.examples import (
+    GROUPS,
     LOOKS_LIKE_AN_EXAMPLE,
     FailedAsShownError,
     Section,
@@ -36,13 +38,13 @@ def test_example(section, pools, tmp_path):
             run(section, tmp_path)
 
 
-PUBLIC = [name for name in dir(fa) if not name.startswith("_") and not inspect.ismodule(getattr(fa, name))]
+PUBLIC = [name for names in GROUPS.values() for name in names]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_name_has_an_example(name):
-    doc = inspect.getdoc(getattr(fa, name)) or ""
-    assert split(doc)[1], f"fa.{name} has no example"
+    value = operator.attrgetter(name)(fa)
+    assert inspect.ismodule(value) or split(inspect.getdoc(value) or "")[1], f"fa.{name} has no example"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def test_public_name_has_an_example(name):
     [
         ("Example", ">>> 1 + 1\n3", AssertionError),
         ("Example", ">>> 1 / 0", ZeroDivisionError),
-        ("Fails", ">>> fa.from_yaml('precison: bf16')", fa.errors.ConfigError),
+        ("Fails", ">>> fa.config.from_yaml('precison: bf16')", fa.errors.ConfigError),
         ("Fails", "$ fnaccel --versoin", AssertionError),
     ],
 )

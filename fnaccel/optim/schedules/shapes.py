@@ -49,7 +49,7 @@ class constant:  # noqa: N801 - used as a function; a class so that it prints, h
     """The same rate always.
 
     Example:
-        >>> fa.constant(1e-3)(500)
+        >>> fa.schedules.constant(1e-3)(500)
         0.001
     """
 
@@ -65,7 +65,7 @@ class linear:  # noqa: N801
     """From `start` to `end` over `total` updates, then `end`.
 
     Example:
-        >>> fa.linear(1.0, 0.0, 1_000)(250)
+        >>> fa.schedules.linear(1.0, 0.0, 1_000)(250)
         0.75
     """
 
@@ -86,7 +86,7 @@ class cosine:  # noqa: N801
     """From `start` to `end` along half a cosine over `total` updates (Loshchilov and Hutter 2017).
 
     Example:
-        >>> round(fa.cosine(1.0, total=1_000)(500), 3)
+        >>> round(fa.schedules.cosine(1.0, total=1_000)(500), 3)
         0.5
     """
 
@@ -108,7 +108,7 @@ class inverse_sqrt:  # noqa: N801
     """Linear warm-up to `peak`, then `peak * sqrt(warmup / updates)` (Vaswani et al. 2017).
 
     Example:
-        >>> schedule = fa.inverse_sqrt(1.0, warmup=100)
+        >>> schedule = fa.schedules.inverse_sqrt(1.0, warmup=100)
         >>> schedule(49), schedule(100), schedule(400)
         (0.5, 1.0, 0.5)
     """
@@ -136,7 +136,8 @@ class joined:  # noqa: N801
     `boundaries[i]` is the update at which `parts[i + 1]` takes over.
 
     Example:
-        >>> schedule = fa.joined((fa.linear(0.0, 1.0, 100), fa.cosine(1.0, total=900)), boundaries=(100,))
+        >>> parts = fa.schedules.linear(0.0, 1.0, 100), fa.schedules.cosine(1.0, total=900)
+        >>> schedule = fa.schedules.joined(parts, boundaries=(100,))
         >>> schedule(50), schedule(100), schedule(1_000)
         (0.5, 1.0, 0.0)
     """
@@ -185,7 +186,7 @@ def warmup_constant(peak: float, *, warmup: int) -> joined:
     """Linear warm-up to `peak` over `warmup` updates, then `peak`.
 
     Example:
-        >>> fa.warmup_constant(1.0, warmup=10)(4)
+        >>> fa.schedules.warmup_constant(1.0, warmup=10)(4)
         0.5
     """
     return _warmup(peak, warmup, constant(peak), f"warmup_constant({peak}, warmup={warmup})")
@@ -198,7 +199,7 @@ def warmup_linear(peak: float, *, warmup: int, total: int, end: float = 0.0) -> 
         ArgumentError: the warm-up is not shorter than `total`.
 
     Example:
-        >>> schedule = fa.warmup_linear(1.0, warmup=10, total=110)
+        >>> schedule = fa.schedules.warmup_linear(1.0, warmup=10, total=110)
         >>> schedule(4), schedule(9), schedule(60), schedule(110)
         (0.5, 1.0, 0.5, 0.0)
     """
@@ -229,7 +230,7 @@ def one_cycle(
     Starts at `peak / start_div` and ends at `peak / start_div / end_div`.
 
     Example:
-        >>> schedule = fa.one_cycle(1.0, total=100)
+        >>> schedule = fa.schedules.one_cycle(1.0, total=100)
         >>> round(schedule(0), 3), schedule(30)
         (0.04, 1.0)
     """
@@ -245,7 +246,7 @@ class piecewise:  # noqa: N801
     """`start`, multiplied by `factors[i]` from update `boundaries[i]` on.
 
     Example:
-        >>> schedule = fa.piecewise(1.0, boundaries=(30, 60), factors=(0.5, 0.5))
+        >>> schedule = fa.schedules.piecewise(1.0, boundaries=(30, 60), factors=(0.5, 0.5))
         >>> schedule(29), schedule(30), schedule(60)
         (1.0, 0.5, 0.25)
     """

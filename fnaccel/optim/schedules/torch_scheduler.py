@@ -49,13 +49,13 @@ class FromTorch:
         if isinstance(self._scheduler, type) or not callable(step):
             raise ArgumentError(
                 f"the function returned {self._scheduler!r}, which is no scheduler",
-                where="fa.from_torch_scheduler",
-                fix="fa.from_torch_scheduler(lambda optimizer: StepLR(optimizer, 30), lr=0.1)",
+                where="fa.schedules.from_torch_scheduler",
+                fix="fa.schedules.from_torch_scheduler(lambda optimizer: StepLR(optimizer, 30), lr=0.1)",
             )
         if _needs_metric(step):
             raise ArgumentError(
                 f"{type(self._scheduler).__name__} needs a metric, and a schedule is a function of updates",
-                where="fa.from_torch_scheduler",
+                where="fa.schedules.from_torch_scheduler",
                 fix="pass a function of yours, lr=lambda updates: 3e-4 * plateau.factor, and lower the "
                 "factor on all ranks when the metric of fa.evaluate stalls",
             )
@@ -73,7 +73,7 @@ class FromTorch:
             raise CapabilityError(
                 f"{type(self._scheduler).__name__} changes {' and '.join(changed)} besides the rate, "
                 "which a schedule can't",
-                where="fa.from_torch_scheduler",
+                where="fa.schedules.from_torch_scheduler",
                 fix="pass cycle_momentum=False to OneCycleLR or CyclicLR",
             )
         return float(group["lr"])
@@ -109,7 +109,8 @@ def from_torch_scheduler(factory: Callable[[Any], Any], *, lr: float) -> FromTor
         CapabilityError: it changes the momentum or betas too, as OneCycleLR and CyclicLR do by default.
 
     Example:
-        >>> schedule = fa.from_torch_scheduler(lambda opt: torch.optim.lr_scheduler.StepLR(opt, 30), lr=0.1)
+        >>> from torch.optim.lr_scheduler import StepLR
+        >>> schedule = fa.schedules.from_torch_scheduler(lambda optimizer: StepLR(optimizer, 30), lr=0.1)
         >>> schedule(29), round(schedule(30), 3)
         (0.1, 0.01)
     """
