@@ -1,8 +1,7 @@
 """Every mistake fnaccel can point out, one class each.
 
-A message has three lines: what happened, `where:` it happened, and the `fix:`.
-The docstring of a class shows code that raises it and the same code put right.
-Nothing here imports torch, so the command line can use it at no cost.
+A message has three lines: what happened, `where:` it happened, and the `fix:`. The docstring of a class shows
+code that raises the error, and code that works. Nothing here imports torch, so the command line starts fast.
 """
 
 from __future__ import annotations
@@ -14,9 +13,13 @@ from typing import Any
 
 
 class FnaccelError(Exception):
-    """Base of all fnaccel errors: what / where / fix.
+    """Base of all fnaccel errors: what happened, where, and the fix. Catch it to catch each of them.
 
-    Raises nothing itself; catch it to catch every mistake fnaccel reports.
+    Example:
+        >>> print(fa.FnaccelError("the loss is text", where="train_step", fix="return a tensor"))
+        the loss is text
+          where: train_step
+          fix: return a tensor
     """
 
     def __init__(self, what: str, *, where: str, fix: str) -> None:
@@ -37,217 +40,320 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """The sentence that suggests the known name closest to `name`, or lists them all."""
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {close[0]!r}? known: {', '.join(names)}"
-    return f"choose one of: {', '.join(names)}"
+    shown = ", ".join(names)
+    return f"did you mean {close[0]!r}? known: {shown}" if close else f"choose one of: {shown}"
 
 
 class NoWorldError(FnaccelError, RuntimeError):
-    """Something needs to know the ranks, and no world was started.
+    """A function needs to know the ranks, and no world was started.
 
-    Fails: `fa.gather(x)`. Works: `with fa.start() as world: fa.gather(x)`.
+    Fails:
+        >>> world.close()
+        >>> fa.gather(torch.ones(2))
+    Works:
+        >>> with fa.start(): fa.gather(torch.ones(2))
     """
 
 
 class WorldError(FnaccelError, RuntimeError):
-    """The environment describes no usable world.
+    """The environment variables describe no usable world.
 
-    Fails: RANK=3 WORLD_SIZE=2. Works: let `fnaccel launch -n 2` set both.
+    Fails:
+        >>> os.environ |= {"RANK": "3", "WORLD_SIZE": "2"}
+        >>> fa.start()
+    Works:
+        >>> os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}  # `fnaccel launch` sets them
+        >>> fa.start()
     """
 
 
 class AxisProductError(FnaccelError, ValueError):
     """The degrees of a strategy do not multiply to the number of ranks.
 
-    Fails: `ddp(2) * fsdp(4)` on 6 ranks. Works: `ddp(2) * fsdp(3)`, or `ddp(2) * fsdp(-1)`.
+    Fails, on 2 ranks:
+        >>> fa.apply(fa.Recipe(strategy="ddp(2) * fsdp(4)"), loss_fn, GPT)
+    Works, on 2 ranks:
+        >>> fa.apply(fa.Recipe(strategy="ddp(2) * fsdp(-1)"), loss_fn, GPT)
     """
 
 
 class UnknownNameError(FnaccelError, ValueError):
-    """A name (strategy, dtype, optimizer, key) that fnaccel does not know.
+    """fnaccel does not know this name of a strategy, dtype, optimizer or key.
 
-    Fails: `fa.with_precision(step, "bf61")`. Works: `fa.with_precision(step, "bf16")`.
+    Fails:
+        >>> fa.with_precision(loss_fn, "bf61")
+    Works:
+        >>> fa.with_precision(loss_fn, "bf16")
     """
 
 
 class RepeatedTransformError(FnaccelError, ValueError):
-    """A transform that may appear once was applied twice.
+    """A transform was applied twice, and a step can have only one of it.
 
-    Fails: `fa.accumulate(fa.accumulate(step, 2), 4)`. Works: `fa.accumulate(step, 4)`.
+    Fails:
+        >>> fa.accumulate(fa.accumulate(loss_fn, 2), 4)
+    Works:
+        >>> fa.accumulate(loss_fn, 8)
     """
 
 
 class CapabilityError(FnaccelError, ValueError):
-    """The strategy, device or optimizer can't do what the step asks.
+    """The strategy, the device or the optimizer can't do what the step asks.
 
-    Fails: `compile(step, scope="step")` with `fsdp()`. Works: `compile(step, scope="block")`.
+    Fails:
+        >>> fa.apply(fa.Recipe(strategy="fsdp", compile="loss"), loss_fn, GPT)
+    Works:
+        >>> fa.apply(fa.Recipe(strategy="fsdp", compile="step"), loss_fn, GPT)
     """
 
 
 class NotCompiledError(FnaccelError, RuntimeError):
-    """Compilation was asked for and nothing was compiled, or XLA can't compile a step.
+    """`fa.compile` was applied and nothing was compiled, or XLA can't compile a step.
 
-    Fails: `compile(step, scope="block")` on a model without repeated blocks. Works: `scope="loss"`.
+    Fails:
+        >>> fa.apply(fa.Recipe(compile="block"), loss_fn, lambda: nn.Linear(8, 2)).init()
+    Works:
+        >>> fa.apply(fa.Recipe(compile="loss"), loss_fn, lambda: nn.Linear(8, 2)).init()
     """
 
 
 class RecompileLimitError(FnaccelError, RuntimeError):
-    """A compiled step was compiled again and again, since something changes from call to call.
+    """A compiled step was compiled again too often, because shapes change from call to call.
 
-    Fails: batches of ever other lengths. Works: pad them to a few lengths, or say what varies:
-    `fa.compile(step, dynamic={"tokens": 1})`.
+    Fails:
+        >>> step = fa.compile(loss_fn, "loss", backend="aot_eager", dynamic=False, limit=0)
+        >>> train_step = fa.apply(fa.Recipe(), step, GPT)
+        >>> state = train_step.init()
+        >>> for rows in (4, 3, 2):
+        ...     state, metrics = train_step(state, {name: x[:rows] for name, x in batch.items()})
+    Works:
+        >>> step = fa.compile(loss_fn, "loss", backend="aot_eager", dynamic={"*": 0}, limit=0)
+        >>> train_step = fa.apply(fa.Recipe(), step, GPT)  # any number of rows
+        >>> state, metrics = train_step(train_step.init(), batch)
     """
 
 
 class ArgumentError(FnaccelError, ValueError):
-    """An argument is outside what the function accepts.
+    """An argument is outside the range that the function accepts.
 
-    Fails: `fa.accumulate(step, 0)`. Works: `fa.accumulate(step, 1)`.
+    Fails:
+        >>> fa.accumulate(loss_fn, 0)
+    Works:
+        >>> fa.accumulate(loss_fn, 1)
     """
 
 
 class LossError(FnaccelError, ValueError):
-    """The loss function returned something that can't be trained on.
+    """The loss function returned a value that can't be trained on.
 
-    Fails: `return loss.item()`. Works: `return loss`, or `return fa.Mean(total, weight=n)`.
+    Fails:
+        >>> train_step = fa.apply(fa.Recipe(), lambda model, batch: model(batch["tokens"]).sum().item(), GPT)
+        >>> train_step(train_step.init(), batch)
+    Works:
+        >>> state, metrics = train_step(state, batch)  # loss_fn returns fa.Mean(total, weight=count)
     """
 
 
 class NonfiniteError(FnaccelError, ArithmeticError):
-    """Update after update was skipped, since no gradient is finite.
+    """Many updates in a row were skipped, because no gradient was finite.
 
-    Fails: a model that returns NaN, under `fa.skip_nonfinite(step)`. Works: find the NaN, or lower the rate.
+    Fails:
+        >>> step = fa.skip_nonfinite(lambda model, b: math.nan * model(b["tokens"]).sum(), max_skipped=1)
+        >>> train_step = fa.apply(fa.Recipe(), step, GPT)
+        >>> state, metrics = train_step(train_step.init(), batch)
+        >>> train_step(state, batch)
+    Works:
+        >>> state, metrics = train_step(state, batch)
     """
 
 
 class MicroBatchError(FnaccelError, ValueError):
     """A batch can't be cut into the micro-batches asked for.
 
-    Fails: 3 rows under `accumulate(step, 4)`. Works: 4 rows or more.
+    Fails:
+        >>> train_step = fa.apply(fa.Recipe(accumulate=5), loss_fn, GPT)
+        >>> train_step(train_step.init(), batch)  # a batch of 4 rows
+    Works:
+        >>> train_step = fa.apply(fa.Recipe(accumulate=2), loss_fn, GPT)
+        >>> state, metrics = train_step(train_step.init(), batch)
     """
 
 
 class LoaderError(FnaccelError, ValueError):
-    """A loader that can't be sharded as asked, or holds nothing.
+    """A loader can't be sharded as asked, or is empty.
 
-    Fails: `fa.shard(DataLoader([]))`. Works: a loader with one item or more.
+    Fails:
+        >>> fa.shard(DataLoader([]))
+    Works:
+        >>> fa.shard(DataLoader(dataset))
     """
 
 
 class RankMismatchError(FnaccelError, ValueError):
-    """Ranks handed different structures, shapes or dtypes to one collective.
+    """Ranks passed different structures, shapes or dtypes to one collective.
 
-    Fails: `fa.gather(torch.ones(rank + 1))`. Works: `fa.gather(fa.pad_across_processes(x))`.
+    Fails, on 2 ranks:
+        >>> fa.gather(torch.ones(2, 3 + world.rank))
+    Works, on 2 ranks:
+        >>> fa.gather(fa.pad_across_processes(torch.ones(2, 3 + world.rank), dim=1))
     """
 
 
 class PeerLostError(FnaccelError, RuntimeError):
-    """A rank waited for another one that left, exited, never came, or made another call.
+    """A rank waited for another rank that left, exited, never came, or made another call.
 
-    Fails: `if world.rank == 0: train_step(state, batch)`. Works: the same calls on every rank.
+    Fails, on 2 ranks:
+        >>> if world.rank == 0: train_step(state, batch)
+    Works, on 2 ranks:
+        >>> state, metrics = train_step(state, batch)
     """
 
 
 class PlanMismatchError(FnaccelError, ValueError):
     """Ranks built different train steps.
 
-    Fails: `accumulate(step, 2 if rank == 0 else 3)`. Works: the same call on every rank.
+    Fails, on 2 ranks:
+        >>> fa.apply(fa.Recipe(strategy="ddp", accumulate=1 + world.rank), loss_fn, GPT).init()
+    Works, on 2 ranks:
+        >>> fa.apply(fa.Recipe(strategy="ddp", accumulate=2), loss_fn, GPT).init()
     """
 
 
 class StaleStateError(FnaccelError, RuntimeError):
-    """A state was used after it was donated.
+    """A state was used after it was donated to a train step.
 
-    Fails: `new, _ = train_step(state, b); train_step(state, b)`.
-    Works: `state, _ = train_step(state, b)`, or `kept = fa.snapshot(state)` before the call.
+    Fails:
+        >>> new, metrics = train_step(state, batch)
+        >>> train_step(state, batch)
+    Works:
+        >>> best = fa.snapshot(state)  # an independent copy
+        >>> state, metrics = train_step(state, batch)
     """
 
 
 class UnleasedStateError(FnaccelError, RuntimeError):
     """A state that was made by hand is not tied to the train step's parameters.
 
-    Fails: `train_step(attrs.evolve(state, step=0), b)`.
-    Works: `train_step(train_step.adopt(attrs.evolve(state, step=0)), b)`.
+    Fails:
+        >>> train_step(attrs.evolve(state, step=0), batch)
+    Works:
+        >>> state, metrics = train_step(train_step.adopt(attrs.evolve(state, step=0)), batch)
     """
 
 
 class ReadOnlyError(FnaccelError, TypeError):
-    """A tree that a state shows was written to.
+    """A tree of a state was written to.
 
-    Fails: `state.params["weight"] = value`. Works: `state.params["weight"].copy_(value)` under no_grad, or
-    `train_step.adopt(attrs.evolve(state, params={**state.params, "weight": value}))`.
+    Fails:
+        >>> state.params["lm_head.bias"] = torch.zeros(16)
+    Works:
+        >>> with torch.no_grad(): state.params["lm_head.bias"].zero_()
     """
 
 
 class ReplacedParameterError(FnaccelError, RuntimeError):
     """A parameter of a trained model was replaced, added or removed, so it would not be trained.
 
-    Fails: `model.head = nn.Linear(4, 2)` inside the loss. Works: the layer in the model's constructor.
+    Fails:
+        >>> train_step.look(state, lambda model: setattr(model, "lm_head", nn.Linear(32, 16)))
+        >>> train_step(state, batch)
+    Works:
+        >>> state, metrics = train_step(state, batch)  # GPT.__init__ makes every layer
     """
 
 
 class AveragedError(FnaccelError, RuntimeError):
-    """The parameters hold the averages of `with_ema`, so the state can't be saved, copied or trained.
+    """The parameters are the averages of `with_ema`, so the state can't be saved, copied or trained.
 
-    Fails: `with train_step.averaged(state): fa.save(d, state)`. Works: the save after the block.
+    Fails:
+        >>> train_step = fa.apply(fa.Recipe(ema=0.99), loss_fn, GPT)
+        >>> state = train_step.init()
+        >>> with train_step.averaged(state): fa.save("runs/gpt", state)
+    Works:
+        >>> path = fa.save("runs/gpt", state)  # after the `with` block
     """
 
 
 class OwnershipError(FnaccelError, RuntimeError):
     """One module was given to two train steps, or a train step was used after `close()`.
 
-    Fails: two `fa.train_step(..., model=fa.distribute(module, ...))` on one module.
-    Works: a factory (`fa.distribute(lambda: GPT(), ...)`), or `first.close()` before.
+    Fails:
+        >>> model = GPT()
+        >>> first, second = fa.apply(fa.Recipe(), loss_fn, model), fa.apply(fa.Recipe(), loss_fn, model)
+        >>> first.init(), second.init()
+    Works:
+        >>> states = [fa.apply(fa.Recipe(), loss_fn, GPT).init() for _ in range(2)]
     """
 
 
 class TreeMismatchError(FnaccelError, ValueError):
-    """Two trees that must match differ; every differing path is listed.
+    """Two trees that must match differ; the message lists every differing path.
 
-    Fails: `fa.restore(dir, like=state_of_another_model)`. Works: `like=` the architecture saved.
+    Fails:
+        >>> another = fa.apply(fa.Recipe(), loss_fn, lambda: nn.Linear(8, 2)).init()
+        >>> fa.restore(fa.save("runs/gpt", state), like=another)
+    Works:
+        >>> state = fa.restore(fa.save("runs/gpt", state), like=train_step.init(seed=1))
     """
 
 
 class CheckpointError(FnaccelError, RuntimeError):
-    """A checkpoint is missing, torn, or of a format this version can't read.
+    """A checkpoint is missing, damaged, or of a format that this version can't read.
 
-    Fails: `fa.restore("empty_dir", like=state)`. Works: `fa.save("empty_dir", state)` first.
+    Fails:
+        >>> fa.restore("runs/gpt", like=state)
+    Works:
+        >>> state = fa.resume_or_init("runs/gpt", train_step)
     """
 
 
 class NotSerializableError(FnaccelError, TypeError):
-    """A value has no place in a checkpoint or a config file.
+    """A value can't be stored in a checkpoint or a config file.
 
-    Fails: `fa.save(d, {"f": lambda: 0})`. Works: scalars, strings, bytes, lists, dicts, tensors.
+    Fails:
+        >>> fa.save("runs/gpt", {"activation": lambda x: x})
+    Works:
+        >>> fa.save("runs/gpt", {"activation": "gelu", "scale": torch.ones(2)})
     """
 
 
 class ConfigError(FnaccelError, ValueError):
     """A config file or value is not what its class describes.
 
-    Fails: `precison: bf16`. Works: `precision: bf16`.
+    Fails:
+        >>> fa.from_yaml("precison: bf16")
+    Works:
+        >>> fa.from_yaml("precision: bf16")
     """
 
 
 class UnusedOverrideError(FnaccelError, RuntimeError):
-    """The launcher was told something that the script never used.
+    """The launcher got an option that the script never used.
 
-    Fails: `fnaccel launch --strategy fsdp` on a script without `fa.recipe()`.
-    Works: build the strategy from `fa.recipe()`.
+    Fails:
+        $ fnaccel launch --strategy fsdp -m this  # a program that never calls fa.recipe()
+    Works:
+        $ fnaccel launch --strategy fsdp train.py  # a script that builds its step from fa.recipe()
     """
 
 
 class LaunchError(FnaccelError, RuntimeError):
     """The processes asked for can't be started, or one of them failed.
 
-    Fails: `fnaccel launch -n 0 train.py`. Works: `fnaccel launch -n 1 train.py`.
+    Fails:
+        $ fnaccel launch -n 0 train.py
+    Works:
+        $ fnaccel launch -n 2 train.py
     """
 
 
 class MissingBackendError(FnaccelError, ImportError):
     """An optional package is not installed.
 
-    Fails: `trackers=WandbTracker()` without wandb. Works: `pip install 'fnaccel[wandb]'` first.
+    Fails:
+        >>> fa.start(device="npu")  # without torch_npu
+    Works:
+        >>> fa.start(device="cpu")
     """
 
 
@@ -259,9 +365,11 @@ class Preempted(SystemExit):
 
     Args:
         step: the step after which the run stopped.
-        path: the checkpoint of that step; None where nothing was saved.
+        path: the checkpoint of that step; None if nothing was saved.
 
-    Example: `if notice.stopping: raise fa.Preempted(state.step, fa.save("runs/gpt", state))`.
+    Example:
+        >>> print(fa.Preempted(10, fa.save("runs/gpt", state)))
+        stopped after step 10, saved ...
     """
 
     CODE = 75

@@ -28,6 +28,11 @@ class Position:
     Attributes:
         epoch: passes over the data that are complete.
         samples: samples of this epoch that were used, on all ranks together.
+
+    Example:
+        >>> state, metrics = train_step(state, next(iter(fa.shard(loader))))
+        >>> state.data
+        Position(epoch=0, samples=4)
     """
 
     epoch: int = 0
@@ -36,7 +41,12 @@ class Position:
 
 @attrs.frozen
 class Seed:
-    """The root of a run's randomness; every other seed is folded from it."""
+    """The root of a run's randomness; every other seed is folded from it.
+
+    Example:
+        >>> train_step.init(seed=7).rng
+        Seed(root=7)
+    """
 
     root: int = 0
 
@@ -123,6 +133,10 @@ class TrainState:
         data: the position in the data.
         extras: the user's own pytree.
         transforms: the state of transforms, by name.
+
+    Example:
+        >>> state.step, state.params["lm_head.bias"].shape
+        (0, torch.Size([16]))
     """
 
     step: int
@@ -290,7 +304,12 @@ def snapshot(state: TrainState) -> TrainState:
         StaleStateError: the state was donated already.
         AveragedError: its parameters hold their averages.
 
-    Example: `best = fa.snapshot(state)`.
+    Example:
+        >>> best = fa.snapshot(state)
+        >>> state, metrics = train_step(state, batch)
+        >>> state = train_step.adopt(best)
+        >>> state.step
+        0
     """
     check_trained(state, "fa.snapshot(state)")
     copied: TrainState = tree.map_tensors(lambda x: x.detach().clone(), state)

@@ -90,7 +90,9 @@ def items(tree: Tree, *, is_leaf: IsLeaf | None = None) -> Iterator[tuple[str, A
 def select(tree: Tree, pattern: str | Iterable[str]) -> dict[str, Any]:
     """The leaves whose path matches a shell pattern (or one of several), keyed by path.
 
-    Example: `select(state, "params/*.bias")`.
+    Example:
+        >>> sorted(fa.tree.select(state, "params/lm_head.*"))
+        ['params/lm_head.bias', 'params/lm_head.weight']
     """
     patterns = [pattern] if isinstance(pattern, str) else list(pattern)
     return {

@@ -19,8 +19,6 @@ def main(folder: Path) -> int:
 
     Returns:
         The exit code: 0, or 1 where it failed; then the answer says how.
-
-    Example: `main(Path(sys.argv[1]))`.
     """
     with fa.start() as world:
         return _answer(folder, world)

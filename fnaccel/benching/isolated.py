@@ -20,8 +20,6 @@ def run_isolated(task: Task, *, ranks: int, cpu: bool, environ: Mapping[str, str
         ranks: how many processes.
         cpu: keep them from taking an accelerator.
         environ: their environment.
-
-    Example: `run_isolated(task, ranks=1, cpu=True, environ=variables)`.
     """
     with tempfile.TemporaryDirectory(prefix="fnaccel-bench-") as name:
         folder = Path(name)

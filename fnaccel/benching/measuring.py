@@ -37,8 +37,6 @@ def measure(subject: Subject, scope: Any, steps: int, world: World) -> Measured:
 
     Raises:
         FnaccelError: the strategy can't do it; what model, loss and compiler raise comes as it is.
-
-    Example: `measure(subject, "block", 30, world).seconds`.
     """
     # before `compile`: its compiler is imported at once for some scopes, and later for others
     memory = Memory.watch(world.device)

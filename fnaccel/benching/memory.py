@@ -15,10 +15,7 @@ _SELF = Path("/proc/self")
 
 @attrs.frozen
 class Memory:
-    """Watches a device's memory from when it is made; on the CPU that of the process.
-
-    Example: `watched = Memory.watch(world.device)`, and later `watched.peak()`.
-    """
+    """Watches a device's memory from when it is made; on the CPU that of the process."""
 
     device: torch.device
     before: int

@@ -40,8 +40,6 @@ def find_subject(task: Task, world: World) -> Subject:
 
     Raises:
         FnaccelError: a reference that names nothing, or something of another kind.
-
-    Example: `find_subject(Task.read(folder), world).batch`.
     """
     reseed(0)  # so that all processes draw the same batch, where it is drawn
     recipe = from_yaml(task.recipe)
@@ -70,7 +68,9 @@ def first_batch(source: object, where: str) -> Any:
     Raises:
         ArgumentError: there is no tensor in it.
 
-    Example: `first_batch(DataLoader(data, batch_size=8), "--batch")`.
+    Example:
+        >>> sorted(first_batch(loader, "--batch"))
+        ['labels', 'tokens']
     """
     if _holds_tensors(source):
         return source

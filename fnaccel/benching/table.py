@@ -15,10 +15,7 @@ _WIDEST_NOTE = 80
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows in columns; what failed has its reason for a note.
-
-    Example: `print(table(judge(answers, 1e-3)))`.
-    """
+    """Rows in columns; what failed has its reason for a note."""
     eager = eager_of(rows)
     cells = [_HEAD, *(_cells(row, eager) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD) - 1)]

@@ -24,7 +24,14 @@ from fnaccel.world.world import World
 
 
 class Saving:
-    """A save under way; what `fa.save_async` returns."""
+    """A save under way; what `fa.save_async` returns.
+
+    Example:
+        >>> saving = fa.save_async("runs/gpt", state)
+        >>> path = saving.wait()
+        >>> saving.done
+        True
+    """
 
     def __init__(self, writing: Writing) -> None:
         self._path: Path | None = None
@@ -48,8 +55,6 @@ class Saving:
 
         Raises:
             CheckpointError: it could not be written; what was there before is intact.
-
-        Example: `path = fa.save_async("runs/gpt", state).wait()`.
         """
         self._ended.wait()
         if self._error is not None:

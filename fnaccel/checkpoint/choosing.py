@@ -40,7 +40,9 @@ def choose(names: Iterable[str], only: Patterns, skip: Patterns, where: str) -> 
     Raises:
         ArgumentError: a pattern of `only` that matches nothing.
 
-    Example: `choose(paths, "params", ["*.bias"], "fa.restore")`.
+    Example:
+        >>> choose(["params/a.weight", "params/a.bias", "buffers/mean"], "params", ["*.bias"], "fa.restore")
+        {'params/a.weight'}
     """
     known = set(names)
     chosen = known
@@ -68,7 +70,9 @@ def renamed(names: Iterable[str], rename: Rename, where: str) -> dict[str, str]:
     Raises:
         ArgumentError: two names become one, or an expression that is none.
 
-    Example: `renamed(paths, {r"^params/encoder\\.": "params/backbone."}, "fa.restore")`.
+    Example:
+        >>> renamed(["params/encoder.weight"], {r"^params/encoder\\.": "params/backbone."}, "fa.restore")
+        {'params/encoder.weight': 'params/backbone.weight'}
     """
     change = _changer(rename, where)
     found = {name: change(name) for name in names}

@@ -87,8 +87,10 @@ def restore(
         ArgumentError: `directory` is one checkpoint, and of another step than `step`; a pattern of
             `only` that matches nothing.
 
-    Example: `state = fa.restore("runs/gpt", like=train_step.init(seed=0))`; to begin from the
-    parameters of another run, `fa.restore("runs/base", like=state, only="params", skip="*head*")`.
+    Example:
+        >>> path = fa.save("runs/base", state)
+        >>> state = fa.restore("runs/base", like=train_step.init(seed=1))
+        >>> state = fa.restore("runs/base", like=state, only="params", skip="*lm_head*")  # to fine-tune
     """
     found = current(world)
     found.resource(Background).settle()

@@ -56,7 +56,12 @@ def resume_or_init(
         CheckpointError: the newest checkpoint is damaged (with `fallback`: all are).
         TreeMismatchError: the checkpoint is of another model, optimizer or step.
 
-    Example: `state = fa.resume_or_init("runs/gpt", train_step, seed=0)`.
+    Example:
+        >>> state = fa.resume_or_init("runs/gpt", train_step, seed=0)  # there is no checkpoint yet
+        >>> state, metrics = train_step(state, batch)
+        >>> path = fa.save("runs/gpt", state)
+        >>> fa.resume_or_init("runs/gpt", train_step, seed=0).step
+        1
     """
     root = Path(directory)
     world = train_step.mesh.world

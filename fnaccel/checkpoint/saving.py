@@ -54,7 +54,10 @@ def save(
         StaleStateError: the state was donated.
         ArgumentError: a step that is no number from 0 on, a `keep` below 1.
 
-    Example: `fa.save("runs/gpt", state, keep=3)`; later `state = fa.restore("runs/gpt", like=state)`.
+    Example:
+        >>> fa.save("runs/gpt", state, keep=3).name
+        'step-0000000000'
+        >>> state = fa.restore("runs/gpt", like=state)
     """
     where, found = "fa.save", current(world)
     retention = Retention(keep, keep_every)
@@ -95,7 +98,11 @@ def save_async(
     Raises:
         NotSerializableError, CheckpointError, StaleStateError, ArgumentError: as `save` does.
 
-    Example: `fa.save_async("runs/gpt", state, keep=3)` every thousand steps.
+    Example:
+        >>> saving = fa.save_async("runs/gpt", state, keep=3)
+        >>> state, metrics = train_step(state, batch)
+        >>> saving.wait().name
+        'step-0000000000'
     """
     where, found = "fa.save_async", current(world)
     retention = Retention(keep, keep_every)

@@ -107,7 +107,9 @@ def read(arguments: Sequence[str]) -> Options:
     Raises:
         ArgumentError, ConfigError, UnknownNameError, AxisProductError: what can't be.
 
-    Example: `read(["train:loss_fn", "--model", "train:GPT", "--batch", "train:batch"]).scopes`.
+    Example:
+        >>> read(["train:loss_fn", "--model", "train:GPT", "--batch", "train:batch"]).scopes
+        ('eager', 'block', 'loss', 'step')
     """
     found = parser().parse_args(arguments)
     if found.steps < 1:
@@ -142,8 +144,6 @@ def run(arguments: Sequence[str]) -> int:
 
     Raises:
         FnaccelError: what was asked for can't be; nothing was measured.
-
-    Example: `fnaccel bench train:loss_fn --model train:GPT --batch train:batch`.
     """
     options = read(arguments)
     answers: dict[str, Answer] = {}

@@ -74,7 +74,11 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         FnaccelError: it can't be read as that, or TARGET is not free.
 
-    Example: `fnaccel convert runs/gpt exported --dtype bf16`.
+    Example:
+        >>> path = fa.save("runs/gpt", state)
+        >>> run(["runs/gpt", "exported", "--dtype", "bf16"])
+        fnaccel -> hf: exported
+        0
     """
     options = parser().parse_args(arguments)
     style = Style(

@@ -26,7 +26,10 @@ def run(arguments: Sequence[str]) -> int:
     Args:
         arguments: after `fnaccel env`; it takes none.
 
-    Example: `fnaccel env`.
+    Example:
+        >>> run([])
+        fnaccel ...
+        0
     """
     argparse.ArgumentParser(prog="fnaccel env", description=__doc__).parse_args(arguments)
     for name, value in facts().items():

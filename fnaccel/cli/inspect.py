@@ -91,7 +91,13 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         CheckpointError: there is none that can be read.
 
-    Example: `fnaccel inspect runs/gpt --verify`.
+    Example:
+        >>> path = fa.save("runs/gpt", state)
+        >>> run(["runs/gpt", "--verify"])
+        fnaccel checkpoint runs/gpt/step-0000000000
+        ...
+        verified: 1 files are what was written
+        0
     """
     options = parser().parse_args(arguments)
     form = detect(options.path)

@@ -110,7 +110,9 @@ def read(arguments: Sequence[str]) -> Job:
         ConfigError: an override that a recipe has no place for.
         UnknownNameError: a strategy or precision that does not exist.
 
-    Example: `read(["-n", "2", "train.py", "--lr", "0.1"]).args == ("--lr", "0.1")`.
+    Example:
+        >>> read(["-n", "2", "train.py", "--lr", "0.1"]).args
+        ('--lr', '0.1')
     """
     options = parser()
     found, unknown = options.parse_known_args(arguments)
@@ -153,8 +155,6 @@ def run(arguments: Sequence[str]) -> NoReturn:
 
     Raises:
         FnaccelError: as `read`, or not all processes can be started.
-
-    Example: `fnaccel launch -n 2 --strategy fsdp train.py`.
     """
     job = read(arguments)
     command = _elsewhere(arguments)

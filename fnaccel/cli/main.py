@@ -30,7 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, a failing script's own, or 2 where fnaccel was asked for what can't be.
 
-    Example: `fnaccel launch -n 2 train.py`.
+    Example:
+        >>> main(["--version"])
+        fnaccel ...
+        0
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:

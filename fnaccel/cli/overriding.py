@@ -47,7 +47,9 @@ def parse_value(text: str) -> Any:
 
     YAML would not do: it reads `1e-4` as text.
 
-    Example: `parse_value("1e-4") == 1e-4` and `parse_value("bf16") == "bf16"`.
+    Example:
+        >>> parse_value("1e-4"), parse_value("bf16")
+        (0.0001, 'bf16')
     """
     for read in (json.loads, ast.literal_eval):
         try:

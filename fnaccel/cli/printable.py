@@ -10,7 +10,9 @@ def printable(text: str, keep: str = "") -> str:
         text: anything.
         keep: characters that stay, such as `"\n"`.
 
-    Example: `printable("a\x1b[2J") == "a\\x1b[2J"`.
+    Example:
+        >>> printable("a\x1b[2J")
+        'a\\x1b[2J'
     """
     return "".join(
         one if one.isprintable() or one in keep else one.encode("unicode_escape").decode("ascii")

@@ -34,7 +34,10 @@ def broadcast(value: tree.Tree, *, src: int = 0, over: Over = None, world: World
         RankMismatchError: ranks pass different structures, shapes or dtypes; on every rank.
         ArgumentError: a leaf is no plain tensor, or there is no rank `src`.
 
-    Example: `mask = fa.broadcast(torch.rand(8) < 0.15)`.
+    Example, on 2 ranks:
+        >>> mask = fa.broadcast(torch.rand(8) < 0.15)
+        >>> fa.broadcast(torch.tensor(world.rank), src=1)
+        tensor(1)
     """
     where = scope(over, world, "broadcast")
     leaves, structure, problem = tensor_leaves(value, "broadcast")

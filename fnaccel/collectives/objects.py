@@ -37,7 +37,9 @@ def gather_objects(value: Tree, *, over: Over = None, world: World | None = None
         RankMismatchError: another rank makes another call.
         PeerLostError: a rank left, exited or made another call.
 
-    Example: `names = fa.gather_objects({"file": path, "lines": 12})`.
+    Example, on 2 ranks:
+        >>> fa.gather_objects({"rank": world.rank, "rows": 8 - world.rank})
+        [{'rank': 0, 'rows': 8}, {'rank': 1, 'rows': 7}]
     """
     where = scope(over, world, "gather_objects")
     if where.size == 1:
@@ -74,7 +76,9 @@ def broadcast_objects(value: Tree, *, src: int = 0, over: Over = None, world: Wo
         PeerLostError: a rank left, exited or made another call.
         ArgumentError: there is no rank `src`.
 
-    Example: `run_id = fa.broadcast_objects(new_id() if world.is_main else None)`.
+    Example, on 2 ranks:
+        >>> fa.broadcast_objects("run-17" if world.is_main else None)
+        'run-17'
     """
     where = scope(over, world, "broadcast_objects")
     problem = bad_source(src, where.size, "broadcast_objects")

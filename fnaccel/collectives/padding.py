@@ -46,7 +46,11 @@ def pad_across_processes(
         RankMismatchError: ranks differ in more than the size of `dim`; on every rank.
         ArgumentError: a leaf is no plain tensor.
 
-    Example: `fa.gather(fa.pad_across_processes(tokens, dim=1, pad_value=-100))`.
+    Example, on 2 ranks:
+        >>> tokens = torch.ones(1, 2 + world.rank)
+        >>> fa.gather(fa.pad_across_processes(tokens, dim=1, pad_value=-100))
+        tensor([[   1.,    1., -100.],
+                [   1.,    1.,    1.]])
     """
     where = scope(over, world, "pad_across_processes")
     leaves, structure, problem = tensor_leaves(value, "pad_across_processes")
@@ -107,7 +111,10 @@ def concatenate(trees: Sequence[tree.Tree], dim: int = 0) -> tree.Tree:
         ArgumentError: there are no trees, or a leaf is not a tensor.
         TreeMismatchError: their structures differ; names the paths that do.
 
-    Example: `predictions = fa.concatenate([fa.gather(p) for p in parts])`.
+    Example:
+        >>> parts = [{"x": torch.ones(2)}, {"x": torch.zeros(1)}]
+        >>> fa.concatenate(parts)
+        {'x': tensor([1., 1., 0.])}
     """
     if not trees:
         raise ArgumentError(

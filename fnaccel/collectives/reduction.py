@@ -61,7 +61,9 @@ def reduce(
         RankMismatchError: ranks pass different structures, shapes or dtypes; on every rank.
         ArgumentError: a leaf is no plain tensor; or is complex, under `"max"` or `"min"`.
 
-    Example: `fa.reduce({"loss": loss, "count": count}, "mean")`.
+    Example, on 2 ranks:
+        >>> fa.reduce({"loss": torch.tensor(1.0 + world.rank), "count": torch.tensor(8.0)}, "mean")
+        {'loss': tensor(1.5000), 'count': tensor(8.)}
     """
     where = scope(over, world, "reduce")
     leaves, structure, problem = tensor_leaves(value, "reduce")
@@ -130,7 +132,9 @@ def any_process(flag: bool, *, over: Over = None, world: World | None = None) ->
         RankMismatchError: another rank makes another call.
         PeerLostError: a rank left, exited or made another call.
 
-    Example: `if fa.any_process(loss_is_flat or out_of_time): break`.
+    Example, on 2 ranks:
+        >>> fa.any_process(world.rank == 1)
+        True
     """
     where = scope(over, world, "any_process")
     return any(agree(where, Call("any_process"), number=int(bool(flag))).numbers)

@@ -32,7 +32,10 @@ def split_between_processes(
     Raises:
         ArgumentError: the values of a dict differ in length, or `inputs` can't be cut.
 
-    Example: `for prompt in fa.split_between_processes(prompts): ...`.
+    Example, on 2 ranks:
+        >>> prompts = ["a", "b", "c"]
+        >>> fa.gather_objects(fa.split_between_processes(prompts))
+        [['a', 'b'], ['c']]
     """
     where = scope(over, world, "split_between_processes")
     length = _length(inputs)

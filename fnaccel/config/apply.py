@@ -49,7 +49,10 @@ def recipe(default: Recipe | str | None = None) -> Recipe:
     Raises:
         ConfigError: an override that a recipe has no place for.
 
-    Example: `recipe = fa.recipe(Recipe(strategy="ddp", clip_norm=1.0))`.
+    Example:
+        >>> recipe = fa.recipe(fa.Recipe(strategy="local", clip_norm=1.0))
+        >>> recipe.clip_norm
+        1.0
     """
     base = from_yaml(default) if isinstance(default, str) else default or Recipe()
     return override(base, overrides.take())
@@ -138,7 +141,9 @@ def apply(
     Raises:
         ConfigError, UnknownNameError: a choice that does not exist.
 
-    Example: `train_step = fa.apply(fa.recipe(), loss_fn, GPT)`.
+    Example:
+        >>> train_step = fa.apply(fa.recipe(), loss_fn, GPT)
+        >>> state = train_step.init(seed=0)
     """
     if not isinstance(recipe_, Recipe):
         raise ArgumentError(
@@ -155,7 +160,15 @@ def apply(
 
 
 def scan_options(recipe_: Recipe) -> dict[str, Any]:
-    """What `fa.scan(train_step, state, shards, **options)` takes of a recipe: where and how often to save."""
+    """What `fa.scan(train_step, state, shards, **options)` takes of a recipe: where and how often to save.
+
+    Example:
+        >>> recipe = fa.Recipe(checkpoint=fa.CheckpointRecipe(directory="runs/gpt"))
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), **fa.scan_options(recipe)):
+        ...     pass
+        >>> fa.latest("runs/gpt").name
+        'step-0000000003'
+    """
     plan = recipe_.checkpoint
     if plan.directory is None:  # then the rest of it means nothing, and scan would say so
         return {}
@@ -169,7 +182,11 @@ def scan_options(recipe_: Recipe) -> dict[str, Any]:
 
 
 def shard_options(recipe_: Recipe) -> dict[str, Any]:
-    """What `fa.shard(loader, **options)` takes of a recipe."""
+    """What `fa.shard(loader, **options)` takes of a recipe.
+
+    Example:
+        >>> shards = fa.shard(loader, **fa.shard_options(fa.recipe()))
+    """
     data = recipe_.data
     return {
         "window": data.window,

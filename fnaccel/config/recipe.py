@@ -21,6 +21,12 @@ class OptimizerRecipe:
         schedule_options: what the schedule takes besides, such as `warmup` and `total`, in updates.
         options: what the optimizer takes besides, such as `weight_decay`.
         groups: pattern -> options.
+
+    Example:
+        >>> optimizer = fa.OptimizerRecipe(
+        ...     lr=3e-4, schedule="warmup_cosine", schedule_options={"warmup": 100, "total": 1_000}
+        ... )
+        >>> recipe = fa.Recipe(optimizer=optimizer)
     """
 
     name: str = "adamw"
@@ -33,7 +39,12 @@ class OptimizerRecipe:
 
 @attrs.frozen(kw_only=True)
 class DataRecipe:
-    """How loaders are shared: what `fa.shard` takes."""
+    """How loaders are shared: what `fa.shard` takes.
+
+    Example:
+        >>> recipe = fa.Recipe(data=fa.DataRecipe(remainder="drop"))
+        >>> shards = fa.shard(loader, **fa.shard_options(recipe))
+    """
 
     window: int | None = None
     remainder: str | None = None
@@ -52,6 +63,11 @@ class CheckpointRecipe:
         keep: how many of the newest stay; None: all.
         keep_every: steps that are multiples of this always stay.
         background: whether training goes on while a state is written.
+
+    Example:
+        >>> recipe = fa.Recipe(checkpoint=fa.CheckpointRecipe(directory="runs/gpt", every=100, keep=3))
+        >>> fa.scan_options(recipe)["save_every"]
+        100
     """
 
     directory: str | None = None
@@ -77,7 +93,9 @@ class Recipe:
         transforms: references `"module:name"` to transforms of yours (`Step -> Step`), applied last.
         optimizer, data, checkpoint: see there.
 
-    Example: `Recipe(strategy="fsdp", precision="bf16", clip_norm=1.0)`.
+    Example:
+        >>> fa.Recipe(strategy="fsdp", precision="bf16", clip_norm=1.0).strategy
+        'fsdp'
     """
 
     strategy: str = attrs.field(default="local", converter=str)

@@ -31,7 +31,10 @@ def to_yaml(recipe: Recipe) -> str:
     Raises:
         NotSerializableError: it holds a lambda or a closure.
 
-    Example: `print(fa.to_yaml(recipe))`.
+    Example:
+        >>> print(fa.to_yaml(fa.Recipe(strategy="fsdp", precision="bf16")))
+        strategy: fsdp
+        precision: bf16
     """
     plain = _plain(recipe, "Recipe")
     return yaml.safe_dump(plain, sort_keys=False)
@@ -65,7 +68,10 @@ def from_yaml(source: str | Path) -> Recipe:
         ConfigError: no such file, no mapping, a key that is unknown (the nearest is named), or a
             value of the wrong kind.
 
-    Example: `recipe = fa.from_yaml("runs/gpt.yaml")`.
+    Example:
+        >>> Path("gpt.yaml").write_text("strategy: fsdp\\nclip_norm: 1.0")
+        >>> fa.from_yaml("gpt.yaml").clip_norm
+        1.0
     """
     where = "a recipe"
     text = str(source)

@@ -19,6 +19,11 @@ class Batch:
             number of forwards and masked out of loss, weight and metrics.
         rows: how many rows a full batch has on this rank.
         position: where the data stands after this batch.
+
+    Example:
+        >>> batch = next(iter(fa.shard(loader)))
+        >>> batch.rows, batch.valid, batch.position
+        (4, 4, Position(epoch=0, samples=4))
     """
 
     data: Any
@@ -32,7 +37,10 @@ class Window(tuple[Any, ...]):
 
     A tuple type of its own, so that it is never mistaken for a batch.
 
-    Example: `train_step(state, fa.Window([first, second]))`.
+    Example:
+        >>> state, metrics = train_step(state, fa.Window(batches))
+        >>> state.updates
+        1
     """
 
     __slots__ = ()

@@ -49,7 +49,9 @@ def rows_of(batch: tree.Tree, *, where: str = "shard(loader)") -> int:
     Raises:
         LoaderError: the columns differ in length, or there is none; every path is listed.
 
-    Example: `rows_of({"x": torch.ones(3, 2), "name": ["a", "b", "c"], "scale": 0.5}) == 3`.
+    Example:
+        >>> rows_of({"x": torch.ones(3, 2), "name": ["a", "b", "c"], "scale": 0.5})
+        3
     """
     if isinstance(batch, torch.Tensor) and batch.dim() > 0:
         return batch.shape[0]
@@ -85,7 +87,9 @@ def cut(batch: tree.Tree, sizes: Sequence[int], *, where: str = "cut(batch, size
         LoaderError: the columns differ in length.
         MicroBatchError: the sizes don't add up to the rows of the batch.
 
-    Example: `cut({"x": torch.arange(5)}, [3, 2])[1]["x"].tolist() == [3, 4]`.
+    Example:
+        >>> cut({"x": torch.arange(5)}, [3, 2])[1]["x"].tolist()
+        [3, 4]
     """
     rows = rows_of(batch, where=where)  # which learns the batch's type as well
     if sum(sizes) != rows or min(sizes, default=0) < 0:
@@ -115,7 +119,9 @@ def _cut_leaf(leaf: Tree, sizes: Sequence[int]) -> Sequence[Any]:
 def join(parts: Sequence[tree.Tree]) -> tree.Tree:
     """The inverse of `cut`: tensors concatenated along dim 0, columns appended, the rest of the first.
 
-    Example: `join([{"x": torch.ones(2)}, {"x": torch.ones(1)}])["x"].shape == (3,)`.
+    Example:
+        >>> join([{"x": torch.ones(2)}, {"x": torch.ones(1)}])
+        {'x': tensor([1., 1., 1.])}
     """
     return tree.map(lambda *leaves: _join_leaves(leaves), *parts, is_leaf=_is_column)
 

@@ -43,7 +43,9 @@ def split_sizes(n: int, parts: int) -> list[int]:
     Raises:
         ArgumentError: there is no part to cut into, or less than no row.
 
-    Example: `split_sizes(7, 3) == [3, 2, 2]`.
+    Example:
+        >>> split_sizes(7, 3)
+        [3, 2, 2]
     """
     if parts < 1 or n < 0:
         raise ArgumentError(
@@ -58,7 +60,9 @@ def split_sizes(n: int, parts: int) -> list[int]:
 def span(rows: int, *, rank: int, ranks: int) -> tuple[int, int]:
     """(first row, how many) of a rank's part of `rows` rows that are cut as `split_sizes` cuts.
 
-    Example: `span(7, rank=1, ranks=3) == (3, 2)`.
+    Example:
+        >>> span(7, rank=1, ranks=3)
+        (3, 2)
     """
     size, extra = divmod(rows, ranks)
     return rank * size + min(rank, extra), size + (rank < extra)
@@ -69,7 +73,9 @@ def permutation(n: int, seed: int, epoch: int) -> list[int]:
 
     It reads and moves no global random stream; the algorithm is named by `ORDER_VERSION`.
 
-    Example: `sorted(permutation(4, seed=0, epoch=0)) == [0, 1, 2, 3]`.
+    Example:
+        >>> sorted(permutation(4, seed=0, epoch=0))
+        [0, 1, 2, 3]
     """
     generator = torch.Generator().manual_seed(fold(seed, _ORDER, epoch))
     return torch.randperm(n, generator=generator).tolist()
@@ -153,7 +159,9 @@ def batches(
         UnknownNameError: no such remainder.
         ArgumentError: a count, rank or start that is out of range.
 
-    Example: `batches(22, 3, rank=1, ranks=2, remainder="wrap", split=False)[-1] == [21, 0, 1]`.
+    Example:
+        >>> batches(22, 3, rank=1, ranks=2, remainder="wrap", split=False)[-1]
+        [21, 0, 1]
     """
     check_remainder(remainder, "fnaccel.data.order.batches")
     if n < 0 or batch_size < 1 or not 0 <= rank < ranks or not 0 <= start <= n:
@@ -188,7 +196,9 @@ def batches(
 def skip(batches: Sequence[Sequence[Any]], start: int) -> list[Sequence[Any]]:
     """What is left of `batches` after `start` samples; a batch that was begun is cut.
 
-    Example: `skip([[0, 1, 2], [3, 4]], 2) == [[2], [3, 4]]`.
+    Example:
+        >>> skip([[0, 1, 2], [3, 4]], 2)
+        [[2], [3, 4]]
     """
     seen = 0
     for place, batch in enumerate(batches):
@@ -224,7 +234,9 @@ def deal(
     Raises:
         UnknownNameError: no such remainder.
 
-    Example: `deal([[0, 1, 2], [3, 4]], rank=1, ranks=2) == [[2], [4]]`.
+    Example:
+        >>> deal([[0, 1, 2], [3, 4]], rank=1, ranks=2)
+        [[2], [4]]
     """
     check_remainder(remainder, "fnaccel.data.order.deal")
     left = skip(batches, start)

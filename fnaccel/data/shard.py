@@ -51,6 +51,11 @@ class Shards:
         shuffle: overrides what the loader's sampler does; None leaves it.
         prefetch: how many batches are copied to the device ahead of the one in use.
         start: where iteration begins.
+
+    Example:
+        >>> shards = fa.shard(loader)
+        >>> for batch in shards.at(state.data):
+        ...     state, metrics = train_step(state, batch)
     """
 
     loader: Any
@@ -133,7 +138,9 @@ def shard(
         LoaderError: not iterable, empty, split between ranks already (see presplit), or can't be shuffled.
 
     Example:
-        shards = fa.shard(DataLoader(dataset, batch_size=32, shuffle=True), seed=1)
+        >>> shards = fa.shard(DataLoader(dataset, batch_size=4, shuffle=True), seed=1)
+        >>> for state, metrics in fa.scan(train_step, state, shards):
+        ...     pass
     """
     where = "shard(loader)"
     if remainder is not None:
@@ -273,7 +280,9 @@ def steps_per_epoch(shards: Shards, ranks: int) -> int | None:
 
     Asks for lengths only, so a sampler, batch sampler or dataset that misstates its own is believed.
 
-    Example: `steps_per_epoch(fa.shard(DataLoader(range(10), batch_size=4)), ranks=2) == 3`.
+    Example:
+        >>> steps_per_epoch(fa.shard(DataLoader(range(10), batch_size=4)), ranks=2)
+        3
     """
     if shards.presplit and ranks > 1:  # it takes all ranks to tell
         return None

@@ -19,7 +19,11 @@ class Notice:
         beyond: a group of all ranks, where the ranks that share a batch are not all of them: there
             the answer takes one more all-reduce.
 
-    Example: `if notice.stopping: break`.
+    Example:
+        >>> with fa.preemption(train_step) as notice:
+        ...     state, metrics = train_step(state, batch)
+        ...     notice.stopping
+        False
     """
 
     __slots__ = ("_asked", "_beyond", "_late", "_stopping")

@@ -71,7 +71,15 @@ def export_adapter(
         CheckpointError: the directory is not empty, or the disk is full.
         StaleStateError: the state was donated.
 
-    Example: `fa.export_adapter("adapter", state)`; later `PeftModel.from_pretrained(base, "adapter")`.
+    Example:
+        >>> from peft import LoraConfig, get_peft_model
+        >>> def adapted():
+        ...     return get_peft_model(GPT(), LoraConfig(target_modules=["up", "down"]))
+        >>> model = fa.distribute(adapted, fa.local())
+        >>> train_step = fa.train_step(loss_fn, model=model, optimizer=fa.adamw(3e-4))
+        >>> path = fa.export_adapter("adapter", train_step.init())
+        >>> sorted(file.name for file in path.iterdir())
+        ['adapter_config.json', 'adapter_model.safetensors']
     """
     target = Path(directory)
     if not isinstance(state, TrainState):

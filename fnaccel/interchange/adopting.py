@@ -77,7 +77,9 @@ def adopt(
         ArgumentError: a pattern that matches nothing, names that become one.
         StaleStateError: `like` was donated.
 
-    Example: `state = fa.adopt("gpt2/model.safetensors", like=train_step.init(seed=0))`.
+    Example:
+        >>> torch.save(GPT().state_dict(), "gpt.pt")
+        >>> state = fa.adopt("gpt.pt", like=train_step.init(seed=0))
     """
     ranks = current(world)
     request = _Request(Path(path), format, trust_pickle, like, Choice(only, skip, rename, _WHERE))

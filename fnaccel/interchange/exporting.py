@@ -91,8 +91,10 @@ def export_hf(
         ArgumentError: several models and none chosen, no averages, patterns that match nothing.
         StaleStateError: the state was donated.
 
-    Example: `fa.export_hf("exported", state, dtype="bf16")`; later
-    `AutoModelForCausalLM.from_pretrained("exported")`.
+    Example:
+        >>> path = fa.export_hf("exported", state, dtype="bf16", config={"model_type": "gpt2"})
+        >>> sorted(file.name for file in path.iterdir())
+        ['config.json', 'model.safetensors']
     """
     target = Path(directory)
     style = Style(max_shard_size, dtype, ema, model, only, skip, rename)

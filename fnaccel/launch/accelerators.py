@@ -17,8 +17,6 @@ def count_accelerators() -> int:
 
     Raises:
         LaunchError: no process can be started.
-
-    Example: `count_accelerators()` is 0 on a machine with CPUs only.
     """
     if torch.accelerator.current_accelerator() is None:  # what PyTorch was built for; no driver yet
         return 0

@@ -24,8 +24,6 @@ def cores_of(local_rank: int, processes: int) -> tuple[int, ...]:
 
     Raises:
         LaunchError: more processes than cores, or a system without affinity.
-
-    Example: `cores_of(0, 1)` is all cores of the first NUMA node.
     """
     if not hasattr(os, "sched_getaffinity"):
         raise LaunchError(
@@ -41,8 +39,6 @@ def nodes(root: Path = _NODES) -> list[list[int]]:
 
     Args:
         root: where the kernel shows nodes.
-
-    Example: `nodes()` is `[[0, 1]]` on a machine with one node of two cores.
     """
     numbered = sorted(root.glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node")))
     return [parse(text) for path in numbered if (text := (path / "cpulist").read_text().strip())]
@@ -51,7 +47,9 @@ def nodes(root: Path = _NODES) -> list[list[int]]:
 def parse(text: str) -> list[int]:
     """Numbers of a list as the kernel writes it.
 
-    Example: `parse("0-2,8") == [0, 1, 2, 8]`.
+    Example:
+        >>> parse("0-2,8")
+        [0, 1, 2, 8]
     """
     found: list[int] = []
     for part in text.split(","):
@@ -75,7 +73,9 @@ def share(
     Raises:
         LaunchError: a rank would have no core.
 
-    Example: `share(2, range(4), [range(4)]) == [(0, 1), (2, 3)]`.
+    Example:
+        >>> share(2, range(4), [range(4)])
+        [(0, 1), (2, 3)]
     """
     within = [sorted({*node} & {*allowed}) for node in grouped]
     usable = [node for node in within if node] or [sorted(allowed)]

@@ -21,8 +21,6 @@ def end(code: int) -> NoReturn:
 
     Args:
         code: the exit code.
-
-    Example: `end(0)` as the last line of a forked process.
     """
     try:
         # private, and what multiprocessing calls at the end of a fork
@@ -44,8 +42,6 @@ def leave(code: int) -> NoReturn:
 
     Args:
         code: the exit code.
-
-    Example: `leave(3)`.
     """
     try:
         for stream in (sys.stdout, sys.stderr):

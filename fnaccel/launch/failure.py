@@ -78,7 +78,10 @@ class Failure:
 def cause(failures: Iterable[Failure]) -> Failure:
     """The one that the others followed from: those that saw a peer go come last.
 
-    Example: `cause([saw_rank_1_go, rank_1]).rank == 1`.
+    Example:
+        >>> first = Failure(rank=1, code=1, when=2.0)
+        >>> cause([Failure(rank=0, code=1, when=1.0, follows=True), first]).rank
+        1
     """
     return min(failures, key=lambda failure: (failure.follows, failure.when))
 
@@ -106,10 +109,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def describe(failure: Failure, job: Job) -> str:
-    """What the launcher prints of the first failure.
-
-    Example: `print(describe(failure, job), file=sys.stderr)`.
-    """
+    """What the launcher prints of the first failure."""
     who = f"rank {failure.rank} of {job.size} on {socket.gethostname()}"
     if failure.absent:
         return f"LaunchError: {failure.text}"

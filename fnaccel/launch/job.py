@@ -43,7 +43,10 @@ class Job:
         min_ranks: how few ranks may go on where some were killed; None: as many as there were.
         overrides: dotted fields of the script's recipe, and their values.
 
-    Example: `Job(script="train.py", args=("--lr", "0.1"), processes=2)`.
+    Example:
+        >>> job = Job(script="train.py", args=("--lr", "0.1"), processes=2, machines=4)
+        >>> job.size
+        8
     """
 
     script: str | None = None

@@ -57,7 +57,9 @@ def decide(parts: Iterable[Part], *, more: bool) -> Verdict:
         parts: one for each machine.
         more: whether there may be another attempt.
 
-    Example: `decide([Part(), Part()], more=True) == Verdict(again=False, code=0)`.
+    Example:
+        >>> decide([Part(), Part(code=1, failed=True)], more=False).code
+        1
     """
     ended = list(parts)
     failed = [part for part in ended if part.failed]

@@ -16,7 +16,9 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
 def free_port() -> int:
     """A TCP port that nothing listens on at this moment.
 
-    Example: `port = free_port()`.
+    Example:
+        >>> free_port() > 1023
+        True
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
@@ -44,8 +46,6 @@ def wait_for_port(port: int, limit: float = 10.0) -> None:
     Args:
         port: which.
         limit: seconds; afterwards whoever needs it will say so.
-
-    Example: `wait_for_port(29500)`.
     """
     end = time.monotonic() + limit
     while time.monotonic() < end:
@@ -68,8 +68,6 @@ def interface_to(address: str) -> str | None:
 
     Returns:
         Such as `"eth0"`; None where it can't be told.
-
-    Example: `interface_to("10.0.0.1")`.
     """
     if sys.platform != "linux":
         return None

@@ -24,8 +24,6 @@ def run_file(path: str, args: Sequence[str]) -> None:
     Args:
         path: the file; its folder comes first on `sys.path`.
         args: `sys.argv` after the script's name.
-
-    Example: `run_file("train.py", ["--lr", "0.1"])`.
     """
     full = os.path.abspath(path)  # noqa: PTH100 - `python` keeps symlinks in __file__
     _first_on_path(str(Path(full).resolve().parent))
@@ -43,8 +41,6 @@ def run_module(name: str, args: Sequence[str]) -> None:
 
     Raises:
         LaunchError: there is none of that name, or it has no code.
-
-    Example: `run_module("package.train", ["--lr", "0.1"])`.
     """
     _first_on_path(os.getcwd())  # noqa: PTH109 - an entry of sys.path is text
     spec = _find(name)

@@ -43,8 +43,6 @@ def launch(job: Job) -> int:
 
     Raises:
         LaunchError: not all processes can be started; then none is left.
-
-    Example: `sys.exit(launch(Job(script="train.py", processes=2)))`.
     """
     check(job)
     machines = meet(job) if job.machines > 1 and job.restarts else None

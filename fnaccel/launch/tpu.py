@@ -26,7 +26,9 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     Args:
         environ: the launcher's own; a PJRT_DEVICE in it stays (`CPU` rehearses on the CPU).
 
-    Example: `variables({}) == {"FNACCEL_DEVICE": "xla", "PJRT_DEVICE": "TPU"}`.
+    Example:
+        >>> variables({})
+        {'FNACCEL_DEVICE': 'xla', 'PJRT_DEVICE': 'TPU'}
     """
     return {"FNACCEL_DEVICE": "xla", "PJRT_DEVICE": environ.get("PJRT_DEVICE", "TPU")}
 
@@ -46,7 +48,10 @@ def remote_command(
     Raises:
         LaunchError: no zone.
 
-    Example: `remote_command(["t.py"], ["t.py"], name="a", zone="b", folder=None, sudo=False)`.
+    Example:
+        >>> place = {"name": "vm", "zone": "us-central2-b", "folder": "~/gpt", "sudo": False}
+        >>> remote_command(["t.py"], ["t.py"], **place)[-1]
+        'cd ~/gpt && fnaccel launch --tpu t.py'
     """
     if not zone:
         raise LaunchError(

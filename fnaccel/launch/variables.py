@@ -39,7 +39,9 @@ def variables(
         restarts: how often this job was started before.
         cores: what this machine has; counted by default.
 
-    Example: `variables(Job(script="train.py"), 0, port=29500, environ=os.environ)["RANK"]`.
+    Example:
+        >>> variables(Job(script="train.py", processes=2), 1, port=29500, environ={})["RANK"]
+        '1'
     """
     found = {name: value for name, value in environ.items() if not name.startswith(_OF_ANOTHER_LAUNCH)}
     found |= {

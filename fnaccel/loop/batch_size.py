@@ -45,7 +45,13 @@ def fit_batch_size(
     Raises:
         ArgumentError: not even a batch of 1 fits, or the arguments make no sense.
 
-    Example: `size, _ = fa.fit_batch_size(lambda n: one_step(n), start=256, shrink=0.5)`.
+    Example:
+        >>> def one_step(size):
+        ...     if size > 100:
+        ...         raise torch.OutOfMemoryError("CUDA out of memory")
+        ...     return "ran"
+        >>> fa.fit_batch_size(one_step, start=256, shrink=0.5)
+        (64, 'ran')
     """
     require(start >= 1, f"a batch of {start}", "fa.fit_batch_size", "start is 1 or more")
     require(0 < shrink < 1, f"shrink={shrink}", "fa.fit_batch_size", "shrink is between 0 and 1")

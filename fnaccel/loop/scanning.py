@@ -82,7 +82,11 @@ def scan(
         CheckpointError: a save failed.
         Preempted: all ranks have saved because of a signal, and are to end.
 
-    Example: `for state, metrics in fa.scan(train_step, state, fa.shard(loader), progress=True): ...`
+    Example:
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), epochs=2, progress=True):
+        ...     pass
+        >>> state.step, state.data.epoch
+        (6, 2)
     """
     _check_shards(shards, "fa.scan")
     check_state(state, "fa.scan")
@@ -273,7 +277,13 @@ def evaluate(
         LoaderError: no data.
         ArgumentError: `ema` without `with_ema`, or not shards.
 
-    Example: `fa.evaluate(train_step, state, lambda m, b: fa.Mean(correct(m, b), weight=len(b["y"])), test)`
+    Example:
+        >>> def score(model, batch):
+        ...     right = model(batch["tokens"]).argmax(-1) == batch["labels"]
+        ...     return {"accuracy": fa.Mean(right.sum(), weight=right.numel())}
+        >>> scores = fa.evaluate(train_step, state, score, fa.shard(loader))
+        >>> 0 <= float(scores["accuracy"]) <= 1
+        True
     """
     _check_shards(shards, "fa.evaluate")
     check_state(state, "fa.evaluate")

@@ -57,7 +57,9 @@ def check_patterns(patterns: Iterable[str], model: nn.Module, where: str) -> Non
 def folded(paths: Iterable[str]) -> str:
     """Paths that differ in one number as one: `blocks.0-11.up`.
 
-    Example: `folded(["a.0.up", "a.1.up", "out"]) == "a.0-1.up, out"`.
+    Example:
+        >>> folded(["a.0.up", "a.1.up", "out"])
+        'a.0-1.up, out'
     """
     groups: dict[str, list[int]] = {}
     for path in paths:

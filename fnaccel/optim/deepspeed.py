@@ -54,7 +54,12 @@ def from_deepspeed(lr: Rate, *, groups: Groups = None, **options: Any) -> Optimi
         groups: `{pattern: options}`, as for `fa.adamw`.
         options: further parameters, which have to agree with the configuration's.
 
-    Example: `fa.from_deepspeed(3e-4)` with `fa.deepspeed(config="ds.json")`.
+    Example:
+        >>> config = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+        >>> model = fa.distribute(GPT, fa.deepspeed(config=config))
+        >>> train_step = fa.train_step(loss_fn, model=model, optimizer=fa.from_deepspeed(3e-4))
+        >>> train_step.plan.deepspeed["optimizer"]["params"]["lr"]
+        0.0003
     """
     known = dict.fromkeys(name for extra in dict(groups or {}).values() for name in extra if name != "lr")
     _, checked = options_of("from_deepspeed", {**known, **options}, groups)
@@ -79,7 +84,8 @@ def deepspeed_lr(
     Raises:
         ArgumentError: a rate that is none.
 
-    Example: `fa.adamw(lr=fa.deepspeed_lr(3e-4, warmup=100, total=1_000))`.
+    Example:
+        >>> fa.adamw(lr=fa.deepspeed_lr(3e-4, warmup=100, total=1_000))
     """
     require(lr > 0, f"a rate can't be {lr}", "fa.deepspeed_lr", "a positive number")
     return DeepspeedRate(lr, warmup, total, low)

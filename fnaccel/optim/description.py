@@ -90,6 +90,11 @@ class Optimizer:
         kernel: how it is carried out.
         elementwise: whether an element's update depends on that element alone, so that a shard
             can be updated by itself.
+
+    Example:
+        >>> optimizer = fa.adamw(3e-4)
+        >>> optimizer.name, optimizer.elementwise
+        ('adamw', True)
     """
 
     name: str

@@ -182,7 +182,8 @@ def from_torch(
         ArgumentError: not an optimizer class, or an option that it does not take.
         CapabilityError: at `init`, where it can't run on these parameters.
 
-    Example: `fa.from_torch(torch.optim.RMSprop, lr=1e-3, alpha=0.9)`.
+    Example:
+        >>> fa.from_torch(torch.optim.RMSprop, lr=1e-3, alpha=0.9)
     """
     require(
         isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer),
@@ -232,6 +233,7 @@ def adafactor(lr: Rate = 1e-2, *, groups: Groups = None, **options: Any) -> Opti
         groups: `{pattern: options}`, as for `fa.sgd`.
         options: as `torch.optim.Adafactor` takes them.
 
-    Example: `fa.adafactor(1e-2)`.
+    Example:
+        >>> fa.adafactor(1e-2)
     """
     return from_torch(torch.optim.Adafactor, lr=lr, groups=groups, **options)

@@ -191,7 +191,8 @@ def sgd(
         ArgumentError: Nesterov without momentum, or a rate that is none.
         ConfigError: an option that it does not take.
 
-    Example: `fa.sgd(0.1, momentum=0.9, groups={"*bias": {"weight_decay": 0.0}})`.
+    Example:
+        >>> fa.sgd(0.1, momentum=0.9, groups={"*bias": {"weight_decay": 0.0}})
     """
     refuse_unknown("fa.sgd", unknown, ("momentum", "nesterov", "weight_decay", "groups"))
     require(not nesterov or momentum > 0, "Nesterov needs momentum", "fa.sgd", "momentum=0.9")
@@ -216,7 +217,8 @@ def adam(
         betas, eps, weight_decay: as in torch.
         groups: `{pattern: options}`, as for `sgd`.
 
-    Example: `fa.adam(1e-3)`.
+    Example:
+        >>> fa.adam(1e-3)
     """
     refuse_unknown("fa.adam", unknown, ("betas", "eps", "weight_decay", "groups"))
     return _make_adam("adam", lr, betas, eps, weight_decay, groups)
@@ -238,7 +240,8 @@ def adamw(
         betas, eps, weight_decay: as in torch.
         groups: `{pattern: options}`, as for `sgd`.
 
-    Example: `fa.adamw(3e-4, groups={"*norm*": {"weight_decay": 0.0}})`.
+    Example:
+        >>> fa.adamw(3e-4, groups={"*norm*": {"weight_decay": 0.0}})
     """
     refuse_unknown("fa.adamw", unknown, ("betas", "eps", "weight_decay", "groups"))
     return _make_adam("adamw", lr, betas, eps, weight_decay, groups)

@@ -319,7 +319,8 @@ def adamw8bit(
         CapabilityError: at `init`, if no parameter is large enough, or one is cut along another
             dimension than the first.
 
-    Example: `fa.adamw8bit(3e-4, codes="fp8")`.
+    Example:
+        >>> fa.adamw8bit(3e-4, codes="fp8")
     """
     for kind, chosen, known in (
         ("8-bit backend", backend, get_args(Backend)),

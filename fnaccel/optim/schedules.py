@@ -47,7 +47,12 @@ def _check(ok: bool, what: str, fix: str) -> None:
 
 @attrs.frozen
 class constant:  # noqa: N801 - used as a function; a class so that it prints, hashes and pickles
-    """The same rate always. Example: `constant(1e-3)`."""
+    """The same rate always.
+
+    Example:
+        >>> fa.constant(1e-3)(500)
+        0.001
+    """
 
     value: float
 
@@ -58,7 +63,13 @@ class constant:  # noqa: N801 - used as a function; a class so that it prints, h
 
 @attrs.frozen
 class linear:  # noqa: N801
-    """From `start` to `end` over `total` updates, then `end`. Example: `linear(1e-3, 0.0, 1_000)`."""
+    """From `start` to `end` over `total` updates, then `end`.
+
+    Example:
+        >>> schedule = fa.linear(1.0, 0.0, 1_000)
+        >>> schedule(0), schedule(500), schedule(2_000)
+        (1.0, 0.5, 0.0)
+    """
 
     start: float
     end: float
@@ -76,7 +87,10 @@ class linear:  # noqa: N801
 class cosine:  # noqa: N801
     """From `start` to `end` along half a cosine over `total` updates (Loshchilov and Hutter 2017).
 
-    Example: `cosine(3e-4, total=1_000)`.
+    Example:
+        >>> schedule = fa.cosine(1.0, total=1_000)
+        >>> schedule(0), schedule(1_000)
+        (1.0, 0.0)
     """
 
     start: float
@@ -96,7 +110,10 @@ class cosine:  # noqa: N801
 class inverse_sqrt:  # noqa: N801
     """Linear warm-up to `peak`, then `peak * sqrt(warmup / updates)` (Vaswani et al. 2017).
 
-    Example: `inverse_sqrt(1e-3, warmup=4_000)`.
+    Example:
+        >>> schedule = fa.inverse_sqrt(1.0, warmup=100)
+        >>> schedule(49), schedule(100), schedule(400)
+        (0.5, 1.0, 0.5)
     """
 
     peak: float
@@ -121,7 +138,10 @@ class joined:  # noqa: N801
 
     `boundaries[i]` is the update at which `parts[i + 1]` takes over.
 
-    Example: `joined((linear(0.0, 1e-3, 100), cosine(1e-3, total=900)), boundaries=(100,))`.
+    Example:
+        >>> schedule = fa.joined((fa.linear(0.0, 1.0, 100), fa.cosine(1.0, total=900)), boundaries=(100,))
+        >>> schedule(50), schedule(100), schedule(1_000)
+        (0.5, 1.0, 0.0)
     """
 
     parts: tuple[Schedule, ...] = attrs.field(converter=tuple)
@@ -165,7 +185,13 @@ def _warmup(peak: float, warmup: int, after: Schedule, written: str) -> joined:
 
 
 def warmup_constant(peak: float, *, warmup: int) -> joined:
-    """Linear warm-up to `peak` over `warmup` updates, then `peak`."""
+    """Linear warm-up to `peak` over `warmup` updates, then `peak`.
+
+    Example:
+        >>> schedule = fa.warmup_constant(1.0, warmup=10)
+        >>> schedule(4), schedule(9), schedule(1_000)
+        (0.5, 1.0, 1.0)
+    """
     return _warmup(peak, warmup, constant(peak), f"warmup_constant({peak}, warmup={warmup})")
 
 
@@ -174,6 +200,11 @@ def warmup_linear(peak: float, *, warmup: int, total: int, end: float = 0.0) -> 
 
     Raises:
         ArgumentError: the warm-up is not shorter than `total`.
+
+    Example:
+        >>> schedule = fa.warmup_linear(1.0, warmup=10, total=110)
+        >>> schedule(4), schedule(9), schedule(60), schedule(110)
+        (0.5, 1.0, 0.5, 0.0)
     """
     _check_total(warmup, total)
     written = f"warmup_linear({peak}, warmup={warmup}, total={total}, end={end})"
@@ -186,7 +217,8 @@ def warmup_cosine(peak: float, *, warmup: int, total: int, end: float = 0.0) -> 
     Raises:
         ArgumentError: the warm-up is not shorter than `total`.
 
-    Example: `fa.adamw(lr=fa.warmup_cosine(3e-4, warmup=100, total=1_000))`.
+    Example:
+        >>> optimizer = fa.adamw(lr=fa.warmup_cosine(3e-4, warmup=100, total=1_000))
     """
     _check_total(warmup, total)
     written = f"warmup_cosine({peak}, warmup={warmup}, total={total}, end={end})"
@@ -199,6 +231,11 @@ def one_cycle(
     """Up along half a cosine for a share `warmup` of `total` updates, then down (Smith and Topin 2018).
 
     Starts at `peak / start_div` and ends at `peak / start_div / end_div`.
+
+    Example:
+        >>> schedule = fa.one_cycle(1.0, total=100)
+        >>> round(schedule(0), 3), schedule(30)
+        (0.04, 1.0)
     """
     up = max(1, int(total * warmup))
     _check_total(up, total)
@@ -211,7 +248,10 @@ def one_cycle(
 class piecewise:  # noqa: N801
     """`start`, multiplied by `factors[i]` from update `boundaries[i]` on.
 
-    Example: `piecewise(0.1, boundaries=(30, 60), factors=(0.1, 0.1))`.
+    Example:
+        >>> schedule = fa.piecewise(1.0, boundaries=(30, 60), factors=(0.5, 0.5))
+        >>> schedule(29), schedule(30), schedule(60)
+        (1.0, 0.5, 0.25)
     """
 
     start: float
@@ -341,7 +381,10 @@ def from_torch_scheduler(factory: Callable[[Any], Any], *, lr: float) -> FromTor
         ArgumentError: it steps by a metric, as ReduceLROnPlateau does.
         CapabilityError: it changes the momentum or betas too, as OneCycleLR and CyclicLR do by default.
 
-    Example: `from_torch_scheduler(lambda opt: torch.optim.lr_scheduler.StepLR(opt, 30), lr=0.1)`.
+    Example:
+        >>> schedule = fa.from_torch_scheduler(lambda opt: torch.optim.lr_scheduler.StepLR(opt, 30), lr=0.1)
+        >>> schedule(29), round(schedule(30), 3)
+        (0.1, 0.01)
     """
     return FromTorch(factory, lr)
 

@@ -29,6 +29,13 @@ class Compilation:
         seconds: time of the calls in which something was compiled.
         cache_hits, cache_misses: graphs of inductor (forward and backward apart) that came from the
             cache on disk, and that did not.
+
+    Example:
+        >>> step = fa.compile(loss_fn, "loss", backend="aot_eager")
+        >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
+        >>> state, metrics = train_step(train_step.init(), batch)
+        >>> train_step.compilation.scope, train_step.compilation.graphs
+        ('loss', 1)
     """
 
     scope: str

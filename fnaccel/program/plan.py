@@ -28,7 +28,15 @@ class Row:
 
 @attrs.frozen
 class Plan:
-    """What a train step will do, in order. `str(plan)` is meant to be read."""
+    """What a train step will do, in order. `str(plan)` is meant to be read.
+
+    Example:
+        >>> print(train_step.plan)
+        train step of ...
+          on local(): 1 rank (cpu)
+          ...
+          UPDATE   sgd ...
+    """
 
     title: str
     layout: str

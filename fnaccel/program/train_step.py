@@ -48,6 +48,11 @@ class TrainStep:
         plan: what it will do, in order; print it.
         mesh: how the ranks lie; `train_step.mesh["batch"]` goes where `over=` is asked for.
         notice: whether ranks want to stop; `fa.preemption` sets it.
+
+    Example:
+        >>> state, metrics = train_step(state, batch)
+        >>> state.step, metrics["loss"].shape
+        (1, torch.Size([]))
     """
 
     def __init__(self, spec: Spec, lowered: Lowered, plan: Plan, delegation: Delegation | None) -> None:
@@ -285,7 +290,13 @@ def train_step(
         CapabilityError: a transform that the strategy can't carry out.
         ArgumentError: a model that was not distributed, or no optimizer description.
 
-    Example: see `fnaccel`'s README.
+    Example:
+        >>> model = fa.distribute(GPT, fa.local())
+        >>> train_step = fa.train_step(fa.clip_norm(loss_fn, 1.0), model=model, optimizer=fa.adamw(3e-4))
+        >>> state = train_step.init(seed=0)
+        >>> state, metrics = train_step(state, batch)
+        >>> sorted(metrics)
+        ['grad_norm', 'loss', 'lr', 'weight']
     """
     if not isinstance(model, Distributed):
         raise ArgumentError(

@@ -31,7 +31,11 @@ class Mean:
         aux: any pytree to report beside the loss; its leaves combine as their type says
             (`Mean`, `Sum`, `Concat`; a bare tensor is averaged).
 
-    Example: `fa.Mean(F.cross_entropy(logits, y, reduction="sum"), weight=y.numel())`.
+    Example:
+        >>> logits, labels = GPT()(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+        >>> loss = fa.Mean(F.cross_entropy(logits, labels, reduction="sum"), weight=labels.numel())
+        >>> loss.weight
+        32
     """
 
     total: Any
@@ -41,7 +45,13 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """A value that adds up over micro-batches and ranks, such as a count of errors."""
+    """A value that adds up over micro-batches and ranks, such as a count of errors.
+
+    Example:
+        >>> def score(model, batch):
+        ...     return {"errors": fa.Sum((model(batch["tokens"]).argmax(-1) != batch["labels"]).sum())}
+        >>> errors = fa.evaluate(train_step, state, score, fa.shard(loader))["errors"]
+    """
 
     value: Any
 
@@ -56,7 +66,11 @@ class Concat:
         pad: what narrower rows are filled up with, if batches or ranks differ in the width of their rows. All
             rows get the largest width. None: they must be equally wide.
 
-    Example: `fa.Concat(logits.argmax(-1), pad=-100)`, `fa.Concat(tokenizer.batch_decode(ids))`.
+    Example:
+        >>> def predict(model, batch):
+        ...     return fa.Concat(model(batch["tokens"]).argmax(-1), pad=-100)
+        >>> fa.evaluate(train_step, state, predict, fa.shard(loader)).shape
+        torch.Size([12, 8])
     """
 
     value: Any

@@ -63,6 +63,9 @@ class Precision:
         min_scale: the loss scale sinks no lower.
         max_skipped: the number of updates skipped in a row after which the next call raises NonfiniteError
             (the state stays live); None for any number. 25 of them are a warning.
+
+    Example:
+        >>> step = fa.with_precision(loss_fn, fa.Precision(compute="bf16", reduce="bf16"))
     """
 
     param: torch.dtype = attrs.field(default=torch.float32, converter=_to_dtype)

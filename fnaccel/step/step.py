@@ -21,7 +21,12 @@ from fnaccel.tree import Tree
 
 
 class Phase(enum.IntEnum):
-    """When a transform acts. Across phases the library orders; within one, written order holds."""
+    """When a transform acts. Across phases the library orders; within one, written order holds.
+
+    Example:
+        >>> [phase.name for phase in fa.Phase]
+        ['MODULE', 'FORWARD', 'BACKWARD', 'GRADS', 'UPDATE', 'CALL']
+    """
 
     MODULE = 0
     FORWARD = 1
@@ -32,7 +37,16 @@ class Phase(enum.IntEnum):
 
 
 class Capability(enum.StrEnum):
-    """What a transform may need of a strategy."""
+    """What a transform may need of a strategy.
+
+    Example:
+        >>> def nonnegative(params, own, info):
+        ...     for value in params.values():
+        ...         value.clamp_(min=0)
+        ...     return own
+        >>> needs = {fa.Capability.PARAMETERS}
+        >>> clamp = fa.Transform("clamp", fa.Phase.UPDATE, apply=nonnegative, needs=needs)
+    """
 
     MODULES = "modules"
     GRADIENTS = "gradients"
@@ -159,6 +173,16 @@ class Info:
         params: parameters by canonical name.
         record: `record(name, value)` puts a value into the metrics.
         skip: 0-d tensor, 1 where the update is skipped; None where that can't be.
+
+    Example:
+        >>> def watch(params, own, info):
+        ...     info.record("largest", max(value.abs().max() for value in params.values()))
+        ...     return own
+        >>> step = fa.Transform("watch", fa.Phase.UPDATE, apply=watch)(loss_fn)
+        >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
+        >>> state, metrics = train_step(train_step.init(), batch)
+        >>> metrics["largest"].shape
+        torch.Size([])
     """
 
     step: int | torch.Tensor
@@ -188,8 +212,12 @@ class Transform:
         ArgumentError: a phase that is the engine's own (BACKWARD).
 
     Example:
-        noise = fa.Transform("noise", fa.Phase.GRADS, apply=add_noise)
-        step = noise(step)
+        >>> def add_noise(grads, own, info):
+        ...     return {name: grad + 0.01 * torch.randn_like(grad) for name, grad in grads.items()}, own
+        >>> noise = fa.Transform("noise", fa.Phase.GRADS, apply=add_noise)
+        >>> step = noise(loss_fn)
+        >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
+        >>> state, metrics = train_step(train_step.init(), batch)
     """
 
     name: str
@@ -241,6 +269,13 @@ class Step:
     """A loss function and its transforms, in the order they were written.
 
     Calling it runs the forward under its FORWARD transforms, for debugging.
+
+    Example:
+        >>> step = fa.clip_norm(fa.accumulate(loss_fn, 2), 1.0)
+        >>> [transform.name for transform in step.transforms]
+        ['accumulate', 'clip_norm']
+        >>> type(step(GPT(), batch)).__name__
+        'Mean'
     """
 
     loss_fn: Callable[..., Any]

@@ -92,7 +92,8 @@ def ddp(
         ArgumentError: a degree or bucket size that can't be.
         UnknownNameError: no such hook.
 
-    Example: `fa.distribute(GPT, fa.ddp(hook="bf16"))`.
+    Example:
+        >>> fa.distribute(GPT, fa.ddp(hook="bf16"))
     """
     check_degree(degree, "fa.ddp")
     require(

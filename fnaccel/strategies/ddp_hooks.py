@@ -48,7 +48,8 @@ def powersgd(*, batched: bool = False, wrap: str | None = None, **options: Any) 
     Raises:
         UnknownNameError: no such wrapper.
 
-    Example: `fa.ddp(hook=fa.powersgd(matrix_approximation_rank=2))`.
+    Example:
+        >>> fa.ddp(hook=fa.powersgd(matrix_approximation_rank=2))
     """
     if wrap not in (None, "fp16", "bf16"):
         raise UnknownNameError(

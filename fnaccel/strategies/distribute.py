@@ -16,7 +16,12 @@ Model = nn.Module | Callable[[], nn.Module]
 
 @attrs.frozen
 class Distributed:
-    """A model (or a dict of models) and the strategy it is trained under; nothing is built yet."""
+    """A model (or a dict of models) and the strategy it is trained under; nothing is built yet.
+
+    Example:
+        >>> print(fa.distribute(GPT, "zero2").strategy)
+        fsdp(reshard_after_forward=False)
+    """
 
     model: Any
     strategy: Strategy
@@ -35,7 +40,9 @@ def distribute(model: object, strategy_: Strategy | str, /) -> Distributed:
         OwnershipError: a model that is distributed already.
         UnknownNameError: no such strategy.
 
-    Example: `fa.distribute(lambda: GPT(config), fa.fsdp())`.
+    Example:
+        >>> model = fa.distribute(GPT, fa.fsdp())
+        >>> model = fa.distribute({"student": GPT, "teacher": lambda: GPT()}, "ddp")
     """
     chosen = strategy(strategy_)
     for value in model.values() if isinstance(model, Mapping) else (model,):

@@ -88,7 +88,12 @@ def fsdp(
         ArgumentError: a degree that can't be.
         UnknownNameError: no such `init`.
 
-    Example: `fa.distribute(GPT, fa.fsdp(units=("Block",)))`; ZeRO-2: `reshard_after_forward=False`.
+    Example, on 2 ranks:
+        >>> zero3 = fa.fsdp(units=("Block",))
+        >>> zero2 = fa.fsdp(reshard_after_forward=False)
+        >>> train_step = fa.train_step(loss_fn, model=fa.distribute(GPT, zero3), optimizer=fa.adamw(3e-4))
+        >>> train_step.init().params["lm_head.weight"].to_local().shape  # half of 16 rows
+        torch.Size([8, 32])
     """
     check_degree(degree, "fa.fsdp")
     if init not in get_args(Init):
@@ -114,6 +119,7 @@ def hsdp(replicate: int, shard: int = -1, **options: Any) -> Strategy:
         shard: over how many ranks each group shards it; -1 takes the ranks that are left.
         options: as for `fsdp`.
 
-    Example: `fa.distribute(GPT, fa.hsdp(2, 4))` on 8 ranks.
+    Example:
+        >>> model = fa.distribute(GPT, fa.hsdp(2, 4))  # 8 ranks: 2 groups of 4
     """
     return ddp(replicate) * fsdp(shard, **options)

@@ -19,7 +19,8 @@ from fnaccel.strategies.strategy import Strategy, maker
 def local() -> Strategy:
     """One process trains the whole model; the empty product of axes.
 
-    Example: `fa.distribute(GPT, fa.local())`.
+    Example:
+        >>> fa.distribute(GPT, fa.local())
     """
     return Strategy(())
 

@@ -56,7 +56,12 @@ class Axis:
 
 @attrs.frozen
 class Strategy:
-    """A product of axes; the empty product is `local()`."""
+    """A product of axes; the empty product is `local()`.
+
+    Example:
+        >>> print(fa.ddp(2) * fa.fsdp(4))
+        ddp(2) * fsdp(4)
+    """
 
     axes: tuple[Any, ...] = ()
 
@@ -169,6 +174,10 @@ def strategy(text: str | Strategy) -> Strategy:
     Raises:
         UnknownNameError: no such strategy; names the nearest.
         ConfigError: the text is no product of strategies, or an argument is unknown.
+
+    Example:
+        >>> fa.strategy("ddp(2) * fsdp(4)") == fa.ddp(2) * fa.fsdp(4)
+        True
     """
     if isinstance(text, Strategy):
         return text

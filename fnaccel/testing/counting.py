@@ -97,10 +97,12 @@ def count_collectives() -> Generator[CollectiveCounter]:
 
     Blocks do not nest, and none may run under another profiler: torch has one at a time.
 
-    Example:
-        with count_collectives() as counted:
-            fa.gather(tree)
-        assert counted.counts == {"all_gather": 2}  # the signature, and all leaves in one
+    Example, on 2 ranks:
+        >>> from fnaccel.testing import count_collectives
+        >>> with count_collectives() as counted:
+        ...     every = fa.gather(torch.ones(2**14))
+        >>> dict(counted.counts)  # one for the signature of the tree, one for its leaves
+        {'all_gather': 2}
     """
     counter = CollectiveCounter()
     profiler = profile(use_kineto=False)

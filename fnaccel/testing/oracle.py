@@ -68,7 +68,12 @@ def oracle_run(
     Raises:
         UnknownNameError: no such optimizer or precision.
 
-    Example: `oracle_run(lambda: nn.Linear(2, 1), loss_fn, [[ragged_a, ragged_b]], lr=0.1).losses`.
+    Example:
+        >>> from fnaccel.testing import oracle_run
+        >>> ragged = [{"x": torch.ones(rows, 2)} for rows in (3, 2)]
+        >>> mean = lambda model, batch: model(batch["x"]).mean()
+        >>> len(oracle_run(lambda: nn.Linear(2, 1), mean, [ragged] * 4, lr=0.1).losses)
+        4
     """
     for name, known, what in ((optimizer, _OPTIMIZERS, "optimizer"), (precision, _AUTOCAST, "precision")):
         if name not in known:

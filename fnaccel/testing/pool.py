@@ -71,8 +71,11 @@ class RankPool:
         ArgumentError: `size` is below one.
 
     Example:
-        with RankPool(2) as pool:
-            assert pool.run(operator.add, 1, 2) == [3, 3]
+        >>> import operator
+        >>> from fnaccel.testing import RankPool
+        >>> with RankPool(2) as pool:
+        ...     pool.run(operator.add, 1, 2)
+        [3, 3]
     """
 
     def __init__(self, size: int, *, timeout: float = 60.0) -> None:
@@ -253,8 +256,11 @@ class RankPools:
         timeout: as in `RankPool`.
 
     Example:
-        with RankPools([2, 3]) as pools:
-            assert pools.run(3, operator.add, 1, 2) == [3, 3, 3]
+        >>> import operator
+        >>> from fnaccel.testing import RankPools
+        >>> with RankPools([2]) as pools:
+        ...     pools.run(2, operator.add, 1, 2), pools.run(1, operator.add, 1, 2)
+        ([3, 3], [3])
     """
 
     def __init__(self, sizes: Sequence[int] = (), *, timeout: float = 60.0) -> None:

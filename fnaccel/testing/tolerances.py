@@ -43,7 +43,10 @@ def tolerance(dtype: torch.dtype | str) -> Tolerance:
     Raises:
         UnknownNameError: there is no precision of that name.
 
-    Example: `assert abs(loss - expected) <= tolerance("fp32").absolute`.
+    Example:
+        >>> from fnaccel.testing import tolerance
+        >>> tolerance("fp32").absolute
+        1e-06
     """
     if isinstance(dtype, str):
         if dtype not in _PRECISIONS:
@@ -65,7 +68,10 @@ def differences(
         precision: the dtype of the *computation*, where it is lower than that of the leaves
             (bf16 autocast leaves fp32 parameters); by default each leaf's own.
 
-    Example: `differences({"w": torch.ones(2)}, {"w": torch.zeros(2)})` -> `["w: off by 1 ..."]`.
+    Example:
+        >>> from fnaccel.testing import differences
+        >>> differences({"w": torch.ones(2)}, {"w": torch.zeros(2)})
+        ['w: off by 1, allowed ...']
     """
     left, right = dict(tree.items(actual)), dict(tree.items(expected))
     lines = [f"{path}: only in the actual tree" for path in left if path not in right]

@@ -33,7 +33,11 @@ class JsonlTracker:
     Args:
         path: the file; it and its folder are made where they are missing.
 
-    Example: `fa.scan(train_step, state, shards, trackers=JsonlTracker("runs/gpt.jsonl"))`.
+    Example:
+        >>> from fnaccel.track import JsonlTracker
+        >>> tracker = JsonlTracker("gpt.jsonl")
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=tracker):
+        ...     pass
     """
 
     path: Path = attrs.field(converter=Path)
@@ -97,7 +101,13 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         ArgumentError: a line is no record, and no crash explains it.
 
-    Example: `losses = [r["loss"] for r in read_jsonl("runs/gpt.jsonl") if "step" in r]`.
+    Example:
+        >>> from fnaccel.track import JsonlTracker, read_jsonl
+        >>> tracker = JsonlTracker("gpt.jsonl")
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=tracker):
+        ...     pass
+        >>> [record["step"] for record in read_jsonl("gpt.jsonl") if "step" in record]
+        [1, 2, 3]
     """
     lines = Path(path).read_bytes().split(b"\n")
     found: list[dict[str, Any]] = []

@@ -18,7 +18,19 @@ from fnaccel.step.checked_metrics import check_logged
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Where metrics go; only rank 0 calls one."""
+    """Where metrics go; only rank 0 calls one.
+
+    Example:
+        >>> class Printer:
+        ...     def start(self, config): print("start")
+        ...     def log(self, step, metrics): print(step, sorted(metrics))
+        ...     def finish(self): print("finish")
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=[Printer()]):
+        ...     pass
+        start
+        1 ['loss', ...]
+        finish
+    """
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begin a run (or go on with it); `config` is shown beside it."""

@@ -18,7 +18,11 @@ class WandbTracker:
         mode: `"online"`, `"offline"` or `"disabled"`; what WANDB_MODE says by default.
         options: what `wandb.init` takes besides (https://docs.wandb.ai/ref/python/init).
 
-    Example: `fa.scan(train_step, state, shards, trackers=WandbTracker(project="gpt"))`.
+    Example:
+        >>> from fnaccel.track import WandbTracker
+        >>> tracker = WandbTracker(project="gpt", mode="disabled")
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=tracker):
+        ...     pass
     """
 
     def __init__(

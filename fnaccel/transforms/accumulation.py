@@ -44,7 +44,8 @@ def accumulate(step: StepLike, n: int, *, sync: Sync = "last") -> Step:
         ArgumentError: `n` is below 1.
         UnknownNameError: no such `sync`.
 
-    Example: `step = fa.accumulate(loss_fn, 4)`.
+    Example:
+        >>> step = fa.accumulate(loss_fn, 4)
     """
     require(
         isinstance(n, int) and n >= 1,

@@ -56,7 +56,11 @@ def with_ema(step: StepLike, decay: float = 0.999) -> Step:
     Raises:
         ArgumentError: `decay` is outside [0, 1).
 
-    Example: `step = fa.with_ema(loss_fn, 0.999)`; `fa.evaluate(..., ema=True)` uses the average.
+    Example:
+        >>> step = fa.with_ema(loss_fn, 0.999)
+        >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
+        >>> state, metrics = train_step(train_step.init(), batch)
+        >>> loss = fa.evaluate(train_step, state, loss_fn, fa.shard(loader), ema=True)
     """
     require(0 <= decay < 1, f"an average can't decay by {decay}", "fa.with_ema", "decay is in [0, 1)")
     return append(

@@ -73,7 +73,8 @@ def clip_norm(step: StepLike, max_norm: float) -> Step:
     Raises:
         ArgumentError: `max_norm` is not positive.
 
-    Example: `step = fa.clip_norm(loss_fn, 1.0)`.
+    Example:
+        >>> step = fa.clip_norm(loss_fn, 1.0)
     """
     require(max_norm > 0, f"a norm can't be clipped to {max_norm}", "fa.clip_norm", "max_norm is positive")
     return append(step, Transform("clip_norm", Phase.GRADS, apply=ClipNorm(float(max_norm)), needs=_NEEDS))
@@ -89,7 +90,8 @@ def clip_value(step: StepLike, max_value: float) -> Step:
     Raises:
         ArgumentError: `max_value` is not positive.
 
-    Example: `step = fa.clip_value(loss_fn, 0.5)`.
+    Example:
+        >>> step = fa.clip_value(loss_fn, 0.5)
     """
     require(
         max_value > 0, f"values can't be clipped to {max_value}", "fa.clip_value", "max_value is positive"

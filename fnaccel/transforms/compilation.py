@@ -220,7 +220,9 @@ def compile(  # noqa: A001 - the field's name for it; the module keeps a noun
         NotCompiledError: at `init` or after the first call, where nothing was compiled.
         RecompileLimitError: in a call after `limit` recompilations; names the leaves whose shapes changed.
 
-    Example: `step = fa.compile(step)`.
+    Example:
+        >>> step = fa.compile(loss_fn)
+        >>> step = fa.compile(loss_fn, "block", dynamic={"tokens": 1})  # sequences of any length
     """
     where = "fa.compile"
     if scope not in get_args(Scope):

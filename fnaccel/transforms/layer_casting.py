@@ -316,7 +316,8 @@ def cast_layers(
         CapabilityError: at `train_step`: a trained parameter that `only` names, nothing frozen, another
             dtype than autocast's, `fsdp`, DeepSpeed, `compile`, and fp8 under `ddp` on CPUs.
 
-    Example: `step = fa.cast_layers(loss_fn, "fp8", skip=("*norm*", "*embed*"))`.
+    Example:
+        >>> step = fa.cast_layers(loss_fn, "fp8", skip=("*norm*", "*embed*"))
     """
     if isinstance(storage, str) and storage not in _FP8:
         try:

@@ -25,7 +25,8 @@ def with_precision(step: StepLike, precision: Precision | Float8 | str, *, recip
         ArgumentError: a recipe without `"fp8"`.
         CapabilityError: a compute dtype that autocast can't cast to; at `train_step`, a device without fp8.
 
-    Example: `step = fa.with_precision(loss_fn, "bf16")`.
+    Example:
+        >>> step = fa.with_precision(loss_fn, "bf16")
     """
     if precision == "fp8":
         return with_float8(step, Float8() if recipe is None else Float8(recipe=recipe))

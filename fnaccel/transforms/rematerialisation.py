@@ -81,7 +81,8 @@ def remat(step: StepLike, units: Units = "block") -> Step:
     Raises:
         CapabilityError: at `init`, where no module matches.
 
-    Example: `step = fa.remat(loss_fn)`.
+    Example:
+        >>> step = fa.remat(loss_fn)
     """
     chosen = tuple(units) if isinstance(units, list) else units
     return append(

@@ -51,7 +51,8 @@ def skip_nonfinite(step: StepLike, *, max_skipped: int | None = 200) -> Step:
     Raises:
         ArgumentError: `max_skipped` is below 1.
 
-    Example: `step = fa.skip_nonfinite(loss_fn)`.
+    Example:
+        >>> step = fa.skip_nonfinite(loss_fn)
     """
     require(
         max_skipped is None or max_skipped >= 1,

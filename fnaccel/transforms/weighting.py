@@ -36,7 +36,8 @@ def with_weight(step: StepLike, weight_fn: Callable[[Any], Any]) -> Step:
     Raises:
         ArgumentError: `weight_fn` can't be called.
 
-    Example: `step = fa.with_weight(loss_fn, lambda batch: batch["labels"].numel())`.
+    Example:
+        >>> step = fa.with_weight(loss_fn, lambda batch: batch["labels"].numel())
     """
     require(
         callable(weight_fn),

@@ -94,7 +94,8 @@ def check_precision(device: torch.device, compute: torch.dtype) -> None:
     Raises:
         CapabilityError: it can't; names what it can.
 
-    Example: `check_precision(torch.device("mps"), torch.bfloat16)`.
+    Example:
+        >>> check_precision(torch.device("mps"), torch.bfloat16)
     """
     kind = KINDS.get(device.type)
     wanted = _SHORT.get(compute, str(compute))
@@ -121,7 +122,8 @@ def check_processes(device: torch.device, size: int) -> None:
     Raises:
         WorldError: there can be one only.
 
-    Example: `check_processes(torch.device("mps"), 1)`.
+    Example:
+        >>> check_processes(torch.device("mps"), 1)
     """
     kind = KINDS.get(device.type)
     if kind is None or kind.backend is not None or size == 1:
@@ -147,7 +149,9 @@ def open_device(name: torch.device | str) -> torch.device:
         MissingBackendError: the package is not installed, lacks its driver, or was built for another torch.
         WorldError: torch knows no such device; a number of what is one device; XLA has begun already.
 
-    Example: `open_device("cpu")`.
+    Example:
+        >>> open_device("cpu")
+        device(type='cpu')
     """
     kind = KINDS.get(str(name).partition(":")[0])
     if kind is not None and kind.package is not None:

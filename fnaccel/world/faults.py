@@ -77,7 +77,10 @@ class Record:
 def find_fault(me: Record, others: Collection[Record]) -> str | None:
     """What keeps this rank's newest call from ever ending, if that is certain; else None.
 
-    Example: `find_fault(Record(rank=0, count=2, names=("a", "b")), [Record(rank=1, left="exited")])`.
+    Example:
+        >>> me = Record(rank=0, count=1, names=("fa.gather",))
+        >>> find_fault(me, [Record(rank=1, left="exited")])
+        'rank 0 waits in call 1, fa.gather, for rank 1, which exited, before its first call'
     """
     ordered = sorted(others, key=lambda record: record.rank)
     for other in ordered:

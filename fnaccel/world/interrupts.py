@@ -19,7 +19,9 @@ class SigintHeld:
 
     Does nothing outside of the main thread, which alone receives signals, or if SIGINT has no Python handler.
 
-    Example: `with SigintHeld(): ...`
+    Example:
+        >>> with SigintHeld():
+        ...     pass
     """
 
     __slots__ = ("_arrived", "_handler")

@@ -60,6 +60,10 @@ class World:
         saved_by: data positions (epoch, samples) that were restored, and how many ranks saved each.
         calls: the calls that need all ranks, as this rank has made them; None on one rank.
         groups: process groups of all ranks beside the one in which train steps talk.
+
+    Example:
+        >>> world.rank, world.size, world.is_main
+        (0, 1, True)
     """
 
     rank: int
@@ -110,7 +114,9 @@ class World:
     def main_first(self, *, local: bool = False) -> Generator[None]:
         """Rank 0 runs the body before the others (`local=True`: the first of each machine).
 
-        Example: `with world.main_first(): download()`.
+        Example:
+            >>> with world.main_first():  # rank 0 downloads, the others read what it stored
+            ...     dataset = torch.utils.data.TensorDataset(torch.ones(8, 3))
         """
         first = self.is_local_main if local else self.is_main
         if not first:
@@ -274,6 +280,11 @@ def start(
 
     Raises:
         WorldError: the environment contradicts itself, or has fewer devices than processes.
+
+    Example:
+        >>> with fa.start() as world:
+        ...     world.print(f"{world.size} rank on {world.device}")
+        1 rank on cpu
     """
     if compile_cache is not None:
         _keep_compiled(Path(compile_cache))

@@ -90,8 +90,6 @@ def hold(path: Path) -> Generator[Directory]:
 
     Raises:
         OSError: there is no such directory.
-
-    Example: `with hold(path) as directory: directory.read("manifest.json")`.
     """
     if sys.platform == "win32":
         yield Directory(path, None)

@@ -23,7 +23,10 @@ def find(path: Path, step: int | None, where: str) -> Path:
     Raises:
         CheckpointError: there is none.
 
-    Example: `find(Path("runs/gpt"), None, "fa.restore")`.
+    Example:
+        >>> path = fa.save("runs/gpt", state)
+        >>> find(Path("runs/gpt"), None, "fa.restore").name
+        'step-0000000000'
     """
     itself = commit.committed(path)
     if itself is not None:

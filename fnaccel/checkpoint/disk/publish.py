@@ -53,7 +53,11 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Checkpoint]:
     Raises:
         OSError: the root can't be listed.
 
-    Example: `[one.step for one in fa.checkpoints("runs/gpt")]`.
+    Example:
+        >>> for step in (1, 2):
+        ...     path = fa.save("runs/gpt", state, step=step)
+        >>> [checkpoint.step for checkpoint in fa.checkpoints("runs/gpt")]
+        [1, 2]
     """
     root = Path(directory)
     listing = _listed(root)
@@ -104,7 +108,12 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     Raises:
         OSError: the root can't be listed.
 
-    Example: `state = fa.restore("runs/gpt", like=state) if fa.latest("runs/gpt") else state`.
+    Example:
+        >>> fa.latest("runs/gpt") is None
+        True
+        >>> path = fa.save("runs/gpt", state)
+        >>> fa.latest("runs/gpt").name
+        'step-0000000000'
     """
     found = checkpoints(directory)
     return found[-1].path if found else None

@@ -153,7 +153,11 @@ def deepspeed(
         ArgumentError: a stage that is none, or options that need another stage.
         ConfigError: the file can't be read, or says otherwise than an argument.
 
-    Example: `fa.distribute(GPT, fa.deepspeed(stage=3, offload_optimizer="cpu"))`.
+    Example:
+        >>> model = fa.distribute(GPT, fa.deepspeed(stage=3, offload_optimizer="cpu"))
+        >>> train_step = fa.train_step(loss_fn, model=model, optimizer=fa.adamw(3e-4))
+        >>> train_step.plan.deepspeed["zero_optimization"]["stage"]
+        3
     """
     record = Deepspeed(
         stage=stage,

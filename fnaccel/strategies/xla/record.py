@@ -84,7 +84,8 @@ def xla(shard: bool | int = False) -> Strategy:
         ArgumentError: a number below 1; at `init`, groups that don't make up the devices.
         WorldError: in `fa.train_step`, where the world computes on another device.
 
-    Example: `fa.distribute(GPT, fa.xla(shard=True))`.
+    Example:
+        >>> fa.distribute(GPT, fa.xla(shard=True))
     """
     if not isinstance(shard, int) or (not isinstance(shard, bool) and shard < 1):
         raise ArgumentError(

@@ -62,7 +62,8 @@ class Float8:
         ArgumentError: an option of another backend, or one that can't be.
         CapabilityError: `backend="ms_amp"`, which has optimizers and parameters of its own.
 
-    Example: `fa.with_precision(step, fa.Float8(recipe="rowwise", skip=("*lm_head*",)))`.
+    Example:
+        >>> step = fa.with_precision(loss_fn, fa.Float8(recipe="rowwise", skip="*lm_head*"))
     """
 
     backend: Backend = "torchao"
@@ -153,7 +154,9 @@ class Float8:
         Raises:
             ArgumentError: a pattern matches nothing, or the factory can't run without values.
 
-        Example: `print(fa.Float8(skip="*head*").layers(GPT).skipped)`.
+        Example:
+            >>> list(fa.Float8(skip="*lm_head*").layers(GPT).skipped)
+            ['lm_head']
         """
         require(
             not isinstance(model, dict), "several models", f"{_WHERE}.layers", "give one of them at a time"
@@ -355,7 +358,12 @@ def float8_layers(train_step: Any) -> Layers | list[Layers]:
         OwnershipError: before `init`.
         ArgumentError: a train step without fp8.
 
-    Example: `print(fa.float8_layers(train_step).converted)`.
+    Example:
+        >>> step = fa.with_precision(loss_fn, fa.Float8(emulate=True, only="*up*"))
+        >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
+        >>> state = train_step.init()
+        >>> list(fa.float8_layers(train_step).converted)
+        ['blocks.0.up', 'blocks.1.up']
     """
     found = [_found[module] for module in train_step.engine.layout.modules if module in _found]
     require(

@@ -1,0 +1,37 @@
+"""Every example in a docstring of fnaccel is executed, and prints the output that it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+
+import pytest
+
+import fnaccel as fa
+from tests.docs.examples import FailedAsShownError, run, sections, split, unexecuted
+
+SECTIONS = sorted(sections(), key=lambda section: -section.ranks)
+"""Sections with several ranks come first, so that ranks are forked before this process has run anything."""
+
+
+def test_every_example_is_executed():
+    assert list(unexecuted()) == [], "write it as `Example:` with `>>>` lines"
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.id)
+def test_example(section, pools, tmp_path):
+    expected = pytest.raises(FailedAsShownError) if section.kind == "Fails" else contextlib.nullcontext()
+    with expected:
+        if section.ranks > 1:
+            pools.run(section.ranks, run, section, tmp_path)
+        else:
+            run(section, tmp_path)
+
+
+PUBLIC = [name for name in dir(fa) if not name.startswith("_") and not inspect.ismodule(getattr(fa, name))]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_has_an_example(name):
+    doc = inspect.getdoc(getattr(fa, name)) or ""
+    assert split(doc)[1], f"fa.{name} has no example"
