@@ -1,11 +1,13 @@
 """Writes docs/api.md and docs/errors.md from the docstrings: `python docs/reference.py`.
 
-A test compares the files with what this prints, so a public name without words fails.
+A test fails if the files are out of date, or if a public name is in no group.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
+import textwrap
 from pathlib import Path
 
 import fnaccel as fa
@@ -46,41 +48,165 @@ GROUPS = {
     "Errors": ["errors", "FnaccelError"],
 }  # fmt: skip
 
+CONSTRUCTORS = {
+    "Transform", "Mean", "Sum", "Concat", "Precision", "Float8", "Window", "Recipe", "OptimizerRecipe",
+    "DataRecipe", "CheckpointRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
+    "piecewise", "joined",
+}  # fmt: skip
+"""The classes that a user calls. Other classes are made by fnaccel."""
+
+METHODS = {
+    "World": [
+        "is_main", "is_local_main", "print", "barrier", "main_first", "on_main", "on_local_main", "on_process",
+        "close",
+    ],
+    "TrainStep": ["init", "adopt", "look", "averaged", "live_state", "compilation", "engine", "close"],
+    "Plan": ["deepspeed", "hash"],
+    "Notice": ["asked", "stopping", "ask"],
+    "Float8": ["layers"],
+    "Mesh": ["batch_size", "batch_rank", "coordinate", "group"],
+    "Shards": ["at"],
+    "Saving": ["done", "wait", "error"],
+    "Tracker": ["start", "log", "finish"],
+}  # fmt: skip
+"""The methods and properties for users. Other methods are for the library itself."""
+
 HEAD = "<!-- written by docs/reference.py from the docstrings -->\n"
+EXAMPLES = """\
+A test executes every example. The examples use these names:
+
+| name | |
+|---|---|
+| `fa`, `torch`, `nn`, `F`, `attrs`, `math`, `Path`, `DataLoader` | modules and classes under their usual names |
+| `world` | the result of `fa.start()` |
+| `GPT`, `loss_fn` | a small model with blocks, an `embed` and an `lm_head`, and its loss function |
+| `dataset`, `loader` | 12 samples with `"tokens"` and `"labels"`, and a `DataLoader` with batches of 4 |
+| `batches`, `batch` | the list of these batches, and the first of them |
+| `train_step`, `state` | a train step of `loss_fn` with `fa.sgd(0.1)`, and its first state |
+"""
+WIDTH = 100
+TEXT, END = "```text\n", "\n```\n"
+SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Example|Fails|Works)(, on \d+ ranks)?:")
+MODULE_PREFIX = re.compile(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z_])")
 
 
 def api() -> str:
-    """One section a group, one entry a name: signature and docstring."""
-    parts = [HEAD, "# API\n", "Everything below is `fa.NAME` after `import fnaccel as fa`.\n"]
+    """The text of docs/api.md: a section for each group, and an entry for each name."""
+    parts = [HEAD, "# API\n", "Each name is `fa.NAME` after `import fnaccel as fa`.\n", EXAMPLES]
     for group, names in GROUPS.items():
         parts.append(f"## {group}\n")
         for name in names:
-            value = getattr(fa, name)
-            parts.append(f"### `{name}{_signature(value)}`\n")
-            parts.append(_as_text(inspect.getdoc(value) or ""))
+            parts += _entry(name, getattr(fa, name))
     return "\n".join(parts)
 
 
-def _signature(value: object) -> str:
-    if not callable(value) or inspect.isclass(value):
-        return ""
-    shown = inspect.signature(value).replace(return_annotation=inspect.Signature.empty)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in shown.parameters.values()]
-    return str(shown.replace(parameters=bare))
+def _entry(name: str, value: object) -> list[str]:
+    parts = [f"### `{name}`\n"]
+    if callable(value) and (not inspect.isclass(value) or name in CONSTRUCTORS):
+        parts.append(_signature(name, value))
+    parts.append(_as_markdown(inspect.getdoc(value) or ""))
+    if name in METHODS:
+        parts += _members(name, value)
+    return parts
 
 
-def _as_text(doc: str) -> str:
-    first, _, rest = doc.partition("\n")
-    return first + "\n" if not rest.strip() else f"{first}\n\n```text\n{rest.strip()}\n```\n"
+def _members(name: str, kind: type) -> list[str]:
+    parts: list[str] = []
+    for member in METHODS[name]:
+        function = vars(kind)[member]
+        if isinstance(function, property):
+            returns = inspect.signature(function.fget).return_annotation
+            parts.append(f"#### `{name}.{member}: {_bare(returns)}`\n")
+        else:
+            parts += [f"#### `{name}.{member}`\n", _signature(member, function)]
+        parts.append(_as_markdown(inspect.getdoc(function) or ""))
+    return parts
+
+
+def _signature(name: str, value: object) -> str:
+    """The signature with its types. A long one has one parameter in each line."""
+    signature = inspect.signature(value)
+    parameters = [p for p in signature.parameters.values() if p.name != "self"]
+    shown: list[str] = []
+    for number, parameter in enumerate(parameters):
+        before = parameters[number - 1].kind if number else None
+        if parameter.kind is parameter.KEYWORD_ONLY and before not in (
+            parameter.KEYWORD_ONLY,
+            parameter.VAR_POSITIONAL,
+        ):
+            shown.append("*")
+        if before is parameter.POSITIONAL_ONLY and parameter.kind is not parameter.POSITIONAL_ONLY:
+            shown.append("/")
+        shown.append(_parameter(parameter))
+    if parameters and parameters[-1].kind is inspect.Parameter.POSITIONAL_ONLY:
+        shown.append("/")
+    returns = "" if inspect.isclass(value) else f" -> {_bare(signature.return_annotation)}"
+    line = f"{name}({', '.join(shown)}){returns}"
+    if len(line) > WIDTH:
+        line = f"{name}(\n" + "".join(f"    {each},\n" for each in shown) + f"){returns}"
+    return f"```pyi\n{line}\n```\n"
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    annotated = parameter.annotation is not parameter.empty
+    text = f"{stars}{parameter.name}" + (f": {_bare(parameter.annotation)}" if annotated else "")
+    if parameter.default is parameter.empty:
+        return text
+    default = repr(parameter.default)
+    if default == "NOTHING" or " at 0x" in default:  # made by a function
+        default = "..."
+    return f"{text} = {default}" if annotated else f"{text}={default}"
+
+
+def _bare(annotation: object) -> str:
+    """An annotation as it is written, without module names."""
+    if annotation is inspect.Signature.empty:
+        return "Any"
+    written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return MODULE_PREFIX.sub("", written)
+
+
+def _as_markdown(doc: str) -> str:
+    """A docstring as Markdown: prose as it is, `Args:` and the like as text, examples as code."""
+    parts: list[str] = []
+    prose: list[str] = []
+    lines = doc.splitlines()
+    while lines:
+        line = lines.pop(0)
+        if not SECTION.fullmatch(line):
+            prose.append(line)
+            continue
+        body: list[str] = []
+        while lines and (not lines[0].strip() or lines[0].startswith(" ")):
+            body.append(lines.pop(0))
+        parts += [_joined(prose), _section(line, body)]
+        prose = []
+    whole = "\n".join(part for part in [*parts, _joined(prose)] if part)
+    return whole.replace(f"{END}\n{TEXT}", "\n\n")  # neighbours share one block
+
+
+def _joined(lines: list[str]) -> str:
+    text = "\n".join(lines).strip()
+    return f"{text}\n" if text else ""
+
+
+def _section(heading: str, body: list[str]) -> str:
+    text = textwrap.dedent("\n".join(body)).strip()
+    if text.startswith((">>>", "$")):
+        return f"{heading}\n\n```{'pycon' if text.startswith('>') else 'console'}\n{text}\n```\n"
+    return f"{TEXT}{chr(10).join([heading, *body]).strip()}{END}"
 
 
 def mistakes() -> str:
-    """One section an error class."""
+    """The text of docs/errors.md: a section for each error class."""
     parts = [
         HEAD,
         "# Errors\n",
-        "Every message has three lines: what happened, `where:`, and the `fix:`. Each class is also the built-in\n"
-        "that you would expect (`ValueError`, `RuntimeError`, …), and all are `fa.FnaccelError`.\n",
+        "Every message has three lines: what happened, `where:`, and the `fix:`. Every class is an `fa.FnaccelError`,\n"
+        "and also the built-in class that a caller expects (`ValueError`, `RuntimeError`, ...).\n",
+        "A test executes both parts of each section. `Fails` raises the error, and `Works` does not. The names in the\n"
+        "examples are those of the [API](api.md#api).\n",
     ]
     for name, kind in vars(errors).items():
         if (
@@ -88,10 +214,10 @@ def mistakes() -> str:
             and issubclass(kind, errors.FnaccelError)
             and kind is not errors.FnaccelError
         ):
-            bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
-            parts.append(f"## {name}\n")
-            parts.append(f"{inspect.getdoc(kind)}\n")
-            parts.append(f"Also a {bases}.\n")
+            bases = ", ".join(
+                f"`{base.__name__}`" for base in kind.__bases__ if base is not errors.FnaccelError
+            )
+            parts += [f"## {name}\n", _as_markdown(inspect.getdoc(kind) or ""), f"Also a {bases}.\n"]
     return "\n".join(parts)
 
 

@@ -56,14 +56,12 @@ class NoWorldError(FnaccelError, RuntimeError):
 
 
 class WorldError(FnaccelError, RuntimeError):
-    """The environment variables describe no usable world.
+    """The environment variables describe no usable world, or the world lacks a rank or a device.
 
     Fails:
-        >>> os.environ |= {"RANK": "3", "WORLD_SIZE": "2"}
-        >>> fa.start()
+        >>> world.on_process(1)  # one process: there is no rank 1
     Works:
-        >>> os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}  # `fnaccel launch` sets them
-        >>> fa.start()
+        >>> world.on_process(0)
     """
 
 

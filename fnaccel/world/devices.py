@@ -139,6 +139,22 @@ def check_processes(device: torch.device, size: int) -> None:
     )
 
 
+def check_present(device: torch.device) -> None:
+    """Check that this process has a device of this kind.
+
+    Raises:
+        WorldError: torch finds another accelerator, or none.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    seen = "no accelerator" if found is None else found.type
+    if seen != device.type:
+        raise WorldError(
+            f"this process has no {device.type}: torch finds {seen}",
+            where="fa.start(device=)",
+            fix="leave device out to take what is there, or pass device='cpu'",
+        )
+
+
 def open_device(name: torch.device | str) -> torch.device:
     """A device by its name, once the package that brings it is imported.
 

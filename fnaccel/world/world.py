@@ -26,7 +26,7 @@ from fnaccel import _torch
 from fnaccel.errors import NoWorldError, PeerLostError, WorldError
 from fnaccel.world.calls import CallLog
 from fnaccel.world.connections import drop_inherited
-from fnaccel.world.devices import HOSTED, check_processes, open_device
+from fnaccel.world.devices import HOSTED, check_present, check_processes, open_device
 from fnaccel.world.joining import Groups, Joined, join, prefix_of
 from fnaccel.world.launched import Ranks, detect
 from fnaccel.world.peers import Peers
@@ -115,7 +115,7 @@ class World:
         """Rank 0 runs the body before the others (`local=True`: the first of each machine).
 
         Example:
-            >>> with world.main_first():  # rank 0 downloads, the others read what it stored
+            >>> with world.main_first():  # rank 0 downloads, the others read the file
             ...     dataset = torch.utils.data.TensorDataset(torch.ones(8, 3))
         """
         first = self.is_local_main if local else self.is_main
@@ -343,7 +343,7 @@ def _choose_device(device: torch.device | str | None, ranks: Ranks) -> torch.dev
     check_processes(chosen, ranks.size)
     if chosen.type in HOSTED:
         return chosen if chosen.type != "cpu" else torch.device("cpu")
-    _check_present(chosen)
+    check_present(chosen)
     count = torch.accelerator.device_count()
     named: Any = chosen.index  # None where the device has no number, whatever torch's stub says
     index: int = ranks.local_rank if named is None else named
@@ -354,17 +354,6 @@ def _choose_device(device: torch.device | str | None, ranks: Ranks) -> torch.dev
             fix=f"start at most {count} processes on this machine, or pass device='cpu'",
         )
     return torch.device(chosen.type, index)
-
-
-def _check_present(device: torch.device) -> None:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    seen = "no accelerator" if found is None else found.type
-    if seen != device.type:
-        raise WorldError(
-            f"this process has no {device.type}: torch finds {seen}",
-            where="fa.start(device=)",
-            fix="leave device out to take what is there, or pass device='cpu'",
-        )
 
 
 def _groups_of(ranks: Ranks, joined: Joined | None) -> Groups:

@@ -178,7 +178,7 @@ def namespace(world, code):
     dataset = _dataset()
     loader = DataLoader(dataset, batch_size=4)
     names = {
-        "fa": fa, "torch": torch, "nn": nn, "F": F, "attrs": attrs, "math": math, "os": os, "Path": Path,
+        "fa": fa, "torch": torch, "nn": nn, "F": F, "attrs": attrs, "math": math, "Path": Path,
         "DataLoader": DataLoader,
         "world": world, "GPT": GPT, "loss_fn": loss_fn, "dataset": dataset, "loader": loader,
         "batch": next(iter(loader)), "batches": list(loader),
