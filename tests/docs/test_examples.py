@@ -8,7 +8,15 @@ import inspect
 import pytest
 
 import fnaccel as fa
-from tests.docs.examples import FailedAsShownError, run, sections, split, unexecuted
+from tests.docs.examples import (
+    LOOKS_LIKE_AN_EXAMPLE,
+    FailedAsShownError,
+    Section,
+    run,
+    sections,
+    split,
+    unexecuted,
+)
 
 SECTIONS = sorted(sections(), key=lambda section: -section.ranks)
 """Sections with several ranks come first, so that ranks are forked before this process has run anything."""
@@ -35,3 +43,22 @@ PUBLIC = [name for name in dir(fa) if not name.startswith("_") and not inspect.i
 def test_public_name_has_an_example(name):
     doc = inspect.getdoc(getattr(fa, name)) or ""
     assert split(doc)[1], f"fa.{name} has no example"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "error"),
+    [
+        ("Example", ">>> 1 + 1\n3", AssertionError),
+        ("Example", ">>> 1 / 0", ZeroDivisionError),
+        ("Fails", ">>> fa.from_yaml('precison: bf16')", fa.errors.ConfigError),
+        ("Fails", "$ fnaccel --versoin", AssertionError),
+    ],
+)
+def test_wrong_example_is_noticed(kind, code, error, tmp_path):
+    with pytest.raises(error):
+        run(Section("errors", "ArgumentError", kind, 1, code + "\n", 1), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["Example: `fa.gather(x)`.", "Fails: `x`. Works: `y`.", "For example `x`."])
+def test_example_in_prose_is_noticed(text):
+    assert LOOKS_LIKE_AN_EXAMPLE.search(text)
