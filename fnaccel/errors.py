@@ -363,7 +363,7 @@ class Preempted(SystemExit):
 
     Args:
         step: the step after which the run stopped.
-        path: the checkpoint of that step; None if nothing was saved.
+        path: the checkpoint of that step. None if nothing was saved.
 
     Example:
         >>> print(fa.Preempted(10, fa.save("runs/gpt", state)))

@@ -41,7 +41,7 @@ class Position:
 
 @attrs.frozen
 class Seed:
-    """The root of a run's randomness; every other seed is folded from it.
+    """The root of a run's randomness. Every other seed is folded from it.
 
     Example:
         >>> train_step.init(seed=7).rng
@@ -119,13 +119,13 @@ class Lease:
 
 @attrs.frozen(kw_only=True)
 class TrainState:
-    """Everything a run needs to go on; a frozen pytree.
+    """Everything a run needs to continue, as a frozen pytree.
 
     Attributes:
         step: calls of the train step so far (int).
-        updates: updates applied; a 0-d float32 tensor where an update may be skipped on the device.
-        params: parameters by canonical name; by model first where there are several.
-        buffers: buffers, likewise.
+        updates: updates applied. A 0-d float32 tensor if an update may be skipped on the device.
+        params: parameters by canonical name. By model first, if there are several models.
+        buffers: buffers, by the same names.
         opt: optimizer slots: name -> slot -> tensor.
         scale: dynamic loss scale (fp16), or None.
         ema: averaged parameters by name, or None.
@@ -296,7 +296,7 @@ def donate(state: TrainState) -> None:
 
 
 def snapshot(state: TrainState) -> TrainState:
-    """An independent copy of a state, on the same devices; it survives any number of steps.
+    """An independent copy of a state, on the same devices. It survives any number of steps.
 
     The copy is not leased: `train_step.adopt(copy)` goes back to it.
 

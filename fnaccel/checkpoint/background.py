@@ -24,7 +24,7 @@ from fnaccel.world.world import World
 
 
 class Saving:
-    """A save under way; what `fa.save_async` returns.
+    """A save in the background: the result of `fa.save_async`.
 
     Example:
         >>> saving = fa.save_async("runs/gpt", state)
@@ -51,10 +51,10 @@ class Saving:
         return self._ended.is_set()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is committed; its directory.
+        """Wait until the checkpoint is committed, and return its directory.
 
         Raises:
-            CheckpointError: it could not be written; what was there before is intact.
+            CheckpointError: it could not be written. The checkpoints from before are intact.
         """
         self._ended.wait()
         if self._error is not None:

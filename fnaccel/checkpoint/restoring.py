@@ -53,38 +53,38 @@ def restore(
     Every rank must call it, and reads only the parts of tensors that it holds. Everything is checked
     before anything is changed: after an error `like` is as it was, and live (should a device fail in
     the middle of reading, a leased `like` is donated: its tensors are part old, part new). A save that
-    replaces the checkpoint meanwhile changes nothing of what is read.
+    replaces the checkpoint meanwhile does not change the result.
 
     Args:
         directory: a root that `fa.save` wrote to, or one checkpoint in it.
-        like: what to restore into. The live state of a train step is refilled in place and donated.
+        like: the tree to restore into. The live state of a train step is refilled in place and donated.
             Of any other tree (a snapshot, a dict of tensors) the structure, the shapes, dtypes,
             devices and placements are taken, and it stays as it is. `extras=None` in a state takes
             what the checkpoint has.
-        step: which step; the newest by default.
+        step: the step. By default the newest.
         only: restore these paths and leave the rest of `like` as it is: shell patterns, one or several,
             such as `"params"` (all below it) or `"params/encoder.*"`.
         skip: leave these paths as they are.
-        rename: what stored paths are called in `like`: regular expressions and what to put in their
+        rename: the paths in `like` of stored paths: regular expressions and the text to put in their
             place, in order, or a function of the path.
         verify: also read every file and compare its checksum (their sizes always are).
-        world: the world, where none was started in this context.
+        world: the world, if none was started in this context.
 
     Returns:
         A tree like `like`: host values (step, seed, data position, extras) and tensors as saved. In
         `extras`, what was saved comes back: an object of `like` is given its state by `load_state_dict`
         (before anything else is changed), dicts and nodes keep the classes of `like`, and tensors of the
-        same shape its devices. Only what `like` has and the checkpoint lacks is an error.
+        same shape its devices. Only a path of `like` that the checkpoint lacks is an error.
 
-        The live state of a train step, restored wholly, also puts this rank's global random streams
-        (Python, NumPy, PyTorch, the device) back to where they were; on another number of ranks they
-        begin anew from (seed, step, rank).
+        A complete restore of the live state of a train step also puts this rank's global random streams
+        (Python, NumPy, PyTorch, the device) back to their saved states. On another number of ranks they
+        start from (seed, step, rank).
 
     Raises:
-        TreeMismatchError: paths, shapes or dtypes differ; lists every one, with both sides.
+        TreeMismatchError: paths, shapes or dtypes differ. Lists each difference, with both sides.
         CheckpointError: there is no such checkpoint, or it is damaged, or a rank can't read it.
         StaleStateError: `like` was donated.
-        ArgumentError: `directory` is one checkpoint, and of another step than `step`; a pattern of
+        ArgumentError: `directory` is one checkpoint, and of another step than `step`. Or a pattern of
             `only` that matches nothing.
 
     Example:

@@ -33,21 +33,21 @@ def resume_or_init(
     verify: bool = True,
     fallback: bool = False,
 ) -> TrainState:
-    """The state of the newest checkpoint under a root, or a first state where there is none yet.
+    """The state of the newest checkpoint under a root, or a first state if there is none yet.
 
-    Every rank must call it; any number of ranks, and any strategy, goes on where another one stopped.
-    A checkpoint that is damaged never lets a run begin anew: it raises, or with `fallback` the next
+    Every rank must call it. Any number of ranks, and any strategy, can continue a checkpoint of any other.
+    A damaged checkpoint never lets a run start from the beginning: it raises, or with `fallback` the next
     older one is taken.
 
     Args:
-        directory: the root that `fa.save` or `fa.scan` writes to; it need not exist. Several train
+        directory: the root that `fa.save` or `fa.scan` writes to. It need not exist. Several train
             steps (a GAN) have one each.
-        train_step: what `fa.train_step` made; its `init` is called.
-        seed: of a run that begins; a run that goes on keeps its own.
-        extras: your own pytree to keep in the state; a run that goes on takes the values saved.
-        verify: compare the checksums of all files before anything is changed; ranks share the files. False
+        train_step: the result of `fa.train_step`. Its `init` is called.
+        seed: of a new run. A resumed run keeps its own.
+        extras: your own pytree to keep in the state. A resumed run takes the saved values.
+        verify: compare the checksums of all files before anything is changed. Ranks share the files. False
             saves that reading of a large checkpoint.
-        fallback: where the newest checkpoint is damaged, warn and take the newest that is not.
+        fallback: if the newest checkpoint is damaged, warn and take the newest that is not.
 
     Returns:
         The live state: at step 0, or at the step that was saved.

@@ -27,29 +27,29 @@ def save(
 ) -> Path:
     """Write a checkpoint that any strategy on any number of ranks can restore.
 
-    Every rank must call it, with a directory that all of them see. Ranks write only what they hold;
+    Every rank must call it, with a directory that all of them see. Ranks write only their own parts.
     of a tensor that all hold (buffers, everything under ddp), rank 0's is written. Nothing is visible
-    to readers before all of it is on the device; a failure or a crash leaves what was there before.
+    to readers before all of it is on the device. A failure or a crash leaves the earlier checkpoints.
     Saving a step that exists replaces it, as safely. The state stays live.
 
     Args:
-        directory: the root under which each step has its directory; made where it is missing.
+        directory: the root under which each step has its directory. Made if it is missing.
         state: a TrainState, or any pytree of tensors (any layout), NumPy arrays, None, bool, int, float,
             str, bytes and states. An object with `state_dict()` and `load_state_dict()` is a leaf, too.
-        step: the number in its name; the state's own by default, or else one after the newest.
+        step: the number in its name. By default the state's own, or else one after the newest.
         metadata: a pytree like `state`, without tensors, to read without restoring (`fnaccel inspect`).
-        keep: how many of the newest checkpoints stay; older ones are removed once this one is committed,
+        keep: how many of the newest checkpoints stay. Older ones are removed once this one is committed,
             but for those that someone is reading. None: all.
         keep_every: checkpoints whose step is a multiple of this stay besides.
-        world: the world, where none was started in this context.
+        world: the world, if none was started in this context.
 
     Returns:
         The directory of this checkpoint, `directory/step-0000000010`, as an absolute path.
 
     Raises:
-        NotSerializableError: something else is in the tree, such as a function; nothing was written.
-        CheckpointError: a rank could not write; it raises on every rank, and nothing is visible. Also:
-            another job saves into `directory`; a save in the background has failed; the name of this
+        NotSerializableError: the tree has another leaf, such as a function. Nothing was written.
+        CheckpointError: a rank could not write. It raises on every rank, and nothing is visible. Also:
+            another job saves into `directory`, a save in the background has failed, or the name of this
             checkpoint belongs to a file or a directory that no save wrote.
         StaleStateError: the state was donated.
         ArgumentError: a step that is no number from 0 on, a `keep` below 1.
@@ -81,11 +81,11 @@ def save_async(
     of the state in host memory (pinned for an accelerator), which is kept for the next save.
 
     A write that fails raises at the next `save`, `save_async` or `restore`, at `wait()`, or when the
-    world is left, whichever comes first; a script without `with fa.start()` prints it as it ends.
+    world is left, whichever comes first. A script without `with fa.start()` prints it as it ends.
 
     Args:
         directory: see `save`.
-        state: see `save`; it may be donated as soon as this returns.
+        state: see `save`. It may be donated as soon as this returns.
         step: see `save`.
         metadata: see `save`.
         keep: see `save`.

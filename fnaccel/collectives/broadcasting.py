@@ -15,23 +15,23 @@ from fnaccel.world.world import World
 
 @every_rank
 def broadcast(value: tree.Tree, *, src: int = 0, over: Over = None, world: World | None = None) -> tree.Tree:
-    """The tensors of rank `src` on every rank; nothing is changed in place.
+    """The tensors of rank `src` on every rank. Nothing is changed in place.
 
     One collective moves all leaves. On one rank nothing is copied, so results share memory with
     what was passed.
 
     Args:
-        value: a tree of tensors; on the other ranks only structure, shapes and dtypes matter.
+        value: a tree of tensors. On the other ranks only structure, shapes and dtypes matter.
         src: the rank, counted within `over`.
-        over: which ranks; all by default.
-        world: the world, where none was started in this context.
+        over: the ranks that take part. By default all.
+        world: the world, if none was started in this context.
 
     Returns:
         The same tree of new tensors, without gradients, on the devices of the leaves passed.
 
     Raises:
         PeerLostError: a rank left, exited or made another call.
-        RankMismatchError: ranks pass different structures, shapes or dtypes; on every rank.
+        RankMismatchError: on every rank, if ranks pass different structures, shapes or dtypes.
         ArgumentError: a leaf is no plain tensor, or there is no rank `src`.
 
     Example, on 2 ranks:

@@ -23,22 +23,22 @@ def gather(
 ) -> tree.Tree:
     """Concatenate each tensor of a tree over the ranks, along dim 0, in rank order.
 
-    One collective moves all leaves, whatever their dtypes; small trees travel with the signature.
-    Results carry no gradient; on one rank nothing is copied, so they share memory with what was passed.
+    One collective moves all leaves, whatever their dtypes. Small trees are part of the signature.
+    Results carry no gradient. On one rank nothing is copied, so they share memory with `value`.
 
     Args:
-        value: a tree of tensors of shape `[rows, ...]`; a 0-d tensor becomes `[ranks]`.
-        valid: only the first `valid` rows of each tensor count; ranks may differ in it, and in how
+        value: a tree of tensors of shape `[rows, ...]`. A 0-d tensor becomes `[ranks]`.
+        valid: only the first `valid` rows of each tensor count. Ranks may differ in it, and in how
             many rows they pass.
-        over: which ranks; all by default.
-        world: the world, where none was started in this context.
+        over: the ranks that take part. By default all.
+        world: the world, if none was started in this context.
 
     Returns:
         The same tree, of tensors `[sum of rows, ...]`, on the devices of the leaves passed.
 
     Raises:
         PeerLostError: a rank left, exited or made another call.
-        RankMismatchError: ranks pass different structures, shapes or dtypes; on every rank.
+        RankMismatchError: on every rank, if ranks pass different structures, shapes or dtypes.
         ArgumentError: a leaf is no plain tensor, or has fewer rows than `valid`.
 
     Example, on 2 ranks:

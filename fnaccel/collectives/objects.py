@@ -28,12 +28,12 @@ def gather_objects(value: Tree, *, over: Over = None, world: World | None = None
     Objects are pickled between the ranks of this job only.
 
     Args:
-        value: anything that pickles; it may be of another kind and size on each rank.
-        over: which ranks; all by default.
-        world: the world, where none was started in this context.
+        value: anything that pickles. It may be of another kind and size on each rank.
+        over: the ranks that take part. By default all.
+        world: the world, if none was started in this context.
 
     Raises:
-        NotSerializableError: `value` does not pickle; the other ranks raise RankMismatchError.
+        NotSerializableError: `value` does not pickle. The other ranks raise RankMismatchError.
         RankMismatchError: another rank makes another call.
         PeerLostError: a rank left, exited or made another call.
 
@@ -65,13 +65,13 @@ def broadcast_objects(value: Tree, *, src: int = 0, over: Over = None, world: Wo
     Objects are pickled between the ranks of this job only.
 
     Args:
-        value: anything that pickles; what the other ranks pass is not looked at.
+        value: anything that pickles. Values of the other ranks are ignored.
         src: the rank, counted within `over`.
-        over: which ranks; all by default.
-        world: the world, where none was started in this context.
+        over: the ranks that take part. By default all.
+        world: the world, if none was started in this context.
 
     Raises:
-        NotSerializableError: `value` does not pickle; the other ranks raise RankMismatchError.
+        NotSerializableError: `value` does not pickle. The other ranks raise RankMismatchError.
         RankMismatchError: another rank makes another call.
         PeerLostError: a rank left, exited or made another call.
         ArgumentError: there is no rank `src`.

@@ -31,19 +31,19 @@ def pad_across_processes(
     A leaf that has no such dim, or that is the largest, comes back as it is.
 
     Args:
-        value: a tree of tensors; ranks may differ in the size of `dim` only.
-        dim: the dimension; negative ones count from the end.
-        pad_value: what is filled in.
+        value: a tree of tensors. Ranks may differ in the size of `dim` only.
+        dim: the dimension. Negative ones count from the end.
+        pad_value: the value that is filled in.
         first: pad at the beginning and not at the end.
-        over: which ranks; all by default.
-        world: the world, where none was started in this context.
+        over: the ranks that take part. By default all.
+        world: the world, if none was started in this context.
 
     Returns:
         The same tree, whose shapes are equal on every rank.
 
     Raises:
         PeerLostError: a rank left, exited or made another call.
-        RankMismatchError: ranks differ in more than the size of `dim`; on every rank.
+        RankMismatchError: on every rank, if ranks differ in more than the size of `dim`.
         ArgumentError: a leaf is no plain tensor.
 
     Example, on 2 ranks:
@@ -98,10 +98,10 @@ def _largest(where: Scope, call: Call, sizes: list[int], problem: ArgumentError 
 
 
 def concatenate(trees: Sequence[tree.Tree], dim: int = 0) -> tree.Tree:
-    """Concatenate the tensors of several trees along `dim`; local, nothing is communicated.
+    """Concatenate the tensors of several trees along `dim`. Nothing is communicated.
 
     Args:
-        trees: trees of one structure; 0-d tensors count as one row.
+        trees: trees of one structure. 0-d tensors count as one row.
         dim: the dimension.
 
     Returns:
@@ -109,7 +109,7 @@ def concatenate(trees: Sequence[tree.Tree], dim: int = 0) -> tree.Tree:
 
     Raises:
         ArgumentError: there are no trees, or a leaf is not a tensor.
-        TreeMismatchError: their structures differ; names the paths that do.
+        TreeMismatchError: their structures differ. Names the paths that do.
 
     Example:
         >>> parts = [{"x": torch.ones(2)}, {"x": torch.zeros(1)}]

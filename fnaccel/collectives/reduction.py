@@ -38,9 +38,9 @@ def reduce(
     over: Over = None,
     world: World | None = None,
 ) -> tree.Tree:
-    """Combine each tensor of a tree with those of the other ranks; nothing is changed in place.
+    """Combine each tensor of a tree with those of the other ranks. Nothing is changed in place.
 
-    One collective a dtype (in all, for up to 256 KiB between two ranks on CPUs); small trees travel with
+    One collective a dtype (in all, for up to 256 KiB between two ranks on CPUs). Small trees are part of
     the signature. bf16 and fp16 are added up in fp32 and rounded once, integers and bools in int64, so
     leaves of these share theirs.
 
@@ -48,18 +48,18 @@ def reduce(
         value: a tree of tensors, of the same shapes on every rank.
         op: `"sum"`, `"mean"`, `"max"` or `"min"`.
         scale: the result is multiplied by this.
-        over: which ranks; all by default.
-        world: the world, where none was started in this context.
+        over: the ranks that take part. By default all.
+        world: the world, if none was started in this context.
 
     Returns:
-        A new tree of the same shapes and dtypes, without gradients; but the sum of bools is their
+        A new tree of the same shapes and dtypes, without gradients. But the sum of bools is their
         count (int64), and integers or bools become float32 under `"mean"` or a `scale`.
 
     Raises:
         UnknownNameError: there is no such `op`.
         PeerLostError: a rank left, exited or made another call.
-        RankMismatchError: ranks pass different structures, shapes or dtypes; on every rank.
-        ArgumentError: a leaf is no plain tensor; or is complex, under `"max"` or `"min"`.
+        RankMismatchError: on every rank, if ranks pass different structures, shapes or dtypes.
+        ArgumentError: a leaf is no plain tensor, or is complex under `"max"` or `"min"`.
 
     Example, on 2 ranks:
         >>> fa.reduce({"loss": torch.tensor(1.0 + world.rank), "count": torch.tensor(8.0)}, "mean")
@@ -126,7 +126,7 @@ def _fold(part: torch.Tensor, op: str) -> torch.Tensor:
 
 @every_rank
 def any_process(flag: bool, *, over: Over = None, world: World | None = None) -> bool:
-    """Whether `flag` is true on any rank: what lets all ranks stop together.
+    """Whether `flag` is true on any rank, so that all ranks can stop together.
 
     Raises:
         RankMismatchError: another rank makes another call.

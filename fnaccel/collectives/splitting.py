@@ -17,7 +17,7 @@ T = TypeVar("T", bound="list[Any] | tuple[Any, ...] | dict[Any, Any] | torch.Ten
 def split_between_processes(
     inputs: T, *, pad: bool = False, over: Over = None, world: World | None = None
 ) -> T:
-    """This rank's part of `inputs`; parts are consecutive, in rank order. Nothing is communicated.
+    """This rank's part of `inputs`. Parts are consecutive, in rank order. Nothing is communicated.
 
     n items over W ranks give n // W each, and one more to the first n % W ranks. Slicing a tensor
     does not copy it.
@@ -25,9 +25,9 @@ def split_between_processes(
     Args:
         inputs: a list, a tuple, a tensor `[n, ...]`, or a dict of such of one length.
         pad: give every rank ceil(n / W) items instead, repeating the last one at the end, so that the
-            parts can be gathered; the first n of what is gathered are the inputs.
-        over: which ranks; all by default.
-        world: the world, where none was started in this context.
+            parts can be gathered. The first n gathered items are the inputs.
+        over: the ranks that take part. By default all.
+        world: the world, if none was started in this context.
 
     Raises:
         ArgumentError: the values of a dict differ in length, or `inputs` can't be cut.

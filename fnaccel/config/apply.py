@@ -38,7 +38,7 @@ _SCHEDULES = {
 
 
 def recipe(default: Recipe | str | None = None) -> Recipe:
-    """The recipe of this run: the script's own, with what the launcher was told put over it.
+    """The recipe of this run: the script's own, updated by the options of the launcher.
 
     This is the hook of `fnaccel launch --strategy fsdp --precision bf16 --set optimizer.lr=1e-4`.
     A launcher that was told something and a script that never calls this is an error.
@@ -135,8 +135,8 @@ def apply(
     Args:
         recipe_: the choices.
         loss_fn: `loss_fn(model, batch)`, or a step with transforms of its own.
-        model: a factory, a module, or a dict of them: what `fa.distribute` takes.
-        world: the world; the one that `fa.start()` set by default.
+        model: a factory, a module, or a dict of them, as for `fa.distribute`.
+        world: the world. By default the one that `fa.start()` set.
 
     Raises:
         ConfigError, UnknownNameError: a choice that does not exist.
@@ -160,7 +160,7 @@ def apply(
 
 
 def scan_options(recipe_: Recipe) -> dict[str, Any]:
-    """What `fa.scan(train_step, state, shards, **options)` takes of a recipe: where and how often to save.
+    """The options of a recipe for `fa.scan(train_step, state, shards, **options)`: when and where to save.
 
     Example:
         >>> recipe = fa.Recipe(checkpoint=fa.CheckpointRecipe(directory="runs/gpt"))
@@ -182,7 +182,7 @@ def scan_options(recipe_: Recipe) -> dict[str, Any]:
 
 
 def shard_options(recipe_: Recipe) -> dict[str, Any]:
-    """What `fa.shard(loader, **options)` takes of a recipe.
+    """The options of a recipe for `fa.shard(loader, **options)`.
 
     Example:
         >>> shards = fa.shard(loader, **fa.shard_options(fa.recipe()))

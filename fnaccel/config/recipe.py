@@ -18,8 +18,8 @@ class OptimizerRecipe:
         lr: the rate, or a schedule's peak.
         schedule: `"constant"`, or `"warmup_cosine"`, `"warmup_linear"`, `"cosine"`, ..., or a
             reference `"module:function"` to a schedule of yours.
-        schedule_options: what the schedule takes besides, such as `warmup` and `total`, in updates.
-        options: what the optimizer takes besides, such as `weight_decay`.
+        schedule_options: further arguments of the schedule, such as `warmup` and `total`, in updates.
+        options: further arguments of the optimizer, such as `weight_decay`.
         groups: pattern -> options.
 
     Example:
@@ -39,7 +39,7 @@ class OptimizerRecipe:
 
 @attrs.frozen(kw_only=True)
 class DataRecipe:
-    """How loaders are shared: what `fa.shard` takes.
+    """How loaders are shared: the arguments of `fa.shard`.
 
     Example:
         >>> recipe = fa.Recipe(data=fa.DataRecipe(remainder="drop"))
@@ -55,12 +55,12 @@ class DataRecipe:
 
 @attrs.frozen(kw_only=True)
 class CheckpointRecipe:
-    """Where and how often states are saved, and how many stay; without a directory not at all.
+    """The directory, the interval and the number of checkpoints. Nothing is saved without a directory.
 
     Attributes:
         directory: the root of the checkpoints.
-        every: steps between two; None: at the end only.
-        keep: how many of the newest stay; None: all.
+        every: steps between two saves. None: at the end only.
+        keep: how many of the newest stay. None: all.
         keep_every: steps that are multiples of this always stay.
         background: whether training goes on while a state is written.
 

@@ -26,7 +26,7 @@ def _converter() -> Any:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """A recipe as YAML; what stands at its default is left out.
+    """A recipe as YAML. Fields with their default value are left out.
 
     Raises:
         NotSerializableError: it holds a lambda or a closure.

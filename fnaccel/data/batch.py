@@ -11,14 +11,14 @@ from fnaccel.state import Position
 
 @attrs.frozen(kw_only=True)
 class Batch:
-    """One rank's part of a global batch; unwrapped before the user's function sees it.
+    """One rank's part of a global batch. It is unwrapped before the user's function sees it.
 
     Attributes:
-        data: what the loader made.
-        valid: how many of its rows count; 0 marks a filler, run so that all ranks run the same
+        data: the batch that the loader made.
+        valid: how many of its rows count. 0 marks a filler, run so that all ranks run the same
             number of forwards and masked out of loss, weight and metrics.
         rows: how many rows a full batch has on this rank.
-        position: where the data stands after this batch.
+        position: the position in the data after this batch.
 
     Example:
         >>> batch = next(iter(fa.shard(loader)))

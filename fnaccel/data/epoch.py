@@ -21,9 +21,9 @@ class Reading:
 
     Attributes:
         epoch, start: which epoch, and how many of its samples were read before.
-        remainder: what becomes of a global batch that is not full.
+        remainder: the treatment of a global batch that is not full.
         per_rank: whether a batch of the loader is one rank's.
-        shuffle: overrides what the loader's sampler does; None leaves it.
+        shuffle: overrides the loader's sampler. None leaves it.
         seed: the root seed of order and workers.
         kept: where persistent workers live between epochs.
     """

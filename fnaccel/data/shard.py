@@ -35,22 +35,22 @@ from fnaccel.world import world as worlds
 
 @attrs.frozen(kw_only=True)
 class Shards:
-    """A loader and how ranks share it; made by `fa.shard`, read by `fa.scan` or a loop of yours.
+    """A loader and how ranks share it. `fa.shard` makes it, and `fa.scan` or your own loop reads it.
 
     Iterating reads from `start` to the end of that epoch, shared between all ranks of the world:
     `for batch in shards.at(state.data): ...`
 
     Attributes:
-        loader: what batches come from.
-        window: how many batches make one update together; None for batches one by one.
-        remainder: what becomes of a global batch that is not full.
+        loader: the source of batches.
+        window: how many batches make one update together. None for batches one by one.
+        remainder: the treatment of a global batch that is not full.
         seed: the root seed of the sample order and of workers.
         per_rank: whether a batch of the loader is one rank's, not all ranks'.
         dispatch: whether rank 0 reads for all.
         presplit: whether each rank's loader holds that rank's part of the data only.
-        shuffle: overrides what the loader's sampler does; None leaves it.
+        shuffle: overrides the loader's sampler. None leaves it.
         prefetch: how many batches are copied to the device ahead of the one in use.
-        start: where iteration begins.
+        start: the position at which iteration begins.
 
     Example:
         >>> shards = fa.shard(loader)
@@ -71,7 +71,7 @@ class Shards:
     _kept: dict[str, Any] = attrs.field(factory=dict[str, Any], eq=False, repr=False)
 
     def at(self, position: Position) -> Shards:
-        """The same, beginning at a position: `shards.at(state.data)` goes on where a state stands."""
+        """The same, beginning at a position: `shards.at(state.data)` goes on at the position of a state."""
         return attrs.evolve(self, start=position)
 
     def __iter__(self) -> Iterator[Batch | Window]:
@@ -101,26 +101,26 @@ def shard(
     shuffle: bool | None = None,
     prefetch: int = 1,
 ) -> Shards:
-    """Describe how ranks share a loader; nothing is read yet.
+    """Describe how ranks share a loader. Nothing is read yet.
 
     The order of samples is a function of (seed, epoch) alone, and the loader's batch is the
     *global* batch: it is cut by divmod, so that the same run on more ranks sees the same batches.
-    All ranks get the same number of batches; one that has no row left gets rank 0's rows again
+    All ranks get the same number of batches. A rank that has no row left gets rank 0's rows again
     with `valid=0`.
 
     Args:
         loader: a torch DataLoader of any kind, or any iterable of batches. Its dataset, collate
-            function, workers and pinning are kept. A RandomSampler gives way to our own order;
-            any other sampler is iterated on rank 0, which tells the rest; what it draws follows
+            function, workers and pinning are kept. A RandomSampler gives way to our own order.
+            Any other sampler is iterated on rank 0, which sends its order. Its random draws follow
             from (seed, epoch), so that an epoch can be taken up again. An iterable is read
             whole by every rank and has to yield the same on all of them. A StatefulDataLoader's
             own place is not used: the position stands in the train state.
         window: yield `fa.Window`s of 1 to `window` batches, for one update of several.
         remainder: `"keep"` uses the rows of a last batch that is not full, `"drop"` leaves them
-            out, `"wrap"` fills up from the beginning. By default `"drop"` where the loader has
+            out, `"wrap"` fills up from the beginning. By default `"drop"` if the loader has
             `drop_last=True`, else `"keep"`.
         seed: the root seed of the order and of the workers' randomness.
-        per_rank: a batch of the loader is one rank's; the global batch is `ranks` times as large.
+        per_rank: a batch of the loader is one rank's. The global batch is `ranks` times as large.
         dispatch: rank 0 alone reads, and sends each rank its rows.
         presplit: each rank's loader holds that rank's part of the data only, as after
             `datasets.distributed.split_dataset_by_node` or with a DistributedSampler. Each rank reads its
@@ -130,7 +130,7 @@ def shard(
             of ranks only, and is reached by reading.
         shuffle: True or False overrides the sampler of a map-style loader.
         prefetch: how many batches are read, and their copies to an accelerator begun, ahead of the one in
-            use; 0 for none. The CPU copies nothing.
+            use. 0 for none. The CPU copies nothing.
 
     Raises:
         UnknownNameError: no such remainder.

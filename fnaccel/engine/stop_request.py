@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 
 class Notice:
-    """A wish to stop, which becomes everyone's; `fa.preemption` makes one.
+    """A request to stop, which all ranks learn of. `fa.preemption` makes it.
 
     Args:
-        beyond: a group of all ranks, where the ranks that share a batch are not all of them: there
+        beyond: a group of all ranks, if only some of the ranks share a batch. Then
             the answer takes one more all-reduce.
 
     Example:
@@ -36,7 +36,7 @@ class Notice:
 
     @property
     def asked(self) -> bool:
-        """Whether this process was asked to stop; other ranks may not know yet."""
+        """Whether this process was asked to stop. Other ranks may not have learned of it yet."""
         return self._asked
 
     @property

@@ -52,11 +52,11 @@ def export_adapter(
     Weights of the base model are not written. `fa.export_hf` writes all weights.
 
     Args:
-        directory: a new or empty one; made if it is missing.
+        directory: a new or empty one. Made if it is missing.
         state: the live state of a train step whose model is a `peft.PeftModel`, or a model of transformers
-            with `add_adapter`; any strategy.
+            with `add_adapter`. Any strategy.
         adapter: which adapter, if the model has several.
-        dtype: floating-point values are converted to it: `"bf16"`, `torch.float16`; as they are by default.
+        dtype: floating-point values are converted to it: `"bf16"`, `torch.float16`. By default they stay.
         ema: the averages of `with_ema` instead of the parameters.
         model: which model, if there are several.
         overwrite: replace an earlier export, and keep other files in the directory.

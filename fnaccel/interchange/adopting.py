@@ -64,13 +64,13 @@ def adopt(
         rename: regular expressions and what replaces them, in order, or a function; from the source's
             path (`params/NAME`) to the state's.
         trust_pickle: load pickles, which can run code: DCP and DeepSpeed need it.
-        world: the world, where none was started in this context.
+        world: the world, if none was started in this context.
 
     Returns:
         A tree like `like`.
 
     Raises:
-        TreeMismatchError: names, shapes or kinds of dtype differ; lists every path. Nothing was changed.
+        TreeMismatchError: names, shapes or kinds of dtype differ. Lists every path. Nothing was changed.
         CheckpointError: nothing known is there, it is damaged, or a pickle in it is not trusted. `like` stays
             live, unless a device fails or files are replaced while values are copied: the message says so.
         MissingBackendError: a DeepSpeed checkpoint, and deepspeed is not installed.

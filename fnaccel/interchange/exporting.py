@@ -62,26 +62,26 @@ def export_hf(
 ) -> Path:
     """Write weights as Hugging Face's libraries load them: safetensors, their index and the config.
 
-    Where a world was started every rank must call it; rank 0 writes. A live state is gathered one tensor
+    If a world was started, every rank must call it. Rank 0 writes. A live state is gathered one tensor
     at a time, and a checkpoint is read in blocks of a few megabytes (without a world too), so the whole
     model is nowhere in memory. The directory appears when all of it is on the device.
 
     Args:
-        directory: a new or empty one; made where it is missing.
-        source: a state, of any strategy; or the path of a checkpoint of `fa.save`, a root or one step.
+        directory: a new or empty one. Made if it is missing.
+        source: a state, of any strategy. Or the path of a checkpoint of `fa.save`, a root or one step.
             Buffers with `persistent=False` are left out, unless the state is a snapshot: it has no
             module that could tell which these are.
-        max_shard_size: the largest file, in bytes or as `"5GB"`; a larger tensor has its own.
-        dtype: what floating-point values become: `"bf16"`, `torch.float16`; as they are by default.
+        max_shard_size: the largest file, in bytes or as `"5GB"`. A larger tensor has its own file.
+        dtype: floating-point values are converted to it: `"bf16"`, `torch.float16`. By default they stay.
         ema: the averages of `with_ema` instead of the parameters.
-        config: what becomes `config.json`: a dict, or a config of transformers. A model of transformers
+        config: the content of `config.json`: a dict, or a config of transformers. A model of transformers
             in a live state brings its own.
-        model: which one, where there are several.
+        model: the name of the model, if there are several.
         only, skip: shell patterns of names to be written, or not: `"encoder.*"`.
-        rename: regular expressions and what replaces them, in order, or a function, for names.
+        rename: regular expressions and their replacements, in order, or a function, for names.
         overwrite: replace an earlier export: `model*.safetensors`, `pytorch_model*.bin` and their index;
             all other files in it, such as a tokenizer's, are kept.
-        world: the world, where none was started in this context.
+        world: the world, if none was started in this context.
 
     Returns:
         The directory.

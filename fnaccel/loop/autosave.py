@@ -27,7 +27,7 @@ class Autosave:
 
     Attributes:
         directory: the root of the checkpoints.
-        every: steps between two; None: at the end only.
+        every: steps between two saves. None: at the end only.
         keep, keep_every: what `fa.save` takes.
         background: whether training goes on while a state is written.
         signals: what lets the run save and end.

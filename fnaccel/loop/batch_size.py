@@ -32,15 +32,15 @@ def fit_batch_size(
 ) -> tuple[int, Any]:
     """Call `attempt(batch_size)` with smaller and smaller sizes until it fits in memory.
 
-    Only errors that say memory ran out are tried again; all ranks use the same size.
+    Only errors that say memory ran out are tried again. All ranks use the same size.
 
     Args:
-        attempt: builds and runs what has to fit, such as one step; called from scratch each time.
+        attempt: builds and runs the code that has to fit, such as one step. Called from scratch each time.
         start: the first size.
         shrink: each next size is this share of the last, rounded down: 128, 115, 103, ... for 0.9.
 
     Returns:
-        The size that fitted, and what `attempt` returned.
+        The size that fitted, and the result of `attempt`.
 
     Raises:
         ArgumentError: not even a batch of 1 fits, or the arguments make no sense.

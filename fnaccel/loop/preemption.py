@@ -29,11 +29,11 @@ def preemption(*train_steps: TrainStep, signals: Iterable[str] = SIGNALS) -> Gen
 
     For a loop of your own: `fa.scan(..., directory=)` does this by itself. The ranks tell each other
     in the all-reduce that each call of a train step makes anyway. The handlers from before are put
-    back at the end; a signal that came too late for the ranks to agree on is then sent again.
+    back at the end. A signal that came too late for the ranks to agree on is then sent again.
 
     Args:
-        train_steps: the train steps that the body calls; a call of any of them is where ranks agree.
-        signals: names; none where others handle them. Only the main thread can catch any.
+        train_steps: the train steps that the body calls. Ranks agree in a call of any of them.
+        signals: names of signals, or none if other code handles them. Only the main thread can catch any.
 
     Returns:
         A context manager that gives a `Notice`: `notice.stopping` is equal on all ranks after each

@@ -49,30 +49,30 @@ def scan(
     background: bool = False,
     signals: Iterable[str] = SIGNALS,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
-    """Train over the data from where the state stands, and yield each `(state, metrics)`.
+    """Train over the data from the state's position, and yield each `(state, metrics)`.
 
-    With a directory, a signal to any rank (what schedulers send before they end a job) lets all ranks
+    With a directory, a signal to any rank (schedulers send one before they end a job) lets all ranks
     finish the same step, save and end: `Preempted` is raised, a SystemExit with code 75. Started again
     with `fa.resume_or_init(directory, train_step)`, the run goes on from there.
 
     Args:
-        train_step: what `fa.train_step` made.
-        state: its live state; the data goes on at `state.data`.
-        shards: what `fa.shard` made.
+        train_step: the result of `fa.train_step`.
+        state: its live state. The data goes on at `state.data`.
+        shards: the result of `fa.shard`.
         steps: stop when `state.step` reaches this, passing over the data as often as needed.
         epochs: stop when this many epochs are complete. Without both: the rest of this epoch.
         progress: show a bar with loss, rate and time left, on rank 0.
-        trackers: where metrics are written, by rank 0. One that raises in `log` or `finish` does not end
+        trackers: rank 0 writes metrics to them. A tracker that raises in `log` or `finish` does not end
             training: its first error is logged.
         log_every: write each so many steps.
-        config: what trackers show beside the run; the plan is added.
-        directory: save the state here, each `save_every` steps and at the end; None: nowhere. Step k is saved
+        config: shown by trackers beside the run. The plan is added.
+        directory: save the state here, each `save_every` steps and at the end. None: nowhere. Step k is saved
             when the loop asks for step k + 1, so that changes of `state.extras` in its body are part of it. A
             loop that is left by `break` or by an error saves nothing more.
         save_every: None saves at the end only.
         keep, keep_every: how many of the newest checkpoints stay, and of which steps all: see `fa.save`.
-        background: train on while a state is written; the end of the loop waits for it.
-        signals: what lets the run save and end, where there is a directory; `()` leaves signals alone.
+        background: train on while a state is written. The end of the loop waits for it.
+        signals: names of the signals that let a run with a directory save and end. `()` leaves signals alone.
             The handlers of before are back when the loop ends. Only the main thread can catch any.
 
     Raises:
@@ -263,15 +263,15 @@ def evaluate(
 
     Args:
         train_step: whose model is evaluated (in evaluation mode, without gradients).
-        state: its live state; nothing is donated.
+        state: its live state. Nothing is donated.
         metric_fn: `metric_fn(model, batch) -> pytree` of `fa.Mean`, `fa.Sum`, `fa.Concat` (rows in
-            the order of the samples); a bare scalar is averaged over rows.
-        shards: what `fa.shard` made; its remainder rule gives way to `"keep"`.
+            the order of the samples). A bare scalar is averaged over rows.
+        shards: the result of `fa.shard`. Its remainder rule gives way to `"keep"`.
         ema: use the averaged parameters of `with_ema`.
         progress: show a bar on rank 0.
 
     Returns:
-        The pytree of `metric_fn`, combined; equal on all ranks.
+        The pytree of `metric_fn`, combined. It is equal on all ranks.
 
     Raises:
         LoaderError: no data.

@@ -50,7 +50,7 @@ def from_deepspeed(lr: Rate, *, groups: Groups = None, **options: Any) -> Optimi
     """The optimizer that the DeepSpeed configuration names (`"optimizer": {"type": ..., "params": ...}`).
 
     Args:
-        lr: a number, or `fa.deepspeed_lr(...)` where the configuration names a scheduler; fills an `"auto"`.
+        lr: a number, or `fa.deepspeed_lr(...)` if the configuration names a scheduler. Fills an `"auto"`.
         groups: `{pattern: options}`, as for `fa.adamw`.
         options: further parameters, which have to agree with the configuration's.
 
@@ -77,9 +77,9 @@ def deepspeed_lr(
         lr: the highest rate: `warmup_max_lr`, OneCycle's `cycle_max_lr`.
         warmup: updates until then: `warmup_num_steps`.
         total: updates in all: `total_num_steps`.
-        low: the first rate: `warmup_min_lr`, `cycle_min_lr`, `lr_range_test_min_lr`; fills an "auto" with 0.
+        low: the first rate: `warmup_min_lr`, `cycle_min_lr`, `lr_range_test_min_lr`. Fills an "auto" with 0.
 
-    What the file says otherwise raises in `fa.train_step`, and what its schedule has no name for.
+    `fa.train_step` raises if the file says otherwise, or if its schedule has no such argument.
 
     Raises:
         ArgumentError: a rate that is none.

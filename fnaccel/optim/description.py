@@ -83,10 +83,10 @@ class Optimizer:
     """A frozen choice of optimizer, rate, options and groups.
 
     Attributes:
-        name: what the plan prints.
+        name: the name in the plan.
         lr: the schedule of the rate.
         options: options of every group, by name.
-        groups: (pattern, options) pairs; the first pattern that matches a parameter's name holds.
+        groups: (pattern, options) pairs. The first pattern that matches a parameter's name holds.
         kernel: how it is carried out.
         elementwise: whether an element's update depends on that element alone, so that a shard
             can be updated by itself.

@@ -176,11 +176,11 @@ def from_torch(
         cls: the optimizer class, not an instance: it is made after the parameters are sharded.
         lr: a number, or a schedule `updates -> rate`.
         groups: `{pattern: options}`, as for `fa.sgd`.
-        options: what the class takes besides.
+        options: further arguments of the class.
 
     Raises:
         ArgumentError: not an optimizer class, or an option that it does not take.
-        CapabilityError: at `init`, where it can't run on these parameters.
+        CapabilityError: at `init`, if it can't run on these parameters.
 
     Example:
         >>> fa.from_torch(torch.optim.RMSprop, lr=1e-3, alpha=0.9)

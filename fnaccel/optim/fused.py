@@ -184,7 +184,7 @@ def sgd(
     Args:
         lr: a number, or a schedule `updates -> rate`.
         momentum, nesterov, weight_decay: as in torch.
-        groups: `{pattern: options}`; patterns match parameter names as a shell does, the first that
+        groups: `{pattern: options}`. Patterns match parameter names as a shell does. The first that
             matches holds, and `"lr"` may be among the options.
 
     Raises:
@@ -210,7 +210,7 @@ def adam(
     groups: Groups = None,
     **unknown: Any,
 ) -> Optimizer:
-    """Adam (Kingma and Ba 2015), as `torch.optim.Adam`; `weight_decay` is added to the gradient.
+    """Adam (Kingma and Ba 2015), as `torch.optim.Adam`: `weight_decay` is added to the gradient.
 
     Args:
         lr: a number, or a schedule `updates -> rate`.

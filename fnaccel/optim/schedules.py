@@ -371,7 +371,7 @@ def from_torch_scheduler(factory: Callable[[Any], Any], *, lr: float) -> FromTor
     """A schedule from a torch `LRScheduler`, stepped once per applied update.
 
     Args:
-        factory: `factory(optimizer) -> LRScheduler`; schedulers that need a metric don't fit.
+        factory: `factory(optimizer) -> LRScheduler`. Schedulers that need a metric don't fit.
         lr: the optimizer's base rate.
 
     Raises:

@@ -20,10 +20,10 @@ _SHOWN = 4
 
 @attrs.frozen(kw_only=True)
 class Compilation:
-    """What `torch.compile` has done for a train step so far.
+    """The work of `torch.compile` for a train step so far.
 
     Attributes:
-        scope: what is compiled: `"block"`, `"loss"` or `"step"`.
+        scope: the compiled part: `"block"`, `"loss"` or `"step"`.
         graphs: graphs captured, those of the first call included.
         recompilations: later calls in which something was compiled again.
         seconds: time of the calls in which something was compiled.

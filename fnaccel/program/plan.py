@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def deepspeed(self) -> dict[str, Any]:
-        """DeepSpeed's configuration, complete; a copy.
+        """A copy of DeepSpeed's complete configuration.
 
         Raises:
             CapabilityError: the strategy is another.

@@ -42,12 +42,12 @@ _LOOK = "train_step.look(state, fn)"
 
 
 class TrainStep:
-    """A compiled `train_step(state, batch) -> (state, metrics)`; made by `fa.train_step`.
+    """A compiled `train_step(state, batch) -> (state, metrics)`. `fa.train_step` makes it.
 
     Attributes:
-        plan: what it will do, in order; print it.
-        mesh: how the ranks lie; `train_step.mesh["batch"]` goes where `over=` is asked for.
-        notice: whether ranks want to stop; `fa.preemption` sets it.
+        plan: the plan of a call, in order. Print it.
+        mesh: the mesh of ranks. `train_step.mesh["batch"]` is an argument for `over=`.
+        notice: the stop request of all ranks. `fa.preemption` sets it.
 
     Example:
         >>> state, metrics = train_step(state, batch)
@@ -85,7 +85,7 @@ class TrainStep:
 
     @property
     def live_state(self) -> TrainState | None:
-        """The state that the next call takes; None before `init`, or if its tensors are not consistent.
+        """The state that the next call takes. None before `init`, or if its tensors are not consistent.
 
         After a Ctrl-C it is the state to go on from, also if the loop that was interrupted never received it:
         `fa.scan(train_step, train_step.live_state, shards)`. It is None after an error in the middle of an
@@ -95,7 +95,7 @@ class TrainStep:
 
     @property
     def compilation(self) -> Compilation | None:
-        """What `torch.compile` has done for this train step so far; None without `fa.compile`."""
+        """The compilation of this train step so far. None without `fa.compile`."""
         return self._stepper.compilation
 
     @every_rank
@@ -109,7 +109,7 @@ class TrainStep:
             extras: any pytree of yours to keep in the state.
 
         Raises:
-            PlanMismatchError: ranks hold different plans; nothing was built.
+            PlanMismatchError: ranks hold different plans. Nothing was built.
             OwnershipError: the model is in use, or this train step holds a built module already.
         """
         if seed < 0:  # as torch.manual_seed does, so that states hold no sign
@@ -133,7 +133,7 @@ class TrainStep:
         The state that was live before is donated.
 
         Raises:
-            TreeMismatchError: every path, shape and dtype that differs; nothing was changed.
+            TreeMismatchError: every path, shape and dtype that differs. Nothing was changed.
             ArgumentError: no state.
             StaleStateError: `state` was donated.
             AveragedError: inside of `averaged`.
@@ -179,7 +179,7 @@ class TrainStep:
     def look(
         self, state: TrainState, fn: Callable[..., Any], *args: Any, train: bool = False, whole: bool = False
     ) -> Any:
-        """`fn(model, *args)` without gradients, under the step's precision; nothing is donated.
+        """`fn(model, *args)` without gradients, under the step's precision. Nothing is donated.
 
         Every rank must call it. Under `fsdp` each unit is gathered while its forward runs. A parameter that
         `fn` reads by itself is a part, unless `whole`.
@@ -187,14 +187,14 @@ class TrainStep:
         Args:
             state: the live state.
             fn: any function of the model, such as sampling.
-            args: what it takes besides.
+            args: its further arguments.
             train: run the model in training mode (dropout on).
             whole: gather copies of all parameters first, each in its own dtype, for `fn` to read:
                 `train_step.look(state, lambda m: m.save_pretrained(d), whole=True)`.
 
         Raises:
             StaleStateError, UnleasedStateError: not the live state.
-            CapabilityError: `fn` read the part of a sharded parameter; or `whole` under DeepSpeed.
+            CapabilityError: `fn` read the part of a sharded parameter, or `whole` under DeepSpeed.
         """
         owned = self._owner.owned
         lease_of(state, _LOOK, averaged=True)
@@ -217,7 +217,7 @@ class TrainStep:
 
     @contextlib.contextmanager
     def averaged(self, state: TrainState) -> Generator[None]:
-        """In the body the model holds the averages of `with_ema`; afterwards its own values again.
+        """In the body the model holds the averages of `with_ema`, and afterwards its own values again.
 
         Saving, copying, changing or lending the state raises in the body, since it holds averages.
 
@@ -273,17 +273,17 @@ def train_step(
     rng: Rng = "fold",
     world: World | None = None,
 ) -> TrainStep:
-    """Lower a step on a strategy: validate, order, plan. Nothing is built before `init`.
+    """Make a train step of a step and a strategy: validate, order, plan. Nothing is built before `init`.
 
     Args:
         step: a loss function `loss_fn(model, batch[, given])`, or a Step made of one by transforms.
-        model: what `fa.distribute` returned.
+        model: the result of `fa.distribute`.
         optimizer: a description such as `fa.adamw(3e-4)`, a dict of them for a dict of models, or
             None for a model that is only looked at or lent.
         frozen: patterns of parameter names that are not trained.
-        rng: `"fold"` seeds each micro-batch from (seed, step, micro-batch, rank); `"stream"` leaves
+        rng: `"fold"` seeds each micro-batch from (seed, step, micro-batch, rank). `"stream"` leaves
             PyTorch's generators alone.
-        world: the world; the one that `fa.start()` set by default.
+        world: the world. By default the one that `fa.start()` set.
 
     Raises:
         AxisProductError: the strategy's degrees don't make up the ranks.

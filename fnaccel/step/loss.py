@@ -23,13 +23,13 @@ Scalar = int | float | torch.Tensor
 
 @dataclass(frozen=True)
 class Mean:
-    """A sum over examples and how many there were; combines to `sum(totals) / sum(weights)`.
+    """A sum over examples and their number. Combines to `sum(totals) / sum(weights)`.
 
     Args:
         total: 0-d tensor, the sum over this micro-batch's examples (or tokens).
         weight: how many, as an int, a float or a 0-d tensor.
-        aux: any pytree to report beside the loss; its leaves combine as their type says
-            (`Mean`, `Sum`, `Concat`; a bare tensor is averaged).
+        aux: any pytree to report beside the loss. Its leaves combine as their type says
+            (`Mean`, `Sum`, `Concat`). A bare tensor is averaged.
 
     Example:
         >>> logits, labels = GPT()(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
@@ -63,7 +63,7 @@ class Concat:
     Args:
         value: a tensor of shape `[rows, ...]`, or a list with one object for each row: strings, dicts, or
             anything that pickles. Lists come back as one list.
-        pad: what narrower rows are filled up with, if batches or ranks differ in the width of their rows. All
+        pad: the value that fills up narrower rows, if batches or ranks differ in the width of their rows. All
             rows get the largest width. None: they must be equally wide.
 
     Example:

@@ -50,19 +50,19 @@ def _to_dtype(name: str | torch.dtype) -> torch.dtype:
 
 @attrs.frozen(kw_only=True)
 class Precision:
-    """An explicit policy; each field a dtype or one of "fp32", "bf16", "fp16", "fp64".
+    """An explicit policy. Each field is a dtype or one of "fp32", "bf16", "fp16", "fp64".
 
     Attributes:
         param: how parameters are kept and updated.
-        compute: what matrix products run in (autocast, where it differs from `param`).
-        reduce: what gradients are averaged over ranks in; fp32 by default, fp64 for parameters in fp64.
-        output: what the loss is returned in; fp32 by default, fp64 if it is computed in fp64.
-        init_scale, growth, backoff, interval: the dynamic loss scale, used where compute is fp16:
+        compute: the dtype of matrix products (autocast, if it differs from `param`).
+        reduce: the dtype in which ranks average gradients. By default fp32, or fp64 for parameters in fp64.
+        output: the dtype of the loss. By default fp32, or fp64 if the loss is computed in fp64.
+        init_scale, growth, backoff, interval: the dynamic loss scale, used if compute is fp16:
             its first value, the factors up and down, and how many good steps make it grow
             (https://docs.pytorch.org/docs/stable/amp.html).
         min_scale: the loss scale sinks no lower.
         max_skipped: the number of updates skipped in a row after which the next call raises NonfiniteError
-            (the state stays live); None for any number. 25 of them are a warning.
+            (the state stays live). None allows any number. 25 of them are a warning.
 
     Example:
         >>> step = fa.with_precision(loss_fn, fa.Precision(compute="bf16", reduce="bf16"))

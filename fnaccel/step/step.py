@@ -21,7 +21,7 @@ from fnaccel.tree import Tree
 
 
 class Phase(enum.IntEnum):
-    """When a transform acts. Across phases the library orders; within one, written order holds.
+    """When a transform acts. Across phases the library orders. Within one phase, written order holds.
 
     Example:
         >>> [phase.name for phase in fa.Phase]
@@ -169,10 +169,10 @@ class Info:
 
     Attributes:
         step: calls before this one (an int, or a 0-d tensor in a captured step).
-        updates: updates applied before this one (an int, or a tensor where they may be skipped).
+        updates: updates applied before this one (an int, or a tensor if they may be skipped).
         params: parameters by canonical name.
         record: `record(name, value)` puts a value into the metrics.
-        skip: 0-d tensor, 1 where the update is skipped; None where that can't be.
+        skip: 0-d tensor, 1 if the update is skipped. None if updates are never skipped.
 
     Example:
         >>> def watch(params, own, info):
@@ -194,18 +194,18 @@ class Info:
 
 @attrs.frozen
 class Transform:
-    """One record in the description of a step; also how users add transforms of their own.
+    """One record in the description of a step. Users add their own transforms with it.
 
     Args:
-        name: unique in a step, unless `repeatable`; its state is `state.transforms[name]`.
-        phase: when it acts, and so what `apply` is:
-            MODULE   `apply(model) -> None`, in place, before the model is sharded;
-            FORWARD  `apply(loss_fn) -> loss_fn`;
-            GRADS    `apply(grads, own, info) -> (grads, own)`, dicts of tensors by parameter name;
-            UPDATE   `apply(params, own, info) -> own`, after the update, parameters by name;
+        name: unique in a step, unless `repeatable`. Its state is `state.transforms[name]`.
+        phase: when the transform acts, and the signature of `apply`:
+            MODULE   `apply(model) -> None`, in place, before the model is sharded,
+            FORWARD  `apply(loss_fn) -> loss_fn`,
+            GRADS    `apply(grads, own, info) -> (grads, own)`, dicts of tensors by parameter name,
+            UPDATE   `apply(params, own, info) -> own`, after the update, parameters by name,
             CALL     `apply(call) -> call`, around `call(state, batch) -> (state, metrics)`.
         init: `init(params) -> own`, the transform's own state, a pytree of tensors and numbers.
-        needs: what the strategy must be able to do.
+        needs: capabilities that the strategy must have.
         repeatable: whether a step may hold several.
 
     Raises:

@@ -80,8 +80,8 @@ def ddp(
     """Replicate the model and average gradients (Li et al. 2020).
 
     Args:
-        degree: how many replicas; -1 takes the ranks that are left.
-        bucket_mb: size of a gradient bucket in MiB; by default an eighth of the gradients, 1 to 25 MiB.
+        degree: how many replicas. -1 takes the ranks that are left.
+        bucket_mb: size of a gradient bucket in MiB. By default an eighth of the gradients, 1 to 25 MiB.
         static_graph: the same parameters get gradients every step (allows more overlap).
         unused_parameters: search each step for parameters that get no gradient.
         sync_buffers: broadcast buffers from the first replica before each forward.

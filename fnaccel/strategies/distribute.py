@@ -16,7 +16,7 @@ Model = nn.Module | Callable[[], nn.Module]
 
 @attrs.frozen
 class Distributed:
-    """A model (or a dict of models) and the strategy it is trained under; nothing is built yet.
+    """A model (or a dict of models) and the strategy it is trained under. Nothing is built yet.
 
     Example:
         >>> print(fa.distribute(GPT, "zero2").strategy)
@@ -28,7 +28,7 @@ class Distributed:
 
 
 def distribute(model: object, strategy_: Strategy | str, /) -> Distributed:
-    """Say how a model lies over the ranks; pure, nothing is built or moved.
+    """Describe how a model is laid out over the ranks. Nothing is built or moved.
 
     Args:
         model: a factory (a class or a function without arguments, preferred), a module, or a dict

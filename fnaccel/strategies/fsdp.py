@@ -70,17 +70,17 @@ def fsdp(
     """Shard parameters, gradients and optimizer slots over ranks with FSDP2 (Zhao et al. 2023).
 
     Args:
-        degree: over how many ranks; -1 takes the ranks that are left.
-        units: what is gathered as one: `"block"`, class names, a least size in parameters, or a
-            function; see `fnaccel.models.blocks`. What no unit holds is gathered with the root.
+        degree: over how many ranks. -1 takes the ranks that are left.
+        units: modules that are gathered together: `"block"`, class names, a least size in parameters, or a
+            function. See `fnaccel.models.blocks`. Parameters in no unit are gathered with the root.
         reshard_after_forward: True frees a unit's parameters after its forward (ZeRO-3), False
             keeps them until backward (ZeRO-2), an int reshards over that many ranks.
         policy: a `torch.distributed.fsdp.MixedPrecisionPolicy` for all units, instead of the one
             that follows from `with_precision`.
         offload: keep parameters, gradients and optimizer slots on the CPU.
-        ignore: patterns of parameter names to leave unsharded; their gradients are averaged.
+        ignore: patterns of parameter names to leave unsharded. Their gradients are averaged.
         init: `"seeded"` builds the whole model on each rank, so that values equal any other
-            strategy's; `"rank0"` builds it on rank 0 only and sends the parts (needs a factory);
+            strategy's. `"rank0"` builds it on rank 0 only and sends the parts (needs a factory).
             `"meta"` makes no values at all: restore or adopt a state before the first step.
         methods: names of methods other than `forward` that the loss calls on units.
 
@@ -116,7 +116,7 @@ def hsdp(replicate: int, shard: int = -1, **options: Any) -> Strategy:
 
     Args:
         replicate: how many groups hold the whole model.
-        shard: over how many ranks each group shards it; -1 takes the ranks that are left.
+        shard: over how many ranks each group shards it. -1 takes the ranks that are left.
         options: as for `fsdp`.
 
     Example:

@@ -17,7 +17,7 @@ from fnaccel.strategies.strategy import Strategy, maker
 
 @maker
 def local() -> Strategy:
-    """One process trains the whole model; the empty product of axes.
+    """One process trains the whole model: the empty product of axes.
 
     Example:
         >>> fa.distribute(GPT, fa.local())

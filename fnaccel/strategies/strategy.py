@@ -56,7 +56,7 @@ class Axis:
 
 @attrs.frozen
 class Strategy:
-    """A product of axes; the empty product is `local()`.
+    """A product of axes. The empty product is `local()`.
 
     Example:
         >>> print(fa.ddp(2) * fa.fsdp(4))
@@ -169,10 +169,10 @@ def _import_makers(text: str) -> tuple[str, dict[str, str]]:
 def strategy(text: str | Strategy) -> Strategy:
     """A strategy from its name or text: `"fsdp"`, `"zero2"`, `"ddp(2) * fsdp(2)"`.
 
-    Only calls of known strategies with literal arguments are read; nothing is evaluated.
+    Only calls of known strategies with literal arguments are read. Nothing is evaluated.
 
     Raises:
-        UnknownNameError: no such strategy; names the nearest.
+        UnknownNameError: no such strategy. Names the nearest.
         ConfigError: the text is no product of strategies, or an argument is unknown.
 
     Example:

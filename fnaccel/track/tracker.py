@@ -18,7 +18,7 @@ from fnaccel.step.checked_metrics import check_logged
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Where metrics go; only rank 0 calls one.
+    """A destination of metrics. Only rank 0 calls it.
 
     Example:
         >>> class Printer:
@@ -33,7 +33,7 @@ class Tracker(Protocol):
     """
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Begin a run (or go on with it); `config` is shown beside it."""
+        """Begin a run, or go on with it. `config` is shown beside it."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -41,7 +41,7 @@ class Tracker(Protocol):
         ...
 
     def finish(self) -> None:
-        """End the run; everything is written when this returns."""
+        """End the run. Everything is written when this returns."""
         ...
 
 

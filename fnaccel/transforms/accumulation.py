@@ -36,8 +36,8 @@ def accumulate(step: StepLike, n: int, *, sync: Sync = "last") -> Step:
 
     Args:
         step: a step or a loss function.
-        n: how many micro-batches; a batch needs at least that many rows on each rank.
-        sync: `"last"` communicates gradients once a step; `"each"` after each micro-batch, which
+        n: how many micro-batches. A batch needs at least that many rows on each rank.
+        sync: `"last"` communicates gradients once a step, `"each"` after each micro-batch, which
             under fsdp never holds an unsharded gradient longer than one micro-batch.
 
     Raises:

@@ -68,7 +68,7 @@ def clip_norm(step: StepLike, max_norm: float) -> Step:
 
     Args:
         step: a step or a loss function.
-        max_norm: the largest norm allowed; the norm before clipping is `metrics["grad_norm"]`.
+        max_norm: the largest norm allowed. The norm before clipping is `metrics["grad_norm"]`.
 
     Raises:
         ArgumentError: `max_norm` is not positive.

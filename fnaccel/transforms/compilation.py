@@ -204,12 +204,12 @@ def compile(  # noqa: A001 - the field's name for it; the module keeps a noun
     Args:
         step: a step or a loss function.
         scope: `"step"` captures forward, backward, averaging over ranks, clip and update as one
-            program; `"loss"` the loss function; `"block"` each repeated block; `"auto"` takes the
+            program, `"loss"` the loss function, `"block"` each repeated block. `"auto"` takes the
             largest that the strategy and the transforms allow, and the plan says which and why.
-        backend, mode, fullgraph: as `torch.compile` takes them; `mode="reduce-overhead"` uses CUDA
+        backend, mode, fullgraph: as `torch.compile` takes them. `mode="reduce-overhead"` uses CUDA
             graphs. Scope `"step"` is always one graph.
         options: the backend's own, as `torch.compile` takes them: `{"max_autotune": True}`.
-        dynamic: as `torch.compile` takes it; or the dimensions of batch leaves that vary, by pattern
+        dynamic: as `torch.compile` takes it. Or the dimensions of batch leaves that vary, by pattern
             of their path: `{"tokens": 1}`, `{"*": (0, 1)}`.
         units: for `"block"`, which modules are blocks: see `fnaccel.models.blocks`.
         limit: how often a train step may compile again because something changed.
@@ -217,8 +217,8 @@ def compile(  # noqa: A001 - the field's name for it; the module keeps a noun
     Raises:
         UnknownNameError: no such scope.
         ArgumentError: a limit below 0, or dims that are no ints.
-        NotCompiledError: at `init` or after the first call, where nothing was compiled.
-        RecompileLimitError: in a call after `limit` recompilations; names the leaves whose shapes changed.
+        NotCompiledError: at `init` or after the first call, if nothing was compiled.
+        RecompileLimitError: in a call after `limit` recompilations. Names the leaves whose shapes changed.
 
     Example:
         >>> step = fa.compile(loss_fn)

@@ -300,12 +300,12 @@ def cast_layers(
     For models of which a small part is trained (adapters, a head), and for teachers: weights take a
     quarter of fp32's memory in fp8. The state and its checkpoints hold the small values. They are rounded
     without a scale, as diffusers' layerwise casting does: e4m3 ends at 448, and below 2**-6 it has fewer
-    than its four digits. Linear, embedding and convolution layers are cast; others are left.
+    than its four digits. Only linear, embedding and convolution layers are cast.
 
     Args:
         step: a step or a loss function.
         storage: `"fp8"` (e4m3), `"float8_e5m2"`, `"bf16"`, `"fp16"`, or a dtype.
-        compute: the dtype each layer computes in; that of `with_precision`, where the step has it.
+        compute: the dtype each layer computes in. By default that of `with_precision`.
         only: patterns of paths of layers or parameters; by default all that are wholly or partly frozen.
         skip: patterns of those that are left.
 

@@ -11,19 +11,19 @@ from fnaccel.transforms.float8.record import Float8, with_float8
 
 
 def with_precision(step: StepLike, precision: Precision | Float8 | str, *, recipe: str | None = None) -> Step:
-    """Choose the dtypes a step computes in; means the same on every strategy.
+    """Choose the dtypes a step computes in. It means the same on every strategy.
 
     Args:
         step: a step or a loss function.
         precision: `"fp32"`, `"bf16"`, `"fp16"` (parameters stay fp32, compute is cast, fp16 keeps a
-            dynamic loss scale in the state), or a `Precision` policy; `"fp8"` or a `Float8` for linear
+            dynamic loss scale in the state), or a `Precision` policy. `"fp8"` or a `Float8` for linear
             layers in fp8 and the rest in bf16.
-        recipe: with `"fp8"`, how tensors are scaled; see `Float8`.
+        recipe: with `"fp8"`, how tensors are scaled. See `Float8`.
 
     Raises:
         UnknownNameError: no such dtype or recipe.
         ArgumentError: a recipe without `"fp8"`.
-        CapabilityError: a compute dtype that autocast can't cast to; at `train_step`, a device without fp8.
+        CapabilityError: a compute dtype that autocast can't cast to. At `train_step`, a device without fp8.
 
     Example:
         >>> step = fa.with_precision(loss_fn, "bf16")

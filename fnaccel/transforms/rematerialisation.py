@@ -79,7 +79,7 @@ def remat(step: StepLike, units: Units = "block") -> Step:
         units: `"block"`, class names, a least size, or a function: see `fnaccel.models.blocks`.
 
     Raises:
-        CapabilityError: at `init`, where no module matches.
+        CapabilityError: at `init`, if no module matches.
 
     Example:
         >>> step = fa.remat(loss_fn)

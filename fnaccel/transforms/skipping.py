@@ -38,7 +38,7 @@ class SkipNonfinite:
 
 
 def skip_nonfinite(step: StepLike, *, max_skipped: int | None = 200) -> Step:
-    """Leave parameters, optimizer, schedule and EMA as they are where a gradient is not finite.
+    """Leave parameters, optimizer, schedule and EMA as they are if a gradient is not finite.
 
     `metrics["skipped"]` is 1.0 for such a step, and `state.updates` does not count it. Precision
     `"fp16"` does the same by itself. After 25 skipped updates in a row there is a warning.
@@ -46,7 +46,7 @@ def skip_nonfinite(step: StepLike, *, max_skipped: int | None = 200) -> Step:
     Args:
         step: a step or a loss function.
         max_skipped: the number of updates skipped in a row after which the next call raises NonfiniteError
-            (the state stays live); None for any number.
+            (the state stays live). None allows any number.
 
     Raises:
         ArgumentError: `max_skipped` is below 1.

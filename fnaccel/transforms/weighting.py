@@ -27,7 +27,7 @@ def with_weight(step: StepLike, weight_fn: Callable[[Any], Any]) -> Step:
     """Divide totals by the global weight up front, instead of dividing gradients afterwards.
 
     The loss function then returns a bare total (or a `Mean`, whose weight is replaced). Better
-    scaled in fp16, and needed where an engine clips inside its own step.
+    scaled in fp16, and needed if an engine clips inside its own step.
 
     Args:
         step: a step or a loss function.

@@ -82,7 +82,7 @@ class MeshAxis:
 
 @attrs.frozen(kw_only=True)
 class Mesh:
-    """Ranks laid out over named axes; `device` is torch's DeviceMesh, None without axes.
+    """Ranks laid out over named axes. `device` is torch's DeviceMesh, or None without axes.
 
     Example, on 2 ranks:
         >>> train_step = fa.train_step(loss_fn, model=fa.distribute(GPT, "hsdp(2, 1)"), optimizer=fa.sgd(0.1))
@@ -111,7 +111,7 @@ class Mesh:
         return rank
 
     def coordinate(self, axis: str) -> int:
-        """Where this rank stands along one axis; 0 along an axis that the mesh lacks."""
+        """The coordinate of this rank along one axis. 0 along an axis that the mesh lacks."""
         if axis not in self.degrees or self.device is None:
             return 0
         return int(self.device.get_local_rank(axis))
@@ -130,7 +130,7 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group along one axis, or along the derived axis `"batch"`.
 
-        None where that axis has one rank: there is nobody to talk to.
+        None if that axis has one rank.
 
         Raises:
             AxisProductError: there is no such axis.

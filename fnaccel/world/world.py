@@ -48,17 +48,17 @@ if hasattr(os, "register_at_fork"):
 
 @attrs.frozen(kw_only=True)
 class World:
-    """One process among `size`; frozen, a context manager that frees what `start()` began.
+    """One process among `size`: a frozen value, and a context manager that ends what `start()` began.
 
     Attributes:
         rank: this process, 0 to size - 1.
         size: the number of processes.
         local_rank, local_size: the same, on this machine.
         machine, machines: this machine, and how many there are.
-        device: where this process computes.
+        device: the device on which this process computes.
         backend: the name of the collective backend (`"gloo"`, `"nccl"`), or `"none"` on one rank.
         saved_by: data positions (epoch, samples) that were restored, and how many ranks saved each.
-        calls: the calls that need all ranks, as this rank has made them; None on one rank.
+        calls: the calls that need all ranks, as this rank has made them. None on one rank.
         groups: process groups of all ranks beside the one in which train steps talk.
 
     Example:
@@ -128,7 +128,7 @@ class World:
                 self.barrier()
 
     def on_main(self, fn: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorator: run on rank 0 only; the other ranks get None."""
+        """Decorator: run on rank 0 only. The other ranks get None."""
         return self.on_process(0)(fn)
 
     def on_local_main(self, fn: Callable[P, R]) -> Callable[P, R | None]:
@@ -136,7 +136,7 @@ class World:
         return _only(fn, self.is_local_main)
 
     def on_process(self, rank: int) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-        """Decorator: run on one rank only; the other ranks get None.
+        """Decorator: run on one rank only. The other ranks get None.
 
         Raises:
             WorldError: there is no such rank.
@@ -266,17 +266,17 @@ def start(
     timeout: float = 600.0,
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> World:
-    """Join the other processes and return the `World`; use it as a context manager.
+    """Join the other processes and return the `World`. Use it as a context manager.
 
-    Reads what `fnaccel launch`, torchrun, mpirun, SLURM or plain `python` set. A process group
+    Reads the variables of `fnaccel launch`, torchrun, mpirun, SLURM or plain `python`. A process group
     that already runs is used, and left running.
 
     Args:
-        device: where to compute; the accelerator of this local rank, or the CPU, by default.
-        backend: collective backend; chosen from the device by default.
+        device: the device to compute on. By default the accelerator of this local rank, or the CPU.
+        backend: collective backend. By default the device decides.
         timeout: seconds that a collective may take.
         compile_cache: folder in which torch.compile keeps what it compiled, for this and later
-            processes; by default one in the temporary files. Ranks may share it.
+            processes. By default a folder in the temporary files. Ranks may share it.
 
     Raises:
         WorldError: the environment contradicts itself, or has fewer devices than processes.

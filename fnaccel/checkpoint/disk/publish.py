@@ -48,7 +48,7 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Checkpoint]:
     """The committed checkpoints under a root, oldest step first.
 
     Args:
-        directory: the root that `fa.save` was given; it need not exist.
+        directory: the root that `fa.save` was given. It need not exist.
 
     Raises:
         OSError: the root can't be listed.
@@ -100,10 +100,10 @@ def committed(path: Path) -> Path | None:
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The committed checkpoint of the highest step under a root; None where there is none.
+    """The committed checkpoint of the highest step under a root. None if there is none.
 
     Args:
-        directory: the root that `fa.save` was given; it need not exist.
+        directory: the root that `fa.save` was given. It need not exist.
 
     Raises:
         OSError: the root can't be listed.

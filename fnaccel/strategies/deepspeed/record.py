@@ -122,14 +122,14 @@ def deepspeed(
 ) -> Strategy:
     """Train on DeepSpeed's ZeRO engine (Rajbhandari et al. 2020): same step, same transforms, same state.
 
-    DeepSpeed averages, clips and updates by itself, which the plan shows; `train_step.plan.deepspeed` is the
+    DeepSpeed averages, clips and updates by itself, which the plan shows. `train_step.plan.deepspeed` is the
     configuration that it gets. Where the step and `config` both say something, they have to agree. Arguments
     that are None leave a value to the file, or else to DeepSpeed's default
     (https://www.deepspeed.ai/docs/config-json/).
 
     Args:
-        stage: what is partitioned: 0 nothing, 1 optimizer slots, 2 gradients too, 3 parameters too;
-            the file's by default (0 where it has no section `zero_optimization`), or 2.
+        stage: 0 partitions nothing, 1 optimizer slots, 2 gradients too, 3 parameters too.
+            the file's by default (0 if it has no section `zero_optimization`), or 2.
         config: a DeepSpeed JSON file, or a dict like one. `"auto"` in it is filled from the step, the
             optimizer and the model.
         offload_optimizer: keep optimizer slots and fp32 parameters on `"cpu"` or `"nvme"` (stage 3).
@@ -140,14 +140,14 @@ def deepspeed(
         hpz: ZeRO++: over how many ranks the second copy of parameters is partitioned (a machine's).
         quantized_weights, quantized_gradients: ZeRO++: communicate them in few bits (need a GPU).
         contiguous_gradients, overlap_comm, reduce_scatter: how gradients travel.
-        reduce_bucket_size, allgather_bucket_size: elements in one collective; `"auto"`: hidden size squared.
-        prefetch_bucket_size: elements gathered ahead (stage 3); `"auto"`: 0.9 hidden size squared.
-        param_persistence_threshold: parameters of fewer elements stay whole (stage 3); `"auto"`: 10 hidden.
+        reduce_bucket_size, allgather_bucket_size: elements in one collective. `"auto"`: hidden size squared.
+        prefetch_bucket_size: elements gathered ahead (stage 3). `"auto"`: 0.9 hidden size squared.
+        param_persistence_threshold: parameters of fewer elements stay whole (stage 3). `"auto"`: 10 hidden.
         sub_group_size: elements that are updated at a time (stage 3).
         max_live_parameters, max_reuse_distance: how many elements stay gathered (stage 3).
         save_16bit: let DeepSpeed consolidate 16-bit weights when asked to save them (stage 3).
         moe_layers: class names of mixture-of-experts layers that are gathered as one (stage 3).
-        hidden_size: for `"auto"`, where the model has no `config.hidden_size`.
+        hidden_size: for `"auto"`, if the model has no `config.hidden_size`.
 
     Raises:
         ArgumentError: a stage that is none, or options that need another stage.

@@ -70,7 +70,7 @@ class Xla(Axis):
 def xla(shard: bool | int = False) -> Strategy:
     """Train on all XLA devices of this machine (TPUs) from one process, by SPMD (Xu et al. 2021).
 
-    The process feeds the global batch; its rows are spread over the devices, and XLA adds the collectives
+    The process feeds the global batch. Its rows are spread over the devices, and XLA adds the collectives
     (https://docs.pytorch.org/xla/master/perf/spmd_basic.html). A step is one graph, compiled once for each
     shape of batch: give batches of one size (`fa.shard(loader, remainder="drop")`). Needs
     `fa.start(device="xla")`.
@@ -81,8 +81,8 @@ def xla(shard: bool | int = False) -> Strategy:
             many devices, replicated between groups, as under `hsdp`.
 
     Raises:
-        ArgumentError: a number below 1; at `init`, groups that don't make up the devices.
-        WorldError: in `fa.train_step`, where the world computes on another device.
+        ArgumentError: a number below 1. At `init`, groups that don't make up the devices.
+        WorldError: in `fa.train_step`, if the world computes on another device.
 
     Example:
         >>> fa.distribute(GPT, fa.xla(shard=True))

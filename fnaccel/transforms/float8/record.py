@@ -39,7 +39,7 @@ _found: weakref.WeakKeyDictionary[nn.Module, Layers] = weakref.WeakKeyDictionary
 
 @attrs.frozen(kw_only=True)
 class Float8:
-    """How linear layers compute in fp8; given to `with_precision`.
+    """How linear layers compute in fp8: an argument of `with_precision`.
 
     Attributes:
         backend: whose layers: `"torchao"`, or `"transformer_engine"` (not run on hardware yet).
@@ -47,12 +47,12 @@ class Float8:
             `"rowwise_with_gw_hp"` (the same, weight gradients in bf16).
             TransformerEngine: `"hybrid"` (e4m3 forward, e5m2 backward), `"e4m3"`, both with delayed
             scaling, or `"mxfp8"`. By default the first of its backend.
-        only, skip: patterns of paths of layers or parameters (`"*lm_head*"`); `skip` wins.
-        emulate: torchao: round to fp8 and multiply in fp32, on any device. Slower than bf16; for tests.
+        only, skip: patterns of paths of layers or parameters (`"*lm_head*"`). `skip` wins.
+        emulate: torchao: round to fp8 and multiply in fp32, on any device. Slower than bf16, for tests.
         all_gather: torchao: send weights as fp8 under `fsdp` (recipe `"tensorwise"` only); each gather
             takes one small all-reduce a weight, to find its scale.
         pad: torchao: pad the inner dimension of each product to a multiple of 16. Without it a GPU
-            raises where a batch has another number of rows.
+            raises if a batch has another number of rows.
         amax_history_len, amax_compute_algo, margin: TransformerEngine's delayed scaling: over how many
             steps the largest value is looked for, `"max"` or `"most_recent"` of them, and how many
             powers of two are left above it. By default 1024, `"max"` and 0.
@@ -146,7 +146,7 @@ class Float8:
         return ", ".join(parts)
 
     def layers(self, model: object) -> Layers:
-        """Which linear layers of a module (or of what a factory makes, without values) would compute in fp8.
+        """The linear layers of a module (or of a factory, without values) that would compute in fp8.
 
         Args:
             model: a module, or a factory of one.
@@ -346,13 +346,13 @@ def with_float8(step: StepLike, record: Float8) -> Step:
 
 
 def float8_layers(train_step: Any) -> Layers | list[Layers]:
-    """Which layers of a train step compute in fp8, after `init`; the plan lists them before it.
+    """The layers of a train step that compute in fp8, after `init`. The plan lists them before it.
 
     Args:
-        train_step: what `fa.train_step` returned, its `init` called.
+        train_step: the result of `fa.train_step`, after its `init`.
 
     Returns:
-        The layers of its model; a list of them for several models, in their order.
+        The layers of its model. For several models a list, in their order.
 
     Raises:
         OwnershipError: before `init`.
