@@ -1,8 +1,12 @@
-"""Docs are code: every Python block of README and docs runs, page by page, top to bottom."""
+"""Docs are code: every Python block of README and docs runs, page by page, top to bottom.
+
+A block ```text output``` shows the output of the block before it, and is compared.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import doctest
 import io
 import re
 import sys
@@ -31,8 +35,11 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     main = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)  # where torch.compile looks globals up
     names = main.__dict__
+    out = io.StringIO()
     with contextlib.ExitStack() as stack:
         for language, flags, code, line in blocks(page):
+            if (language, flags) == ("text", "output"):
+                assert _same(code, out.getvalue()), f"{page.name}:{line} shows\n{code}and prints\n{out.getvalue()}"
             if language != "python" or "no-run" in flags:
                 continue
             lines = "\n" * (line - 1) + code
@@ -42,6 +49,11 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
         world = names.get("world")
         if world is not None and hasattr(world, "close"):
             stack.callback(world.close)
+
+
+def _same(shown, printed):
+    """Whether a block `text output` shows the output of the block before it. `...` stands for any text."""
+    return doctest.OutputChecker().check_output(shown, printed, doctest.ELLIPSIS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
