@@ -39,7 +39,9 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     with contextlib.ExitStack() as stack:
         for language, flags, code, line in blocks(page):
             if (language, flags) == ("text", "output"):
-                assert _same(code, out.getvalue()), f"{page.name}:{line} shows\n{code}and prints\n{out.getvalue()}"
+                assert _same(code, out.getvalue()), (
+                    f"{page.name}:{line} shows\n{code}and prints\n{out.getvalue()}"
+                )
             if language != "python" or "no-run" in flags:
                 continue
             lines = "\n" * (line - 1) + code
