@@ -285,7 +285,7 @@ class OwnershipError(FnaccelError, RuntimeError):
 
 
 class TreeMismatchError(FnaccelError, ValueError):
-    """Two trees that must match differ; the message lists every differing path.
+    """Two trees that must match differ. The message lists every differing path.
 
     Fails:
         >>> another = fa.apply(fa.Recipe(), loss_fn, lambda: nn.Linear(8, 2)).init()

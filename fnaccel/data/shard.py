@@ -276,7 +276,7 @@ def _windows(batches: Iterator[Batch], size: int) -> Iterator[Window]:
 
 
 def steps_per_epoch(shards: Shards, ranks: int) -> int | None:
-    """How many batches (or windows) a whole epoch yields, the same on each rank; None if unknown.
+    """How many batches (or windows) a whole epoch yields, the same on each rank. None if unknown.
 
     Asks for lengths only, so a sampler, batch sampler or dataset that misstates its own is believed.
 

@@ -306,7 +306,7 @@ def cast_layers(
         step: a step or a loss function.
         storage: `"fp8"` (e4m3), `"float8_e5m2"`, `"bf16"`, `"fp16"`, or a dtype.
         compute: the dtype each layer computes in. By default that of `with_precision`.
-        only: patterns of paths of layers or parameters; by default all that are wholly or partly frozen.
+        only: patterns of paths of layers or parameters. By default all that have frozen parameters.
         skip: patterns of those that are left.
 
     Raises:
