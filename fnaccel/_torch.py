@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from fnaccel.tree import Tree
 
-# `all_gather_into_tensor` warns in favour of `all_gather_single` from 2.13 on; 2.9 to 2.11 lack the
-# new name. Checked on 2.13.
+# from 2.13 on `all_gather_into_tensor` warns in favour of `all_gather_single`, which 2.9 to 2.11 lack
 _NAMES = ("all_gather_single", "all_gather_into_tensor")
 all_gather_single: Callable[..., Any] = next(getattr(dist, name) for name in _NAMES if hasattr(dist, name))
 

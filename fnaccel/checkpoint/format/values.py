@@ -14,8 +14,8 @@
     an object with a state_dict()         {"state_dict": that}
 
 A path joins keys with "/", where "~" and "/" inside a key become "~0" and "~1" (RFC 6901).
-Nothing is ever pickled, and reading builds no class but the three named here: nodes and objects are
-rebuilt from the `like` of `fa.restore`, or come back as their entries. No files here.
+Nothing is pickled. Reading builds only the three classes named here: nodes and objects are rebuilt from
+the `like` of `fa.restore`, or come back as their entries. No files here.
 """
 
 from __future__ import annotations
