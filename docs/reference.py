@@ -209,7 +209,7 @@ def mistakes() -> str:
     parts = [
         HEAD,
         "# Errors\n",
-        "Every message has three lines: what happened, `where:`, and the `fix:`. Every class is an `fa.FnaccelError`,\n"
+        "Every message has three lines: what happened, `where:`, and the `fix:`. Every class is an `fa.errors.FnaccelError`,\n"
         "and also the built-in class that a caller expects (`ValueError`, `RuntimeError`, ...).\n",
         "A test executes both parts of each section. `Fails` raises the error, and `Works` does not. The names in the\n"
         "examples are those of the [API](api.md#api).\n",

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="local")
     parser.add_argument("--epochs", type=int, default=6)
     args = parser.parse_args()
-    recipe = fa.recipe(fa.Recipe(strategy=args.strategy))
+    recipe = fa.config.recipe(fa.config.Recipe(strategy=args.strategy))
     images = torch.tensor(load_digits().data, dtype=torch.float32) / 16.0
     noise = torch.randn(len(images), 16, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(images, noise), batch_size=96, shuffle=True, drop_last=True)

@@ -20,7 +20,7 @@ def gradient_noise(step):
     """A transform is a function `Step -> Step`; this one appends its record."""
     return fa.Transform(
         "gradient_noise", fa.Phase.GRADS, apply=add_noise, init=lambda params: {"calls": 0},
-        needs={fa.Capability.GRADIENTS},
+        needs={fa.transforms.Capability.GRADIENTS},
     )(step)  # fmt: skip
 
 

@@ -51,10 +51,12 @@ def main() -> None:
     parser.add_argument("--strategy", default="local")
     parser.add_argument("--epochs", type=int, default=20)
     args = parser.parse_args()
-    recipe = fa.recipe(fa.Recipe(strategy=args.strategy, optimizer=fa.OptimizerRecipe(lr=3e-3)))
+    recipe = fa.config.recipe(
+        fa.config.Recipe(strategy=args.strategy, optimizer=fa.config.OptimizerRecipe(lr=3e-3))
+    )
     train, test = data()
     with fa.start() as world:
-        train_step = fa.apply(recipe, loss_fn, CNN)
+        train_step = fa.config.apply(recipe, loss_fn, CNN)
         state = train_step.init(seed=0)
         shards = fa.shard(DataLoader(train, batch_size=64, shuffle=True))
         for state, _ in fa.scan(train_step, state, shards, epochs=args.epochs, progress=True):

@@ -154,27 +154,27 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    recipe = fa.recipe(
-        fa.Recipe(
+    recipe = fa.config.recipe(
+        fa.config.Recipe(
             strategy=args.strategy,
             precision=args.precision,
             accumulate=args.accumulate,
             compile=args.compile,
             clip_norm=1.0,
-            optimizer=fa.OptimizerRecipe(
+            optimizer=fa.config.OptimizerRecipe(
                 name="adamw",
                 lr=4e-3,
                 schedule="warmup_cosine",
                 schedule_options={"warmup": max(1, args.steps // 20), "total": max(2, args.steps)},
                 groups={"*norm*": {"weight_decay": 0.0}, "*bias": {"weight_decay": 0.0}},
             ),
-            data=fa.DataRecipe(seed=args.seed),
-            checkpoint=fa.CheckpointRecipe(directory=args.dir, every=args.save_every, keep=args.keep),
+            data=fa.config.DataRecipe(seed=args.seed),
+            checkpoint=fa.config.CheckpointRecipe(directory=args.dir, every=args.save_every, keep=args.keep),
         )
     )
     loader = DataLoader(Sources(), batch_size=args.global_batch, shuffle=True)
     with fa.start(compile_cache=args.compile_cache) as world:
-        train_step = fa.apply(recipe, loss_fn, GPT)
+        train_step = fa.config.apply(recipe, loss_fn, GPT)
         world.print(train_step.plan)
         directory = recipe.checkpoint.directory
         if directory:
@@ -182,8 +182,8 @@ def main() -> None:
         else:
             state = train_step.init(seed=args.seed)
         first, losses = state.step + 1, []
-        shards = fa.shard(loader, **fa.shard_options(recipe))
-        options = {"steps": args.steps, "progress": not args.quiet, **fa.scan_options(recipe)}
+        shards = fa.shard(loader, **fa.config.shard_options(recipe))
+        options = {"steps": args.steps, "progress": not args.quiet, **fa.config.scan_options(recipe)}
         for state, metrics in fa.scan(train_step, state, shards, **options):
             losses.append(metrics["loss"])
         losses = [float(loss) for loss in losses]

@@ -16,7 +16,7 @@ class FnaccelError(Exception):
     """Base of all fnaccel errors: what happened, where, and the fix. Catch it to catch each of them.
 
     Example:
-        >>> print(fa.FnaccelError("the loss is text", where="train_step", fix="return a tensor"))
+        >>> print(fa.errors.FnaccelError("the loss is text", where="train_step", fix="return a tensor"))
         the loss is text
           where: train_step
           fix: return a tensor
@@ -69,9 +69,9 @@ class AxisProductError(FnaccelError, ValueError):
     """The degrees of a strategy do not multiply to the number of ranks.
 
     Fails, on 2 ranks:
-        >>> fa.apply(fa.Recipe(strategy="ddp(2) * fsdp(4)"), loss_fn, GPT)
+        >>> fa.config.apply(fa.config.Recipe(strategy="ddp(2) * fsdp(4)"), loss_fn, GPT)
     Works, on 2 ranks:
-        >>> fa.apply(fa.Recipe(strategy="ddp(2) * fsdp(-1)"), loss_fn, GPT)
+        >>> fa.config.apply(fa.config.Recipe(strategy="ddp(2) * fsdp(-1)"), loss_fn, GPT)
     """
 
 
@@ -99,9 +99,9 @@ class CapabilityError(FnaccelError, ValueError):
     """The strategy, the device or the optimizer can't do what the step asks.
 
     Fails:
-        >>> fa.apply(fa.Recipe(strategy="fsdp", compile="loss"), loss_fn, GPT)
+        >>> fa.config.apply(fa.config.Recipe(strategy="fsdp", compile="loss"), loss_fn, GPT)
     Works:
-        >>> fa.apply(fa.Recipe(strategy="fsdp", compile="step"), loss_fn, GPT)
+        >>> fa.config.apply(fa.config.Recipe(strategy="fsdp", compile="step"), loss_fn, GPT)
     """
 
 
@@ -109,9 +109,9 @@ class NotCompiledError(FnaccelError, RuntimeError):
     """`fa.compile` was applied and nothing was compiled, or XLA can't compile a step.
 
     Fails:
-        >>> fa.apply(fa.Recipe(compile="block"), loss_fn, lambda: nn.Linear(8, 2)).init()
+        >>> fa.config.apply(fa.config.Recipe(compile="block"), loss_fn, lambda: nn.Linear(8, 2)).init()
     Works:
-        >>> fa.apply(fa.Recipe(compile="loss"), loss_fn, lambda: nn.Linear(8, 2)).init()
+        >>> fa.config.apply(fa.config.Recipe(compile="loss"), loss_fn, lambda: nn.Linear(8, 2)).init()
     """
 
 
@@ -120,13 +120,13 @@ class RecompileLimitError(FnaccelError, RuntimeError):
 
     Fails:
         >>> step = fa.compile(loss_fn, "loss", backend="aot_eager", dynamic=False, limit=0)
-        >>> train_step = fa.apply(fa.Recipe(), step, GPT)
+        >>> train_step = fa.config.apply(fa.config.Recipe(), step, GPT)
         >>> state = train_step.init()
         >>> for rows in (4, 3, 2):
         ...     state, metrics = train_step(state, {name: x[:rows] for name, x in batch.items()})
     Works:
         >>> step = fa.compile(loss_fn, "loss", backend="aot_eager", dynamic={"*": 0}, limit=0)
-        >>> train_step = fa.apply(fa.Recipe(), step, GPT)  # any number of rows
+        >>> train_step = fa.config.apply(fa.config.Recipe(), step, GPT)  # any number of rows
         >>> state, metrics = train_step(train_step.init(), batch)
     """
 
@@ -145,7 +145,7 @@ class LossError(FnaccelError, ValueError):
     """The loss function returned a value that can't be trained on.
 
     Fails:
-        >>> train_step = fa.apply(fa.Recipe(), lambda model, batch: model(batch["tokens"]).sum().item(), GPT)
+        >>> train_step = fa.config.apply(fa.config.Recipe(), lambda model, batch: model(batch["tokens"]).sum().item(), GPT)
         >>> train_step(train_step.init(), batch)
     Works:
         >>> state, metrics = train_step(state, batch)  # loss_fn returns fa.Mean(total, weight=count)
@@ -157,7 +157,7 @@ class NonfiniteError(FnaccelError, ArithmeticError):
 
     Fails:
         >>> step = fa.skip_nonfinite(lambda model, b: math.nan * model(b["tokens"]).sum(), max_skipped=1)
-        >>> train_step = fa.apply(fa.Recipe(), step, GPT)
+        >>> train_step = fa.config.apply(fa.config.Recipe(), step, GPT)
         >>> state, metrics = train_step(train_step.init(), batch)
         >>> train_step(state, batch)
     Works:
@@ -169,10 +169,10 @@ class MicroBatchError(FnaccelError, ValueError):
     """A batch can't be cut into the micro-batches asked for.
 
     Fails:
-        >>> train_step = fa.apply(fa.Recipe(accumulate=5), loss_fn, GPT)
+        >>> train_step = fa.config.apply(fa.config.Recipe(accumulate=5), loss_fn, GPT)
         >>> train_step(train_step.init(), batch)  # a batch of 4 rows
     Works:
-        >>> train_step = fa.apply(fa.Recipe(accumulate=2), loss_fn, GPT)
+        >>> train_step = fa.config.apply(fa.config.Recipe(accumulate=2), loss_fn, GPT)
         >>> state, metrics = train_step(train_step.init(), batch)
     """
 
@@ -211,9 +211,9 @@ class PlanMismatchError(FnaccelError, ValueError):
     """Ranks built different train steps.
 
     Fails, on 2 ranks:
-        >>> fa.apply(fa.Recipe(strategy="ddp", accumulate=1 + world.rank), loss_fn, GPT).init()
+        >>> fa.config.apply(fa.config.Recipe(strategy="ddp", accumulate=1 + world.rank), loss_fn, GPT).init()
     Works, on 2 ranks:
-        >>> fa.apply(fa.Recipe(strategy="ddp", accumulate=2), loss_fn, GPT).init()
+        >>> fa.config.apply(fa.config.Recipe(strategy="ddp", accumulate=2), loss_fn, GPT).init()
     """
 
 
@@ -264,7 +264,7 @@ class AveragedError(FnaccelError, RuntimeError):
     """The parameters are the averages of `with_ema`, so the state can't be saved, copied or trained.
 
     Fails:
-        >>> train_step = fa.apply(fa.Recipe(ema=0.99), loss_fn, GPT)
+        >>> train_step = fa.config.apply(fa.config.Recipe(ema=0.99), loss_fn, GPT)
         >>> state = train_step.init()
         >>> with train_step.averaged(state): fa.save("runs/gpt", state)
     Works:
@@ -277,10 +277,10 @@ class OwnershipError(FnaccelError, RuntimeError):
 
     Fails:
         >>> model = GPT()
-        >>> first, second = fa.apply(fa.Recipe(), loss_fn, model), fa.apply(fa.Recipe(), loss_fn, model)
+        >>> first, second = fa.config.apply(fa.config.Recipe(), loss_fn, model), fa.config.apply(fa.config.Recipe(), loss_fn, model)
         >>> first.init(), second.init()
     Works:
-        >>> states = [fa.apply(fa.Recipe(), loss_fn, GPT).init() for _ in range(2)]
+        >>> states = [fa.config.apply(fa.config.Recipe(), loss_fn, GPT).init() for _ in range(2)]
     """
 
 
@@ -288,7 +288,7 @@ class TreeMismatchError(FnaccelError, ValueError):
     """Two trees that must match differ. The message lists every differing path.
 
     Fails:
-        >>> another = fa.apply(fa.Recipe(), loss_fn, lambda: nn.Linear(8, 2)).init()
+        >>> another = fa.config.apply(fa.config.Recipe(), loss_fn, lambda: nn.Linear(8, 2)).init()
         >>> fa.restore(fa.save("runs/gpt", state), like=another)
     Works:
         >>> state = fa.restore(fa.save("runs/gpt", state), like=train_step.init(seed=1))
@@ -319,9 +319,9 @@ class ConfigError(FnaccelError, ValueError):
     """A config file or value is not what its class describes.
 
     Fails:
-        >>> fa.from_yaml("precison: bf16")
+        >>> fa.config.from_yaml("precison: bf16")
     Works:
-        >>> fa.from_yaml("precision: bf16")
+        >>> fa.config.from_yaml("precision: bf16")
     """
 
 
@@ -329,9 +329,9 @@ class UnusedOverrideError(FnaccelError, RuntimeError):
     """The launcher got an option that the script never used.
 
     Fails:
-        $ fnaccel launch --strategy fsdp -m this  # a program that never calls fa.recipe()
+        $ fnaccel launch --strategy fsdp -m this  # a program that never calls fa.config.recipe()
     Works:
-        $ fnaccel launch --strategy fsdp train.py  # a script that builds its step from fa.recipe()
+        $ fnaccel launch --strategy fsdp train.py  # a script that builds its step from fa.config.recipe()
     """
 
 
@@ -366,7 +366,7 @@ class Preempted(SystemExit):
         path: the checkpoint of that step. None if nothing was saved.
 
     Example:
-        >>> print(fa.Preempted(10, fa.save("runs/gpt", state)))
+        >>> print(fa.errors.Preempted(10, fa.save("runs/gpt", state)))
         stopped after step 10, saved ...
     """
 

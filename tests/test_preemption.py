@@ -40,7 +40,7 @@ def scanned(root, *, steps=5, at=None, number=signal.SIGTERM, rank=0, strategy="
             seen.append(state.step)
             if state.step == at and current().rank == rank:
                 send(number)
-    except fa.Preempted as stop:
+    except fa.errors.Preempted as stop:
         ended = (stop.code, stop.step, stop.path.name)
     train_step.close()
     return seen, ended, [one.step for one in fa.checkpoints(root)]
@@ -100,7 +100,7 @@ def test_a_signal_before_the_first_step(world, tmp_path):
 
     train_step = program()
     loader = DataLoader(Early(*batch_of(12)), batch_size=4)
-    with pytest.raises(fa.Preempted) as stopped:
+    with pytest.raises(fa.errors.Preempted) as stopped:
         list(fa.scan(train_step, train_step.init(), fa.shard(loader), steps=9, directory=tmp_path))
     assert (stopped.value.step, fa.latest(tmp_path)) == (1, stopped.value.path)
 
@@ -142,7 +142,7 @@ def test_a_signal_while_evaluating(world, tmp_path):
             if state.step == 2:
                 fa.evaluate(train_step, state, metric, shards())
 
-    with pytest.raises(fa.Preempted):
+    with pytest.raises(fa.errors.Preempted):
         loop(state)
     assert seen == [1, 2, 3]
 
@@ -155,7 +155,7 @@ def test_the_code_is_that_of_the_process_and_blocks_unwind(world, tmp_path):
     next(states)
     with pytest.raises(SystemExit) as stopped:
         next(states)
-    assert stopped.value.code == fa.Preempted.CODE == 75
+    assert stopped.value.code == fa.errors.Preempted.CODE == 75
     assert str(stopped.value) == f"stopped after step 2, saved {tmp_path / 'step-0000000002'}"
     again = pickle.loads(pickle.dumps(stopped.value))
     assert (again.step, again.path, again.code) == (2, stopped.value.path, 75)

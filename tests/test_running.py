@@ -123,8 +123,8 @@ def test_what_scan_refuses():
 
 def test_states_are_saved_as_it_goes_and_at_the_end(tmp_path):
     train_step = program()
-    recipe = fa.Recipe(checkpoint=fa.CheckpointRecipe(directory=str(tmp_path), every=2))
-    positions(train_step, train_step.init(), shards(), steps=5, **fa.scan_options(recipe))
+    recipe = fa.config.Recipe(checkpoint=fa.config.CheckpointRecipe(directory=str(tmp_path), every=2))
+    positions(train_step, train_step.init(), shards(), steps=5, **fa.config.scan_options(recipe))
     assert [one.step for one in fa.checkpoints(tmp_path)] == [2, 4, 5]
     state = fa.restore(tmp_path, like=train_step.init(seed=1), step=4)
     _, found = positions(train_step, state, shards(), steps=5)
@@ -136,9 +136,11 @@ def test_states_are_saved_as_it_goes_and_at_the_end(tmp_path):
 def test_only_what_is_to_be_kept_stays_also_in_the_background(tmp_path):
     for background in (False, True):
         root = tmp_path / str(background)
-        plan = fa.CheckpointRecipe(directory=str(root), every=1, keep=2, keep_every=3, background=background)
+        plan = fa.config.CheckpointRecipe(
+            directory=str(root), every=1, keep=2, keep_every=3, background=background
+        )
         train_step = program()
-        options = fa.scan_options(fa.Recipe(checkpoint=plan))
+        options = fa.config.scan_options(fa.config.Recipe(checkpoint=plan))
         positions(train_step, train_step.init(), shards(), steps=7, **options)
         assert [one.step for one in fa.checkpoints(root)] == [3, 6, 7]
 

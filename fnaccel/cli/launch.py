@@ -22,7 +22,7 @@ from fnaccel.launch.ending import leave
 _HELP = """Run a script as several processes that find each other through fa.start().
 
 Options come before the script; what follows the script's name is the script's own.
-The options under "recipe" change what fa.recipe() returns in the script."""
+The options under "recipe" change what fa.config.recipe() returns in the script."""
 
 
 @contextlib.contextmanager

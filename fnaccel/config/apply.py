@@ -50,7 +50,7 @@ def recipe(default: Recipe | str | None = None) -> Recipe:
         ConfigError: an override that a recipe has no place for.
 
     Example:
-        >>> recipe = fa.recipe(fa.Recipe(strategy="local", clip_norm=1.0))
+        >>> recipe = fa.config.recipe(fa.config.Recipe(strategy="local", clip_norm=1.0))
         >>> recipe.clip_norm
         1.0
     """
@@ -105,7 +105,7 @@ def _wrong_options(where: str, name: str, error: TypeError) -> ConfigError:
 
 def transformed(recipe_: Recipe, loss_fn: Callable[..., Any]) -> Step:
     """The loss function under the transforms that a recipe names, in the recipe's order."""
-    step: Any = as_step(loss_fn, "fa.apply")
+    step: Any = as_step(loss_fn, "fa.config.apply")
     if recipe_.precision != "fp32":
         step = with_precision(step, recipe_.precision)
     if recipe_.accumulate > 1:
@@ -142,14 +142,14 @@ def apply(
         ConfigError, UnknownNameError: a choice that does not exist.
 
     Example:
-        >>> train_step = fa.apply(fa.recipe(), loss_fn, GPT)
+        >>> train_step = fa.config.apply(fa.config.recipe(), loss_fn, GPT)
         >>> state = train_step.init(seed=0)
     """
     if not isinstance(recipe_, Recipe):
         raise ArgumentError(
             f"a recipe is not {type(recipe_).__name__}",
-            where="fa.apply",
-            fix="fa.apply(fa.Recipe(...), loss_fn, model)",
+            where="fa.config.apply",
+            fix="fa.config.apply(fa.config.Recipe(...), loss_fn, model)",
         )
     return train_step(
         transformed(recipe_, loss_fn),
@@ -163,8 +163,8 @@ def scan_options(recipe_: Recipe) -> dict[str, Any]:
     """The options of a recipe for `fa.scan(train_step, state, shards, **options)`: when and where to save.
 
     Example:
-        >>> recipe = fa.Recipe(checkpoint=fa.CheckpointRecipe(directory="runs/gpt"))
-        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), **fa.scan_options(recipe)):
+        >>> recipe = fa.config.Recipe(checkpoint=fa.config.CheckpointRecipe(directory="runs/gpt"))
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), **fa.config.scan_options(recipe)):
         ...     pass
         >>> fa.latest("runs/gpt").name
         'step-0000000003'
@@ -185,7 +185,7 @@ def shard_options(recipe_: Recipe) -> dict[str, Any]:
     """The options of a recipe for `fa.shard(loader, **options)`.
 
     Example:
-        >>> shards = fa.shard(loader, **fa.shard_options(fa.recipe()))
+        >>> shards = fa.shard(loader, **fa.config.shard_options(fa.config.recipe()))
     """
     data = recipe_.data
     return {

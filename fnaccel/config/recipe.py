@@ -23,10 +23,10 @@ class OptimizerRecipe:
         groups: pattern -> options.
 
     Example:
-        >>> optimizer = fa.OptimizerRecipe(
+        >>> optimizer = fa.config.OptimizerRecipe(
         ...     lr=3e-4, schedule="warmup_cosine", schedule_options={"warmup": 100, "total": 1_000}
         ... )
-        >>> recipe = fa.Recipe(optimizer=optimizer)
+        >>> recipe = fa.config.Recipe(optimizer=optimizer)
     """
 
     name: str = "adamw"
@@ -42,8 +42,8 @@ class DataRecipe:
     """How loaders are shared: the arguments of `fa.shard`.
 
     Example:
-        >>> recipe = fa.Recipe(data=fa.DataRecipe(remainder="drop"))
-        >>> shards = fa.shard(loader, **fa.shard_options(recipe))
+        >>> recipe = fa.config.Recipe(data=fa.config.DataRecipe(remainder="drop"))
+        >>> shards = fa.shard(loader, **fa.config.shard_options(recipe))
     """
 
     window: int | None = None
@@ -65,8 +65,8 @@ class CheckpointRecipe:
         background: whether training goes on while a state is written.
 
     Example:
-        >>> recipe = fa.Recipe(checkpoint=fa.CheckpointRecipe(directory="runs/gpt", every=100, keep=3))
-        >>> fa.scan_options(recipe)["save_every"]
+        >>> recipe = fa.config.Recipe(checkpoint=fa.config.CheckpointRecipe(directory="runs/gpt", every=100, keep=3))
+        >>> fa.config.scan_options(recipe)["save_every"]
         100
     """
 
@@ -94,7 +94,7 @@ class Recipe:
         optimizer, data, checkpoint: see there.
 
     Example:
-        >>> fa.Recipe(strategy="fsdp", precision="bf16", clip_norm=1.0).strategy
+        >>> fa.config.Recipe(strategy="fsdp", precision="bf16", clip_norm=1.0).strategy
         'fsdp'
     """
 

@@ -32,7 +32,7 @@ def to_yaml(recipe: Recipe) -> str:
         NotSerializableError: it holds a lambda or a closure.
 
     Example:
-        >>> print(fa.to_yaml(fa.Recipe(strategy="fsdp", precision="bf16")))
+        >>> print(fa.config.to_yaml(fa.config.Recipe(strategy="fsdp", precision="bf16")))
         strategy: fsdp
         precision: bf16
     """
@@ -70,7 +70,7 @@ def from_yaml(source: str | Path) -> Recipe:
 
     Example:
         >>> Path("gpt.yaml").write_text("strategy: fsdp\\nclip_norm: 1.0")
-        >>> fa.from_yaml("gpt.yaml").clip_norm
+        >>> fa.config.from_yaml("gpt.yaml").clip_norm
         1.0
     """
     where = "a recipe"
@@ -79,7 +79,7 @@ def from_yaml(source: str | Path) -> Recipe:
         where = text
         path = Path(source)
         if not path.is_file():
-            raise ConfigError(f"there is no file {text}", where="fa.from_yaml", fix="check the path")
+            raise ConfigError(f"there is no file {text}", where="fa.config.from_yaml", fix="check the path")
         text = path.read_text(encoding="utf-8")
     try:
         plain = yaml.safe_load(text) or {}

@@ -1,6 +1,6 @@
 """What the launcher was told and a script's recipe takes over; one variable carries it.
 
-`fa.recipe()` takes overrides. The launcher raises at the end of a script that never did.
+`fa.config.recipe()` takes overrides. The launcher raises at the end of a script that never did.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def check_taken() -> None:
         raise UnusedOverrideError(
             f"the launcher was told {flags}, and the script never used it",
             where="fnaccel launch",
-            fix="build the step from recipe = fa.recipe(), or drop the flags",
+            fix="build the step from recipe = fa.config.recipe(), or drop the flags",
         )

@@ -47,7 +47,7 @@ def preemption(*train_steps: TrainStep, signals: Iterable[str] = SIGNALS) -> Gen
         ...     for batch in batches:
         ...         state, metrics = train_step(state, batch)
         ...         if notice.stopping:
-        ...             raise fa.Preempted(state.step, fa.save("runs/gpt", state))
+        ...             raise fa.errors.Preempted(state.step, fa.save("runs/gpt", state))
     """
     numbers = [_number(name) for name in signals]
     beyond = any(one.mesh.batch_size != one.mesh.world.size for one in train_steps)

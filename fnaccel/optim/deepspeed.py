@@ -41,7 +41,7 @@ class DeepspeedKernel:
         """DeepSpeed makes it."""
         raise CapabilityError(
             "only DeepSpeed has the optimizer that its configuration names",
-            where="fa.from_deepspeed()",
+            where="fa.optim.from_deepspeed()",
             fix="fa.adamw(...), or fa.distribute(model, fa.deepspeed(config=...))",
         )
 
@@ -50,14 +50,14 @@ def from_deepspeed(lr: Rate, *, groups: Groups = None, **options: Any) -> Optimi
     """The optimizer that the DeepSpeed configuration names (`"optimizer": {"type": ..., "params": ...}`).
 
     Args:
-        lr: a number, or `fa.deepspeed_lr(...)` if the configuration names a scheduler. Fills an `"auto"`.
+        lr: a number, or `fa.optim.deepspeed_lr(...)` if the configuration names a scheduler. Fills an `"auto"`.
         groups: `{pattern: options}`, as for `fa.adamw`.
         options: further parameters, which have to agree with the configuration's.
 
     Example:
         >>> config = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
         >>> model = fa.distribute(GPT, fa.deepspeed(config=config))
-        >>> train_step = fa.train_step(loss_fn, model=model, optimizer=fa.from_deepspeed(3e-4))
+        >>> train_step = fa.train_step(loss_fn, model=model, optimizer=fa.optim.from_deepspeed(3e-4))
         >>> train_step.plan.deepspeed["optimizer"]["params"]["lr"]
         0.0003
     """
@@ -85,7 +85,7 @@ def deepspeed_lr(
         ArgumentError: a rate that is none.
 
     Example:
-        >>> fa.adamw(lr=fa.deepspeed_lr(3e-4, warmup=100, total=1_000))
+        >>> fa.adamw(lr=fa.optim.deepspeed_lr(3e-4, warmup=100, total=1_000))
     """
-    require(lr > 0, f"a rate can't be {lr}", "fa.deepspeed_lr", "a positive number")
+    require(lr > 0, f"a rate can't be {lr}", "fa.optim.deepspeed_lr", "a positive number")
     return DeepspeedRate(lr, warmup, total, low)

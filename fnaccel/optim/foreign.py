@@ -234,6 +234,6 @@ def adafactor(lr: Rate = 1e-2, *, groups: Groups = None, **options: Any) -> Opti
         options: as `torch.optim.Adafactor` takes them.
 
     Example:
-        >>> fa.adafactor(1e-2)
+        >>> fa.optim.adafactor(1e-2)
     """
     return from_torch(torch.optim.Adafactor, lr=lr, groups=groups, **options)

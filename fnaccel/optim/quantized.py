@@ -320,7 +320,7 @@ def adamw8bit(
             dimension than the first.
 
     Example:
-        >>> fa.adamw8bit(3e-4, codes="fp8")
+        >>> fa.optim.adamw8bit(3e-4, codes="fp8")
     """
     for kind, chosen, known in (
         ("8-bit backend", backend, get_args(Backend)),
@@ -328,18 +328,18 @@ def adamw8bit(
     ):
         if chosen not in known:
             raise UnknownNameError(
-                f"no {kind} is called {chosen!r}", where="fa.adamw8bit", fix=nearest(str(chosen), known)
+                f"no {kind} is called {chosen!r}", where="fa.optim.adamw8bit", fix=nearest(str(chosen), known)
             )
     require(
         backend == "torchao" or not compiled,
         "bitsandbytes' update is a kernel already: there is nothing to compile",
-        "fa.adamw8bit",
+        "fa.optim.adamw8bit",
         'leave out compiled, or backend="torchao"',
     )
     require(
         backend == "torchao" or codes == "8bit",
         f"bitsandbytes stores no moments in {codes}",
-        "fa.adamw8bit",
+        "fa.optim.adamw8bit",
         'leave out codes, or backend="torchao"',
     )
     betas = check_betas("adamw8bit", betas)

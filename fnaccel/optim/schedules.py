@@ -50,7 +50,7 @@ class constant:  # noqa: N801 - used as a function; a class so that it prints, h
     """The same rate always.
 
     Example:
-        >>> fa.constant(1e-3)(500)
+        >>> fa.schedules.constant(1e-3)(500)
         0.001
     """
 
@@ -66,7 +66,7 @@ class linear:  # noqa: N801
     """From `start` to `end` over `total` updates, then `end`.
 
     Example:
-        >>> fa.linear(1.0, 0.0, 1_000)(250)
+        >>> fa.schedules.linear(1.0, 0.0, 1_000)(250)
         0.75
     """
 
@@ -87,7 +87,7 @@ class cosine:  # noqa: N801
     """From `start` to `end` along half a cosine over `total` updates (Loshchilov and Hutter 2017).
 
     Example:
-        >>> round(fa.cosine(1.0, total=1_000)(500), 3)
+        >>> round(fa.schedules.cosine(1.0, total=1_000)(500), 3)
         0.5
     """
 
@@ -109,7 +109,7 @@ class inverse_sqrt:  # noqa: N801
     """Linear warm-up to `peak`, then `peak * sqrt(warmup / updates)` (Vaswani et al. 2017).
 
     Example:
-        >>> fa.inverse_sqrt(1.0, warmup=100)(400)
+        >>> fa.schedules.inverse_sqrt(1.0, warmup=100)(400)
         0.5
     """
 
@@ -136,7 +136,7 @@ class joined:  # noqa: N801
     `boundaries[i]` is the update at which `parts[i + 1]` takes over.
 
     Example:
-        >>> schedule = fa.joined((fa.linear(0.0, 1.0, 100), fa.cosine(1.0, total=900)), boundaries=(100,))
+        >>> schedule = fa.schedules.joined((fa.schedules.linear(0.0, 1.0, 100), fa.schedules.cosine(1.0, total=900)), boundaries=(100,))
         >>> schedule(50), schedule(100), schedule(1_000)
         (0.5, 1.0, 0.0)
     """
@@ -185,7 +185,7 @@ def warmup_constant(peak: float, *, warmup: int) -> joined:
     """Linear warm-up to `peak` over `warmup` updates, then `peak`.
 
     Example:
-        >>> fa.warmup_constant(1.0, warmup=10)(4)
+        >>> fa.schedules.warmup_constant(1.0, warmup=10)(4)
         0.5
     """
     return _warmup(peak, warmup, constant(peak), f"warmup_constant({peak}, warmup={warmup})")
@@ -198,7 +198,7 @@ def warmup_linear(peak: float, *, warmup: int, total: int, end: float = 0.0) -> 
         ArgumentError: the warm-up is not shorter than `total`.
 
     Example:
-        >>> fa.warmup_linear(1.0, warmup=10, total=110)(60)
+        >>> fa.schedules.warmup_linear(1.0, warmup=10, total=110)(60)
         0.5
     """
     _check_total(warmup, total)
@@ -228,7 +228,7 @@ def one_cycle(
     Starts at `peak / start_div` and ends at `peak / start_div / end_div`.
 
     Example:
-        >>> fa.one_cycle(1.0, total=100)(30)
+        >>> fa.schedules.one_cycle(1.0, total=100)(30)
         1.0
     """
     up = max(1, int(total * warmup))
@@ -243,7 +243,7 @@ class piecewise:  # noqa: N801
     """`start`, multiplied by `factors[i]` from update `boundaries[i]` on.
 
     Example:
-        >>> fa.piecewise(1.0, boundaries=(30, 60), factors=(0.5, 0.5))(60)
+        >>> fa.schedules.piecewise(1.0, boundaries=(30, 60), factors=(0.5, 0.5))(60)
         0.25
     """
 
@@ -315,13 +315,13 @@ class FromTorch:
         if isinstance(self._scheduler, type) or not callable(step):
             raise ArgumentError(
                 f"the function returned {self._scheduler!r}, which is no scheduler",
-                where="fa.from_torch_scheduler",
-                fix="fa.from_torch_scheduler(lambda optimizer: StepLR(optimizer, 30), lr=0.1)",
+                where="fa.schedules.from_torch_scheduler",
+                fix="fa.schedules.from_torch_scheduler(lambda optimizer: StepLR(optimizer, 30), lr=0.1)",
             )
         if _needs_metric(step):
             raise ArgumentError(
                 f"{type(self._scheduler).__name__} needs a metric, and a schedule is a function of updates",
-                where="fa.from_torch_scheduler",
+                where="fa.schedules.from_torch_scheduler",
                 fix="pass a function of yours, lr=lambda updates: 3e-4 * plateau.factor, and lower the "
                 "factor on all ranks when the metric of fa.evaluate stalls",
             )
@@ -339,7 +339,7 @@ class FromTorch:
             raise CapabilityError(
                 f"{type(self._scheduler).__name__} changes {' and '.join(changed)} besides the rate, "
                 "which a schedule can't",
-                where="fa.from_torch_scheduler",
+                where="fa.schedules.from_torch_scheduler",
                 fix="pass cycle_momentum=False to OneCycleLR or CyclicLR",
             )
         return float(group["lr"])
@@ -375,7 +375,7 @@ def from_torch_scheduler(factory: Callable[[Any], Any], *, lr: float) -> FromTor
         CapabilityError: it changes the momentum or betas too, as OneCycleLR and CyclicLR do by default.
 
     Example:
-        >>> schedule = fa.from_torch_scheduler(lambda opt: torch.optim.lr_scheduler.StepLR(opt, 30), lr=0.1)
+        >>> schedule = fa.schedules.from_torch_scheduler(lambda opt: torch.optim.lr_scheduler.StepLR(opt, 30), lr=0.1)
         >>> schedule(29), round(schedule(30), 3)
         (0.1, 0.01)
     """

@@ -240,7 +240,7 @@ class TrainStep:
             ArgumentError: a step without `with_ema`.
 
         Example:
-            >>> train_step = fa.apply(fa.Recipe(ema=0.99), loss_fn, GPT)
+            >>> train_step = fa.config.apply(fa.config.Recipe(ema=0.99), loss_fn, GPT)
             >>> state, metrics = train_step(train_step.init(), batch)
             >>> with train_step.averaged(state):
             ...     loss = fa.evaluate(train_step, state, loss_fn, fa.shard(loader))

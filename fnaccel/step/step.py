@@ -44,7 +44,7 @@ class Capability(enum.StrEnum):
         ...     for value in params.values():
         ...         value.clamp_(min=0)
         ...     return own
-        >>> needs = {fa.Capability.PARAMETERS}
+        >>> needs = {fa.transforms.Capability.PARAMETERS}
         >>> clamp = fa.Transform("clamp", fa.Phase.UPDATE, apply=nonnegative, needs=needs)
     """
 

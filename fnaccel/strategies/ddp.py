@@ -86,7 +86,7 @@ def ddp(
         unused_parameters: search each step for parameters that get no gradient.
         sync_buffers: broadcast buffers from the first replica before each forward.
         hook: communication hook: `"fp16"`, `"bf16"`, `"powersgd"`, `"batched_powersgd"`, a wrapper
-            such as `"fp16+powersgd"`, or `fa.powersgd(...)` with its settings.
+            such as `"fp16+powersgd"`, or `fa.strategies.powersgd(...)` with its settings.
 
     Raises:
         ArgumentError: a degree or bucket size that can't be.

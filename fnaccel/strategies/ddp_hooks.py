@@ -49,11 +49,13 @@ def powersgd(*, batched: bool = False, wrap: str | None = None, **options: Any) 
         UnknownNameError: no such wrapper.
 
     Example:
-        >>> fa.ddp(hook=fa.powersgd(matrix_approximation_rank=2))
+        >>> fa.ddp(hook=fa.strategies.powersgd(matrix_approximation_rank=2))
     """
     if wrap not in (None, "fp16", "bf16"):
         raise UnknownNameError(
-            f"no wrapper is called {wrap!r}", where="fa.powersgd", fix=nearest(str(wrap), ("fp16", "bf16"))
+            f"no wrapper is called {wrap!r}",
+            where="fa.strategies.powersgd",
+            fix=nearest(str(wrap), ("fp16", "bf16")),
         )
     name = "batched_powersgd" if batched else "powersgd"
     return Hook(f"{wrap}+{name}" if wrap else name, tuple(sorted(options.items())))

@@ -237,7 +237,7 @@ def _evaluate(node: ast.expr, text: str, meanings: Mapping[str, str]) -> Strateg
         raise ConfigError(
             f"{name} returned {type(made).__name__}, not a strategy",
             where=f"strategy {text!r}",
-            fix="return fa.Strategy((axis,))",
+            fix="return fa.strategies.Strategy((axis,))",
         )
     return made
 

@@ -25,7 +25,7 @@ from fnaccel.step.spec import Spec
 from fnaccel.step.step import Capability, Phase, Step, StepLike, Transform, append
 from fnaccel.tree import Tree
 
-_WHERE = "fa.cast_layers"
+_WHERE = "fa.transforms.cast_layers"
 _FP8 = {
     "fp8": torch.float8_e4m3fn,
     "float8_e4m3fn": torch.float8_e4m3fn,
@@ -156,7 +156,7 @@ class CastLayers:
                 f"with_precision computes in {_short(precision.compute)} and cast_layers in "
                 f"{_short(self.compute)}: weights would be cast twice, and backward keep the second copy",
                 where=_WHERE,
-                fix=f'fa.cast_layers(step, compute="{_short(precision.compute)}")',
+                fix=f'fa.transforms.cast_layers(step, compute="{_short(precision.compute)}")',
             )
         if spec.step.settings.compiler is not None:
             raise CapabilityError(
@@ -198,7 +198,7 @@ def _check_range(param: torch.Tensor, storage: torch.dtype, where: str) -> None:
         raise CapabilityError(
             f"a weight of shape {list(param.shape)} holds {largest:g}; {_short(storage)} ends at {most:g}",
             where=where,
-            fix='fa.cast_layers(step, storage="bf16"), or skip= this layer',
+            fix='fa.transforms.cast_layers(step, storage="bf16"), or skip= this layer',
         )
 
 
@@ -317,7 +317,7 @@ def cast_layers(
             dtype than autocast's, `fsdp`, DeepSpeed, `compile`, and fp8 under `ddp` on CPUs.
 
     Example:
-        >>> step = fa.cast_layers(loss_fn, "fp8", skip=("*norm*", "*embed*"))
+        >>> step = fa.transforms.cast_layers(loss_fn, "fp8", skip=("*norm*", "*embed*"))
     """
     if isinstance(storage, str) and storage not in _FP8:
         try:

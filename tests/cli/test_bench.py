@@ -223,12 +223,12 @@ def test_the_options():
     assert (found.loss, found.model, found.batch) == ("t:f", "t:M", "t:b")
     assert found.scopes == ("eager", "step", "block")
     assert (found.steps, found.ranks, found.cpu, found.cold, found.json) == (3, 2, True, False, None)
-    assert found.recipe == fa.Recipe(
+    assert found.recipe == fa.config.Recipe(
         strategy="ddp(2)",
         precision="bf16",
         accumulate=4,
         clip_norm=1.0,
-        optimizer=fa.OptimizerRecipe(name="sgd"),
+        optimizer=fa.config.OptimizerRecipe(name="sgd"),
     )
     assert read(["f", "--model", "t:M", "--batch", "t:b"]).scopes == ("eager", "block", "loss", "step")
 
@@ -248,7 +248,9 @@ def test_options_go_over_a_recipe(tmp_path):
         "--precision",
         "fp32",
     ]
-    assert read(asked).recipe == fa.Recipe(remat=True, optimizer=fa.OptimizerRecipe(name="sgd", lr=0.5))
+    assert read(asked).recipe == fa.config.Recipe(
+        remat=True, optimizer=fa.config.OptimizerRecipe(name="sgd", lr=0.5)
+    )
 
 
 @pytest.mark.parametrize(
@@ -393,7 +395,9 @@ def test_dropout_is_found_whether_it_is_a_module_or_a_function():
             (lambda: nn.Sequential(nn.Dropout(0.0), Net()), loss_fn, False),
             (Net, drops, True),
         ]:
-            subject = Subject(step=as_step(loss, "here"), model=model, batch=batch_of(5), recipe=fa.Recipe())
+            subject = Subject(
+                step=as_step(loss, "here"), model=model, batch=batch_of(5), recipe=fa.config.Recipe()
+            )
             found = measure(subject, "eager", 1, world)
             assert found.draws is draws
             assert len(found.losses) == 4

@@ -140,7 +140,7 @@ def refused(what: str) -> str:
     )
     try:
         train_step.init()
-    except fa.FnaccelError as error:
+    except fa.errors.FnaccelError as error:
         return str(error)
     finally:
         train_step.close()

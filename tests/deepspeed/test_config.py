@@ -172,10 +172,10 @@ WARMUP = {
 
 
 def test_both_from_the_file():
-    rate = fa.deepspeed_lr(3e-4, warmup=10, total=100)
+    rate = fa.optim.deepspeed_lr(3e-4, warmup=10, total=100)
     found = config(
         fa.deepspeed(config={"optimizer": ADAM, "scheduler": WARMUP}),
-        optimizer=fa.from_deepspeed(rate, weight_decay=0.1),
+        optimizer=fa.optim.from_deepspeed(rate, weight_decay=0.1),
     )
     assert found["optimizer"]["params"] == {"lr": 3e-4, "weight_decay": 0.1}
     assert found["scheduler"]["params"] == {
@@ -189,7 +189,7 @@ def test_both_ours():
 
 
 def test_our_optimizer_with_the_files_schedule():
-    rate = fa.deepspeed_lr(1e-3, warmup=5, total=50)
+    rate = fa.optim.deepspeed_lr(1e-3, warmup=5, total=50)
     found = config(fa.deepspeed(config={"scheduler": WARMUP}), optimizer=fa.adamw(rate))
     assert found["scheduler"]["params"]["warmup_max_lr"] == 1e-3
 
@@ -198,21 +198,21 @@ def test_the_files_optimizer_with_our_schedule_is_refused():
     with pytest.raises(CapabilityError, match="takes a number or DeepSpeed's own schedule") as raised:
         made(
             fa.deepspeed(config={"optimizer": ADAM}),
-            optimizer=fa.from_deepspeed(fa.warmup_cosine(1e-3, warmup=1, total=9)),
+            optimizer=fa.optim.from_deepspeed(fa.warmup_cosine(1e-3, warmup=1, total=9)),
         )
-    assert "fa.deepspeed_lr" in str(raised.value)
+    assert "fa.optim.deepspeed_lr" in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("written", "optimizer", "said"),
     [
         ({"optimizer": ADAM}, fa.adamw(1e-3), "optimizer is 'AdamW' in config={...}, and fa.adamw"),
-        ({}, fa.from_deepspeed(1e-3), "takes the optimizer that the file names"),
-        ({}, fa.adamw(fa.deepspeed_lr(1e-3)), "takes the schedule that the file names"),
+        ({}, fa.optim.from_deepspeed(1e-3), "takes the optimizer that the file names"),
+        ({}, fa.adamw(fa.optim.deepspeed_lr(1e-3)), "takes the schedule that the file names"),
         ({"scheduler": WARMUP}, fa.adamw(1e-3), "scheduler is 'WarmupDecayLR'"),
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
-            fa.from_deepspeed(1e-3),
+            fa.optim.from_deepspeed(1e-3),
             "optimizer.params.lr is 0.01 in config={...}, and 0.001",
         ),
         ({"gradient_accumulation_steps": 2.5}, fa.adamw(1e-3), "gradient_accumulation_steps is 2.5"),
@@ -242,16 +242,16 @@ def test_contradictions(written, optimizer, said):
 
 
 def test_a_rate_for_a_group_beside_deepspeeds_schedule():
-    optimizer = fa.adamw(fa.deepspeed_lr(1e-2), groups={"*bias": {"lr": 1e-4}})
+    optimizer = fa.adamw(fa.optim.deepspeed_lr(1e-2), groups={"*bias": {"lr": 1e-4}})
     with pytest.raises(CapabilityError, match="a group has a rate of its own"):
         made(fa.deepspeed(config={"scheduler": WARMUP}), optimizer=optimizer)
 
 
 def test_elsewhere_deepspeeds_own_is_refused():
     with pytest.raises(CapabilityError, match="the strategy is another"):
-        made("local", optimizer=fa.from_deepspeed(1e-3))
+        made("local", optimizer=fa.optim.from_deepspeed(1e-3))
     with pytest.raises(CapabilityError, match="the strategy is another"):
-        made("local", optimizer=fa.adamw(fa.deepspeed_lr(1e-3)))
+        made("local", optimizer=fa.adamw(fa.optim.deepspeed_lr(1e-3)))
 
 
 @pytest.mark.parametrize(
@@ -328,18 +328,18 @@ def scheduler(kind, rate, **params):
 
 
 def test_what_a_schedule_is_told_is_filled_in():
-    rate = fa.deepspeed_lr(0.1, warmup=3)
+    rate = fa.optim.deepspeed_lr(0.1, warmup=3)
     assert scheduler("WarmupLR", rate) == {"warmup_max_lr": 0.1, "warmup_num_steps": 3}
     assert scheduler("WarmupLR", rate, warmup_min_lr="auto", warmup_max_lr=0.1) == {
         "warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 3,
     }  # fmt: skip
-    whole = fa.deepspeed_lr(0.1, warmup=3, total=9, low=0.01)
+    whole = fa.optim.deepspeed_lr(0.1, warmup=3, total=9, low=0.01)
     assert scheduler("WarmupDecayLR", whole) == {
         "warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 3, "total_num_steps": 9,
     }  # fmt: skip
-    cosine = fa.deepspeed_lr(0.1, warmup=3, total=9)
+    cosine = fa.optim.deepspeed_lr(0.1, warmup=3, total=9)
     assert scheduler("WarmupCosineLR", cosine) == {"warmup_num_steps": 3, "total_num_steps": 9}
-    assert scheduler("OneCycle", fa.deepspeed_lr(0.1, low=0.01)) == {
+    assert scheduler("OneCycle", fa.optim.deepspeed_lr(0.1, low=0.01)) == {
         "cycle_max_lr": 0.1,
         "cycle_min_lr": 0.01,
     }
@@ -350,14 +350,19 @@ def test_what_a_schedule_is_told_is_filled_in():
     [
         ("WarmupLR", {"warmup": 3}, {"warmup_max_lr": 0.5}, "warmup_max_lr is 0.5 in config={...}, and 0.1"),
         ("WarmupLR", {"warmup": 3}, {"warmup_num_steps": 7}, "is 7 in config={...}, and 3"),
-        ("WarmupLR", {"total": 9}, {}, "fa.deepspeed_lr(total=9) means nothing to WarmupLR"),
-        ("WarmupCosineLR", {"low": 0.1}, {}, "fa.deepspeed_lr(low=0.1) means nothing to WarmupCosineLR"),
+        ("WarmupLR", {"total": 9}, {}, "fa.optim.deepspeed_lr(total=9) means nothing to WarmupLR"),
+        (
+            "WarmupCosineLR",
+            {"low": 0.1},
+            {},
+            "fa.optim.deepspeed_lr(low=0.1) means nothing to WarmupCosineLR",
+        ),
         (None, {}, {}, "scheduler in config={...} has no type, such as 'WarmupLR'"),
     ],
 )
 def test_what_a_schedule_is_told_otherwise(kind, rate, params, said):
     with pytest.raises(ConfigError) as raised:
-        scheduler(kind, fa.deepspeed_lr(0.1, **rate), **params)
+        scheduler(kind, fa.optim.deepspeed_lr(0.1, **rate), **params)
     assert said in str(raised.value)
 
 
@@ -371,7 +376,7 @@ def test_what_a_schedule_is_told_otherwise(kind, rate, params, said):
 )
 def test_optimizers_that_cannot_be_run(optimizer, said):
     with pytest.raises(ConfigError) as raised:
-        config(fa.deepspeed(config={"optimizer": optimizer}), optimizer=fa.from_deepspeed(0.1))
+        config(fa.deepspeed(config={"optimizer": optimizer}), optimizer=fa.optim.from_deepspeed(0.1))
     assert said in str(raised.value)
 
 

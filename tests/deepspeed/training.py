@@ -43,7 +43,7 @@ def train_named(row: Row) -> dict[str, Any]:
     """A row with the optimizer that the configuration names."""
     strategy = fa.deepspeed(int(row.strategy[-1]), config=NAMED)
     train_step = fa.train_step(
-        loss_fn, model=fa.distribute(Net, strategy), optimizer=fa.from_deepspeed(RATES["adamw"])
+        loss_fn, model=fa.distribute(Net, strategy), optimizer=fa.optim.from_deepspeed(RATES["adamw"])
     )
     state = train_step.init(seed=0)
     losses: list[float] = []
@@ -215,7 +215,7 @@ def infer() -> tuple[float, float, str]:
     refused = ""
     try:
         step(state, batch)
-    except fa.FnaccelError as error:
+    except fa.errors.FnaccelError as error:
         refused = str(error)
     step.close()
     torch.manual_seed(0)
@@ -271,7 +271,7 @@ def foreign(stage: int, name: str, options: dict[str, Any]) -> tuple[list[float]
 
     try:
         return losses(fa.deepspeed(stage)), losses("ddp"), ""
-    except fa.FnaccelError as error:
+    except fa.errors.FnaccelError as error:
         return [], [], str(error)
 
 
@@ -281,7 +281,7 @@ def half_norm() -> str:
 
     try:
         make("deepspeed_zero2", transform=lambda step: fa.with_precision(step, "bf16")).init(seed=0)
-    except fa.FnaccelError as error:
+    except fa.errors.FnaccelError as error:
         return str(error)
     return ""
 
@@ -295,7 +295,7 @@ def wrong_rows() -> str:
     batch = {name: value[: 4 if last else 5] for name, value in rank_batch(0, 0).items()}
     try:
         train_step(state, batch)
-    except fa.FnaccelError as error:
+    except fa.errors.FnaccelError as error:
         whole = {name: value[:5] for name, value in rank_batch(0, 0).items()}
         train_step(state, whole)  # the state is live, and nothing is left of the failed step
         return str(error)
@@ -316,7 +316,7 @@ def scheduled(stage: int) -> tuple[list[float], list[float]]:
         },
     }
     strategy = fa.deepspeed(stage, config={"scheduler": schedule})
-    optimizer = fa.adamw(fa.deepspeed_lr(0.1, warmup=10))
+    optimizer = fa.adamw(fa.optim.deepspeed_lr(0.1, warmup=10))
     train_step = fa.train_step(loss_fn, model=fa.distribute(Net, strategy), optimizer=optimizer)
     state = train_step.init(seed=0)
     rates: list[float] = []
@@ -374,7 +374,7 @@ def break_backward(stage: int) -> tuple[bool, str]:
     same = all(torch.equal(whole(state.params[name]), one) for name, one in before.items())
     try:
         train_step(state, rank_batch(0, current().rank))
-    except fa.FnaccelError as error:
+    except fa.errors.FnaccelError as error:
         said = str(error)
     train_step.close()
     return same, said

@@ -164,7 +164,7 @@ def loss_fn(model, batch):
     return fa.Mean(nll, weight=labels.numel())
 
 
-TRAIN = "import fnaccel as fa; recipe = fa.recipe(); world = fa.start()"
+TRAIN = "import fnaccel as fa; recipe = fa.config.recipe(); world = fa.start()"
 """The text of `train.py` in examples of the command line."""
 
 

@@ -50,7 +50,7 @@ def test_public_name_has_an_example(name):
     [
         ("Example", ">>> 1 + 1\n3", AssertionError),
         ("Example", ">>> 1 / 0", ZeroDivisionError),
-        ("Fails", ">>> fa.from_yaml('precison: bf16')", fa.errors.ConfigError),
+        ("Fails", ">>> fa.config.from_yaml('precison: bf16')", fa.errors.ConfigError),
         ("Fails", "$ fnaccel --versoin", AssertionError),
     ],
 )

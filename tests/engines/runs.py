@@ -98,7 +98,7 @@ SETUPS = {
         None, Net, {},
     ),
     "nadam": lambda: (loss_fn, fa.from_torch(torch.optim.NAdam, lr=0.05), Net, {}),
-    "adafactor": lambda: (loss_fn, fa.adafactor(0.05), Net, {}),
+    "adafactor": lambda: (loss_fn, fa.optim.adafactor(0.05), Net, {}),
     "module": lambda: (loss_fn, None, _module_of_this_rank(), {}),
     "noise": lambda: (_noise(loss_fn), None, Net, {}),
 }  # fmt: skip
@@ -167,7 +167,7 @@ def meta_init():
     mine, _ = rank_rows(0)
     try:
         train_step(state, mine)
-    except fa.FnaccelError as error:
+    except fa.errors.FnaccelError as error:
         raised = type(error).__name__
     else:
         raised = None

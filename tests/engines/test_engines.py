@@ -53,7 +53,7 @@ def test_options_change_the_layout_and_not_the_values(pools, strategy, kind):
 
 
 POWERSGD = [
-    fa.powersgd(batched=batched, wrap=wrap, start_powerSGD_iter=2, matrix_approximation_rank=2)
+    fa.strategies.powersgd(batched=batched, wrap=wrap, start_powerSGD_iter=2, matrix_approximation_rank=2)
     for batched in (False, True)
     for wrap in (None, "fp16", "bf16")
 ]

@@ -161,9 +161,9 @@ def test_axes_that_nothing_places_or_carries_out_raise():
 
     with fa.start(device="cpu"):
         with pytest.raises(AxisProductError, match="follows 'nowhere'"):
-            made(fa.Strategy((Lost(1),)))
+            made(fa.strategies.Strategy((Lost(1),)))
         with pytest.raises(CapabilityError, match="idle neither changes modules nor makes an engine"):
-            made(fa.Strategy((Idle(),)))
+            made(fa.strategies.Strategy((Idle(),)))
 
 
 def test_extensions_that_return_something_else_are_named(monkeypatch):
@@ -186,7 +186,7 @@ def test_extensions_that_return_something_else_are_named(monkeypatch):
     page.finisher(Half)(lambda build, axis: page.build_clipper(build, axis)[0])
     page.delegator(Half)(page.clips)
     with fa.start(device="cpu"), pytest.raises(CapabilityError, match="returned Engine"):
-        made(fa.Strategy((Half(),))).init()
+        made(fa.strategies.Strategy((Half(),))).init()
 
 
 def test_a_kernel_that_keeps_slots_for_no_parameter_is_named(monkeypatch):
@@ -232,7 +232,7 @@ def test_the_launcher_takes_the_text(launcher):
     script = launcher.write(
         textwrap.dedent("""
         import torch, fnaccel as fa
-        recipe = fa.recipe()
+        recipe = fa.config.recipe()
         with fa.start(device="cpu"):
             train_step = fa.train_step(
                 lambda m, b: fa.Mean(m(b).square().sum(), len(b)),

@@ -170,7 +170,7 @@ def test_every_mismatch_is_listed_and_nothing_changes(world, tmp_path):
 def fails(path):
     step = make("fsdp()")
     state = step.init(seed=4)
-    with pytest.raises(fa.FnaccelError) as raised:
+    with pytest.raises(fa.errors.FnaccelError) as raised:
         fa.adopt(path, like=state)
     train(step, state, 0, 1)
     return raised.value.what

@@ -132,7 +132,7 @@ def test_overrides_reach_the_recipe(launcher):
     launcher.write("precision: bf16\naccumulate: 1\noptimizer: {lr: 0.5}\nclip_norm: 1.0\n", "recipe.yaml")
     script = launcher.write("""
         import fnaccel as fa
-        print(fa.to_yaml(fa.recipe(fa.Recipe(accumulate=4, ema=0.5))), end="")
+        print(fa.config.to_yaml(fa.config.recipe(fa.config.Recipe(accumulate=4, ema=0.5))), end="")
     """)
     flags = ["--strategy", "ddp(2)", "--clip-norm", "2", "--compile", "loss", "--set", "optimizer.name=sgd"]
     ended = launcher("-n", 1, "--config", "recipe.yaml", *flags, "--set", "optimizer.lr=1e-4", script)

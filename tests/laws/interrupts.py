@@ -52,7 +52,7 @@ def begun(kind: str) -> Any:
     if scope is not None:
         step = fa.compile(step, scope, backend="eager")
     train_step = fa.train_step(
-        step, model=fa.distribute(Net, strategy), optimizer=fa.adamw(fa.cosine(0.1, 10))
+        step, model=fa.distribute(Net, strategy), optimizer=fa.adamw(fa.schedules.cosine(0.1, 10))
     )
     return train_step, train_step.init(seed=0, extras={"mine": 1})
 

@@ -73,7 +73,7 @@ def test_law_4_n_steps_and_m_steps_are_n_plus_m_steps(n, m):
 
 floats = st.floats(1e-6, 1.0)
 optimizers = st.builds(
-    fa.OptimizerRecipe,
+    fa.config.OptimizerRecipe,
     name=st.sampled_from(["sgd", "adam", "adamw", "adafactor"]),
     lr=floats,
     schedule=st.sampled_from(["constant", "cosine", "warmup_cosine"]),
@@ -82,7 +82,7 @@ optimizers = st.builds(
     groups=st.dictionaries(st.text("abc*.", min_size=1), st.dictionaries(st.just("lr"), floats)),
 )
 recipes = st.builds(
-    fa.Recipe,
+    fa.config.Recipe,
     strategy=st.sampled_from(["local", "fsdp", "ddp(2) * fsdp(-1)"]),
     precision=st.sampled_from(["fp32", "bf16", "fp16"]),
     accumulate=st.integers(1, 8),
@@ -93,7 +93,10 @@ recipes = st.builds(
     transforms=st.lists(st.just("examples:thing"), max_size=2),
     optimizer=optimizers,
     data=st.builds(
-        fa.DataRecipe, window=st.none() | st.integers(1, 4), seed=st.integers(0, 9), per_rank=st.booleans()
+        fa.config.DataRecipe,
+        window=st.none() | st.integers(1, 4),
+        seed=st.integers(0, 9),
+        per_rank=st.booleans(),
     ),
     checkpoint=st.builds(CheckpointRecipe, directory=st.none() | st.text("ab/ é:#", max_size=5)),
 )
@@ -102,7 +105,7 @@ recipes = st.builds(
 @settings(deadline=None)
 @given(recipes)
 def test_law_9_a_recipe_survives_yaml(recipe):
-    assert fa.from_yaml(fa.to_yaml(recipe) or "{}") == recipe
+    assert fa.config.from_yaml(fa.config.to_yaml(recipe) or "{}") == recipe
 
 
 STRATEGIES = [
@@ -121,7 +124,7 @@ def test_a_strategy_is_its_text(strategy):
 def test_law_12_and_13_hold_under_fp16_too():
     with fa.start():
         step = fa.with_precision(loss_fn, fa.Precision(compute="fp16", init_scale=64.0))
-        train_step = program(step, optimizer=fa.adamw(fa.linear(0.1, 0.0, 4)))
+        train_step = program(step, optimizer=fa.adamw(fa.schedules.linear(0.1, 0.0, 4)))
         state = train_step.init()
         structure = fa.tree.structure(state)
         rates = []
@@ -134,9 +137,11 @@ def test_law_12_and_13_hold_under_fp16_too():
 
 
 def test_a_recipe_and_the_calls_it_stands_for_are_the_same_run():
-    recipe = fa.Recipe(accumulate=2, clip_norm=0.5, ema=0.9, optimizer=fa.OptimizerRecipe(name="sgd", lr=0.1))
+    recipe = fa.config.Recipe(
+        accumulate=2, clip_norm=0.5, ema=0.9, optimizer=fa.config.OptimizerRecipe(name="sgd", lr=0.1)
+    )
     with fa.start():
-        applied = fa.apply(recipe, loss_fn, program_model())
+        applied = fa.config.apply(recipe, loss_fn, program_model())
         by_hand = program(
             fa.with_ema(fa.clip_norm(fa.accumulate(loss_fn, 2), 0.5), 0.9), model=program_model()
         )

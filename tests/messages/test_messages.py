@@ -100,13 +100,13 @@ TABLE = [
     (errors.OwnershipError, "no parameters yet", "init", lambda: program().engine),
     (errors.TreeMismatchError, "params/inp.weight is missing.*params/weight is unknown", "same models",
      another_architecture),
-    (errors.ConfigError, "no key 'precison'", "did you mean 'precision'", lambda: fa.from_yaml("precison: bf16")),
+    (errors.ConfigError, "no key 'precison'", "did you mean 'precision'", lambda: fa.config.from_yaml("precison: bf16")),
     (errors.ConfigError, "no option 'weight_decy'", "weight_decay",
      lambda: fa.adamw(0.1, groups={"*": {"weight_decy": 0.0}})),
     (errors.ConfigError, "is no strategy", "product of calls", lambda: fa.strategy("fsdp(")),
     (errors.ConfigError, "can't be called", "arguments of fa.fsdp", lambda: fa.strategy("fsdp(unit='block')")),
     (errors.NotSerializableError, "a lambda", "module:name",
-     lambda: fa.to_yaml(fa.Recipe(optimizer=fa.OptimizerRecipe(schedule=lambda u: 0.1)))),
+     lambda: fa.config.to_yaml(fa.config.Recipe(optimizer=fa.config.OptimizerRecipe(schedule=lambda u: 0.1)))),
     (errors.WorldError, "no rank 5", "0 to 0", lambda: fa.start().on_process(5)),
 ]  # fmt: skip
 

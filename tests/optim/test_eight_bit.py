@@ -18,10 +18,10 @@ pytest.importorskip("bitsandbytes")
 
 ROWS = (5, 3)
 MAKE = {
-    "8bit": lambda **o: fa.adamw8bit(0.01, **o),
-    "bitsandbytes": lambda **o: fa.adamw8bit(0.01, backend="bitsandbytes", **o),
-    "4bit": lambda **o: fa.adamw8bit(0.01, codes="4bit", **o),
-    "fp8": lambda **o: fa.adamw8bit(0.01, codes="fp8", **o),
+    "8bit": lambda **o: fa.optim.adamw8bit(0.01, **o),
+    "bitsandbytes": lambda **o: fa.optim.adamw8bit(0.01, backend="bitsandbytes", **o),
+    "4bit": lambda **o: fa.optim.adamw8bit(0.01, codes="4bit", **o),
+    "fp8": lambda **o: fa.optim.adamw8bit(0.01, codes="fp8", **o),
 }
 
 
@@ -200,18 +200,18 @@ def test_compiled_updates_are_compiled_whole(world, monkeypatch):
     assert [tuple(shape) for shape in seen] == 4 * [(17, 256), (33, 256)]
     assert_close({name: whole(value) for name, value in state.params.items()}, expected)
     with pytest.raises(errors.ArgumentError, match="nothing to compile"):
-        fa.adamw8bit(0.1, backend="bitsandbytes", compiled=True)
+        fa.optim.adamw8bit(0.1, backend="bitsandbytes", compiled=True)
 
 
 def test_mistakes_are_named(world, monkeypatch):
     with pytest.raises(errors.UnknownNameError, match="torchao"):
-        fa.adamw8bit(0.1, backend="torchoa")
+        fa.optim.adamw8bit(0.1, backend="torchoa")
     with pytest.raises(errors.ArgumentError, match="betas"):
-        fa.adamw8bit(0.1, codes="4bit", betas=(0.9, 1.0))
+        fa.optim.adamw8bit(0.1, codes="4bit", betas=(0.9, 1.0))
     with pytest.raises(errors.ConfigError, match="weight_decay"):
-        fa.adamw8bit(0.1, codes="fp8", groups={"*": {"weight_decy": 0.0}})
+        fa.optim.adamw8bit(0.1, codes="fp8", groups={"*": {"weight_decy": 0.0}})
     small = fa.train_step(
-        loss_fn, model=fa.distribute(lambda: nn.Linear(8, 8), "local"), optimizer=fa.adamw8bit(0.1)
+        loss_fn, model=fa.distribute(lambda: nn.Linear(8, 8), "local"), optimizer=fa.optim.adamw8bit(0.1)
     )
     with pytest.raises(errors.CapabilityError, match="no parameter's moments"):
         small.init()

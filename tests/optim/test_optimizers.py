@@ -59,14 +59,14 @@ PAIRS = {
         {"betas": (0.8, 0.9), "weight_decay": 0.1},
     ),
     "adamw": (lambda lr: fa.adamw(lr, eps=1e-6), torch.optim.AdamW, {"eps": 1e-6}),
-    "adafactor": (lambda lr: fa.adafactor(lr), torch.optim.Adafactor, {}),
+    "adafactor": (lambda lr: fa.optim.adafactor(lr), torch.optim.Adafactor, {}),
 }
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_equals_torch(name):
     make, cls, options = PAIRS[name]
-    schedule = fa.warmup_linear(0.05, warmup=2, total=6)
+    schedule = fa.schedules.warmup_linear(0.05, warmup=2, total=6)
     expected = raw(lambda net: cls(net.parameters(), lr=0.05, **options), rates=schedule)
     assert_close(ours(make(schedule)), expected)
 

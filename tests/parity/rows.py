@@ -116,7 +116,7 @@ def make_step(row: Row) -> Any:
     return step
 
 
-def make_optimizer(row: Row) -> fa.Optimizer:
+def make_optimizer(row: Row) -> fa.optim.Optimizer:
     """The optimizer of a row."""
     return getattr(fa, row.optimizer)(RATES[row.optimizer])
 

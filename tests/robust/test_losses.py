@@ -75,4 +75,4 @@ def test_a_schedule_that_gives_no_rate_is_named(schedule, group):
 @pytest.mark.parametrize("made", [3, None, torch.optim.lr_scheduler.StepLR])
 def test_what_is_no_scheduler_is_not_said_to_need_a_metric(made):
     with pytest.raises(errors.ArgumentError, match="which is no scheduler"):
-        fa.from_torch_scheduler(lambda _: made, lr=0.1)
+        fa.schedules.from_torch_scheduler(lambda _: made, lr=0.1)

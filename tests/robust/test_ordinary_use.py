@@ -28,9 +28,9 @@ class TestSchedulers:
             else {"base_lr": 0.01, "max_lr": 0.1}
         )
         with pytest.raises(errors.CapabilityError, match="besides the rate") as caught:
-            fa.from_torch_scheduler(lambda optimizer: kind(optimizer, **options), lr=0.1)
+            fa.schedules.from_torch_scheduler(lambda optimizer: kind(optimizer, **options), lr=0.1)
         assert "cycle_momentum=False" in str(caught.value)
-        schedule = fa.from_torch_scheduler(
+        schedule = fa.schedules.from_torch_scheduler(
             lambda optimizer: kind(optimizer, cycle_momentum=False, **options), lr=0.1
         )
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
@@ -46,7 +46,7 @@ class TestSchedulers:
                 self.optimizer.param_groups[0]["weight_decay"] *= 0.5 if self.last_epoch else 1.0
                 return [0.1]
 
-        schedule = fa.from_torch_scheduler(Decaying, lr=0.1)
+        schedule = fa.schedules.from_torch_scheduler(Decaying, lr=0.1)
         with pytest.raises(errors.CapabilityError, match="weight_decay besides the rate"):
             schedule(1)
 
@@ -60,7 +60,7 @@ class TestSchedulers:
 
         for kind in (lr_scheduler.ReduceLROnPlateau, Plateaued):
             with pytest.raises(errors.ArgumentError, match="needs a metric"):
-                fa.from_torch_scheduler(kind, lr=0.1)
+                fa.schedules.from_torch_scheduler(kind, lr=0.1)
 
 
 class TestOptimizers:

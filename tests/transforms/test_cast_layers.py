@@ -95,7 +95,7 @@ def test_equals_a_model_whose_weights_were_rounded(storage, dtype, precision, wo
     """Casting rounds once, where it is stored; through all of training it is the rounded model."""
     plain = loss_fn if precision is None else fa.with_precision(loss_fn, precision)
     compute = "bf16" if precision else "fp32"
-    found = trained(fa.cast_layers(plain, storage, compute=compute))
+    found = trained(fa.transforms.cast_layers(plain, storage, compute=compute))
     expected = trained(plain, model=rounded(dtype=dtype))
     assert_close(found["losses"], expected["losses"])
     assert_close(found["params"], expected["params"])
@@ -106,7 +106,7 @@ def test_equals_a_model_whose_weights_were_rounded(storage, dtype, precision, wo
 
 def test_without_autocast_layers_compute_in_bf16(world):
     """And hand on what they were given: the trained layers around them stay in fp32."""
-    found = trained(fa.cast_layers(loss_fn, "bf16"))
+    found = trained(fa.transforms.cast_layers(loss_fn, "bf16"))
     expected = trained(loss_fn)
     assert_close(found["losses"], expected["losses"], precision="bf16")
     assert found["losses"] != expected["losses"]
@@ -115,7 +115,7 @@ def test_without_autocast_layers_compute_in_bf16(world):
 def test_backward_keeps_the_small_weights(world):
     """Backward reads the small weight again: made zero in between, it lets no gradient through."""
     for kept in (True, False):
-        train_step = made(fa.cast_layers(fa.with_precision(loss_fn, "bf16"), "fp8"))
+        train_step = made(fa.transforms.cast_layers(fa.with_precision(loss_fn, "bf16"), "fp8"))
         train_step.init(seed=0)
         model = train_step.engine.layout.model
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -139,7 +139,9 @@ def test_tied_weights_stay_tied_or_stay_large(world):
         def forward(self, x):
             return self.head(self.inp(x) + self.embed(x.argmax(1) % 4))
 
-    train_step = made(fa.with_precision(fa.cast_layers(loss_fn), "bf16"), model=Tied, frozen=("embed*",))
+    train_step = made(
+        fa.with_precision(fa.transforms.cast_layers(loss_fn), "bf16"), model=Tied, frozen=("embed*",)
+    )
     assert "stored in float8_e4m3fn: embed, head" in str(train_step.plan)
     state = train_step.init()
     state, _ = train_step(state, batch_of(6))
@@ -147,12 +149,12 @@ def test_tied_weights_stay_tied_or_stay_large(world):
     assert model.head.weight is model.embed.weight
     assert state.params["embed.weight"].dtype is FP8
     with pytest.raises(errors.CapabilityError, match="not head: tied to embed, which is not cast"):
-        made(fa.cast_layers(loss_fn, skip=("embed",)), model=Tied, frozen=("embed*",))
+        made(fa.transforms.cast_layers(loss_fn, skip=("embed",)), model=Tied, frozen=("embed*",))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp8", FP8)])
 def test_ddp_agrees_with_one_process(pools, world, name, dtype):
-    step = fa.cast_layers(loss_fn, name)
+    step = fa.transforms.cast_layers(loss_fn, name)
     alone = trained(step)
     for found in pools.run(2, trained, step, "ddp"):
         assert found["dtypes"]["base.up.weight"] is dtype
@@ -161,12 +163,12 @@ def test_ddp_agrees_with_one_process(pools, world, name, dtype):
 
 
 def test_a_checkpoint_holds_the_small_values(world, tmp_path):
-    train_step = made(fa.cast_layers(loss_fn, "fp8"))
+    train_step = made(fa.transforms.cast_layers(loss_fn, "fp8"))
     state = train_step.init(seed=0)
     state, _ = train_step(state, batch_of(6))
     kept = fa.snapshot(state)
     fa.save(str(tmp_path), state)
-    other = made(fa.cast_layers(loss_fn, "fp8"))
+    other = made(fa.transforms.cast_layers(loss_fn, "fp8"))
     back = fa.restore(str(tmp_path), like=other.init(seed=5))
     assert back.params["base.up.weight"].dtype is FP8
     assert torch.equal(back.params["base.up.weight"].float(), kept.params["base.up.weight"].float())
@@ -177,7 +179,7 @@ def test_a_checkpoint_holds_the_small_values(world, tmp_path):
 
 def test_a_teacher_without_an_optimizer_is_all_frozen(world):
     teacher = fa.train_step(
-        fa.cast_layers(loss_fn, "fp8"), model=fa.distribute(Adapted, "local"), optimizer=None
+        fa.transforms.cast_layers(loss_fn, "fp8"), model=fa.distribute(Adapted, "local"), optimizer=None
     )
     assert "stored in float8_e4m3fn: inp, base.embed, base.up, base.down, out" in str(teacher.plan)
     state = teacher.init()
@@ -186,7 +188,7 @@ def test_a_teacher_without_an_optimizer_is_all_frozen(world):
 
 
 def test_the_plan_says_what_is_stored_small(world):
-    text = str(made(fa.cast_layers(loss_fn, skip=("*norm*", "*embed*"))).plan)
+    text = str(made(fa.transforms.cast_layers(loss_fn, skip=("*norm*", "*embed*"))).plan)
     assert "frozen weights stored in float8_e4m3fn, computed in bfloat16" in text
     assert "stored in float8_e4m3fn: base.up, base.down" in text
     assert "not inp, out: trained" in text
@@ -194,17 +196,17 @@ def test_the_plan_says_what_is_stored_small(world):
 
 
 def test_mistakes_are_named(world):
-    cast = fa.cast_layers(loss_fn)
+    cast = fa.transforms.cast_layers(loss_fn)
     for make, error, words in (
         (lambda: made(cast, frozen=()), errors.CapabilityError, "no weight of this model"),
-        (lambda: made(fa.cast_layers(loss_fn, only=("out",))), errors.CapabilityError, "out.weight is trained"),
-        (lambda: made(fa.cast_layers(loss_fn, only=("oout",))), errors.ArgumentError, "matches no layer"),
+        (lambda: made(fa.transforms.cast_layers(loss_fn, only=("out",))), errors.CapabilityError, "out.weight is trained"),
+        (lambda: made(fa.transforms.cast_layers(loss_fn, only=("oout",))), errors.ArgumentError, "matches no layer"),
         (lambda: made(cast, "fsdp"), errors.CapabilityError, "fsdp gathers"),
         (lambda: made(fa.compile(cast, "loss")), errors.CapabilityError, "torch.compile"),
         (lambda: made(fa.with_precision(cast, "fp16")), errors.CapabilityError, "cast twice"),
-        (lambda: fa.cast_layers(loss_fn, "fp9"), errors.UnknownNameError, "fp8"),
-        (lambda: fa.cast_layers(loss_fn, "fp32"), errors.ArgumentError, "save nothing"),
-        (lambda: fa.cast_layers(cast), errors.RepeatedTransformError, "twice"),
+        (lambda: fa.transforms.cast_layers(loss_fn, "fp9"), errors.UnknownNameError, "fp8"),
+        (lambda: fa.transforms.cast_layers(loss_fn, "fp32"), errors.ArgumentError, "save nothing"),
+        (lambda: fa.transforms.cast_layers(cast), errors.RepeatedTransformError, "twice"),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             make()
@@ -216,7 +218,7 @@ def test_trained_parameters_are_refused_when_only_init_can_tell(world):
         net.scale = float(net.out.weight.sum())  # has no value while the plan is made
         return net
 
-    train_step = made(fa.cast_layers(loss_fn, only=("out",)), model=factory)
+    train_step = made(fa.transforms.cast_layers(loss_fn, only=("out",)), model=factory)
     assert "known when init has built it" in str(train_step.plan)
     with pytest.raises(errors.CapabilityError, match=r"out\.weight is trained"):
         train_step.init()

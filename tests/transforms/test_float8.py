@@ -140,7 +140,7 @@ def test_remat_comes_after(world):
 def test_a_recipe_may_say_fp8():
     from fnaccel.config.apply import transformed
 
-    names = [one.name for one in transformed(fa.Recipe(precision="fp8"), loss_fn).transforms]
+    names = [one.name for one in transformed(fa.config.Recipe(precision="fp8"), loss_fn).transforms]
     assert names == ["float8", "with_precision"]
 
 
@@ -162,7 +162,7 @@ def steps_of(precision, strategy, optimizer=None):
         name: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
         for name, v in state.params.items()
     }
-    converted = fa.float8_layers(train_step).converted
+    converted = fa.transforms.float8_layers(train_step).converted
     train_step.close()
     return {"losses": losses, "params": params, "converted": converted}
 
@@ -219,7 +219,7 @@ def test_the_plan_lists_what_is_converted_and_why_the_rest_is_not(world):
     assert "not head: 10 features, not a multiple of 16" in text
     assert "recipe tensorwise, by torchao, emulated" in text
     train_step.init()
-    found = fa.float8_layers(train_step)
+    found = fa.transforms.float8_layers(train_step)
     assert found.converted == ("blocks.0",)
     assert set(found.skipped) == {"blocks.1", "head"}
     kinds = {path: type(layer).__name__ for path, layer in train_step.engine.layout.model.named_modules()}
@@ -249,7 +249,7 @@ def test_a_factory_that_needs_values_is_known_after_init(world):
     train_step = made(fp8(), model=factory)
     assert "known when init has built it" in str(train_step.plan)
     train_step.init()
-    assert fa.float8_layers(train_step).converted == ("blocks.0", "blocks.1")
+    assert fa.transforms.float8_layers(train_step).converted == ("blocks.0", "blocks.1")
 
 
 def test_several_models_and_a_built_module(world):
@@ -259,7 +259,7 @@ def test_several_models_and_a_built_module(world):
     )
     assert "one in fp8: blocks.0-1" in str(train_step.plan)
     train_step.init()
-    assert [len(one.converted) for one in fa.float8_layers(train_step)] == [2, 2]
+    assert [len(one.converted) for one in fa.transforms.float8_layers(train_step)] == [2, 2]
 
 
 def test_other_linears_tied_weights_and_roots_are_skipped(world):
@@ -373,7 +373,7 @@ def test_mistakes_are_named(world, monkeypatch):
     plain = made("bf16")
     plain.init()
     with pytest.raises(errors.ArgumentError, match="no layer"):
-        fa.float8_layers(plain)
+        fa.transforms.float8_layers(plain)
     early = made(fp8(), step=fa.remat(loss_fn, units=("Linear",)))
     with pytest.raises(errors.CapabilityError, match="would lose them"):
         early.init()

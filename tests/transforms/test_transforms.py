@@ -71,7 +71,7 @@ class TestPrecision:
     def test_fp16_skips_halves_and_grows(self):
         policy = fa.Precision(compute="fp16", init_scale=1024.0, interval=2)
         step = fa.with_ema(fa.with_precision(loss_fn, policy), 0.5)
-        train_step = program(step, optimizer=fa.adamw(fa.linear(0.1, 0.0, 10)))
+        train_step = program(step, optimizer=fa.adamw(fa.schedules.linear(0.1, 0.0, 10)))
         state = train_step.init()
         state, _first = train_step(state, batch_of(4))
         kept = fa.snapshot(state)
@@ -132,7 +132,7 @@ class TestAccumulation:
         for name, value in whole_params(expected).items():
             assert torch.allclose(value, state.params[name], atol=1e-6)
         assert "n=2 of each batch (2 * m with window=m)" in str(train_step.plan)
-        assert fa.Recipe(accumulate=2, data=fa.DataRecipe(window=3)).micro_batches == 6
+        assert fa.config.Recipe(accumulate=2, data=fa.config.DataRecipe(window=3)).micro_batches == 6
 
     def test_a_bare_scalar_is_the_mean_of_micro_batches(self):
         def bare(model, batch):

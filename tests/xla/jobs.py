@@ -394,7 +394,7 @@ def mistakes(folder):
     def tried(name, make):
         try:
             make()
-        except fa.FnaccelError as error:
+        except fa.errors.FnaccelError as error:
             found[name] = f"{type(error).__name__}: {error}"
         else:
             found[name] = "nothing was raised"

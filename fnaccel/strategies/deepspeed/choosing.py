@@ -13,7 +13,7 @@ from fnaccel.step.spec import Spec
 from fnaccel.strategies.deepspeed.draft import Draft
 from fnaccel.strategies.deepspeed.record import Deepspeed
 
-# what fa.deepspeed_lr says, by what each schedule calls it; WarmupCosineLR starts from the optimizer's rate
+# what fa.optim.deepspeed_lr says, by what each schedule calls it; WarmupCosineLR starts from the optimizer's rate
 _SCHEDULES: dict[str, dict[str, str]] = {
     "WarmupLR": {"lr": "warmup_max_lr", "low": "warmup_min_lr", "warmup": "warmup_num_steps"},
     "WarmupDecayLR": {
@@ -84,7 +84,7 @@ def _check_optimizer(draft: Draft, optimizer: Optimizer) -> None:
     own = isinstance(optimizer.kernel, DeepspeedKernel)
     if kind is None and own:
         raise ConfigError(
-            f"fa.from_deepspeed() takes the optimizer that the file names, and {draft.origin} names none",
+            f"fa.optim.from_deepspeed() takes the optimizer that the file names, and {draft.origin} names none",
             where="fa.train_step(optimizer=)",
             fix='config={"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, or fa.adamw(...)',
         )
@@ -106,7 +106,7 @@ def _check_schedule(draft: Draft, optimizer: Optimizer) -> None:
     theirs = isinstance(rate, DeepspeedRate)
     if theirs and kind is None:
         raise ConfigError(
-            f"fa.deepspeed_lr() takes the schedule that the file names, and {draft.origin} names none",
+            f"fa.optim.deepspeed_lr() takes the schedule that the file names, and {draft.origin} names none",
             where=f"fa.{optimizer.name}(lr=)",
             fix='config={"scheduler": {"type": "WarmupLR", "params": {...}}}, or another schedule',
         )
@@ -122,18 +122,18 @@ def _check_schedule(draft: Draft, optimizer: Optimizer) -> None:
         raise CapabilityError(
             f"DeepSpeed's own {_named(draft, 'optimizer')} takes a number or DeepSpeed's own schedule, and "
             f"lr={rate!r}",
-            where="fa.from_deepspeed(lr=)",
-            fix="fa.deepspeed_lr(...) with a scheduler in the file; or fa.adamw(lr=schedule)",
+            where="fa.optim.from_deepspeed(lr=)",
+            fix="fa.optim.deepspeed_lr(...) with a scheduler in the file; or fa.adamw(lr=schedule)",
         )
 
 
 def _fill_optimizer(draft: Draft, optimizer: Optimizer) -> None:
     rate: Any = optimizer.lr
     base = rate.lr if isinstance(rate, DeepspeedRate) else rate.value
-    draft.say("optimizer.params.lr", base, "fa.from_deepspeed(lr=)")
+    draft.say("optimizer.params.lr", base, "fa.optim.from_deepspeed(lr=)")
     for option, given in optimizer.options:
         value = list(given) if isinstance(given, tuple) else given
-        draft.say(f"optimizer.params.{option}", value, f"fa.from_deepspeed({option}=)")
+        draft.say(f"optimizer.params.{option}", value, f"fa.optim.from_deepspeed({option}=)")
     for option in ("betas", "eps", "weight_decay"):
         if draft.is_auto(f"optimizer.params.{option}"):
             draft.drop(f"optimizer.params.{option}")
@@ -146,7 +146,7 @@ def _fill_schedule(draft: Draft, rate: DeepspeedRate) -> None:
         return
     for option in ("lr", "low", "warmup", "total"):
         value: Any = getattr(rate, option)
-        said = f"fa.deepspeed_lr({option}={value})"
+        said = f"fa.optim.deepspeed_lr({option}={value})"
         if value is not None and option in names:
             draft.say(f"scheduler.params.{names[option]}", value, said)
         elif value is not None and option != "lr":  # the rate that an optimizer is made with

@@ -91,7 +91,7 @@ class Float8:
                 "MS-AMP replaces parameters and optimizer by its own (msamp.initialize returns both), which "
                 "fnaccel's optimizers don't update, and is not maintained for torch 2.9 and later",
                 where=_WHERE,
-                fix='for O1 fa.Float8(all_gather=True) under fsdp; for O2 besides, fa.adamw8bit(codes="fp8")',
+                fix='for O1 fa.Float8(all_gather=True) under fsdp; for O2 besides, fa.optim.adamw8bit(codes="fp8")',
             )
         if self.recipe not in _RECIPES[self.backend]:
             raise UnknownNameError(
@@ -218,7 +218,7 @@ class Float8:
         for key, module in modules_without_values(spec.model).items():
             name = "in fp8" if key is None else f"{key} in fp8"
             if isinstance(module, str):
-                notes.append(f"{name}: known when init has built it (fa.float8_layers): {module}")
+                notes.append(f"{name}: known when init has built it (fa.transforms.float8_layers): {module}")
                 continue
             found = self._choose(module)
             _check_some(found, where)
@@ -262,7 +262,7 @@ class Float8:
                 raise CapabilityError(
                     f"{path} has a forward or hooks of its own, and a new layer would lose them",
                     where=where,
-                    fix="apply fa.with_precision before fa.remat, fa.cast_layers and your own transforms",
+                    fix="apply fa.with_precision before fa.remat, fa.transforms.cast_layers and your own transforms",
                 )
         if self.backend == "torchao":
             by_torchao.convert(
@@ -362,14 +362,14 @@ def float8_layers(train_step: Any) -> Layers | list[Layers]:
         >>> step = fa.with_precision(loss_fn, fa.Float8(emulate=True, only="*up*"))
         >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
         >>> state = train_step.init()
-        >>> list(fa.float8_layers(train_step).converted)
+        >>> list(fa.transforms.float8_layers(train_step).converted)
         ['blocks.0.up', 'blocks.1.up']
     """
     found = [_found[module] for module in train_step.engine.layout.modules if module in _found]
     require(
         bool(found),
         "no layer of this train step was converted",
-        "fa.float8_layers",
+        "fa.transforms.float8_layers",
         'fa.with_precision(step, "fp8") before fa.train_step',
     )
     return found[0] if len(found) == 1 else found
