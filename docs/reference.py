@@ -129,7 +129,13 @@ def _members(name: str, kind: type) -> list[str]:
 def _signature(name: str, value: object) -> str:
     """The signature with its types. A long one has one parameter in each line."""
     signature = inspect.signature(value)
-    parameters = [p for p in signature.parameters.values() if p.name != "self"]
+    # attrs leaves out the annotation of a field that is converted
+    fields = getattr(value, "__annotations__", {}) if inspect.isclass(value) else {}
+    parameters = [
+        p.replace(annotation=fields.get(p.name, p.annotation)) if p.annotation is p.empty else p
+        for p in signature.parameters.values()
+        if p.name != "self"
+    ]
     shown: list[str] = []
     for number, parameter in enumerate(parameters):
         before = parameters[number - 1].kind if number else None
@@ -220,7 +226,7 @@ def mistakes() -> str:
             bases = ", ".join(
                 f"`{base.__name__}`" for base in kind.__bases__ if base is not errors.FnaccelError
             )
-            parts += [f"## {name}\n", _as_markdown(inspect.getdoc(kind) or ""), f"Also a {bases}.\n"]
+            parts += [f"## {name}\n", _as_markdown(inspect.getdoc(kind) or ""), f"Built-in class: {bases}.\n"]
     return "\n".join(parts)
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# `all_gather_into_tensor` warns in favour of `all_gather_single` from 2.13 on; 2.9 to 2.11 lack the
-# new name. Checked on 2.13.
+# from 2.13 on `all_gather_into_tensor` warns in favour of `all_gather_single`, which 2.9 to 2.11 lack
 _NAMES = ("all_gather_single", "all_gather_into_tensor")
 all_gather_single: Callable[..., Any] = next(getattr(dist, name) for name in _NAMES if hasattr(dist, name))
 

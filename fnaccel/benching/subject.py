@@ -59,11 +59,11 @@ def find_subject(task: Task, world: World) -> Subject:
 
 
 def first_batch(source: object, where: str) -> Any:
-    """One batch: a pytree of tensors as it is, what a function returns, the first of an iterable.
+    """One batch: a pytree of tensors itself, the result of a function, or the first batch of an iterable.
 
     Args:
-        source: any of these; a function may also return an iterable.
-        where: what to name in an error.
+        source: any of these. A function may also return an iterable.
+        where: the name of the caller, for messages.
 
     Raises:
         ArgumentError: there is no tensor in it.

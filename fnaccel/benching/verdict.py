@@ -62,7 +62,7 @@ def judge(answers: Mapping[str, Answer], tolerance: float) -> list[Row]:
 
     Args:
         answers: by scope, in the order of the rows.
-        tolerance: of the losses; see `tolerance_of`.
+        tolerance: of the losses. See `tolerance_of`.
 
     Example:
         >>> eager = Measured(first=1.0, seconds=0.2, peak=100.0, losses=[2.0, 1.5])
@@ -108,10 +108,10 @@ def _gap(eager: Sequence[float], other: Sequence[float]) -> float:
 
 
 def recommend(rows: Sequence[Row]) -> Verdict:
-    """The scope to use: the fastest; of those that are about as fast, the one that compiles soonest.
+    """The scope to use: the fastest. If several are about as fast, the one that compiles soonest.
 
-    Scopes that failed or whose losses differ are never recommended, and eager is, where none of the
-    others is worth it.
+    Scopes that failed or whose losses differ are never recommended. Eager is recommended if none of the
+    other scopes is worth it.
 
     Example:
         >>> eager = Measured(first=1.0, seconds=0.2, peak=100.0, losses=[2.0, 1.5])
@@ -151,9 +151,9 @@ def _count(steps: int) -> str:
 
 
 def pays_back_after(eager: Measured, other: Measured) -> int | None:
-    """Steps after which a faster scope has saved what its first call takes longer, to two digits.
+    """Steps after which a faster scope has made up for its longer first call, to two digits.
 
-    None where its first call takes no longer.
+    None if its first call takes no longer.
 
     Example:
         >>> eager = Measured(first=1.0, seconds=0.100, peak=100.0, losses=[])

@@ -29,12 +29,12 @@ KEEP = Kept()
 
 
 def choose(names: Iterable[str], only: Patterns, skip: Patterns, where: str) -> set[str]:
-    """The names that `only` matches (all, where it is None) and `skip` does not.
+    """The names that `only` matches (all, if it is None) and `skip` does not.
 
     Args:
         names: paths such as `params/head.weight`.
         only: `"params"`, `"params/encoder.*"`, or several.
-        skip: likewise.
+        skip: patterns like those of `only`.
         where: the public function, for messages.
 
     Raises:

@@ -72,7 +72,7 @@ def restore(
 
     Returns:
         A tree like `like`: host values (step, seed, data position, extras) and tensors as saved. In
-        `extras`, what was saved comes back: an object of `like` is given its state by `load_state_dict`
+        `extras`, the saved values come back: an object of `like` is given its state by `load_state_dict`
         (before anything else is changed), dicts and nodes keep the classes of `like`, and tensors of the
         same shape its devices. Only a path of `like` that the checkpoint lacks is an error.
 

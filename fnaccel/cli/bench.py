@@ -105,7 +105,7 @@ def read(arguments: Sequence[str]) -> Options:
     """The options, checked as far as that can be done without importing the user's code.
 
     Raises:
-        ArgumentError, ConfigError, UnknownNameError, AxisProductError: what can't be.
+        ArgumentError, ConfigError, UnknownNameError, AxisProductError: a wrong option.
 
     Example:
         >>> read(["train:loss_fn", "--model", "train:GPT", "--batch", "train:batch"]).scopes

@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Convert what the arguments say, with a progress bar.
+    """Convert a file or a checkpoint, with a progress bar.
 
     Raises:
         FnaccelError: it can't be read as that, or TARGET is not free.

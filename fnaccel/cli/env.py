@@ -21,10 +21,10 @@ _READ = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print what a bug report needs.
+    """Print the versions, devices and variables for a bug report.
 
     Args:
-        arguments: after `fnaccel env`; it takes none.
+        arguments: after `fnaccel env`. It takes none.
 
     Example:
         >>> run([])

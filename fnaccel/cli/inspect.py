@@ -83,10 +83,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print what a checkpoint holds.
+    """Print the contents of a checkpoint.
 
     Returns:
-        0, or 1 where `--verify` found damage.
+        0, or 1 if `--verify` found damage.
 
     Raises:
         CheckpointError: there is none that can be read.

@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read(arguments: Sequence[str]) -> Job:
-    """The job that the arguments of `fnaccel launch` describe; nothing is started.
+    """The job that the arguments of `fnaccel launch` describe. Nothing is started.
 
     Raises:
         LaunchError: options that do not exist, or not together.

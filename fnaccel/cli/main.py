@@ -25,10 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: after the program's name; `sys.argv` by default.
+        arguments: after the program's name. By default those of `sys.argv`.
 
     Returns:
-        The exit code: 0, a failing script's own, or 2 where fnaccel was asked for what can't be.
+        The exit code: 0, a failing script's own, or 2 if fnaccel itself raised an error.
 
     Example:
         >>> main(["--version"])

@@ -43,7 +43,7 @@ def gather_overrides(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A value as JSON or Python writes it; any other text is itself.
+    """A value as JSON or Python writes it. Any other text is itself.
 
     YAML would not do: it reads `1e-4` as text.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""`text` with what moves the cursor or changes colours written out: `\x1b[31m`.
+    r"""`text` with control characters written out, such as `\x1b[31m`.
 
     Args:
         text: anything.

@@ -44,10 +44,10 @@ def rows_of(batch: tree.Tree, *, where: str = "shard(loader)") -> int:
 
     Args:
         batch: any pytree with at least one tensor (or column of plain values) in it.
-        where: what to name in an error.
+        where: the name of the caller, for messages.
 
     Raises:
-        LoaderError: the columns differ in length, or there is none; every path is listed.
+        LoaderError: the columns differ in length, or there is none. Every path is listed.
 
     Example:
         >>> rows_of({"x": torch.ones(3, 2), "name": ["a", "b", "c"], "scale": 0.5})
@@ -76,12 +76,12 @@ def rows_of(batch: tree.Tree, *, where: str = "shard(loader)") -> int:
 
 
 def cut(batch: tree.Tree, sizes: Sequence[int], *, where: str = "cut(batch, sizes)") -> list[tree.Tree]:
-    """Cut a batch into consecutive parts of the given numbers of rows; tensors become views.
+    """Cut a batch into consecutive parts of the given numbers of rows. Tensors become views.
 
     Args:
         batch: any pytree whose columns have the same number of rows.
-        sizes: rows of each part; 0 is allowed. `split_sizes(n, parts)` makes even ones.
-        where: what to name in an error.
+        sizes: rows of each part. 0 is allowed. `split_sizes(n, parts)` makes even parts.
+        where: the name of the caller, for messages.
 
     Raises:
         LoaderError: the columns differ in length.

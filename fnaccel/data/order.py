@@ -38,7 +38,7 @@ def check_remainder(remainder: str, where: str) -> None:
 
 
 def split_sizes(n: int, parts: int) -> list[int]:
-    """Sizes of `parts` parts of `n` rows, as even as can be; the first ones get one more.
+    """Sizes of `parts` parts of `n` rows, as even as possible. The first parts get one more.
 
     Raises:
         ArgumentError: there is no part to cut into, or less than no row.
@@ -71,7 +71,7 @@ def span(rows: int, *, rank: int, ranks: int) -> tuple[int, int]:
 def permutation(n: int, seed: int, epoch: int) -> list[int]:
     """The shuffled order of `n` samples, a pure function of (seed, epoch).
 
-    It reads and moves no global random stream; the algorithm is named by `ORDER_VERSION`.
+    It reads and moves no global random stream. `ORDER_VERSION` names the algorithm.
 
     Example:
         >>> sorted(permutation(4, seed=0, epoch=0))
@@ -148,12 +148,12 @@ def batches(
 
     Args:
         n: how many samples an epoch has.
-        batch_size: rows of a global batch, or of each rank's where `split` is False.
+        batch_size: rows of a global batch, or of each rank's batch if `split` is False.
         rank, ranks: which part, of how many.
-        remainder: what becomes of a last global batch that is not full.
-        split: whether `batch_size` is global; cut by divmod, the first ranks get one more.
+        remainder: the treatment of a last global batch that is not full.
+        split: whether `batch_size` is global. It is cut by divmod: the first ranks get one more.
         start: rows of the epoch that were read before, on all ranks together.
-        order: the samples in order; `range(n)` by default.
+        order: the samples in order. By default `range(n)`.
 
     Raises:
         UnknownNameError: no such remainder.
@@ -194,7 +194,7 @@ def batches(
 
 
 def skip(batches: Sequence[Sequence[Any]], start: int) -> list[Sequence[Any]]:
-    """What is left of `batches` after `start` samples; a batch that was begun is cut.
+    """The rest of `batches` after `start` samples. A batch that was begun is cut.
 
     Example:
         >>> skip([[0, 1, 2], [3, 4]], 2)
@@ -221,7 +221,7 @@ def deal(
 
     By default each batch is cut by divmod between the ranks; a batch with fewer rows than ranks
     leaves some of them an empty part. With `per_rank` whole batches are dealt in turn, and
-    `remainder` says what becomes of a last round that has too few: `"wrap"` deals the first
+    `remainder` is the rule for a last round that has too few: `"wrap"` deals the first
     batches again, `"keep"` gives the last ranks one batch less, `"drop"` leaves the round out.
 
     Args:

@@ -71,7 +71,13 @@ class Shards:
     _kept: dict[str, Any] = attrs.field(factory=dict[str, Any], eq=False, repr=False)
 
     def at(self, position: Position) -> Shards:
-        """The same, beginning at a position: `shards.at(state.data)` goes on at the position of a state."""
+        """The same, beginning at a position: `shards.at(state.data)` goes on at the position of a state.
+
+        Example:
+            >>> state, metrics = train_step(state, next(iter(fa.shard(loader))))
+            >>> len(list(fa.shard(loader).at(state.data)))  # 2 of the 3 batches are left
+            2
+        """
         return attrs.evolve(self, start=position)
 
     def __iter__(self) -> Iterator[Batch | Window]:
@@ -276,7 +282,7 @@ def _windows(batches: Iterator[Batch], size: int) -> Iterator[Window]:
 
 
 def steps_per_epoch(shards: Shards, ranks: int) -> int | None:
-    """How many batches (or windows) a whole epoch yields, the same on each rank; None if unknown.
+    """How many batches (or windows) a whole epoch yields, the same on each rank. None if unknown.
 
     Asks for lengths only, so a sampler, batch sampler or dataset that misstates its own is believed.
 

@@ -74,7 +74,7 @@ def concatenated(
         parts: this rank's rows, batch by batch; every rank has the same number of batches.
         pad: what narrower rows are filled up with; None if all must be equally wide.
         group: the ranks; None for this one alone.
-        where: what to name in an error.
+        where: the name of the caller, for messages.
         by_batch: whether the batches of all ranks are put side by side, in the order of the samples. Else
             ranks follow each other.
         told: whether ranks compare the widths of their rows in any case.

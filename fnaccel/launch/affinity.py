@@ -61,7 +61,7 @@ def parse(text: str) -> list[int]:
 def share(
     processes: int, allowed: Collection[int], grouped: Sequence[Collection[int]]
 ) -> list[tuple[int, ...]]:
-    """The cores of each rank; none has another's, and none spans two nodes.
+    """The cores of each rank. No two ranks share a core, and no rank spans two nodes.
 
     Neighbouring ranks share a node. Fewer ranks than nodes get a whole node each.
 

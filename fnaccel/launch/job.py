@@ -23,24 +23,24 @@ STATIC_PORT = 29_500
 
 @attrs.frozen(kw_only=True)
 class Job:
-    """The processes of this machine, and what each of them runs.
+    """The processes of this machine, and the program of each process.
 
     Attributes:
-        script: a Python file, or None where `module` is given.
+        script: a Python file, or None if `module` is given.
         module: a module to run as `python -m` does.
-        args: what follows the script; nothing of it is read here.
+        args: the arguments of the script.
         processes: how many on this machine, one for each local rank.
         machines, machine: how many launchers there are, and which of them this is.
-        address: where rank 0 listens, a name or address that every machine reaches.
-        port: the port there; None: a free one (one machine), or 29500 (several).
+        address: the address at which rank 0 listens. Every machine must reach it.
+        port: the port there. None: a free one (one machine), or 29500 (several).
         cpu: keep `fa.start` from taking an accelerator.
         tpu: let `fa.start` take the XLA devices, all for one process.
         affinity: keep each process on cores of its own.
-        threads: of each process; None: what OMP_NUM_THREADS says, or an even part of the cores.
+        threads: of each process. None: the value of OMP_NUM_THREADS, or an even part of the cores.
         grace: seconds between SIGTERM and SIGKILL when the launcher is told to end, for ranks that are
-            saving; after a failure there is nothing to save, and it is 10 at most.
+            saving. After a failure there is nothing to save, and it is 10 at most.
         restarts: how often the ranks are started again after a failure.
-        min_ranks: how few ranks may go on where some were killed; None: as many as there were.
+        min_ranks: how few ranks may go on if some were killed. None: as many as there were.
         overrides: dotted fields of the script's recipe, and their values.
 
     Example:

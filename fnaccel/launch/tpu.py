@@ -24,7 +24,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """What a rank's environment gets, so that `fa.start()` takes the XLA devices.
 
     Args:
-        environ: the launcher's own; a PJRT_DEVICE in it stays (`CPU` rehearses on the CPU).
+        environ: the launcher's own. A PJRT_DEVICE in it stays (`CPU` rehearses on the CPU).
 
     Example:
         >>> variables({})
@@ -42,7 +42,7 @@ def remote_command(
         arguments: all that `fnaccel launch` was given.
         program: the last of them: the script, or the module, and its own arguments.
         name, zone: of the TPU VM.
-        folder: where to run on it; its home folder by default.
+        folder: the working folder on it. By default its home folder.
         sudo: whether to run as root there.
 
     Raises:

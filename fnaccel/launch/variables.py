@@ -31,13 +31,13 @@ def variables(
     """The whole environment of one rank.
 
     Args:
-        job: what is started.
+        job: the job that is started.
         local_rank: which of its processes.
-        port: where rank 0 listens.
-        environ: the launcher's own environment; what an outer launch set in it is dropped.
-        interface: for gloo, where ranks are on several machines and the user named none.
+        port: the port at which rank 0 listens.
+        environ: the launcher's own environment. Variables of an outer launch are dropped.
+        interface: for gloo, if ranks are on several machines and the user named none.
         restarts: how often this job was started before.
-        cores: what this machine has; counted by default.
+        cores: the number of cores of this machine. Counted by default.
 
     Example:
         >>> variables(Job(script="train.py", processes=2), 1, port=29500, environ={})["RANK"]

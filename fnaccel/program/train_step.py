@@ -111,6 +111,11 @@ class TrainStep:
         Raises:
             PlanMismatchError: ranks hold different plans. Nothing was built.
             OwnershipError: the model is in use, or this train step holds a built module already.
+
+        Example:
+            >>> state = train_step.init(seed=0, extras={"best": 0.0})
+            >>> state.extras
+            {'best': 0.0}
         """
         if seed < 0:  # as torch.manual_seed does, so that states hold no sign
             seed += (1 << 64) - 1
@@ -137,6 +142,10 @@ class TrainStep:
             ArgumentError: no state.
             StaleStateError: `state` was donated.
             AveragedError: inside of `averaged`.
+
+        Example:
+            >>> params = {name: torch.zeros_like(value) for name, value in state.params.items()}
+            >>> state = train_step.adopt(attrs.evolve(state, params=params))
         """
         return self._owner.adopt(state)
 
@@ -195,6 +204,10 @@ class TrainStep:
         Raises:
             StaleStateError, UnleasedStateError: not the live state.
             CapabilityError: `fn` read the part of a sharded parameter, or `whole` under DeepSpeed.
+
+        Example:
+            >>> train_step.look(state, lambda model: float(loss_fn(model, batch).total) > 0)
+            True
         """
         owned = self._owner.owned
         lease_of(state, _LOOK, averaged=True)
@@ -225,6 +238,12 @@ class TrainStep:
             StaleStateError, UnleasedStateError: not the live state.
             AveragedError: inside of another `averaged`.
             ArgumentError: a step without `with_ema`.
+
+        Example:
+            >>> train_step = fa.config.apply(fa.config.Recipe(ema=0.99), loss_fn, GPT)
+            >>> state, metrics = train_step(train_step.init(), batch)
+            >>> with train_step.averaged(state):
+            ...     loss = fa.evaluate(train_step, state, loss_fn, fa.shard(loader))
         """
         owned = self._owner.owned
         held = lease_of(state, "train_step.averaged(state)")

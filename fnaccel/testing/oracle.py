@@ -54,7 +54,7 @@ def oracle_run(
     """Train in plain PyTorch on one process.
 
     Args:
-        make_model: a factory, called after `torch.manual_seed(seed)`; or a module, trained in place.
+        make_model: a factory, called after `torch.manual_seed(seed)`. Or a module, trained in place.
         loss_fn: `loss_fn(model, batch)` -> `Mean(total, weight)`, `(scalar, aux)` or a scalar.
         batches: one entry a step: all micro-batches of all ranks of that step, in any order; their
             tensors, of shape `[rows, ...]`, are concatenated along dim 0.

@@ -57,7 +57,7 @@ class _Answer:
 
 
 class RankPool:
-    """`size` processes that are the ranks of one gloo world; use it as a context manager.
+    """`size` processes that are the ranks of one gloo world. Use it as a context manager.
 
     The processes are forked on the first `run` (or `start`) and know every module that the parent
     has imported. Fork before the parent runs anything on an accelerator. A pool whose ranks died
@@ -249,10 +249,10 @@ class RankPool:
 
 
 class RankPools:
-    """One `RankPool` for each number of ranks that is asked for; use it as a context manager.
+    """One `RankPool` for each number of ranks that is asked for. Use it as a context manager.
 
     Args:
-        sizes: the pools to start at once; others start on first use.
+        sizes: the pools to start at once. Other pools start on first use.
         timeout: as in `RankPool`.
 
     Example:

@@ -65,8 +65,8 @@ def differences(
     Args:
         actual: any tree.
         expected: a tree of the same structure.
-        precision: the dtype of the *computation*, where it is lower than that of the leaves
-            (bf16 autocast leaves fp32 parameters); by default each leaf's own.
+        precision: the dtype of the *computation*, if it is lower than that of the leaves
+            (bf16 autocast leaves fp32 parameters). By default each leaf's own.
 
     Example:
         >>> from fnaccel.testing import differences

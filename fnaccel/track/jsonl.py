@@ -26,12 +26,12 @@ _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 @attrs.define
 class JsonlTracker:
-    """Appends a line for each step to a file; runs that share one follow each other in it.
+    """Appends a line for each step to a file. Runs that share a file follow each other in it.
 
-    Each line is one write, so a crash tears the last line at most; the next run begins a new one.
+    Each line is one write, so a crash tears the last line at most. The next run begins a new line.
 
     Args:
-        path: the file; it and its folder are made where they are missing.
+        path: the file. It and its folder are made if they are missing.
 
     Example:
         >>> from fnaccel.track import JsonlTracker
@@ -93,10 +93,10 @@ class JsonlTracker:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a file that `JsonlTracker` wrote, in order; a torn line is left out.
+    """The records of a file that `JsonlTracker` wrote, in order. A torn line is left out.
 
     Args:
-        path: the file; a run may still be writing it.
+        path: the file. A run may still be writing it.
 
     Raises:
         ArgumentError: a line is no record, and no crash explains it.

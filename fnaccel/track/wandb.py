@@ -14,9 +14,9 @@ class WandbTracker:
     A run that the script began with `wandb.init` is used, and left running.
 
     Args:
-        project, name: of the run; wandb's own choices by default.
-        mode: `"online"`, `"offline"` or `"disabled"`; what WANDB_MODE says by default.
-        options: what `wandb.init` takes besides (https://docs.wandb.ai/ref/python/init).
+        project, name: of the run. By default wandb chooses.
+        mode: `"online"`, `"offline"` or `"disabled"`. By default the value of WANDB_MODE.
+        options: further arguments of `wandb.init` (https://docs.wandb.ai/ref/python/init).
 
     Example:
         >>> from fnaccel.track import WandbTracker

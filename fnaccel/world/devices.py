@@ -88,11 +88,11 @@ def check_precision(device: torch.device, compute: torch.dtype) -> None:
     """See that a kind of device can compute in a dtype.
 
     Args:
-        device: where the step runs.
-        compute: what its matrix products run in.
+        device: the device of the step.
+        compute: the dtype of its matrix products.
 
     Raises:
-        CapabilityError: it can't; names what it can.
+        CapabilityError: it can't. Names the dtypes that it can.
 
     Example:
         >>> check_precision(torch.device("mps"), torch.bfloat16)
@@ -163,7 +163,7 @@ def open_device(name: torch.device | str) -> torch.device:
 
     Raises:
         MissingBackendError: the package is not installed, lacks its driver, or was built for another torch.
-        WorldError: torch knows no such device; a number of what is one device; XLA has begun already.
+        WorldError: torch knows no such device, the device can't have a number, or XLA has begun already.
 
     Example:
         >>> open_device("cpu")

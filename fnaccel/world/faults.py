@@ -75,7 +75,7 @@ class Record:
 
 
 def find_fault(me: Record, others: Collection[Record]) -> str | None:
-    """What keeps this rank's newest call from ever ending, if that is certain; else None.
+    """The reason why this rank's newest call will never end, if that is certain. Else None.
 
     Example:
         >>> me = Record(rank=0, count=1, names=("fa.gather",))

@@ -15,7 +15,7 @@ _main = threading.main_thread().ident
 
 
 class SigintHeld:
-    """In the body one SIGINT waits; it is delivered to the handler from before when the body ends.
+    """In the body a SIGINT waits. When the body ends, the previous handler gets it.
 
     Does nothing outside of the main thread, which alone receives signals, or if SIGINT has no Python handler.
 

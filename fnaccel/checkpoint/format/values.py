@@ -13,9 +13,8 @@
     another pytree node                   {"node": object of its entries}
     an object with a state_dict()         {"state_dict": that}
 
-A path joins keys with "/", where "~" and "/" inside a key become "~0" and "~1" (RFC 6901).
-Nothing is ever pickled, and reading builds no class but the three named here: nodes and objects are
-rebuilt from the `like` of `fa.restore`, or come back as their entries. No files here.
+A path joins keys with "/" (RFC 6901: "~0" and "~1" for "~" and "/"). Nothing is pickled. Reading builds only
+the three classes here. Nodes and objects are rebuilt from `like` of `fa.restore`, or are their entries.
 """
 
 from __future__ import annotations
