@@ -26,6 +26,7 @@ def variables(
     environ: Mapping[str, str],
     interface: str | None = None,
     restarts: int = 0,
+    several: bool = False,
     cores: int | None = None,
 ) -> dict[str, str]:
     """The whole environment of one rank.
@@ -33,10 +34,11 @@ def variables(
     Args:
         job: what is started.
         local_rank: which of its processes.
-        port: where rank 0 listens.
+        port: where the ranks meet.
         environ: the launcher's own environment; what an outer launch set in it is dropped.
         interface: for gloo, where ranks are on several machines and the user named none.
         restarts: how often this job was started before.
+        several: whether the job has several machines, which meet in a store that a launcher keeps.
         cores: what this machine has; counted by default.
 
     Example: `variables(Job(script="train.py"), 0, port=29500, environ=os.environ)["RANK"]`.
@@ -47,13 +49,16 @@ def variables(
         "WORLD_SIZE": str(job.size),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(job.processes),
-        "GROUP_RANK": str(job.machine),
+        "GROUP_RANK": str(job.machine or 0),
         "MASTER_ADDR": job.address,
         "MASTER_PORT": str(port),
         "FNACCEL_LAUNCHED": "1",
         "FNACCEL_RESTART_COUNT": str(restarts),
         **overrides.pack(job.overrides),
     }
+    if several:
+        # the coordinator process keeps the store, and each attempt has keys of its own in it
+        found |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
     if job.cpu:
         found["FNACCEL_DEVICE"] = "cpu"
     if job.tpu:
