@@ -84,6 +84,7 @@ class _Attempt:
     ending: str | None = None
     beats: dict[int, tuple[int, float]] = attrs.field(factory=dict)
     next_beat: float = 0.0
+    told: bool = False
 
 
 class _Coordinator:
@@ -97,9 +98,10 @@ class _Coordinator:
 
     def run(self) -> None:
         """Form attempts until one of them ends the job."""
-        self._compare_commands()
+        _limit(2 * LOST)
         self._root.add("came", 1)
         try:
+            self._compare_commands()
             attempt = self._form()
             while attempt is not None:
                 attempt = self._next(attempt, self._follow(attempt))
@@ -131,8 +133,8 @@ class _Coordinator:
                     ) from None
                 time.sleep(POLL)  # until the next generation is announced
             except RendezvousTimeoutError:
-                machines = f"the launchers of {self._job.least_machines} machines"
-                what = f"{machines} did not come within {PATIENCE:g} s"
+                came = f"{int(self._root.add('came', 0))} of {self._job.least_machines} machines"
+                what = f"the launchers of {came} came within {PATIENCE:g} s"
                 raise machines_error(self._job, what, _SAME_COMMAND) from None
             else:
                 if attempt is not None:
@@ -172,6 +174,7 @@ class _Coordinator:
             except Exception as error:  # raised again below
                 outcome.append(error)
 
+        _limit(PATIENCE + 2 * LOST)
         thread = threading.Thread(target=meet, daemon=True)
         thread.start()
         while thread.is_alive():
@@ -185,6 +188,7 @@ class _Coordinator:
 
     def _place(self, info: Any) -> _Attempt | None:
         """This machine's place in the attempt; None if a machine was lost before all had theirs."""
+        _limit(2 * LOST)
         group = _torch.PrefixStore(f"group/{self._generation}", self._root)
         card = {"keeps_store": self._keeps_store, "machine": self._job.machine}
         group.set(f"card/{info.rank}", json.dumps(card))
@@ -225,8 +229,7 @@ class _Coordinator:
     def _follow(self, attempt: _Attempt) -> Decision:
         """Pass on what happens here and elsewhere, until machine 0 has decided what follows."""
         while not attempt.keys.check(["decision"]):
-            # a call of a store does not return if the other machine lost its power or its network
-            signal.setitimer(signal.ITIMER_REAL, LOST)
+            _limit(LOST)
             self._listen(attempt)
             self._beat(attempt)
             if attempt.ending is None and attempt.keys.check(["ending"]):
@@ -236,7 +239,6 @@ class _Coordinator:
                 self._judge(attempt)
             elif self._is_silent(attempt, 0):
                 self._announce(attempt, Decision(again=False, code=1), "machine 0 does not answer")
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
         return Decision(**json.loads(attempt.keys.get("decision")))
 
     def _listen(self, attempt: _Attempt) -> None:
@@ -250,6 +252,7 @@ class _Coordinator:
                 attempt.keys.compare_set("ending", "", "failed")
             else:
                 result = MachineResult(**message["result"])
+                attempt.told = result.told
                 if attempt.keys.check([f"order/{attempt.machine}"]):
                     order = int(attempt.keys.get(f"order/{attempt.machine}"))
                     result = attrs.evolve(result, order=order)
@@ -258,7 +261,7 @@ class _Coordinator:
                 self._write(attempt, attempt.machine, result)
         if self._channel.closed:
             # without the machine that keeps the store nothing can be started again
-            self._lose(attempt, attempt.machine, told=self._keeps_store)
+            self._lose(attempt, attempt.machine, told=self._keeps_store or attempt.told)
 
     def _beat(self, attempt: _Attempt) -> None:
         now = time.monotonic()
@@ -288,9 +291,9 @@ class _Coordinator:
             if self._is_silent(attempt, machine) and not attempt.keys.check([f"result/{machine}"]):
                 self._lose(attempt, machine)
         waiting = self._count_waiting(attempt)
-        if waiting and attempt.ending is None:
-            attempt.keys.compare_set("ending", "", "join")
         names = [f"result/{machine}" for machine in range(attempt.machines)]
+        if waiting and attempt.ending is None and not any(attempt.keys.check([name]) for name in names):
+            attempt.keys.compare_set("ending", "", "join")
         if not attempt.keys.check(names):
             return
         results = [MachineResult(**json.loads(attempt.keys.get(name))) for name in names]
@@ -335,14 +338,14 @@ class _Coordinator:
     # the ends
 
     def _compare_commands(self) -> None:
-        """See that all launchers were asked for the same; the one that keeps the store comes first."""
+        """See that all launchers were asked for the same as the first of them."""
         job = self._job
         mine = json.dumps([job.name, job.processes, job.least_machines, job.machines, job.restarts])
         theirs: str = self._root.compare_set("job", "", mine).decode()
         if theirs == mine:
             return
-        who = "a machine" if job.machine is None else f"machine {job.machine}"
-        what = f"{who} runs {mine}, and the machine that keeps the store {theirs}"
+        who = "one machine" if job.machine is None else f"machine {job.machine}"
+        what = f"{who} runs {mine}, and another machine {theirs}"
         if int(self._root.add("attempts", 0)) == 0:  # else it is too late to end the job because of it
             self._root.set("refused", what)
             self._handler = self._new_handler()
@@ -352,14 +355,23 @@ class _Coordinator:
     def _leave(self) -> None:
         """Leave the store; its keeper stays until the others have left it."""
         with contextlib.suppress(Exception):  # the store is gone, or the job has ended anyway
-            if self._root.check(["final"]):
-                self._handler.shutdown()
+            _limit(LOST + LINGER)
+            if self._root.check(["final"]) and self._handler is not None:
+                self._handler.shutdown()  # machines that wait to join see that the job has ended
             self._root.add("left", 1)
             end = time.monotonic() + LINGER
             while self._keeps_store and time.monotonic() < end:
                 if int(self._root.add("left", 0)) >= int(self._root.add("came", 0)):
                     return
                 time.sleep(POLL)
+
+
+def _limit(seconds: float) -> None:
+    """End this process after so many seconds, unless this is called again before; the launcher sees its end.
+
+    A call of a store does not return if the machine that keeps it lost its power or its network.
+    """
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _order(card: dict[str, Any]) -> tuple[bool, float]:

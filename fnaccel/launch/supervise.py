@@ -72,9 +72,8 @@ def _attempts(job: Job, coordinator: Coordinator | None, place: Place | None, ma
         if place.number:
             ranks = "1 rank" if job.size == 1 else f"{job.size} ranks"
             machines = f" on {_machines(job.machines)}" if elastic else ""
-            _say(
-                f"fnaccel launch: attempt {place.failures + 1} of {job.restarts + 1}, with {ranks}{machines}"
-            )
+            attempt = f"attempt {place.failures + 1} of {job.restarts + 1}"
+            _say(f"fnaccel launch: {attempt}, with {ranks}{machines}")
         outcome, decision = _attempt(job, place, coordinator, mask)
         if not decision.again:
             if coordinator is not None and decision.code not in (0, outcome.code):
@@ -87,6 +86,7 @@ def _attempts(job: Job, coordinator: Coordinator | None, place: Place | None, ma
             job = _smaller(job, outcome.killed)
         else:
             place = coordinator.begin()
+    _say("fnaccel launch: the job has ended without this machine")
     return 0 if coordinator is None or coordinator.decision is None else coordinator.decision.code
 
 
