@@ -26,7 +26,7 @@ class Channel:
         return self._end.fileno()
 
     def send(self, **message: Any) -> None:
-        """Send a message; nothing happens if the other end is gone."""
+        """Send a message, if the other end is still there."""
         with contextlib.suppress(OSError):
             self._end.sendall(json.dumps(message).encode() + b"\n")
 

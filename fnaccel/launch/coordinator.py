@@ -16,7 +16,7 @@ from fnaccel.launch.job import Job
 from fnaccel.launch.verdict import Decision, MachineResult
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""A terminal or a scheduler sends them to all processes of a job; the process ends when its launcher does."""
+"""A terminal or a scheduler sends them to all processes of a job. This one ends when its launcher does."""
 
 
 @attrs.frozen(kw_only=True)
@@ -40,8 +40,8 @@ class Coordinator:
 
     Attributes:
         ending: why the ranks of all machines are to end: `"failed"`, or `"join"` so that a machine can join.
-        decision: what comes after this attempt, once that is known.
-        lost: a line about what the job has lost; empty if nothing.
+        decision: whether another attempt comes after this one; None until that is decided.
+        lost: a line about machines or a store that were lost, or an empty string.
     """
 
     def __init__(self, pid: int, channel: Channel) -> None:
@@ -58,7 +58,7 @@ class Coordinator:
         return self._channel.fileno()
 
     def begin(self) -> Place | None:
-        """Wait for the first attempt, or enter the one that was decided on; None if the job has ended.
+        """Wait for the first attempt, or enter the next one. Returns None if the job has ended.
 
         Raises:
             LaunchError: the machines have not come together, or were asked for different things.
@@ -81,7 +81,7 @@ class Coordinator:
         self._channel.send(result=attrs.asdict(result))
 
     def hear(self, *, wait: bool = False) -> None:
-        """Take what has come; `wait`: until something comes.
+        """Read the messages that have come. `wait`: until there is one.
 
         Raises:
             LaunchError: the machines have not come together, or were asked for different things.
@@ -93,7 +93,7 @@ class Coordinator:
             self.ending, self.decision = "failed", Decision(again=False, code=1)
 
     def release(self) -> None:
-        """In a rank: close what is the launcher's."""
+        """In a rank: close the connection, which is the launcher's."""
         self._channel.close()
 
     def close(self) -> None:
@@ -142,7 +142,9 @@ def _become_coordinator(job: Job, channel: Channel, other: socket.socket, mask: 
     try:
         other.close()
         nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):  # C++ logs whoever sends garbage; a reader of our output waits for its end
+        for stream in range(
+            3
+        ):  # C++ logs each garbage message. A pipe stays open as long as a copy of its end does
             os.dup2(nothing, stream)
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)

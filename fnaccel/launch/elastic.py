@@ -1,7 +1,7 @@
 """The coordinator process of a machine: meets those of the other machines, and agrees with them.
 
-Membership is PyTorch's: a `DynamicRendezvousHandler` over a `TCPStore` that one of the machines keeps. How
-ranks ended, and what follows, is written to keys of the same store. The ranks use this store too.
+Membership is PyTorch's: a `DynamicRendezvousHandler` over a `TCPStore` that one of the machines keeps. The
+results of all machines and the decision of machine 0 are keys of the same store. The ranks use it too.
 
 It is a process of its own so that the launcher, which forks the ranks, has no threads and no connections.
 The launcher's end of it is in `coordinator.py`.
@@ -51,10 +51,10 @@ _SAME_COMMAND = "start the same command on every machine"
 
 
 def coordinate(job: Job, channel: Channel) -> None:
-    """What the coordinator process runs, from its fork to its end.
+    """The life of the coordinator process, from its fork to its end.
 
     Args:
-        job: what the launcher was asked for.
+        job: as the launcher got it.
         channel: to the launcher. Sent: `attempt`, `ending`, and at last `final` or `error`. Received:
             `failed` and `result`.
     """
@@ -111,7 +111,7 @@ class _Coordinator:
     # membership
 
     def _form(self) -> _Attempt | None:
-        """Meet the other machines; None if the job has ended meanwhile."""
+        """Meet the other machines. Returns None if the job has ended meanwhile."""
         from torch.distributed.elastic.rendezvous.api import (  # noqa: PLC0415 - 0.1 s
             RendezvousClosedError,
             RendezvousGracefulExitError,
@@ -160,7 +160,7 @@ class _Coordinator:
             C10dRendezvousBackend(self._store, name),
             self._job.least_machines,
             self._job.machines,
-            local_addr=socket.gethostname(),  # a label; the default would ask the name server
+            local_addr=socket.gethostname(),  # a label. The default would ask the name server
             timeout=RendezvousTimeout(join=timedelta(seconds=PATIENCE), last_call=timedelta(seconds=call)),
         )
 
@@ -187,7 +187,7 @@ class _Coordinator:
         return outcome[0]
 
     def _place(self, info: Any) -> _Attempt | None:
-        """This machine's place in the attempt; None if a machine was lost before all had theirs."""
+        """This machine's place in the attempt, or None if a machine was lost before all had a place."""
         _limit(2 * LOST)
         group = _torch.PrefixStore(f"group/{self._generation}", self._root)
         card = {"keeps_store": self._keeps_store, "machine": self._job.machine}
@@ -227,7 +227,7 @@ class _Coordinator:
     # one attempt
 
     def _follow(self, attempt: _Attempt) -> Decision:
-        """Pass on what happens here and elsewhere, until machine 0 has decided what follows."""
+        """Pass on reports between the launcher and the store until machine 0 has decided."""
         while not attempt.keys.check(["decision"]):
             _limit(LOST)
             self._listen(attempt)
@@ -242,7 +242,7 @@ class _Coordinator:
         return Decision(**json.loads(attempt.keys.get("decision")))
 
     def _listen(self, attempt: _Attempt) -> None:
-        """Take what the launcher reports, and note if it is gone."""
+        """Read reports of the launcher, and note if it is gone."""
         if self._channel.closed:
             time.sleep(POLL)
             return
@@ -353,7 +353,7 @@ class _Coordinator:
         raise machines_error(self._job, what, _SAME_COMMAND)
 
     def _leave(self) -> None:
-        """Leave the store; its keeper stays until the others have left it."""
+        """Leave the store. Its keeper stays until the other machines have left."""
         with contextlib.suppress(Exception):  # the store is gone, or the job has ended anyway
             _limit(LOST + LINGER)
             if self._root.check(["final"]) and self._handler is not None:
@@ -367,7 +367,7 @@ class _Coordinator:
 
 
 def _limit(seconds: float) -> None:
-    """End this process after so many seconds, unless this is called again before; the launcher sees its end.
+    """End this process after so many seconds, unless this is called again before. The launcher sees its end.
 
     A call of a store does not return if the machine that keeps it lost its power or its network.
     """
@@ -375,6 +375,6 @@ def _limit(seconds: float) -> None:
 
 
 def _order(card: dict[str, Any]) -> tuple[bool, float]:
-    """Machines are numbered by --node-rank; the one that keeps the store is the first."""
+    """The sort key of a machine: the keeper of the store is first, the others follow by --node-rank."""
     given = card["machine"]
     return not card["keeps_store"], float("inf") if given is None else given

@@ -49,7 +49,7 @@ def open_store(job: Job, channel: Channel, timeout: float) -> tuple[Any, bool]:
                 is_master=True,
                 timeout=limit,
                 wait_for_workers=False,
-                master_listen_fd=os.dup(listener.fileno()),  # torch closes what it is handed
+                master_listen_fd=os.dup(listener.fileno()),  # torch closes this one
                 use_libuv=True,
             ), True
     port, end = job.port or STATIC_PORT, time.monotonic() + PATIENCE

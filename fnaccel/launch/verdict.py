@@ -1,4 +1,4 @@
-"""What follows when the ranks of all machines have ended: another attempt, or the end of the job."""
+"""The decision when the ranks of all machines have ended: another attempt, or the end of the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MachineResult:
         told: whether a signal came to the launcher, so that nothing may be started again.
         stopped: whether the launcher ended ranks so that another machine can join.
         lost: whether the launcher itself is gone.
-        order: which failure of the attempt this was; the first failure has the smallest number.
+        order: the place of this failure among those of the attempt, by time.
     """
 
     code: int = 0
@@ -34,7 +34,7 @@ class MachineResult:
 
 @attrs.frozen(kw_only=True)
 class Decision:
-    """What happens next on all machines.
+    """The next thing on all machines: another attempt, or the end.
 
     Attributes:
         again: whether the ranks are started again.
@@ -48,7 +48,7 @@ class Decision:
 
 
 def decide(results: Iterable[MachineResult], *, more: bool) -> Decision:
-    """What follows from how the ranks of all machines ended.
+    """Decide by the results of all machines.
 
     Args:
         results: one for each machine.

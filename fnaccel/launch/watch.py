@@ -95,7 +95,7 @@ class Watch:
         return self._outcome()
 
     def wait_for_machines(self) -> tuple[Outcome, Decision]:
-        """Report how the ranks ended here, and wait until what follows is decided or a signal comes."""
+        """Report the result of this machine, and wait until a decision or a signal comes."""
         decision: Decision | None = None
         if self.coordinator is not None:
             self.coordinator.end(self._outcome().result)
@@ -105,7 +105,7 @@ class Watch:
         return self._outcome(), Decision(again=False) if decision is None or self.leaving else decision
 
     def _look(self) -> None:
-        """Wait until something happens, and do what has to be done about it."""
+        """Wait for one event (a signal, a report, the end of a rank, a deadline), and react to it."""
         now = time.monotonic()
         limit = max(0.0, self.due[0][0] - now) if self.due else None
         if limit is None and self.waits_since is not None and not self.noticed:

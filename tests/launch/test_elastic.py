@@ -21,13 +21,24 @@ from tests.launch.test_restarts import TRAIN, WAIT
 
 pytestmark = pytest.mark.launcher
 
-QUICK = {"fnaccel.launch.elastic.FIRST_CALL": 1.5, "fnaccel.launch.elastic.LAST_CALL": 0.5}
+QUICK = {
+    "fnaccel.launch.elastic.FIRST_CALL": 1.5,
+    "fnaccel.launch.elastic.LAST_CALL": 0.5,
+    "fnaccel.launch.elastic.LINGER": 1.0,
+}
 MEET = """
     import os, fnaccel as fa
     for _ in range(2):  # a world that ends, and another one
         with fa.start(device="cpu") as world:
             world.barrier()
     print(world.rank, world.size, os.environ["GROUP_RANK"], flush=True)
+"""
+
+SLEEP = """
+    import os, time
+    with open(f"pid{os.environ['RANK']}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(100)
 """
 
 
@@ -64,15 +75,14 @@ def test_a_job_goes_on_with_the_machines_that_are_left(launcher, machine):
 
 
 def test_fewer_machines_than_the_least_number_end(launcher, machine):
-    arguments = (launcher.write(TRAIN), json.dumps({"0": [0, 2, WAIT]}), 4)
-    started = [
-        machine(*arguments, nodes="2:3", restarts=1, flags=("--node-rank", number)) for number in range(2)
-    ]
-    launcher.wait_for("ready")
+    script, options = launcher.write(SLEEP), {"nodes": "2:3", "restarts": 1}
+    started = [machine(script, **options, flags=("--node-rank", number)) for number in range(2)]
+    launcher.wait_for("pid0", "pid1")
     os.kill(started[1].pid, signal.SIGKILL)
     ended = started[0].wait()
     assert (ended.code, attempts(ended)) == (1, []), ended
-    assert "the launcher of machine 1" in ended.err
+    assert "lost: the launcher of machine 1" in ended.err
+    assert gone(int((launcher.folder / "pid0").read_text()))
 
 
 def test_a_machine_that_comes_later_is_let_in(launcher, machine):
@@ -102,14 +112,6 @@ def test_the_same_number_twice_is_an_error(launcher, machine):
     for ended in [each.wait() for each in started]:
         assert (ended.code, ended.out) == (2, "")
         assert "the same --node-rank: [0, 1, 1]\n  where: fnaccel launch --nnodes 3 --node-rank" in ended.err
-
-
-SLEEP = """
-    import os, time
-    with open(f"pid{os.environ['RANK']}", "w") as file:
-        file.write(str(os.getpid()))
-    time.sleep(100)
-"""
 
 
 def test_a_signal_to_one_launcher_ends_ranks_that_do_not_talk(launcher, machine):
