@@ -89,8 +89,15 @@ def parser() -> argparse.ArgumentParser:
         "several machines",
         "the same command on each; gloo uses the interface to machine 0, or what GLOO_SOCKET_IFNAME says",
     )
-    several.add_argument("--nnodes", type=int, default=1, help="how many machines")
-    several.add_argument("--node-rank", type=int, help="which one this is, from 0")
+    several.add_argument(
+        "--nnodes", default="1", metavar="N | MIN:MAX",
+        help="how many machines; MIN:MAX: go on with those that are left, and let others join",
+    )  # fmt: skip
+    several.add_argument(
+        "--node-rank", type=int,
+        help="number of this machine, from 0, which keeps the store (default: the machine that has "
+        "--master-addr is number 0, the others in any order)",
+    )  # fmt: skip
     several.add_argument("--master-addr", help="a name or address of machine 0 that all reach")
     several.add_argument("--master-port", type=int, help="a free port there (default: 29500)")
     chips = made.add_argument_group("TPU", "one process drives all chips of a TPU VM: fa.xla()")
@@ -128,15 +135,17 @@ def read(arguments: Sequence[str]) -> Job:
     overrides = gather_overrides(found)
     with _searching(Path(name or "").parent if found.module is None else Path()):
         check_overrides(overrides)
-    _check_machines(found)
+    fewest, most = _machine_limits(found.nnodes)
+    _check_machines(found, most)
     chips: bool = found.tpu or (tpu.is_tpu(os.environ) and not found.cpu)
     return Job(
         script=name if found.module is None else None,
         module=name if found.module is not None else None,
         args=tuple(program[1:]),
         processes=_processes(found.nproc, cpu=found.cpu or chips),
-        machines=found.nnodes,
-        machine=found.node_rank or 0,
+        machines=most,
+        min_machines=None if fewest == most else fewest,
+        machine=0 if most == 1 else found.node_rank,
         address=found.master_addr or "127.0.0.1",
         port=found.master_port,
         cpu=found.cpu,
@@ -205,28 +214,30 @@ def _processes(asked: int | None, *, cpu: bool) -> int:
     return asked
 
 
-def _check_machines(found: argparse.Namespace) -> None:
-    if found.nnodes <= 1:  # 0 is an error of its own
-        stray = [
-            flag
-            for flag, value in (("--node-rank", found.node_rank), ("--master-addr", found.master_addr))
-            if value
-        ]
-        if stray:
-            raise LaunchError(
-                f"{' and '.join(stray)} without --nnodes",
-                where="fnaccel launch",
-                fix="say how many machines there are: --nnodes 2; or leave it out on one",
-            )
-        return
-    missing = [
-        flag
-        for flag, value in (("--node-rank", found.node_rank), ("--master-addr", found.master_addr))
-        if value is None
-    ]
-    if missing:
+def _machine_limits(text: str) -> tuple[int, int]:
+    """The fewest and the most machines that --nnodes asks for."""
+    fewest, colon, most = text.partition(":")
+    if not fewest.isdecimal() or (colon and not most.isdecimal()):
         raise LaunchError(
-            f"{found.nnodes} machines need {' and '.join(missing)}",
+            f"{text!r} is no number of machines",
             where="fnaccel launch --nnodes",
-            fix="--node-rank 0 on the first machine, and --master-addr with its address on all",
+            fix="--nnodes 2, or --nnodes 2:4 for 2 to 4 machines",
+        )
+    return int(fewest), int(most if colon else fewest)
+
+
+def _check_machines(found: argparse.Namespace, machines: int) -> None:
+    if machines > 1 and found.master_addr is None:
+        raise LaunchError(
+            f"{machines} machines need --master-addr",
+            where="fnaccel launch --nnodes",
+            fix="--master-addr with the address of the first machine, on all machines",
+        )
+    given = (("--node-rank", found.node_rank), ("--master-addr", found.master_addr))
+    stray = [flag for flag, value in given if value]
+    if machines <= 1 and stray:  # 0 is an error of its own
+        raise LaunchError(
+            f"{' and '.join(stray)} without --nnodes",
+            where="fnaccel launch",
+            fix="say how many machines there are: --nnodes 2; or leave it out on one",
         )

@@ -64,6 +64,7 @@ def fork(
     port: int,
     interface: str | None,
     restarts: int,
+    several: bool,
     mask: set[Any],
     forget: Callable[[], None] = lambda: None,
 ) -> list[Rank]:
@@ -74,6 +75,7 @@ def fork(
         port: where they meet.
         interface: for gloo, or None.
         restarts: how often they were started before.
+        several: whether the job has several machines.
         mask: of signals, which ranks go back to.
         forget: called in each of them: closes what is the launcher's.
 
@@ -98,7 +100,13 @@ def fork(
             forget()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             environ = variables(
-                job, local_rank, port=port, environ=os.environ, interface=interface, restarts=restarts
+                job,
+                local_rank,
+                port=port,
+                environ=os.environ,
+                interface=interface,
+                restarts=restarts,
+                several=several,
             )
             end(live(job, local_rank, environ=environ, launcher=launcher, pipe=write))
         os.close(write)

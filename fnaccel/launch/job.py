@@ -30,9 +30,11 @@ class Job:
         module: a module to run as `python -m` does.
         args: the arguments of the script.
         processes: how many on this machine, one for each local rank.
-        machines, machine: how many launchers there are, and which of them this is.
-        address: the address at which rank 0 listens. Every machine must reach it.
-        port: the port there. None: a free one (one machine), or 29500 (several).
+        machines: how many machines there are, at most.
+        min_machines: how few machines are enough; None: `machines`, not one less.
+        machine: which of the machines this is; None: any.
+        address: where the ranks meet, a name or address that every machine reaches.
+        port: the port there; None: a free one (one machine), or 29500 (several).
         cpu: keep `fa.start` from taking an accelerator.
         tpu: let `fa.start` take the XLA devices, all for one process.
         affinity: keep each process on cores of its own.
@@ -54,7 +56,8 @@ class Job:
     args: tuple[str, ...] = ()
     processes: int = 1
     machines: int = 1
-    machine: int = 0
+    min_machines: int | None = None
+    machine: int | None = 0
     address: str = "127.0.0.1"
     port: int | None = None
     cpu: bool = False
@@ -72,13 +75,23 @@ class Job:
         return self.processes * self.machines
 
     @property
+    def several(self) -> bool:
+        """Whether launchers of several machines have to agree, even if only one of them is there yet."""
+        return self.machines > 1
+
+    @property
+    def least_machines(self) -> int:
+        """The smallest number of machines to begin with."""
+        return self.machines if self.min_machines is None else self.min_machines
+
+    @property
     def name(self) -> str:
         """What runs, as the command line names it."""
         return f"-m {self.module}" if self.module is not None else str(self.script)
 
     def rank(self, local_rank: int) -> int:
         """The rank of one process of this machine."""
-        return self.machine * self.processes + local_rank
+        return (self.machine or 0) * self.processes + local_rank
 
 
 def check(job: Job) -> None:
@@ -98,7 +111,12 @@ def check(job: Job) -> None:
     _check_devices(job)
     _require(job.machines >= 1, f"{job.machines} machines were asked for", "--nnodes 1, or more")
     _require(
-        0 <= job.machine < job.machines,
+        1 <= job.least_machines <= job.machines,
+        f"{job.least_machines}:{job.machines} machines were asked for",
+        "--nnodes MIN:MAX, with 1 <= MIN <= MAX",
+    )
+    _require(
+        0 <= (job.machine or 0) < job.machines,
         f"there is no machine {job.machine} among {job.machines}",
         f"--node-rank from 0 to {job.machines - 1}",
     )
@@ -113,7 +131,11 @@ def _check_restarts(job: Job) -> None:
     _require(job.restarts >= 0, f"{job.restarts} restarts were asked for", "--max-restarts 0, or more")
     if job.min_ranks is None:
         return
-    _require(job.machines == 1, "--min-ranks on several machines", "leave it out: they restart whole")
+    _require(
+        not job.several,
+        "--min-ranks is for one machine",
+        "--nnodes MIN:MAX lets several machines go on with fewer",
+    )
     _require(job.restarts > 0, "--min-ranks, and no restarts", "--max-restarts 3")
     _require(
         1 <= job.min_ranks <= job.processes,

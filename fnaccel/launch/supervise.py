@@ -16,11 +16,12 @@ from typing import Any
 import attrs
 
 from fnaccel.errors import LaunchError
+from fnaccel.launch.coordinator import Coordinator, Place, meet
 from fnaccel.launch.failure import describe
 from fnaccel.launch.forking import fork
 from fnaccel.launch.job import STATIC_PORT, Job, check
-from fnaccel.launch.machines import Machines, Verdict, decide, meet
 from fnaccel.launch.network import free_port, interface_to, wait_for_port
+from fnaccel.launch.verdict import Decision, decide
 from fnaccel.launch.watch import TO_END, TO_PASS_ON, Outcome, Watch
 
 _WATCHED = (*TO_END, *TO_PASS_ON, signal.SIGCHLD)
@@ -45,47 +46,56 @@ def launch(job: Job) -> int:
         LaunchError: not all processes can be started; then none is left.
     """
     check(job)
-    machines = meet(job) if job.machines > 1 and job.restarts else None
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    coordinator = meet(job) if job.several else None
     try:
-        return _attempts(job, machines, mask)
+        place = Place() if coordinator is None else coordinator.begin()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        try:
+            return _attempts(job, coordinator, place, mask)
+        finally:
+            while signal.sigpending() & {*TO_END, *TO_PASS_ON}:  # all have ended: it has nothing more to say
+                signal.sigwait(_WATCHED)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     finally:
-        while signal.sigpending() & {*TO_END, *TO_PASS_ON}:  # all have ended: it has nothing more to say
-            signal.sigwait(_WATCHED)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if machines is not None:
-            machines.close()
+        if coordinator is not None:
+            coordinator.close()
 
 
-def _attempts(job: Job, machines: Machines | None, mask: set[Any]) -> int:
-    """Start the ranks, again and again where they fail and may; the exit code of the last attempt."""
-    attempt = 0
-    while True:
-        outcome = _attempt(job, attempt, machines, mask)
-        _report(outcome, job)
-        if machines is None:
-            verdict = decide([outcome.part], more=attempt < job.restarts)
+def _attempts(job: Job, coordinator: Coordinator | None, place: Place | None, mask: set[Any]) -> int:
+    """Start the ranks, again and again where they fail and may; the exit code of the job."""
+    elastic = job.least_machines < job.machines
+    while place is not None:
+        if coordinator is not None:
+            job = attrs.evolve(job, machines=place.machines, min_machines=None, machine=place.machine)
+        if place.number:
+            ranks = "1 rank" if job.size == 1 else f"{job.size} ranks"
+            machines = f" on {_machines(job.machines)}" if elastic else ""
+            attempt = f"attempt {place.failures + 1} of {job.restarts + 1}"
+            _say(f"fnaccel launch: {attempt}, with {ranks}{machines}")
+        outcome, decision = _attempt(job, place, coordinator, mask)
+        if not decision.again:
+            if coordinator is not None and decision.code not in (0, outcome.code):
+                lost = f"; {coordinator.lost}" if coordinator.lost else ""
+                _say(f"fnaccel launch: ranks of another machine failed with exit code {decision.code}{lost}")
+            return decision.code or outcome.code
+        if coordinator is None:
+            number = place.number + 1
+            place = Place(number=number, failures=number)
+            job = _smaller(job, outcome.killed)
         else:
-            verdict = machines.verdict or Verdict(again=False)
-            if not outcome.code and verdict.code:
-                lost = f"; lost: {machines.lost}" if machines.lost else ""
-                _say(f"fnaccel launch: ranks of another machine failed with exit code {verdict.code}{lost}")
-        if not verdict.again:
-            return outcome.code or verdict.code
-        attempt += 1
-        job = _smaller(job, outcome.killed)
-        ranks = "1 rank" if job.size == 1 else f"{job.size} ranks"
-        _say(f"fnaccel launch: attempt {attempt + 1} of {job.restarts + 1}, with {ranks}")
+            place = coordinator.begin()
+    _say("fnaccel launch: the job has ended without this machine")
+    return 0 if coordinator is None or coordinator.decision is None else coordinator.decision.code
 
 
-def _attempt(job: Job, number: int, machines: Machines | None, mask: set[Any]) -> Outcome:
+def _attempt(
+    job: Job, place: Place, coordinator: Coordinator | None, mask: set[Any]
+) -> tuple[Outcome, Decision]:
     """Start the ranks once, and wait until they have ended; signals are blocked before and after."""
-    several = job.machines > 1
+    several = coordinator is not None
     port = job.port or (STATIC_PORT if several else free_port())
-    if machines is not None:
-        port = machines.begin()
-    elif number and job.port is not None:  # a worker that outlives its rank for a moment may still hold it
-        wait_for_port(port)
+    if place.number and job.port is not None and not several:
+        wait_for_port(port)  # a worker that outlives its rank for a moment may still hold it
     sys.stdout.flush()  # or every fork would write what is buffered here once more
     sys.stderr.flush()
     try:
@@ -93,9 +103,10 @@ def _attempt(job: Job, number: int, machines: Machines | None, mask: set[Any]) -
             job,
             port=port,
             interface=interface_to(job.address),
-            restarts=number,
+            restarts=place.number,
+            several=several,
             mask=mask,
-            forget=(lambda: None) if machines is None else machines.close,
+            forget=(lambda: None) if coordinator is None else coordinator.release,
         )
     except OSError as error:
         raise LaunchError(
@@ -104,7 +115,12 @@ def _attempt(job: Job, number: int, machines: Machines | None, mask: set[Any]) -
             fix="raise the limit of processes or open files (ulimit -u, ulimit -n), or ask for fewer",
         ) from error
     with _signals(mask) as signals:
-        return Watch(job, ranks, signals, machines).run()
+        watch = Watch(job, ranks, signals, coordinator)
+        outcome = watch.run()
+        _report(outcome, job)
+        if coordinator is None:
+            return outcome, decide([outcome.result], more=place.number < job.restarts)
+        return watch.wait_for_machines()
 
 
 def _smaller(job: Job, killed: int) -> Job:
@@ -114,8 +130,14 @@ def _smaller(job: Job, killed: int) -> Job:
     return attrs.evolve(job, processes=max(job.min_ranks, job.processes - killed))
 
 
+def _machines(number: int) -> str:
+    return "1 machine" if number == 1 else f"{number} machines"
+
+
 def _report(outcome: Outcome, job: Job) -> None:
-    if outcome.preempted is not None:
+    if outcome.stopped:
+        _say("fnaccel launch: the ranks were stopped so that another machine can join")
+    elif outcome.preempted is not None:
         said = outcome.preempted or "a rank ended with exit code 75"
         _say(f"fnaccel launch: preempted: {said}; start it again to go on")
     elif outcome.failure is not None:

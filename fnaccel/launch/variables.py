@@ -26,6 +26,7 @@ def variables(
     environ: Mapping[str, str],
     interface: str | None = None,
     restarts: int = 0,
+    several: bool = False,
     cores: int | None = None,
 ) -> dict[str, str]:
     """The whole environment of one rank.
@@ -33,11 +34,12 @@ def variables(
     Args:
         job: the job that is started.
         local_rank: which of its processes.
-        port: the port at which rank 0 listens.
-        environ: the launcher's own environment. Variables of an outer launch are dropped.
-        interface: for gloo, if ranks are on several machines and the user named none.
+        port: where the ranks meet.
+        environ: the launcher's own environment; what an outer launch set in it is dropped.
+        interface: for gloo, where ranks are on several machines and the user named none.
         restarts: how often this job was started before.
-        cores: the number of cores of this machine. Counted by default.
+        several: whether the job has several machines, which meet in a store that a launcher keeps.
+        cores: what this machine has; counted by default.
 
     Example:
         >>> variables(Job(script="train.py", processes=2), 1, port=29500, environ={})["RANK"]
@@ -49,13 +51,16 @@ def variables(
         "WORLD_SIZE": str(job.size),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(job.processes),
-        "GROUP_RANK": str(job.machine),
+        "GROUP_RANK": str(job.machine or 0),
         "MASTER_ADDR": job.address,
         "MASTER_PORT": str(port),
         "FNACCEL_LAUNCHED": "1",
         "FNACCEL_RESTART_COUNT": str(restarts),
         **overrides.pack(job.overrides),
     }
+    if several:
+        # the coordinator process keeps the store, and each attempt has keys of its own in it
+        found |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
     if job.cpu:
         found["FNACCEL_DEVICE"] = "cpu"
     if job.tpu:

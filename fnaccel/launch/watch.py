@@ -12,10 +12,11 @@ import time
 import attrs
 
 from fnaccel.errors import LaunchError, Preempted
+from fnaccel.launch.coordinator import Coordinator
 from fnaccel.launch.failure import Failure, cause
 from fnaccel.launch.forking import Rank, send
 from fnaccel.launch.job import Job
-from fnaccel.launch.machines import Machines, Part
+from fnaccel.launch.verdict import Decision, MachineResult
 
 SETTLE = 0.5
 """Seconds in which ranks may still report after the first did: it may not be the one to blame."""
@@ -43,6 +44,7 @@ class Outcome:
         killed: how many ranks were killed, by none of us.
         preempted: what the ranks said who ended because they were asked to; None where none did.
         told: whether a signal came: then nothing is started again.
+        stopped: whether the launcher ended ranks so that another machine can join.
     """
 
     code: int
@@ -50,16 +52,18 @@ class Outcome:
     killed: int = 0
     preempted: str | None = None
     told: bool = False
+    stopped: bool = False
 
     @property
-    def part(self) -> Part:
+    def result(self) -> MachineResult:
         """What the launchers of other machines need to know of it."""
         failure = self.failure
-        return Part(
+        return MachineResult(
             code=self.code,
             failed=failure is not None,
             follows=failure is not None and failure.follows,
             told=self.told,
+            stopped=self.stopped,
         )
 
 
@@ -70,42 +74,65 @@ class Watch:
     job: Job
     alive: list[Rank]
     signals: int
-    machines: Machines | None = None
+    coordinator: Coordinator | None = None
     failures: list[Failure] = attrs.field(factory=list)
     preempted: dict[int, str] = attrs.field(factory=dict)
     told: bool = False
     interrupted: int | None = None
-    reported: bool = False
     leaving: bool = False
     ending: bool = False
+    stopped: bool = False
     absent: list[int] = attrs.field(factory=list)
     waits_since: float | None = None
     noticed: bool = False
     due: list[tuple[float, signal.Signals]] = attrs.field(factory=list)
 
     def run(self) -> Outcome:
-        """Wait until all have ended."""
+        """Wait until all ranks have ended."""
         self._reap()  # one may have ended before its signal could be seen
-        while self.alive or self._waits():
-            now = time.monotonic()
-            limit = max(0.0, self.due[0][0] - now) if self.due else None
-            if limit is None and self.waits_since is not None and not self.noticed:
-                limit = max(0.0, self.waits_since + NOTICE - now)
-            pipes = [rank.pipe for rank in self.alive if rank.pipe is not None]
-            peers = [] if self.machines is None else self.machines.fds
-            ready = select.select([self.signals, *pipes, *peers], [], [], limit)[0]
-            if self.signals in ready:  # before the ranks: Ctrl-C makes them report too
-                self._obey(os.read(self.signals, 4096))
-            for rank in self.alive:
-                self._hear(rank)
-            self._reap()
-            if self.machines is not None:
-                self.machines.hear()
-                if self.machines.ending and self.alive and not self.ending:
-                    self._end_in(SETTLE, min(self.job.grace, AFTER_FAILURE))
-            self._see_absent()
-            self._act()
+        while self.alive:
+            self._look()
         return self._outcome()
+
+    def wait_for_machines(self) -> tuple[Outcome, Decision]:
+        """Report the result of this machine, and wait until a decision or a signal comes."""
+        decision: Decision | None = None
+        if self.coordinator is not None:
+            self.coordinator.end(self._outcome().result)
+            while self.coordinator.decision is None and not self.leaving:
+                self._look()
+            decision = self.coordinator.decision
+        return self._outcome(), Decision(again=False) if decision is None or self.leaving else decision
+
+    def _look(self) -> None:
+        """Wait for one event (a signal, a report, the end of a rank, a deadline), and react to it."""
+        now = time.monotonic()
+        limit = max(0.0, self.due[0][0] - now) if self.due else None
+        if limit is None and self.waits_since is not None and not self.noticed:
+            limit = max(0.0, self.waits_since + NOTICE - now)
+        pipes = [rank.pipe for rank in self.alive if rank.pipe is not None]
+        others = [] if self.coordinator is None else [self.coordinator.fileno()]
+        ready = select.select([self.signals, *pipes, *others], [], [], limit)[0]
+        if self.signals in ready:  # before the ranks: Ctrl-C makes them report too
+            self._obey(os.read(self.signals, 4096))
+        for rank in self.alive:
+            self._hear(rank)
+        self._reap()
+        if self.coordinator is not None:
+            self.coordinator.hear()
+            self._end_with_others(self.coordinator.ending)
+        self._see_absent()
+        self._act()
+
+    def _end_with_others(self, ending: str | None) -> None:
+        """Mean to end the ranks if those of all machines are to end."""
+        if ending is None or not self.alive or self.ending or self.due:
+            return
+        if ending == "join":
+            self.stopped = True
+            self._end_in(0.0, self.job.grace)
+        else:
+            self._end_in(SETTLE, min(self.job.grace, AFTER_FAILURE))
 
     def _see_absent(self) -> None:
         """Name ranks that do not come to `fa.start`: as a failure if they have ended, else as a notice."""
@@ -124,25 +151,18 @@ class Watch:
             text = f"{_wait(waiting)} in fa.start for {_ranks(late)}, for {NOTICE:g} s by now"
             print(f"fnaccel launch: {text}", file=sys.stderr, flush=True)
 
-    def _waits(self) -> bool:
-        """Whether other machines have still to say how this attempt ended there."""
-        if self.machines is None or self.leaving:
-            return False
-        if not self.reported:
-            self.reported = True
-            self.machines.end(self._outcome().part)
-        return self.machines.verdict is None
-
     def _outcome(self) -> Outcome:
         killed = sum(failure.killed for failure in self.failures)
         # one that has saved says it for all; another may have looked for it after it was gone
         if self.preempted and all(failure.follows for failure in self.failures):
             said = next((text for text in self.preempted.values() if text), "")
-            return Outcome(code=Preempted.CODE, preempted=said, told=True)
+            told = self.told or not self.stopped
+            return Outcome(code=Preempted.CODE, preempted=said, told=told, stopped=self.stopped)
         if self.failures:
             first = cause(self.failures)
             return Outcome(code=first.code, failure=first, killed=killed, told=self.told)
-        return Outcome(code=0 if self.interrupted is None else 128 + self.interrupted, told=self.told)
+        code = 0 if self.interrupted is None else 128 + self.interrupted
+        return Outcome(code=code, told=self.told, stopped=self.stopped)
 
     def _obey(self, numbers: bytes) -> None:
         """Pass a signal on to the ranks; at the second one that is to end them they end at once."""
@@ -178,8 +198,8 @@ class Watch:
             self._end_in(self.job.grace, self.job.grace)
         elif not self.ending:  # what ends from here on was ended by the launcher
             self.failures.append(failure)
-            if self.machines is not None:
-                self.machines.fail()
+            if self.coordinator is not None:
+                self.coordinator.fail()
             self._end_in(SETTLE, min(self.job.grace, AFTER_FAILURE))
 
     def _end_in(self, seconds: float, grace: float) -> None:

@@ -7,6 +7,7 @@ it can end or mislead a job.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import time
@@ -27,6 +28,7 @@ LISTENERS: list[Callable[[str], None]] = []
 """Called with "joining" before this process waits for the others, and with "joined" afterwards."""
 
 _BACKLOG = 1024
+_worlds = itertools.count()
 
 
 @attrs.define(kw_only=True)
@@ -98,11 +100,14 @@ def join(
     store: Any = None
     try:
         if agent:
-            # every attempt of torchrun shares one store: without a prefix, a restart reads the
+            # all attempts of a launcher share one store: without a prefix, a restart reads the
             # addresses of processes that are gone, and half of the restarts fail
             attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            tcp = _torch.TCPStore(address, port, ranks.size, is_master=False, timeout=limit)
-            store = _torch.PrefixStore(f"attempt_{attempt}", tcp)
+            tcp = _torch.TCPStore(
+                address, port, ranks.size, is_master=False, timeout=limit, wait_for_workers=False
+            )
+            # nor may a process that leaves its world and begins another one read keys of the first
+            store = _torch.PrefixStore(f"attempt_{attempt}.{next(_worlds)}", tcp)
         elif ranks.machines == 1 and is_loopback(address):
             store = _loopback_store(ranks, address, port, limit)
         if store is not None:

@@ -21,6 +21,23 @@ def test_the_options_of_a_job():
 
 
 @pytest.mark.parametrize(
+    ("flags", "fewest", "most", "machine"),
+    [
+        ("--nnodes 4", 4, 4, None),
+        ("--nnodes 2:4", 2, 4, None),
+        ("--nnodes 1:4 --node-rank 0", 1, 4, 0),
+        ("--nnodes 1", 1, 1, 0),
+        ("--nnodes 1:1", 1, 1, 0),
+    ],
+)
+def test_how_many_machines(flags, fewest, most, machine):
+    address = ["--master-addr", "a"] if most > 1 else []
+    job = read([*flags.split(), *address, "--cpu", "t.py"])
+    assert (job.least_machines, job.machines, job.machine) == (fewest, most, machine)
+    assert job.several == (most > 1)
+
+
+@pytest.mark.parametrize(
     ("arguments", "script", "module", "args"),
     [
         (["t.py"], "t.py", None, ()),
@@ -93,8 +110,18 @@ def test_values(text, value):
         ("--set optimiser.lr=1 t.py", "no part 'optimiser'", "did you mean 'optimizer'?"),
         ("--set optimizer.lr=fast t.py", "wrong kind", "Recipe"),
         ("--config missing.yaml t.py", "no file missing.yaml", "check the path"),
-        ("--nnodes 2 t.py", "2 machines need --node-rank and --master-addr", "--node-rank 0"),
+        ("--nnodes 2 t.py", "2 machines need --master-addr", "address of the first machine"),
         ("--nnodes 2 --node-rank 0 t.py", "2 machines need --master-addr", "--master-addr"),
+        ("--nnodes two --master-addr a t.py", "'two' is no number of machines", "--nnodes 2:4"),
+        ("--nnodes 2: --master-addr a t.py", "'2:' is no number of machines", "--nnodes 2:4"),
+        ("--nnodes 1:2:3 --master-addr a t.py", "'1:2:3' is no number of machines", "--nnodes 2:4"),
+        ("--nnodes 3:2 --master-addr a t.py", "3:2 machines were asked for", "1 <= MIN <= MAX"),
+        ("--nnodes 0:2 --master-addr a t.py", "0:2 machines were asked for", "1 <= MIN <= MAX"),
+        (
+            "--nnodes 2 --master-addr a --max-restarts 1 --min-ranks 1 t.py",
+            "--min-ranks is for one machine",
+            "--nnodes MIN:MAX",
+        ),
         ("--nnodes 2 --node-rank 2 --master-addr a t.py", "no machine 2 among 2", "--node-rank from 0 to 1"),
         ("--node-rank 1 t.py", "--node-rank without --nnodes", "--nnodes 2"),
         ("--master-addr a t.py", "--master-addr without --nnodes", "--nnodes 2"),

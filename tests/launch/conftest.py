@@ -87,7 +87,8 @@ class Launcher:
         path.write_text(textwrap.dedent(text))
         return name
 
-    def start(self, *arguments, command="launch", env=None):
+    def start(self, *arguments, command="launch", env=None, constants=None):
+        """`constants`: values of module attributes, by dotted name, in the launcher only."""
         self.count += 1
         out, err = self.folder / f"{self.count}.out", self.folder / f"{self.count}.err"
         order = {
@@ -96,6 +97,7 @@ class Launcher:
             "cwd": str(self.folder),
             "out": str(out),
             "err": str(err),
+            "constants": constants or {},
         }
         return Started(self.server, self.server.ask(order), out, err)
 

@@ -57,6 +57,10 @@ def become(order: dict[str, Any]) -> None:
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    for name, value in order["constants"].items():
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(sys.modules[module], attribute), name
+        setattr(sys.modules[module], attribute, value)
 
 
 if __name__ == "__main__":

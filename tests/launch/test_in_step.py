@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from fnaccel.launch.machines import Part, Verdict, decide
 from fnaccel.launch.network import free_port
+from fnaccel.launch.verdict import MachineResult, decide
 from tests.launch.conftest import gone
 from tests.launch.test_restarts import KILL, TRAIN, WAIT
 
@@ -109,26 +109,35 @@ def test_different_commands_are_an_error(launcher):
     assert ended[0].out == ended[1].out == ""
 
 
-def part(code, **more):
-    return Part(code=code, failed=code not in (0, 75), **more)
+def result(code, **more):
+    return MachineResult(code=code, failed=code not in (0, 75), **more)
 
 
 @pytest.mark.parametrize(
-    ("parts", "more", "again", "code"),
+    ("results", "more", "again", "code"),
     [
-        ([part(0), part(0)], True, False, 0),
-        ([part(0), part(1)], True, True, 0),
-        ([part(0), part(1)], False, False, 1),
-        ([part(1, follows=True), part(137)], False, False, 137),
-        ([part(75), part(1, follows=True)], True, False, 75),
-        ([part(75), part(137)], True, True, 0),
-        ([part(1, told=True), part(1)], True, False, 1),
-        ([Part(code=143, told=True), part(1, follows=True)], True, False, 1),
-        ([Part(code=143, told=True)], True, False, 143),
+        ([result(0), result(0)], True, False, 0),
+        ([result(0), result(1)], True, True, 0),
+        ([result(0), result(1)], False, False, 1),
+        ([result(1, follows=True), result(137)], False, False, 137),
+        ([result(7, order=2), result(8, order=1)], False, False, 8),
+        ([result(1, lost=True), result(8, order=1)], False, False, 8),
+        ([result(75), result(1, follows=True)], True, False, 75),
+        ([result(75), result(137)], True, True, 0),
+        ([result(1, told=True), result(1)], True, False, 1),
+        ([result(1, follows=True), MachineResult(code=143, told=True)], True, False, 143),
+        ([MachineResult(code=143, told=True)], True, False, 143),
+        ([MachineResult(code=75, stopped=True), MachineResult(stopped=True)], False, True, 0),
+        ([MachineResult(code=75, stopped=True), result(1, follows=True)], False, True, 0),
+        ([MachineResult(code=75, stopped=True, told=True)], True, False, 75),
     ],
 )
-def test_what_follows(parts, more, again, code):
-    verdict = decide(parts, more=more)
-    assert (verdict.again, verdict.code) == (again, code)
-    assert (verdict.port > 0) == again
-    assert isinstance(verdict, Verdict)
+def test_what_follows(results, more, again, code):
+    decision = decide(results, more=more)
+    assert (decision.again, decision.code) == (again, code)
+
+
+def test_a_machine_that_joins_uses_up_no_restart():
+    assert not decide([MachineResult(stopped=True)], more=True).counted
+    assert decide([MachineResult(stopped=True), result(1)], more=True).counted
+    assert not decide([MachineResult(stopped=True), result(1)], more=False).again

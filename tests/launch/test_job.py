@@ -33,8 +33,10 @@ HERE = Job(script=__file__)
         ({"min_ranks": 1}, "no restarts"),
         ({"min_ranks": 0, "restarts": 1}, "can't go on as 0"),
         ({"min_ranks": 2, "restarts": 1}, "1 ranks can't go on as 2"),
-        ({"min_ranks": 1, "restarts": 1, "machines": 2}, "on several machines"),
+        ({"min_ranks": 1, "restarts": 1, "machines": 2}, "--nnodes MIN:MAX"),
         ({"machines": 0}, "0 machines"),
+        ({"machines": 2, "min_machines": 3}, "3:2 machines"),
+        ({"machines": 2, "min_machines": 0}, "0:2 machines"),
         ({"machines": 2, "machine": 2}, "no machine 2 among 2"),
         ({"machine": 1}, "no machine 1 among 1"),
         ({"script": None}, "nothing to run"),
@@ -59,6 +61,14 @@ def test_what_can(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check(Job(module="only_here"))
     assert not (tmp_path / "__pycache__").exists()
+
+
+def test_machines_that_may_be_fewer():
+    check(attrs.evolve(HERE, machines=4, min_machines=1, machine=None))
+    several = given(attrs.evolve(HERE, machines=1, machine=0), restarts=2, several=True)
+    assert several["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    assert several["TORCHELASTIC_RESTART_COUNT"] == several["FNACCEL_RESTART_COUNT"] == "2"
+    assert not [name for name in given(environ=several) if name.startswith("TORCHELASTIC")]
 
 
 def test_a_module_that_only_a_finder_of_its_own_knows(monkeypatch):

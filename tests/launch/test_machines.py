@@ -17,6 +17,11 @@ SCRIPT = """
 import os, torch, fnaccel as fa
 with fa.start(device="cpu") as world:
     total = fa.reduce(torch.tensor([10.0 ** world.rank]))
+    if world.rank == 0:  # nothing else runs in this network namespace
+        lines = open("/proc/net/tcp").readlines()[1:] + open("/proc/net/tcp6").readlines()[1:]
+        listening = [line.split()[1].split(":")[0] for line in lines if line.split()[3] == "0A"]
+        with open("listening", "w") as file:
+            print(*listening, file=file)
     print(world.machine, world.machines, world.local_rank, total.item(), os.environ["GLOO_SOCKET_IFNAME"])
 """
 
@@ -72,6 +77,9 @@ def test_ranks_of_two_machines_meet(machines, tmp_path, named):
         for one in started:
             one.kill()
     assert [one.returncode for one in started] == [0, 0], said
+    listening = (tmp_path / "listening").read_text().split()
+    assert len(listening) >= 3, "the store and two ranks"
+    assert set(listening) == {"01004D0A"}, "10.77.0.1, and no other interface"
     for number, ((_, cable), (out, _)) in enumerate(zip(machines, said, strict=True)):
         expected = [f"{number} 2 {local} 1111.0 {cable}" for local in range(2)]
         assert sorted(out.splitlines()) == expected

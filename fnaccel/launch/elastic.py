@@ -1,0 +1,380 @@
+"""The coordinator process of a machine: meets those of the other machines, and agrees with them.
+
+Membership is PyTorch's: a `DynamicRendezvousHandler` over a `TCPStore` that one of the machines keeps. The
+results of all machines and the decision of machine 0 are keys of the same store. The ranks use it too.
+
+It is a process of its own so that the launcher, which forks the ranks, has no threads and no connections.
+The launcher's end of it is in `coordinator.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import attrs
+
+from fnaccel import _torch
+from fnaccel.errors import LaunchError, Preempted
+from fnaccel.launch.channel import Channel
+from fnaccel.launch.job import Job
+from fnaccel.launch.store import PATIENCE, endpoint, machines_error, open_store
+from fnaccel.launch.verdict import Decision, MachineResult, decide
+
+FIRST_CALL = 30.0
+"""Seconds for which the first attempt waits for more machines than the least number."""
+
+LAST_CALL = 5.0
+"""The same for later attempts, whose machines are running already."""
+
+LOST = 15.0
+"""Seconds of silence after which a machine counts as lost."""
+
+BEAT = 1.0
+"""Seconds between two signs of life."""
+
+POLL = 0.05
+"""Seconds between two looks at the store."""
+
+LINGER = 3.0
+"""Seconds for which the machine that keeps the store waits until the others have read the decision."""
+
+_SAME_COMMAND = "start the same command on every machine"
+
+
+def coordinate(job: Job, channel: Channel) -> None:
+    """The life of the coordinator process, from its fork to its end.
+
+    Args:
+        job: as the launcher got it.
+        channel: to the launcher. Sent: `attempt`, `ending`, and at last `final` or `error`. Received:
+            `failed` and `result`.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # PyTorch would keep a store of its own on all interfaces for the ranks, who get ours
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415 - 0.1 s
+
+    try:
+        _Coordinator(job, channel).run()
+    except LaunchError as error:
+        channel.send(error=[error.what, error.where, error.fix])
+    except (RuntimeError, RendezvousError) as error:
+        channel.send(ending="failed")
+        channel.send(final={"code": 1, "lost": f"the store at {endpoint(job)} does not answer: {error}"})
+
+
+@attrs.define
+class _Attempt:
+    """One attempt: the same number and the same machines in all coordinators."""
+
+    number: int
+    machine: int
+    machines: int
+    keys: Any
+    ending: str | None = None
+    beats: dict[int, tuple[int, float]] = attrs.field(factory=dict)
+    next_beat: float = 0.0
+    told: bool = False
+
+
+class _Coordinator:
+    def __init__(self, job: Job, channel: Channel) -> None:
+        self._job = job
+        self._channel = channel
+        self._store, self._keeps_store = open_store(job, channel, LOST)
+        self._root = _torch.PrefixStore("fnaccel", self._store)
+        self._generation = 0
+        self._handler: Any = None
+
+    def run(self) -> None:
+        """Form attempts until one of them ends the job."""
+        _limit(2 * LOST)
+        self._root.add("came", 1)
+        try:
+            self._compare_commands()
+            attempt = self._form()
+            while attempt is not None:
+                attempt = self._next(attempt, self._follow(attempt))
+        finally:
+            self._leave()
+
+    # membership
+
+    def _form(self) -> _Attempt | None:
+        """Meet the other machines. Returns None if the job has ended meanwhile."""
+        from torch.distributed.elastic.rendezvous.api import (  # noqa: PLC0415 - 0.1 s
+            RendezvousClosedError,
+            RendezvousGracefulExitError,
+            RendezvousTimeoutError,
+        )
+
+        while True:
+            self._generation = int(self._root.add("generation", 0))
+            self._handler = self._new_handler()
+            try:
+                attempt = self._place(self._wait_for_rendezvous())
+            except (RendezvousClosedError, RendezvousGracefulExitError):
+                if self._root.check(["final"]):
+                    self._channel.send(final={"code": int(self._root.get("final")), "lost": ""})
+                    return None
+                if self._root.check(["refused"]):
+                    raise machines_error(
+                        self._job, self._root.get("refused").decode(), _SAME_COMMAND
+                    ) from None
+                time.sleep(POLL)  # until the next generation is announced
+            except RendezvousTimeoutError:
+                came = f"{int(self._root.add('came', 0))} of {self._job.least_machines} machines"
+                what = f"the launchers of {came} came within {PATIENCE:g} s"
+                raise machines_error(self._job, what, _SAME_COMMAND) from None
+            else:
+                if attempt is not None:
+                    return attempt
+                self._root.compare_set("generation", str(self._generation), str(self._generation + 1))
+                self._handler.shutdown()
+
+    def _new_handler(self) -> Any:
+        """A rendezvous that nobody has used: a machine that is gone has left nothing in it."""
+        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (  # noqa: PLC0415 - 0.1 s
+            C10dRendezvousBackend,
+        )
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (  # noqa: PLC0415 - 0.1 s
+            DynamicRendezvousHandler,
+            RendezvousTimeout,
+        )
+
+        name = f"fnaccel.{self._generation}"
+        call = LAST_CALL if self._generation else FIRST_CALL
+        return DynamicRendezvousHandler.from_backend(
+            name,
+            self._store,
+            C10dRendezvousBackend(self._store, name),
+            self._job.least_machines,
+            self._job.machines,
+            local_addr=socket.gethostname(),  # a label. The default would ask the name server
+            timeout=RendezvousTimeout(join=timedelta(seconds=PATIENCE), last_call=timedelta(seconds=call)),
+        )
+
+    def _wait_for_rendezvous(self) -> Any:
+        """`next_rendezvous`, in a thread: this process has to end if its launcher does."""
+        outcome: list[Any] = []
+
+        def meet() -> None:
+            try:
+                outcome.append(self._handler.next_rendezvous())
+            except Exception as error:  # raised again below
+                outcome.append(error)
+
+        _limit(PATIENCE + 2 * LOST)
+        thread = threading.Thread(target=meet, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(POLL)
+            self._channel.receive(0.0)
+            if self._channel.closed:
+                os._exit(0)  # the others meet without this machine
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
+    def _place(self, info: Any) -> _Attempt | None:
+        """This machine's place in the attempt, or None if a machine was lost before all had a place."""
+        _limit(2 * LOST)
+        group = _torch.PrefixStore(f"group/{self._generation}", self._root)
+        card = {"keeps_store": self._keeps_store, "machine": self._job.machine}
+        group.set(f"card/{info.rank}", json.dumps(card))
+        names = [f"card/{rank}" for rank in range(info.world_size)]
+        if not self._wait_for_keys(group, names):
+            return None
+        cards = [json.loads(group.get(name)) for name in names]
+        given = [card["machine"] for card in cards if card["machine"] is not None]
+        if len(given) != len(set(given)):
+            what = f"launchers were given the same --node-rank: {sorted(given)}"
+            raise machines_error(self._job, what, "give each machine a --node-rank of its own, or none")
+        places = sorted(range(info.world_size), key=lambda rank: (_order(cards[rank]), rank))
+        machine = places.index(info.rank)
+        if machine == 0:
+            group.set("attempt", str(self._root.add("attempts", 1) - 1))
+        elif not self._wait_for_keys(group, ["attempt"]):
+            return None
+        return self._begin(int(group.get("attempt")), machine, info.world_size)
+
+    def _wait_for_keys(self, store: Any, names: list[str]) -> bool:
+        end = time.monotonic() + LOST
+        while not store.check(names):
+            if time.monotonic() > end:
+                return False
+            time.sleep(POLL)
+        return True
+
+    def _begin(self, number: int, machine: int, machines: int) -> _Attempt:
+        keys = _torch.PrefixStore(f"attempt/{number}", self._root)
+        failures = int(self._root.add("failures", 0))
+        self._channel.send(
+            attempt={"number": number, "machine": machine, "machines": machines, "failures": failures}
+        )
+        return _Attempt(number, machine, machines, keys)
+
+    # one attempt
+
+    def _follow(self, attempt: _Attempt) -> Decision:
+        """Pass on reports between the launcher and the store until machine 0 has decided."""
+        while not attempt.keys.check(["decision"]):
+            _limit(LOST)
+            self._listen(attempt)
+            self._beat(attempt)
+            if attempt.ending is None and attempt.keys.check(["ending"]):
+                attempt.ending = attempt.keys.get("ending").decode()
+                self._channel.send(ending=attempt.ending)
+            if attempt.machine == 0:
+                self._judge(attempt)
+            elif self._is_silent(attempt, 0):
+                self._announce(attempt, Decision(again=False, code=1), "machine 0 does not answer")
+        return Decision(**json.loads(attempt.keys.get("decision")))
+
+    def _listen(self, attempt: _Attempt) -> None:
+        """Read reports of the launcher, and note if it is gone."""
+        if self._channel.closed:
+            time.sleep(POLL)
+            return
+        for message in self._channel.receive(POLL):
+            if "failed" in message:
+                attempt.keys.set(f"order/{attempt.machine}", str(attempt.keys.add("failures", 1)))
+                attempt.keys.compare_set("ending", "", "failed")
+            else:
+                result = MachineResult(**message["result"])
+                attempt.told = result.told
+                if attempt.keys.check([f"order/{attempt.machine}"]):
+                    order = int(attempt.keys.get(f"order/{attempt.machine}"))
+                    result = attrs.evolve(result, order=order)
+                if result.told and not result.failed and result.code not in (0, Preempted.CODE):
+                    attempt.keys.compare_set("ending", "", "failed")  # ranks elsewhere have no reason to end
+                self._write(attempt, attempt.machine, result)
+        if self._channel.closed:
+            # without the machine that keeps the store nothing can be started again
+            self._lose(attempt, attempt.machine, told=self._keeps_store or attempt.told)
+
+    def _beat(self, attempt: _Attempt) -> None:
+        now = time.monotonic()
+        if now >= attempt.next_beat:
+            attempt.next_beat = now + BEAT
+            attempt.keys.add(f"beat/{attempt.machine}", 1)
+
+    def _is_silent(self, attempt: _Attempt, machine: int) -> bool:
+        """Whether a machine has shown no sign of life for too long, by this machine's clock."""
+        now, count = time.monotonic(), int(attempt.keys.add(f"beat/{machine}", 0))
+        if count != attempt.beats.get(machine, (-1, 0.0))[0]:
+            attempt.beats[machine] = (count, now)
+        return now - attempt.beats[machine][1] > LOST
+
+    def _lose(self, attempt: _Attempt, machine: int, *, told: bool = False) -> None:
+        self._write(attempt, machine, MachineResult(code=1, failed=True, lost=True, told=told))
+        attempt.keys.compare_set("ending", "", "failed")
+
+    def _write(self, attempt: _Attempt, machine: int, result: MachineResult) -> None:
+        attempt.keys.set(f"result/{machine}", json.dumps(attrs.asdict(result)))
+
+    # decisions
+
+    def _judge(self, attempt: _Attempt) -> None:
+        """On machine 0: see who is lost and who wants to join, and decide once all have ended."""
+        for machine in range(1, attempt.machines):
+            if self._is_silent(attempt, machine) and not attempt.keys.check([f"result/{machine}"]):
+                self._lose(attempt, machine)
+        waiting = self._count_waiting(attempt)
+        names = [f"result/{machine}" for machine in range(attempt.machines)]
+        if waiting and attempt.ending is None and not any(attempt.keys.check([name]) for name in names):
+            attempt.keys.compare_set("ending", "", "join")
+        if not attempt.keys.check(names):
+            return
+        results = [MachineResult(**json.loads(attempt.keys.get(name))) for name in names]
+        lost = [machine for machine, result in enumerate(results) if result.lost]
+        left = attempt.machines - len(lost) + waiting
+        more = int(self._root.add("failures", 0)) < self._job.restarts and left >= self._job.least_machines
+        decision = decide(results, more=more)
+        note = f"lost: the launcher of machine {', '.join(map(str, lost))}" if lost else ""
+        if decision.counted:
+            self._root.add("failures", 1)
+        if decision.again and (lost or waiting or any(result.stopped for result in results)):
+            # before the decision is published: who reads it looks for the next generation
+            self._root.add("generation", 1)
+        self._announce(attempt, decision, note)
+
+    def _count_waiting(self, attempt: _Attempt) -> int:
+        """How many machines wait to join an attempt that has room for them."""
+        if attempt.machines == self._job.machines:
+            return 0
+        return self._handler.num_nodes_waiting()
+
+    def _announce(self, attempt: _Attempt, decision: Decision, note: str) -> None:
+        if decision.again:
+            attempt.keys.set("next", str(self._root.add("attempts", 1) - 1))
+        else:
+            self._root.set("final", str(decision.code))
+        attempt.keys.set("note", note)
+        attempt.keys.set("decision", json.dumps(attrs.asdict(decision)))
+
+    def _next(self, attempt: _Attempt, decision: Decision) -> _Attempt | None:
+        if not decision.again:
+            note = attempt.keys.get("note").decode()
+            self._channel.send(final={"code": decision.code, "lost": note})
+            return None
+        if self._channel.closed:
+            return None
+        if int(self._root.add("generation", 0)) == self._generation:
+            return self._begin(int(attempt.keys.get("next")), attempt.machine, attempt.machines)
+        self._handler.shutdown()  # machines that wait to join it look for the next generation
+        return self._form()
+
+    # the ends
+
+    def _compare_commands(self) -> None:
+        """See that all launchers were asked for the same as the first of them."""
+        job = self._job
+        mine = json.dumps([job.name, job.processes, job.least_machines, job.machines, job.restarts])
+        theirs: str = self._root.compare_set("job", "", mine).decode()
+        if theirs == mine:
+            return
+        who = "one machine" if job.machine is None else f"machine {job.machine}"
+        what = f"{who} runs {mine}, and another machine {theirs}"
+        if int(self._root.add("attempts", 0)) == 0:  # else it is too late to end the job because of it
+            self._root.set("refused", what)
+            self._handler = self._new_handler()
+            self._handler.shutdown()
+        raise machines_error(self._job, what, _SAME_COMMAND)
+
+    def _leave(self) -> None:
+        """Leave the store. Its keeper stays until the other machines have left."""
+        with contextlib.suppress(Exception):  # the store is gone, or the job has ended anyway
+            _limit(LOST + LINGER)
+            if self._root.check(["final"]) and self._handler is not None:
+                self._handler.shutdown()  # machines that wait to join see that the job has ended
+            self._root.add("left", 1)
+            end = time.monotonic() + LINGER
+            while self._keeps_store and time.monotonic() < end:
+                if int(self._root.add("left", 0)) >= int(self._root.add("came", 0)):
+                    return
+                time.sleep(POLL)
+
+
+def _limit(seconds: float) -> None:
+    """End this process after so many seconds, unless this is called again before. The launcher sees its end.
+
+    A call of a store does not return if the machine that keeps it lost its power or its network.
+    """
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _order(card: dict[str, Any]) -> tuple[bool, float]:
+    """The sort key of a machine: the keeper of the store is first, the others follow by --node-rank."""
+    given = card["machine"]
+    return not card["keeps_store"], float("inf") if given is None else given
