@@ -54,7 +54,9 @@ def decide(results: Iterable[MachineResult], *, more: bool) -> Decision:
         results: one for each machine.
         more: whether a restart is left.
 
-    Example: `decide([MachineResult(), MachineResult()], more=True) == Decision(again=False, code=0)`.
+    Example:
+        >>> decide([MachineResult(), MachineResult(code=1, failed=True)], more=True).again
+        True
     """
     ended = list(results)
     told = any(result.told for result in ended)
