@@ -18,7 +18,7 @@ GROUPS = {
     "World": ["start", "World"],
     "Steps and programs": [
         "train_step", "TrainStep", "scan", "evaluate", "Step", "Transform", "Phase", "transforms.Capability", "transforms.Info", "Plan",
-        "program.compile_meter.Compilation", "fit_batch_size",
+        "program.compile_meter.Compilation", "fit_batch_size", "progress",
     ],
     "Preemption": ["preemption", "loop.preemption.Notice", "errors.Preempted"],
     "Losses": ["Mean", "Sum", "Concat"],
@@ -32,7 +32,7 @@ GROUPS = {
         "schedules.warmup_constant", "schedules.warmup_linear", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined",
         "schedules.from_torch_scheduler",
     ],
-    "Data": ["shard", "data.Shards", "Batch", "Window"],
+    "Data": ["shard", "set_seed", "data.Shards", "Batch", "Window"],
     "State and checkpoints": [
         "TrainState", "state.Position", "state.Seed", "snapshot", "save", "save_async", "checkpoint.Saving", "restore", "resume_or_init", "latest", "checkpoints",
         "adopt", "export_hf", "export_adapter", "tree",
@@ -66,7 +66,8 @@ METHODS = {
     "Notice": ["asked", "stopping", "ask"],
     "Float8": ["layers"],
     "Mesh": ["batch_size", "batch_rank", "coordinate", "group"],
-    "Shards": ["at"],
+    "Shards": ["at", "updates_per_epoch"],
+    "Mean": ["of", "of_tokens"],
     "Saving": ["done", "wait", "error"],
     "Tracker": ["start", "log", "finish"],
 }  # fmt: skip

@@ -25,8 +25,10 @@ from fnaccel.collectives import reduce as reduce
 from fnaccel.collectives import split_between_processes as split_between_processes
 from fnaccel.data import Batch as Batch
 from fnaccel.data import Window as Window
+from fnaccel.data import set_seed as set_seed
 from fnaccel.data import shard as shard
 from fnaccel.loop.preemption import preemption as preemption
+from fnaccel.loop.progress import progress as progress
 from fnaccel.loop.scanning import evaluate as evaluate
 from fnaccel.loop.scanning import scan as scan
 from fnaccel.optim import adam as adam

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from unittest import mock
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel import errors
+from fnaccel.loop import scanning
+from fnaccel.world.world import current
 from tests.models import batch_of, program
 
 
@@ -184,3 +189,50 @@ def test_a_save_that_failed_in_the_background_is_told(tmp_path, monkeypatch):
     options = {"directory": tmp_path, "save_every": 2, "background": True}
     with pytest.raises(errors.CheckpointError, match="No space left"):
         positions(train_step, train_step.init(), shards(), steps=3, **options)
+
+
+def test_a_run_stops_when_its_time_is_over(monkeypatch, tmp_path):
+    clock = iter(range(100))
+    monkeypatch.setattr(scanning.time, "monotonic", lambda: next(clock))
+    train_step = program()
+    state = train_step.init()
+    for state, _ in fa.scan(train_step, state, shards(), steps=50, max_seconds=3, directory=tmp_path):
+        pass
+    assert state.step == 3
+    assert fa.latest(tmp_path).name.endswith("3")
+    with pytest.raises(errors.ArgumentError, match="max_seconds"):
+        fa.scan(train_step, state, shards(), max_seconds=0)
+
+
+def out_of_time_on_one_rank(rank):
+    """The steps of a run in which the clock of one rank is far ahead."""
+    train_step = program(strategy="ddp")
+    state = train_step.init()
+    ahead = 1e9 if current().rank == rank else 0.0
+    begun = time.monotonic()
+    with mock.patch.object(
+        scanning.time, "monotonic", side_effect=lambda: begun + (ahead if state.step else 0.0)
+    ):
+        for state, _ in fa.scan(train_step, state, shards(), steps=50, max_seconds=1e6):
+            pass
+    return state.step
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_stop_together(pools, rank):
+    steps = pools.run(2, out_of_time_on_one_rank, rank)
+    assert steps[0] == steps[1] < 5
+
+
+def test_progress_over_any_iterable(capsys):
+    assert list(fa.progress(range(3), unit="row")) == [0, 1, 2]
+    assert "3/3" in capsys.readouterr().err
+    assert list(fa.progress(iter("ab"))) == ["a", "b"]
+
+
+def rows_with_bar():
+    return list(fa.progress(range(2)))
+
+
+def test_every_rank_reads_what_the_main_one_shows(pools):
+    assert pools.run(2, rows_with_bar) == [[0, 1]] * 2

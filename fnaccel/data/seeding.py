@@ -9,6 +9,8 @@ loader without workers draws from the streams of the training loop, which a chec
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import random
 import sys
 import zlib
@@ -19,7 +21,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.utils.data as torch_data
 
+from fnaccel.errors import require
 from fnaccel.state import fold
+from fnaccel.world.world import World, find_current
 
 T = TypeVar("T")
 
@@ -36,6 +40,37 @@ def reseed(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+def set_seed(seed: int, *, per_rank: bool = False, world: World | None = None) -> None:
+    """Seed the global generators of Python, NumPy (if it is installed) and PyTorch, on all devices.
+
+    A train step seeds its own draws by `init(seed=)`. This function is for the code around it: splits of a
+    data set, augmentations without workers, models that are built by hand.
+
+    Args:
+        seed: 0 or more.
+        per_rank: ranks draw different numbers. By default all ranks draw the same.
+        world: the world, if none was started in this context. Without a world there is one rank.
+
+    Raises:
+        ArgumentError: a negative seed, or no int.
+
+    Example:
+        >>> fa.set_seed(0)
+        >>> first = torch.randperm(100)
+        >>> fa.set_seed(0)
+        >>> torch.equal(torch.randperm(100), first)
+        True
+    """
+    require(type(seed) is int and seed >= 0, f"a seed of {seed!r}", "fa.set_seed", "an int that is 0 or more")
+    there = world or find_current()
+    rank = 0 if there is None else there.rank
+    if importlib.util.find_spec("numpy") is not None:
+        importlib.import_module("numpy")  # one that is imported later would not be seeded
+    chosen = fold(seed, rank) if per_rank else seed
+    reseed(chosen)
+    torch.manual_seed(chosen)
 
 
 def read_apart(batches: Iterable[T], seed: int, epoch: int, first: int) -> Iterator[T]:

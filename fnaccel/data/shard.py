@@ -7,10 +7,10 @@ group and decides which reader serves the loader; the readers are `indexed.py`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -31,6 +31,8 @@ from fnaccel.data.stream import open_stream
 from fnaccel.errors import ArgumentError, LoaderError
 from fnaccel.state import Position
 from fnaccel.world import world as worlds
+from fnaccel.world.mesh import batch_ranks
+from fnaccel.world.world import World
 
 
 @attrs.frozen(kw_only=True)
@@ -79,6 +81,48 @@ class Shards:
             2
         """
         return attrs.evolve(self, start=position)
+
+    def updates_per_epoch(self, strategy: HasDegrees | None = None, *, world: World | None = None) -> int:
+        """The number of updates that one epoch makes, for the `total` of a schedule. Nothing is read.
+
+        Args:
+            strategy: of the train step, if its ranks do not all have rows of their own. By default all ranks
+                of the world share each batch.
+            world: the world, if none was started in this context.
+
+        Raises:
+            LoaderError: the length of the data is not known, as that of a stream.
+            AxisProductError: the strategy does not fit the world.
+
+        Example:
+            >>> updates = fa.shard(loader).updates_per_epoch()
+            >>> optimizer = fa.adamw(fa.warmup_cosine(3e-4, warmup=1, total=10 * updates))
+        """
+        there = worlds.current(world)
+        ranks = there.size if strategy is None else batch_ranks(strategy.degrees(), there.size, str(strategy))
+        count = steps_per_epoch(self, ranks)
+        if count is None:
+            raise LoaderError(
+                "the number of batches in an epoch is not known",
+                where="shards.updates_per_epoch()",
+                fix="count by steps: fa.scan(..., steps=) and schedules with a total of as many updates",
+            )
+        return count
+
+    def __len__(self) -> int:
+        """How many batches (or windows) iterating yields, on each rank of the world.
+
+        Raises:
+            TypeError: the length of the data is not known, as that of a stream.
+        """
+        there = worlds.find_current()
+        count = steps_per_epoch(self, 1 if there is None else there.size, start=self.start.samples)
+        if count is None:
+            raise TypeError("the number of batches is not known: fa.shard(...) has no length")
+        return count
+
+    def __bool__(self) -> bool:
+        return True  # also if the length is 0, or not known
 
     def __iter__(self) -> Iterator[Batch | Window]:
         world = worlds.current()
@@ -281,10 +325,24 @@ def _windows(batches: Iterator[Batch], size: int) -> Iterator[Window]:
         yield Window(members)
 
 
-def steps_per_epoch(shards: Shards, ranks: int) -> int | None:
-    """How many batches (or windows) a whole epoch yields, the same on each rank. None if unknown.
+class HasDegrees(Protocol):
+    """A strategy, as far as data is concerned."""
+
+    def degrees(self) -> Sequence[tuple[str, int]]:
+        """(axis name, degree) pairs."""
+        ...
+
+
+def steps_per_epoch(shards: Shards, ranks: int, *, start: int = 0) -> int | None:
+    """How many batches (or windows) an epoch yields, the same on each rank. None if unknown.
 
     Asks for lengths only, so a sampler, batch sampler or dataset that misstates its own is believed.
+
+    Args:
+        shards: the data.
+        ranks: how many ranks share each batch.
+        start: samples of the epoch that were read before. If there are some, the number is known for
+            map-style data in batches of one size only.
 
     Example:
         >>> steps_per_epoch(fa.shard(DataLoader(range(10), batch_size=4)), ranks=2)
@@ -292,13 +350,16 @@ def steps_per_epoch(shards: Shards, ranks: int) -> int | None:
     """
     if shards.presplit and ranks > 1:  # it takes all ranks to tell
         return None
-    count = _batches_per_epoch(shards, loaders.classify(shards.loader, presplit=shards.presplit), ranks)
+    source = loaders.classify(shards.loader, presplit=shards.presplit)
+    count = _batches_per_epoch(shards, source, ranks, start)
     if count is None or shards.window is None:
         return count
     return -(-count // shards.window)
 
 
-def _batches_per_epoch(shards: Shards, source: Source, ranks: int) -> int | None:
+def _batches_per_epoch(shards: Shards, source: Source, ranks: int, start: int) -> int | None:
+    if start and not isinstance(source, Indexed):
+        return None
     if isinstance(source, Stream):
         return _rounds_per_epoch(shards, source, ranks)
     if not isinstance(source, Indexed):
@@ -309,10 +370,15 @@ def _batches_per_epoch(shards: Shards, source: Source, ranks: int) -> int | None
         n = len(source.loader.dataset)
     if n is None:
         return None
-    whole = order.batches(
-        n, source.batch_size, ranks=ranks, remainder=shards.remainder, split=not shards.per_rank
+    left = order.batches(
+        n,
+        source.batch_size,
+        ranks=ranks,
+        remainder=shards.remainder,
+        split=not shards.per_rank,
+        start=start,
     )
-    return len(whole)
+    return len(left)
 
 
 def _rounds_per_epoch(shards: Shards, source: Stream, ranks: int) -> int | None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
+from fnaccel.collectives import any_process
 from fnaccel.collectives.signature import meet
 from fnaccel.data import Shards, open_epoch, steps_per_epoch
 from fnaccel.engine.scoring import Scores
 from fnaccel.errors import ArgumentError, LoaderError, require
 from fnaccel.loop.autosave import Autosave, Steps
 from fnaccel.loop.preemption import SIGNALS
+from fnaccel.loop.progress import open_bar, show_metrics, ticking
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import Position, TrainState, check_ema, check_state, lease_of
 from fnaccel.track.tracker import Log, Tracker
 from fnaccel.world.every_rank import every_rank
+from fnaccel.world.world import World
 
 
 def _check_shards(shards: Any, where: str) -> None:
@@ -38,6 +41,7 @@ def scan(
     *,
     steps: int | None = None,
     epochs: int | None = None,
+    max_seconds: float | None = None,
     progress: bool = False,
     trackers: Tracker | Iterable[Tracker] = (),
     log_every: int = 1,
@@ -61,6 +65,8 @@ def scan(
         shards: the result of `fa.shard`.
         steps: stop when `state.step` reaches this, passing over the data as often as needed.
         epochs: stop when this many epochs are complete. Without both: the rest of this epoch.
+        max_seconds: stop after the step in which this many seconds of wall time are over on any rank. With
+            several ranks each step then costs one small exchange between them.
         progress: show a bar with loss, rate and time left, on rank 0.
         trackers: rank 0 writes metrics to them. A tracker that raises in `log` or `finish` does not end
             training: its first error is logged.
@@ -97,6 +103,12 @@ def scan(
             "fa.scan",
             f"{name} is a count, from the beginning of the run",
         )
+    require(
+        max_seconds is None or max_seconds > 0,
+        f"max_seconds={max_seconds!r}",
+        "fa.scan",
+        "max_seconds is more than 0",
+    )
     require(log_every >= 1, f"log_every={log_every}", "fa.scan", "log_every is 1 or more")
     several = _trackers(trackers)
     require(
@@ -115,6 +127,8 @@ def scan(
     if epochs is None and steps is None:
         epochs = state.data.epoch + 1
     taken = _steps(train_step, state, shards, steps, epochs)
+    if max_seconds is not None:
+        taken = _until(max_seconds, taken, world)
     if directory is not None:
         plan = Autosave(
             directory=directory,
@@ -161,8 +175,8 @@ def _logged(
 ) -> Steps:
     """Pass steps on, and their metrics to trackers and to a progress bar."""
     with contextlib.ExitStack() as stack:
-        shown: Any = None if bar is None else stack.enter_context(_bar(bar.total, bar.initial))
-        log = Log(trackers, config, None if shown is None else _shower(shown))
+        shown: Any = None if bar is None else stack.enter_context(open_bar(bar.total, bar.initial))
+        log = Log(trackers, config, None if shown is None else show_metrics(shown))
         stack.callback(log.close)
         stack.enter_context(contextlib.closing(taken))
         for state, metrics in taken:
@@ -185,6 +199,16 @@ def _steps(
                 break
         if state.step == started:
             state = _next_epoch(state)
+
+
+def _until(seconds: float, steps: Steps, world: World) -> Steps:
+    """Pass steps on until the time is over; it is over on all ranks at the same step."""
+    end = time.monotonic() + seconds
+    with contextlib.closing(steps):
+        for state, metrics in steps:
+            yield state, metrics
+            if any_process(time.monotonic() >= end, world=world):
+                return
 
 
 def _next_epoch(state: TrainState) -> TrainState:
@@ -220,33 +244,6 @@ def _total(
     if each is None or epochs is None or state.data.samples:
         return None
     return state.step + each * (epochs - state.data.epoch)
-
-
-def _bar(total: int | None, initial: int) -> Any:
-    from tqdm.auto import tqdm  # noqa: PLC0415 - only where a bar is shown
-
-    often = 0.1 if sys.stderr.isatty() else 5.0  # a log file keeps every line
-    return tqdm(total=total, initial=initial, unit="step", dynamic_ncols=True, mininterval=often)
-
-
-class ProgressBar(Protocol):
-    """What is used of tqdm's bar."""
-
-    def update(self) -> object:
-        """One more step."""
-        ...
-
-    def set_postfix(self, values: dict[str, str], *, refresh: bool) -> None:
-        """Show values beside the count."""
-        ...
-
-
-def _shower(bar: ProgressBar) -> Callable[[dict[str, float]], None]:
-    def show(values: dict[str, float]) -> None:
-        shown = {name: f"{values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values}
-        bar.set_postfix(shown, refresh=False)
-
-    return show
 
 
 @every_rank
@@ -297,14 +294,8 @@ def evaluate(
             stack.enter_context(train_step.averaged(state))
         batches: Iterable[Any] = _epoch(train_step, every, Position(), remainder="keep")
         if progress and train_step.mesh.world.is_main:
-            bar = stack.enter_context(_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))
-            batches = _ticking(batches, bar)
+            bar = stack.enter_context(open_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))
+            batches = ticking(batches, bar)
         for batch in batches:
             scores.take(train_step.look(state, metric_fn, batch.data), batch)
     return scores.finish()
-
-
-def _ticking(batches: Iterable[Any], bar: ProgressBar) -> Iterator[Any]:
-    for batch in batches:
-        yield batch
-        bar.update()

@@ -42,6 +42,46 @@ class Mean:
     weight: Scalar
     aux: Any = None
 
+    @staticmethod
+    def of(mean: torch.Tensor, weight: Scalar, aux: Any = None) -> Mean:
+        """A mean that is divided already, such as `F.cross_entropy(logits, labels)`.
+
+        Args:
+            mean: 0-d tensor, the mean over this micro-batch's examples (or tokens).
+            weight: how many of them there are.
+            aux: as for `fa.Mean`.
+
+        Example:
+            >>> def loss_fn(model, batch):
+            ...     logits, labels = model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+            ...     return fa.Mean.of(F.cross_entropy(logits, labels), weight=len(labels))
+            >>> train_step = make(loss_fn)
+            >>> state, metrics = train_step(train_step.init(), batch)
+        """
+        return Mean(mean * weight, weight, aux)
+
+    @staticmethod
+    def of_tokens(
+        mean: torch.Tensor, labels: torch.Tensor, aux: Any = None, *, shift: bool = True, ignore: int = -100
+    ) -> Mean:
+        """The loss of a Hugging Face model: `fa.Mean.of_tokens(model(**batch).loss, batch["labels"])`.
+
+        Args:
+            mean: 0-d tensor, the mean over the tokens with a label.
+            labels: integers of shape `[batch, tokens]`, as the model got them.
+            aux: as for `fa.Mean`.
+            shift: whether the model compares each token with the one before, as causal models do. Then the
+                first label of each row does not count. False for masked and sequence-to-sequence models.
+            ignore: the label of tokens that do not count.
+
+        Example:
+            >>> labels = torch.tensor([[5, 7, -100], [5, 7, 9]])
+            >>> int(fa.Mean.of_tokens(torch.tensor(2.0), labels).weight)
+            3
+        """
+        counted = labels[..., 1:] if shift else labels
+        return Mean.of(mean, (counted != ignore).sum(), aux)
+
 
 @dataclass(frozen=True)
 class Sum:

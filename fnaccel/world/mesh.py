@@ -56,6 +56,16 @@ def resolve(degrees: Sequence[tuple[str, int]], size: int, described: str) -> di
     return {name: size // fixed if degree == -1 else degree for name, degree in degrees}
 
 
+def batch_ranks(degrees: Sequence[tuple[str, int]], size: int, described: str) -> int:
+    """In how many parts a strategy splits the rows of a batch; arguments as for `resolve`.
+
+    Raises:
+        AxisProductError: the strategy does not fit.
+    """
+    found = resolve(degrees, size, described)
+    return math.prod(found.get(axis, 1) for axis in BATCH_AXES)
+
+
 def _suggest(degrees: Sequence[tuple[str, int]], size: int) -> str:
     if not degrees:
         return f"start one process, or distribute over {size} with ddp() or fsdp()"

@@ -9,10 +9,12 @@ import torch.utils.data as torch_data
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fnaccel as fa
 import fnaccel.world.world
 from fnaccel.data import Batch, Window, order, shard, steps_per_epoch
 from fnaccel.errors import ArgumentError, LoaderError, UnknownNameError
 from fnaccel.state import Position
+from fnaccel.world import world as worlds
 
 from .reading import counted, members, numbers, read, read_all, samples, values
 
@@ -318,3 +320,45 @@ def test_dispatch_needs_a_group():
     with pytest.raises(ArgumentError, match="no process group joins them"):
         read(shard(loader(6), dispatch=True), 0, 2)
     assert samples([read(shard(loader(6), dispatch=True))]) == list(range(6))
+
+
+def lengths(start):
+    world = worlds.current()
+    shards = shard(loader(22, 4)).at(Position(0, start))
+    return len(shards), len(list(shards)), shard(loader(22, 4)).updates_per_epoch(), world.size
+
+
+@pytest.mark.parametrize(("ranks", "start", "left"), [(1, 0, 6), (2, 0, 6), (2, 8, 4), (3, 20, 1)])
+def test_a_length_is_the_number_of_batches_that_are_left(pools, ranks, start, left):
+    assert pools.run(ranks, lengths, start) == [(left, left, 6, ranks)] * ranks
+
+
+def test_lengths_before_a_world():
+    assert len(shard(loader(22, 4))) == 6
+    assert len(shard(loader(22, 4), window=4)) == 2
+    assert shard(loader(22, 4)), "true, whatever its length"
+
+
+def updates(strategy):
+    return shard(loader(24, 4), per_rank=True).updates_per_epoch(fa.strategy(strategy))
+
+
+def test_updates_count_the_ranks_that_share_a_batch(pools):
+    assert pools.run(2, updates, "ddp") == [3, 3]
+    with fa.start(device="cpu"):
+        assert shard(loader(24, 4), window=3).updates_per_epoch() == 2
+
+
+def test_a_stream_has_no_length():
+    class Endless(torch_data.IterableDataset):
+        def __iter__(self):
+            yield torch.zeros(1)
+
+    endless = shard(torch_data.DataLoader(Endless(), batch_size=2))
+    with fa.start(device="cpu"):
+        with pytest.raises(TypeError, match="not known"):
+            len(endless)
+        with pytest.raises(LoaderError, match="not known"):
+            endless.updates_per_epoch()
+        assert endless, "a stream is true"
+        assert len(list(endless)) == 1

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import random
 
+import numpy
+import pytest
 import torch
 import torch.utils.data as torch_data
 
+import fnaccel as fa
 from fnaccel.data import open_epoch, shard
 from fnaccel.data.seeding import SeededDataset
+from fnaccel.errors import ArgumentError
 from fnaccel.state import Position
 
 from .reading import numbers, read, samples, values
@@ -120,3 +124,21 @@ def test_two_readings_at_once_have_workers_of_their_own():
     inner = [b.data.tolist() for b in open_epoch(shards, rank=0, ranks=1, device=torch.device("cpu"))]
     rest = [b.data.tolist() for b in first]
     assert [begun, *rest] == inner == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+
+
+def drawn(per_rank):
+    fa.set_seed(5, per_rank=per_rank)
+    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_set_seed_on_all_ranks(pools, per_rank):
+    first, second = pools.run(2, drawn, per_rank)
+    assert pools.run(2, drawn, per_rank) == [first, second]
+    assert all((a != b) is per_rank for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("seed", [-1, 0.5, True])
+def test_seeds_that_are_none(seed):
+    with pytest.raises(ArgumentError, match="a seed of"):
+        fa.set_seed(seed)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fnaccel as fa
 from fnaccel import errors
-from tests.models import Net, batch_of, program
+from tests.models import Net, batch_of, program, whole_params
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +76,34 @@ def test_a_schedule_that_gives_no_rate_is_named(schedule, group):
 def test_what_is_no_scheduler_is_not_said_to_need_a_metric(made):
     with pytest.raises(errors.ArgumentError, match="which is no scheduler"):
         fa.schedules.from_torch_scheduler(lambda _: made, lr=0.1)
+
+
+class TestMeansThatAreDivided:
+    def test_of_a_mean_equals_a_sum(self):
+        def divided(model, batch):
+            x, y = batch
+            return fa.Mean.of((model(x) - y).square().mean(), weight=y.numel())
+
+        def total(model, batch):
+            x, y = batch
+            return fa.Mean((model(x) - y).square().sum(), weight=y.numel())
+
+        runs = []
+        for loss in (divided, total):
+            step = program(fa.accumulate(loss, 3))
+            state, metrics = step(step.init(seed=0), batch_of(7))
+            runs.append((float(metrics["loss"]), whole_params(state)))
+        assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-6)
+        for name, value in runs[0][1].items():
+            assert torch.allclose(value, runs[1][1][name], atol=1e-7)
+
+    @pytest.mark.parametrize(("shift", "weight"), [(True, 3), (False, 4)])
+    def test_of_tokens_counts_labels(self, shift, weight):
+        labels = torch.tensor([[-100, 5, 6, -100], [7, 8, -100, -100]])
+        logits = torch.randn(2, 4, 9)
+        seen, wanted = (logits[:, :-1], labels[:, 1:]) if shift else (logits, labels)
+        mean = F.cross_entropy(seen.flatten(0, 1), wanted.flatten(), ignore_index=-100)
+        loss = fa.Mean.of_tokens(mean, labels, shift=shift)
+        assert int(loss.weight) == weight
+        summed = F.cross_entropy(seen.flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum")
+        assert torch.allclose(loss.total, summed)
