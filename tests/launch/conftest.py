@@ -80,6 +80,7 @@ class Launcher:
         self.server = server
         self.folder = folder
         self.count = 0
+        self.pids = []
 
     def write(self, text, name="script.py"):
         path = self.folder / name
@@ -99,7 +100,16 @@ class Launcher:
             "err": str(err),
             "constants": constants or {},
         }
-        return Started(self.server, self.server.ask(order), out, err)
+        self.pids.append(self.server.ask(order))
+        return Started(self.server, self.pids[-1], out, err)
+
+    def end(self):
+        """Kill the launches that still run: those of a test that failed."""
+        for pid in self.pids:
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+                if int(fields[1]) == self.server.process.pid and fields[0] != "Z":
+                    os.kill(pid, 9)
 
     def __call__(self, *arguments, **options):
         return self.start(*arguments, **options).wait()
@@ -140,4 +150,6 @@ def preloaded():
 
 @pytest.fixture
 def launcher(preloaded, tmp_path):
-    return Launcher(preloaded, tmp_path)
+    made = Launcher(preloaded, tmp_path)
+    yield made
+    made.end()
