@@ -62,6 +62,7 @@ def done(launcher):
     return size, first + len(losses)
 
 
+@pytest.mark.long
 def test_a_job_goes_on_with_the_machines_that_are_left(launcher, machine):
     arguments = (launcher.write(TRAIN), json.dumps({"0": [0, 2, WAIT]}), 4)
     started = [machine(*arguments, restarts=1, flags=("--node-rank", number)) for number in range(2)]
@@ -85,6 +86,7 @@ def test_fewer_machines_than_the_least_number_end(launcher, machine):
     assert gone(int((launcher.folder / "pid0").read_text()))
 
 
+@pytest.mark.long
 def test_a_machine_that_comes_later_is_let_in(launcher, machine):
     arguments = (launcher.write(TRAIN), json.dumps({"0": [0, 2, WAIT]}), 5)
     started = [machine(*arguments)]
@@ -124,7 +126,7 @@ def test_a_signal_to_one_launcher_ends_ranks_that_do_not_talk(launcher, machine)
     assert all(gone(int(path.read_text())) for path in launcher.folder.glob("pid*"))
 
 
-@pytest.mark.parametrize("silent", [0, 1])
+@pytest.mark.parametrize("silent", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_machine_that_goes_silent_ends_the_job(launcher, machine, silent):
     """As one that lost its power does: nothing is closed, and nothing answers."""
     script, constants = launcher.write(SLEEP), {"fnaccel.launch.elastic.LOST": 3.0}
