@@ -21,6 +21,7 @@ from fnaccel.state import fold
 from fnaccel.step.loss import (
     Scalar,
     check_attached,
+    check_divided,
     check_reached,
     check_weight,
     gradients_changed,
@@ -239,6 +240,8 @@ def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Repor
     def entry(model: object, *args: Any) -> torch.Tensor:
         # only the total leaves the hooks' sight as an output; the rest is kept beside it
         parts = read_loss(loss.fn(model, *args), loss.where)
+        if call.step == 0 and loss.weight_fn is None:
+            check_divided(parts, loss.where)
         return report.take(parts, valid=micro.valid > 0)
 
     first = engine.layout.leaves[0].param if engine.layout.leaves else None

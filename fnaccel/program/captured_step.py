@@ -32,7 +32,7 @@ from fnaccel.errors import CapabilityError
 from fnaccel.optim import kernels
 from fnaccel.program.step_graph import StepGraph, Update
 from fnaccel.program.tail import Tail
-from fnaccel.step.loss import Scalar, check_attached, read_loss
+from fnaccel.step.loss import Scalar, check_attached, check_divided, read_loss
 from fnaccel.step.settings import Compiler
 from fnaccel.tree import Tree
 
@@ -227,6 +227,7 @@ class CapturedStep:
             params, run = self._capture.open()
             parts = read_loss(run(self._loss.fn, data, *given), self._loss.where)
             check_attached(parts.total, self._loss.where)
+            check_divided(parts, self._loss.where)
             check_aux(parts.aux)
             grads: Any = torch.autograd.grad(parts.total, params, allow_unused=True)
             self._graph.check_reached(grads)

@@ -17,6 +17,8 @@ import torch
 from fnaccel.errors import LossError
 from fnaccel.tree import Tree
 
+_MEAN = 1  # torch's number of reduction="mean"
+
 Scalar = int | float | torch.Tensor
 """A number, or a 0-d tensor on any device."""
 
@@ -238,6 +240,26 @@ def check_weight(weight: Scalar, where: str) -> Any:
             "or a 0-d tensor of one",
         )
     return weight
+
+
+def check_divided(parts: LossParts, where: str) -> None:
+    """Raise LossError if the total of an `fa.Mean` is a mean already: its gradient would be too small.
+
+    Only the last operation of the total is looked at, and only a weight that the host can read.
+    """
+    weight, operation = parts.weight, parts.total.grad_fn
+    unknown = isinstance(weight, torch.Tensor) and not readable(weight)
+    if not parts.weighted or operation is None or unknown or float(weight) in (0.0, 1.0):
+        return
+    name = operation.name()
+    divided = name.startswith("MeanBackward") or getattr(operation, "_saved_reduction", None) == _MEAN
+    if divided and getattr(operation, "_saved_self_sym_numel", 2) > 1:
+        raise LossError(
+            f"fa.Mean takes a total, and this one is a mean ({name}): its gradient would be {float(weight):g} "
+            "times too small",
+            where=where,
+            fix="fa.Mean.of(mean, weight=...), or sum: reduction='sum'",
+        )
 
 
 def readable(value: torch.Tensor) -> bool:

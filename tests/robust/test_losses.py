@@ -107,3 +107,32 @@ class TestMeansThatAreDivided:
         assert int(loss.weight) == weight
         summed = F.cross_entropy(seen.flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum")
         assert torch.allclose(loss.total, summed)
+
+    @pytest.mark.parametrize(
+        ("total", "raises"),
+        [
+            (lambda out, y: (out - y).square().mean(), "MeanBackward0"),
+            (F.mse_loss, "MseLossBackward0"),
+            (lambda out, y: F.cross_entropy(out, y.argmax(-1)), "NllLossBackward0"),
+            (lambda out, y: F.mse_loss(out, y, reduction="sum"), ""),
+            (lambda out, y: F.mse_loss(out, y) * y.numel(), ""),
+            (lambda out, y: (out - y).square().sum().reshape(1).mean(), ""),  # of one element
+        ],
+    )
+    @pytest.mark.parametrize("strategy", ["local", "ddp"])
+    def test_a_mean_with_a_weight_is_named(self, strategy, total, raises):
+        def loss(model, batch):
+            x, y = batch
+            return fa.Mean(total(model(x), y), weight=y.numel())
+
+        step = program(loss, strategy=strategy)
+        state = step.init()
+        if raises:
+            with pytest.raises(errors.LossError, match=rf"a mean \({raises}\)[\s\S]*fa\.Mean\.of"):
+                step(state, batch_of(8))
+        else:
+            step(state, batch_of(8))
+
+    def test_a_mean_of_weight_one_is_a_loss_of_its_own(self):
+        step = program(lambda model, batch: fa.Mean((model(batch[0]) - batch[1]).square().mean(), weight=1))
+        step(step.init(), batch_of(8))
