@@ -255,7 +255,7 @@ def check_divided(parts: LossParts, where: str) -> None:
     divided = name.startswith("MeanBackward") or getattr(operation, "_saved_reduction", None) == _MEAN
     if divided and getattr(operation, "_saved_self_sym_numel", 2) > 1:
         raise LossError(
-            f"fa.Mean takes a total, and this one is a mean ({name}): its gradient would be {float(weight):g} "
+            f"fa.Mean takes a total, and this one is a mean ({name}): gradients would be {float(weight):g} "
             "times too small",
             where=where,
             fix="fa.Mean.of(mean, weight=...), or sum: reduction='sum'",
