@@ -20,10 +20,11 @@ def offline(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    yield tmp_path
     import wandb
 
     wandb.teardown()  # it keeps the first settings that it read, and a service process
+    yield tmp_path
+    wandb.teardown()
 
 
 def records(data):
