@@ -37,7 +37,14 @@ def eager(pools, strategy, kind):
     return pools.run(RANKS[strategy], run_kind, kind, strategy, None)
 
 
-@pytest.mark.parametrize(("strategy", "scope", "kind"), CASES, ids=lambda value: value.replace(" ", "_"))
+def _row(strategy, scope, kind):
+    """All kinds on one rank, the first few on two: the others take minutes."""
+    long = strategy != "local" and kind not in FEW
+    name = "-".join((strategy, scope, kind)).replace(" ", "_")
+    return pytest.param(strategy, scope, kind, id=name, marks=pytest.mark.long if long else ())
+
+
+@pytest.mark.parametrize(("strategy", "scope", "kind"), [_row(*case) for case in CASES])
 def test_compiled_equals_eager(pools, strategy, scope, kind):
     expected = eager(pools, strategy, kind)
     found = pools.run(RANKS[strategy], run_kind, kind, strategy, scope)
@@ -48,7 +55,14 @@ def test_compiled_equals_eager(pools, strategy, scope, kind):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind"), [("local", "ragged"), ("local", "fp16"), ("ddp", "aux"), ("fsdp", "ragged")]
+    ("strategy", "kind"),
+    [
+        ("local", "ragged"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("local", "fp16"), ("ddp", "aux"), ("fsdp", "ragged"))
+        ),
+    ],
 )
 def test_inductor_equals_eager(pools, strategy, kind):
     expected = eager(pools, strategy, kind)
