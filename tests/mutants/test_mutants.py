@@ -68,7 +68,7 @@ MUTANTS = [
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
-        "captured shards not averaged over ranks", "strategies/fsdp_captured.py", "sent / self._ranks", "sent",
+        "captured shards not averaged over ranks", "strategies/fsdp_captured.py", "outgoing / self._ranks", "outgoing",
         (COMPILED, "-k", "fsdp-step-plain"),
     ),
     Mutant(
@@ -219,7 +219,7 @@ MUTANTS = [
         "                        pass", ("tests/deepspeed/test_state.py", "-k", "half and 1"),
     ),
     Mutant(
-        "the forward keeps its old partition", "strategies/deepspeed/parts.py", "held.data.copy_(mine)", "pass",
+        "the forward keeps its old partition", "strategies/deepspeed/parts.py", "shard.data.copy_(piece)", "pass",
         ("tests/deepspeed/test_state.py", "-k", "goes_back and persistence"),
     ),
     Mutant(
