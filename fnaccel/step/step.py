@@ -148,7 +148,7 @@ class Trained(Protocol):
 class GradientHook(Protocol):
     """A GRADS record of the library: works on the gradients where they lie."""
 
-    def on_gradients(self, grads: StepGradients, own: Tree, info: Info) -> Any:
+    def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:
         """Change `grads` and return the transform's next state."""
         ...
 
@@ -157,7 +157,7 @@ class GradientHook(Protocol):
 class UpdateHook(Protocol):
     """An UPDATE record of the library: acts after the parameters changed."""
 
-    def on_update(self, engine: Trained, own: Tree, info: Info) -> Any:
+    def on_update(self, engine: Trained, state: Tree, info: Info) -> Any:
         """Return the transform's next state; `info.skip` is 1 where the update was skipped."""
         ...
 

@@ -48,7 +48,7 @@ MUTANTS = [
         (COMPILED, "-k", "ddp-step-plain"),
     ),
     Mutant(
-        "captured accumulation loses a micro-batch", "engine/gradients.py", "return held + grad", "return grad",
+        "captured accumulation loses a micro-batch", "engine/gradients.py", "return carried + grad", "return grad",
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
@@ -64,7 +64,7 @@ MUTANTS = [
         ("tests/laws/test_laws.py", "-k", "told_the_same"),
     ),
     Mutant(
-        "captured clip left out", "program/step_graph.py", "tail.change(held, {}, info)", "pass",
+        "captured clip left out", "program/step_graph.py", "tail.change(gradients, {}, info)", "pass",
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
@@ -102,7 +102,7 @@ MUTANTS = [
         ("tests/transforms", "-k", "fp16_skips"),
     ),
     Mutant(
-        "a rank stops by itself", "engine/stop_request.py", "self.agree(bool(asked > 0))", "self.agree(self._asked)",
+        "a rank stops by itself", "engine/stop_request.py", "self.agree(bool(count > 0))", "self.agree(self._asked)",
         ("tests/test_preemption.py", "-k", "one_rank_is_told and plain and 0-ddp"),
     ),
     Mutant(
