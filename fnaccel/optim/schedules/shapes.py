@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions of the number of updates applied.
 
-A schedule keeps no state, so neither world size nor accumulation can change what it says. Each
-takes an int, or a 0-d tensor where updates are counted on the device, and gives the same back.
+A schedule keeps no state, so neither world size nor accumulation can change its rates. Each
+takes an int, or a 0-d tensor if updates are counted on the device, and returns the same type.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _check(ok: bool, what: str, fix: str) -> None:
 
 
 @attrs.frozen
-class constant:  # noqa: N801 - used as a function; a class so that it prints, hashes and pickles
+class constant:  # noqa: N801 - used as a function, and a class so that it prints, hashes and pickles
     """The same rate always.
 
     Example:
