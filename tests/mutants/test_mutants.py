@@ -248,7 +248,7 @@ MUTANTS = [
         ("tests/robust/test_weights.py", "-k", "micro_batches_raise"),
     ),
     Mutant(
-        "averages are saved for parameters", "state.py", "if held is not None and held.averaged:", "if False:",
+        "averages are saved for parameters", "state.py", "if lease is not None and lease.averaged:", "if False:",
         ("tests/robust/test_live_state.py", "-k", "TestAverages"),
     ),
     Mutant(
