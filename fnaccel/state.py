@@ -106,7 +106,7 @@ def fold(root: int, *parts: int) -> int:
 
 
 class Lease:
-    """Who owns the tensors of a state, and which state is the live one. Not part of the tree."""
+    """The owner of a state's tensors, and its live state. Not part of the tree."""
 
     __slots__ = ("averaged", "live", "owner")
 

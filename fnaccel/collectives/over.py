@@ -17,7 +17,7 @@ from fnaccel.world.mesh import MeshAxis
 from fnaccel.world.world import World, current, find_current
 
 Over = MeshAxis | dist.ProcessGroup | None
-"""What `over=` takes: None for the whole world, one axis of a mesh, or a process group."""
+"""Values of `over=`: None for the whole world, one axis of a mesh, or a process group."""
 
 
 @attrs.frozen

@@ -134,14 +134,14 @@ class Agreement:
                 listed = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shapes))
                 raise LossError(
                     f"the losses of ranks differ: {listed}",
-                    where="what the loss function returns",
+                    where="the return value of the loss function",
                     fix="return the same kind of loss and the same keys on every rank, whatever its rows are",
                 )
             self.seen = shape
         elif self.seen != shape:
             raise LossError(
                 f"the loss changed its structure between calls: {shape} after {self.seen}",
-                where="what the loss function returns",
+                where="the return value of the loss function",
                 fix="return the same kind of loss and the same keys in every call",
             )
 

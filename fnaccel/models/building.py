@@ -23,7 +23,7 @@ Init = Literal["seeded", "rank0", "meta"]
 
 
 class Ownership:
-    """Who trains a module: it is free again when the holder is closed, or is garbage."""
+    """The owner of a module: the module is free again when the owner is closed, or is garbage."""
 
     def __init__(self, root: nn.Module, holder: object) -> None:
         self.holder = weakref.ref(holder)

@@ -304,7 +304,7 @@ def _matched(target_state: TrainState, source_state: TrainState) -> list[tuple[A
             pairs.append((target, source))
     if problems:
         raise TreeMismatchError(
-            f"the state differs from what this train step holds: {'; '.join(sorted(problems))}",
+            f"the state differs from that of this train step: {'; '.join(sorted(problems))}",
             where="train_step.adopt",
             fix="adopt a state of the same models, optimizer and transforms",
         )

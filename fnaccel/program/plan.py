@@ -45,7 +45,7 @@ class Plan:
     digests: tuple[tuple[str, str], ...]
     """(name, digest) of each function, so that ranks running different code are told apart."""
     runtime: str | None = None
-    """The configuration of the runtime behind the strategy, as JSON; None without one."""
+    """The configuration of the runtime behind the strategy, as JSON. None without a runtime."""
 
     @property
     def deepspeed(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Capability(enum.StrEnum):
 EVERYTHING = frozenset(Capability)
 
 LossFn = Callable[..., Any]
-"""`loss_fn(model, batch[, given])`; returns `fa.Mean`, a scalar, or (scalar, aux)."""
+"""`loss_fn(model, batch[, given])`. Returns `fa.Mean`, a scalar, or (scalar, aux)."""
 
 
 @runtime_checkable

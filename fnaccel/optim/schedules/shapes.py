@@ -145,7 +145,7 @@ class joined:  # noqa: N801
     parts: tuple[Schedule, ...] = attrs.field(converter=tuple)
     boundaries: tuple[int, ...] = attrs.field(converter=tuple)
     written: str = attrs.field(default="", kw_only=True, eq=False)
-    """How the user wrote it, for the plan; empty for a sequence joined by hand."""
+    """How the user wrote it, for the plan. Empty for a sequence joined by hand."""
 
     def __repr__(self) -> str:
         return self.written or f"joined({self.parts!r}, boundaries={self.boundaries!r})"

@@ -11,7 +11,7 @@ import torch
 from fnaccel.errors import ArgumentError, CapabilityError
 
 _OTHERS = {"momentum": 0.8901, "betas": (0.8901, 0.9909), "weight_decay": 0.0109}
-"""What a scheduler finds in an optimizer besides the rate, and may not change."""
+"""Options of an optimizer besides the rate, which a scheduler may read but not change."""
 
 
 class _Stepped(torch.optim.Optimizer):

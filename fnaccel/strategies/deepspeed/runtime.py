@@ -197,7 +197,7 @@ def _check_foreign(optimizer: Optimizer, groups: int, level: int) -> None:
         return
     if groups > 1 and kernel.cls is torch.optim.Adagrad:
         raise CapabilityError(
-            "DeepSpeed makes Adagrad anew, with one group for all parameters",
+            "DeepSpeed makes a new Adagrad, with one group for all parameters",
             where="fa.train_step(optimizer=)",
             fix="leave out groups=; or fa.sgd, fa.adam, fa.adamw, RMSprop, fa.ddp()",
         )
@@ -291,7 +291,7 @@ def _runner(module: nn.Module, torn: list[bool]) -> Callable[..., Any]:
     def run(fn: Callable[..., Any], *args: Any) -> Any:
         if torn:
             raise CapabilityError(
-                "a backward pass failed, and from stage 2 on DeepSpeed can't take back what it had reduced",
+                "a backward pass failed, and from stage 2 on DeepSpeed can't take back reduced gradients",
                 where="train_step(state, batch) under fa.deepspeed",
                 fix="fa.save(directory, state), which is as it was, and restore it into train_step.init()",
             )
