@@ -1,6 +1,6 @@
 """Every private or version-dependent torch name, with the versions each was checked on.
 
-Nothing else lives here: a name that is public and the same in torch 2.9 to 2.13 is used where needed.
+Nothing else lives here: code uses names that are public and the same in torch 2.9 to 2.13 directly.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -21,7 +21,7 @@ import torch.distributed as dist
 _NAMES = ("all_gather_single", "all_gather_into_tensor")
 all_gather_single: Callable[..., Any] = next(getattr(dist, name) for name in _NAMES if hasattr(dist, name))
 
-# torch.ops-level fused updates; the public torch.optim classes call the same ones. (2.9 to 2.13)
+# torch.ops-level fused updates: the public torch.optim classes call the same ones. (2.9 to 2.13)
 fused_sgd_: Any = torch._fused_sgd_  # pyright: ignore[reportAttributeAccessIssue]
 fused_adam_: Any = torch._fused_adam_  # pyright: ignore[reportAttributeAccessIssue]
 fused_adamw_: Any = torch._fused_adamw_  # pyright: ignore[reportAttributeAccessIssue]
@@ -29,7 +29,7 @@ fused_adamw_: Any = torch._fused_adamw_  # pyright: ignore[reportAttributeAccess
 # the loss-scale rule of torch.amp.GradScaler, on the device (2.9 to 2.13)
 amp_update_scale_: Any = torch._amp_update_scale_
 
-# an operation that pairs elements by place in memory, so that inductor may not lay them out anew (2.13)
+# an operation that pairs elements by place in memory, so that inductor must keep their layout (2.13)
 EXACT_STRIDES: tuple[Any, ...] = tuple(
     getattr(torch.Tag, name) for name in ("needs_exact_strides",) if hasattr(torch.Tag, name)
 )
@@ -62,9 +62,9 @@ def wrapper_tensor(cls: type[Any], shape: Sequence[int], dtype: torch.dtype, dev
 
 
 def local_of(value: torch.Tensor) -> torch.Tensor:
-    """The local part of a DTensor without an autograd view; a plain tensor as it is. (2.9 to 2.13)
+    """The local part of a DTensor without an autograd view. A plain tensor as it is. (2.9 to 2.13)
 
-    Inside of what torchao lays around a weight that is gathered as fp8, it is the weight. (torchao 0.18)
+    Inside torchao's wrapper around a weight that is gathered as fp8, it is the weight. (torchao 0.18)
     """
     if type(value) is torch.Tensor:  # an attribute that is missing costs 0.3 us
         return value
@@ -83,8 +83,8 @@ def compile_cache_counts() -> tuple[int, int]:
     """(hits, misses) of the compile cache on disk in this process. (2.13)"""
     from torch._dynamo.utils import counters  # noqa: PLC0415 - slow to import
 
-    found = counters["inductor"]
-    return int(found["fxgraph_cache_hit"]), int(found["fxgraph_cache_miss"])
+    counts = counters["inductor"]
+    return int(counts["fxgraph_cache_hit"]), int(counts["fxgraph_cache_miss"])
 
 
 def can_trace_autograd() -> bool:
@@ -105,11 +105,13 @@ def compiling(limit: int) -> Any:
     from torch._dynamo import config  # noqa: PLC0415 - slow to import
 
     changes: dict[str, Any] = {"recompile_limit": limit + 2}
-    # a graph can't log; models of libraries do, and it is no reason to fail
+    # a graph can't log. Models of libraries do, and it is no reason to fail
     for name in ("ignore_logging_functions", "ignore_logger_methods"):
         if hasattr(config, name):
-            own = vars(logging.Logger)
-            changes[name] = getattr(config, name) | {own[method] for method in _LOGGING if method in own}
+            logger = vars(logging.Logger)
+            changes[name] = getattr(config, name) | {
+                logger[method] for method in _LOGGING if method in logger
+            }
             break
     if hasattr(config, "trace_autograd_ops"):
         changes["trace_autograd_ops"] = True
@@ -117,14 +119,14 @@ def compiling(limit: int) -> Any:
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
-    """What torch.compile raises where it can't compile. (2.11, 2.13)"""
+    """The errors of torch.compile if it can't compile. (2.11, 2.13)"""
     from torch._dynamo import exc  # noqa: PLC0415 - slow to import
 
     return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 
 
 def graph_pass(change: Callable[[Any], None], file: str) -> Any:
-    """A change of a graph as inductor takes it; the text of `file` keys its cache. (2.13)"""
+    """A change of a graph as inductor takes it. The text of `file` keys its cache. (2.13)"""
     from torch._inductor.custom_graph_pass import (  # noqa: PLC0415 - slow to import
         CustomGraphPass,
         get_hash_for_files,
@@ -141,7 +143,7 @@ def graph_pass(change: Callable[[Any], None], file: str) -> Any:
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
-    """What a mode of torch.compile sets for inductor. (2.11, 2.13)"""
+    """The inductor options of a mode of torch.compile. (2.11, 2.13)"""
     from torch._inductor import list_mode_options  # noqa: PLC0415 - slow to import
 
     return dict(list_mode_options(mode)) if mode else {}
@@ -155,7 +157,7 @@ def mark_dynamic(value: torch.Tensor, dim: int) -> None:
 
 
 def mark_static(values: Sequence[Any]) -> None:
-    """Tell CUDA graphs that these tensors stay where they are in memory. (2.11, 2.13)"""
+    """Tell CUDA graphs that these tensors keep their memory. (2.11, 2.13)"""
     from torch._dynamo import mark_static_address  # noqa: PLC0415 - slow to import
 
     for value in values:
@@ -163,7 +165,7 @@ def mark_static(values: Sequence[Any]) -> None:
 
 
 def begin_all_reduce(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Start to sum a tensor over ranks, in a graph; `end_collective` gives the result. (2.11, 2.13)"""
+    """Start to sum a tensor over ranks, in a graph. `end_collective` gives the result. (2.11, 2.13)"""
     return torch.ops._c10d_functional.all_reduce(value, "sum", group.group_name)
 
 
@@ -173,11 +175,11 @@ def end_collective(value: torch.Tensor) -> torch.Tensor:
 
 
 def all_gather_in_graph(value: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The ranks' tensors of shape `[n]` behind one another; the tensor itself on one rank. (2.11, 2.13)"""
+    """The concatenated `[n]` tensors of all ranks. The tensor itself on a single rank. (2.11, 2.13)"""
     if group is None:
         return value.clone()
-    found = torch.ops._c10d_functional.all_gather_into_tensor(value, size, group.group_name)
-    return torch.ops._c10d_functional.wait_tensor(found)
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(value, size, group.group_name)
+    return torch.ops._c10d_functional.wait_tensor(gathered)
 
 
 def begin_reduce_scatter(value: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -188,12 +190,12 @@ def begin_reduce_scatter(value: torch.Tensor, size: int, group: dist.ProcessGrou
 
 
 def replace_parameters(root: torch.nn.Module, make: Callable[[Any], Any]) -> None:
-    """Put another parameter in the place of each; one under two names stays one. (2.9 to 2.13)"""
-    made: dict[int, Any] = {}
+    """Replace each parameter by another. A tied parameter stays tied. (2.9 to 2.13)"""
+    replacements: dict[int, Any] = {}
     for module in root.modules():
         for name, param in module._parameters.items():
             if param is not None:
-                module._parameters[name] = made.setdefault(id(param), make(param))
+                module._parameters[name] = replacements.setdefault(id(param), make(param))
 
 
 def summed_over(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -205,12 +207,12 @@ def summed_over(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """The slots of a module's own buffers; nn.Module has no public way to read one. (2.9 to 2.13)"""
+    """The slots of a module's own buffers. nn.Module has no public way to read one. (2.9 to 2.13)"""
     return module._buffers
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """The slots of a module's own parameters; writing to one registers nothing. (2.9 to 2.13)"""
+    """The slots of a module's own parameters. Writing to one registers nothing. (2.9 to 2.13)"""
     return module._parameters
 
 
@@ -253,7 +255,7 @@ def leave_to_others(module: torch.nn.Module, names: list[str]) -> None:
 class FixedBuckets(torch.nn.parallel.DistributedDataParallel):
     """DistributedDataParallel whose buckets are laid out once, last parameter first. (2.13)
 
-    torch lays them out anew after a process's first backward, in the order in which gradients came. Then
+    torch rebuilds them after a process's first backward, in the order in which gradients came. Then
     sums over three ranks or more round differently, and a run that goes on in a new process is not the
     run that went on: here both begin with the layout that they end with. With `find_unused_parameters`
     torch never changes it.
@@ -269,7 +271,7 @@ class FixedBuckets(torch.nn.parallel.DistributedDataParallel):
             self.reducer._rebuild_buckets()
 
     def begin_anew(self) -> None:
-        """Forget a forward without a backward, whose hooks would fire in the next; all ranks call it."""
+        """Forget a forward without a backward, whose hooks would fire in the next. All ranks call it."""
         self.reducer._reset_state()
         self._fix_buckets()
 
@@ -309,7 +311,7 @@ def forget_old_meshes() -> None:
 
 
 def forget_meshes() -> None:
-    """Clear what DTensor keeps of meshes: the next world's mesh equals one whose groups are gone. (2.13)"""
+    """Clear DTensor's caches of meshes: the next world's mesh equals one without groups. (2.13)"""
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import debug  # noqa: PLC0415 - slow to import
@@ -319,14 +321,14 @@ def forget_meshes() -> None:
         clear()
     redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
     for name in ("clear_redistribute_planner_cache", "_gen_transform_infos"):
-        found: Any = getattr(redistribute, name, None)
-        forget: Callable[[], None] | None = getattr(found, "cache_clear", found)
+        cache: Any = getattr(redistribute, name, None)
+        forget: Callable[[], None] | None = getattr(cache, "cache_clear", cache)
         if forget is not None:
             forget()
 
 
 def local_offset(value: Any) -> tuple[int, ...]:
-    """Where the local part of a DTensor starts along each dimension, uneven and empty ones too. (2.13)"""
+    """The offset of a DTensor's local part in each dimension, also if uneven or empty. (2.13)"""
     from torch.distributed.tensor._utils import (  # noqa: PLC0415 - slow to import
         compute_local_shape_and_global_offset,
     )
@@ -338,7 +340,7 @@ def local_offset(value: Any) -> tuple[int, ...]:
 def mend_batched_powersgd() -> None:
     """Let torch's batched PowerSGD run: it hands one matrix to a function that takes a batch. (2.13)
 
-    Once per process; a function that takes matrices already is left alone.
+    Once per process. A function that takes matrices already is left alone.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # noqa: PLC0415 - slow to import
 
@@ -355,7 +357,7 @@ def mend_batched_powersgd() -> None:
 
 
 def drop_unsharded_gradients(unit: Any) -> None:
-    """Forget what an FSDP2 module has accumulated and not yet reduced; it has no public way. (2.13)"""
+    """Drop the unreduced gradients of an FSDP2 module, which has no public way. (2.13)"""
     group = unit._get_fsdp_state()._fsdp_param_group
     for param in group.fsdp_params if group is not None else ():
         param.unsharded_accumulated_grad = None
@@ -373,9 +375,9 @@ def reset_shards(root: Any) -> None:
         return
     idle = type(state._training_state).IDLE
     state._comm_ctx.post_forward_order.clear()
-    for one in state._state_ctx.all_states:
-        one._training_state = idle
-        if (group := one._fsdp_param_group) is not None:
+    for unit in state._state_ctx.all_states:
+        unit._training_state = idle
+        if (group := unit._fsdp_param_group) is not None:
             group._training_state = idle
             group._post_forward_indices.clear()
             group._to_sharded()
@@ -386,8 +388,8 @@ def reset_shards(root: Any) -> None:
 def finish_shards(root: torch.nn.Module) -> None:
     """Let FSDP2 put its padded shards in place now, not in the first forward. (2.9, 2.13)
 
-    Up to 2.9 the first forward replaces every shard that is not full by another tensor: whoever took the old
-    one before would update what nobody reads.
+    Up to 2.9 the first forward replaces every shard that is not full by another tensor: an optimizer that
+    took the old one before would update a tensor that nobody reads.
     """
     for module in root.modules():
         find = getattr(module, "_get_fsdp_state", None)

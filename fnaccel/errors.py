@@ -1,6 +1,6 @@
 """Every mistake fnaccel can point out, one class each.
 
-A message has three lines: what happened, `where:` it happened, and the `fix:`. The docstring of a class shows
+A message has three lines: the problem, its location (`where:`), and the `fix:`. A class docstring shows
 code that raises the error, and code that works. Nothing here imports torch, so the command line starts fast.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class FnaccelError(Exception):
-    """Base of all fnaccel errors: what happened, where, and the fix. Catch it to catch each of them.
+    """Base of all fnaccel errors: the problem, its location, and the fix. Catch it to catch each of them.
 
     Example:
         >>> print(fa.errors.FnaccelError("the loss is text", where="train_step", fix="return a tensor"))
@@ -36,12 +36,12 @@ def _rebuild(kind: type[FnaccelError], what: str, where: str, fix: str) -> Fnacc
     return kind(what, where=where, fix=fix)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, choices: Iterable[str]) -> str:
     """The sentence that suggests the known name closest to `name`, or lists them all."""
-    names = sorted(set(known))
+    names = sorted(set(choices))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    shown = ", ".join(names)
-    return f"did you mean {close[0]!r}? known: {shown}" if close else f"choose one of: {shown}"
+    listed = ", ".join(names)
+    return f"did you mean {close[0]!r}? known: {listed}" if close else f"choose one of: {listed}"
 
 
 class NoWorldError(FnaccelError, RuntimeError):
@@ -96,7 +96,7 @@ class RepeatedTransformError(FnaccelError, ValueError):
 
 
 class CapabilityError(FnaccelError, ValueError):
-    """The strategy, the device or the optimizer can't do what the step asks.
+    """The strategy, the device or the optimizer lacks a capability that the step needs.
 
     Fails:
         >>> make(fa.compile(loss_fn, "loss"), GPT, "fsdp")
@@ -285,7 +285,7 @@ class OwnershipError(FnaccelError, RuntimeError):
 
 
 class TreeMismatchError(FnaccelError, ValueError):
-    """Two trees that must match differ; the message lists every differing path.
+    """Two trees that must match differ. The message lists every differing path.
 
     Fails:
         >>> another = make(loss_fn, lambda: nn.Linear(8, 2)).init()
@@ -316,7 +316,7 @@ class NotSerializableError(FnaccelError, TypeError):
 
 
 class ConfigError(FnaccelError, ValueError):
-    """A config file or value is not what its class describes.
+    """A config file or value does not fit its class.
 
     Fails:
         >>> fa.config.from_yaml("precison: bf16")

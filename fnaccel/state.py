@@ -1,7 +1,7 @@
-"""What a train step owns: one pytree, leased to one user at a time.
+"""The state of a train step: one pytree, leased to one user at a time.
 
 `TrainState` holds handles to parameters that are updated in place. Calling a train step donates
-the state, as `jax.jit(..., donate_argnums=0)` does: what was donated raises when it is used.
+the state, as `jax.jit(..., donate_argnums=0)` does: a donated state raises when it is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MASK = (1 << 64) - 1
 
 @attrs.frozen
 class Position:
-    """Where in the data a run stands, counted in global samples: the same on any ranks.
+    """The position of a run in its data, in global samples: the same on any ranks.
 
     Attributes:
         epoch: passes over the data that are complete.
@@ -60,7 +60,7 @@ class ReadOnlyDict(dict[str, Any]):
 
     def _refuse(self, *_: object, **__: object) -> Any:
         raise ReadOnlyError(
-            "the trees of a state are read-only: writing to one would not change what is trained",
+            "the trees of a state are read-only: writing to one would not change the parameters",
             where="state.params, state.buffers, state.opt or state.ema",
             fix="train_step.adopt(attrs.evolve(state, params={**state.params, name: value})), or under "
             "torch.no_grad() state.params[name].copy_(value)",
@@ -106,7 +106,7 @@ def fold(root: int, *parts: int) -> int:
 
 
 class Lease:
-    """Who owns the tensors of a state, and which state is the live one. Not part of the tree."""
+    """The owner of a state's tensors, and its live state. Not part of the tree."""
 
     __slots__ = ("averaged", "live", "owner")
 
@@ -170,7 +170,7 @@ class TrainState:
         return f"TrainState(step={self.step}, updates={self.updates}, {count} parameter tensors, {self.data})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # pickle and deepcopy take the values; a copy is not leased, as a snapshot is not
+        # pickle and deepcopy take the values. A copy is not leased, as a snapshot is not
         check_live(self)
         check_trained(self, "a copy of a state")
         fields = [field.name for field in attrs.fields(TrainState) if field.init]
@@ -202,7 +202,7 @@ def is_stale(state: TrainState) -> bool:
 
 
 def check_live(state: TrainState) -> None:
-    """Raise StaleStateError where a state was donated."""
+    """Raise StaleStateError if a state was donated."""
     state.params  # noqa: B018 - reading a donated field raises
 
 
@@ -221,7 +221,7 @@ def lease_of(state: TrainState, where: str, *, averaged: bool = False) -> Lease:
 
     Args:
         state: the state.
-        where: the function that asks, for messages.
+        where: the function that asks, for error messages.
         averaged: whether parameters may hold their averages.
 
     Raises:
@@ -231,16 +231,16 @@ def lease_of(state: TrainState, where: str, *, averaged: bool = False) -> Lease:
     """
     check_state(state, where)
     check_live(state)
-    held: Lease | None = object.__getattribute__(state, "_lease")
-    if held is None or held.live is not state:
+    lease: Lease | None = object.__getattribute__(state, "_lease")
+    if lease is None or lease.live is not state:
         raise UnleasedStateError(
             "this state was made by hand, so it is not tied to the parameters that are trained",
             where=where,
             fix="state = train_step.adopt(state) copies its values in and returns one that is",
         )
     if not averaged:
-        refuse_averaged(held, where)
-    return held
+        refuse_averaged(lease, where)
+    return lease
 
 
 def check_state(state: Tree, where: str) -> None:
@@ -249,7 +249,7 @@ def check_state(state: Tree, where: str) -> None:
         raise ArgumentError(
             f"this is {type(state).__name__}, not the state of a train step",
             where=where,
-            fix="state = train_step.init(seed=0), then pass on what each call returns: "
+            fix="state = train_step.init(seed=0), then pass on the state that each call returns: "
             "state, metrics = train_step(state, batch)",
         )
 
@@ -262,9 +262,9 @@ def check_ema(state: TrainState, where: str) -> None:
         )
 
 
-def refuse_averaged(held: Lease | None, where: str) -> None:
+def refuse_averaged(lease: Lease | None, where: str) -> None:
     """Raise AveragedError while the parameters of a lease hold their averages."""
-    if held is not None and held.averaged:
+    if lease is not None and lease.averaged:
         raise AveragedError(
             "the parameters hold the averages of with_ema at this moment, not the values that are trained",
             where=where,
@@ -280,10 +280,10 @@ def check_trained(state: Tree, where: str) -> None:
         ReplacedParameterError: the model holds other parameters by now.
     """
     if isinstance(state, TrainState):
-        held: Lease | None = object.__getattribute__(state, "_lease")
-        refuse_averaged(held, where)
-        if held is not None and held.live is state:
-            held.owner.check_modules()
+        lease: Lease | None = object.__getattribute__(state, "_lease")
+        refuse_averaged(lease, where)
+        if lease is not None and lease.live is state:
+            lease.owner.check_modules()
 
 
 def donate(state: TrainState) -> None:

@@ -2,7 +2,7 @@
 
 Dictionaries are traversed by sorted key, so two ranks that filled a dict in different order
 agree. `None` holds no leaves. Only this file imports optree. See
-https://optree.readthedocs.io for what a node and a leaf are.
+https://optree.readthedocs.io for nodes and leaves.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _T = TypeVar("_T", bound=type)
 def map(  # noqa: A001 - the name of this operation in every pytree library
     fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None
 ) -> Tree:
-    """Apply `fn` to each leaf of `tree` (and the matching leaves of `rest`); same structure back.
+    """Apply `fn` to each leaf of `tree` (and the matching leaves of `rest`). Same structure back.
 
-    Raises ValueError where the structures differ.
+    Raises ValueError if the structures differ.
     """
     return optree.tree_map(fn, *_alike(tree, *rest), is_leaf=is_leaf, namespace=NAMESPACE)
 
@@ -96,14 +96,14 @@ def select(tree: Tree, pattern: str | Iterable[str]) -> dict[str, Any]:
     """
     patterns = [pattern] if isinstance(pattern, str) else list(pattern)
     return {
-        path: leaf for path, leaf in items(tree) if any(fnmatch.fnmatchcase(path, one) for one in patterns)
+        path: leaf for path, leaf in items(tree) if any(fnmatch.fnmatchcase(path, glob) for glob in patterns)
     }
 
 
 def partition(keep: Callable[[Any], bool], tree: Tree) -> tuple[Tree, Tree]:
     """Two trees shaped like `tree`: leaves for which `keep` holds, and the others.
 
-    A leaf that went to the other side is `None`; `combine` puts the two together again.
+    A leaf that went to the other side is `None`. `combine` puts the two together again.
     """
     return (
         map(lambda leaf: leaf if keep(leaf) else None, tree),
@@ -112,7 +112,7 @@ def partition(keep: Callable[[Any], bool], tree: Tree) -> tuple[Tree, Tree]:
 
 
 def combine(first: Tree, second: Tree) -> Tree:
-    """The inverse of `partition`: where `first` holds `None`, take from `second`."""
+    """The inverse of `partition`: if a leaf of `first` is `None`, take it from `second`."""
     return optree.tree_map(
         lambda a, b: b if a is None else a,
         *_alike(first, second),
@@ -122,12 +122,12 @@ def combine(first: Tree, second: Tree) -> Tree:
 
 
 def cast(tree: Tree, dtype: torch.dtype) -> Tree:
-    """Floating-point tensors in another dtype; integers, bools and non-tensors as they are."""
+    """Floating-point tensors in another dtype. Integers, bools and non-tensors as they are."""
     return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
 def to(tree: Tree, device: torch.device | str, *, non_blocking: bool = False) -> Tree:
-    """Tensors on another device; non-tensors as they are."""
+    """Tensors on another device. Non-tensors as they are."""
     return map_tensors(lambda x: x.to(device, non_blocking=non_blocking), tree)
 
 
@@ -159,12 +159,12 @@ def register(
     children: tuple[str, ...] | None = None,
     check: Callable[[Any], None] | None = None,
 ) -> _T:
-    """Make a frozen attrs class a pytree node; fields not in `children` are compared, not walked.
+    """Make a frozen attrs class a pytree node. Fields not in `children` are compared, not walked.
 
     Args:
         cls: the attrs class.
-        children: names of the fields to walk; all of the init fields by default.
-        check: called with the instance before it is flattened; may raise.
+        children: names of the fields to walk. All of the init fields by default.
+        check: called with the instance before it is flattened. It may raise.
     """
     fields = [f.name for f in attrs.fields(cls) if f.init]
     walked = tuple(children) if children is not None else tuple(fields)
@@ -187,17 +187,19 @@ def register(
 
 
 def open_node(value: Any) -> tuple[dict[str, Any], Callable[[Iterable[Any]], Any]] | None:
-    """The entries directly below a node, by name, and what rebuilds it from new ones; None for a leaf."""
+    """The entries of a node by name, and a function that rebuilds it from new ones. None for a leaf."""
     try:
         children, metadata, entries, rebuild = optree.tree_flatten_one_level(value, namespace=NAMESPACE)
     except ValueError:  # a leaf
         return None
     names = getattr(value, "_fields", entries) if isinstance(value, tuple) else entries
-    return dict(zip(map(str, names), children, strict=True)), lambda made: rebuild(metadata, made)
+    return dict(zip(map(str, names), children, strict=True)), lambda children_by_name: rebuild(
+        metadata, children_by_name
+    )
 
 
 def register_mapping(kind: type) -> None:
-    """Make a subclass of dict a pytree node, by sorted key; `map` pairs it with plain dicts too."""
+    """Make a subclass of dict a pytree node, by sorted key. `map` pairs it with plain dicts too."""
     _learned.add(kind)
     _as_dicts.add(kind)
     _register(kind, sorted, lambda node, key: node[key], kind)
@@ -227,7 +229,7 @@ _as_dicts: set[type] = set()
 def learn(value: Any) -> None:
     """Let batches of this type be walked: a mapping that is no dict, or a dataclass.
 
-    What a tokenizer returns is such a mapping. Other classes stay leaves; `register` takes them.
+    The output of a tokenizer is such a mapping. Other classes stay leaves: `register` takes them.
     """
     kind = type(value)
     if kind in _learned or isinstance(value, torch.Tensor | list | tuple):
@@ -241,7 +243,7 @@ def learn(value: Any) -> None:
         _register(kind, sorted, lambda node, key: node[key], make)
     elif dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
-        _register(kind, lambda _: names, getattr, lambda made: kind(**made))
+        _register(kind, lambda _: names, getattr, lambda entries: kind(**entries))
 
 
 def _register(
@@ -251,8 +253,8 @@ def _register(
     make: Callable[[dict[str, Any]], Any],
 ) -> None:
     def flatten_node(node: Any) -> tuple[list[Any], tuple[str, ...], tuple[str, ...]]:
-        found = tuple(keys(node))
-        return [read(node, key) for key in found], found, found
+        names = tuple(keys(node))
+        return [read(node, key) for key in names], names, names
 
     def unflatten_node(metadata: Any, values: Iterable[Any]) -> Any:
         return make(dict(zip(metadata, values, strict=True)))

@@ -1,6 +1,6 @@
-"""Collectives over pytrees: one call, a few flat buffers, and no hang where ranks disagree.
+"""Collectives over pytrees: one call, a few flat buffers, and no hang when ranks disagree.
 
-Every function takes `over=` (a mesh axis or a process group; the whole world by default) and `world=`.
+Every function takes `over=` (a mesh axis or a process group, by default the whole world) and `world=`.
 """
 
 from fnaccel.collectives.broadcasting import broadcast as broadcast

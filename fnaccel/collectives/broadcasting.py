@@ -17,8 +17,8 @@ from fnaccel.world.world import World
 def broadcast(value: tree.Tree, *, src: int = 0, over: Over = None, world: World | None = None) -> tree.Tree:
     """The tensors of rank `src` on every rank. Nothing is changed in place.
 
-    One collective moves all leaves. On one rank nothing is copied, so results share memory with
-    what was passed.
+    One collective moves all leaves. On a single rank nothing is copied, so results share memory with
+    the input.
 
     Args:
         value: a tree of tensors. On the other ranks only structure, shapes and dtypes matter.
@@ -54,7 +54,7 @@ def broadcast(value: tree.Tree, *, src: int = 0, over: Over = None, world: World
         if plan.nbytes:
             dist.broadcast(buffer, group_src=src, group=where.group)
         parts = unpack(buffer.view(1, plan.nbytes), plan)
-        found = [
+        received = [
             part.to(leaf.device, copy=True).view(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)
         ]
-    return tree.unflatten(structure, found)
+    return tree.unflatten(structure, received)

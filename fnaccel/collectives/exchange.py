@@ -22,18 +22,18 @@ def exchange(
 ) -> Generator[torch.Tensor]:
     """The bytes of all ranks: uint8 `[ranks, nbytes]`, on the carrier, for the length of a block."""
     with spare(plan.nbytes * (where.size + 1), carrier) as memory:
-        mine, everyone = memory[: plan.nbytes], memory[plan.nbytes :]
+        local, everyone = memory[: plan.nbytes], memory[plan.nbytes :]
         if plan.nbytes:
             with torch.no_grad():
-                pack([leaf.to(carrier) for leaf in leaves], plan, mine)
-            _torch.all_gather_single(everyone, mine, group=where.group)
+                pack([leaf.to(carrier) for leaf in leaves], plan, local)
+            _torch.all_gather_single(everyone, local, group=where.group)
         yield everyone.view(where.size, plan.nbytes)
 
 
 def exchange_one(where: Scope, leaf: torch.Tensor, carrier: torch.device) -> torch.Tensor:
     """One leaf of all ranks: a new tensor `[ranks * items]`, on the carrier."""
-    mine = leaf.detach().to(carrier).resolve_conj().resolve_neg().reshape(-1)  # bytes know no lazy signs
-    everyone = mine.new_empty(where.size * mine.numel())
-    if mine.numel():
-        _torch.all_gather_single(everyone.view(torch.uint8), mine.view(torch.uint8), group=where.group)
+    local = leaf.detach().to(carrier).resolve_conj().resolve_neg().reshape(-1)  # bytes know no lazy signs
+    everyone = local.new_empty(where.size * local.numel())
+    if local.numel():
+        _torch.all_gather_single(everyone.view(torch.uint8), local.view(torch.uint8), group=where.group)
     return everyone

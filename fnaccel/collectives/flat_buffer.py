@@ -1,6 +1,6 @@
 """Many tensors as one flat buffer and back, so that a tree costs one collective and not one per leaf.
 
-No communication here. Buffers of one dtype are for arithmetic; buffers of bytes hold any mixture.
+No communication here. Buffers of one dtype are for arithmetic. Buffers of bytes hold any mixture.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALIGNMENT = 16  # the largest item: complex128
 
 @attrs.frozen
 class Run:
-    """Leaves of one dtype that lie side by side in a buffer; `start` and `stop` are bytes."""
+    """Adjacent leaves of one dtype in a buffer. `start` and `stop` are bytes."""
 
     dtype: torch.dtype
     leaves: tuple[int, ...]
@@ -28,7 +28,7 @@ class Run:
 
 @attrs.frozen
 class Layout:
-    """Where each leaf lies in a buffer of bytes: `nbytes`, padded so that copies can follow copies."""
+    """The place of each leaf in a buffer of `nbytes` bytes, padded so that copies can follow copies."""
 
     runs: tuple[Run, ...]
     padding: int
@@ -40,7 +40,7 @@ def layout(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...])
     """Lay leaves out by dtype, larger items first, so that every item is aligned to its size."""
     runs: list[Run] = []
     at = 0
-    for dtype in sorted(dict.fromkeys(dtypes), key=lambda one: (-one.itemsize, str(one))):
+    for dtype in sorted(dict.fromkeys(dtypes), key=lambda dtype: (-dtype.itemsize, str(dtype))):
         members = tuple(leaf for leaf, its in enumerate(dtypes) if its == dtype)
         sizes = tuple(torch.Size(shapes[leaf]).numel() for leaf in members)
         stop = at + sum(sizes) * dtype.itemsize
@@ -51,7 +51,7 @@ def layout(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...])
 
 
 def pack(leaves: Sequence[torch.Tensor], where: Layout, into: torch.Tensor | None = None) -> torch.Tensor:
-    """The bytes of all leaves: uint8 of shape `[nbytes]`; in `into`, where one is passed."""
+    """The bytes of all leaves: uint8 of shape `[nbytes]`, written to `into` if it is passed."""
     if into is None:
         into = torch.empty(where.nbytes, dtype=torch.uint8, device=leaves[0].device if leaves else None)
     for run, part in runs(into.view(1, where.nbytes), where):
@@ -72,16 +72,16 @@ def runs(buffer: torch.Tensor, where: Layout) -> Iterator[tuple[Run, torch.Tenso
 
 def unpack(buffer: torch.Tensor, where: Layout) -> list[torch.Tensor]:
     """The leaves of `buffer`, uint8 of shape `[copies, nbytes]`: each `[copies, items]`, as views."""
-    found: dict[int, torch.Tensor] = {}
+    leaves: dict[int, torch.Tensor] = {}
     for run, part in runs(buffer, where):
-        found.update(zip(run.leaves, part.split(run.sizes, dim=1), strict=True))
-    return [found[leaf] for leaf in range(len(found))]
+        leaves.update(zip(run.leaves, part.split(run.sizes, dim=1), strict=True))
+    return [leaves[leaf] for leaf in range(len(leaves))]
 
 
 def unpack_copies(buffer: torch.Tensor, where: Layout) -> list[torch.Tensor]:
     """The same as new contiguous tensors, none of which shares memory with another."""
-    found: dict[int, torch.Tensor] = {}
+    leaves: dict[int, torch.Tensor] = {}
     for run, part in runs(buffer, where):
         copies: Any = torch.split_with_sizes_copy(part, run.sizes, 1)  # the stubs say that it returns None
-        found.update(zip(run.leaves, copies, strict=True))
-    return [found[leaf] for leaf in range(len(found))]
+        leaves.update(zip(run.leaves, copies, strict=True))
+    return [leaves[leaf] for leaf in range(len(leaves))]

@@ -115,12 +115,12 @@ def _uneven(
     most = max(counts)
     padded = [_rows(leaf.detach(), count, most) for leaf in leaves]
     plan = layout(tuple(leaf.shape for leaf in padded), dtypes)
-    found: list[torch.Tensor] = []
+    gathered: list[torch.Tensor] = []
     with exchange(where, padded, plan, carrier) as everyone:
         for part, leaf in zip(unpack(everyone, plan), padded, strict=True):
             ranks = [row.view(leaf.shape)[:their] for row, their in zip(part, counts, strict=True)]
-            found.append(torch.cat(ranks).to(leaf.device))
-    return found
+            gathered.append(torch.cat(ranks).to(leaf.device))
+    return gathered
 
 
 def _rows(leaf: torch.Tensor, count: int, most: int) -> torch.Tensor:

@@ -53,8 +53,8 @@ def gather_objects(value: Tree, *, over: Over = None, world: World | None = None
     sizes, parts = agreed.numbers, agreed.payloads
     most = max(sizes)
     if parts is None or most > room(where):
-        mine = torch.frombuffer(data.ljust(most, b"\0"), dtype=torch.uint8)
-        parts = exchange_one(where, mine, where.signature_device()).cpu().view(where.size, most)
+        local = torch.frombuffer(data.ljust(most, b"\0"), dtype=torch.uint8)
+        parts = exchange_one(where, local, where.signature_device()).cpu().view(where.size, most)
     return [_loaded(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
 

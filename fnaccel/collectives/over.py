@@ -1,4 +1,4 @@
-"""Which ranks a collective spans, and where its bytes travel: what `over=` and `world=` mean.
+"""The ranks of a collective and the device of its buffers: the meaning of `over=` and `world=`.
 
 No data moves here.
 """
@@ -17,12 +17,12 @@ from fnaccel.world.mesh import MeshAxis
 from fnaccel.world.world import World, current, find_current
 
 Over = MeshAxis | dist.ProcessGroup | None
-"""What `over=` takes: None for the whole world, one axis of a mesh, or a process group."""
+"""Values of `over=`: None for the whole world, one axis of a mesh, or a process group."""
 
 
 @attrs.frozen
 class Scope:
-    """The ranks that take part: how many, and which of them this one is; `group` None is the world."""
+    """The ranks that take part: their number, and this rank among them. `group` None is the world."""
 
     size: int
     rank: int
@@ -30,7 +30,7 @@ class Scope:
 
     @functools.cached_property
     def backends(self) -> str:
-        """What carries which devices: `"cpu:gloo,cuda:nccl"`."""
+        """The backend of each device type: `"cpu:gloo,cuda:nccl"`."""
         return str(dist.get_backend_config(self.group or dist.group.WORLD))
 
     def carrier(self, device: torch.device) -> torch.device:
@@ -45,7 +45,7 @@ class Scope:
         return torch.device(self.backends.partition(":")[0], torch.accelerator.current_device_index())
 
     def signature_device(self) -> torch.device:
-        """Where the few bytes of a signature travel: the CPU if it can, which waits for no kernel."""
+        """The device of the few bytes of a signature: the CPU if possible, which waits for no kernel."""
         return self.carrier(_CPU)
 
 
@@ -60,8 +60,8 @@ def scope(over: object, world: World | None, where: str) -> Scope:
         ArgumentError: `over` is something else, or a group that this rank is not in.
     """
     if over is None:
-        found = current(world)
-        return Scope(found.size, found.rank, found.groups.calls)
+        joined = current(world)
+        return Scope(joined.size, joined.rank, joined.groups.calls)
     if isinstance(over, MeshAxis):
         return Scope(over.size, over.rank, _for_calls(over.group, world))
     if isinstance(over, dist.ProcessGroup):
@@ -82,13 +82,13 @@ def scope(over: object, world: World | None, where: str) -> Scope:
 
 def _for_calls(group: dist.ProcessGroup | None, world: World | None) -> dist.ProcessGroup | None:
     """`group`, or the world's own group for calls in the place of the one in which train steps talk."""
-    found = world or find_current()
-    if found is None or group is not dist.group.WORLD:
+    joined = world or find_current()
+    if joined is None or group is not dist.group.WORLD:
         return group
-    return found.groups.calls
+    return joined.groups.calls
 
 
 def carrier_of(where: Scope, leaves: Sequence[torch.Tensor]) -> torch.device:
-    """The one device on which all of `leaves` are communicated; an accelerator's, if one is on it."""
+    """The one device on which all of `leaves` are communicated: an accelerator if one leaf is on it."""
     chosen = next((leaf.device for leaf in leaves if leaf.device.type != "cpu"), _CPU)
     return where.carrier(chosen)

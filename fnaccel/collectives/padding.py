@@ -85,14 +85,14 @@ def pad_across_processes(
 
 
 def _largest(where: Scope, call: Call, sizes: list[int], problem: ArgumentError | None) -> list[int]:
-    mine = torch.tensor(sizes, dtype=torch.int64)
-    payload = mine.view(torch.uint8) if mine.nbytes <= room(where) else None
+    local = torch.tensor(sizes, dtype=torch.int64)
+    payload = local.view(torch.uint8) if local.nbytes <= room(where) else None
     payloads = agree(where, call, payload=payload, problem=problem).payloads
     if payloads is None or not sizes:
         return sizes
     if payload is not None:
         return payloads.view(torch.int64).amax(0).tolist()
-    largest = mine.to(where.signature_device())
+    largest = local.to(where.signature_device())
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=where.group)
     return largest.tolist()
 
@@ -121,15 +121,15 @@ def concatenate(trees: Sequence[tree.Tree], dim: int = 0) -> tree.Tree:
             "there are no trees to put together", where="fa.concatenate", fix="pass one or more"
         )
     expected = tree.structure(trees[0])
-    for index, one in enumerate(trees):
-        if tree.structure(one) != expected:
-            paths = sorted(set(tree.paths(one)) ^ set(tree.paths(trees[0])))
+    for index, item in enumerate(trees):
+        if tree.structure(item) != expected:
+            paths = sorted(set(tree.paths(item)) ^ set(tree.paths(trees[0])))
             raise TreeMismatchError(
                 f"tree {index} is not built like tree 0; " + (", ".join(paths) or "the containers differ"),
                 where=f"fa.concatenate(trees), trees[{index}]",
                 fix="pass trees with the same keys and lengths",
             )
-        _, _, problem = tensor_leaves(one, "concatenate")
+        _, _, problem = tensor_leaves(item, "concatenate")
         if problem is not None:
             raise problem
     return tree.map(lambda *parts: _joined(parts, dim), *trees)

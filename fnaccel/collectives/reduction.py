@@ -19,7 +19,7 @@ from fnaccel.errors import ArgumentError, FnaccelError, UnknownNameError, neares
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.world import World
 
-_ONE_PHASE = 2**18  # bytes; above it gloo's reduction, which overlaps its phases, is the quicker one
+_ONE_PHASE = 2**18  # bytes. Above it gloo's reduction, which overlaps its phases, is faster
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -73,7 +73,7 @@ def reduce(
     carrier = carrier_of(where, leaves)
     plan = layout(shapes, dtypes)
     call = Call("reduce", f"{carrier.type}, op={op}, scale={float(scale)}", value, structure, shapes, dtypes)
-    found = list(leaves)
+    results = list(leaves)
     with torch.no_grad():
         payload = pack(leaves, plan) if fits(where, carrier, plan) and trouble is None else None
         payloads = agree(where, call, payload=payload, problem=trouble).payloads
@@ -91,8 +91,8 @@ def reduce(
             for at, part in zip(members, parts, strict=True):
                 dtype = _result(dtypes[at], op, scale)
                 # a copy: a view would keep the whole bucket alive, and be saved as shared memory
-                found[at] = part.to(leaves[at].device, dtype, copy=len(members) > 1).view(shapes[at])
-    return tree.unflatten(structure, found)
+                results[at] = part.to(leaves[at].device, dtype, copy=len(members) > 1).view(shapes[at])
+    return tree.unflatten(structure, results)
 
 
 def _communicated(
@@ -103,7 +103,7 @@ def _communicated(
         buckets.setdefault(_wire(leaf.dtype), []).append(at)
     for wire, members in buckets.items():
         if len(members) == 1:
-            # the result itself, which shares no memory with what was passed
+            # the result itself, which shares no memory with the input
             alone = leaves[members[0]].to(carrier, wire, copy=True)
             yield members, _all_reduced(where, alone.reshape(-1), op)
             continue

@@ -1,8 +1,8 @@
-"""What a rank brings to a collective, compared with the other ranks before any data moves.
+"""The arguments of a collective, compared between ranks before any data moves.
 
 Each call exchanges one block of fixed size: a digest of the operation, its arguments, structure, shapes
 and dtypes, one free integer, and room for a little data, so that small trees need no second round.
-Only where digests differ do the ranks exchange the full table, and then every one of them raises.
+Only if digests differ do the ranks exchange the full table, and then every rank raises.
 Remembering that a call agreed last time would save the exchange and hang on the first ragged batch, so
 nothing is remembered.
 """
@@ -29,7 +29,7 @@ from fnaccel.tree import Tree
 from fnaccel.world.world import World
 
 Shape = tuple[int | None, ...]
-"""A shape; None where ranks may differ."""
+"""A shape: None for a size that may differ between ranks."""
 
 _LISTED = 10  # differing leaves that a message shows
 _HEAD = 32  # bytes: three words of digest, and the number
@@ -65,7 +65,7 @@ class Call:
 
 @attrs.frozen
 class _Row:
-    """What one rank tells the others once signatures differ."""
+    """The call of one rank in full, exchanged once signatures differ."""
 
     call: str
     leaves: dict[str, tuple[Shape, str]]
@@ -74,7 +74,7 @@ class _Row:
 
 @attrs.frozen
 class Agreed:
-    """What the ranks said: their numbers, and their payloads, uint8 `[ranks, bytes]` (None on one)."""
+    """All ranks' numbers and payloads, uint8 `[ranks, bytes]` (None on a single rank)."""
 
     numbers: list[int]
     payloads: torch.Tensor | None
@@ -101,30 +101,30 @@ def agree(
     """Make sure that all ranks make the same call.
 
     Args:
-        where: the ranks.
-        call: what this rank is about to do.
+        where: the scope of the collective.
+        call: the call of this rank.
         number: an integer of 63 bits that may differ between ranks.
         payload: uint8 on the CPU, at most `room(where)` bytes, of the same length on every rank.
         problem: why this rank can't take part. The others learn it, instead of waiting for ever.
 
     Raises:
         FnaccelError: `problem`, if there is one.
-        RankMismatchError: the ranks differ; raised on every rank.
+        RankMismatchError: the ranks differ. Raised on every rank.
     """
     if where.size == 1:
         if problem is not None:
             raise problem
         return Agreed([number], None)
     words = _digest(call) if problem is None else _PROBLEM
-    held = bytearray(_HEAD + room(where))
-    _HEADER.pack_into(held, 0, *words, number)
-    block = torch.frombuffer(held, dtype=torch.uint8)
+    memory = bytearray(_HEAD + room(where))
+    _HEADER.pack_into(memory, 0, *words, number)
+    block = torch.frombuffer(memory, dtype=torch.uint8)
     if payload is not None:
         block[_HEAD : _HEAD + payload.numel()] = payload
-    mine = block.to(where.signature_device())
-    everyone = mine.new_empty(where.size * mine.numel())
-    _torch.all_gather_single(everyone, mine, group=where.group)
-    blocks = everyone.cpu().view(where.size, mine.numel())
+    local = block.to(where.signature_device())
+    everyone = local.new_empty(where.size * local.numel())
+    _torch.all_gather_single(everyone, local, group=where.group)
+    blocks = everyone.cpu().view(where.size, local.numel())
     heads: list[list[int]] = blocks[:, :_HEAD].view(torch.int64).tolist()
     if any(tuple(head[:3]) != words for head in heads):
         _explain(where, call, problem)
@@ -135,16 +135,16 @@ def agree(
 
 
 def meet(name: str, world: World) -> None:
-    """Wait until all ranks have come to the same call, before they send what has no signature.
+    """Wait until all ranks have come to the same call, before they send data without a signature.
 
     Raises:
-        RankMismatchError: the ranks make different calls; raised on every rank.
+        RankMismatchError: the ranks make different calls. Raised on every rank.
     """
     agree(scope(None, world, name), Call(name))
 
 
 def tensor_leaves(value: tree.Tree, name: str) -> tuple[list[torch.Tensor], Any, ArgumentError | None]:
-    """The leaves of a tree of plain tensors, its structure, and what is wrong with it (or None)."""
+    """The leaves of a tree of plain tensors, its structure, and the error to raise (or None)."""
     leaves, structure = tree.flatten(value)
     for at, leaf in enumerate(leaves):
         plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested
@@ -154,7 +154,7 @@ def tensor_leaves(value: tree.Tree, name: str) -> tuple[list[torch.Tensor], Any,
 
 
 def bad_source(src: int, size: int, name: str) -> ArgumentError | None:
-    """What is wrong with `src=` among `size` ranks (or None)."""
+    """The error of `src=` among `size` ranks (or None)."""
     if 0 <= src < size:
         return None
     return ArgumentError(
@@ -195,8 +195,8 @@ def _cached_digest(
     name: str, arguments: str, structure: Tree, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...]
 ) -> tuple[int, int, int]:
     # objects in a node print their address, which differs between processes
-    drawn = re.sub(r" at 0x[0-9a-f]+", "", str(structure))
-    text = repr((name, arguments, drawn, [tuple(shape) for shape in shapes], dtypes))
+    printed = re.sub(r" at 0x[0-9a-f]+", "", str(structure))
+    text = repr((name, arguments, printed, [tuple(shape) for shape in shapes], dtypes))
     first, second, third = _WORDS.unpack(hashlib.blake2b(text.encode(), digest_size=24).digest())
     return first, second, third
 
@@ -210,8 +210,8 @@ def _explain(where: Scope, call: Call, problem: FnaccelError | None) -> None:
         raise problem
     troubled = [(rank, row.problem) for rank, row in enumerate(rows) if row.problem is not None]
     if troubled:
-        rank, (what, fix) = troubled[0]
-        raise RankMismatchError(f"rank {rank} can't take part: {what}", where=call.place, fix=fix)
+        rank, (problem_text, fix) = troubled[0]
+        raise RankMismatchError(f"rank {rank} can't take part: {problem_text}", where=call.place, fix=fix)
     calls = [row.call for row in rows]
     if len(set(calls)) > 1:
         raise RankMismatchError(
@@ -228,7 +228,7 @@ def _explain(where: Scope, call: Call, problem: FnaccelError | None) -> None:
 
 def _exchange(where: Scope, call: Call, problem: FnaccelError | None) -> list[_Row]:
     paths = tree.paths(call.value) if call.shapes else []
-    mine = _Row(
+    row = _Row(
         f"{call.name}({call.arguments})",
         {
             path or "(root)": (tuple(shape), str(dtype).removeprefix("torch."))
@@ -237,14 +237,14 @@ def _exchange(where: Scope, call: Call, problem: FnaccelError | None) -> list[_R
         None if problem is None else (problem.what, problem.fix),
     )
     rows: list[Any] = [None] * where.size
-    dist.all_gather_object(rows, mine, group=where.group)
+    dist.all_gather_object(rows, row, group=where.group)
     return rows
 
 
-def _who(said: Sequence[str]) -> str:
+def _who(texts: Sequence[str]) -> str:
     """`"x on ranks 0, 2; y on rank 1"`."""
     groups: dict[str, list[int]] = {}
-    for rank, text in enumerate(said):
+    for rank, text in enumerate(texts):
         groups.setdefault(text, []).append(rank)
     return ", ".join(
         f"{text} on rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
@@ -254,10 +254,10 @@ def _who(said: Sequence[str]) -> str:
 
 def _differing(leaves: Sequence[dict[str, tuple[Shape, str]]]) -> str:
     lines: list[str] = []
-    for path in dict.fromkeys(path for one in leaves for path in one):
-        said = [_leaf_text(one.get(path)) for one in leaves]
-        if len(set(said)) > 1:
-            lines.append(f"{path} is {_who(said)}")
+    for path in dict.fromkeys(path for table in leaves for path in table):
+        texts = [_leaf_text(table.get(path)) for table in leaves]
+        if len(set(texts)) > 1:
+            lines.append(f"{path} is {_who(texts)}")
     if not lines:
         return "the leaves agree, the containers around them do not"
     more = len(lines) - _LISTED
@@ -272,7 +272,7 @@ def _leaf_text(leaf: tuple[Shape, str] | None) -> str:
 
 
 def _fix(name: str, leaves: Sequence[dict[str, tuple[Shape, str]]]) -> str:
-    kinds = {tuple((path, len(leaf[0]), leaf[1]) for path, leaf in one.items()) for one in leaves}
+    kinds = {tuple((path, len(leaf[0]), leaf[1]) for path, leaf in table.items()) for table in leaves}
     if len(kinds) > 1 or name == "broadcast":
         return "pass the same structure, shapes and dtypes on every rank"
     if name == "gather":

@@ -76,11 +76,11 @@ def _part(inputs: Tree, start: int, stop: int, length: int) -> Any:
         return {
             key: _part(value, start, stop, length) for key, value in cast("dict[Any, Any]", inputs).items()
         }
-    held = inputs[start:stop]
+    rows = inputs[start:stop]
     missing = stop - max(start, length) if length else 0
     if missing <= 0:
-        return held
+        return rows
     last = inputs[length - 1 : length]
     if isinstance(inputs, torch.Tensor):
-        return torch.cat([cast("torch.Tensor", held), last.expand(missing, *inputs.shape[1:])])
-    return held + last * missing
+        return torch.cat([cast("torch.Tensor", rows), last.expand(missing, *inputs.shape[1:])])
+    return rows + last * missing

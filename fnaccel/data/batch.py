@@ -1,4 +1,4 @@
-"""What the data side hands to a train step: a batch that knows its place, and a window of them."""
+"""The inputs of a train step: a batch with its position, and a window of batches."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def _is_column(node: Tree) -> bool:
     """Whether a node is a list with one plain value a row, as collate makes it of strings."""
     if type(node) not in (list, tuple) or not node:
         return False
-    if type(node) is tuple:  # collate leaves strings as they came; a tuple of numbers is a record
+    if type(node) is tuple:  # collate leaves strings as they came. A tuple of numbers is a record
         return all(isinstance(item, str | bytes) for item in node)
     return not any(_is_nested(item) for item in node)
 
@@ -32,7 +32,7 @@ def _is_nested(item: object) -> bool:
 
 
 def _length(leaf: Tree) -> int | None:
-    """Rows of a leaf; None for one that belongs to the whole batch."""
+    """Rows of a leaf. None for one that belongs to the whole batch."""
     if _is_column(leaf):
         return len(leaf)
     shape = getattr(leaf, "shape", None)

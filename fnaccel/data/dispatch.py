@@ -24,12 +24,12 @@ from fnaccel.data.reader_ranks import Link, portable
 from fnaccel.data.stream import shares
 from fnaccel.tree import Tree
 
-_ALIGN = 16  # bytes; every dtype may begin at a multiple of it
+_ALIGN = 16  # bytes. Every dtype may begin at a multiple of it
 
 
 @attrs.frozen
 class _Slot:
-    """Where a tensor of a batch lies in the buffer that travels beside its description."""
+    """The place of a tensor of a batch in the buffer that is sent beside its description."""
 
     first: int
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class _Failed:
 
 @attrs.frozen
 class _Parcel:
-    """What one rank is sent: a description, and the bytes of its tensors."""
+    """The message to one rank: a description, and the bytes of its tensors."""
 
     message: bytes
     columns: torch.Tensor
@@ -81,7 +81,7 @@ def pack(message: object) -> _Parcel:
 
 
 def unpack(parcel: _Parcel) -> Any:
-    """The inverse of `pack`; tensors are views of the one buffer."""
+    """The inverse of `pack`. Tensors are views of the one buffer."""
     message = pickle.loads(parcel.message)
     if not isinstance(message, Batch):
         return message
@@ -100,11 +100,11 @@ def dispatch(batches: Iterator[Batch] | None, link: Link) -> Iterator[Batch]:
     """Each rank's part of the global batches that rank 0 reads.
 
     Args:
-        batches: global batches, on rank 0; None elsewhere.
-        link: which rank this is, and the group that the parts travel over.
+        batches: global batches, on rank 0. None on other ranks.
+        link: which rank this is, and the process group.
 
     Raises:
-        Exception: what reading raised on rank 0, on every rank.
+        Exception: the error of reading on rank 0, on every rank.
     """
     if batches is None:
         return _receive(link)
@@ -112,7 +112,7 @@ def dispatch(batches: Iterator[Batch] | None, link: Link) -> Iterator[Batch]:
 
 
 def _portions(batch: Batch, ranks: int) -> list[Batch]:
-    """Every rank's part of a global batch; a rank without rows gets rank 0's, none of them valid."""
+    """Every rank's part of a global batch. A rank without rows gets rank 0's, none of them valid."""
     parts, sizes = shares(batch.data, batch.valid, ranks)
     return [
         attrs.evolve(batch, data=data, valid=valid, rows=span(batch.rows, rank=rank, ranks=ranks)[1])
@@ -121,7 +121,7 @@ def _portions(batch: Batch, ranks: int) -> list[Batch]:
 
 
 def _deal(batches: Iterator[Batch], link: Link) -> Iterator[Batch]:
-    sent: list[dist.Work] = []
+    works: list[dist.Work] = []
     while True:
         try:
             batch = next(batches, None)
@@ -130,9 +130,9 @@ def _deal(batches: Iterator[Batch], link: Link) -> Iterator[Batch]:
             parcels = [pack(message) for message in messages[1:]]
         except Exception as error:
             failed = [pack(_Failed(portable(error)))] * (link.ranks - 1)
-            link.talk(_send, sent, failed, link, last=True)
+            link.talk(_send, works, failed, link, last=True)
             raise
-        sent = link.talk(_send, sent, parcels, link, last=portions is None)
+        works = link.talk(_send, works, parcels, link, last=portions is None)
         if portions is None:
             return
         yield portions[0]
@@ -141,26 +141,26 @@ def _deal(batches: Iterator[Batch], link: Link) -> Iterator[Batch]:
 def _send(before: list[dist.Work], parcels: Sequence[_Parcel], link: Link, *, last: bool) -> list[dist.Work]:
     """Send a parcel to each rank but the first, once the parcels before have arrived."""
     _wait(before)
-    sent = _post(parcels, link)
+    works = _post(parcels, link)
     if last:
-        _wait(sent)
-    return sent
+        _wait(works)
+    return works
 
 
 def _post(parcels: Sequence[_Parcel], link: Link) -> list[dist.Work]:
     """Begin to send a parcel to each rank but the first."""
-    sent: list[dist.Work] = []
+    posted: list[dist.Work] = []
     for rank, parcel in enumerate(parcels, start=1):
         message = torch.frombuffer(bytearray(parcel.message), dtype=torch.uint8)
         sizes = torch.tensor([message.numel(), parcel.columns.numel()])
         contents = [content for content in (sizes, message, parcel.columns) if content.numel() > 0]
         works = [dist.isend(content.to(link.wire), group=link.group, group_dst=rank) for content in contents]
-        sent.extend(work for work in works if work is not None)
-    return sent
+        posted.extend(work for work in works if work is not None)
+    return posted
 
 
-def _wait(sent: Sequence[dist.Work]) -> None:
-    for work in sent:
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
         work.wait()
 
 

@@ -1,4 +1,4 @@
-"""One reading of an epoch: where it begins, in which order, and when there is nothing to read.
+"""One reading of an epoch: its start, its order, and the errors when there is nothing to read.
 
 Shared by the readers of map-style loaders (`indexed.py`) and of streams (`stream.py`).
 """
@@ -17,7 +17,7 @@ from fnaccel.errors import LoaderError
 
 @attrs.frozen(kw_only=True)
 class Reading:
-    """What `open_epoch` decided about the reading of one epoch.
+    """The decisions of `open_epoch` for the reading of one epoch.
 
     Attributes:
         epoch, start: which epoch, and how many of its samples were read before.
@@ -25,7 +25,7 @@ class Reading:
         per_rank: whether a batch of the loader is one rank's.
         shuffle: overrides the loader's sampler. None leaves it.
         seed: the root seed of order and workers.
-        kept: where persistent workers live between epochs.
+        kept: the persistent workers between epochs.
     """
 
     epoch: int
@@ -38,24 +38,24 @@ class Reading:
 
 
 def epoch_order(sampler: Any, reading: Reading, link: Link, dataset: Any = None) -> order.Order:
-    """The samples of an epoch in order; a sampler of the user's own is iterated on rank 0."""
-    known = loaders.order_of(sampler)
-    if known is None and reading.shuffle is None:
+    """The samples of an epoch in order. A sampler of the user's own is iterated on rank 0."""
+    stock = loaders.order_of(sampler)
+    if stock is None and reading.shuffle is None:
         return link.agree(lambda: replayed(sampler, reading.seed, reading.epoch))
-    n, shuffled = known if known is not None else (len(dataset), False)
+    n, shuffled = stock if stock is not None else (len(dataset), False)
     if reading.shuffle is not None:
         shuffled = reading.shuffle
     return order.permutation(n, reading.seed, reading.epoch) if shuffled else range(n)
 
 
 def check_start(n: int, reading: Reading) -> None:
-    """Raise LoaderError where an epoch is empty, or shorter than where it is to be taken up."""
+    """Raise LoaderError if an epoch is empty, or ends before its start position."""
     if n == 0:
         raise LoaderError(
             "the loader holds nothing",
             where=f"epoch {reading.epoch} of shard(loader)",
             fix="check the dataset and the sampler; a generator can be read once only: pass a list, or an "
-            "object whose __iter__ begins anew",
+            "object whose __iter__ begins again",
         )
     if reading.start > n:
         raise LoaderError(
@@ -66,7 +66,7 @@ def check_start(n: int, reading: Reading) -> None:
 
 
 def check_any(count: int, reading: Reading, described: str) -> None:
-    """Raise LoaderError where a whole epoch would give no batch at all."""
+    """Raise LoaderError if a whole epoch would give no batch at all."""
     if count == 0 and reading.start == 0:
         raise LoaderError(
             f"remainder={reading.remainder!r} leaves no batch: {described}",

@@ -1,7 +1,7 @@
 """Reading the samples that index lists name, with the user's own settings of the DataLoader.
 
-Without workers samples are read right here; with workers a DataLoader over our index lists does
-it. Which lists there are is decided in `indexed.py`.
+Without workers samples are read right here. With workers a DataLoader over our index lists does
+it. The lists are made in `indexed.py`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class FirstOf:
 
 @attrs.frozen
 class Beginning:
-    """What a worker does first: it ignores the signals that its process catches, and the user's own.
+    """The first call in a worker: ignores the signals that its process catches, and runs the user's own.
 
-    Schedulers signal whole groups of processes. The training process finishes its step and saves; without
-    its workers it could not.
+    Schedulers signal whole groups of processes. The training process needs its workers to finish its step
+    and save.
     """
 
     own: Callable[[int], None] | None
@@ -56,8 +56,8 @@ class Beginning:
 
 def _caught() -> tuple[int, ...]:
     names = ("SIGTERM", "SIGUSR1")
-    known = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    return tuple(int(number) for number in known if callable(signal.getsignal(number)))
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    return tuple(int(number) for number in numbers if callable(signal.getsignal(number)))
 
 
 @attrs.define
@@ -73,7 +73,7 @@ class KeyFeed:
 
 @attrs.frozen
 class Reopenable:
-    """A DataLoader of ours and what it takes to begin another epoch on it."""
+    """A DataLoader of ours with the feed and the generator to begin another epoch on it."""
 
     loader: torch_data.DataLoader[Any]
     feed: KeyFeed
@@ -87,7 +87,7 @@ class Reopenable:
 
 
 def settings_of(loader: torch_data.DataLoader[Any], device: torch.device) -> dict[str, Any]:
-    """How a loader reads, as arguments for another one; its batches are decided elsewhere.
+    """The settings of a loader, as arguments for another one. Its batches are decided elsewhere.
 
     The generator is our own: workers are seeded from it, so ranks agree and PyTorch's global
     stream does not move.
@@ -109,17 +109,17 @@ def read(
     seed: int,
     epoch: int,
     device: torch.device,
-    kept: dict[str, Any],
+    workers: dict[str, Any],
     one_by_one: bool = False,
 ) -> Iterator[Any]:
     """The batch of each index list, in order.
 
     Args:
         loader: whose dataset, collate function and workers to use.
-        keys: index lists; read ahead of the batches where there are workers.
-        seed, epoch: what workers are seeded from.
-        device: where batches go in the end; memory is pinned only for an accelerator.
-        kept: where persistent workers live between epochs.
+        keys: index lists, read ahead of the batches if there are workers.
+        seed, epoch: the seeds of workers follow from these.
+        device: the final device of batches. Memory is pinned only for an accelerator.
+        workers: the persistent workers between epochs.
         one_by_one: each list holds one key, whose item is a whole batch.
     """
     collate: Any = FirstOf(loader.collate_fn) if one_by_one else loader.collate_fn
@@ -131,25 +131,25 @@ def read(
         feed = KeyFeed()
         dataset = SeededDataset(loader.dataset, seed, one_by_one=one_by_one)
         settings = settings_of(loader, device)
-        own: Any = torch_data.DataLoader(dataset, batch_sampler=feed, collate_fn=collate, **settings)  # pyright: ignore[reportArgumentType]
-        return Reopenable(own, feed, settings["generator"])
+        batches: Any = torch_data.DataLoader(dataset, batch_sampler=feed, collate_fn=collate, **settings)  # pyright: ignore[reportArgumentType]
+        return Reopenable(batches, feed, settings["generator"])
 
-    places = kept if loader.persistent_workers else {}
+    places = workers if loader.persistent_workers else {}
     return reopened(places, name, make, keys, seed=seed, epoch=epoch)
 
 
 def reopened(
-    kept: dict[str, Any], name: str, make: Callable[[], Reopenable], keys: Any, *, seed: int, epoch: int
+    workers: dict[str, Any], name: str, make: Callable[[], Reopenable], keys: Any, *, seed: int, epoch: int
 ) -> Iterator[Any]:
     """Read an epoch through the workers kept under `name`, or through new ones.
 
     They are taken out while they read: a second reading at the same time gets workers of its own.
     """
-    opened: Reopenable = kept.pop(name, None) or make()
+    opened: Reopenable = workers.pop(name, None) or make()
     try:
         yield from opened.open(keys, seed=seed, epoch=epoch)
     finally:
-        kept[name] = opened
+        workers[name] = opened
 
 
 def _reader(dataset: Any, collate: Any, one_by_one: bool) -> Callable[[list[Any]], Any]:
@@ -177,7 +177,7 @@ class _Columns:
 
 
 def _same(first: Tree, second: Tree) -> bool:
-    """Whether two batches are equal in all that a user can see; collate functions can be changed."""
+    """Whether two batches are equal in all that a user can see. Collate functions can be changed."""
     if tree.structure(first) != tree.structure(second):
         return False
     pairs = zip(tree.leaves(first), tree.leaves(second), strict=True)

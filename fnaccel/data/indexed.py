@@ -1,7 +1,7 @@
 """Map-style loaders: from the order of an epoch to this rank's batches.
 
-Each rank reads its own rows only. Who reads what is arithmetic (`order.py`), so ranks send no
-message, save where a sampler of the user's decides and rank 0's word has to count.
+Each rank reads its own rows only. Their numbers are arithmetic (`order.py`), so ranks send no
+message, except if a sampler of the user's decides: then rank 0's order counts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fnaccel.state import Position
 
 @attrs.frozen
 class Turn:
-    """One forward of this rank: what to read, and what of it counts.
+    """One forward of this rank: the keys to read, and the number of rows that count.
 
     Attributes:
         keys: the samples to read.
         valid: how many of them count.
         rows: how many a full batch has on this rank.
-        after: samples of the epoch that are used after it, on all ranks; unread in the last turn.
+        after: samples of the epoch that are used after it, on all ranks. Unread in the last turn.
     """
 
     keys: list[Any]
@@ -41,7 +41,7 @@ class Turn:
 
 @attrs.frozen(kw_only=True)
 class _EvenTurns:
-    """Turns over batches of one size; computed as they are read, however long the epoch is.
+    """Turns over batches of one size, computed as they are read, however long the epoch is.
 
     A rank without rows reads those of rank 0 again: there are some in every global batch, and
     then all ranks run forwards of one shape.
@@ -58,10 +58,10 @@ class _EvenTurns:
 
 
 def open_indexed(source: Indexed | Grouped, reading: Reading, link: Link) -> Iterator[Batch]:
-    """This rank's batches from where the epoch stands to its end.
+    """This rank's batches from the epoch's position to its end.
 
     Raises:
-        LoaderError: the epoch has no batch, or is shorter than what was read before.
+        LoaderError: the epoch has no batch, or ends before the position.
     """
     turns = _even(source, reading, link) if isinstance(source, Indexed) else _ragged(source, reading, link)
     data = read(
@@ -70,14 +70,14 @@ def open_indexed(source: Indexed | Grouped, reading: Reading, link: Link) -> Ite
         seed=reading.seed,
         epoch=reading.epoch,
         device=link.device,
-        kept=reading.kept,
+        workers=reading.kept,
     )
     return _batches(turns, data, reading.epoch)
 
 
 @attrs.frozen
 class _Keys:
-    """The index lists of turns; can be iterated beside the turns, as workers read ahead."""
+    """The index lists of turns. They can be iterated beside the turns, as workers read ahead."""
 
     turns: Iterable[Turn]
 
@@ -136,14 +136,14 @@ def _ragged(source: Grouped, reading: Reading, link: Link) -> Sequence[Turn]:
             start=reading.start,
         )
 
-    mine, first = of(link.rank), of(0)
+    batches, first = of(link.rank), of(0)
     check_any(len(first), reading, f"{len(groups)} batches among {link.ranks} ranks")
     left = order.skip(groups, reading.start)
     after = list(accumulate(map(len, left), initial=reading.start))[1:]
     each = link.ranks if reading.per_rank else 1
     turns: list[Turn] = []
-    for j, lent in enumerate(first):
-        keys = list(mine[j]) if j < len(mine) else []
+    for j, filler in enumerate(first):
+        keys = list(batches[j]) if j < len(batches) else []
         seen = after[min((j + 1) * each, len(after)) - 1]
-        turns.append(Turn(keys or list(lent), len(keys), len(keys or lent), seen))
+        turns.append(Turn(keys or list(filler), len(keys), len(keys or filler), seen))
     return turns

@@ -1,6 +1,6 @@
-"""What kind of loader a person handed over: how it makes batches, and what is known beforehand.
+"""The kind of a user's loader: how it makes batches, and its sizes if they are known beforehand.
 
-Only attributes are looked at; nothing is read. Turning a kind into batches is in `indexed.py`
+Only attributes are looked at: nothing is read. Turning a kind into batches is in `indexed.py`
 and `stream.py`.
 """
 
@@ -43,8 +43,8 @@ class Stream:
 
     Attributes:
         loader: the iterable.
-        batch_size: rows of a full batch, where it is known.
-        drop_last: whether the loader was told to leave out a batch that is not full.
+        batch_size: rows of a full batch, if it is known.
+        drop_last: whether the loader leaves out a batch that is not full.
         sampler: of a map-style loader with `batch_size=None`, whose items are whole batches.
     """
 
@@ -87,14 +87,14 @@ def classify(loader: object, *, presplit: bool = False) -> Source:
     """
     for kind, read in _readers.items():
         if isinstance(loader, kind):
-            found = read(loader)
-            if not isinstance(found, Indexed | Grouped | Stream):  # pyright: ignore[reportUnnecessaryIsInstance]
+            source = read(loader)
+            if not isinstance(source, Indexed | Grouped | Stream):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise LoaderError(
-                    f"the reader of {kind.__name__} returned {type(found).__name__}",
+                    f"the reader of {kind.__name__} returned {type(source).__name__}",
                     where=_WHERE,
-                    fix="return an Indexed, a Grouped or a Stream: what fnaccel.data.classify returns",
+                    fix="return an Indexed, a Grouped or a Stream, as fnaccel.data.classify does",
                 )
-            return found
+            return source
     if not isinstance(loader, Iterable):
         raise LoaderError(
             f"a {type(loader).__name__} can't be read: it is not iterable",
@@ -125,14 +125,14 @@ def classify(loader: object, *, presplit: bool = False) -> Source:
 def _iterates_itself(loader: torch_data.DataLoader[Any]) -> bool:
     """Whether a subclass of DataLoader makes batches in a way of its own.
 
-    torchdata's StatefulDataLoader overrides `__iter__` too, but only to count what it gave out,
+    torchdata's StatefulDataLoader overrides `__iter__` too, but only to count its batches,
     which a `Position` does here.
     """
     return type(loader).__iter__ is not torch_data.DataLoader.__iter__ and not is_plain(loader)
 
 
 def is_plain(loader: object) -> bool:
-    """Whether a loader makes its batches as torch's own does, and can be made anew from its attributes."""
+    """Whether a loader makes its batches as torch's own does, and can be rebuilt from its attributes."""
     kind = type(loader)
     return kind is torch_data.DataLoader or kind.__module__.startswith("torchdata.")
 
@@ -193,14 +193,14 @@ def _samplers(loader: object) -> list[Any]:
 
 
 def _part_of(sampler: object) -> tuple[int, int] | None:
-    """(rank, ranks) of a sampler that gives one rank its part; None for others."""
+    """(rank, ranks) of a sampler that gives one rank its part. None for others."""
     if isinstance(sampler, torch_data.DistributedSampler):
         return sampler.rank, sampler.num_replicas
     pairs = (("num_replicas", "rank"), ("num_processes", "process_index"))  # the second: accelerate's
     for count, rank in pairs:
-        said = getattr(sampler, rank, None), getattr(sampler, count, None)
-        if isinstance(said[0], int) and isinstance(said[1], int) and said[1] > 1:
-            return said[0], said[1]
+        part = getattr(sampler, rank, None), getattr(sampler, count, None)
+        if isinstance(part[0], int) and isinstance(part[1], int) and part[1] > 1:
+            return part[0], part[1]
     return None
 
 
@@ -216,17 +216,17 @@ def _stream_part(data: Tree) -> tuple[int, int] | None:
 
 
 def length_of(data: Tree) -> int | None:
-    """`len(data)`, or None where there is no saying."""
+    """`len(data)`, or None if it is unknown."""
     if not isinstance(data, Sized):
         return None
     try:
         return len(data)
-    except (TypeError, NotImplementedError):  # a DataLoader has __len__ where its dataset has none
+    except (TypeError, NotImplementedError):  # a DataLoader has __len__ even if its dataset has none
         return None
 
 
 def order_of(sampler: Any) -> tuple[int, bool] | None:
-    """(samples, whether shuffled) where the order is ours to make; None for a sampler of another kind."""
+    """(samples, whether shuffled) if the order is ours to make. None for a sampler of another kind."""
     if _is_stock(sampler, "SequentialSampler"):
         return len(sampler.data_source), False
     if _is_stock(sampler, "RandomSampler") and not sampler.replacement:
@@ -236,7 +236,7 @@ def order_of(sampler: Any) -> tuple[int, bool] | None:
 
 
 def _is_stock(sampler: object, name: str) -> bool:
-    """Whether a sampler is torch's own of that name, or torchdata's, which only counts what it gave out."""
+    """Whether a sampler is torch's own of that name, or torchdata's, which only counts samples."""
     kind = type(sampler)
     return kind.__name__ == name and kind.__module__.partition(".")[0] in ("torch", "torchdata")
 
@@ -251,9 +251,9 @@ def announce(source: Source, epoch: int) -> None:
         getattr(batching, "sampler", None),
         getattr(loader, "dataset", loader),
     ]
-    told: set[int] = set()
+    informed: set[int] = set()
     for listener in listeners:
         set_epoch = getattr(listener, "set_epoch", None)
-        if callable(set_epoch) and id(listener) not in told:
-            told.add(id(listener))
+        if callable(set_epoch) and id(listener) not in informed:
+            informed.add(id(listener))
             set_epoch(epoch)

@@ -1,7 +1,7 @@
 """Which rows of the data are whose: index arithmetic, and nothing that talks to other ranks.
 
-Every function here is pure. What a rank reads follows from its arguments alone, so ranks agree
-without a message, and any rank can say what another one reads. Reading is in `fetch.py`.
+Every function here is pure. The rows of a rank follow from its arguments alone, so ranks agree
+without a message, and any rank can compute another rank's rows. Reading is in `fetch.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ORDER_VERSION = "randperm-splitmix64/1"
 _ORDER = 0x6F72646572  # "order": seeds of the order are no other part's seeds
 
 Remainder = Literal["wrap", "drop", "keep"]
-"""What becomes of rows that fill no whole global batch: repeat from the start, leave out, or use."""
+"""The use of rows that fill no whole global batch: repeat from the start, leave out, or use."""
 
 REMAINDERS = ("wrap", "drop", "keep")
 
@@ -90,7 +90,7 @@ class Batches(Sequence[list[Any]]):
         n: how many there are.
         start: the row of the epoch at which the first global batch begins.
         step: rows from one global batch to the next, on all ranks together.
-        offset, size: where this rank's rows begin in a global batch, and how many they are.
+        offset, size: the first of this rank's rows in a global batch, and their number.
         length: how many batches this rank has.
         wraps: whether rows past the end are taken from the beginning.
     """
@@ -219,7 +219,7 @@ def deal(
 ) -> list[Sequence[Any]]:
     """One rank's part of batches of any sizes, such as a custom batch sampler makes.
 
-    By default each batch is cut by divmod between the ranks; a batch with fewer rows than ranks
+    By default each batch is cut by divmod between the ranks. A batch with fewer rows than ranks
     leaves some of them an empty part. With `per_rank` whole batches are dealt in turn, and
     `remainder` is the rule for a last round that has too few: `"wrap"` deals the first
     batches again, `"keep"` gives the last ranks one batch less, `"drop"` leaves the round out.
@@ -246,8 +246,8 @@ def deal(
     count = len(left)
     if remainder == "drop":
         return left[: count // ranks * ranks][rank::ranks]
-    mine = left[rank::ranks]
-    if remainder == "wrap" and len(mine) < -(-count // ranks):
-        turn = len(mine) * ranks + rank - count
-        mine.append(batches[turn % len(batches)])
-    return mine
+    dealt = left[rank::ranks]
+    if remainder == "wrap" and len(dealt) < -(-count // ranks):
+        turn = len(dealt) * ranks + rank - count
+        dealt.append(batches[turn % len(batches)])
+    return dealt

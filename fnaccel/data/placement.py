@@ -1,6 +1,6 @@
 """Moving batches to the device ahead of time, so that the copy runs beside the computation.
 
-On the CPU nothing is done at all. What a batch holds is decided before it comes here.
+On the CPU nothing is done at all. The contents of a batch are decided before it comes here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def place(batches: Iterator[Batch], device: torch.device, *, prefetch: int = 1) 
 
     Args:
         batches: batches whose tensors are anywhere.
-        device: where to put them; on the CPU `batches` itself is returned.
+        device: their device. On the CPU `batches` itself is returned.
         prefetch: how many batches beyond the one in use are read, and their copies begun.
     """
     if device.type == "cpu":
@@ -39,17 +39,17 @@ def _moved(data: tree.Tree, device: torch.device) -> tree.Tree:
 
 def _ahead(batches: Iterator[Batch], device: torch.device, depth: int) -> Iterator[Batch]:
     side = torch.Stream(device=device)
-    begun: deque[tuple[Batch, torch.Event]] = deque()
+    copies: deque[tuple[Batch, torch.Event]] = deque()
     for batch in batches:
-        begun.append(_begin(batch, device, side))
-        if len(begun) > depth:
-            yield _await(*begun.popleft(), device)
-    while begun:
-        yield _await(*begun.popleft(), device)
+        copies.append(_begin(batch, device, side))
+        if len(copies) > depth:
+            yield _await(*copies.popleft(), device)
+    while copies:
+        yield _await(*copies.popleft(), device)
 
 
 def _begin(batch: Batch, device: torch.device, side: torch.Stream) -> tuple[Batch, torch.Event]:
-    """Queue the copy of a batch on the side stream; the event says when it is done."""
+    """Queue the copy of a batch on the side stream. The event marks its end."""
 
     tree.learn(batch.data)
 

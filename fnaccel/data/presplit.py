@@ -24,11 +24,11 @@ Open = Callable[[Reading, Link], Iterator[Batch]]
 
 
 def open_presplit(open_own: Open, reading: Reading, link: Link) -> Iterator[Batch]:
-    """This rank's batches from where the epoch stands to its end; the same number on every rank.
+    """This rank's batches from the epoch's position to its end. The same number on every rank.
 
     Args:
         open_own: opens an epoch of this rank's loader.
-        reading: how to read; `start` counts the samples of all ranks.
+        reading: how to read. `start` counts the samples of all ranks.
         link: which rank this is.
 
     Raises:
@@ -61,7 +61,7 @@ class _Own:
 
     Attributes:
         open: opens an epoch of this rank's loader.
-        reading: how to read; begins at the start of the epoch.
+        reading: how to read. Begins at the start of the epoch.
         link: which rank this is.
         batches: the iterator that is being read.
         first: the first batch of the epoch, which stands in for missing ones.
@@ -78,10 +78,10 @@ class _Own:
     problem: LoaderError | None = None
 
     def next_round(self) -> tuple[Batch, list[int]] | None:
-        """This rank's batch of the next round, and how many rows count on each rank; None at the end.
+        """This rank's batch of the next round, and how many rows count on each rank. None at the end.
 
         Raises:
-            LoaderError: a rank has no batch at all; raised on every rank.
+            LoaderError: a rank has no batch at all. Raised on every rank.
         """
         batch = self._next()
         remainder = self.reading.remainder
@@ -102,7 +102,7 @@ class _Own:
         return batch, [valid for _, _, valid in states]
 
     def _next(self) -> Batch | None:
-        """The next batch; after the last one a batch that stands in for it. None if there is none at all."""
+        """The next batch. After the last one, a batch that stands in for it. None if there is none at all."""
         if self.ended and self.reading.remainder != "wrap":
             return self.first
         if self.batches is None:
@@ -125,14 +125,14 @@ class _Own:
     def _opened(self) -> Iterator[Batch]:
         return self.open(self.reading, Link(rank=0, ranks=1, device=self.link.device))
 
-    def _exchanged(self, mine: list[int]) -> list[list[int]]:
+    def _exchanged(self, counts: list[int]) -> list[list[int]]:
         """The numbers of every rank."""
         if self.link.group is None:
-            return [mine]
-        numbers = torch.tensor(mine, device=self.link.wire)
-        everyone = numbers.new_empty(self.link.ranks * len(mine))
+            return [counts]
+        numbers = torch.tensor(counts, device=self.link.wire)
+        everyone = numbers.new_empty(self.link.ranks * len(counts))
         self.link.talk(_torch.all_gather_single, everyone, numbers, group=self.link.group)
-        return everyone.view(self.link.ranks, len(mine)).tolist()
+        return everyone.view(self.link.ranks, len(counts)).tolist()
 
 
 def _check_ranks(reading: Reading, link: Link) -> None:

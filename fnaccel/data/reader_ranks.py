@@ -1,6 +1,6 @@
-"""Who reads: one rank among those that share the data, and how it hears from the first of them.
+"""One rank among those that share the data, and its messages from rank 0.
 
-Only lists of indices and errors travel here; the rows that rank 0 deals out are in `dispatch.py`.
+Only lists of indices and errors are sent here. The rows that rank 0 deals out are in `dispatch.py`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Link:
     """One rank of the batch axis.
 
     Attributes:
-        rank, ranks: which part of each global batch is read here, of how many.
-        device: where batches go.
-        group: the process group of the ranks; None where there is one, or no group runs.
+        rank, ranks: this part of each global batch, and the number of parts.
+        device: the device of batches.
+        group: the process group of the ranks. None on a single rank, or if no process group is running.
     """
 
     rank: int
@@ -38,12 +38,12 @@ class Link:
 
     @property
     def wire(self) -> torch.device:
-        """The device that messages travel from: the CPU, where the group can talk from there."""
+        """The device of messages: the CPU if the process group has a CPU backend."""
         on_cpu = self.group is None or "cpu:" in str(dist.get_backend_config(self.group))
         return torch.device("cpu") if on_cpu else self.device
 
     def talk(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `fn`, in which the ranks exchange what they read.
+        """Call `fn`, in which the ranks exchange their index lists or rows.
 
         Raises:
             PeerLostError: a rank left, exited or made another call.
@@ -54,10 +54,10 @@ class Link:
         return world.calls.run("the next batch of fa.shard", fn, *args, **kwargs)
 
     def agree(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, on every rank; only rank 0 calls it.
+        """The result of `make` on rank 0, on every rank. Only rank 0 calls it.
 
         Raises:
-            Exception: what `make` raised on rank 0, on every rank.
+            Exception: the error of `make` on rank 0, on every rank.
         """
         if self.group is None:
             return make()
@@ -78,7 +78,7 @@ class Link:
 
 
 def portable(error: Exception) -> Exception:
-    """`error` as it can be raised on another rank: itself, or its text where it can't be pickled."""
+    """`error` as it can be raised on another rank: itself, or its text if it can't be pickled."""
     copied: Exception | None = None
     with contextlib.suppress(Exception):  # whatever a user's exception class does when it is pickled
         copied = pickle.loads(pickle.dumps(error))

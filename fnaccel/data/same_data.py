@@ -25,18 +25,18 @@ _SAMPLED = 64
 def check_same_data(loader: object, reading: Reading, link: Link) -> None:
     """See, before the first epoch, that the data sets of all ranks are one data set.
 
-    Only what can be told for sure is compared: the length and stored rows of a Hugging Face data set, before
+    Only facts that are certain are compared: the length and stored rows of a Hugging Face data set, before
     any transform, and the indices of torch's `Subset`.
 
     Raises:
-        LoaderError: ranks hold different data; on every rank.
+        LoaderError: ranks hold different data. Raised on every rank.
     """
-    mine = None if link.group is None else _identity(getattr(loader, "dataset", loader))
-    if mine is None or "compared" in reading.kept:
+    identity = None if link.group is None else _identity(getattr(loader, "dataset", loader))
+    if identity is None or "compared" in reading.kept:
         return
     reading.kept["compared"] = True
     digests: list[Any] = [None] * link.ranks
-    link.talk(dist.all_gather_object, digests, mine, group=link.group)
+    link.talk(dist.all_gather_object, digests, identity, group=link.group)
     if len(set(digests)) > 1:
         lengths = ", ".join(f"{length} samples on rank {rank}" for rank, (length, _) in enumerate(digests))
         raise LoaderError(
@@ -48,7 +48,7 @@ def check_same_data(loader: object, reading: Reading, link: Link) -> None:
 
 
 def _identity(data: Tree) -> tuple[int, str] | None:
-    """(length, digest) of data that can be compared; None for other data."""
+    """(length, digest) of data that can be compared. None for other data."""
     if isinstance(data, torch_data.Subset):
         indices: Any = data.indices
         return len(indices), _digest(array("q", map(int, indices)).tobytes())

@@ -1,4 +1,4 @@
-"""Randomness of data sets: what is drawn follows from (seed, epoch, place), wherever it is read.
+"""Randomness of data sets: random numbers follow from (seed, epoch, place), whichever process reads.
 
 In worker processes a dataset is reseeded before each sample: not the number of workers or ranks, nor
 which of them reads, matters. It costs about 7 us a sample. An iterable that the process of the training
@@ -27,14 +27,14 @@ from fnaccel.world.world import World, find_current
 
 T = TypeVar("T")
 
-_BATCH = 0x6261746368  # "batch", likewise
-_SAMPLER = 0x73616D706C6572  # "sampler", likewise
+_BATCH = 0x6261746368  # "batch" as well
+_SAMPLER = 0x73616D706C6572  # "sampler" as well
 _END = object()
 _SAMPLE = 0x73616D706C65  # "sample": seeds of samples are no other part's seeds
 
 
 def reseed(seed: int) -> None:
-    """Seed `random`, PyTorch's CPU generator, and NumPy's global one where NumPy is loaded."""
+    """Seed `random`, PyTorch's CPU generator, and NumPy's global one if NumPy is loaded."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     numpy = sys.modules.get("numpy")
@@ -74,11 +74,11 @@ def set_seed(seed: int, *, per_rank: bool = False, world: World | None = None) -
 
 
 def read_apart(batches: Iterable[T], seed: int, epoch: int, first: int) -> Iterator[T]:
-    """Batches of an iterable, each read from streams seeded with its number; the caller's don't move.
+    """Batches of an iterable, each read from streams seeded with its number. The caller's don't move.
 
     Args:
         batches: read one at a time.
-        seed, epoch: what the streams follow from.
+        seed, epoch: the seeds of the streams follow from these.
         first: the number of the first batch.
     """
     upcoming = iter(batches)
@@ -91,7 +91,7 @@ def read_apart(batches: Iterable[T], seed: int, epoch: int, first: int) -> Itera
 
 
 def replayed(sampler: Any, seed: int, epoch: int) -> list[Any]:
-    """What a sampler of the user's own gives for an epoch: the same, however often it is asked.
+    """The indices of a user's own sampler for an epoch: the same in every call.
 
     The global streams, and generators that it and the sampler within it hold, are seeded for it and put
     back: a run that goes on in the middle of an epoch has to see the order that it began with.
@@ -103,8 +103,8 @@ def replayed(sampler: Any, seed: int, epoch: int) -> list[Any]:
             if isinstance(generator, torch.Generator):
                 stack.callback(generator.set_state, generator.get_state())
                 # torchdata makes up a seed in each process
-                own = 0 if type(owner).__module__.startswith("torchdata.") else generator.initial_seed()
-                generator.manual_seed(fold(seed, _SAMPLER, epoch, own))
+                base = 0 if type(owner).__module__.startswith("torchdata.") else generator.initial_seed()
+                generator.manual_seed(fold(seed, _SAMPLER, epoch, base))
         return list(sampler)
 
 
@@ -112,19 +112,19 @@ def replayed(sampler: Any, seed: int, epoch: int) -> list[Any]:
 def _streams(seed: int) -> Generator[None]:
     """Python's, PyTorch's and NumPy's global streams seeded in the body, and as they were after it."""
     numpy = sys.modules.get("numpy")
-    kept = random.getstate(), torch.default_generator.get_state(), numpy and numpy.random.get_state()
+    states = random.getstate(), torch.default_generator.get_state(), numpy and numpy.random.get_state()
     reseed(seed)
     try:
         yield
     finally:
-        random.setstate(kept[0])
-        torch.default_generator.set_state(kept[1])
+        random.setstate(states[0])
+        torch.default_generator.set_state(states[1])
         if numpy is not None:
-            numpy.random.set_state(kept[2])
+            numpy.random.set_state(states[2])
 
 
 def _number(key: object) -> int:
-    """An integer that stands for a dataset key; the first one of a list of keys."""
+    """An integer that stands for a dataset key: the first one of a list of keys."""
     if isinstance(key, list | tuple) and key:
         return _number(key[0])
     return key if isinstance(key, int) else zlib.crc32(repr(key).encode())
@@ -133,7 +133,7 @@ def _number(key: object) -> int:
 def reads_lists(dataset: Any) -> bool:
     """Whether a dataset reads a list of samples in a way of its own (`__getitems__`).
 
-    A Subset only passes the call on, so what it wraps is asked.
+    A Subset only passes the call on, so its inner dataset decides.
     """
     while type(dataset) is torch_data.Subset:
         dataset = dataset.dataset
@@ -144,7 +144,7 @@ class SeededDataset(torch_data.Dataset[Any]):
     """Reads `(epoch, keys)` from a dataset, reseeding before each key.
 
     A dataset that reads lists by itself (`__getitems__`) is reseeded once a list, from its first
-    key: then what is drawn depends on how samples are grouped.
+    key: then random numbers depend on how samples are grouped.
 
     Args:
         dataset: the user's map-style dataset.

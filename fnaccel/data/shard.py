@@ -1,7 +1,7 @@
-"""`shard`: how a loader is shared between ranks, written down; and the opening of one epoch of it.
+"""`shard`: a record of how a loader is shared between ranks, and the opening of one epoch of it.
 
 `Shards` is a description that reads nothing. `open_epoch` binds it to a rank, a device and a
-group and decides which reader serves the loader; the readers are `indexed.py`, `stream.py` and
+group and decides which reader serves the loader. The readers are `indexed.py`, `stream.py` and
 `dispatch.py`.
 """
 
@@ -230,7 +230,7 @@ def shard(
         raise LoaderError(
             f"shuffle={shuffle} can't change the order in which a {type(loader).__name__} makes batches",
             where=where,
-            fix="leave shuffle out, and shuffle where the batches are made",
+            fix="leave shuffle out, and shuffle when the batches are made",
         )
     return Shards(
         loader=loader,
@@ -260,15 +260,15 @@ def open_epoch(
 ) -> Iterator[Batch | Window]:
     """Read one rank's part from `shards.start` to the end of that epoch.
 
-    Every rank gets the same number of batches. Each carries the position after it; the last one
-    stands at the beginning of the next epoch. Nothing is yielded where nothing is left.
+    Every rank gets the same number of batches. Each carries the position after it. That of the last
+    batch is the beginning of the next epoch. Nothing is yielded if nothing is left.
 
     Args:
-        shards: what to read.
+        shards: the data to read.
         rank, ranks: which part, of how many (the `batch` axis of a mesh).
-        device: where tensors go.
-        group: the ranks' process group; by default the world's, where one runs and has `ranks` ranks.
-        remainder: in place of what `shards` says (`fa.evaluate` keeps every row).
+        device: the device of tensors.
+        group: the ranks' process group. By default the world's, if one runs and has `ranks` ranks.
+        remainder: replaces that of `shards` (`fa.evaluate` keeps every row).
 
     Raises:
         LoaderError: while reading: the loader is empty, or its batches can't be cut.
@@ -305,7 +305,7 @@ def open_epoch(
 
 
 def _lazily(shards: Shards, reading: Reading, link: Link) -> Iterator[Batch]:
-    """Look at the loader when the first batch is asked for, where dispatch can pass an error on."""
+    """Look at the loader when the first batch is asked for: then dispatch can pass an error on."""
     source = loaders.classify(shards.loader, presplit=shards.presplit)
     loaders.announce(source, reading.epoch)
     if shards.presplit:
@@ -364,9 +364,9 @@ def _batches_per_epoch(shards: Shards, source: Source, ranks: int, start: int) -
         return _rounds_per_epoch(shards, source, ranks)
     if not isinstance(source, Indexed):
         return _dealt(loaders.length_of(source.batch_sampler), shards, ranks)
-    known = loaders.order_of(source.sampler)
-    n = known[0] if known is not None else loaders.length_of(source.sampler)
-    if known is None and shards.shuffle is not None:
+    stock = loaders.order_of(source.sampler)
+    n = stock[0] if stock is not None else loaders.length_of(source.sampler)
+    if stock is None and shards.shuffle is not None:
         n = len(source.loader.dataset)
     if n is None:
         return None

@@ -1,9 +1,9 @@
 """Loaders that can only be read in order: iterables, `IterableDataset`, `batch_size=None`.
 
-Every rank reads the same stream and keeps its part of each batch, so all of them know where it
-ends without a message. An `IterableDataset` must therefore yield the same on all ranks; one that
+Every rank reads the same stream and keeps its part of each batch, so all ranks see its end
+without a message. An `IterableDataset` must therefore yield the same on all ranks. One that
 can't (a queue, a socket) is for `dispatch=True`. A position inside it is reached by reading, or by
-`dataset.skip(samples)` where the data set offers that, as Hugging Face's do, and no workers read it.
+`dataset.skip(samples)` if the data set offers that, as Hugging Face's do, and no workers read it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,20 @@ class Piece:
 
 
 def open_stream(source: Stream, reading: Reading, link: Link) -> Iterator[Batch]:
-    """This rank's batches from where the epoch stands to its end.
+    """This rank's batches from the epoch's position to its end.
 
     Raises:
         LoaderError: the stream is empty, ends before the position, or leaves no batch.
     """
     for lot, position in _placed(rounds(source, reading, link), reading.epoch):
         if reading.per_rank:
-            mine = lot[link.rank] if link.rank < len(lot) else None
-            lent = lot[0] if mine is None else mine
-            data, valid, rows = lent.data, 0 if mine is None else mine.rows, source.batch_size or lent.rows
+            piece = lot[link.rank] if link.rank < len(lot) else None
+            read_piece = lot[0] if piece is None else piece
+            data, valid, rows = (
+                read_piece.data,
+                0 if piece is None else piece.rows,
+                source.batch_size or read_piece.rows,
+            )
         else:
             whole = lot[0]
             data, valid = part(whole.data, whole.rows, rank=link.rank, ranks=link.ranks)
@@ -56,7 +60,7 @@ def open_stream(source: Stream, reading: Reading, link: Link) -> Iterator[Batch]
 
 
 def part(data: tree.Tree, rows: int, *, rank: int, ranks: int) -> tuple[tree.Tree, int]:
-    """(this rank's rows of a global batch, how many); rank 0's rows and 0 where there are none."""
+    """(this rank's rows of a global batch, how many). Rank 0's rows and 0 if there are none."""
     if ranks == 1:
         return data, rows
     parts, sizes = shares(data, rows, ranks)
@@ -67,7 +71,7 @@ def shares(data: tree.Tree, rows: int, ranks: int) -> tuple[list[tree.Tree], lis
     """Every rank's part of a global batch and how many of its rows count."""
     sizes = split_sizes(rows, ranks)
     parts = cut(data, sizes, where="shard(loader)")
-    return [one if size else parts[0] for one, size in zip(parts, sizes, strict=True)], sizes
+    return [share if size else parts[0] for share, size in zip(parts, sizes, strict=True)], sizes
 
 
 def rounds(source: Stream, reading: Reading, link: Link) -> Iterator[list[Piece]]:
@@ -90,7 +94,7 @@ def rounds(source: Stream, reading: Reading, link: Link) -> Iterator[list[Piece]
 
 
 def _placed(lots: Iterator[list[Piece]], epoch: int) -> Iterator[tuple[list[Piece], Position]]:
-    """Each round with the position after it; reads one ahead, to know which is the last."""
+    """Each round with the position after it. Reads one ahead, to know which is the last."""
     lot = next(lots, None)
     while lot is not None:
         following = next(lots, None)
@@ -108,7 +112,7 @@ def _counted(
 ) -> Iterator[Piece]:
     """Batches from the position on, counted, those that are not full treated as `remainder` says.
 
-    The first `keep` of the epoch go into `head`, from which "wrap" repeats; `after` samples were skipped.
+    The first `keep` of the epoch go into `head`, from which "wrap" repeats. `after` samples were skipped.
     """
     for data in trees:
         rows = rows_of(data)
@@ -169,7 +173,7 @@ def _trees(source: Stream, reading: Reading, link: Link, skipped: int) -> Iterab
             seed=reading.seed,
             epoch=reading.epoch,
             device=link.device,
-            kept=reading.kept,
+            workers=reading.kept,
             one_by_one=True,
         )
     if is_plain(loader):
@@ -191,17 +195,17 @@ def _iterable(
     def make() -> Reopenable:
         settings = settings_of(loader, link.device)
         dataset: Any = loader.dataset
-        own: Any = torch_data.DataLoader(
+        batches: Any = torch_data.DataLoader(
             dataset.skip(skipped) if skipped else dataset,
             batch_size=loader.batch_size,
             collate_fn=loader.collate_fn,
             **settings,
         )
-        return Reopenable(own, KeyFeed(), settings["generator"])
+        return Reopenable(batches, KeyFeed(), settings["generator"])
 
     places = reading.kept if loader.persistent_workers else {}
     batches = reopened(places, "stream", make, (), seed=reading.seed, epoch=reading.epoch)
     if loader.num_workers:
         return batches
-    # read one ahead: what it draws must not depend on what the training loop draws meanwhile
+    # read one ahead: its random numbers must not depend on those of the training loop
     return read_apart(batches, reading.seed, reading.epoch, skipped // (loader.batch_size or 1))

@@ -1,1 +1,1 @@
-"""What every strategy shares: the loop over micro-batches, gradients, totals and the updater."""
+"""Shared by all strategies: the loop over micro-batches, gradients, totals and the updater."""

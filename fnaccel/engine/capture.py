@@ -16,15 +16,15 @@ Opened = tuple[list[torch.Tensor], Callable[..., Any]]
 
 @attrs.frozen(kw_only=True)
 class Capture:
-    """What a captured step needs of its layout.
+    """The layout's part in a captured step.
 
     Attributes:
-        leaves: the trainable parameters; `shard` is the very tensor that the update changes.
-        open: in the graph, before forward; gathers parameters where ranks hold parts of them.
+        leaves: the trainable parameters. `shard` is the very tensor that the update changes.
+        open: in the graph, before forward. Gathers parameters if ranks hold shards of them.
         blank: zeros laid out as the gradients that `open`'s tensors get, outside of the graph.
         average: in the graph, from these gradients to those of the leaves, averaged over ranks.
         complete: whether a parameter that no rank has a gradient for is an error.
-        graph_pass: a change of the graph before inductor lowers it; other backends run without.
+        graph_pass: a change of the graph before inductor lowers it. Other backends run without it.
         before: called before the first micro-batch of a step, outside of the graph.
     """
 

@@ -1,4 +1,4 @@
-"""What a loss reports beside its total: a pytree whose leaves combine over micro-batches and ranks."""
+"""The aux of a loss: a pytree whose leaves combine over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def plain(value: Tree) -> Any:
     """A value to add up: without its graph, and in fp32 at least (bf16 would stop counting at 256)."""
     if not isinstance(value, torch.Tensor):
         return value
-    found = value.detach()
-    return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
+    plain_value = value.detach()
+    return plain_value.float() if plain_value.dtype in (torch.bfloat16, torch.float16) else plain_value
 
 
 def divide(total: torch.Tensor, weight: Scalar, device: torch.device) -> torch.Tensor:
-    """A total over its weight, as a tensor; 0 if there is no weight."""
+    """A total over its weight, as a tensor: 0 if there is no weight."""
     if not isinstance(total, torch.Tensor):
         total = torch.tensor(float(total), device=device)
     if not isinstance(weight, torch.Tensor):
@@ -39,7 +39,7 @@ def divide(total: torch.Tensor, weight: Scalar, device: torch.device) -> torch.T
 
 
 def packed(values: list[Any], device: torch.device) -> torch.Tensor:
-    """Numbers and 0-d tensors as one vector that ranks can sum; nothing waits for the device."""
+    """Numbers and 0-d tensors as one vector that ranks can sum. Nothing waits for the device."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if not any(isinstance(v, torch.Tensor) for v in values):
         return torch.tensor([float(v) for v in values], dtype=dtype, device=device)
@@ -55,7 +55,7 @@ def packed(values: list[Any], device: torch.device) -> torch.Tensor:
 
 
 def check_aux(aux: Tree) -> None:
-    """Raise LossError where aux can't be reported; torch.compile can trace it."""
+    """Raise LossError if aux can't be reported. torch.compile can trace this function."""
     if isinstance(aux, dict):
         if any(name in RESERVED for name in aux):
             raise _taken([name for name in aux if name in RESERVED])
@@ -99,7 +99,7 @@ def structure(aux: AuxValues, weighted: bool | None) -> str:
 
     Args:
         aux: the aux of this rank.
-        weighted: whether the loss is an `fa.Mean`; None if the weights come from the batch.
+        weighted: whether the loss is an `fa.Mean`. None if the weights come from the batch.
     """
     kind = {True: "fa.Mean", False: "a bare loss", None: "a loss"}[weighted]
     return f"{kind} with {aux.shape or 'no aux'}"
@@ -115,7 +115,7 @@ def mixed_kinds(place: str) -> LossError:
 
 
 class Agreement:
-    """What the loss returns on every rank; asked once, since ranks add their values up by place."""
+    """The structure of the loss on every rank, compared once, since ranks sum values by position."""
 
     __slots__ = ("seen",)
 
@@ -126,7 +126,7 @@ class Agreement:
         """Compare with the other ranks the first time, and with that time afterwards.
 
         Raises:
-            LossError: ranks or calls differ; all ranks raise where ranks do.
+            LossError: ranks or calls differ. If ranks differ, all ranks raise.
         """
         if self.seen is None:
             shapes = gather_objects(shape, over=group)
@@ -134,14 +134,14 @@ class Agreement:
                 listed = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(shapes))
                 raise LossError(
                     f"the losses of ranks differ: {listed}",
-                    where="what the loss function returns",
+                    where="the return value of the loss function",
                     fix="return the same kind of loss and the same keys on every rank, whatever its rows are",
                 )
             self.seen = shape
         elif self.seen != shape:
             raise LossError(
                 f"the loss changed its structure between calls: {shape} after {self.seen}",
-                where="what the loss function returns",
+                where="the return value of the loss function",
                 fix="return the same kind of loss and the same keys in every call",
             )
 
@@ -157,7 +157,7 @@ class AuxValues:
         self._structure: Any = None
 
     def take(self, aux: Tree, *, valid: bool) -> None:
-        """Add one micro-batch's; a filler's counts for nothing but gives its structure."""
+        """Add the aux of one micro-batch. A filler's counts for nothing but gives its structure."""
         if aux is None:
             return
         leaves, structure = tree.flatten(aux, is_leaf=is_combinable)
@@ -188,7 +188,7 @@ class AuxValues:
 
     @property
     def shape(self) -> str:
-        """What has to be equal on all ranks."""
+        """The structure that has to be equal on all ranks."""
         if self._structure is None:
             return ""
         kinds, structure = self._structure
@@ -201,7 +201,7 @@ class AuxValues:
         return [value for pair in self._pairs for value in pair]
 
     def put(self, values: Sequence[Any]) -> None:
-        """Take what `values` came to over all ranks."""
+        """Take the sums of `values` over all ranks."""
         self._pairs = [(values[2 * i], values[2 * i + 1]) for i in range(len(self._pairs))]
 
     def finish(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Any]:
@@ -215,7 +215,9 @@ class AuxValues:
             if isinstance(kind, Concat):
                 where = "the loss function's aux"
                 parts = self._concats[index]
-                values.append(concatenated(parts, kind.pad, group, where=where, by_batch=False, told=False))
+                values.append(
+                    concatenated(parts, kind.pad, group, where=where, by_batch=False, compared=False)
+                )
             elif kind is Sum:
                 values.append(total)
             else:
@@ -230,7 +232,7 @@ class AuxValues:
 
 
 def detached(aux: Tree) -> Any:
-    """Aux without its graph; the containers that a loss makes by itself."""
+    """Aux without its graph, in new containers of the same kind."""
     if isinstance(aux, Mean):
         return Mean(plain(aux.total), plain(aux.weight), detached(aux.aux))
     if isinstance(aux, Sum):

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @attrs.frozen(kw_only=True)
 class Micro:
-    """One micro-batch of this rank; `valid` 0 marks a filler."""
+    """One micro-batch of this rank. `valid` 0 marks a filler."""
 
     data: Any
     valid: int
@@ -42,7 +42,7 @@ class Micro:
 
 @attrs.frozen(kw_only=True)
 class Loss:
-    """What an engine needs to know of the loss.
+    """The loss, as an engine sees it.
 
     Attributes:
         fn: the loss function under its FORWARD transforms.
@@ -59,8 +59,8 @@ class Loss:
 
 @attrs.frozen(kw_only=True)
 class Call:
-    """What changes from one call to the next: the root seed (None: PyTorch's own stream), the loss
-    scale, lent models, who wants to know whether to stop."""
+    """The values that change from call to call: the root seed (None: PyTorch's own stream), the loss
+    scale, lent models, the notice of stop requests."""
 
     root: int | None
     step: int
@@ -79,7 +79,7 @@ def gradients(engine: Engine, loss: Loss, micros: Sequence[Micro], call: Call) -
 
 
 def undo(engine: Engine) -> None:
-    """Take back what a step left that did not reach its end: gradients, gathered parameters."""
+    """Clear the gradients and gathered parameters of a step that did not reach its end."""
     engine.clear()
     for restore in (engine.hooks.settle, engine.hooks.recover):
         if restore is not None:
@@ -87,7 +87,7 @@ def undo(engine: Engine) -> None:
 
 
 def attempt(engine: Engine, call: Call, body: Callable[[Callable[[int], None]], T]) -> T:
-    """Return `body(seed)`, which runs the micro-batches of a step; `seed(i)` seeds the generators for one.
+    """Return `body(seed)`, which runs the micro-batches of a step. `seed(i)` seeds the generators for one.
 
     The generators end as they were. An exception leaves no gradient behind.
     """
@@ -123,7 +123,7 @@ def attempt(engine: Engine, call: Call, body: Callable[[Callable[[int], None]], 
             put_back()
 
 
-# what torch says of a matrix product of two dtypes
+# torch's errors for a matrix product of two dtypes
 _MIXED = re.compile(r"same dtype|expected scalar type|mixed dtype", re.IGNORECASE)
 
 
@@ -177,7 +177,7 @@ def _run_micro_batches(
 
 
 def _odd_rows(engine: Engine, micros: Sequence[Micro]) -> list[int] | None:
-    """Row counts of micro-batches that a runtime's configuration rules out; None if it declares none."""
+    """Row counts of micro-batches that a runtime's configuration rules out. None if it declares none."""
     declared = engine.runtime.rows
     if declared is None:
         return None
@@ -191,14 +191,14 @@ def _wrong_rows(engine: Engine, odd: list[int]) -> MicroBatchError:
         f"the configuration of {engine.name} says {engine.runtime.rows} rows in a rank's micro-batch, and it "
         f"has {listed}",
         where="train_step(state, batch)",
-        fix='write "auto" for train_batch_size and train_micro_batch_size_per_gpu, or mend the loader',
+        fix='write "auto" for train_batch_size and train_micro_batch_size_per_gpu, or correct the loader',
     )
 
 
 def multiplier_of(
     loss: Loss, engine: Engine, weight: Scalar, scale: Scalar | None, up_front: Scalar | None
 ) -> Any:
-    """What the gradients are still to be multiplied by; None for 1."""
+    """The factor that the gradients still lack. None for 1."""
     if loss.weight_fn is not None:
         return None if scale is None else 1.0 / scale
     multiplier = _ratio(engine, weight)
@@ -208,7 +208,7 @@ def multiplier_of(
 
 
 def up_front_of(loss: Loss, micros: Sequence[Micro], call: Call, report: Report, engine: Engine) -> Any:
-    """What totals are multiplied by before backward: the loss scale, over a weight known by now."""
+    """The factor of totals before backward: the loss scale, over the weight if it is known by now."""
     if loss.weight_fn is not None:
         weights = [check_weight(loss.weight_fn(m.data), loss.where) if m.valid else 0 for m in micros]
         report.know_weights(weights)
@@ -221,7 +221,7 @@ def up_front_of(loss: Loss, micros: Sequence[Micro], call: Call, report: Report,
 
 
 def _ratio(engine: Engine, weight: Scalar) -> Any:
-    """What undoes the engine's own average, over the global weight."""
+    """The factor that undoes the engine's own average, over the global weight."""
     if isinstance(weight, torch.Tensor):
         dtype = wide_dtype(engine)
         # a count divides to torch's default dtype
@@ -238,7 +238,7 @@ def wide_dtype(engine: Engine) -> torch.dtype:
 
 def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Report) -> torch.Tensor:
     def entry(model: object, *args: Any) -> torch.Tensor:
-        # only the total leaves the hooks' sight as an output; the rest is kept beside it
+        # only the total is an output that hooks see: the report takes the other parts
         parts = read_loss(loss.fn(model, *args), loss.where)
         if call.step == 0 and loss.weight_fn is None:
             check_divided(parts, loss.where)

@@ -22,7 +22,7 @@ from fnaccel.world.mesh import Mesh, MeshAxis
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """Which tensors there are, and where they lie.
+    """The tensors of a model, and their layout over ranks.
 
     Attributes:
         mesh: the ranks.
@@ -87,7 +87,7 @@ class Hooks:
 
 @attrs.frozen(kw_only=True)
 class Runtime:
-    """The parts of a runtime that does more than an axis; all None without one.
+    """The parts of a runtime that does more than an axis: all None without a runtime.
 
     Attributes:
         bound: its optimizer.
@@ -137,7 +137,7 @@ class Engine:
                     self.hooks.settle()
 
     def close(self) -> None:
-        """Free what the strategy holds."""
+        """Free the strategy's hooks and memory."""
         self.clear()
         if self.hooks.free is not None:
             self.hooks.free()

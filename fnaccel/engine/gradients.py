@@ -1,6 +1,6 @@
-"""The gradient of one step as GRADS transforms see it: where it lies, with one deferred multiply.
+"""The gradient of one step as GRADS transforms see it: local shards, with one deferred multiply.
 
-Averaging, unscaling and clipping only change `multiplier`; the optimizer's kernel applies it.
+Averaging, unscaling and clipping only change `multiplier`. The optimizer's kernel applies it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fnaccel.world.mesh import MeshAxis
 
 
 class Gradients:
-    """Local gradients of each leaf (None where it got none) and what they are multiplied by."""
+    """Local gradients of each leaf (None if it got none) and their multiplier."""
 
     __slots__ = ("_axes", "_device", "_leaves", "_norm", "idle", "multiplier", "shards", "skip")
 
@@ -93,7 +93,7 @@ class Gradients:
         self._norm = None
 
     def skip_where_nonfinite(self) -> None:
-        """Mark the update as skipped where the norm is NaN or infinite (decided on the device)."""
+        """Mark the update as skipped if the norm is NaN or infinite (decided on the device)."""
         bad = (~torch.isfinite(self.norm())).float()
         self.skip = bad if self.skip is None else torch.maximum(self.skip, bad)
 
@@ -104,28 +104,28 @@ class Gradients:
         return torch.maximum(self.skip, self.idle)
 
     def by_name(self) -> dict[str, Any]:
-        """The gradients as a user's transform sees them: by name, DTensors where sharded."""
+        """The gradients as a user's transform sees them: by name, DTensors if sharded."""
         self.materialise()
         pairs = zip(self._leaves, self.shards, strict=True)
         return {leaf.name: leaf.like(shard) for leaf, shard in pairs if shard is not None}
 
     def replace(self, named: Tree, transform: str) -> None:
-        """Take what a user's transform returned.
+        """Take the gradients that a user's transform returned.
 
         Raises:
-            TreeMismatchError: other names, shapes or layouts than it was given; nothing was taken.
+            TreeMismatchError: other names, shapes or layouts than it was given. Nothing was taken.
         """
-        wanted = {leaf.name: leaf for leaf, g in zip(self._leaves, self.shards, strict=True) if g is not None}
+        leaves = {leaf.name: leaf for leaf, g in zip(self._leaves, self.shards, strict=True) if g is not None}
         problems: list[str] = []
         if not isinstance(named, dict):
             problems.append(f"{type(named).__name__} instead of a dict of gradients")
             named = {}
         else:
-            problems += [f"{name} is missing" for name in wanted if name not in named]
-            problems += [f"{name} is unknown" for name in named if name not in wanted]
+            problems += [f"{name} is missing" for name in leaves if name not in named]
+            problems += [f"{name} is unknown" for name in named if name not in leaves]
             problems += [
                 f"{name} {problem}"
-                for name, leaf in wanted.items()
+                for name, leaf in leaves.items()
                 if name in named and (problem := _unlike(named[name], leaf))
             ]
         if problems:
@@ -135,15 +135,15 @@ class Gradients:
                 fix="return one gradient for each name given, shaped and laid out as it came",
             )
         for index, leaf in enumerate(self._leaves):
-            if leaf.name in wanted:
-                # strides of the parameter: fused kernels pair elements as they lie in memory
+            if leaf.name in leaves:
+                # strides of the parameter: fused kernels pair elements by their place in memory
                 shard = torch.empty_like(leaf.shard)
                 self.shards[index] = shard.copy_(_torch.local_of(named[leaf.name]).detach())
         self.changed()
 
 
 def _unlike(value: Tree, leaf: Tree) -> str:
-    """How a gradient differs from its parameter in kind; empty where it does not."""
+    """How a gradient differs from its parameter in kind: empty if it does not."""
     if not isinstance(value, torch.Tensor):
         return f"is {type(value).__name__}, not a tensor"
     if value.shape != leaf.param.shape:
@@ -183,27 +183,27 @@ def _zeros(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None,
 
 
 def apart(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Gradients of which no two share memory: what follows changes them in place."""
+    """Gradients of which no two share memory, since the update changes them in place."""
     seen: set[int] = set()
-    found: list[torch.Tensor | None] = []
+    separate: list[torch.Tensor | None] = []
     for grad in grads:
         shared = grad is not None and grad.untyped_storage().data_ptr() in seen
-        found.append(grad.clone() if grad is not None and shared else grad)
+        separate.append(grad.clone() if grad is not None and shared else grad)
         if grad is not None:
             seen.add(grad.untyped_storage().data_ptr())
-    return found
+    return separate
 
 
 def laid_out(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """A gradient whose elements lie in memory as the parameter's: fused kernels pair them by place."""
+    """A gradient with the parameter's strides: fused kernels pair elements by their place in memory."""
     pairs = zip(grad.stride(), param.stride(), grad.shape, strict=True)
-    if all(mine == wanted or length < 2 for mine, wanted, length in pairs):
+    if all(stride == target or length < 2 for stride, target, length in pairs):
         return grad
     return torch.empty_like(param).copy_(grad)
 
 
-def added(held: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
+def added(carried: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
     """The sum of two gradients, of which either may be missing."""
-    if held is None or grad is None:
-        return grad if held is None else held
-    return held + grad
+    if carried is None or grad is None:
+        return grad if carried is None else carried
+    return carried + grad

@@ -1,6 +1,6 @@
-"""What `fa.Concat` holds, put together over batches and ranks: tensors of any width, or objects.
+"""The rows of `fa.Concat`, put together over batches and ranks: tensors of any width, or objects.
 
-Tensors whose rows are equally wide need no message besides their rows if `told` is False. Everything else is
+Tensors whose rows are equally wide need no message besides their rows if `compared` is False. All others are
 described to the other ranks first, so that all of them pad to one width, or all of them raise.
 """
 
@@ -46,11 +46,11 @@ def rows_of_concat(concat: Concat, where: str) -> Rows:
 
 @attrs.frozen
 class _Part:
-    """What a rank tells the others of its rows.
+    """The description of a rank's rows that ranks exchange.
 
     Attributes:
         counts: rows of each batch.
-        shapes: the sizes of a row, in all batches; None if rows are objects.
+        shapes: the sizes of a row, in all batches. None if rows are objects.
         objects: the rows themselves, if they are objects.
     """
 
@@ -66,28 +66,28 @@ def concatenated(
     *,
     where: str,
     by_batch: bool,
-    told: bool = True,
+    compared: bool = True,
 ) -> Rows:
-    """The rows of all batches of all ranks; a list if they are objects.
+    """The rows of all batches of all ranks: a list if they are objects.
 
     Args:
-        parts: this rank's rows, batch by batch; every rank has the same number of batches.
-        pad: what narrower rows are filled up with; None if all must be equally wide.
-        group: the ranks; None for this one alone.
+        parts: this rank's rows, batch by batch. Every rank has the same number of batches.
+        pad: the value that fills narrower rows. None if all must be equally wide.
+        group: the process group. None for a single rank.
         where: the name of the caller, for messages.
         by_batch: whether the batches of all ranks are put side by side, in the order of the samples. Else
             ranks follow each other.
-        told: whether ranks compare the widths of their rows in any case.
+        compared: whether ranks compare the widths of their rows in any case.
 
     Raises:
         LossError: rows differ in width and there is no `pad`, or in their number of dimensions, or some are
-            objects and others tensors; on every rank if `told`.
+            objects and others tensors. On every rank if `compared`.
     """
     objects = tuple(chain.from_iterable(part for part in parts if isinstance(part, list)))
     shapes = {None if isinstance(part, list) else tuple(part.shape[1:]) for part in parts}
-    mine = _Part(tuple(len(part) for part in parts), tuple(shapes), objects)
-    plain = None not in shapes and len(shapes) == 1 and pad is None and not told
-    described = [mine] if group is None or plain else gather_objects(mine, over=group)
+    local = _Part(tuple(len(part) for part in parts), tuple(shapes), objects)
+    plain = None not in shapes and len(shapes) == 1 and pad is None and not compared
+    described = [local] if group is None or plain else gather_objects(local, over=group)
     shape = _common({shape for part in described for shape in part.shapes}, pad, where)
     counts = [part.counts for part in described]
     if shape is None:
@@ -105,7 +105,7 @@ def concatenated(
 
 
 def _common(shapes: set[tuple[int, ...] | None], pad: float | None, where: str) -> tuple[int, ...] | None:
-    """The sizes of a row that hold all rows; None if rows are objects."""
+    """The sizes of a row that hold all rows. None if rows are objects."""
     sizes = [shape for shape in shapes if shape is not None]
     if None in shapes:
         if sizes:
@@ -128,7 +128,7 @@ def _common(shapes: set[tuple[int, ...] | None], pad: float | None, where: str) 
         raise LossError(
             f"the rows of fa.Concat differ in width: {listed}",
             where=where,
-            fix="say what fills the narrower ones: fa.Concat(rows, pad=0)",
+            fix="give a value that fills the narrower rows: fa.Concat(rows, pad=0)",
         )
     return tuple(max(axis) for axis in zip(*sizes, strict=True))
 

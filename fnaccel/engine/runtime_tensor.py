@@ -2,7 +2,7 @@
 
 DeepSpeed partitions values flat, swaps them to disk, keeps a second copy in half precision. States show
 such a value as a `Remote`: it has a shape and a dtype, takes no memory, and every torch operation on it
-works on what the runtime holds at that moment. `copy_` writes back.
+works on the runtime's values at that moment. `copy_` writes back.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Remote(torch.Tensor):
         write: Callable[[torch.Tensor], None],
         mesh: Mesh,
     ) -> Remote:
-        """Make one; nothing is fetched.
+        """Make a `Remote`. Nothing is fetched.
 
         Args:
             shape, dtype, device: of the whole tensor, as `read` returns it.
@@ -46,9 +46,9 @@ class Remote(torch.Tensor):
             write: takes the whole tensor.
             mesh: the ranks that `part` and `solid` spread it over.
         """
-        made: Any = _torch.wrapper_tensor(Remote, shape, dtype, device)
-        made._name, made._read, made._write, made._mesh = name, read, write, mesh  # noqa: SLF001
-        return made
+        remote: Any = _torch.wrapper_tensor(Remote, shape, dtype, device)
+        remote._name, remote._read, remote._write, remote._mesh = name, read, write, mesh  # noqa: SLF001
+        return remote
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Remote({self._name}, {list(self.shape)}, {self.dtype})"
@@ -59,7 +59,7 @@ class Remote(torch.Tensor):
             return self._read()
 
     def part(self) -> tuple[tuple[int, ...], torch.Tensor, bool]:
-        """This rank's rows, as `Shard(0)` lays them out: where they begin, their values, whether any."""
+        """This rank's rows, as `Shard(0)` lays them out: their offset, values, and whether there are any."""
         rank, size = self._mesh.batch_rank, self._mesh.batch_size
         whole = self.full_tensor()
         if whole.dim() == 0 or size == 1:
@@ -110,7 +110,7 @@ class Remote(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Fetch what is needed, and do it there; what changes in place is written back, `clone` spreads.
+        """Fetch the values and run the operation on them. Changes in place are written back, `clone` spreads.
 
         A view is one of the copy: changing it changes nothing here.
         """
@@ -125,18 +125,18 @@ class Remote(torch.Tensor):
             target._write(source.expand(target.shape).contiguous())  # noqa: SLF001
             return target
         named = kwargs or {}
-        given = [_fetched(value) for value in args]
-        given_named = {name: _fetched(value) for name, value in named.items()}
-        found = func(*given, **given_named)
-        for place, one in enumerate(func._schema.arguments):  # noqa: SLF001 - what torch documents for subclasses
-            if one.alias_info is None or not one.alias_info.is_write:
+        fetched = [_fetched(value) for value in args]
+        fetched_named = {name: _fetched(value) for name, value in named.items()}
+        result = func(*fetched, **fetched_named)
+        for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - documented by torch
+            if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            before = args[place] if place < len(args) else named.get(one.name)
-            after = given[place] if place < len(args) else given_named.get(one.name)
+            before = args[place] if place < len(args) else named.get(argument.name)
+            after = fetched[place] if place < len(args) else fetched_named.get(argument.name)
             for target, value in _changed(before, after):
                 target._write(value)  # noqa: SLF001
-                found = target if found is value else found
-        return found
+                result = target if result is value else result
+        return result
 
     def _alias(self) -> Remote:
         return Remote.make(
@@ -155,13 +155,13 @@ def _changed(before: Tree, after: Tree) -> Iterator[tuple[Remote, torch.Tensor]]
     if isinstance(before, Remote):
         yield before, after
     elif isinstance(before, list | tuple):
-        for one, other in zip(before, after, strict=True):
-            yield from _changed(one, other)
+        for value, copy in zip(before, after, strict=True):
+            yield from _changed(value, copy)
 
 
-def _no_memory(value: Remote, what: str) -> CapabilityError:
+def _no_memory(value: Remote, action: str) -> CapabilityError:
     return CapabilityError(
-        f"{value!r} is kept by a runtime, and can't be {what}",
+        f"{value!r} is kept by a runtime, and can't be {action}",
         where="a leaf of a state",
         fix="value.full_tensor() is a tensor like any; fa.snapshot(state) copies a whole state",
     )
@@ -172,5 +172,5 @@ def _fetched(value: Tree) -> Any:
     if hasattr(value, "full_tensor"):
         return value.full_tensor()
     if isinstance(value, list | tuple):
-        return type(value)(_fetched(one) for one in value)
+        return type(value)(_fetched(item) for item in value)
     return value

@@ -19,7 +19,7 @@ from fnaccel.world.mesh import Mesh
 
 
 class Scores:
-    """Totals, weights and rows of each leaf of what a metric function returns."""
+    """Totals, weights and rows of each leaf that a metric function returns."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -31,7 +31,7 @@ class Scores:
         self._rows: list[list[Rows]] = []
 
     def take(self, metrics: Tree, batch: Batch) -> None:
-        """Add one batch; a filler counts for nothing."""
+        """Add one batch. A filler counts for nothing."""
         leaves, structure = tree.flatten(metrics, is_leaf=is_combinable)
         if self._structure is None:
             self._structure = structure
@@ -48,7 +48,7 @@ class Scores:
             )
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Concat):
-                # rows of a filler are kept out, but their shape tells ranks without rows what to send
+                # rows of a filler are left out, but their shape is the one that ranks without rows send
                 rows = rows_of_concat(leaf, "fa.evaluate")
                 self._rows[index].append(rows if batch.valid else rows[:0])
             elif batch.valid:

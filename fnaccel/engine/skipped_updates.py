@@ -21,7 +21,7 @@ class SkippedUpdates:
     """Counts updates that were skipped in a row.
 
     Args:
-        limit: how many of them are an error; None for any number.
+        limit: how many skipped updates in a row are an error. None for any number.
         speaks: whether this rank warns.
     """
 
@@ -60,7 +60,7 @@ class SkippedUpdates:
             )
 
     def check(self) -> None:
-        """Raise NonfiniteError if too many updates were skipped in a row; the count begins again."""
+        """Raise NonfiniteError if too many updates were skipped in a row. The count begins again."""
         if self._limit is None or self._in_a_row < self._limit:
             return
         count, self._in_a_row = self._in_a_row, 0

@@ -1,4 +1,4 @@
-"""What a step reports: total, weight and aux, summed over micro-batches and ranks.
+"""The totals of a step: total, weight and aux, summed over micro-batches and ranks.
 
 Everything travels in one flat all-reduce, sent before the last backward so that it overlaps.
 """
@@ -16,17 +16,17 @@ from fnaccel.step.loss import LossParts, is_zero, masked
 
 
 class Report:
-    """Collects one step's totals; `weight` and `finish()` are global once `wait()` returned.
+    """Collects one step's totals. `weight` and `finish()` are global once `wait()` returned.
 
     Args:
-        group: the ranks that share the batch; None if there is one.
-        device: where the sums are made.
-        agreement: what the losses of all ranks agree on.
+        group: the process group of the batch. None on a single rank.
+        device: the device of the sums.
+        agreement: the structure that the losses of all ranks agree on.
         notice: whether this process was asked to stop.
-        odd: whether a micro-batch of this rank has other rows than were declared; None if nothing is.
+        odd: whether a micro-batch of this rank has other rows than declared. None if none are declared.
 
     Attributes:
-        weight: of all micro-batches so far; of all ranks after `wait()`.
+        weight: of all micro-batches so far, and of all ranks after `wait()`.
         counts: False if the newest micro-batch is a filler, or has a weight of 0 that the host can read.
     """
 
@@ -69,7 +69,7 @@ class Report:
         self.weight = total
 
     def weight_of(self, index: int) -> Any:
-        """The weight of a micro-batch that was known before its forward; 1 if none was."""
+        """The weight of a micro-batch if it was known before its forward, else 1."""
         return 1 if self._known is None else self._known[index]
 
     def take(self, parts: LossParts, *, valid: bool) -> torch.Tensor:
@@ -107,11 +107,11 @@ class Report:
             raise mixed_kinds("micro-batch")
 
     def send(self) -> None:
-        """Start the all-reduce of everything collected; nothing to do on one rank."""
+        """Start the all-reduce of all totals. Nothing to do on a single rank."""
         if self._group is None:
             return
         self._agreement.check(structure(self._aux, self._weighted), self._group)
-        # the third is for `fa.preemption`; always there, since ranks add up by place
+        # the third is for `fa.preemption`: always there, since ranks sum by position
         weight = self.weight if self._known is None else 0.0
         odd = [] if self._odd is None else [float(self._odd)]
         vector = packed([self._total, weight, float(self.asked), *odd, *self._aux.values], self._device)
@@ -122,13 +122,13 @@ class Report:
         """Whether this rank was asked to stop."""
         return self._notice is not None and self._notice.asked
 
-    def hear(self, asked: torch.Tensor) -> None:
-        """Take how many ranks were asked to stop, where the sums went another way."""
+    def hear(self, count: torch.Tensor) -> None:
+        """Take the number of ranks with a stop request, if a captured step made the sums."""
         if self._notice is not None:
-            self._notice.hear(None if self._group is None else asked, self._device)
+            self._notice.hear(None if self._group is None else count, self._device)
 
     def any_odd(self) -> bool:
-        """Whether a micro-batch of any rank has other rows than were declared; reads the device."""
+        """Whether a micro-batch of any rank has other rows than were declared. Reads the device."""
         return bool(self._odd)
 
     def wait(self) -> None:
@@ -150,7 +150,7 @@ class Report:
         self._aux.put(parts[3 if self._odd is None else 4 :])
 
     def finish(self) -> dict[str, Any]:
-        """`{"loss": ..., "weight": ...}` and aux, as device tensors; call after `wait()`."""
+        """`{"loss": ..., "weight": ...}` and aux, as device tensors. Call after `wait()`."""
         loss = divide(self._total, self.weight, self._device)
         if loss.dtype is not self._dtype:
             loss = loss.to(self._dtype)

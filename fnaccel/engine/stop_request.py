@@ -1,7 +1,7 @@
 """`Notice`: this process was asked to stop, and whether all ranks know that one of them was.
 
 The question travels in the all-reduce that every step makes anyway, so it costs no collective, and
-all ranks hear the answer after the same step. Who asks is in `loop/preemption.py`.
+all ranks get the answer after the same step. The requests are made in `loop/preemption.py`.
 """
 
 from __future__ import annotations
@@ -45,38 +45,38 @@ class Notice:
         return self._stopping
 
     def ask(self) -> None:
-        """Ask all ranks to stop after the step in which they hear of it (safe in a signal handler)."""
+        """Ask all ranks to stop after the step that shares the request (safe in a signal handler)."""
         self._asked = True
 
     def agree(self, stopping: bool) -> None:
-        """Take what ranks have agreed on in another way, at the same place on all of them."""
+        """Take a decision that ranks made in another way, in the same step on all of them."""
         self._stopping = self._stopping or stopping
 
-    def hear(self, asked: torch.Tensor | None, device: torch.device) -> None:
-        """Take a step's answer: how many ranks asked, or None where there is nobody to ask."""
+    def hear(self, count: torch.Tensor | None, device: torch.device) -> None:
+        """Take a step's answer: the number of ranks with a stop request, or None on a single rank."""
         if self._beyond is not None:
-            own = torch.full((), float(self._asked), device=device)
-            asked = own if asked is None else asked.clone()
-            dist.all_reduce(asked, group=self._beyond)
-        if asked is None:
+            local = torch.full((), float(self._asked), device=device)
+            count = local if count is None else count.clone()
+            dist.all_reduce(count, group=self._beyond)
+        if count is None:
             self.agree(self._asked)
-        elif asked.device.type == "cpu":
-            self.agree(bool(asked > 0))
+        elif count.device.type == "cpu":
+            self.agree(bool(count > 0))
         else:
-            self._hear_later(asked)
+            self._hear_later(count)
 
-    def _hear_later(self, asked: torch.Tensor) -> None:
+    def _hear_later(self, count: torch.Tensor) -> None:
         """On an accelerator: take the answer of the step before, so that no step waits for its own.
 
-        It is always the one before, even where a later one has arrived: ranks must not differ.
+        It is always the previous step's, even if a later answer has arrived: ranks must not differ.
         """
         before, self._late = self._late, None
-        host = torch.empty_like(asked, device="cpu", pin_memory=True)
-        host.copy_(asked, non_blocking=True)
-        event: Any = torch.Event(asked.device.type)
+        host = torch.empty_like(count, device="cpu", pin_memory=True)
+        host.copy_(count, non_blocking=True)
+        event: Any = torch.Event(count.device.type)
         event.record()
         self._late = host, event
         if before is not None:
-            arrived, known = before
-            known.synchronize()
+            arrived, copied = before
+            copied.synchronize()
             self.agree(bool(arrived > 0))

@@ -37,9 +37,13 @@ def by_model(optimizer: object, keys: Sequence[str | None]) -> Optimizers:
             if alone
             else "give one optimizer for each model, under the same key",
         )
-    for key, one in named.items():
-        if not isinstance(one, Optimizer):
-            kind = f"a {type(one).__name__}" if not isinstance(one, type) else f"the class {one.__name__}"
+    for key, optimizer in named.items():
+        if not isinstance(optimizer, Optimizer):
+            kind = (
+                f"a {type(optimizer).__name__}"
+                if not isinstance(optimizer, type)
+                else f"the class {optimizer.__name__}"
+            )
             raise ArgumentError(
                 f"the optimizer{'' if key is None else f' of {key!r}'} is {kind}, not a description",
                 where="fa.train_step(optimizer=...)",
@@ -50,21 +54,21 @@ def by_model(optimizer: object, keys: Sequence[str | None]) -> Optimizers:
 
 
 def check_own(optimizers: Optimizers) -> None:
-    """Raise CapabilityError where an optimizer or a schedule is a runtime's that the strategy is not."""
-    for one in optimizers.values():
-        for part in (one.kernel, one.lr):
+    """Raise CapabilityError if an optimizer or a schedule belongs to a runtime of another strategy."""
+    for optimizer in optimizers.values():
+        for part in (optimizer.kernel, optimizer.lr):
             runtime = getattr(part, "runtime", None)
             if runtime is not None:
                 raise CapabilityError(
-                    f"fa.{one.name} takes what {runtime}'s configuration names, and the strategy is another",
+                    f"fa.{optimizer.name} is named by {runtime}'s configuration, and the strategy is another",
                     where="fa.train_step(optimizer=)",
                     fix=f"fa.distribute(model, fa.{runtime}(config=...)), or fa.adamw(lr=...)",
                 )
 
 
 def traceable(optimizers: Optimizers) -> bool:
-    """Whether updates can stand in a compiled graph."""
-    return all(one.traceable for one in optimizers.values())
+    """Whether updates can be part of a compiled graph."""
+    return all(optimizer.traceable for optimizer in optimizers.values())
 
 
 @attrs.frozen
@@ -99,20 +103,20 @@ class Updater:
         if bound is not None:  # one optimizer over all models
             optimizers = {None: next(iter(optimizers.values()))}
         for key, optimizer in optimizers.items():
-            mine = [i for i, leaf in enumerate(leaves) if key is None or leaf.name.startswith(f"{key}/")]
-            own: list[Leaf] = [leaves[i] for i in mine]
-            groups = group_leaves(optimizer, own) if own else []
-            made = bound or optimizer.kernel.bind(groups)
-            _check_names(made.slots, own, optimizer)
-            self.slots.update(made.slots)
+            indices = [i for i, leaf in enumerate(leaves) if key is None or leaf.name.startswith(f"{key}/")]
+            members: list[Leaf] = [leaves[i] for i in indices]
+            groups = group_leaves(optimizer, members) if members else []
+            binding = bound or optimizer.kernel.bind(groups)
+            _check_names(binding.slots, members, optimizer)
+            self.slots.update(binding.slots)
             self._parts.append(
                 _Part(
                     key,
-                    made,
-                    tuple(mine),
+                    binding,
+                    tuple(indices),
                     optimizer.lr,
                     tuple(group.lr for group in groups),
-                    len(mine) == len(leaves),
+                    len(indices) == len(leaves),
                 )
             )
         where = leaves[0].shard.device if leaves else device
@@ -121,13 +125,13 @@ class Updater:
     def apply(
         self, grads: Gradients, rates: Sequence[Sequence[Any]], updates: Scalar, reported: dict[str, Any]
     ) -> dict[str, Any]:
-        """Update the parameters in place; the rates as metrics.
+        """Update the parameters in place. Returns the rates as metrics.
 
         Args:
-            grads: the gradient of this step; its multiplier and skip are applied by the kernels.
+            grads: the gradient of this step. The kernels apply its multiplier and skip.
             rates: the rates of each optimizer's groups.
             updates: updates applied before this one: an int, or a tensor if they may be skipped.
-            reported: the rates as `rates` gave them; a runtime with schedules of its own replaces them.
+            reported: the rates as `rates` gave them. A runtime with schedules of its own replaces them.
         """
         self.update(grads, rates, self.number(updates))
         if self._made is not None:
@@ -138,7 +142,7 @@ class Updater:
         return reported
 
     def number(self, updates: Any) -> torch.Tensor:
-        """The number of the next update, from 1; a 0-d tensor."""
+        """The number of the next update, from 1: a 0-d tensor."""
         if self._on_device:
             return updates + 1.0
         if self._count.device.type == "xla":
@@ -152,7 +156,9 @@ class Updater:
         for part in self._parts:
             base = self._rate(part.base, updates)
             reported["lr" if part.key is None else f"lr/{part.key}"] = base
-            rates.append([base if own is None else self._rate(own, updates) for own in part.own])
+            rates.append(
+                [base if schedule is None else self._rate(schedule, updates) for schedule in part.own]
+            )
         return reported, rates
 
     def as_tensors(self, rates: list[list[Any]]) -> list[list[torch.Tensor]]:
@@ -182,7 +188,7 @@ class Updater:
 
 
 def _check_names(slots: Mapping[str, Any], leaves: Sequence[Leaf], optimizer: Optimizer) -> None:
-    """Raise ArgumentError if a kernel keeps slots for what is no parameter: checkpoints would lack them."""
+    """Raise ArgumentError if a slot belongs to no parameter: checkpoints would lack it."""
     unknown = sorted(set(slots) - {leaf.name for leaf in leaves})
     if unknown and leaves:
         raise ArgumentError(

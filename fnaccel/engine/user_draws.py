@@ -93,7 +93,7 @@ def drawing(
     """In the body user functions draw numbers that are equal on all ranks. The generators end as they were.
 
     Args:
-        root: the root seed; None for PyTorch's own streams.
+        root: the root seed. None for PyTorch's own streams.
         step: calls of the train step before this one.
         generators: the default generators of the host and of the device.
         ranks: how many ranks there are.

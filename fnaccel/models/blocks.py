@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks: what is sharded, recomputed or compiled as one.
+"""The blocks of a model: modules that are sharded, recomputed or compiled as one.
 
 Used by `remat`, `compile` and `fsdp`, so that one word means the same in all three.
 """
@@ -20,14 +20,14 @@ def find_units(model: nn.Module, units: Units, where: str) -> list[tuple[str, nn
     """The (name, module) pairs that `units` chooses, outer before inner.
 
     Args:
-        model: where to look; the model itself is never one of its units.
-        units: `"block"` takes the repeated members of the outermost ModuleList or Sequential;
-            other strings are class names; an int takes the largest modules of at least that many
-            parameters which hold no smaller such module; a function chooses by name and module.
-        where: for the message.
+        model: the model, which is never one of its own units.
+        units: `"block"` takes the repeated members of the outermost ModuleList or Sequential.
+            Other strings are class names. An int takes the largest modules of at least that many
+            parameters which hold no smaller such module. A function chooses by name and module.
+        where: the location in the error message.
 
     Raises:
-        ArgumentError: a class name that no module has; names the nearest.
+        ArgumentError: a class name that no module has. Names the nearest.
     """
     if units is None:
         return []
@@ -44,18 +44,18 @@ def find_units(model: nn.Module, units: Units, where: str) -> list[tuple[str, nn
         return _by_size(named, units)
     if callable(units):
         return [(name, module) for name, module in named if units(name, module)]
-    wanted = {units} if isinstance(units, str) else set(units)
+    names = {units} if isinstance(units, str) else set(units)
     classes = {type(module).__name__ for _, module in named}
-    for name in sorted(wanted - classes):
+    for name in sorted(names - classes):
         raise ArgumentError(
             f"the model has no module of class {name!r}", where=where, fix=nearest(name, classes)
         )
-    return [(name, module) for name, module in named if type(module).__name__ in wanted]
+    return [(name, module) for name, module in named if type(module).__name__ in names]
 
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The members of each outermost ModuleList or Sequential in which a class repeats."""
-    found: list[tuple[str, nn.Module]] = []
+    repeated_members: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> None:
         members = list(module.named_children())
@@ -65,7 +65,7 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             )
             repeated = {kind for kind, times in count.items() if times > 1}
             if repeated:
-                found.extend(
+                repeated_members.extend(
                     (f"{name}.{key}" if name else key, child)
                     for key, child in members
                     if type(child).__name__ in repeated
@@ -75,7 +75,7 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             visit(f"{name}.{key}" if name else key, child)
 
     visit("", model)
-    return found
+    return repeated_members
 
 
 def _by_size(named: list[tuple[str, nn.Module]], least: int) -> list[tuple[str, nn.Module]]:

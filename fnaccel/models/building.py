@@ -23,12 +23,12 @@ Init = Literal["seeded", "rank0", "meta"]
 
 
 class Ownership:
-    """Who trains a module: it is free again when the holder is closed, or is garbage."""
+    """The owner of a module: the module is free again when the owner is closed, or is garbage."""
 
     def __init__(self, root: nn.Module, holder: object) -> None:
         self.holder = weakref.ref(holder)
         self.close: weakref.WeakMethod[Callable[[], None]] | None = None
-        # what a train step changes in a module that others may train after it
+        # the flags that a train step changes in a module: a later train step gets them back
         self._flags = [(weakref.ref(param), param.requires_grad) for param in root.parameters()]
         self._forwards = [(weakref.ref(module), vars(module).get("forward")) for module in root.modules()]
 
@@ -59,7 +59,7 @@ _owned: weakref.WeakKeyDictionary[nn.Module, Ownership] = weakref.WeakKeyDiction
 
 
 def _is_owned(module: nn.Module) -> bool:
-    """Whether a live train step trains a module; one that was garbage-collected gives it up."""
+    """Whether a live train step trains a module. A garbage-collected train step gives it up."""
     ownership = _owned.get(module)
     if ownership is None:
         return False
@@ -76,7 +76,7 @@ def _is_owned(module: nn.Module) -> bool:
 
 
 def claim(built: Built, holder: object, close: Callable[[], None]) -> None:
-    """Let modules be owned as long as `holder` lives; `close`, a method, ends what its states still hold."""
+    """Let modules be owned as long as `holder` lives. `close`, a method, frees the values of its states."""
     for module in built.modules.values():
         _owned[module].holder = weakref.ref(holder)
         _owned[module].close = weakref.WeakMethod(close)
@@ -85,7 +85,7 @@ def claim(built: Built, holder: object, close: Callable[[], None]) -> None:
 class Host(nn.Module):
     """The module whose forward runs any function of the model.
 
-    A strategy arms its hooks on this one forward, so a loss may call what it likes on the model.
+    A strategy arms its hooks on this one forward, so a loss may call any method of the model.
     """
 
     def __init__(self, model: object) -> None:
@@ -94,7 +94,7 @@ class Host(nn.Module):
         self._view = (model,)  # in a tuple, so that it is not registered a second time
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """`fn(model, *args)`, where model is the user's module or dict of modules."""
+        """`fn(model, *args)` with the user's module or dict of modules."""
         return fn(self._view[0], *args)
 
 
@@ -113,7 +113,7 @@ class Built:
     def named(self, what: str) -> Iterator[tuple[str, Any]]:
         """(canonical name, tensor) of `"parameters"` or `"buffers"`, the model's key first.
 
-        What several models share stands under the first of them.
+        A tensor that several models share is named under the first of them.
         """
         seen: set[int] = set()
         for key, module in self.modules.items():
@@ -129,7 +129,7 @@ def construct(model: object, seed: int, *, empty: bool = False) -> Built:
 
     Args:
         model: a factory, a module, or a dict of them.
-        seed: what torch's generator is seeded with while factories run.
+        seed: the seed of torch's generator while factories run.
         empty: make parameters on the meta device (buffers keep their values).
 
     Raises:
@@ -185,12 +185,14 @@ def _check_shared(modules: dict[str | None, nn.Module]) -> None:
 
     Freezing it for one of them, or lending one to the other, would stop the training of both.
     """
-    mine = {id(param): (name, param) for root in modules.values() for name, param in root.named_parameters()}
+    params = {
+        id(param): (name, param) for root in modules.values() for name, param in root.named_parameters()
+    }
     for root, ownership in list(_owned.items()):
-        shared = [mine[id(param)][0] for param in ownership.trainable() if id(param) in mine]
+        shared = [params[id(param)][0] for param in ownership.trainable() if id(param) in params]
         shared += [
             name
-            for name, param in mine.values()
+            for name, param in params.values()
             if param.requires_grad and name not in shared and ownership.has(param)
         ]
         if shared and _is_owned(root):
@@ -198,7 +200,7 @@ def _check_shared(modules: dict[str | None, nn.Module]) -> None:
                 f"{', '.join(shared[:5])} is a parameter of a {type(root).__name__} too, "
                 "which is owned by another train step",
                 where="train_step.init",
-                fix="train what is shared in one train step: model={'generator': g, 'critic': c}; "
+                fix="train both models in one train step: model={'generator': g, 'critic': c}; "
                 "or call requires_grad_(False) on it before both, if neither is to train it",
             )
 
@@ -207,7 +209,7 @@ def check_alike(built: Built, world: World) -> None:
     """Compare names, shapes and dtypes of parameters and buffers over ranks.
 
     Raises:
-        PlanMismatchError: they differ; every rank raises, and lists what differs from rank 0.
+        PlanMismatchError: they differ. Every rank raises, and lists its differences from rank 0.
     """
     if world.size == 1:
         return
@@ -239,21 +241,21 @@ def _one(source: Any, key: str | None, *, empty: bool) -> nn.Module:
     if isinstance(source, nn.Module):
         return source
     with _meta_parameters() if empty else contextlib.nullcontext():
-        made = source()
-    if not isinstance(made, nn.Module):
+        module = source()
+    if not isinstance(module, nn.Module):
         raise ArgumentError(
-            f"the factory of model {key or ''} returned {type(made).__name__}, not a module".replace(
+            f"the factory of model {key or ''} returned {type(module).__name__}, not a module".replace(
                 "  ", " "
             ),
             where="train_step.init",
             fix="return the torch.nn.Module from the factory",
         )
-    return made
+    return module
 
 
 @contextlib.contextmanager
 def _meta_parameters() -> Generator[None]:
-    """Send parameters to the meta device as they are registered; buffers stay real."""
+    """Send parameters to the meta device as they are registered. Buffers stay real."""
     from unittest import mock  # noqa: PLC0415 - slow to import, and rarely needed
 
     register = nn.Module.register_parameter
@@ -294,7 +296,7 @@ def release(built: Built) -> None:
 
 
 def check_factories(model: object, where: str) -> None:
-    """Raise OwnershipError where a model can't be built again."""
+    """Raise OwnershipError if a model can't be built again."""
     sources = model.values() if isinstance(model, dict) else (model,)
     if any(isinstance(source, nn.Module) for source in sources):
         raise OwnershipError(

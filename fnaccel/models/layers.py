@@ -1,4 +1,4 @@
-"""Which layers a transform takes, which it leaves and why; and how a plan lists hundreds of them."""
+"""The layers that a transform takes or leaves, with reasons, and their short list in a plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Layers:
     skipped: Mapping[str, str]
 
     def describe(self) -> list[str]:
-        """One line of what was converted, and one for each reason to skip."""
+        """One line of converted layers, and one for each reason to skip."""
         lines = [folded(self.converted) or "none"]
         reasons: dict[str, list[str]] = {}
         for path, why in self.skipped.items():
@@ -35,22 +35,22 @@ class Layers:
 
 def matches(path: str, patterns: Iterable[str], names: Iterable[str] = ("weight",)) -> str | None:
     """The first pattern that matches a module's path or the path of one of its parameters."""
-    own = [path, *(f"{path}.{name}" if path else name for name in names)]
-    return next((p for p in patterns if any(fnmatch.fnmatchcase(one, p) for one in own)), None)
+    paths = [path, *(f"{path}.{name}" if path else name for name in names)]
+    return next((p for p in patterns if any(fnmatch.fnmatchcase(candidate, p) for candidate in paths)), None)
 
 
 def check_patterns(patterns: Iterable[str], model: nn.Module, where: str) -> None:
     """See that each pattern matches a module or a parameter.
 
     Raises:
-        ArgumentError: one matches nothing; names the nearest.
+        ArgumentError: a pattern matches nothing. Names the nearest.
     """
-    known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    known += [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern in patterns:
-        if not fnmatch.filter(known, pattern):
+        if not fnmatch.filter(names, pattern):
             raise ArgumentError(
-                f"the pattern {pattern!r} matches no layer", where=where, fix=nearest(pattern, known)
+                f"the pattern {pattern!r} matches no layer", where=where, fix=nearest(pattern, names)
             )
 
 
@@ -63,11 +63,11 @@ def folded(paths: Iterable[str]) -> str:
     """
     groups: dict[str, list[int]] = {}
     for path in paths:
-        found = re.search(r"(?<![^.])\d+(?![^.])", path)
-        if found is None:
+        number = re.search(r"(?<![^.])\d+(?![^.])", path)
+        if number is None:
             groups.setdefault(path, [])
         else:
-            groups.setdefault(f"{path[: found.start()]}#{path[found.end() :]}", []).append(int(found[0]))
+            groups.setdefault(f"{path[: number.start()]}#{path[number.end() :]}", []).append(int(number[0]))
     return ", ".join(
         key.replace("#", _ranges(numbers), 1) if numbers else key for key, numbers in groups.items()
     )

@@ -1,4 +1,4 @@
-"""A model's modules without values: what can be known of them before anything is built."""
+"""A model's modules without values, to look at their structure before the model is built."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 
 def modules_without_values(model: object) -> dict[str | None, nn.Module | str]:
-    """The modules of a model by key, made on the meta device; or why one can't be made so.
+    """The modules of a model by key, made on the meta device, or the reason why one can't be.
 
-    A factory runs once more than `init` runs it; nothing is allocated, and torch's generator is left
-    as it was. A module that was given is returned itself.
+    A factory runs once more than `init` runs it. Nothing is allocated, and torch's generator is left
+    as it was. A built module is returned itself.
 
     Args:
         model: a factory, a module, or a dict of them.
@@ -26,7 +26,7 @@ def _one(source: Any) -> nn.Module | str:
         return source
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            made = source()
+            module = source()
     except Exception as error:  # the user's own code: init will raise it again, or not
         return f"the factory can't run without values ({type(error).__name__})"
-    return made if isinstance(made, nn.Module) else f"the factory returns {type(made).__name__}"
+    return module if isinstance(module, nn.Module) else f"the factory returns {type(module).__name__}"

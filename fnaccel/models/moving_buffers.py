@@ -47,7 +47,7 @@ class MovingBuffers:
         self._copies = {}
 
     def put_back(self) -> bool:
-        """Restore the buffers; False if one changed for the first time, so that no copy of it exists."""
+        """Restore the buffers. False if one changed for the first time, so that no copy of it exists."""
         exact = True
         with torch.no_grad():
             for index, (tensor, _) in enumerate(self._before):
@@ -70,6 +70,6 @@ class MovingBuffers:
         return tensor is not None and _torch.version_of(tensor) != version
 
     def _differs(self, index: int) -> bool:
-        """Whether the value of a buffer is another than before; XLA would compile a graph to tell."""
+        """Whether the value of a buffer is another than before. XLA would compile a graph to tell."""
         tensor, copy = self._before[index][0], self._copies[index]
         return tensor is not None and tensor.device.type != "xla" and not torch.equal(tensor, copy)

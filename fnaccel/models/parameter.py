@@ -15,7 +15,7 @@ class Leaf:
 
     Attributes:
         name: its canonical name.
-        param: the parameter itself (a DTensor where it is sharded).
+        param: the parameter itself (a DTensor if it is sharded).
         shard: this rank's part of it, the tensor that updates are written to.
         like: lays a local tensor out over ranks as the parameter is.
     """

@@ -77,12 +77,12 @@ class TrainedModules:
         }
 
     def _saved_buffers(self) -> set[str]:
-        found: set[str] = set()
+        saved: set[str] = set()
         for key, root in self._modules.items():
             names = {name for name, _ in root.named_buffers(remove_duplicate=False)}
             names -= set(_torch.transient_buffers(root))
-            found |= names if key is None else {f"{key}/{name}" for name in names}
-        return found
+            saved |= names if key is None else {f"{key}/{name}" for name in names}
+        return saved
 
     def check(self) -> None:
         """Raise ReplacedParameterError if a parameter is another than when the optimizer was made.
@@ -127,9 +127,9 @@ class TrainedModules:
                 _watched.pop(module, None)
 
 
-def _replaced(what: str) -> ReplacedParameterError:
+def _replaced(change: str) -> ReplacedParameterError:
     return ReplacedParameterError(
-        f"{what} after the optimizer was made, so it would not be trained",
+        f"{change} after the optimizer was made, so it would not be trained",
         where="the model of this train step",
         fix="build the model as it is to be trained, in its constructor or before fa.distribute; to change a "
         "value, write param.copy_(value) under torch.no_grad()",

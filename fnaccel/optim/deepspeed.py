@@ -16,7 +16,7 @@ from fnaccel.step.loss import Scalar
 
 @attrs.frozen
 class DeepspeedRate:
-    """A schedule that DeepSpeed carries out; see `deepspeed_lr`."""
+    """A schedule that DeepSpeed carries out: see `deepspeed_lr`."""
 
     runtime: ClassVar[str] = "deepspeed"
     host_only: ClassVar[bool] = True
@@ -26,8 +26,8 @@ class DeepspeedRate:
     total: int | None = None
     low: float | None = None
 
-    def __call__(self, updates: Scalar) -> float:  # noqa: ARG002 - what a schedule takes
-        """The rate to make an optimizer with; the schedule itself is DeepSpeed's."""
+    def __call__(self, updates: Scalar) -> float:  # noqa: ARG002 - the signature of a schedule
+        """The first rate of the optimizer. The schedule itself is DeepSpeed's."""
         return self.lr
 
 
@@ -37,8 +37,8 @@ class DeepspeedKernel:
 
     runtime: ClassVar[str] = "deepspeed"
 
-    def bind(self, groups: Sequence[Group]) -> NoReturn:  # noqa: ARG002 - what a kernel takes
-        """DeepSpeed makes it."""
+    def bind(self, groups: Sequence[Group]) -> NoReturn:  # noqa: ARG002 - the signature of a kernel
+        """Raise: DeepSpeed makes the optimizer."""
         raise CapabilityError(
             "only DeepSpeed has the optimizer that its configuration names",
             where="fa.optim.from_deepspeed()",
@@ -61,8 +61,10 @@ def from_deepspeed(lr: Rate, *, groups: Groups = None, **options: Any) -> Optimi
         >>> train_step.plan.deepspeed["optimizer"]["params"]["lr"]
         0.0003
     """
-    known = dict.fromkeys(name for extra in dict(groups or {}).values() for name in extra if name != "lr")
-    _, checked = options_of("from_deepspeed", {**known, **options}, groups)
+    group_options = dict.fromkeys(
+        name for extra in dict(groups or {}).values() for name in extra if name != "lr"
+    )
+    _, checked = options_of("from_deepspeed", {**group_options, **options}, groups)
     return Optimizer(
         name="from_deepspeed", lr=lr, options=tuple(options.items()), groups=checked, kernel=DeepspeedKernel()
     )

@@ -1,6 +1,6 @@
 """An optimizer is a description: nothing is made before the parameters are sharded.
 
-`Optimizer` holds the choice; its `kernel` knows how to make slots and apply an update.
+`Optimizer` holds the choice. Its `kernel` makes slots and applies an update.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ class Bound(Protocol):
         """Update the parameters in place.
 
         Args:
-            grads: local gradient of each leaf; None where a leaf got none.
+            grads: local gradient of each leaf. None if a leaf got none.
             rates: the learning rate of each group, a float or a 0-d tensor.
-            multiplier: what gradients are multiplied by first; None means 1.
-            skip: 0-d float tensor, 1 where nothing may change; None where that can't be.
+            multiplier: the first factor of the gradients. None means 1.
+            skip: 0-d float tensor, 1 if nothing may change. None if no update is ever skipped.
             updates: 0-d float32 tensor, the number of this update, from 1.
 
         Returns:
-            1.0 where a runtime left the update out, 0.0 where it did not; None where `skip` decides.
+            1.0 if a runtime left the update out, 0.0 if it did not. None if `skip` decides.
         """
         ...
 
 
 class Kernel(Protocol):
-    """How one optimizer makes its slots and applies an update; a frozen record."""
+    """A frozen record that makes the slots of one optimizer and applies its updates."""
 
     def bind(self, groups: Sequence[Group]) -> Bound:
         """Make all slots for these parameters, before step 0."""
@@ -110,7 +110,7 @@ class Optimizer:
         return getattr(self.kernel, "traceable", False)
 
     def plan_notes(self, spec: Spec) -> list[str]:
-        """What the plan has to say of it: what each step reads on the host."""
+        """Notes for the plan: the values that each step reads on the host."""
         notes: list[str] = []
         if not spec.step.settings.skips:
             return notes
@@ -130,42 +130,42 @@ class Optimizer:
         return f"{self.name}({', '.join(parts)})"
 
 
-def refuse_unknown(where: str, unknown: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise ConfigError for an option that an optimizer does not take; names the nearest."""
+def refuse_unknown(where: str, unknown: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise ConfigError for an option that an optimizer does not take. Names the nearest."""
     for option in unknown:
         torch_class = {"fa.sgd": "SGD", "fa.adam": "Adam", "fa.adamw": "AdamW"}.get(where)
-        others = (
+        torch_options = (
             () if torch_class is None else inspect.signature(getattr(torch.optim, torch_class)).parameters
         )
         raise ConfigError(
             f"{where} has no option {option!r}",
             where=f"{where}({option}=...)",
             fix=f"fa.from_torch(torch.optim.{torch_class}, lr=..., {option}=...) takes it"
-            if option in others
-            else nearest(option, [*known, "lr"]),
+            if option in torch_options
+            else nearest(option, [*names, "lr"]),
         )
 
 
 def options_of(
-    where: str, known: Mapping[str, Any], groups: Any
+    where: str, defaults: Mapping[str, Any], groups: Any
 ) -> tuple[Options, tuple[tuple[str, Options], ...]]:
     """Check the options of groups against the names an optimizer knows.
 
     Raises:
-        ConfigError: an option that it has not; names the nearest.
+        ConfigError: an unknown option. Names the nearest.
     """
     checked: list[tuple[str, Options]] = []
     for pattern, options in dict(groups or {}).items():
         for name in options:
-            if name != "lr" and name not in known:
+            if name != "lr" and name not in defaults:
                 raise ConfigError(
                     f"{where} has no option {name!r}",
                     where=f"groups[{pattern!r}]",
-                    fix=nearest(name, [*known, "lr"]),
+                    fix=nearest(name, [*defaults, "lr"]),
                 )
-        made = {k: as_schedule(v) if k == "lr" else v for k, v in options.items()}
-        checked.append((pattern, tuple(made.items())))
-    return tuple(known.items()), tuple(checked)
+        converted = {k: as_schedule(v) if k == "lr" else v for k, v in options.items()}
+        checked.append((pattern, tuple(converted.items())))
+    return tuple(defaults.items()), tuple(checked)
 
 
 def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf]) -> list[Group]:
@@ -219,9 +219,9 @@ def _first_rate(schedule: Callable[[Any], Any], name: str) -> float:
 
 def takes_tensors(schedule: Callable[[Any], Any]) -> bool:
     """Whether a schedule gives a tensor for a tensor, so that no host read is needed."""
-    known = getattr(schedule, "host_only", None)
-    if known is not None:
-        return not known
+    host_only = getattr(schedule, "host_only", None)
+    if host_only is not None:
+        return not host_only
     try:
         return isinstance(schedule(torch.zeros(())), torch.Tensor)
     except (TypeError, ValueError, RuntimeError):

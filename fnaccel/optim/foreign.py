@@ -20,7 +20,7 @@ from fnaccel.tree import Tree
 
 
 class _Recorder(dict[str, Any]):
-    """Optimizer state that remembers a copy of what was first put in each slot."""
+    """Optimizer state that keeps a copy of the first value of each slot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class TorchKernel:
 
 
 class BoundTorch:
-    """A torch optimizer over real parameters (DTensors where they are sharded)."""
+    """A torch optimizer over real parameters (DTensors if they are sharded)."""
 
     reads_host = True
 
@@ -68,7 +68,7 @@ class BoundTorch:
         skip: torch.Tensor | None,
         updates: torch.Tensor,  # noqa: ARG002 - torch optimizers count by themselves
     ) -> None:
-        """One update in place: see `Bound.apply`; `skip` costs one host read."""
+        """One update in place: see `Bound.apply`. `skip` costs one host read."""
         if skip is not None and bool(skip):
             return
         for index, leaf in self._leaves.items():
@@ -84,7 +84,7 @@ class BoundTorch:
 
 
 def _make(cls: type[Any], groups: Sequence[Group], params: dict[int, Any]) -> Any:
-    """The optimizer over `params`; the first rate matters to state that is made from it (ASGD, Rprop)."""
+    """The optimizer over `params`. The first rate matters to state that is made from it (ASGD, Rprop)."""
     return cls(
         [{"params": [params[m.index] for m in g.members], "lr": g.first_rate, **g.options} for g in groups],
         **shared_options(cls, groups),
@@ -93,20 +93,24 @@ def _make(cls: type[Any], groups: Sequence[Group], params: dict[int, Any]) -> An
 
 def shared_options(cls: type[Any], groups: Sequence[Group]) -> dict[str, Any]:
     """The options on which all groups agree: some matter to the constructor alone (Adagrad's first sum)."""
-    first, *others = groups
+    first, *later = groups
     taken = _arguments(cls)
     return {
         name: value
         for name, value in first.options.items()
         if (taken is None or name in taken)  # a group may have marks that only the update reads
-        and all(name in other.options and other.options[name] == value for other in others)
+        and all(name in other.options and other.options[name] == value for other in later)
     }
 
 
 def _arguments(cls: type[Any]) -> set[str] | None:
-    """What a class's constructor takes by name; None where it takes anything."""
-    found = inspect.signature(cls).parameters.values()
-    return None if any(one.kind is one.VAR_KEYWORD for one in found) else {one.name for one in found}
+    """The names of a constructor's arguments. None if it takes any name."""
+    parameters = inspect.signature(cls).parameters.values()
+    return (
+        None
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        else {parameter.name for parameter in parameters}
+    )
 
 
 def first_slots(cls: type[Any], groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
@@ -115,10 +119,10 @@ def first_slots(cls: type[Any], groups: Sequence[Group]) -> dict[int, dict[str, 
     Raises:
         CapabilityError: it can't update these parameters.
     """
-    found: dict[int, dict[str, Any]] = {}
+    slots: dict[int, dict[str, Any]] = {}
     try:
         for group in groups:  # each by itself: its options may matter to the constructor alone
-            found.update(_first_slots(cls, group))
+            slots.update(_first_slots(cls, group))
     except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise CapabilityError(
             f"{named(cls)} can't update these parameters: {str(error).splitlines()[0]}",
@@ -126,7 +130,7 @@ def first_slots(cls: type[Any], groups: Sequence[Group]) -> dict[int, dict[str, 
             fix="use fa.sgd, fa.adam or fa.adamw"
             + (", or an unsharded strategy (local, ddp)" if _sharded(groups) else " for them"),
         ) from error
-    return found
+    return slots
 
 
 def named(cls: type) -> str:
@@ -155,9 +159,9 @@ def _first_slots(cls: type[Any], group: Group) -> dict[int, dict[str, Any]]:
         clone.grad = torch.zeros_like(clone)
         clones[member.index] = clone
     probe = _make(cls, [group], clones)
-    begun = probe.state  # Adagrad makes its state as it is constructed
+    first_state = probe.state  # Adagrad makes its state as it is constructed
     probe.state = defaultdict(_Recorder)
-    for clone, slots in begun.items():
+    for clone, slots in first_state.items():
         for slot, value in slots.items():
             probe.state[clone][slot] = value
     probe.step()
@@ -198,7 +202,7 @@ def from_torch(
         "choose an optimizer that needs one gradient for an update",
     )
     require(
-        not any(given.get("dampening") for given in (options, *dict(groups or {}).values())),
+        not any(settings.get("dampening") for settings in (options, *dict(groups or {}).values())),
         "dampening treats the first update apart, which a state made before step 0 can't tell",
         "fa.from_torch",
         "leave dampening at 0",
@@ -209,15 +213,15 @@ def from_torch(
             raise ArgumentError(
                 f"{cls.__name__} takes no {name!r}", where="fa.from_torch", fix=nearest(name, taken)
             )
-    known, checked = options, {k: dict(v) for k, v in dict(groups or {}).items()}
+    defaults, checked = options, {k: dict(v) for k, v in dict(groups or {}).items()}
     for extra in checked.values():
-        known = {**{name: None for name in extra if name != "lr"}, **known}
-    _, made = options_of(cls.__name__, known, checked)
+        defaults = {**{name: None for name in extra if name != "lr"}, **defaults}
+    _, group_options = options_of(cls.__name__, defaults, checked)
     return Optimizer(
         name=cls.__name__,
         lr=lr,
         options=tuple(options.items()),
-        groups=made,
+        groups=group_options,
         kernel=TorchKernel(cls),
         elementwise=False,
     )

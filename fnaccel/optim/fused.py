@@ -40,25 +40,25 @@ class FusedKernel:
 
 
 class _Work:
-    """One group, as the fused kernel takes it; shards without elements are left out."""
+    """One group, as the fused kernel takes it. Shards without elements are left out."""
 
     __slots__ = ("first", "indices", "options", "second", "shards", "whole")
 
     def __init__(self, name: str, group: Group, total: int, slots: dict[str, dict[str, Any]]) -> None:
         self.options = dict(group.options)
-        kept = [m for m in group.members if m.leaf.shard.numel()]
-        self.indices = [m.index for m in kept]
+        members = [m for m in group.members if m.leaf.shard.numel()]
+        self.indices = [m.index for m in members]
         self.whole = self.indices == list(range(total))
-        self.shards = [m.leaf.shard for m in kept]
+        self.shards = [m.leaf.shard for m in members]
         kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
         if name == "sgd":
             kinds = ("momentum_buffer",) if self.options["momentum"] else ()
         lists: list[list[torch.Tensor]] = [[], []]
         for member in group.members:
-            made = slots.setdefault(member.leaf.name, {})
+            moments = slots.setdefault(member.leaf.name, {})
             for place, kind in enumerate(kinds):
                 zeros = torch.zeros_like(member.leaf.shard)
-                made[kind] = member.leaf.like(zeros)
+                moments[kind] = member.leaf.like(zeros)
                 if zeros.numel():
                     lists[place].append(zeros)
         self.first, self.second = lists
@@ -115,7 +115,7 @@ class BoundFused:
                 shards = [shards[i] for i in chosen]
                 first = [first[i] for i in chosen] if first else first
                 second = [second[i] for i in chosen] if second else second
-            # offloaded parameters lie elsewhere than what was decided on the device
+            # the multiplier and skip are on the device, and offloaded parameters are not
             where = shards[0].device
             scale, off, count = _at(divisor, where), _at(skip, where), _at(updates, where)
             if scale is not None and shards[0].dtype is torch.float64:
@@ -196,8 +196,8 @@ def sgd(
     """
     refuse_unknown("fa.sgd", unknown, ("momentum", "nesterov", "weight_decay", "groups"))
     require(not nesterov or momentum > 0, "Nesterov needs momentum", "fa.sgd", "momentum=0.9")
-    known = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    options, checked = options_of("sgd", known, groups)
+    defaults = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+    options, checked = options_of("sgd", defaults, groups)
     return Optimizer(name="sgd", lr=lr, options=options, groups=checked, kernel=FusedKernel("sgd"))
 
 
@@ -250,8 +250,8 @@ def adamw(
 def _make_adam(
     name: str, lr: Rate, betas: tuple[float, float], eps: float, weight_decay: float, groups: Groups
 ) -> Optimizer:
-    known = {"betas": check_betas(name, betas), "eps": eps, "weight_decay": weight_decay}
-    options, checked = options_of(name, known, groups)
+    defaults = {"betas": check_betas(name, betas), "eps": eps, "weight_decay": weight_decay}
+    options, checked = options_of(name, defaults, groups)
     return Optimizer(name=name, lr=lr, options=options, groups=checked, kernel=FusedKernel(name))
 
 

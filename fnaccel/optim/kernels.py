@@ -64,14 +64,14 @@ def register() -> None:
 
 def _adam_body(kernel: Callable[..., Any], *args: Any) -> None:
     _Begun.updates += 1
-    *others, skip = args
-    _run_adam(kernel, *others, scale=None, skip=skip)
+    *tensors, skip = args
+    _run_adam(kernel, *tensors, scale=None, skip=skip)
 
 
 def _sgd_body(*args: Any) -> None:
     _Begun.updates += 1
-    *others, skip = args
-    _run_sgd(*others, scale=None, skip=skip)
+    *tensors, skip = args
+    _run_sgd(*tensors, scale=None, skip=skip)
 
 
 def _run_adam(
@@ -178,7 +178,7 @@ def plain_sgd_(
     scale: torch.Tensor | None,
     skip: torch.Tensor | None,
 ) -> None:
-    """SGD in plain operations; arguments as for `sgd_`."""
+    """SGD in plain operations, with the arguments of `sgd_`."""
     rate = _on_device(rate, params[0].device)
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
         value, slope = _wide(param), _scaled(grad, scale)
@@ -192,12 +192,12 @@ def plain_sgd_(
 
 
 def _unbiased(beta: float, updates: torch.Tensor) -> Any:
-    """`1 - beta**updates`; as a difference it would lose half of fp32's digits where beta is near 1."""
+    """`1 - beta**updates`: as a difference it would lose half of fp32's digits when beta is near 1."""
     return -torch.expm1(updates * math.log(beta)) if beta else 1.0
 
 
 def _on_device(rate: Scalar, device: torch.device) -> torch.Tensor:
-    """A rate as an input of the graph: a number would be part of it, and a schedule compile it anew."""
+    """A rate as an input of the graph: a number would be part of it, and a schedule recompile it."""
     if isinstance(rate, torch.Tensor):
         return rate.to(device)
     return as_input(rate, device)
@@ -207,7 +207,7 @@ def as_input(value: float, device: torch.device) -> torch.Tensor:
     """A number as a 0-d fp32 tensor, and an input of XLA's graph whatever its value.
 
     torch_xla takes a 0-d tensor of 0 or 1 for a constant, and two equal ones for one input (2.9): either
-    would compile the step anew.
+    would recompile the step.
     """
     return torch.tensor([value], dtype=torch.float32).to(device).reshape(())
 
@@ -222,7 +222,7 @@ def _scaled(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 
 def _put(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
-    # not a product: what is skipped may be NaN
+    # not a product: a skipped value may be NaN
     target.copy_(value if skip is None else torch.where(skip > 0, _wide(target), value))
 
 
@@ -231,8 +231,8 @@ def _dispatched(name: str, fused: Callable[..., None], plain: Callable[..., None
 
     def apply(*args: Any) -> None:
         if torch.compiler.is_compiling():
-            *others, _, skip = args  # gradients are scaled by then
-            getattr(torch.ops.fnaccel, name)(*others, skip)
+            *tensors, _, skip = args  # gradients are scaled by then
+            getattr(torch.ops.fnaccel, name)(*tensors, skip)
         elif args[0][0].device.type == "xla":
             plain(*args)
         else:

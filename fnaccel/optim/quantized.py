@@ -1,6 +1,6 @@
 """`adamw8bit`: AdamW whose moments are stored in 8 or 4 bits, by blocks.
 
-A slot is what is stored: the codes of a moment and one scale a block, as plain tensors that save, shard and
+A slot holds the codes of a moment and one scale a block, as plain tensors that save, shard and
 restore as any other. Blocks never cross a row of a parameter, so they are the same on any number of ranks.
 The arithmetic is torchao's (https://github.com/pytorch/ao/tree/main/torchao/optim) or bitsandbytes'
 (https://huggingface.co/docs/bitsandbytes/main/en/reference/optim/adamw).
@@ -73,7 +73,7 @@ class EightBitKernel:
         return self.block if self.backend == "bitsandbytes" else _LEAST_BLOCK
 
     def block_of(self, shape: Sequence[int]) -> int:
-        """How many elements of a parameter share a scale; 0 where its moments stay in fp32.
+        """How many elements of a parameter share a scale: 0 if its moments stay in fp32.
 
         Depends on the whole parameter's shape alone, so that a checkpoint fits any layout.
         """
@@ -100,12 +100,12 @@ class BoundEightBit:
                 block = kernel.block_of(member.leaf.param.shape)
                 if block:
                     _check_rows(member.leaf)
-                    made = make(kernel, member.leaf, block, group.options)
-                    self.slots[member.leaf.name] = made.slots
+                    moments = make(kernel, member.leaf, block, group.options)
+                    self.slots[member.leaf.name] = moments.slots
                     if member.leaf.shard.numel():
-                        self._work.append((number, member.index, member.leaf, made))
-            rest = [m for m in group.members if not kernel.block_of(m.leaf.param.shape)]
-            small.append(attrs.evolve(group, members=tuple(rest)))
+                        self._work.append((number, member.index, member.leaf, moments))
+            unquantized = [m for m in group.members if not kernel.block_of(m.leaf.param.shape)]
+            small.append(attrs.evolve(group, members=tuple(unquantized)))
         if groups and not self.slots:
             raise CapabilityError(
                 f"no parameter's moments would be stored in {kernel.codes}: none has two dimensions, "
@@ -124,7 +124,7 @@ class BoundEightBit:
         skip: torch.Tensor | None,
         updates: torch.Tensor,
     ) -> None:
-        """One update in place: see `Bound.apply`; `skip` costs one host read."""
+        """One update in place: see `Bound.apply`. `skip` costs one host read."""
         if skip is not None and bool(skip):
             return
         with torch.no_grad():
@@ -148,7 +148,11 @@ def _check_rows(leaf: Leaf) -> None:
         CapabilityError: the parameter is cut along another dimension.
     """
     placements: Any = getattr(leaf.param, "placements", ())
-    odd = [one for one in placements if not one.is_replicate() and getattr(one, "dim", None) != 0]
+    odd = [
+        placement
+        for placement in placements
+        if not placement.is_replicate() and getattr(placement, "dim", None) != 0
+    ]
     if odd:
         raise CapabilityError(
             f"{leaf.name} lies as {odd[0]}, and quantized moments are cut by rows",
@@ -158,7 +162,7 @@ def _check_rows(leaf: Leaf) -> None:
 
 
 def _laid_out(leaf: Leaf, local: torch.Tensor) -> Any:
-    """A slot over ranks as its parameter is; it has the parameter's rows, and columns of its own."""
+    """A slot, sharded as its parameter is. It has the parameter's rows, and columns of its own."""
     if not leaf.sharded:
         return local
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
@@ -322,13 +326,15 @@ def adamw8bit(
     Example:
         >>> fa.optim.adamw8bit(3e-4, codes="fp8")
     """
-    for kind, chosen, known in (
+    for kind, chosen, choices in (
         ("8-bit backend", backend, get_args(Backend)),
         ("code", codes, get_args(Codes)),
     ):
-        if chosen not in known:
+        if chosen not in choices:
             raise UnknownNameError(
-                f"no {kind} is called {chosen!r}", where="fa.optim.adamw8bit", fix=nearest(str(chosen), known)
+                f"no {kind} is called {chosen!r}",
+                where="fa.optim.adamw8bit",
+                fix=nearest(str(chosen), choices),
             )
     require(
         backend == "torchao" or not compiled,
@@ -349,7 +355,7 @@ def adamw8bit(
     return Optimizer(
         name="adamw8bit",
         lr=lr,
-        options=(*options, ("codes", codes), ("backend", backend)),  # for the plan; the kernel decides
+        options=(*options, ("codes", codes), ("backend", backend)),  # for the plan: the kernel decides
         groups=checked,
         kernel=EightBitKernel(backend, codes, 128 if codes == "4bit" else 256, compiled),
         elementwise=False,

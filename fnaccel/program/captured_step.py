@@ -1,6 +1,6 @@
-"""A whole step as two compiled programs, from the host: what goes in, what comes out, and the first check.
+"""A whole step as two compiled programs, from the host: inputs, outputs, and the first check.
 
-`step_graph.py` has what the programs trace.
+`step_graph.py` has the code that the programs trace.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fnaccel.tree import Tree
 
 @attrs.frozen(kw_only=True)
 class Found:
-    """What a step came to: its metrics; and the gradients, where the update is still to be done."""
+    """The result of a step: its metrics, and the gradients if the update is still to be done."""
 
     metrics: dict[str, Any]
     grads: Gradients | None
@@ -54,7 +54,7 @@ class CapturedStep:
         capture: how its step can be captured.
         loss: the loss function under its FORWARD transforms.
         settings: how to compile.
-        tail: what follows the gradients; None leaves it to the caller.
+        tail: clipping, update and averages. None leaves them to the caller.
         update: updates the parameters.
         params: the parameters as hooks see them.
     """
@@ -85,15 +85,15 @@ class CapturedStep:
 
         Args:
             micros: this rank's micro-batches.
-            call: what changes from call to call.
+            call: the values that change from call to call.
             rates: 0-d tensors, one for each group of each optimizer.
             number: 0-d tensor, the number of this update.
 
         Raises:
-            CapabilityError: a lent model whose parameters are sharded; in the first call, parameters without
-                a gradient under ddp.
+            CapabilityError: a lent model whose parameters are sharded. In the first call also parameters
+                without a gradient under ddp.
         """
-        given = () if call.given is None else (_whole_models(call.given),)
+        lent_models = () if call.given is None else (_whole_models(call.given),)
         if self._replays:
             torch.compiler.cudagraph_mark_step_begin()
         engine, device = self._engine, self._engine.layout.mesh.world.device
@@ -104,18 +104,18 @@ class CapturedStep:
         def body(seed: Callable[[int], None]) -> tuple[Any, Report, AuxValues]:
             if self._capture.before is not None:
                 self._capture.before()
-            self._agree(last.data, given)
+            self._agree(last.data, lent_models)
             report = Report(self._group, device, engine.agreement, call.notice)
             up_front = up_front_of(self._loss, micros, call, report, engine)
             up_front = None if up_front is None else _filled(up_front, wide_dtype(engine), device)
-            known = packed([report.weight], device)[0] if self._loss.weight_fn is not None else None
+            global_weight = packed([report.weight], device)[0] if self._loss.weight_fn is not None else None
             keeps = [self._keep(micro, report.weight_of(index)) for index, micro in enumerate(micros)]
             aux = AuxValues()
-            sums, carried, weighted = self._accumulate(before, given, up_front, aux, keeps, seed)
+            sums, carried, weighted = self._accumulate(before, lent_models, up_front, aux, keeps, seed)
             seed(len(before))
             sums = torch.cat([sums, _filled(report.asked, sums.dtype, device).view(1)])
             outs = self._call(
-                self._finish, last.data, given, keeps[-1], up_front, carried, sums, known,
+                self._finish, last.data, lent_models, keeps[-1], up_front, carried, sums, global_weight,
                 call.scale, rates, number, step,
             )  # fmt: skip
             self._check_kinds({*weighted, outs[0][4]})
@@ -123,12 +123,12 @@ class CapturedStep:
 
         outs, report, aux = attempt(engine, call, body)
         # the next replay of a CUDA graph writes to the same memory
-        metrics, found, asked, skip, weighted = (
+        metrics, values, stop_requests, skip, weighted = (
             tree.map_tensors(torch.clone, outs[0]) if self._replays else outs[0]
         )
         grads, multiplier = outs[1]
-        report.hear(asked)
-        aux.take(found, valid=last.valid > 0)
+        report.hear(stop_requests)
+        aux.take(values, valid=last.valid > 0)
         metrics.update(self._shared(aux, weighted))
         pending = None
         if self._tail is None:
@@ -144,7 +144,7 @@ class CapturedStep:
     def _accumulate(
         self,
         micros: Sequence[Micro],
-        given: Tree,
+        lent_models: Tree,
         up_front: Scalar | None,
         aux: AuxValues,
         keeps: Sequence[torch.Tensor],
@@ -162,26 +162,26 @@ class CapturedStep:
         kinds: set[bool] = set()
         for index, micro in enumerate(micros):
             seed(index)
-            sums, now, found, weighted = self._call(
-                self._add, micro.data, given, keeps[index], up_front, grads, sums
+            sums, now, values, weighted = self._call(
+                self._add, micro.data, lent_models, keeps[index], up_front, grads, sums
             )
             kinds.add(weighted)
             used = tuple(a or b for a, b in zip(used, now, strict=True))
-            aux.take(found, valid=micro.valid > 0)
+            aux.take(values, valid=micro.valid > 0)
         return sums, [grad if was else None for grad, was in zip(grads, used, strict=True)], kinds
 
-    def _call(self, program: Callable[..., Any], data: Tree, given: Tree, *args: Any) -> Any:
-        """Run a compiled program; where it can't be compiled, first see whether the loss itself fails."""
+    def _call(self, program: Callable[..., Any], data: Tree, lent_models: Tree, *args: Any) -> Any:
+        """Run a compiled program. If it can't be compiled, first check whether the loss itself fails."""
         try:
-            return program(data, given, *args)
+            return program(data, lent_models, *args)
         except _torch.compile_errors():
-            # shards are gathered by all ranks, and others may not have failed
+            # shards are gathered by all ranks, and other ranks may not have failed
             if not any(leaf.sharded for leaf in self._capture.leaves):
-                self._try_eagerly(data, given)
+                self._try_eagerly(data, lent_models)
             raise
 
-    def _agree(self, data: Tree, given: Tree) -> None:
-        """See, before the first step, that ranks report alike, and which parameters any of them uses.
+    def _agree(self, data: Tree, lent_models: Tree) -> None:
+        """Before the first step, check that ranks report alike, and find the parameters that any rank uses.
 
         Raises:
             LossError: ranks return losses of different kinds, or different aux.
@@ -189,11 +189,11 @@ class CapturedStep:
         """
         if self._group is None or self._graph.used is not None:
             return
-        aux, weighted, own = self._eagerly(data, given)
+        aux, weighted, reached = self._eagerly(data, lent_models)
         values = AuxValues()
         values.take(detached(aux), valid=False)
         self._engine.agreement.check(structure(values, self._kind(weighted)), self._group)
-        used = tuple(map(any, zip(*gather_objects(own, over=self._group), strict=True)))
+        used = tuple(map(any, zip(*gather_objects(reached, over=self._group), strict=True)))
         if self._capture.complete and not all(used):
             names = [leaf.name for leaf, was in zip(self._capture.leaves, used, strict=True) if not was]
             raise CapabilityError(
@@ -204,28 +204,30 @@ class CapturedStep:
             )
         self._graph.used = used
 
-    def _try_eagerly(self, data: Tree, given: Tree) -> None:
-        """Raise what the loss function raises without compilation."""
+    def _try_eagerly(self, data: Tree, lent_models: Tree) -> None:
+        """Raise the error that the loss function raises without compilation."""
         try:
-            self._eagerly(data, given)
+            self._eagerly(data, lent_models)
         except Exception as error:
-            raise error from None  # torch's own account of it is longer, and says less
+            raise error from None  # torch's own account of the error is longer and less clear
 
     def _kind(self, weighted: bool) -> bool | None:
         return weighted if self._loss.weight_fn is None else None
 
-    def _eagerly(self, data: Tree, given: Tree) -> tuple[Any, bool, list[bool]]:
+    def _eagerly(self, data: Tree, lent_models: Tree) -> tuple[Any, bool, list[bool]]:
         """Aux, whether the loss is weighted, and which parameters get a gradient, without compilation.
 
         Leaves nothing behind.
         """
         engine = self._engine
         slots = [_torch.buffers_of(module) for root in engine.layout.modules for module in root.modules()]
-        kept = [(own, name, x, x.clone()) for own in slots for name, x in own.items() if x is not None]
-        states = [(one, one.get_state()) for one in generators_of(engine.layout.mesh.world.device)]
+        buffers = [(slot, name, x, x.clone()) for slot in slots for name, x in slot.items() if x is not None]
+        states = [
+            (generator, generator.get_state()) for generator in generators_of(engine.layout.mesh.world.device)
+        ]
         try:
             params, run = self._capture.open()
-            parts = read_loss(run(self._loss.fn, data, *given), self._loss.where)
+            parts = read_loss(run(self._loss.fn, data, *lent_models), self._loss.where)
             check_attached(parts.total, self._loss.where)
             check_divided(parts, self._loss.where)
             check_aux(parts.aux)
@@ -236,15 +238,15 @@ class CapturedStep:
             for generator, state in states:
                 generator.set_state(state)
             with torch.no_grad():
-                for own, name, buffer, before in kept:
-                    own[name] = buffer.copy_(before)
+                for slot, name, buffer, before in buffers:
+                    slot[name] = buffer.copy_(before)
 
     def _keep(self, micro: Micro, weight: Scalar) -> torch.Tensor:
         """1, or 0 for a filler or a weight of 0: a tensor, since a number would be compiled in."""
         return _filled(weight > 0 if micro.valid else 0, torch.float32, self._engine.layout.mesh.world.device)
 
     def _shared(self, aux: AuxValues, weighted: bool) -> dict[str, Any]:
-        """The aux of all ranks, in an all-reduce of its own where there is any."""
+        """The aux of all ranks, in an all-reduce of its own if there is any."""
         device = self._engine.layout.mesh.world.device
         if self._group is not None:
             self._engine.agreement.check(structure(aux, self._kind(weighted)), self._group)
@@ -255,15 +257,17 @@ class CapturedStep:
         return aux.finish(self._group, device)
 
 
-def _whole_models(given: Tree) -> Any:
-    if any(hasattr(p, "placements") for engine in given.engines for p in engine.layout.parameters.values()):
+def _whole_models(lent_models: Tree) -> Any:
+    if any(
+        hasattr(p, "placements") for engine in lent_models.engines for p in engine.layout.parameters.values()
+    ):
         raise CapabilityError(
-            "a model that lies in shards is lent to a step that is captured as one graph",
+            "a sharded model is lent to a step that is captured as one graph",
             where="train_step(state, batch, given=...)",
-            fix="lend a model under local() or ddp(); or fa.compile(step, scope='block') (scope 'loss' where "
+            fix="lend a model under local() or ddp(); or fa.compile(step, scope='block') (scope 'loss' if "
             "the borrower is not sharded)",
         )
-    return given.models
+    return lent_models.models
 
 
 def _sum_type(device: torch.device) -> torch.dtype:

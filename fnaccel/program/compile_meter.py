@@ -1,4 +1,4 @@
-"""What compilation costs a train step: how often, how long, and which shapes were to blame."""
+"""The cost of compilation for a train step: how often, how long, and for which shapes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Compilation:
 
 
 class Meter:
-    """Watches the calls of one train step; see `Compilation`."""
+    """Watches the calls of one train step: see `Compilation`."""
 
     def __init__(self, settings: Compiler, where: str) -> None:
         self._settings = settings
@@ -57,13 +57,13 @@ class Meter:
         self.found = Compilation(scope=settings.scope)
 
     def check(self) -> None:
-        """Raise RecompileLimitError where the step was compiled too often; nothing was changed."""
+        """Raise RecompileLimitError if the step was compiled too often. Nothing was changed."""
         if self.found.recompilations > self._settings.limit:
             raise self._too_often()
 
     @contextlib.contextmanager
     def watch(self, datas: Sequence[Any]) -> Generator[None]:
-        """In the body compiled code may run; `datas` are the micro-batches it runs on.
+        """In the body compiled code may run. `datas` are the micro-batches it runs on.
 
         Raises:
             ArgumentError: `dynamic=` names dimensions that the batch has not.
@@ -85,7 +85,7 @@ class Meter:
                 f"torch can't compile this step: {_first_line(error)}",
                 where=_last_place(error) or self._where,
                 fix="change that line; or fa.compile(step, scope='loss') (under fsdp: 'block'), which "
-                "leaves to Python what torch can't compile",
+                "leaves to Python the lines that torch can't compile",
             ) from error
         graphs = _torch.compiled_graphs() - before
         if graphs:
@@ -122,9 +122,9 @@ class Meter:
                 elif isinstance(value, int | float | str):
                     shapes[path] = repr(value)
         for path, shape in shapes.items():
-            known = self._shapes.setdefault(path, [])
-            if shape not in known:
-                known.append(shape)
+            seen = self._shapes.setdefault(path, [])
+            if shape not in seen:
+                seen.append(shape)
 
     def _mark(self, datas: Sequence[Any], pattern: str, dims: tuple[int, ...]) -> None:
         named = [(path, x) for data in datas for path, x in tree.items(data) if isinstance(x, torch.Tensor)]

@@ -1,6 +1,6 @@
 """Models of other train steps, lent for one call: seen by the loss, neither donated nor trained.
 
-Their parameters take no gradient while they are lent; gradients flow through them.
+Their parameters take no gradient while they are lent. Gradients flow through them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a description to what runs: transforms sorted into hooks, batches into micro-batches."""
+"""From a description to hooks and micro-batches: sorts transforms, cuts batches."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class UserGradients:
     fn: Callable[[dict[str, Any], Any, Info], Any]
     name: str
 
-    def on_gradients(self, grads: StepGradients, own: Tree, info: Info) -> Any:
-        """Hand it the gradients by name, and take what it returns."""
-        returned = self.fn(grads.by_name(), own, info)
+    def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:
+        """Call it with the gradients by name, and take its result."""
+        returned = self.fn(grads.by_name(), state, info)
         if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
             raise ArgumentError(
                 f"transform {self.name!r} returned {type(returned).__name__}",
@@ -59,14 +59,14 @@ class UserUpdate:
 
     fn: Callable[[Mapping[str, Any], Any, Info], Any]
 
-    def on_update(self, engine: Trained, own: Tree, info: Info) -> Any:
-        """Hand it the parameters by name."""
-        return self.fn(engine.layout.parameters, own, info)
+    def on_update(self, engine: Trained, state: Tree, info: Info) -> Any:
+        """Call it with the parameters by name."""
+        return self.fn(engine.layout.parameters, state, info)
 
 
 @attrs.frozen(kw_only=True)
 class Lowered:
-    """A step, ready for an engine: its loss, what it asks for, and its hooks in order."""
+    """A step, ready for an engine: its loss, its settings, and its hooks in order."""
 
     loss: Loss
     settings: Settings
@@ -77,14 +77,14 @@ class Lowered:
 
     @property
     def own_hooks(self) -> bool:
-        """Whether all that follows the gradients is the library's own, and so can be captured."""
-        users, own = (UserGradients, UserUpdate), {name for name, _ in self.inits}
+        """Whether all hooks after the gradients are the library's own, and so can be captured."""
+        users, stateful = (UserGradients, UserUpdate), {name for name, _ in self.inits}
         hooks = (*self.tail.gradients, *self.tail.updates)
-        return not any(isinstance(hook, users) or name in own for name, hook in hooks)
+        return not any(isinstance(hook, users) or name in stateful for name, hook in hooks)
 
 
 def lower(step: Step, delegated: Container[str] = ()) -> Lowered:
-    """Sort the transforms of a step into hooks, and compile its loss where that was asked for.
+    """Sort the transforms of a step into hooks, and compile its loss if the step asks for it.
 
     Args:
         step: the step.

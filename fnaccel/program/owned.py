@@ -1,4 +1,4 @@
-"""What a train step owns between calls: the engine, the optimizers, the trees that states show."""
+"""The values that a train step owns between calls: engine, optimizers, the trees that states show."""
 
 from __future__ import annotations
 
@@ -66,26 +66,28 @@ class Owned:
         self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in self._buffer_slots])
 
     def _captured(self, inside: bool) -> CapturedStep | None:
-        """The step as compiled programs where that was asked for; the update is part of them if `inside`."""
+        """The compiled programs of the step if it asks for them. The update is part of them if `inside`."""
         engine, lowered = self.engine, self._lowered
         compiler, capture = lowered.settings.compiler, engine.forward.capture
         if capture is None or compiler is None:
             return None
-        # a CUDA graph reads and writes these where they lie
-        slots = [_torch.local_of(value) for one in self.updater.slots.values() for value in one.values()]
+        # a CUDA graph reads and writes these in place
+        slots = [
+            _torch.local_of(value) for tensors in self.updater.slots.values() for value in tensors.values()
+        ]
         _torch.mark_static([*slots, *engine.averages, *(leaf.shard for leaf in capture.leaves)])
         tail = lowered.tail if inside else None
         return CapturedStep(engine, capture, lowered.loss, compiler, tail, self.updater.update, self.params)
 
     def _show(self, flat: dict[str, Any]) -> dict[str, Any]:
-        """Names as the state shows them: by model first where there are several."""
+        """Names as the state shows them: by model first if there are several."""
         if not self._nested:
             return ReadOnlyDict(flat)
-        found: dict[str, dict[str, Any]] = {str(key): {} for key in self._built.modules}
+        models: dict[str, dict[str, Any]] = {str(key): {} for key in self._built.modules}
         for name, value in flat.items():
-            key, _, rest = name.partition("/")
-            found[key][rest] = value
-        return ReadOnlyDict({key: ReadOnlyDict(named) for key, named in found.items()})
+            key, _, local_name = name.partition("/")
+            models[key][local_name] = value
+        return ReadOnlyDict({key: ReadOnlyDict(named) for key, named in models.items()})
 
     def _show_averages(self) -> dict[str, Any]:
         pairs = zip(self.engine.layout.leaves, self.engine.averages, strict=True)
@@ -119,7 +121,7 @@ class Owned:
         )
 
     def check_ready(self) -> None:
-        """Raise CapabilityError if there is nothing to train; ReplacedParameterError: see `check_modules`."""
+        """Raise CapabilityError if there is nothing to train, ReplacedParameterError as `check_modules`."""
         self._watched.check()
         if not self._trains:
             raise CapabilityError(
@@ -135,14 +137,14 @@ class Owned:
             )
 
     def train(self, mode: bool = True) -> None:
-        """Put the modules in training or evaluation mode, where they are not."""
+        """Put the modules in training or evaluation mode, if they are not."""
         mode = mode and self._trains
         for module in self.engine.layout.modules:
             if module.training is not mode:
                 module.train(mode)
 
     def current_buffers(self) -> dict[str, Any]:
-        """The buffers; a module may have put a new tensor in the place of an old one."""
+        """The buffers of this moment: a module may have replaced a tensor."""
         flat = self.engine.layout.buffers
         changed = False
         for module, attribute, name in self._buffer_slots:
@@ -172,29 +174,29 @@ class Owned:
             scale["scale"], scale["growth"], skip, policy.growth, policy.backoff, policy.interval
         )
         scale["scale"].clamp_(min=policy.min_scale)
-        known = torch.as_tensor(weight, dtype=torch.float32, device=scale["weight"].device)
-        scale["weight"].copy_(torch.where(known > 0, known, scale["weight"]))
+        current = torch.as_tensor(weight, dtype=torch.float32, device=scale["weight"].device)
+        scale["weight"].copy_(torch.where(current > 0, current, scale["weight"]))
 
     def absorb(self, state: TrainState, begin: Callable[[], None]) -> TrainState:
-        """Copy a state's values into the tensors owned here; a state that shows those tensors.
+        """Copy a state's values into the tensors owned here. Returns a state that shows those tensors.
 
         Args:
             state: the values.
             begin: called before the first tensor changes.
 
         Raises:
-            TreeMismatchError: every path that differs; nothing was changed.
+            TreeMismatchError: every path that differs. Nothing was changed.
         """
         self.check_modules()
-        mine = self.shown(state)
-        pairs = _matched(mine, state)
+        target_state = self.shown(state)
+        pairs = _matched(target_state, state)
         begin()
         with torch.no_grad():
             for target, source in pairs:
                 if target is not source:
                     target.copy_(source)
         self.restored()
-        return mine
+        return target_state
 
     def shown(self, state: TrainState) -> TrainState:
         """A state with the values of `state` on the host, and the tensors owned here."""
@@ -218,21 +220,21 @@ class Owned:
         self.check_modules()
         return attrs.evolve(state, buffers=self.current_buffers())
 
-    def filled(self, shown: TrainState, fill: Callable[[TrainState], TrainState]) -> TrainState:
-        """What `fill` makes of a state, in the tensors owned here; a runtime's are copied in and out."""
-        if not any(isinstance(leaf, Remote) for leaf in tree.leaves(shown.params)):
-            return fill(shown)
-        made = fill(tree.map_tensors(lambda x: x.solid() if isinstance(x, Remote) else x, shown))
+    def filled(self, state: TrainState, fill: Callable[[TrainState], TrainState]) -> TrainState:
+        """The state that `fill` returns, in the tensors owned here. A runtime's are copied in and out."""
+        if not any(isinstance(leaf, Remote) for leaf in tree.leaves(state.params)):
+            return fill(state)
+        full = fill(tree.map_tensors(lambda x: x.solid() if isinstance(x, Remote) else x, state))
         with torch.no_grad():
             for name in ("params", "opt"):
-                targets, values = (tree.leaves(getattr(one, name)) for one in (shown, made))
+                targets, values = (tree.leaves(getattr(source, name)) for source in (state, full))
                 for target, value in zip(targets, values, strict=True):
                     if isinstance(target, Remote):
                         target.copy_(value)
-        return attrs.evolve(made, params=shown.params, opt=shown.opt)
+        return attrs.evolve(full, params=state.params, opt=state.opt)
 
     def check_filled(self, complete: bool) -> None:
-        """Raise CapabilityError where a model without values is to be given some of them only."""
+        """Raise CapabilityError if a model without values would get only some of them."""
         if self._empty and not complete:
             raise CapabilityError(
                 'the model was built without values (init="meta"), and not all of them are restored',
@@ -268,23 +270,23 @@ class Owned:
 
 
 def _buffers_of(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
-    wanted = dict(root.named_buffers())
-    found: list[tuple[str, torch.nn.Module, str]] = []
+    persistent = dict(root.named_buffers())
+    slots: list[tuple[str, torch.nn.Module, str]] = []
     for prefix, module in root.named_modules():
         for attribute in _torch.buffers_of(module):
             name = f"{prefix}.{attribute}" if prefix else attribute
-            if name in wanted:
-                found.append((name, module, attribute))
-    return found
+            if name in persistent:
+                slots.append((name, module, attribute))
+    return slots
 
 
-def _matched(mine: TrainState, other: TrainState) -> list[tuple[Any, Any]]:
+def _matched(target_state: TrainState, source_state: TrainState) -> list[tuple[Any, Any]]:
     """Pairs of tensors to copy.
 
     Raises:
         TreeMismatchError: paths, shapes or dtypes differ.
     """
-    targets, sources = dict(tree.items(mine)), dict(tree.items(other))
+    targets, sources = dict(tree.items(target_state)), dict(tree.items(source_state))
     problems = [f"{path} is missing" for path in targets.keys() - sources.keys()]
     problems += [f"{path} is unknown" for path in sources.keys() - targets.keys()]
     pairs: list[tuple[Any, Any]] = []
@@ -302,7 +304,7 @@ def _matched(mine: TrainState, other: TrainState) -> list[tuple[Any, Any]]:
             pairs.append((target, source))
     if problems:
         raise TreeMismatchError(
-            f"the state differs from what this train step holds: {'; '.join(sorted(problems))}",
+            f"the state differs from that of this train step: {'; '.join(sorted(problems))}",
             where="train_step.adopt",
             fix="adopt a state of the same models, optimizer and transforms",
         )
@@ -310,12 +312,12 @@ def _matched(mine: TrainState, other: TrainState) -> list[tuple[Any, Any]]:
 
 
 def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | None = None) -> Owned:
-    """Build modules, engine and optimizers; what fails leaves the modules free."""
-    made: list[Built] = []
+    """Build modules, engine and optimizers. A failure leaves the modules free."""
+    builds: list[Built] = []
     settings, trains = lowered.settings, spec.optimizers is not None
 
     def prepare(built: Built) -> None:
-        made.append(built)
+        builds.append(built)
         if not trains:
             for _, param in built.named("parameters"):
                 param.requires_grad_(False)
@@ -343,6 +345,6 @@ def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | N
         )
         return Owned(engine, built, lowered, cast("Optimizers | None", spec.optimizers))
     except BaseException:
-        for built in made:
+        for built in builds:
             release(built)
         raise

@@ -18,7 +18,7 @@ from fnaccel.strategies.runtime import Delegation
 
 @attrs.frozen
 class Row:
-    """One line of a plan: when, what, how, and who carries it out."""
+    """One line of a plan: phase, transform, details, and the runtime that carries it out."""
 
     phase: str
     what: str
@@ -28,7 +28,7 @@ class Row:
 
 @attrs.frozen
 class Plan:
-    """What a train step will do, in order. `str(plan)` is meant to be read.
+    """The operations of a train step, in order. `str(plan)` is meant to be read.
 
     Example:
         >>> print(train_step.plan)
@@ -43,9 +43,9 @@ class Plan:
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     digests: tuple[tuple[str, str], ...]
-    """(what, digest) of each function, so that ranks running different code are told apart."""
+    """(name, digest) of each function, so that ranks running different code are told apart."""
     runtime: str | None = None
-    """The configuration of the runtime behind the strategy, as JSON; None without one."""
+    """The configuration of the runtime behind the strategy, as JSON. None without a runtime."""
 
     @property
     def deepspeed(self) -> dict[str, Any]:
@@ -74,12 +74,12 @@ class Plan:
     @property
     def hash(self) -> str:
         """64 hex digits, equal on ranks that run the same plan."""
-        text = "\n".join([str(self), *(f"{what} {digest}" for what, digest in self.digests)])
+        text = "\n".join([str(self), *(f"{name} {digest}" for name, digest in self.digests)])
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def order(step: Step) -> tuple[Transform, ...]:
-    """The transforms by phase; written order within a phase.
+    """The transforms by phase, in written order within a phase.
 
     Raises:
         RepeatedTransformError: one that may stand once stands twice (a Step built by hand).
@@ -103,16 +103,16 @@ def title(fn: Callable[..., Any]) -> str:
 
 def digest(fn: Callable[..., Any]) -> str:
     """A digest of a function's bytecode, constants, names and simple closure values."""
-    found = hashlib.sha256(title(fn).encode())
+    hasher = hashlib.sha256(title(fn).encode())
 
     def feed(code: CodeType) -> None:
-        found.update(code.co_code)
-        found.update(repr(code.co_names).encode())
+        hasher.update(code.co_code)
+        hasher.update(repr(code.co_names).encode())
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
                 feed(constant)
             elif isinstance(constant, int | float | str | bytes | bool | type(None) | tuple):
-                found.update(repr(constant).encode())
+                hasher.update(repr(constant).encode())
 
     code = getattr(fn, "__code__", None)
     if code is not None:
@@ -123,20 +123,20 @@ def digest(fn: Callable[..., Any]) -> str:
         except ValueError:  # a cell that is not filled yet
             continue
         if isinstance(value, int | float | str | bool):
-            found.update(repr(value).encode())
-    return found.hexdigest()[:16]
+            hasher.update(repr(value).encode())
+    return hasher.hexdigest()[:16]
 
 
 def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = None) -> Plan:
-    """Validate a step against a strategy and describe it; what a runtime carries out is marked.
+    """Validate a step against a strategy and describe it. Work of a runtime is marked.
 
     Args:
         spec: the train step, its transforms resolved.
         optimizer: the optimizers as the user gave them.
-        delegation: what a runtime carries out.
+        delegation: the work that a runtime carries out.
 
     Raises:
-        CapabilityError: a transform asks for what the strategy can't do.
+        CapabilityError: a transform needs a capability that the strategy lacks.
     """
     step, strategy, mesh = spec.step, spec.strategy, spec.mesh
     ordered = order(step)
@@ -191,7 +191,7 @@ def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = Non
         rows=tuple(rows),
         notes=tuple(notes),
         digests=(
-            *((what, digest(fn)) for what, fn in functions),
+            *((name, digest(fn)) for name, fn in functions),
             *(() if config is None else ((by, config),)),
         ),
         runtime=config,
@@ -203,8 +203,8 @@ def _optimizer_rows(optimizer: object, frozen: tuple[str, ...], by: str) -> list
         return [Row("UPDATE", "none", "inference only: this train step can't be called")]
     named: Any = optimizer if isinstance(optimizer, dict) else {"": optimizer}
     rows = [
-        Row("UPDATE", f"{key}: {one.name}" if key else one.name, one.describe(), by)
-        for key, one in named.items()
+        Row("UPDATE", f"{key}: {description.name}" if key else description.name, description.describe(), by)
+        for key, description in named.items()
     ]
     if frozen:
         rows.append(Row("UPDATE", "frozen", ", ".join(frozen)))
@@ -212,21 +212,21 @@ def _optimizer_rows(optimizer: object, frozen: tuple[str, ...], by: str) -> list
 
 
 def compare(plan: Plan, seed: int, gather_objects: Callable[[Any], list[Any]]) -> None:
-    """Raise on every rank where ranks hold different plans or seeds.
+    """Raise on every rank if ranks hold different plans or seeds.
 
     Raises:
-        PlanMismatchError: with the first lines that differ and who has them.
+        PlanMismatchError: with the first lines that differ and their ranks.
     """
     hashes, seeds = zip(*gather_objects((plan.hash, seed)), strict=True)
     if len(set(seeds)) > 1:
         raise PlanMismatchError(
             f"ranks were given different seeds: {list(seeds)}",
             where="train_step.init(seed=...)",
-            fix="give the same seed on every rank; what must differ between ranks is folded from it",
+            fix="give the same seed on every rank: seeds that must differ between ranks are folded from it",
         )
     if len(set(hashes)) == 1:
         return
-    texts = gather_objects([*str(plan).splitlines(), *(f"{what} {d}" for what, d in plan.digests)])
+    texts = gather_objects([*str(plan).splitlines(), *(f"{name} {d}" for name, d in plan.digests)])
     base = texts[0]
     for rank, lines in enumerate(texts):
         differing = [(a, b) for a, b in zip(base, lines, strict=False) if a != b]

@@ -65,14 +65,14 @@ class StateOwner:
 
     @property
     def initialised(self) -> bool:
-        """Whether `init` was called; raises after `close`."""
+        """Whether `init` was called. Raises after `close`."""
         if self._closed:
             _ = self.owned
         return self._owned is not None
 
     @property
     def live_state(self) -> TrainState | None:
-        """The live state; None if there is none, or if an update was interrupted in its middle."""
+        """The live state. None if there is none, or if an update was interrupted in its middle."""
         live = self.lease.live
         return None if live is None or is_stale(live) else live
 
@@ -107,7 +107,7 @@ class StateOwner:
             return lease(owned.absorb(state, self.donate_live), self.lease)
 
     def succeed(self, state: TrainState) -> TrainState:
-        """Lease a state that shows this owner's own tensors; the one before is donated."""
+        """Lease a state that shows this owner's own tensors. The previous state is donated."""
         with SigintHeld():
             self.donate_live()
             return lease(state, self.lease)
@@ -126,7 +126,7 @@ class StateOwner:
 
         Raises:
             CapabilityError: they don't, and the model was built without any.
-            StaleStateError, UnleasedStateError: not the live state; `fill` was not called.
+            StaleStateError, UnleasedStateError: not the live state. `fill` was not called.
         """
         owned = self.owned
         lease_of(state, "restoring into a state")

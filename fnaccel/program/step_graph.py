@@ -29,18 +29,18 @@ Update = Callable[[Gradients, Any, torch.Tensor], None]
 
 
 class StepGraph:
-    """What is traced of one train step.
+    """The traced part of one train step.
 
     Args:
         engine: the strategy made real.
         capture: how its step can be captured.
         loss: the loss function under its FORWARD transforms.
-        tail: what follows the gradients; None leaves it to the caller.
+        tail: clipping, update and averages. None leaves them to the caller.
         update: updates the parameters.
         params: the parameters as hooks see them.
 
     Attributes:
-        used: which parameters any rank has a gradient for; None until the ranks have told each other.
+        used: which parameters any rank has a gradient for. None until the ranks have compared.
     """
 
     def __init__(
@@ -60,41 +60,41 @@ class StepGraph:
     def add(
         self,
         data: Tree,
-        given: Tree,
+        lent_models: Tree,
         keep: torch.Tensor,
         up_front: Scalar | None,
         carried: list[torch.Tensor],
         sums: torch.Tensor,
     ) -> Any:
-        """One micro-batch that is not the last; adds its gradients to `carried`.
+        """One micro-batch that is not the last. Adds its gradients to `carried`.
 
         Args:
             data: its batch.
-            given: the models of other train steps, in a tuple; or an empty one.
+            lent_models: the models of other train steps, in a tuple, or an empty tuple.
             keep: 1, or 0 for a filler or a weight of 0.
-            up_front: what totals are multiplied by before backward, or None.
+            up_front: the factor of totals before backward, or None.
             carried: the gradients so far.
             sums: total and weight so far, float64.
 
         Returns:
             The sums, which leaves got a gradient, aux, whether the loss is weighted.
         """
-        total, sums, aux, weighted, params = self._forward(data, given, keep, sums)
+        total, sums, aux, weighted, params = self._forward(data, lent_models, keep, sums)
         grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
-        for held, grad in zip(carried, grads, strict=True):
+        for total_grad, grad in zip(carried, grads, strict=True):
             if grad is not None:
-                held.add_(grad)
+                total_grad.add_(grad)
         return sums, tuple(grad is not None for grad in grads), aux, weighted
 
     def finish(
         self,
         data: Tree,
-        given: Tree,
+        lent_models: Tree,
         keep: torch.Tensor,
         up_front: torch.Tensor | None,
         carried: Sequence[torch.Tensor | None] | None,
         sums: torch.Tensor,
-        known: torch.Tensor | None,
+        global_weight: torch.Tensor | None,
         scale: torch.Tensor | None,
         rates: Tree,
         number: torch.Tensor,
@@ -103,9 +103,9 @@ class StepGraph:
         """The last micro-batch, and all that follows.
 
         Args:
-            data, given, keep, up_front, carried, sums: as for `add`. The third of `sums` says whether this
+            data, lent_models, keep, up_front, carried, sums: as for `add`. The third of `sums` is 1 if this
                 rank was asked to stop. `carried` is None if there was no micro-batch before.
-            known: the weight of all ranks, if it was known before; else None.
+            global_weight: the weight of all ranks if it was known before, else None.
             scale: the loss scale of fp16, or None.
             rates: the learning rates.
             number: the number of this update.
@@ -115,22 +115,22 @@ class StepGraph:
             (metrics, aux, how many ranks were asked to stop, skip, whether the loss is weighted), and the
             gradients with their multiplier if the update is left to the caller.
         """
-        total, sums, aux, weighted, params = self._forward(data, given, keep, sums)
+        total, sums, aux, weighted, params = self._forward(data, lent_models, keep, sums)
         if self._group is not None:
-            # begun here and waited for below: it travels beside the backward pass
+            # begun here and waited for below, so that it runs beside the backward pass
             sums = _torch.begin_all_reduce(sums, self._group)
         grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
         if carried is not None:
-            grads = [added(held, grad) for held, grad in zip(carried, grads, strict=True)]
+            grads = [added(earlier, grad) for earlier, grad in zip(carried, grads, strict=True)]
         self.check_reached(grads)
         if not self._loss.sync_each:
             grads = self._average(grads, params)
-        # fused kernels pair elements as they lie in memory, so a gradient lies as its parameter does
+        # fused kernels pair elements by their place in memory, so a gradient gets its parameter's strides
         pairs = zip(grads, self._capture.leaves, strict=True)
         grads = [None if grad is None else laid_out(grad, leaf.shard) for grad, leaf in pairs]
         if self._group is not None:
             sums = _torch.end_collective(sums)
-        weight = sums[1] if known is None else known
+        weight = sums[1] if global_weight is None else global_weight
         multiplier = multiplier_of(self._loss, self._engine, weight, scale, up_front)
         dtype = torch.promote_types(total.dtype, torch.float32)
         loss = divide(sums[0], weight, sums.device).to(dtype)
@@ -146,9 +146,9 @@ class StepGraph:
         if self._group is None and not self._engine.layout.norm_axes:
             check_reached(grads, self._loss.where)
 
-    def _forward(self, data: Tree, given: Tree, keep: torch.Tensor, sums: torch.Tensor) -> Any:
+    def _forward(self, data: Tree, lent_models: Tree, keep: torch.Tensor, sums: torch.Tensor) -> Any:
         params, run = self._capture.open()
-        total, weight, aux, weighted = read_loss(run(self._loss.fn, data, *given), self._loss.where)
+        total, weight, aux, weighted = read_loss(run(self._loss.fn, data, *lent_models), self._loss.where)
         check_attached(total, self._loss.where)
         check_aux(aux)
         if self._loss.weight_fn is None:
@@ -156,7 +156,7 @@ class StepGraph:
         counted = torch.stack([_number(total, sums), _number(weight, sums)])
         # `where` and no product: 0 times an infinity of a filler would be NaN
         counted = torch.where(keep > 0, counted, torch.zeros_like(counted))
-        if sums.numel() > 2:  # `finish` has the third; a forward does not change it
+        if sums.numel() > 2:  # only `finish` has the third, and a forward does not change it
             counted = torch.cat([counted, torch.zeros_like(counted[:1])])
         return total, sums + counted, detached(aux), weighted, params
 
@@ -179,12 +179,12 @@ class StepGraph:
         average = self._capture.average
         if average is None:
             return grads
-        # every rank sends every gradient, also one that it has not: others may have it
+        # every rank sends every gradient, zeros if it has none: other ranks may have one
         pairs = zip(grads, params, strict=True)
         averaged = average([torch.zeros_like(param) if grad is None else grad for grad, param in pairs])
-        own = tuple(grad is not None for grad in grads)
-        used = own if self.used is None else self.used
-        return [found if was else None for found, was in zip(averaged, used, strict=True)]
+        reached = tuple(grad is not None for grad in grads)
+        used = reached if self.used is None else self.used
+        return [grad if was else None for grad, was in zip(averaged, used, strict=True)]
 
     def _end(
         self,
@@ -196,7 +196,7 @@ class StepGraph:
         number: torch.Tensor,
         step: torch.Tensor | None,
     ) -> Any:
-        """Clip, finite check, update, averages; whether the update was skipped."""
+        """Clip, finite check, update, averages. Returns whether the update was skipped."""
         engine = self._traced
 
         def record(name: str, value: Tree) -> None:
@@ -205,14 +205,14 @@ class StepGraph:
         with torch.no_grad():
             layout = engine.layout
             device = layout.mesh.world.device
-            held = Gradients(layout.leaves, list(grads), multiplier, layout.norm_axes, device)
-            held.idle = idle(metrics["weight"])
+            gradients = Gradients(layout.leaves, list(grads), multiplier, layout.norm_axes, device)
+            gradients.idle = idle(metrics["weight"])
             info = Info(
                 step=0 if step is None else step, updates=number - 1, params=self._params, record=record
             )
-            tail.change(held, {}, info)
-            self._update(held, rates, number)
-            return tail.finish(engine, held, {}, info)
+            tail.change(gradients, {}, info)
+            self._update(gradients, rates, number)
+            return tail.finish(engine, gradients, {}, info)
 
 
 def _number(value: Tree, like: torch.Tensor) -> torch.Tensor:

@@ -27,26 +27,26 @@ class Tail:
     gradients: tuple[tuple[str, GradientHook], ...]
     updates: tuple[tuple[str, UpdateHook], ...]
 
-    def change(self, grads: Gradients, own: dict[str, Any], info: Info) -> None:
+    def change(self, grads: Gradients, states: dict[str, Any], info: Info) -> None:
         """Run the hooks on gradients. Changes no parameter.
 
         Args:
             grads: averaged over ranks.
-            own: the states of transforms by name, updated in place.
+            states: the states of transforms by name, updated in place.
             info: the call, as hooks see it.
         """
         if self.skips:
             grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
         for name, hook in self.gradients:
-            _keep(own, name, hook.on_gradients(grads, own.get(name), info))
+            _keep(states, name, hook.on_gradients(grads, states.get(name), info))
 
-    def finish(self, engine: Engine, grads: Gradients, own: dict[str, Any], info: Info) -> Any:
+    def finish(self, engine: Engine, grads: Gradients, states: dict[str, Any], info: Info) -> Any:
         """Run the hooks after the update.
 
         Args:
             engine: handed to the hooks.
             grads: of the update.
-            own: the states of transforms by name, updated in place.
+            states: the states of transforms by name, updated in place.
             info: as for `change`. Hooks are told besides whether the update was left out.
 
         Returns:
@@ -54,19 +54,19 @@ class Tail:
         """
         skip = grads.left_out()
         if self.updates:
-            told = Info(
+            after_update = Info(
                 step=info.step, updates=info.updates, params=info.params, record=info.record, skip=skip
             )
             for name, hook in self.updates:
-                _keep(own, name, hook.on_update(engine, own.get(name), told))
+                _keep(states, name, hook.on_update(engine, states.get(name), after_update))
         return skip if self.skips else grads.skip
 
 
-def _keep(transforms: dict[str, Any], name: str, own: Tree) -> None:
-    """Keep the next state of a transform, where it has one: states keep their structure."""
+def _keep(transforms: dict[str, Any], name: str, state: Tree) -> None:
+    """Keep the next state of a transform, if it has one: states keep their structure."""
     if name in transforms:
-        transforms[name] = own
-    elif own is not None:
+        transforms[name] = state
+    elif state is not None:
         raise ArgumentError(
             f"transform {name!r} returned a state of its own and began without one",
             where=f"transform {name}",

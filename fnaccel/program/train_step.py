@@ -155,18 +155,18 @@ class TrainStep:
         """One update.
 
         Args:
-            state: the live state; it is donated.
+            state: the live state, which is donated.
             batch: this rank's rows (any pytree), a `fa.Batch`, or a `fa.Window` of micro-batches.
-            given: states of other train steps; the loss gets their models as its third argument.
+            given: states of other train steps. The loss gets their models as its third argument.
 
         Returns:
-            The next state, and metrics: `loss`, `weight`, `lr`, what transforms record, and aux.
+            The next state, and metrics: `loss`, `weight`, `lr`, those of transforms, and aux.
             Tensors among them stay on the device until they are read.
 
         Raises:
             StaleStateError, UnleasedStateError: not the live state.
-            MicroBatchError, LossError: see there; the state stays live.
-            PeerLostError: another rank left, exited or made another call; the message names it.
+            MicroBatchError, LossError: see there. The state stays live.
+            PeerLostError: another rank left, exited or made another call. The message names it.
         """
         return self._call(state, batch, given=given)
 
@@ -182,8 +182,8 @@ class TrainStep:
             )
         owned.check_ready()
         micros, position = micro_batches(batch, self._lowered.settings.micro_batches, self.mesh.world.device)
-        lent = None if given is None else lend(given, self._owner)
-        return self._stepper.move(owned, state, micros, position, lent, self.notice, self._owner.lease)
+        models = None if given is None else lend(given, self._owner)
+        return self._stepper.move(owned, state, micros, position, models, self.notice, self._owner.lease)
 
     def look(
         self, state: TrainState, fn: Callable[..., Any], *args: Any, train: bool = False, whole: bool = False
@@ -246,16 +246,16 @@ class TrainStep:
             ...     loss = fa.evaluate(train_step, state, loss_fn, fa.shard(loader))
         """
         owned = self._owner.owned
-        held = lease_of(state, "train_step.averaged(state)")
+        lease = lease_of(state, "train_step.averaged(state)")
         check_ema(state, "train_step.averaged(state)")
         owned.check_modules()
         exchange = owned.averages_in_place()
         with exchange:
-            held.averaged = True
+            lease.averaged = True
             try:
                 yield
             finally:
-                held.averaged = False
+                lease.averaged = False
 
     def close_with(self, world: World) -> None:
         """Close when a world is left, also if only a state of this train step is still held."""
@@ -323,10 +323,10 @@ def train_step(
             where="fa.train_step",
             fix="model=fa.distribute(model, fa.local())",
         )
-    found = current(world)
+    joined = current(world)
     strategy = model.strategy
     finishing_axis(strategy)
-    mesh = build(found, resolve_degrees(strategy.degrees(), found.size, str(strategy)), strategy.follows())
+    mesh = build(joined, resolve_degrees(strategy.degrees(), joined.size, str(strategy)), strategy.follows())
     keys: list[str | None] = list(model.model) if isinstance(model.model, dict) else [None]
     optimizers = None if optimizer is None else by_model(optimizer, keys)
     spec = resolve(
@@ -347,8 +347,8 @@ def train_step(
     else:
         check_own(optimizers or {})
     lowered = lower(spec.step, () if delegation is None else delegation.names)
-    check_precision(found.device, lowered.settings.precision.compute)
-    shown = optimizers if optimizers and None not in optimizers else optimizer
-    made = TrainStep(spec, lowered, make_plan(spec, shown, delegation), delegation)
-    made.close_with(found)
-    return made
+    check_precision(joined.device, lowered.settings.precision.compute)
+    described = optimizers if optimizers and None not in optimizers else optimizer
+    result = TrainStep(spec, lowered, make_plan(spec, described, delegation), delegation)
+    result.close_with(joined)
+    return result

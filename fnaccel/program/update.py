@@ -37,9 +37,9 @@ class Stepper:
 
     Args:
         lowered: the step, ready for an engine.
-        rng: where random numbers come from.
+        rng: the source of random numbers.
         where: the name of the train step, for messages.
-        device: where it computes.
+        device: its compute device.
         speaks: whether this rank warns.
     """
 
@@ -68,7 +68,7 @@ class Stepper:
 
     @property
     def compilation(self) -> Compilation | None:
-        """The compilations so far; None without `fa.compile`."""
+        """The compilations so far. None without `fa.compile`."""
         return None if self._meter is None else self._meter.found
 
     def move(
@@ -77,7 +77,7 @@ class Stepper:
         state: TrainState,
         micros: Sequence[Micro],
         position: Position | None,
-        lent: Given | None,
+        models: Given | None,
         notice: Notice | None,
         to: Lease,
     ) -> tuple[TrainState, dict[str, Any]]:
@@ -101,11 +101,11 @@ class Stepper:
         buffers.begin()
         try:
             if owned.whole is None or not self._moved:  # a first call may compile for minutes
-                update = self._until_update(owned, state, micros, lent, notice, before)
+                update = self._until_update(owned, state, micros, models, notice, before)
                 with SigintHeld():
                     return self._finish(owned, state, before, update, position, to)
             with SigintHeld():
-                update = self._until_update(owned, state, micros, lent, notice, before)
+                update = self._until_update(owned, state, micros, models, notice, before)
                 return self._finish(owned, state, before, update, position, to)
         except BaseException:
             torch.set_grad_enabled(grad_mode)  # an interrupt may have cut off the end of a context
@@ -120,15 +120,15 @@ class Stepper:
         owned: Owned,
         state: TrainState,
         micros: Sequence[Micro],
-        lent: Given | None,
+        models: Given | None,
         notice: Notice | None,
         before: _Before,
     ) -> _Update:
-        """Run everything before an eager update; a captured step includes the update."""
+        """Run everything before an eager update. A captured step includes the update."""
         meter = self._meter
-        call = self._call(state, lent, notice)
+        call = self._call(state, models, notice)
         watched = _NOTHING if meter is None else meter.watch([m.data for m in micros])
-        frozen = _NOTHING if lent is None else lent.frozen()
+        frozen = _NOTHING if models is None else models.frozen()
         # a schedule of the user's may raise
         reported, rates = owned.updater.rates(before.updates)
         with frozen, watched:
@@ -151,7 +151,7 @@ class Stepper:
         position: Position | None,
         to: Lease,
     ) -> tuple[TrainState, dict[str, Any]]:
-        """Update the parameters, unless a captured step has; the next state."""
+        """Update the parameters, unless a captured step has. Returns the next state."""
         metrics, skip = update.metrics, update.skip
         donate(state)
         if update.idle is True:
@@ -191,14 +191,14 @@ class Stepper:
             self._skips.put(skip)
         return following, checked(metrics, update.idle)
 
-    def _call(self, state: TrainState, lent: Given | None, notice: Notice | None) -> Call:
+    def _call(self, state: TrainState, models: Given | None, notice: Notice | None) -> Call:
         scale = state.scale
         return Call(
             root=None if self._rng == "stream" else state.rng.root,
             step=state.step,
             scale=None if scale is None else scale["scale"],
             last_weight=None if scale is None else scale["weight"],
-            given=lent,
+            given=models,
             notice=notice,
         )
 
@@ -211,23 +211,23 @@ class Stepper:
         reported: dict[str, Any],
         rates: list[list[Any]],
     ) -> _Update:
-        """Run the compiled programs; `grads` is None if the update is among what they do."""
+        """Run the compiled programs. `grads` is None if the update is part of them."""
         whole: Any = owned.whole
         updater = owned.updater
         tensors, number = updater.as_tensors(rates), updater.number(state.updates)
-        begun = kernels.begun()
+        updates_before = kernels.begun()
         try:
             try:
-                found = whole.run(micros, call, tensors, number)
+                result = whole.run(micros, call, tensors, number)
             finally:
-                if kernels.begun() != begun:
+                if kernels.begun() != updates_before:
                     donate(state)
         finally:
-            if kernels.begun() != begun:  # an interrupt came in the middle
+            if kernels.begun() != updates_before:  # an interrupt came in the middle
                 donate(state)
-        if found.grads is None:
-            found.metrics.update(reported)
-        return _Update(found.metrics, found.grads, reported, rates, found.skip)
+        if result.grads is None:
+            result.metrics.update(reported)
+        return _Update(result.metrics, result.grads, reported, rates, result.skip)
 
     def _change_gradients(
         self,
@@ -243,7 +243,7 @@ class Stepper:
             self._lowered.tail.change(grads, transforms, info)
 
     def _update(self, owned: Owned, step: int, before: _Before, update: _Update) -> Any:
-        """Update the parameters eagerly, and run the UPDATE hooks; whether the update was skipped."""
+        """Update the parameters eagerly, and run the UPDATE hooks. Returns whether the update was skipped."""
         grads, metrics = update.grads, update.metrics
         assert grads is not None
         if isinstance(update.idle, torch.Tensor):
@@ -310,6 +310,6 @@ class _Before:
         return any(_torch.version_of(tensor) != version for tensor, version in self._versions)
 
 
-def _versions(own: Tree) -> list[tuple[torch.Tensor, int]]:
-    tensors = [leaf for leaf in tree.leaves(own) if isinstance(leaf, torch.Tensor)]
+def _versions(states: Tree) -> list[tuple[torch.Tensor, int]]:
+    tensors = [leaf for leaf in tree.leaves(states) if isinstance(leaf, torch.Tensor)]
     return [(tensor, _torch.version_of(tensor)) for tensor in tensors]

@@ -15,19 +15,19 @@ from fnaccel.errors import CapabilityError
 
 
 @contextlib.contextmanager
-def whole_parameters(modules: Iterable[nn.Module], shown: Iterable[Any]) -> Generator[None]:
-    """In the body the parameters of modules are whole, ordinary tensors; every rank must enter it.
+def whole_parameters(modules: Iterable[nn.Module], parameters: Iterable[Any]) -> Generator[None]:
+    """In the body the parameters of modules are whole, ordinary tensors. Every rank must enter it.
 
-    A forward in the body gathers its units as ever, and leaves their parts behind.
+    A forward in the body gathers its units as always, and leaves their parts behind.
 
     Args:
         modules: the modules.
-        shown: the parameters as a state shows them.
+        parameters: the parameters as a state shows them.
 
     Raises:
         CapabilityError: a runtime keeps the parameters, so that they can't be shown in the modules.
     """
-    if any(isinstance(value, Remote) for value in shown):
+    if any(isinstance(value, Remote) for value in parameters):
         raise CapabilityError(
             "the runtime keeps the parameters in parts of its own",
             where="train_step.look(state, fn, whole=True)",

@@ -1,1 +1,1 @@
-"""The description of a step: transforms, phases, and what a loss returns."""
+"""The description of a step: transforms, phases, and the parts of a loss."""

@@ -44,7 +44,7 @@ def checked(metrics: dict[str, Any], left_out: Scalar | None) -> dict[str, Any]:
 
     Args:
         metrics: the metrics of the step.
-        left_out: whether the update was left out for want of a weight; a tensor if only the device can tell.
+        left_out: whether the update was left out for want of a weight. A tensor if only the device can tell.
     """
     if left_out is False:
         return metrics

@@ -1,4 +1,4 @@
-"""What a loss or a metric function returns, and how parts of it combine.
+"""The return values of losses and metric functions, and how their parts combine.
 
 A loss is a total and its weight, so that micro-batches and ranks of any size combine exactly.
 The three classes are frozen dataclasses, not attrs: a loss builds them inside compiled code.
@@ -125,7 +125,7 @@ def is_combinable(leaf: Tree) -> bool:
 
 
 def parts_of(leaf: Tree, rows: int, where: str) -> tuple[Any, Any]:
-    """(total, weight) of a leaf of `aux` or of metrics; a bare scalar stands for `rows` rows.
+    """(total, weight) of a leaf of `aux` or of metrics. A bare scalar stands for `rows` rows.
 
     Raises:
         LossError: a tensor that is no scalar, or an object, that does not say how it combines.
@@ -159,7 +159,7 @@ def _is_number(value: Tree) -> bool:
 
 
 class LossParts(NamedTuple):
-    """The parts of what a loss function returned; `weighted` if it gave a weight of its own."""
+    """The parts of a loss function's output. `weighted` if it gave a weight of its own."""
 
     total: torch.Tensor
     weight: Scalar
@@ -168,7 +168,7 @@ class LossParts(NamedTuple):
 
 
 def read_loss(output: Tree, where: str) -> LossParts:
-    """The parts of what a loss function returned.
+    """The parts of a loss function's output.
 
     Raises:
         LossError: nothing was returned, the total is no scalar tensor, or the weight is no weight.
@@ -209,7 +209,7 @@ def _no_tensor(output: Tree, where: str) -> LossError:
 
 
 def check_weight(weight: Scalar, where: str) -> Any:
-    """A weight as a number or a 0-d tensor; one of numpy's numbers as Python's.
+    """A weight as a number or a 0-d tensor. One of numpy's numbers as Python's.
 
     The value of a tensor on an accelerator is not looked at, since that would be a host read in every step.
 
@@ -225,7 +225,7 @@ def check_weight(weight: Scalar, where: str) -> Any:
     elif isinstance(weight, int):  # in a graph it may be symbolic, and has no infinity
         problem = "" if weight >= 0 else repr(weight)
     elif isinstance(weight, float):
-        if type(weight) is not float:  # numpy's would make numpy numbers of what it divides
+        if type(weight) is not float:  # a total divided by numpy's would be a numpy number
             return check_weight(float(weight), where)
         problem = "" if 0 <= weight < math.inf else repr(weight)
     elif isinstance(weight, numbers.Real):
@@ -315,7 +315,7 @@ def gradients_changed(where: str) -> LossError:
 
 
 def check_attached(total: torch.Tensor, where: str) -> None:
-    """Raise LossError where a loss carries no gradient."""
+    """Raise LossError if a loss carries no gradient."""
     if not total.requires_grad:
         raise LossError(
             "the loss is detached: no parameter would get a gradient",

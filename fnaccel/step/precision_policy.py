@@ -1,7 +1,7 @@
 """`Precision`: the dtypes of parameters, compute, reduction and output, and the loss scale.
 
 Compute runs under autocast around the whole loss function, so methods that the loss calls are
-covered as `forward` is. What a strategy adds (gathering in bf16) is in that strategy's file.
+covered as `forward` is. A strategy's own part (gathering in bf16) is in that strategy's file.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ S = TypeVar("S", bound=attrs.AttrsInstance)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
-def dtype_of(name: str | torch.dtype, where: str, others: tuple[str, ...] = ()) -> torch.dtype:
-    """A dtype by its short name; `others` are names that `where` takes besides, for the message.
+def dtype_of(name: str | torch.dtype, where: str, extra: tuple[str, ...] = ()) -> torch.dtype:
+    """A dtype by its short name. `extra` are further names that `where` takes, for the message.
 
     Raises:
-        UnknownNameError: there is none of that name; names the nearest.
+        UnknownNameError: there is no such dtype. Names the nearest.
     """
     if isinstance(name, torch.dtype):
         return name
     long = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
     short = long.get(name.removeprefix("torch."), name)
     if short not in DTYPES:
-        known = (*DTYPES, *others)
-        raise UnknownNameError(f"no precision is called {name!r}", where=where, fix=nearest(name, known))
+        names = (*DTYPES, *extra)
+        raise UnknownNameError(f"no precision is called {name!r}", where=where, fix=nearest(name, names))
     return DTYPES[short]
 
 
@@ -100,7 +100,7 @@ class Precision:
         return self.compute is not self.param
 
     def describe(self) -> str:
-        """What the plan prints."""
+        """The text in the plan."""
         short = {dtype: name for name, dtype in DTYPES.items()}
         parts = {
             "parameters": self.param,
@@ -108,17 +108,17 @@ class Precision:
             "reduce": self.reduce,
             "output": self.output,
         }
-        text = ", ".join(f"{what} {short.get(dtype, dtype)}" for what, dtype in parts.items())
+        text = ", ".join(f"{part} {short.get(dtype, dtype)}" for part, dtype in parts.items())
         return f"{text}, loss scale from {self.init_scale:g}" if self.scaled else text
 
     def __call__(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`loss_fn` under this policy (what `Phase.FORWARD` asks of a transform)."""
+        """`loss_fn` under this policy (the signature of `Phase.FORWARD`)."""
         return Cast(loss_fn, self) if self.autocast or self.compute is not torch.float32 else loss_fn
 
 
 @attrs.frozen
 class Cast:
-    """A loss function under a policy: autocast around it, and what it returns in the output dtype.
+    """A loss function under a policy: autocast around it, and its output in the output dtype.
 
     Without autocast, parameters and computation have one dtype, to which the batch is cast.
     """
@@ -137,7 +137,7 @@ class Cast:
 
 
 def _cast(out: Tree, dtype: torch.dtype) -> Any:
-    """A batch, or what a function returned, with its floating-point tensors in another dtype."""
+    """A batch, or a function's output, with its floating-point tensors in another dtype."""
     if isinstance(out, torch.Tensor):
         return out.to(dtype) if out.is_floating_point() else out
     if isinstance(out, Mean):
@@ -157,7 +157,7 @@ def _cast(out: Tree, dtype: torch.dtype) -> Any:
 
 
 def device_of(batch: Tree) -> str:
-    """The device type of the first tensor of a batch; the CPU where there is none."""
+    """The device type of the first tensor of a batch. The CPU if there is none."""
     if isinstance(batch, torch.Tensor):
         return batch.device.type
     if isinstance(batch, (dict, list, tuple)):  # a union is not traceable

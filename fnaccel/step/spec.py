@@ -54,8 +54,8 @@ class Spec:
         strategy: of the model.
         optimizers: by model, or None if nothing is trained.
         frozen: patterns of the parameters that are not trained.
-        rng: where random numbers come from.
-        mesh: how the ranks lie.
+        rng: the source of random numbers.
+        mesh: the mesh of the ranks.
         runtime: the runtime that carries out the update, or "".
     """
 

@@ -37,7 +37,7 @@ class Phase(enum.IntEnum):
 
 
 class Capability(enum.StrEnum):
-    """What a transform may need of a strategy.
+    """A capability of a strategy that a transform may need.
 
     Example:
         >>> def nonnegative(params, own, info):
@@ -59,7 +59,7 @@ class Capability(enum.StrEnum):
 EVERYTHING = frozenset(Capability)
 
 LossFn = Callable[..., Any]
-"""`loss_fn(model, batch[, given])`; returns `fa.Mean`, a scalar, or (scalar, aux)."""
+"""`loss_fn(model, batch[, given])`. Returns `fa.Mean`, a scalar, or (scalar, aux)."""
 
 
 @runtime_checkable
@@ -67,12 +67,12 @@ class ModuleHook(Protocol):
     """A MODULE record: changes modules in place, before they are sharded."""
 
     def on_module(self, module: nn.Module, where: str) -> None:
-        """Change `module`; `where` is for messages."""
+        """Change `module`. `where` is the location in error messages."""
         ...
 
 
 class StepGradients(Protocol):
-    """The gradients of one step, where they lie; one multiply is deferred to the update."""
+    """The local gradients of one step. One multiply is deferred to the update."""
 
     def norm(self) -> torch.Tensor:
         """The Euclidean norm over all parameters and ranks, a 0-d tensor."""
@@ -131,7 +131,7 @@ class TrainedLayout(Protocol):
 
 
 class Trained(Protocol):
-    """What an update has changed; an engine is one."""
+    """The parameters that an update has changed, as an engine has them."""
 
     @property
     def layout(self) -> TrainedLayout:
@@ -146,9 +146,9 @@ class Trained(Protocol):
 
 @runtime_checkable
 class GradientHook(Protocol):
-    """A GRADS record of the library: works on the gradients where they lie."""
+    """A GRADS record of the library: works on the local gradients."""
 
-    def on_gradients(self, grads: StepGradients, own: Tree, info: Info) -> Any:
+    def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:
         """Change `grads` and return the transform's next state."""
         ...
 
@@ -157,15 +157,15 @@ class GradientHook(Protocol):
 class UpdateHook(Protocol):
     """An UPDATE record of the library: acts after the parameters changed."""
 
-    def on_update(self, engine: Trained, own: Tree, info: Info) -> Any:
-        """Return the transform's next state; `info.skip` is 1 where the update was skipped."""
+    def on_update(self, engine: Trained, state: Tree, info: Info) -> Any:
+        """Return the transform's next state. `info.skip` is 1 if the update was skipped."""
         ...
 
 
 # a dataclass: no attrs value can be built inside compiled code
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """What a GRADS or UPDATE transform is told of the call it acts in.
+    """The call in which a GRADS or UPDATE transform acts.
 
     Attributes:
         step: calls before this one (an int, or a 0-d tensor in a captured step).
@@ -242,7 +242,7 @@ class Transform:
         return append(step, self)
 
     def describe(self) -> str:
-        """What the plan prints beside the name."""
+        """The text beside the name in the plan."""
         if hasattr(self.apply, "describe"):
             return str(self.apply.describe())
         if attrs.has(type(self.apply)):
@@ -301,7 +301,7 @@ class Step:
 
     @property
     def settings(self) -> Settings:
-        """What its transforms ask for together."""
+        """The settings of all its transforms together."""
         settings = Settings()
         for transform in self.transforms:
             if isinstance(transform.apply, Configures):

@@ -107,7 +107,7 @@ def finishing_axis(strategy: Axes) -> Any:
 def _check_plain(axis: Axis, by: Axis, strategy: Axes) -> None:
     if attrs.evolve(type(axis)(), degree=axis.degree) != axis:
         raise CapabilityError(
-            f"the options of {axis.maker} have no meaning where {by.maker} averages the gradients",
+            f"the options of {axis.maker} have no meaning if {by.maker} averages the gradients",
             where=f"strategy {strategy}",
             fix=f"write {axis.maker}({axis.degree}) without options beside {by.maker}",
         )
@@ -117,14 +117,14 @@ def make_engine(build: Build) -> tuple[Engine, Built]:
     """The engine of a train step: axes that rewrite modules have their turn in `build.prepare`."""
     axis = finishing_axis(build.spec.strategy)
     finish, _ = _finishers[None if axis is None else type(axis)]
-    made = finish(build, axis)
-    if not isinstance(made, tuple) or [type(part) for part in made] != [Engine, Built]:  # pyright: ignore[reportUnnecessaryIsInstance]
+    result = finish(build, axis)
+    if not isinstance(result, tuple) or [type(part) for part in result] != [Engine, Built]:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CapabilityError(
-            f"the finisher {getattr(finish, '__qualname__', finish)} returned {type(made).__name__}",
+            f"the finisher {getattr(finish, '__qualname__', finish)} returned {type(result).__name__}",
             where=f"strategy {build.spec.strategy}",
-            fix="return two values: the engine, and what construct(...) built",
+            fix="return two values: the engine, and the Built of construct(...)",
         )
-    return made
+    return result
 
 
 def same(local: Any) -> Any:
@@ -133,7 +133,7 @@ def same(local: Any) -> Any:
 
 
 def laid_out_as(param: Tree) -> Callable[[torch.Tensor], Any]:
-    """What lays a local tensor out over ranks as a DTensor parameter is."""
+    """A function that lays a local tensor out over ranks as a DTensor parameter is laid out."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
 
     def like(local: torch.Tensor) -> Any:

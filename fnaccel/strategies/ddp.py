@@ -1,7 +1,7 @@
 """`ddp()`: every rank holds the whole model, gradients are averaged in buckets during backward.
 
 torch's DistributedDataParallel does the work (https://docs.pytorch.org/docs/stable/notes/ddp.html), with
-buckets that stay as they are (see `_torch.FixedBuckets`); it wraps the host module, so the loss may call
+fixed buckets (see `_torch.FixedBuckets`). The wrapper is around the host module, so the loss may call
 any method of the model.
 """
 
@@ -33,7 +33,7 @@ _SENT = {name: dtype for dtype, name in _REDUCE.items()}
 
 @attrs.frozen
 class Ddp(Axis):
-    """The axis `dp_replicate`; see `ddp`."""
+    """The axis `dp_replicate`: see `ddp`."""
 
     mesh_axis: ClassVar[str] = "dp_replicate"
     maker: ClassVar[str] = "ddp"
@@ -117,7 +117,7 @@ def ddp(
 
 @finisher(Ddp)
 def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
-    """The engine of replicas; without a wrapper where there is one replica and no hook."""
+    """The engine of replicas. No wrapper if there is one replica and no hook."""
     mesh = build.spec.mesh
     built = construct(build.spec.model, build.seed)
     place(built, build)
@@ -158,11 +158,11 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
 
 
 def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> Engine:
-    """The engine without hooks: what the wrapper does by hooks is part of the graph."""
+    """The engine without hooks: the wrapper's broadcasts and all-reduces are part of the graph."""
     mesh = build.spec.mesh
     group: Any = mesh.group("batch") or dist.group.WORLD
     with torch.no_grad():
-        _share([value for what in ("parameters", "buffers") for _, value in built.named(what)], group)
+        _share([value for kind in ("parameters", "buffers") for _, value in built.named(kind)], group)
     slots = [
         (module, name)
         for root in built.modules.values()
@@ -172,8 +172,8 @@ def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> En
 
     def share_buffers() -> None:
         # looked up each time: a forward may put another tensor in the place of a buffer
-        found = (_torch.buffers_of(module)[name] for module, name in slots)
-        _share([value for value in found if value is not None], group)
+        buffers = (_torch.buffers_of(module)[name] for module, name in slots)
+        _share([value for value in buffers if value is not None], group)
 
     capture = capture_whole(built, before=share_buffers if options.sync_buffers and slots else None)
     buckets = Buckets(
@@ -187,7 +187,7 @@ def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> En
 
 
 def _send_small(built: Built, group: Any) -> None:
-    """Give every rank the first one's fp8 weights, as bytes (gloo sends no fp8); the wrapper skips them."""
+    """Broadcast rank 0's fp8 weights as bytes, since gloo sends no fp8. The wrapper skips them."""
     named = list(built.host.named_parameters())
     small = {n: p for n, p in named if p.is_floating_point() and p.itemsize == 1 and not p.requires_grad}
     if small:
@@ -197,7 +197,7 @@ def _send_small(built: Built, group: Any) -> None:
 
 
 def _share(values: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Give every rank the first one's values: one broadcast for each dtype."""
+    """Broadcast rank 0's values to all ranks: one broadcast for each dtype."""
     alike: dict[torch.dtype, list[torch.Tensor]] = {}
     for value in values:
         alike.setdefault(value.dtype, []).append(value)
@@ -230,7 +230,7 @@ def _syncer(
 
 
 def _guarded(wrapped: _torch.FixedBuckets, torn: list[bool]) -> Callable[..., Any]:
-    """Run a function of the model inside the wrapper; `torn` is filled if the step before it failed."""
+    """Run a function of the model inside the wrapper. `torn` is filled if the previous step failed."""
 
     def run(fn: Callable[..., Any], *args: Any) -> Any:
         if torn:

@@ -1,6 +1,6 @@
 """Gradients averaged over ranks inside a compiled graph: flat buckets, one all-reduce each.
 
-What DistributedDataParallel does with hooks (Li et al. 2020), written as plain operations.
+The hooks of DistributedDataParallel (Li et al. 2020), written as plain operations.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def bucket_bytes(total: int) -> int:
 
 @attrs.frozen
 class Buckets:
-    """Which gradients travel together, and where.
+    """The buckets of gradients, their dtype and their process group.
 
     Attributes:
         members: indices of gradients by bucket, last parameter first: backward makes these first.
-        group: the ranks.
-        size: how many they are; gradients are divided by it before they are summed.
-        dtype: what they are sent in; None: their own.
+        group: the process group.
+        size: the number of ranks. Gradients are divided by it before they are summed.
+        dtype: the dtype of the all-reduce. None: the gradients' own.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -40,10 +40,10 @@ class Buckets:
     dtype: torch.dtype | None = None
 
     def average(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The mean over ranks of each gradient; for compiled code."""
-        sent = [self._begin([grads[i] for i in bucket]) for bucket in self.members]
+        """The mean over ranks of each gradient, for compiled code."""
+        reductions = [self._begin([grads[i] for i in bucket]) for bucket in self.members]
         averaged = list(grads)
-        for bucket, flat in zip(self.members, sent, strict=True):
+        for bucket, flat in zip(self.members, reductions, strict=True):
             whole = _torch.end_collective(flat)
             parts = whole.split([grads[i].numel() for i in bucket])
             for index, part in zip(bucket, parts, strict=True):
@@ -62,7 +62,7 @@ def lay_out(tensors: Sequence[torch.Tensor], bucket_mb: float | None) -> tuple[t
 
     Args:
         tensors: the parameters.
-        bucket_mb: MiB in a bucket; None: from the size of the model.
+        bucket_mb: MiB in a bucket. None: from the size of the model.
     """
     total = sum(t.numel() * t.element_size() for t in tensors)
     most = bucket_bytes(total) if bucket_mb is None else bucket_mb * MIB
@@ -71,10 +71,10 @@ def lay_out(tensors: Sequence[torch.Tensor], bucket_mb: float | None) -> tuple[t
     for index in reversed(range(len(tensors))):
         tensor = tensors[index]
         size = tensor.numel() * tensor.element_size()
-        bucket, held = filled.get(tensor.dtype, ([], 0))
-        if not bucket or held + size > most:
-            bucket, held = [], 0
+        bucket, filled_bytes = filled.get(tensor.dtype, ([], 0))
+        if not bucket or filled_bytes + size > most:
+            bucket, filled_bytes = [], 0
             buckets.append(bucket)
         bucket.append(index)
-        filled[tensor.dtype] = bucket, held + size
+        filled[tensor.dtype] = bucket, filled_bytes + size
     return tuple(map(tuple, buckets))

@@ -1,4 +1,4 @@
-"""Communication hooks of ddp, by name: what is sent instead of the full gradient."""
+"""Communication hooks of ddp, by name: how a gradient is compressed for the all-reduce."""
 
 # no `from __future__ import annotations` here: torch checks the annotations of hooks themselves
 from typing import Any

@@ -1,4 +1,4 @@
-"""`distribute(model, strategy)`: a pure record of what is trained and how it lies."""
+"""`distribute(model, strategy)`: a pure record of the model and its layout over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fsdp()` and `hsdp()`: what the axis `dp_shard` may be told. Its engine is in `fsdp_engine`."""
+"""`fsdp()` and `hsdp()`: the options of the axis `dp_shard`. Its engine is in `fsdp_engine`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # slow to import
 
 @attrs.frozen
 class Fsdp(Axis):
-    """The axis `dp_shard`; see `fsdp`."""
+    """The axis `dp_shard`: see `fsdp`."""
 
     mesh_axis: ClassVar[str] = "dp_shard"
     maker: ClassVar[str] = "fsdp"
@@ -41,7 +41,7 @@ class Fsdp(Axis):
         return EVERYTHING - {Capability.COMPILE_LOSS}
 
     def plan_notes(self, spec: Spec) -> list[str]:
-        """What becomes of gathered parameters in a captured step."""
+        """Whether a captured step keeps gathered parameters for backward."""
         settings = spec.step.settings
         stay = settings.captured and self.reshard_after_forward
         if stay and settings.compiler is not None and settings.compiler.backend != "inductor":

@@ -1,7 +1,7 @@
 """`fsdp` without hooks, for a step that is captured as one graph.
 
 Parameters are gathered by plain operations of the graph, one all-gather for each unit, and their
-gradients leave it through one reduce-scatter each (Rajbhandari et al. 2020). What is gathered stays
+gradients leave it through one reduce-scatter each (Rajbhandari et al. 2020). Gathered parameters stay
 until backward has used it (ZeRO-2), unless `regather` rewrites the graph (ZeRO-3).
 """
 
@@ -27,7 +27,7 @@ from fnaccel.strategies.axis import Build, laid_out_as
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_regather import zero3_pass
 
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)  # what may be sent in another precision
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that may be sent in another precision
 # autocast casts the weights of these by itself: gathered in the compute dtype, they come out the same
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -123,14 +123,14 @@ def _units(built: Built, build: Build, options: Fsdp) -> list[_Unit]:
 
 
 def _owners(built: Built, options: Fsdp) -> dict[int, int]:
-    """The number of the innermost unit of each parameter; the root's are left out."""
-    found = [
+    """The number of the innermost unit of each parameter, without the root's parameters."""
+    units = [
         unit
         for module in built.modules.values()
         for _, unit in find_units(module, options.units, "fa.fsdp(units=...)")
     ]
     owners: dict[int, int] = {}
-    for number, unit in reversed(list(enumerate(found))):
+    for number, unit in reversed(list(enumerate(units))):
         for param in unit.parameters():
             owners.setdefault(id(param), number)
     return owners
@@ -151,7 +151,7 @@ def _cut(name: str, hosted: str, param: torch.Tensor, build: Build) -> _Piece:
     full = param.detach()
     chunk = -(-full.shape[0] // axis.size)
     part = full[axis.rank * chunk : (axis.rank + 1) * chunk].to(mesh.world.device, copy=True)
-    shown = DTensor.from_local(
+    sharded = DTensor.from_local(
         part,
         mesh.device if replicas else mesh.device["dp_shard"],
         [Replicate(), Shard(0)] if replicas else [Shard(0)],
@@ -159,12 +159,14 @@ def _cut(name: str, hosted: str, param: torch.Tensor, build: Build) -> _Piece:
         shape=full.shape,
         stride=full.stride(),
     )
-    held = nn.Parameter(shown, requires_grad=param.requires_grad)
-    return _Piece(name, hosted, held, param.shape, chunk, _torch.local_of(held).detach(), param.requires_grad)
+    shard = nn.Parameter(sharded, requires_grad=param.requires_grad)
+    return _Piece(
+        name, hosted, shard, param.shape, chunk, _torch.local_of(shard).detach(), param.requires_grad
+    )
 
 
 class _Shards:
-    """Gathers parameters and reduces their gradients, one collective for each unit; for compiled code."""
+    """Gathers parameters and reduces their gradients, one collective for each unit, for compiled code."""
 
     def __init__(self, units: Sequence[_Unit], trained: Sequence[_Piece], build: Build) -> None:
         mesh = build.spec.mesh
@@ -180,7 +182,7 @@ class _Shards:
         ]
 
     def gather(self) -> dict[str, torch.Tensor]:
-        """All parameters whole, by their names in the host module; no gradient flows through this."""
+        """All parameters whole, by their names in the host module. No gradient flows through this."""
         whole: dict[str, torch.Tensor] = {}
         size = self._axis.size
         with torch.no_grad():
@@ -195,9 +197,9 @@ class _Shards:
 
     def average(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's rows of the mean over ranks of whole gradients."""
-        begun = [self._begin([(grads[index], piece) for index, piece in unit]) for unit in self._members]
+        reductions = [self._begin([(grads[index], piece) for index, piece in unit]) for unit in self._members]
         averaged = list(grads)
-        for unit, flat in zip(self._members, begun, strict=True):
+        for unit, flat in zip(self._members, reductions, strict=True):
             part = flat if self._axis.group is None else _torch.end_collective(flat)
             if self._replicas is not None:
                 part = _torch.end_collective(_torch.begin_all_reduce(part, self._replicas))
@@ -215,8 +217,8 @@ class _Shards:
             for grad, piece in unit
         ]
         flat = torch.cat(rows, dim=1).reshape(-1)
-        sent = flat.to(self._reduce) if flat.dtype in _NARROW else flat
-        return _torch.begin_reduce_scatter(sent / self._ranks, size, self._axis.group)
+        outgoing = flat.to(self._reduce) if flat.dtype in _NARROW else flat
+        return _torch.begin_reduce_scatter(outgoing / self._ranks, size, self._axis.group)
 
 
 def _padded(piece: _Piece) -> torch.Tensor:

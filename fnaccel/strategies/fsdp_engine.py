@@ -34,14 +34,14 @@ _CAST_SAFE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @finisher(Fsdp, takes=(Ddp,))
 def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
-    """The engine of shards; with `ddp` beside it FSDP2 on a mesh of two axes."""
+    """The engine of shards. With `ddp` beside it, FSDP2 on a mesh of two axes."""
     mesh = build.spec.mesh
     ensure_group(mesh.world)
     built, values = _construct(build, options)
     if build.settings.captured:
         return build_captured(built, build, options), built
     ignored = _ignored(built, options.ignore)
-    # what FSDP2 does not move by itself: ignored parameters live on the device like any other
+    # FSDP2 does not move ignored parameters: they live on the device like all others
     for param in ignored:
         param.data = param.data.to(mesh.world.device)
     try:
@@ -82,11 +82,11 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
 
 
 def _construct(build: Build, options: Fsdp) -> tuple[Built, dict[str, Any]]:
-    """The modules, and on rank 0 the values to send where only it builds them."""
+    """The modules, and on rank 0 the values to send if only rank 0 builds them."""
     world = build.spec.mesh.world
     sources = build.spec.model.values() if isinstance(build.spec.model, dict) else (build.spec.model,)
-    given = any(isinstance(source, nn.Module) for source in sources)
-    if options.init != "seeded" and given:
+    prebuilt = any(isinstance(source, nn.Module) for source in sources)
+    if options.init != "seeded" and prebuilt:
         raise ArgumentError(
             f'init="{options.init}" builds modules without values, and a built module was given',
             where="fa.fsdp",
@@ -100,13 +100,13 @@ def _construct(build: Build, options: Fsdp) -> tuple[Built, dict[str, Any]]:
     built = construct(build.spec.model, build.seed, empty=options.init != "seeded")
     build.prepare(built)
     check_alike(built, world)
-    if given and world.size > 1:
+    if prebuilt and world.size > 1:
         # the ranks' own copies may differ: rank 0's counts, as under ddp
         with torch.no_grad():
             for _, value in [*built.named("parameters"), *built.named("buffers")]:
-                sent = value.detach().to(world.device)
-                dist.broadcast(sent, 0)
-                value.copy_(sent)
+                copy = value.detach().to(world.device)
+                dist.broadcast(copy, 0)
+                value.copy_(copy)
     return built, values
 
 
@@ -119,7 +119,7 @@ def _ignored(built: Built, patterns: tuple[str, ...]) -> set[Any]:
                 where="fa.fsdp(ignore=...)",
                 fix=nearest(pattern, named),
             )
-    return {p for name, p in named.items() if any(fnmatch.fnmatchcase(name, one) for one in patterns)}
+    return {p for name, p in named.items() if any(fnmatch.fnmatchcase(name, glob) for glob in patterns)}
 
 
 def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None:
@@ -154,10 +154,10 @@ def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None
 
 
 def _check_tied(units: Sequence[tuple[str, nn.Module]], ignored: set[Any]) -> None:
-    """See that no parameter lies in two units; torch would part the two, and fail in the first step.
+    """Check that no parameter is in two units: torch would part the two, and fail in the first step.
 
     Raises:
-        CapabilityError: one does; names both places.
+        CapabilityError: a parameter is in two units. The message names both.
     """
     seen: dict[Any, tuple[str, str]] = {}
     for unit, module in units:
@@ -173,12 +173,12 @@ def _check_tied(units: Sequence[tuple[str, nn.Module]], ignored: set[Any]) -> No
 
 
 def _policy(precision: Precision, root: nn.Module | None = None, ignored: object = ()) -> Any:
-    """What follows from `with_precision`: gather in the compute dtype, reduce in the reduce dtype."""
+    """The policy of `with_precision`: gather in the compute dtype, reduce in the reduce dtype."""
     from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 - slow to import
 
     cast = precision.compute if precision.autocast else None
     if cast is not None and root is not None:
-        # the root's inputs are the batch, which autocast casts where it must: only modules that
+        # the root's inputs are the batch, which autocast casts when it must: only modules that
         # autocast covers may have their parameters gathered in the compute dtype
         owned = [m for m in root.modules() if _owns(m, ignored)]
         cast = cast if all(isinstance(m, _CAST_SAFE) for m in owned) else None
@@ -188,8 +188,8 @@ def _policy(precision: Precision, root: nn.Module | None = None, ignored: object
 
 def _owns(module: nn.Module, ignored: Any) -> bool:
     """Whether a module has parameters of its own that no unit has taken."""
-    own = list(module.parameters(recurse=False))
-    return any(not hasattr(p, "placements") and p not in ignored for p in own)
+    direct = list(module.parameters(recurse=False))
+    return any(not hasattr(p, "placements") and p not in ignored for p in direct)
 
 
 def _fill(built: Built, mesh: Mesh, options: Fsdp, values: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ def _fill(built: Built, mesh: Mesh, options: Fsdp, values: dict[str, Any]) -> No
             value.copy_(buffers[name])
         if options.init == "meta":
             for _, param in built.named("parameters"):
-                _torch.local_of(param).fill_(float("nan"))  # loud, where nothing was restored
+                _torch.local_of(param).fill_(float("nan"))  # loud, if nothing is restored
             return
     from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415 - slow to import
         StateDictOptions,
@@ -271,7 +271,7 @@ def _averager(params: list[Any], mesh: Mesh) -> Callable[[], None]:
     def average() -> None:
         if group is None:
             return
-        # every parameter has its place, also where this rank did not use it: others may have
+        # every parameter has its place, also if this rank did not use it: other ranks may have
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         flat = torch.cat([g.flatten() for g in grads])
         dist.all_reduce(flat, group=group)

@@ -48,7 +48,7 @@ def capture_whole(built: Built, **fields: Any) -> Capture:
 
     Args:
         built: the modules.
-        fields: how gradients are averaged, where there are several ranks.
+        fields: how gradients are averaged, if there are several ranks.
     """
     model = built.model
     leaves = tuple(attrs.evolve(leaf, shard=leaf.param) for leaf in whole_leaves(built))
@@ -81,7 +81,7 @@ def whole_engine(
         name: of the strategy.
         built: the modules.
         build: the train step.
-        run: how to call a function of the model; directly by default.
+        run: how to call a function of the model: directly by default.
         hooks, runtime: as `Engine` has them.
         forward: further fields of `Forward`.
     """

@@ -1,4 +1,4 @@
-"""What a runtime carries out itself, decided before anything runs: the extension point for runtimes."""
+"""The part of a step that a runtime carries out, decided before anything runs: runtimes extend this."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fnaccel.step.step import Step
 
 @attrs.frozen(kw_only=True)
 class Delegation:
-    """What a runtime answers.
+    """The part of a step that a runtime carries out itself.
 
     Attributes:
-        step: the step, with what the runtime's own configuration adds to it.
-        by: what the plan calls the runtime.
-        names: the transforms it carries out itself; these need no capability of the strategy.
+        step: the step, with the transforms that the runtime's own configuration adds.
+        by: the runtime's name in the plan.
+        names: the transforms it carries out itself. These need no capability of the strategy.
         config: its configuration, complete, as it will be used.
-        notes: what the plan has to say.
-        rows: how many rows a rank's micro-batch must have; None: any.
+        notes: lines for the plan.
+        rows: how many rows a rank's micro-batch must have. None: any number.
     """
 
     step: Step
@@ -34,7 +34,7 @@ class Delegation:
 
 
 _NEEDED = {"xla": "fa.distribute(model, fa.xla()); or fa.xla(shard=True) for the memory of fsdp"}
-"""What to say of a device that needs a runtime which ends the graph of each step."""
+"""The fix for a device that needs a runtime which ends the graph of each step."""
 
 
 def check_device(spec: Spec) -> None:
@@ -54,7 +54,7 @@ _delegators: dict[type, Delegator] = {}
 
 
 def delegator(axis: type) -> Callable[[Delegator], Delegator]:
-    """Decorator: this function says what the runtime behind an axis record carries out."""
+    """Decorator: this function returns the `Delegation` of the runtime behind an axis record."""
 
     def register(fn: Delegator) -> Delegator:
         _delegators[axis] = fn
@@ -64,10 +64,10 @@ def delegator(axis: type) -> Callable[[Delegator], Delegator]:
 
 
 def delegate(spec: Spec) -> Delegation | None:
-    """What the runtime of a strategy carries out; None where no axis belongs to one.
+    """The `Delegation` of a strategy's runtime. None if no axis belongs to a runtime.
 
     Raises:
-        CapabilityError, ConfigError: the step asks for what the runtime can't do, or contradicts its
+        CapabilityError, ConfigError: the step needs a capability that the runtime lacks, or contradicts its
             configuration.
     """
     for axis in spec.strategy.axes:

@@ -1,4 +1,4 @@
-"""A strategy: a product of axes, each a frozen record; and its names and its text.
+"""A strategy: a product of axes, each a frozen record, with its names and its text.
 
 `ddp(2) * fsdp(4)` is a value: it prints as the text that makes it, and `strategy(text)` reads it.
 """
@@ -27,7 +27,7 @@ class Axis:
         mesh_axis: the mesh axis that its ranks lie along, or None if it takes no ranks of a mesh.
         maker: the function that makes a strategy of it.
         runs_on: the kind of device that it is made for, "" for any.
-        follows: of an axis that is not the library's, the mesh axis after which it stands; "" is the
+        follows: for an axis that is not the library's, the mesh axis before it in the mesh. "" is the
             outermost place.
     """
 
@@ -71,7 +71,7 @@ class Strategy:
         return Strategy((*self.axes, *other.axes))
 
     def degrees(self) -> list[tuple[str, int]]:
-        """(mesh axis, degree) pairs, -1 where the number of ranks decides."""
+        """(mesh axis, degree) pairs, -1 if the number of ranks decides."""
         return [(axis.mesh_axis, axis.degree) for axis in self.axes if axis.mesh_axis is not None]
 
     def follows(self) -> dict[str, str]:
@@ -79,7 +79,7 @@ class Strategy:
         return {axis.mesh_axis: axis.follows for axis in self.axes if axis.mesh_axis not in (None, *AXES)}
 
     def capabilities(self) -> frozenset[Capability]:
-        """What transforms may ask of it: what all of its axes can do."""
+        """Capabilities for transforms: those that all of its axes have."""
         if not self.axes:
             return frozenset(Capability)
         return frozenset.intersection(*(axis.capabilities for axis in self.axes))
@@ -102,7 +102,7 @@ def _value(value: Tree) -> str:
 
 
 MAKERS: dict[str, Callable[..., Strategy]] = {}
-"""What a strategy's text may call, by name; user code may add to it with `maker`."""
+"""Functions that a strategy's text may call, by name. User code may add to it with `maker`."""
 
 PRESETS: dict[str, str] = {
     "local": "local()",
@@ -121,8 +121,8 @@ def maker(fn: Callable[..., Strategy]) -> Callable[..., Strategy]:
 
     The second is for functions outside of fnaccel. The module is imported if a text names it.
     """
-    own = fn.__module__.split(".")[0] == "fnaccel"
-    MAKERS[fn.__name__ if own else f"{fn.__module__}:{fn.__name__}"] = fn
+    internal = fn.__module__.split(".")[0] == "fnaccel"
+    MAKERS[fn.__name__ if internal else f"{fn.__module__}:{fn.__name__}"] = fn
     return fn
 
 
@@ -142,25 +142,25 @@ def _import_makers(text: str) -> tuple[str, dict[str, str]]:
     """
     meanings: dict[str, str] = {}
 
-    def plain(found: re.Match[str]) -> str:
-        module, name = found[1], found[2]
+    def plain(match: re.Match[str]) -> str:
+        module, name = match[1], match[2]
         try:
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(
                 f"{module!r} can't be imported: {error}",
                 where=f"strategy {text!r}",
-                fix="install it, or start where it lies",
+                fix="install it, or start in its directory",
             ) from error
-        if found[0] not in MAKERS:
-            known = [key.partition(":")[2] for key in MAKERS if key.startswith(f"{module}:")]
+        if match[0] not in MAKERS:
+            names = [key.partition(":")[2] for key in MAKERS if key.startswith(f"{module}:")]
             raise UnknownNameError(
                 f"{module} has no strategy {name!r}",
                 where=f"strategy {text!r}",
-                fix=nearest(name, known) if known else "decorate it with fnaccel.strategies.maker",
+                fix=nearest(name, names) if names else "decorate it with fnaccel.strategies.maker",
             )
         short = f"maker_{len(meanings)}"
-        meanings[short] = found[0]
+        meanings[short] = match[0]
         return short
 
     return _ELSEWHERE.sub(plain, text), meanings
@@ -222,7 +222,7 @@ def _evaluate(node: ast.expr, text: str, meanings: Mapping[str, str]) -> Strateg
     try:
         args = [ast.literal_eval(arg) for arg in node.args] if isinstance(node, ast.Call) else []
         keywords = node.keywords if isinstance(node, ast.Call) else []
-        made = MAKERS[name](
+        product = MAKERS[name](
             *args, **{k.arg: ast.literal_eval(k.value) for k in keywords if k.arg is not None}
         )
     except (ValueError, TypeError) as error:
@@ -233,13 +233,13 @@ def _evaluate(node: ast.expr, text: str, meanings: Mapping[str, str]) -> Strateg
             where="strategy",
             fix=f"see the arguments of {name if ':' in name else f'fa.{name}'}",
         ) from error
-    if not isinstance(made, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(product, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
-            f"{name} returned {type(made).__name__}, not a strategy",
+            f"{name} returned {type(product).__name__}, not a strategy",
             where=f"strategy {text!r}",
             fix="return fa.strategies.Strategy((axis,))",
         )
-    return made
+    return product
 
 
 def check_degree(degree: int, where: str) -> None:

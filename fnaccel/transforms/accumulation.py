@@ -15,7 +15,7 @@ Sync = Literal["last", "each"]
 
 @attrs.frozen
 class Accumulate:
-    """Cut a batch in `n` micro-batches; average over ranks after the `"last"`, or after `"each"`."""
+    """Cut a batch in `n` micro-batches. Average over ranks after the `"last"`, or after `"each"`."""
 
     n: int
     sync: Sync = "last"
@@ -25,7 +25,7 @@ class Accumulate:
         return attrs.evolve(settings, micro_batches=self.n, sync_each=self.sync == "each")
 
     def describe(self) -> str:
-        """What the plan prints: a window of m batches has n * m micro-batches."""
+        """The text in the plan: a window of m batches has n * m micro-batches."""
         return f"n={self.n} of each batch ({self.n} * m with window=m), sync={self.sync!r}"
 
 

@@ -32,8 +32,8 @@ class Ema:
         """Keep averages."""
         return attrs.evolve(settings, ema_decay=self.decay)
 
-    def on_update(self, engine: Trained, own: Tree, info: Info) -> Any:
-        """Move the averages, sharded as the parameters are; frozen where the update was skipped."""
+    def on_update(self, engine: Trained, state: Tree, info: Info) -> Any:
+        """Move the averages, sharded as the parameters are. No change if the update was skipped."""
         averages = engine.averages
         shards = [leaf.shard for leaf in engine.layout.leaves]
         if info.skip is None:
@@ -43,7 +43,7 @@ class Ema:
             # of each average's dtype: XLA has no other
             cast = {dtype: weight.to(dtype) for dtype in {average.dtype for average in averages}}
             _torch.foreach_lerp_(averages, shards, [cast[average.dtype] for average in averages])
-        return own
+        return state
 
 
 def with_ema(step: StepLike, decay: float = 0.999) -> Step:

@@ -35,15 +35,15 @@ class ClipNorm:
         """Clip the norm."""
         return attrs.evolve(settings, max_norm=self.max_norm)
 
-    def on_gradients(self, grads: StepGradients, own: Tree, info: Info) -> Any:
-        """Fold the clip into the one multiply of the update; records `grad_norm`, before the clip."""
+    def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:
+        """Fold the clip into the one multiply of the update. Records `grad_norm`, before the clip."""
         norm = grads.norm()
         info.record("grad_norm", norm)
         factor = (norm + 1e-6).reciprocal()  # `number / tensor` does the same in three times the time
         if self.max_norm != 1.0:
             factor = factor * self.max_norm
         grads.scale_by(torch.clamp(factor, max=1.0))
-        return own
+        return state
 
 
 @attrs.frozen
@@ -52,7 +52,7 @@ class ClipValue:
 
     max_value: float
 
-    def on_gradients(self, grads: StepGradients, own: Tree, info: Info) -> Any:  # noqa: ARG002
+    def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:  # noqa: ARG002
         """Clamp in place, after averaging and unscaling."""
         grads.materialise()
         shards = grads.present()
@@ -60,7 +60,7 @@ class ClipValue:
             _torch.foreach_clamp_max_(shards, self.max_value)
             _torch.foreach_clamp_min_(shards, -self.max_value)
         grads.changed()
-        return own
+        return state
 
 
 def clip_norm(step: StepLike, max_norm: float) -> Step:

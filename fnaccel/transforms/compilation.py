@@ -36,7 +36,7 @@ _NEEDS: dict[str, frozenset[Capability]] = {
 
 
 def _to_dims(dynamic: object) -> Any:
-    """A mapping of patterns to dims as a frozen value; everything else as it is."""
+    """A mapping of patterns to dims as a frozen value. Other values as they are."""
     if not isinstance(dynamic, Mapping):
         return dynamic
     return tuple((name, (dims,) if isinstance(dims, int) else tuple(dims)) for name, dims in dynamic.items())
@@ -44,9 +44,9 @@ def _to_dims(dynamic: object) -> Any:
 
 @attrs.frozen(kw_only=True)
 class Compile:
-    """What to compile, and how; `mode`, `options` and `fullgraph` as `torch.compile` takes them.
+    """The options of `fa.compile`. `mode`, `options` and `fullgraph` are those of `torch.compile`.
 
-    `why` says how the scope was chosen, where nobody asked for one.
+    `why` is the reason for the scope, if the user gave none.
     """
 
     scope: Scope = "auto"
@@ -58,7 +58,7 @@ class Compile:
     units: Units = "block"
     limit: int = 8
     why: str = ""
-    # blocks are compiled after whatever else changes modules: torch.compile sees what will run
+    # blocks are compiled after all other changes to modules: torch.compile sees the final forward
     last_of_phase: ClassVar[bool] = True
 
     def configure(self, settings: Settings) -> Settings:
@@ -86,14 +86,14 @@ class Compile:
         return as_transform(attrs.evolve(self, scope=scope, why=f"chosen: {why}"))
 
     def plan_notes(self, spec: Spec) -> list[str]:
-        """What is left out of a captured step."""
+        """The parts that run outside of a captured step."""
         if self.scope != "step":
             return []
         tail = (Phase.GRADS, Phase.UPDATE)
         after = [t.name for t in spec.step.transforms if t.phase in tail and not attrs.has(type(t.apply))]
-        after += [one.name for one in (spec.optimizers or {}).values() if not one.traceable]
-        said = f"{', '.join(after)} can't be captured: what follows the gradients runs after the graph"
-        return [said] if after else []
+        after += [optimizer.name for optimizer in (spec.optimizers or {}).values() if not optimizer.traceable]
+        note = f"{', '.join(after)} can't be captured: clipping and updates run after the graph"
+        return [note] if after else []
 
     def alternative(self, able: frozenset[Capability]) -> str:
         """The scopes that a strategy can carry out, for a message."""
@@ -101,7 +101,7 @@ class Compile:
         return f"fa.compile(step, scope={' or '.join(possible)})" if possible else "remove fa.compile"
 
     def describe(self) -> str:
-        """What the plan prints."""
+        """The text in the plan."""
         changed = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in attrs.fields(type(self))
@@ -111,24 +111,24 @@ class Compile:
 
     @property
     def dims(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """(pattern of a leaf's path, dimensions) of what is marked as dynamic in the batch."""
+        """(pattern of a leaf's path, dimensions) of the leaves that are dynamic in the batch."""
         return self.dynamic if isinstance(self.dynamic, tuple) else ()
 
     def on_module(self, module: nn.Module, where: str) -> None:
-        """Compile the forward of each block in place; equal blocks share one compilation."""
-        found = find_units(module, self.units, where)
-        if not found:
+        """Compile the forward of each block in place. Equal blocks share one compilation."""
+        units = find_units(module, self.units, where)
+        if not units:
             raise NotCompiledError(
                 "compile(scope='block') found no blocks in the model, so nothing would be compiled",
                 where=where,
                 fix="fa.compile(step, scope='loss'), or name the blocks: units=('Block',)",
             )
-        made: dict[Any, Any] = {}
-        for _, unit in found:
+        functions: dict[Any, Any] = {}
+        for _, unit in units:
             forward: Any = unit.forward
             if isinstance(forward, types.MethodType) and isinstance(forward.__func__, types.FunctionType):
-                # one code object for equal blocks: what was compiled for the first serves the others
-                fn = made.setdefault(forward.__func__, own_code(forward.__func__))
+                # one code object for equal blocks, so that all use the compilation of the first
+                fn = functions.setdefault(forward.__func__, own_code(forward.__func__))
                 forward = types.MethodType(fn, unit)
             unit.forward = self._compiled(forward, self.fullgraph)
 
@@ -143,7 +143,7 @@ class Compile:
     def of_step(
         self, fn: Callable[..., Any], graph_pass: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """A part of a train step under torch.compile, always one graph; inductor runs `graph_pass` on it."""
+        """A part of a train step under torch.compile, always one graph. Inductor runs `graph_pass` on it."""
         return self._compiled(own_code(fn), True, graph_pass if self.backend == "inductor" else None)
 
     def _compiled(
@@ -178,16 +178,16 @@ _numbers = itertools.count()
 def own_code(fn: Callable[..., Any]) -> Any:
     """A function, or a method of the same object, with a code object of its own.
 
-    torch keeps what it compiled with the code object, and what it learned of varying shapes with its
-    name: train steps that shared them would use up each other's limit of recompilations.
+    torch keeps compilations with the code object, and varying shapes with its name: train steps that shared
+    them would use up each other's limit of recompilations.
     """
     code = fn.__code__.replace(co_name=f"{fn.__code__.co_name}_{next(_numbers)}")
-    made = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
-    made.__kwdefaults__ = fn.__kwdefaults__
-    return types.MethodType(made, fn.__self__) if isinstance(fn, types.MethodType) else made
+    copy = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return types.MethodType(copy, fn.__self__) if isinstance(fn, types.MethodType) else copy
 
 
-def compile(  # noqa: A001 - the field's name for it; the module keeps a noun
+def compile(  # noqa: A001 - the field's name for it
     step: StepLike,
     scope: Scope = "auto",
     *,

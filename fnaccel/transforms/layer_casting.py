@@ -1,6 +1,6 @@
 """`cast_layers`: frozen weights stored in a small dtype, and cast around each layer's forward.
 
-What is saved for backward is the small weight; it is cast once more there. Trainable parameters are never
+Backward gets the small weight and casts it again. Trainable parameters are never
 stored small: an update would be lost in the rounding.
 """
 
@@ -47,7 +47,7 @@ def _to_compute(name: Any) -> torch.dtype:
 
 @attrs.frozen(kw_only=True)
 class CastLayers:
-    """Which frozen weights are stored in which dtype; see `cast_layers`."""
+    """Which frozen weights are stored in which dtype: see `cast_layers`."""
 
     storage: torch.dtype = attrs.field(default=torch.float8_e4m3fn, converter=_to_storage)
     compute: torch.dtype = attrs.field(default=torch.bfloat16, converter=_to_compute)
@@ -55,7 +55,7 @@ class CastLayers:
     skip: tuple[str, ...] = attrs.field(default=("*norm*",), converter=as_names)
 
     def describe(self) -> str:
-        """What the plan prints."""
+        """The text in the plan."""
         parts = [f"frozen weights stored in {_short(self.storage)}, computed in {_short(self.compute)}"]
         parts += [f"{name}={list(getattr(self, name))}" for name in ("only", "skip") if getattr(self, name)]
         return ", ".join(parts)
@@ -72,27 +72,27 @@ class CastLayers:
             ArgumentError: a pattern of `only` matches nothing.
         """
         check_patterns(self.only, module, _WHERE)
-        found = [
+        layers = [
             (path, layer)
             for path, layer in module.named_modules(remove_duplicate=False)
             if next(layer.parameters(recurse=False), None) is not None
         ]
         # a weight that also serves a layer which is not cast has to stay as that one needs it
-        kept: dict[Any, str] = {}
-        for path, layer in found:
+        uncast: dict[Any, str] = {}
+        for path, layer in layers:
             if self._left(path, layer) is not None:
-                kept.update(dict.fromkeys(layer.parameters(recurse=False), path))
+                uncast.update(dict.fromkeys(layer.parameters(recurse=False), path))
         converted: list[str] = []
         skipped: dict[str, str] = {}
-        for path, layer in found:
+        for path, layer in layers:
             why = self._left(path, layer)
-            own = dict(layer.named_parameters(recurse=False))
-            training = [name for name in own if trained(f"{path}.{name}" if path else name, own[name])]
-            tied = next((kept[param] for param in own.values() if param in kept), None)
+            params = dict(layer.named_parameters(recurse=False))
+            training = [name for name in params if trained(f"{path}.{name}" if path else name, params[name])]
+            tied = next((uncast[param] for param in params.values() if param in uncast), None)
             if why is not None:
                 if isinstance(layer, _KINDS):
                     skipped[path] = why
-            elif len(training) == len(own):
+            elif len(training) == len(params):
                 self._check_not_asked(path, training)
                 skipped[path] = "trained"
             elif tied is not None:
@@ -134,10 +134,10 @@ class CastLayers:
                 notes.append(f"{name}: known when init has built it: {module}")
                 continue
 
-            found = self.layers(module, _trained(spec, key, module))
-            _check_some(found, _WHERE)
-            first, *rest = found.describe()
-            notes += [f"{name}: {first}", *rest]
+            layers = self.layers(module, _trained(spec, key, module))
+            _check_some(layers, _WHERE)
+            first, *details = layers.describe()
+            notes += [f"{name}: {first}", *details]
         return notes
 
     def _check_surroundings(self, spec: Spec) -> None:
@@ -145,7 +145,7 @@ class CastLayers:
         axes = [axis.mesh_axis for axis in spec.strategy.axes]
         if spec.runtime or "dp_shard" in axes:
             raise CapabilityError(
-                f"{spec.runtime or 'fsdp'} gathers and casts weights itself, and would not see what they "
+                f"{spec.runtime or 'fsdp'} gathers and casts weights itself, without the dtype they "
                 "are stored in",
                 where=where,
                 fix="fa.local() or fa.ddp(); or leave out cast_layers: fsdp shards frozen weights too",
@@ -166,15 +166,15 @@ class CastLayers:
             )
 
     def on_module(self, module: nn.Module, where: str) -> None:
-        """Store the weights small and cast them around each forward; names stay as they are."""
+        """Store the weights small and cast them around each forward. Names stay as they are."""
 
         def trained(_: str, param: torch.Tensor) -> bool:
             return param.requires_grad
 
-        found = self.layers(module, trained)
-        _check_some(found, where)
+        choice = self.layers(module, trained)
+        _check_some(choice, where)
         # before any is cast: a tied weight has the dtype it came in under both of its names
-        layers = [module.get_submodule(path) for path in found.converted]
+        layers = [module.get_submodule(path) for path in choice.converted]
         plans = [(layer, _dtype_before(layer)) for layer in layers]
         done: set[nn.Module] = set()
         for layer, before in plans:
@@ -190,7 +190,7 @@ class CastLayers:
 
 
 def _check_range(param: torch.Tensor, storage: torch.dtype, where: str) -> None:
-    """Raise CapabilityError where a value would be cut off: torch saturates in fp8 without a word."""
+    """Raise CapabilityError if a value would be cut off: torch saturates in fp8 silently."""
     if param.numel() == 0 or param.is_meta or param.dtype is storage:
         return
     largest, most = float(param.detach().abs().max()), torch.finfo(storage).max
@@ -202,18 +202,18 @@ def _check_range(param: torch.Tensor, storage: torch.dtype, where: str) -> None:
         )
 
 
-def _check_some(found: Layers, where: str) -> None:
-    if not found.converted:
-        reasons = "; ".join(found.describe()[1:]) or "it has no layer of a kind that is cast"
+def _check_some(layers: Layers, where: str) -> None:
+    if not layers.converted:
+        reasons = "; ".join(layers.describe()[1:]) or "it has no layer of a kind that is cast"
         raise CapabilityError(
             f"no weight of this model can be stored small: {reasons}",
             where=where,
-            fix='freeze what is not trained: fa.train_step(..., frozen=("base.*",))',
+            fix='freeze the parameters that are not trained: fa.train_step(..., frozen=("base.*",))',
         )
 
 
 def _trained(spec: Spec, key: str | None, module: nn.Module) -> Callable[[str, Any], bool]:
-    """What will say of a parameter whether it is trained: `frozen=` goes by its first name."""
+    """A function that tells whether a parameter is trained. `frozen=` matches its first name."""
     prefix = "" if key is None else f"{key}/"
     frozen = {
         param
@@ -224,7 +224,7 @@ def _trained(spec: Spec, key: str | None, module: nn.Module) -> Callable[[str, A
 
 
 def _dtype_before(layer: nn.Module) -> torch.dtype:
-    """What a layer returned, outside of autocast, before its weights were cast."""
+    """A layer's output dtype, outside of autocast, before its weights were cast."""
     return next(param.dtype for param in layer.parameters(recurse=False) if not param.requires_grad)
 
 
@@ -238,7 +238,7 @@ def _forward(
 ) -> Any:
     kind = next(layer.parameters(recurse=False)).device.type
     autocast = torch.is_autocast_enabled(kind)
-    if not autocast:  # else it casts inputs itself, and what follows takes what it returns
+    if not autocast:  # else it casts inputs itself, and later layers take its output
         args, kwargs = _floats_to(args, compute), _floats_to(kwargs, compute)
     with _cast(layer, compute, everything=not autocast):
         out = plain(*args, **kwargs)
@@ -247,16 +247,16 @@ def _forward(
 
 @contextmanager
 def _cast(layer: nn.Module, compute: torch.dtype, *, everything: bool) -> Generator[None]:
-    """In the body a layer's frozen parameters are in the compute dtype; backward keeps the small ones.
+    """In the body a layer's frozen parameters are in the compute dtype. Backward keeps the small ones.
 
-    With `everything` trained ones are cast too, so that all that meets in one product has one dtype.
+    With `everything` trained ones are cast too, so that all operands of a product have one dtype.
     """
-    own: Any = dict(layer.named_parameters(recurse=False))
-    cast = {name: p.to(compute) for name, p in own.items() if everything or not p.requires_grad}
+    params: Any = dict(layer.named_parameters(recurse=False))
+    cast = {name: p.to(compute) for name, p in params.items() if everything or not p.requires_grad}
     small = {
-        value.untyped_storage().data_ptr(): own[name]
+        value.untyped_storage().data_ptr(): params[name]
         for name, value in cast.items()
-        if not own[name].requires_grad and value is not own[name]
+        if not params[name].requires_grad and value is not params[name]
     }
 
     def pack(saved: torch.Tensor) -> Any:
@@ -277,15 +277,15 @@ def _cast(layer: nn.Module, compute: torch.dtype, *, everything: bool) -> Genera
         with saved_tensors_hooks(pack, unpack):
             yield
     finally:
-        table.update(own)
+        table.update(params)
 
 
 def _floats_to(value: Tree, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
-        return {key: _floats_to(one, dtype) for key, one in value.items()}
-    return tuple(_floats_to(one, dtype) for one in value) if type(value) is tuple else value
+        return {key: _floats_to(item, dtype) for key, item in value.items()}
+    return tuple(_floats_to(item, dtype) for item in value) if type(value) is tuple else value
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -306,12 +306,12 @@ def cast_layers(
         step: a step or a loss function.
         storage: `"fp8"` (e4m3), `"float8_e5m2"`, `"bf16"`, `"fp16"`, or a dtype.
         compute: the dtype each layer computes in. By default that of `with_precision`.
-        only: patterns of paths of layers or parameters; by default all that are wholly or partly frozen.
+        only: patterns of paths of layers or parameters. By default all that are fully or partly frozen.
         skip: patterns of those that are left.
 
     Raises:
         UnknownNameError: no such dtype.
-        ArgumentError: storage that is not smaller than what is computed in; at `train_step`, a pattern of
+        ArgumentError: storage that is not smaller than the compute dtype. At `train_step`, a pattern of
             `only` that matches nothing.
         CapabilityError: at `train_step`: a trained parameter that `only` names, nothing frozen, another
             dtype than autocast's, `fsdp`, DeepSpeed, `compile`, and fp8 under `ddp` on CPUs.

@@ -31,15 +31,15 @@ class Remat:
 
     def on_module(self, module: nn.Module, where: str) -> None:
         """Patch `forward` in place, so that parameter names stay as they are."""
-        found = find_units(module, self.units, where)
-        if not found:
+        units = find_units(module, self.units, where)
+        if not units:
             raise CapabilityError(
                 f"the model has no modules that remat(units={self.units!r}) could recompute",
                 where=where,
                 fix='name their classes: fa.remat(step, units=("Block",))',
             )
-        made: dict[Any, Any] = {}
-        for _, unit in found:
+        functions: dict[Any, Any] = {}
+        for _, unit in units:
             forward: Any = unit.forward
             plain = getattr(forward, "__func__", None)
             if plain is None:
@@ -47,7 +47,7 @@ class Remat:
                     _recomputing(lambda _, *a, run=forward, **k: run(*a, **k)), unit
                 )
             else:  # one function for equal blocks, so that one compilation may serve them
-                unit.forward = types.MethodType(made.setdefault(plain, _recomputing(plain)), unit)
+                unit.forward = types.MethodType(functions.setdefault(plain, _recomputing(plain)), unit)
 
 
 def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:

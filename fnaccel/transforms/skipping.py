@@ -31,10 +31,10 @@ class SkipNonfinite:
         """Leave updates out whose gradient is not finite."""
         return attrs.evolve(settings, leaves_out_nonfinite=True, max_left_out=self.max_skipped)
 
-    def on_gradients(self, grads: StepGradients, own: Tree, info: Info) -> Any:  # noqa: ARG002
-        """Mark the update as skipped where the gradient norm is not finite."""
+    def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:  # noqa: ARG002
+        """Mark the update as skipped if the gradient norm is not finite."""
         grads.skip_where_nonfinite()
-        return own
+        return state
 
 
 def skip_nonfinite(step: StepLike, *, max_skipped: int | None = 200) -> Step:

@@ -48,7 +48,7 @@ MUTANTS = [
         (COMPILED, "-k", "ddp-step-plain"),
     ),
     Mutant(
-        "captured accumulation loses a micro-batch", "engine/gradients.py", "return held + grad", "return grad",
+        "captured accumulation loses a micro-batch", "engine/gradients.py", "return carried + grad", "return grad",
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
@@ -64,11 +64,11 @@ MUTANTS = [
         ("tests/laws/test_laws.py", "-k", "told_the_same"),
     ),
     Mutant(
-        "captured clip left out", "program/step_graph.py", "tail.change(held, {}, info)", "pass",
+        "captured clip left out", "program/step_graph.py", "tail.change(gradients, {}, info)", "pass",
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
-        "captured shards not averaged over ranks", "strategies/fsdp_captured.py", "sent / self._ranks", "sent",
+        "captured shards not averaged over ranks", "strategies/fsdp_captured.py", "outgoing / self._ranks", "outgoing",
         (COMPILED, "-k", "fsdp-step-plain"),
     ),
     Mutant(
@@ -102,7 +102,7 @@ MUTANTS = [
         ("tests/transforms", "-k", "fp16_skips"),
     ),
     Mutant(
-        "a rank stops by itself", "engine/stop_request.py", "self.agree(bool(asked > 0))", "self.agree(self._asked)",
+        "a rank stops by itself", "engine/stop_request.py", "self.agree(bool(count > 0))", "self.agree(self._asked)",
         ("tests/test_preemption.py", "-k", "one_rank_is_told and plain and 0-ddp"),
     ),
     Mutant(
@@ -219,7 +219,7 @@ MUTANTS = [
         "                        pass", ("tests/deepspeed/test_state.py", "-k", "half and 1"),
     ),
     Mutant(
-        "the forward keeps its old partition", "strategies/deepspeed/parts.py", "held.data.copy_(mine)", "pass",
+        "the forward keeps its old partition", "strategies/deepspeed/parts.py", "shard.data.copy_(piece)", "pass",
         ("tests/deepspeed/test_state.py", "-k", "goes_back and persistence"),
     ),
     Mutant(
@@ -248,7 +248,7 @@ MUTANTS = [
         ("tests/robust/test_weights.py", "-k", "micro_batches_raise"),
     ),
     Mutant(
-        "averages are saved for parameters", "state.py", "if held is not None and held.averaged:", "if False:",
+        "averages are saved for parameters", "state.py", "if lease is not None and lease.averaged:", "if False:",
         ("tests/robust/test_live_state.py", "-k", "TestAverages"),
     ),
     Mutant(

@@ -192,7 +192,7 @@ def test_a_random_state_keeps_all_of_its_bits(on_xla, devices):
 @pytest.mark.parametrize("devices", DEVICES)
 def test_what_xla_does_not_compile(on_xla, devices):
     found = on_xla(devices, "broken")
-    assert "XLA can't compile or run what was recorded" in found["said"]
+    assert "XLA can't compile or run the recorded step" in found["said"]
     assert "fa.restore" in found["said"]
     first = expected(EVEN, "fp32", None, "sgd").losses[0]
     assert_close([*found["after"], found["goes"]], [first, first], precision="fp32")

@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions of the number of updates applied.
 
-A schedule keeps no state, so neither world size nor accumulation can change what it says. Each
-takes an int, or a 0-d tensor where updates are counted on the device, and gives the same back.
+A schedule keeps no state, so neither world size nor accumulation can change its rates. Each
+takes an int, or a 0-d tensor if updates are counted on the device, and returns the same type.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _check(ok: bool, what: str, fix: str) -> None:
 
 
 @attrs.frozen
-class constant:  # noqa: N801 - used as a function; a class so that it prints, hashes and pickles
+class constant:  # noqa: N801 - used as a function, and a class so that it prints, hashes and pickles
     """The same rate always.
 
     Example:
@@ -145,7 +145,7 @@ class joined:  # noqa: N801
     parts: tuple[Schedule, ...] = attrs.field(converter=tuple)
     boundaries: tuple[int, ...] = attrs.field(converter=tuple)
     written: str = attrs.field(default="", kw_only=True, eq=False)
-    """How the user wrote it, for the plan; empty for a sequence joined by hand."""
+    """How the user wrote it, for the plan. Empty for a sequence joined by hand."""
 
     def __repr__(self) -> str:
         return self.written or f"joined({self.parts!r}, boundaries={self.boundaries!r})"

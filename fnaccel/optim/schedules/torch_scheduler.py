@@ -1,4 +1,4 @@
-"""torch's learning-rate schedulers as schedules: what one says is read off once, and kept by update."""
+"""torch's learning-rate schedulers as schedules: the rates are read once, and kept by update."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from fnaccel.errors import ArgumentError, CapabilityError
 
 _OTHERS = {"momentum": 0.8901, "betas": (0.8901, 0.9909), "weight_decay": 0.0109}
-"""What a scheduler finds in an optimizer besides the rate, and may not change."""
+"""Options of an optimizer besides the rate, which a scheduler may read but not change."""
 
 
 class _Stepped(torch.optim.Optimizer):
-    """An optimizer whose rate a scheduler can move; it updates nothing."""
+    """An optimizer whose rate a scheduler can move. It updates nothing."""
 
     def step(self, closure: Any = None) -> Any:
         """Schedulers warn unless this was called."""
@@ -31,7 +31,7 @@ def _needs_metric(step: Callable[..., Any]) -> bool:
 class FromTorch:
     """A torch LRScheduler as a pure function: its values are replayed once and remembered.
 
-    It works on ints only: where updates are counted on the device it costs one host read a step,
+    It works on ints only: if updates are counted on the device it costs one host read a step,
     and the plan says so.
     """
 

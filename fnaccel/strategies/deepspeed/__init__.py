@@ -1,4 +1,4 @@
-"""DeepSpeed as a strategy: what it may be told, the one configuration, its engine behind ours."""
+"""DeepSpeed as a strategy: its options, the one configuration, its engine behind ours."""
 
 from fnaccel.strategies.deepspeed import config as _config
 from fnaccel.strategies.deepspeed import runtime as _runtime

@@ -1,4 +1,4 @@
-"""Who updates and by what schedule: ours, or those that the file names."""
+"""The optimizer and the schedule: ours, or those that the file names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fnaccel.step.spec import Spec
 from fnaccel.strategies.deepspeed.draft import Draft
 from fnaccel.strategies.deepspeed.record import Deepspeed
 
-# what deepspeed_lr says, by what each schedule calls it; WarmupCosineLR starts from the optimizer's rate
+# arguments of deepspeed_lr, by each schedule's name for them. WarmupCosineLR starts at the optimizer's rate
 _SCHEDULES: dict[str, dict[str, str]] = {
     "WarmupLR": {"lr": "warmup_max_lr", "low": "warmup_min_lr", "warmup": "warmup_num_steps"},
     "WarmupDecayLR": {
@@ -29,18 +29,18 @@ _SCHEDULES: dict[str, dict[str, str]] = {
 
 
 def choose_update(spec: Spec, draft: Draft, record: Deepspeed) -> None:
-    """See who updates and by what schedule, ours or the file's, and fill in what the file's are told.
+    """Choose the optimizer and the schedule, ours or the file's, and fill in the arguments of the file's.
 
     Raises:
         CapabilityError: a pair that DeepSpeed can't run.
-        ConfigError: the file names none of what the train step leaves to it.
+        ConfigError: the train step leaves the optimizer or schedule to the file, which has none.
     """
     if spec.optimizers is None:
         draft.drop("optimizer")
         draft.drop("scheduler")
         if record.level in (1, 2):
             raise CapabilityError(
-                f"stage {record.level} partitions what an optimizer needs, and there is none",
+                f"stage {record.level} partitions the optimizer's state, and there is no optimizer",
                 where="fa.train_step(optimizer=None)",
                 fix="fa.deepspeed(stage=3) for inference; or give an optimizer",
             )
@@ -56,8 +56,8 @@ def choose_update(spec: Spec, draft: Draft, record: Deepspeed) -> None:
 
 
 def _only(optimizers: Iterable[Optimizer]) -> Optimizer:
-    first, *others = optimizers
-    if any(other != first for other in others):
+    first, *later = optimizers
+    if any(other != first for other in later):
         raise CapabilityError(
             "one DeepSpeed engine has one optimizer, and the models were given several",
             where="fa.train_step(optimizer={...})",
@@ -67,9 +67,9 @@ def _only(optimizers: Iterable[Optimizer]) -> Optimizer:
 
 
 def _named(draft: Draft, section: str) -> Any:
-    """The type that a section names; `"?"` where it names none, None where there is no section."""
-    found = draft.written(section)
-    return found.get("type") or "?" if isinstance(found, dict) else found
+    """The type that a section names: `"?"` if the type is missing, None if the section is missing."""
+    contents = draft.written(section)
+    return contents.get("type") or "?" if isinstance(contents, dict) else contents
 
 
 def _check_types(draft: Draft) -> None:
@@ -81,20 +81,20 @@ def _check_types(draft: Draft) -> None:
 
 def _check_optimizer(draft: Draft, optimizer: Optimizer) -> None:
     kind = _named(draft, "optimizer")
-    own = isinstance(optimizer.kernel, DeepspeedKernel)
-    if kind is None and own:
+    from_file = isinstance(optimizer.kernel, DeepspeedKernel)
+    if kind is None and from_file:
         raise ConfigError(
             f"fa.optim.from_deepspeed() takes the file's optimizer, and {draft.origin} names none",
             where="fa.train_step(optimizer=)",
             fix='config={"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, or fa.adamw(...)',
         )
-    if kind is not None and not own:
+    if kind is not None and not from_file:
         draft.object_to(
             f"optimizer is {kind!r} in {draft.origin}, and fa.{optimizer.name} in fa.train_step(optimizer=)"
         )
-    if own and str(kind).lower() == "muon":
+    if from_file and str(kind).lower() == "muon":
         draft.object_to(f"optimizer is {kind!r} in {draft.origin}, which goes by matrices marked for it")
-    if own and draft.written("optimizer.params.dampening"):
+    if from_file and draft.written("optimizer.params.dampening"):
         draft.object_to(
             f"optimizer.params.dampening in {draft.origin} treats the first update apart, which a state "
             "made before step 0 can't tell"
@@ -103,20 +103,20 @@ def _check_optimizer(draft: Draft, optimizer: Optimizer) -> None:
 
 def _check_schedule(draft: Draft, optimizer: Optimizer) -> None:
     kind, rate = _named(draft, "scheduler"), optimizer.lr
-    theirs = isinstance(rate, DeepspeedRate)
-    if theirs and kind is None:
+    from_file = isinstance(rate, DeepspeedRate)
+    if from_file and kind is None:
         raise ConfigError(
             f"fa.optim.deepspeed_lr() takes the schedule that the file names, and {draft.origin} names none",
             where=f"fa.{optimizer.name}(lr=)",
             fix='config={"scheduler": {"type": "WarmupLR", "params": {...}}}, or another schedule',
         )
-    if theirs and any("lr" in dict(extra) for _, extra in optimizer.groups):
+    if from_file and any("lr" in dict(extra) for _, extra in optimizer.groups):
         raise CapabilityError(
             "a group has a rate of its own, and DeepSpeed's schedule sets one rate for all",
             where=f"fa.{optimizer.name}(groups=)",
             fix='leave "lr" out of the groups, or use a schedule of fnaccel: fa.warmup_cosine(...)',
         )
-    if kind is not None and not theirs:
+    if kind is not None and not from_file:
         draft.object_to(f"scheduler is {kind!r} in {draft.origin}, and lr={rate!r} in fa.{optimizer.name}")
     if isinstance(optimizer.kernel, DeepspeedKernel) and not isinstance(rate, DeepspeedRate | constant):
         raise CapabilityError(
@@ -131,8 +131,8 @@ def _fill_optimizer(draft: Draft, optimizer: Optimizer) -> None:
     rate: Any = optimizer.lr
     base = rate.lr if isinstance(rate, DeepspeedRate) else rate.value
     draft.say("optimizer.params.lr", base, "fa.optim.from_deepspeed(lr=)")
-    for option, given in optimizer.options:
-        value = list(given) if isinstance(given, tuple) else given
+    for option, setting in optimizer.options:
+        value = list(setting) if isinstance(setting, tuple) else setting
         draft.say(f"optimizer.params.{option}", value, f"fa.optim.from_deepspeed({option}=)")
     for option in ("betas", "eps", "weight_decay"):
         if draft.is_auto(f"optimizer.params.{option}"):
@@ -142,14 +142,14 @@ def _fill_optimizer(draft: Draft, optimizer: Optimizer) -> None:
 def _fill_schedule(draft: Draft, rate: DeepspeedRate) -> None:
     kind = _named(draft, "scheduler")
     names = _SCHEDULES.get(str(kind))
-    if names is None:  # DeepSpeed says what is wrong with the name
+    if names is None:  # DeepSpeed's own error explains the wrong name
         return
     for option in ("lr", "low", "warmup", "total"):
         value: Any = getattr(rate, option)
-        said = f"fa.optim.deepspeed_lr({option}={value})"
+        origin = f"fa.optim.deepspeed_lr({option}={value})"
         if value is not None and option in names:
-            draft.say(f"scheduler.params.{names[option]}", value, said)
+            draft.say(f"scheduler.params.{names[option]}", value, origin)
         elif value is not None and option != "lr":  # the rate that an optimizer is made with
-            draft.object_to(f"{said} means nothing to {kind} in {draft.origin}")
+            draft.object_to(f"{origin} means nothing to {kind} in {draft.origin}")
     if names.get("low") and rate.low is None:
         draft.resolve(f"scheduler.params.{names['low']}", 0.0)

@@ -1,7 +1,7 @@
 """DeepSpeed's communication, over the process group that fnaccel began."""
 
 # pyright: reportPrivateUsage=false
-# ruff: noqa: SLF001 - what DeepSpeed has no public name for
+# ruff: noqa: SLF001 - DeepSpeed has no public name for these
 from __future__ import annotations
 
 import contextlib
@@ -20,14 +20,14 @@ from fnaccel.errors import MissingBackendError
 from fnaccel.world.mesh import ensure_group
 from fnaccel.world.world import World, announce
 
-_STALE = 900  # seconds; its longest build takes a few minutes
+_STALE = 900  # seconds: the longest build takes a few minutes
 _last: weakref.ref[Any] | None = None
 
 
 def begin(world: World) -> Any:
     """The package deepspeed, talking over this world's group.
 
-    DeepSpeed keeps groups in globals; those of a world that has ended are dropped. Checked with 0.19.8.
+    DeepSpeed keeps groups in globals. Groups of a world that has ended are dropped. Checked with 0.19.8.
 
     Raises:
         MissingBackendError: it is not installed.
@@ -41,7 +41,7 @@ def begin(world: World) -> Any:
         raise MissingBackendError(
             f"the package deepspeed can't be imported: {error}",
             where="fa.deepspeed",
-            fix="pip install 'fnaccel[deepspeed]' (DS_BUILD_OPS=0 and --no-build-isolation where it builds)",
+            fix="pip install 'fnaccel[deepspeed]' (DS_BUILD_OPS=0 and --no-build-isolation if it builds)",
         ) from error
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # DeepSpeed's calls, not the user's
         warnings.filterwarnings("ignore", f".*{name}. is deprecated", FutureWarning)
@@ -82,7 +82,7 @@ def part_of_package(name: str) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
-    """In the body DeepSpeed logs nothing: it warns of what was decided here, such as the device."""
+    """In the body DeepSpeed logs nothing: it warns of decisions made here, such as the device."""
     logger = logging.getLogger("DeepSpeed")
     before, logger.disabled = logger.disabled, True
     try:

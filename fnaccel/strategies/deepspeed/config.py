@@ -1,4 +1,4 @@
-"""From a step, an optimizer and a file to the one configuration that DeepSpeed gets; nothing is imported."""
+"""From a step, an optimizer and a file to the one configuration of DeepSpeed, which is not imported here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WHERE = "fa.deepspeed"
 _DELEGATED = frozenset({"accumulate", "clip_norm", "skip_nonfinite"})
 _QUIET = 2_000_000_000  # steps between two lines that nobody asked for
 
-# an argument, and where the file has it
+# an argument of fa.deepspeed, and its key in the file
 _KEYS = {
     "contiguous_gradients": "contiguous_gradients",
     "overlap_comm": "overlap_comm",
@@ -47,10 +47,10 @@ _KEYS = {
 
 @delegator(Deepspeed)
 def delegate(spec: Spec, record: Deepspeed) -> Delegation:
-    """What DeepSpeed carries out, and its configuration.
+    """The transforms that DeepSpeed carries out, and its configuration.
 
     Raises:
-        CapabilityError: the step asks for what it can't do.
+        CapabilityError: the step needs a capability that DeepSpeed lacks.
         ConfigError: the file, the arguments, the step and the optimizer don't agree.
     """
     draft = Draft(record.written, _origin(record))
@@ -82,7 +82,7 @@ def _origin(record: Deepspeed) -> str:
 
 
 def _arguments(record: Deepspeed, draft: Draft) -> None:
-    """What `fa.deepspeed(...)` was told."""
+    """Write the arguments of `fa.deepspeed(...)` into the draft."""
     zero = "zero_optimization"
     if record.stage is None:
         draft.fill(f"{zero}.stage", record.level)
@@ -112,19 +112,19 @@ def _arguments(record: Deepspeed, draft: Draft) -> None:
 
 
 def _precision(step: Step, draft: Draft) -> Step:
-    """The dtype that runs: the step's, or else the file's."""
+    """The step with its compute dtype: the step's own, or else the file's."""
     if draft.written("torch_autocast.enabled"):
         draft.object_to(
             'torch_autocast casts a second time: leave it out, and say fa.with_precision(step, "bf16")'
         )
     settings = step.settings
     if not settings.casts:
-        asked = [name for name in ("bf16", "fp16") if draft.written(f"{name}.enabled") is True]
-        if len(asked) > 1:
+        enabled = [name for name in ("bf16", "fp16") if draft.written(f"{name}.enabled") is True]
+        if len(enabled) > 1:
             draft.object_to(f"bf16 and fp16 are both enabled in {draft.origin}")
             draft.check(_WHERE)
-        if asked:
-            step = with_precision(step, asked[0])
+        if enabled:
+            step = with_precision(step, enabled[0])
             settings = step.settings
     policy = settings.precision
     compute = policy.compute
@@ -135,24 +135,24 @@ def _precision(step: Step, draft: Draft) -> Step:
             fix='fa.with_precision(step, "bf16"): computes in bf16 and updates in fp32',
         )
     short = {dtype: name for name, dtype in DTYPES.items()}
-    said = f'fa.with_precision(step, "{short.get(compute, str(compute))}")'
+    origin = f'fa.with_precision(step, "{short.get(compute, str(compute))}")'
     for name in ("bf16", "fp16"):
-        wanted = compute is DTYPES[name]
-        if wanted or draft.written(f"{name}.enabled") is not None or draft.is_auto(f"{name}.enabled"):
-            draft.say(f"{name}.enabled", wanted, said)
+        runs = compute is DTYPES[name]
+        if runs or draft.written(f"{name}.enabled") is not None or draft.is_auto(f"{name}.enabled"):
+            draft.say(f"{name}.enabled", runs, origin)
     if compute in (torch.bfloat16, torch.float16):
         draft.fill("communication_data_type", short.get(policy.reduce, "fp32"))
     if compute is torch.float16:
-        step = step.replaced("with_precision", _loss_scale(policy, draft, said))
+        step = step.replaced("with_precision", _loss_scale(policy, draft, origin))
     return step
 
 
-def _loss_scale(policy: Precision, draft: Draft, said: str) -> Precision:
-    """The fp16 policy, with what the file says of the loss scale: it is kept in the state, as anywhere."""
+def _loss_scale(policy: Precision, draft: Draft, origin: str) -> Precision:
+    """The fp16 policy with the file's loss scale, which is part of the state as in all strategies."""
     usual = Precision()
     static = draft.written("fp16.loss_scale")
     draft.drop("fp16.loss_scale")
-    draft.fill("fp16.loss_scale", 1.0)  # what DeepSpeed multiplies by: the scale is the state's
+    draft.fill("fp16.loss_scale", 1.0)  # DeepSpeed's own factor: the loss scale is part of the state
     if static:
         return attrs.evolve(policy, init_scale=float(static), growth=1.0, backoff=1.0)
     for field, key, to, back in (
@@ -164,21 +164,21 @@ def _loss_scale(policy: Precision, draft: Draft, said: str) -> Precision:
         ),
         ("interval", "fp16.loss_scale_window", int, int),
     ):
-        mine = getattr(policy, field)
+        value = getattr(policy, field)
         there = draft.written(key)
         if there is None:
-            draft.fill(key, to(mine))
-        elif mine == getattr(usual, field):
+            draft.fill(key, to(value))
+        elif value == getattr(usual, field):
             policy = attrs.evolve(policy, **{field: back(there)})
         else:
-            draft.say(key, to(mine), said)
+            draft.say(key, to(value), origin)
     return policy
 
 
 def _accumulation(step: Step, draft: Draft) -> Step:
     n = step.settings.micro_batches
     written = draft.written("gradient_accumulation_steps")
-    if n and step.settings.sync_each:  # that is DeepSpeed's to say
+    if n and step.settings.sync_each:  # DeepSpeed decides when to communicate
         step = step.replaced("accumulate", Accumulate(n))
     if n:
         draft.say("gradient_accumulation_steps", n, f"fa.accumulate(step, {n})")
@@ -200,7 +200,7 @@ def _clipping(step: Step, draft: Draft) -> Step:
 
 
 def _batch(draft: Draft, ranks: int) -> int | None:
-    """The three sizes that DeepSpeed relates; how many rows a micro-batch has, where the file says so."""
+    """Relate the three batch sizes. Returns the rows of a micro-batch if the file gives them."""
     per_rank, whole = draft.written("train_micro_batch_size_per_gpu"), draft.written("train_batch_size")
     steps = draft.written("gradient_accumulation_steps")
     if per_rank is None and whole is not None and not whole % (ranks * steps):
@@ -212,7 +212,7 @@ def _batch(draft: Draft, ranks: int) -> int | None:
             + " don't make that up"
         )
     draft.drop("train_batch_size")  # it follows from the other two
-    # without one it only names the log's unit
+    # without a size in the file, this is only the unit of DeepSpeed's log
     draft.fill("train_micro_batch_size_per_gpu", int(per_rank or 1))
     return None if per_rank is None else int(per_rank)
 
@@ -225,17 +225,17 @@ def _hidden(model: object, record: Deepspeed, draft: Draft) -> None:
         f"{zero}.stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
         f"{zero}.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
     }
-    asked = [key for key in rules if draft.is_auto(key)]
-    if not asked:
+    autos = [key for key in rules if draft.is_auto(key)]
+    if not autos:
         return
     hidden = record.hidden_size or hidden_size(model)
     if hidden is None:
         raise ConfigError(
-            f'{", ".join(asked)} is "auto", which follows from config.hidden_size, and the model has none',
+            f'{", ".join(autos)} is "auto", which follows from config.hidden_size, and the model has none',
             where=f"{_WHERE}, {draft.origin}",
             fix="fa.deepspeed(hidden_size=768), or write the values out",
         )
-    for key in asked:
+    for key in autos:
         draft.resolve(key, rules[key](hidden))
 
 
@@ -243,11 +243,11 @@ def hidden_size(model: Any) -> int | None:
     """`config.hidden_size` of a model, the largest of `hidden_sizes`, or that of `text_config`."""
     for source in model.values() if isinstance(model, dict) else (model,):
         if isinstance(source, nn.Module):
-            made: Any = source
+            module: Any = source
         else:
             with torch.device("meta"):  # no memory, no values: only its config is read
-                made = source()
-        config: Any = getattr(made, "config", None)
+                module = source()
+        config: Any = getattr(module, "config", None)
         for place in (config, getattr(config, "text_config", None)):
             if isinstance(size := getattr(place, "hidden_size", None), int):
                 return size
@@ -267,12 +267,12 @@ def _check_averages(step: Step, record: Deepspeed) -> None:
 
 
 def _notes(step: Step, record: Deepspeed) -> tuple[str, ...]:
-    found: list[str] = ["deepspeed reads the weight and the norm on the host each step"]
+    notes: list[str] = ["deepspeed reads the weight and the norm on the host each step"]
     if step.settings.micro_batches and record.level >= 2:
-        found.append(f"stage {record.level} communicates gradients after each micro-batch")
+        notes.append(f"stage {record.level} communicates gradients after each micro-batch")
     if record.level > 0:
-        found.append("an update whose gradient is not finite is skipped, as by fa.skip_nonfinite")
+        notes.append("an update whose gradient is not finite is skipped, as by fa.skip_nonfinite")
     written: Any = record.written.get("fp16", {})
     if isinstance(written, dict) and written.get("hysteresis", 1) != 1 and step.settings.casts:
-        found.append("hysteresis is not used: the loss scale, which is in the state, halves at each overflow")
-    return tuple(found)
+        notes.append("hysteresis is not used: the loss scale, which is in the state, halves at each overflow")
+    return tuple(notes)

@@ -1,7 +1,7 @@
-"""One DeepSpeed configuration out of several voices: the file, the strategy's arguments, the step.
+"""One DeepSpeed configuration out of several sources: the file, the strategy's arguments, the step.
 
-What the file leaves out or calls `"auto"` is filled, what two of them say alike is accepted, and what
-they say differently raises with both values and where each came from.
+A value that the file leaves out or calls `"auto"` is filled in. If two sources give the same value, it is
+accepted. If they give different values, an error names both values and both sources.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Draft:
     """A configuration that is being completed.
 
     Args:
-        written: the file's contents, or what stood in its place.
-        origin: what to call it in messages.
+        written: the contents of the file, or of the dictionary given in its place.
+        origin: its name in error messages.
     """
 
     def __init__(self, written: dict[str, Any], origin: str) -> None:
@@ -30,40 +30,40 @@ class Draft:
         self._filled: dict[str, str] = {}
 
     def written(self, key: str) -> Any:
-        """What stands at a dotted key; None where nothing does, or where it is `"auto"`."""
+        """The value at a dotted key. None if there is no value, or if it is `"auto"`."""
         value = self._find(key)
         return None if value == AUTO else value
 
     def is_section(self, key: str) -> bool:
-        """Whether a section stands there."""
+        """Whether the key holds a section."""
         return isinstance(self._find(key), dict)
 
     def is_auto(self, key: str) -> bool:
-        """Whether the file leaves a value to be found."""
+        """Whether the value is `"auto"`."""
         return self._find(key) == AUTO
 
     def say(self, key: str, value: Tree, origin: str) -> None:
-        """Put a value that somebody chose; note it where something else stands there."""
-        known = self.written(key)
-        if known is None:
+        """Set a value that a source chose. Note a problem if another source chose a different value."""
+        present = self.written(key)
+        if present is None:
             self._put(key, value)
             self._filled[key] = origin
-        elif known != value:
+        elif present != value:
             there = self._filled.get(key, self.origin)
-            self._problems.append(f"{key} is {known!r} in {there}, and {value!r} in {origin}")
+            self._problems.append(f"{key} is {present!r} in {there}, and {value!r} in {origin}")
 
     def fill(self, key: str, value: Tree) -> None:
-        """Put a default where nobody chose."""
+        """Set a default if no source chose a value."""
         if self.written(key) is None:
             self._put(key, value)
 
     def resolve(self, key: str, value: Tree) -> None:
-        """Put a value where the file says `"auto"`, and only there."""
+        """Set a value only if the file says `"auto"`."""
         if self.is_auto(key):
             self._put(key, value)
 
     def drop(self, key: str) -> None:
-        """Remove what is left to DeepSpeed."""
+        """Remove a key that is left to DeepSpeed."""
         *path, last = key.split(".")
         inside: Any = self._config
         for name in path:
@@ -72,11 +72,11 @@ class Draft:
             inside.pop(last, None)
 
     def object_to(self, problem: str) -> None:
-        """Note something else that can't be."""
+        """Note another problem."""
         self._problems.append(problem)
 
     def check(self, where: str) -> None:
-        """Raise ConfigError where voices disagree: every disagreement at once."""
+        """Raise one ConfigError with every disagreement if sources disagree."""
         if self._problems:
             raise ConfigError(
                 f"the DeepSpeed configuration contradicts itself: {'; '.join(self._problems)}",
@@ -88,13 +88,13 @@ class Draft:
         """The configuration, complete.
 
         Raises:
-            ConfigError: voices disagree, or an `"auto"` is left that nothing here fills.
+            ConfigError: sources disagree, or an `"auto"` is left that nothing here fills.
         """
         self.check(where)
         left = sorted(_autos(self._config))
         if left:
             raise ConfigError(
-                f'nothing here knows what "auto" is for {", ".join(left)}',
+                f'nothing here fills "auto" for {", ".join(left)}',
                 where=f"{where}, {self.origin}",
                 fix="write the values out",
             )
@@ -125,6 +125,8 @@ class Draft:
 def _autos(value: Tree, path: str = "") -> set[str]:
     if isinstance(value, dict):
         return {
-            found for key, one in value.items() for found in _autos(one, f"{path}.{key}" if path else key)
+            key_path
+            for key, child in value.items()
+            for key_path in _autos(child, f"{path}.{key}" if path else key)
         }
     return {path} if value == AUTO else set()

@@ -35,7 +35,7 @@ def partitioned_init(package: ModuleType, config: dict[str, Any]) -> Generator[N
         config: its final configuration.
 
     Raises:
-        ArgumentError: the factory failed, for example since it read a partitioned parameter; or it wrote to
+        ArgumentError: the factory failed, for example when it read a partitioned parameter, or it wrote to
             `param.data` of one.
     """
     # transformers first: its import fails while DeepSpeed's patches of torch are in place
@@ -46,18 +46,18 @@ def partitioned_init(package: ModuleType, config: dict[str, Any]) -> Generator[N
         except FnaccelError:
             raise
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            summary = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise ArgumentError(
-                f"the model's factory failed while parameters are partitioned ({said})",
+                f"the model's factory failed while parameters are partitioned ({summary})",
                 where="fa.deepspeed(zero3_init=True)",
                 fix="if it reads a parameter after its module was built, gather it: with deepspeed.zero."
-                "GatheredParameters([param], modifier_rank=0); what torch.nn.init writes needs nothing",
+                "GatheredParameters([param], modifier_rank=0); torch.nn.init functions need nothing",
             ) from error
 
 
 @contextlib.contextmanager
 def _transformers_partitions(package: ModuleType, config: dict[str, Any]) -> Generator[None]:
-    """In the body transformers knows the configuration; afterwards it knows what it knew before.
+    """In the body transformers has the configuration. Afterwards it has the one it had before.
 
     It keeps a weak reference in a global of its module. Without one, `from_pretrained` makes parameters on
     the meta device, and takes their partitions for parameters of the wrong shape. A model that is built from

@@ -1,11 +1,11 @@
 """A parameter's values as DeepSpeed keeps them: whole in fp32, read and written by name.
 
 Through DeepSpeed's own accessors (https://deepspeed.readthedocs.io/en/latest/zero3.html#debugging) where it
-has one; stage 0, frozen parameters and the creation of optimizer slots have none. Checked with 0.19.8.
+has one. Stage 0, frozen parameters and the creation of optimizer slots have none. Checked with 0.19.8.
 """
 
 # pyright: reportPrivateUsage=false
-# ruff: noqa: SLF001 - what DeepSpeed has no public name for
+# ruff: noqa: SLF001 - DeepSpeed has no public name for these
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Parts:
     """The parameters of one DeepSpeed engine.
 
     Args:
-        engine: what `deepspeed.initialize` returned.
+        engine: the engine that `deepspeed.initialize` returned.
         stage: its ZeRO stage.
     """
 
@@ -48,19 +48,19 @@ class Parts:
         return getattr(param, "ds_shape", param.shape)
 
     def read(self, param: torch.Tensor, slot: str | None = None) -> torch.Tensor:
-        """The whole fp32 parameter, or one of its slots; a copy. Collective."""
+        """A copy of the whole fp32 parameter, or of one of its slots. Collective."""
         self._check_open()
         if not param.requires_grad:
             return self._frozen(param).float()
         if self.stage == 0:
             return self._held(param, slot).detach().clone()
         accessors = part_of_package("utils")
-        found = (
+        whole = (
             accessors.safe_get_full_fp32_param(param)
             if slot is None
             else accessors.safe_get_full_optimizer_state(param, slot)
         )
-        return found.detach().clone().view(self.shape(param))
+        return whole.detach().clone().view(self.shape(param))
 
     def write(self, param: torch.Tensor, value: torch.Tensor, slot: str | None = None) -> None:
         """Set the whole fp32 parameter and the copy that the forward uses, or one of its slots."""
@@ -86,7 +86,7 @@ class Parts:
             )
 
     def _held(self, param: torch.Tensor, slot: str | None) -> Any:
-        """What stage 0 updates: the parameter, or the fp32 copy of a half-precision one; or a slot of it."""
+        """The tensor that stage 0 updates (the parameter, or its fp32 copy if it is half), or its slot."""
         master = self._masters.get(param, param)
         return master if slot is None else self.inner.state[master][slot]
 
@@ -100,14 +100,14 @@ class Parts:
 
     def _write_partition(self, param: Tree, value: torch.Tensor, slot: str | None) -> None:
         accessors = part_of_package("utils")
-        mine = self._partition(param, value)
+        piece = self._partition(param, value)
         if slot is not None:
-            accessors.safe_set_local_optimizer_state(param, mine, slot)
+            accessors.safe_set_local_optimizer_state(param, piece, slot)
             return
-        accessors.safe_set_local_fp32_param(param, mine)
-        held: torch.Tensor = param.ds_tensor
-        if held.numel() == mine.numel():
-            held.data.copy_(mine)
+        accessors.safe_set_local_fp32_param(param, piece)
+        shard: torch.Tensor = param.ds_tensor
+        if shard.numel() == piece.numel():
+            shard.data.copy_(piece)
         else:  # swapped out to a disk: DeepSpeed writes the group that it lies in
             optimizer = self._engine.optimizer
             group = optimizer.grad_position[optimizer.get_param_id(param)][0]
@@ -143,7 +143,7 @@ class Parts:
         yield from self.inner.state.values()
 
     def make_slots(self) -> tuple[str, ...]:
-        """Let the optimizer make its slots before the first step, at their first values; their names.
+        """Let the optimizer make its slots before the first step, at their first values. Returns their names.
 
         DeepSpeed leaves that to the first update, which a state can't wait for: it has one structure.
 
@@ -151,10 +151,10 @@ class Parts:
             CapabilityError: a slot that is not shaped like its parameter.
         """
         targets = list(self._updated())
-        kept = [(group, {name: group[name] for name in ("lr", "weight_decay") if name in group})
+        rates = [(group, {name: group[name] for name in ("lr", "weight_decay") if name in group})
                 for group in self.inner.param_groups]  # fmt: skip
-        held = [target.grad for target in targets]
-        for group, values in kept:
+        grads = [target.grad for target in targets]
+        for group, values in rates:
             group.update(dict.fromkeys(values, 0.0))  # nothing moves, and decay makes no gradient
         for target in targets:
             target.grad = torch.zeros_like(target)
@@ -164,9 +164,9 @@ class Parts:
         try:
             self.inner.step()
         finally:
-            for target, grad in zip(targets, held, strict=True):
+            for target, grad in zip(targets, grads, strict=True):
                 target.grad = grad
-            for (group, values), params in zip(kept, groups, strict=True):
+            for (group, values), params in zip(rates, groups, strict=True):
                 group.update(values)
                 group["params"] = params
         names: dict[str, None] = {}

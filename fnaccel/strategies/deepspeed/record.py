@@ -1,4 +1,4 @@
-"""`deepspeed(...)`: what the strategy may be told. What is made of it is in `config` and `runtime`."""
+"""`deepspeed(...)`: the options of the strategy. `config` has the configuration, `runtime` the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRESETS.update({f"deepspeed_zero{stage}": f"deepspeed(stage={stage})" for stage 
 
 @attrs.frozen(repr=False)
 class Written:
-    """A configuration as text, so that it can be compared and hashed, and where it came from."""
+    """A configuration as text, so that it can be compared and hashed, and its origin."""
 
     text: str
     path: str | None = None
@@ -35,7 +35,7 @@ class Written:
 
     @property
     def origin(self) -> str:
-        """What to call it in messages."""
+        """Its name in error messages."""
         return "config={...}" if self.path is None else self.path
 
     def value(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class Written:
 
 @attrs.frozen
 class Deepspeed(Axis):
-    """The runtime that owns the axis `dp_shard`; see `deepspeed`."""
+    """The runtime that owns the axis `dp_shard`: see `deepspeed`."""
 
     mesh_axis: ClassVar[str] = "dp_shard"
     maker: ClassVar[str] = "deepspeed"
@@ -76,7 +76,7 @@ class Deepspeed(Axis):
 
     @property
     def written(self) -> dict[str, Any]:
-        """What the file says; empty without one."""
+        """The contents of the file: empty without a file."""
         return {} if self.config is None else self.config.value()
 
     @property
@@ -85,12 +85,12 @@ class Deepspeed(Axis):
         if self.stage is not None:
             return self.stage
         section: Any = self.written.get("zero_optimization")
-        found: Any = section.get("stage") if isinstance(section, dict) else None
-        return found if isinstance(found, int) else 0 if self.config is not None and section is None else 2
+        stage: Any = section.get("stage") if isinstance(section, dict) else None
+        return stage if isinstance(stage, int) else 0 if self.config is not None and section is None else 2
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What transforms may ask of it: up to stage 2 parameters are whole, and no module has hooks."""
+        """Capabilities for transforms: up to stage 2 parameters are whole, and no module has hooks."""
         return _WHOLE if self.level < 3 else _PARTITIONED
 
 
@@ -123,7 +123,7 @@ def deepspeed(
     """Train on DeepSpeed's ZeRO engine (Rajbhandari et al. 2020): same step, same transforms, same state.
 
     DeepSpeed averages, clips and updates by itself, which the plan shows. `train_step.plan.deepspeed` is the
-    configuration that it gets. Where the step and `config` both say something, they have to agree. Arguments
+    configuration that it gets. If the step and `config` both set a value, they have to agree. Arguments
     that are None leave a value to the file, or else to DeepSpeed's default
     (https://www.deepspeed.ai/docs/config-json/).
 
@@ -198,7 +198,7 @@ def _read(config: Any) -> Written:
     path = Path(config)
     try:
         # editors on Windows begin a file with a mark
-        found = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once)
+        contents = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once)
     except OSError as error:
         raise ConfigError(
             f"{path} can't be read: {error.strerror}",
@@ -207,17 +207,19 @@ def _read(config: Any) -> Written:
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"{path} is not JSON: {error}", where=f"{_WHERE}(config=)", fix="mend it"
+            f"{path} is not JSON: {error}", where=f"{_WHERE}(config=)", fix="correct it"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(contents, dict):
         raise ConfigError(
-            f"{path} holds a {type(found).__name__}, not an object", where=f"{_WHERE}(config=)", fix="{...}"
+            f"{path} holds a {type(contents).__name__}, not an object",
+            where=f"{_WHERE}(config=)",
+            fix="{...}",
         )
-    return _written(found, str(config))
+    return _written(contents, str(config))
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a file; a ValueError where a key stands twice, of which json keeps the last."""
+    """A JSON object. ValueError if a key is there twice: json would keep the last."""
     times = Counter(key for key, _ in pairs)
     twice = [repr(key) for key, count in times.items() if count > 1]
     if twice:
@@ -271,5 +273,5 @@ def _check(record: Deepspeed) -> None:
     if record.level == 0:
         require(record.offload_optimizer is None, "stage 0 offloads nothing", _WHERE, "stage=1, 2 or 3")
     if "nvme" in (record.offload_optimizer, record.offload_params):
-        require(record.nvme_path is not None, "nothing says where NVMe offload writes to", _WHERE,
+        require(record.nvme_path is not None, "NVMe offload has no path to write to", _WHERE,
                 'nvme_path="/local_nvme"')  # fmt: skip

@@ -52,7 +52,7 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
     _check_parameters(built)
     if half:
         _check_norms(built, mesh.world.device.type)
-    # DeepSpeed makes its fp32 parameters of the half-precision copy; these are what they were
+    # DeepSpeed makes its fp32 parameters of the half-precision copy: these are the original values
     values = (
         {n: p.detach().clone() for n, p in built.named("parameters")}
         if half and not record.zero3_init
@@ -79,7 +79,7 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
         clip = float(config["gradient_clipping"])
         bound = BoundDeepspeed(engine, parts, slots, clip, skips=build.settings.skips)
     torn: list[bool] = []
-    made = Engine(
+    wrapped = Engine(
         name="deepspeed",
         layout=Layout(
             mesh=mesh,
@@ -98,11 +98,11 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
         hooks=Hooks(recover=_recoverer(engine, record.level), free=_freer(engine, parts)),
         runtime=Runtime(bound=bound, native=engine, rows=build.delegation.rows),
     )
-    return made, built
+    return wrapped, built
 
 
 def _construct(build: Build, record: Deepspeed, package: ModuleType, config: dict[str, Any]) -> Built:
-    """The modules; under `zero3_init` each parameter is partitioned as it is made."""
+    """The modules. Under `zero3_init` each parameter is partitioned when it is made."""
     sources = build.spec.model.values() if isinstance(build.spec.model, dict) else (build.spec.model,)
     if record.zero3_init and any(isinstance(source, nn.Module) for source in sources):
         raise ArgumentError(
@@ -122,7 +122,7 @@ def _construct(build: Build, record: Deepspeed, package: ModuleType, config: dic
 
 
 def _check_parameters(built: Built) -> None:
-    """Raise CapabilityError where DeepSpeed would fail in the middle, or compute in another dtype."""
+    """Raise CapabilityError if DeepSpeed would fail in the middle, or compute in another dtype."""
     for name, param in built.named("parameters"):
         shape: Any = getattr(param, "ds_shape", param.shape)
         if not shape or not shape.numel():
@@ -136,15 +136,15 @@ def _check_parameters(built: Built) -> None:
             raise CapabilityError(
                 f"{name} is {param.dtype}, and DeepSpeed updates parameters in fp32",
                 where="fa.deepspeed",
-                fix="build the model in fp32: model.float(); fa.with_precision says what it computes in",
+                fix="build the model in fp32: model.float(); fa.with_precision sets its compute dtype",
             )
 
 
 def _check_norms(built: Built, device: str) -> None:
-    """Raise CapabilityError where half-precision weights would stand beside fp32 averages on a CPU."""
+    """Raise CapabilityError if a norm would have half-precision weights and fp32 averages on a CPU."""
     for name, module in built.host.named_modules():
-        kept = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
-        if device == "cpu" and kept and any(True for _ in module.parameters()):
+        tracks = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        if device == "cpu" and tracks and any(True for _ in module.parameters()):
             raise CapabilityError(
                 f"{name.removeprefix('target.')} is a {type(module).__name__}: DeepSpeed casts its weights, "
                 "and on a CPU torch needs them in the dtype of its running averages",
@@ -169,9 +169,9 @@ def _mark_leaves(built: Built, record: Deepspeed) -> None:
 
 
 def _check_foreign(optimizer: Optimizer, groups: int, level: int) -> None:
-    """Raise CapabilityError where DeepSpeed would run an optimizer of torch.optim otherwise than torch.
+    """Raise CapabilityError if DeepSpeed would run an optimizer of torch.optim otherwise than torch.
 
-    Slots that begin at the learning rate would begin at 0; Adagrad is made anew with one group; flat
+    Slots that begin at the learning rate would begin at 0. DeepSpeed makes a new Adagrad with one group. Flat
     partitions lose a parameter's shape.
     """
     kernel: Any = optimizer.kernel
@@ -180,12 +180,12 @@ def _check_foreign(optimizer: Optimizer, groups: int, level: int) -> None:
     matrix = nn.Parameter(torch.zeros(2, 3))
     member = Member(0, Leaf("", matrix, matrix.data, same))
 
-    def begun(rate: float) -> dict[str, Any]:
+    def slots_at(rate: float) -> dict[str, Any]:
         return first_slots(kernel.cls, [Group((member,), dict(optimizer.options), None, rate)])[0]
 
-    found, other = begun(1.0), begun(0.5)
+    slots, halved = slots_at(1.0), slots_at(0.5)
     of_rate = [
-        name for name, value in found.items() if not torch.equal(*map(torch.as_tensor, (value, other[name])))
+        name for name, value in slots.items() if not torch.equal(*map(torch.as_tensor, (value, halved[name])))
     ]
     if of_rate:
         raise CapabilityError(
@@ -197,13 +197,13 @@ def _check_foreign(optimizer: Optimizer, groups: int, level: int) -> None:
         return
     if groups > 1 and kernel.cls is torch.optim.Adagrad:
         raise CapabilityError(
-            "DeepSpeed makes Adagrad anew, with one group for all parameters",
+            "DeepSpeed makes a new Adagrad, with one group for all parameters",
             where="fa.train_step(optimizer=)",
             fix="leave out groups=; or fa.sgd, fa.adam, fa.adamw, RMSprop, fa.ddp()",
         )
     odd = [
         name
-        for name, value in found.items()
+        for name, value in slots.items()
         if name != "step" and getattr(value, "shape", None) != matrix.shape
     ]
     if odd:
@@ -241,8 +241,8 @@ def _initialise(
     except FnaccelError:
         raise
     except Exception as error:  # of many classes: DeepSpeed's own, pydantic's, asserts
-        said = str(error).strip() or repr(error)
-        lines = [line.strip() for line in said.splitlines() if "errors.pydantic.dev" not in line]
+        text = str(error).strip() or repr(error)
+        lines = [line.strip() for line in text.splitlines() if "errors.pydantic.dev" not in line]
         raise ConfigError(
             f"DeepSpeed refuses this configuration ({type(error).__name__}): {'; '.join(lines[:6])}",
             where="fa.deepspeed",
@@ -252,7 +252,7 @@ def _initialise(
 
 
 def _options(optimizer: Optimizer | None, group: Group) -> dict[str, Any]:
-    """What a group has of its own; the configuration's own optimizer knows the rest."""
+    """The options that differ in this group. The configuration's own optimizer has the others."""
     if optimizer is None or isinstance(optimizer.kernel, DeepspeedKernel):
         shared = {} if optimizer is None else dict(optimizer.options)
         return {name: value for name, value in group.options.items() if shared.get(name, group) != value}
@@ -260,7 +260,7 @@ def _options(optimizer: Optimizer | None, group: Group) -> dict[str, Any]:
 
 
 def _client(optimizer: Optimizer, params: list[dict[str, Any]], groups: Sequence[Group]) -> Any:
-    """The torch optimizer that a description stands for; fused, which on a CPU needs no build."""
+    """The torch optimizer of a description: fused, which on a CPU needs no build."""
     kernel: Any = optimizer.kernel
     if isinstance(kernel, FusedKernel):
         return _FUSED[kernel.name](params, fused=True)
@@ -291,31 +291,31 @@ def _runner(module: nn.Module, torn: list[bool]) -> Callable[..., Any]:
     def run(fn: Callable[..., Any], *args: Any) -> Any:
         if torn:
             raise CapabilityError(
-                "a backward pass failed, and from stage 2 on DeepSpeed can't take back what it had reduced",
+                "a backward pass failed, and from stage 2 on DeepSpeed can't take back reduced gradients",
                 where="train_step(state, batch) under fa.deepspeed",
                 fix="fa.save(directory, state), which is as it was, and restore it into train_step.init()",
             )
-        others: list[Any] = []
+        outputs: list[Any] = []
 
-        def entry(model: object, *rest: Any) -> Any:
-            found = fn(model, *rest)
-            if isinstance(found, torch.Tensor):
-                return found
-            others.append(found)
+        def entry(model: object, *arguments: Any) -> Any:
+            result = fn(model, *arguments)
+            if isinstance(result, torch.Tensor):
+                return result
+            outputs.append(result)
             return ()
 
-        found = module(entry, *args)
-        return others[0] if others else found
+        result = module(entry, *args)
+        return outputs[0] if outputs else result
 
     return run
 
 
 def _backward(engine: Native, stage: int, torn: list[bool]) -> Callable[[torch.Tensor], None]:
-    """Differentiate a total; `torn` is filled where that fails in the middle of a reduction."""
+    """Differentiate a total. `torn` is filled if that fails in the middle of a reduction."""
 
     def backward(total: torch.Tensor) -> None:
         try:
-            # times one: what leaves the forward itself DeepSpeed divides by the number of micro-batches
+            # times one: DeepSpeed divides the forward's own output by the number of micro-batches
             engine.backward(total * 1.0, scale_wrt_gas=False)
         except BaseException:
             if stage >= 2:
@@ -335,7 +335,7 @@ def _syncer(engine: Native) -> Callable[[bool], contextlib.AbstractContextManage
 
 
 def _recoverer(engine: Native, stage: int) -> Callable[[], None]:
-    """What undoes a step that failed between its first forward and its update."""
+    """A function that undoes a step that failed between its first forward and its update."""
 
     def recover() -> None:
         optimizer: Any = engine.optimizer
@@ -343,11 +343,11 @@ def _recoverer(engine: Native, stage: int) -> Callable[[], None]:
         if stage == 0 or optimizer is None:
             return
         optimizer.zero_grad()
-        if stage < 3:  # what earlier micro-batches left in its partition
+        if stage < 3:  # gradients of earlier micro-batches in its partition
             optimizer.micro_step_id = _FIRST_MICRO_STEP
-            for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-                for key in kept:
-                    kept[key] = None
+            for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+                for key in gradients:
+                    gradients[key] = None
 
     return recover
 
@@ -358,14 +358,14 @@ def _freer(engine: Native, parts: Parts) -> Callable[[], None]:
         modules, params = list(engine.module.modules()), list(engine.module.parameters())
         optimizer = engine.optimizer
         engine.destroy()
-        # stage 3 ties parameters, modules, hooks and the engine into one knot; torch holds parts of it (a
+        # stage 3 ties parameters, modules, hooks and the engine into one knot. torch holds parts of it (a
         # class of autograd functions for each module), so that Python would never collect it
         if parts.stage == 3:
             for param in params:
                 param.data = param.data.new_empty(0)
-        for held in (*params, getattr(optimizer, "parameter_offload", None), optimizer, engine):
-            if hasattr(held, "__dict__"):
-                vars(held).clear()
+        for owner in (*params, getattr(optimizer, "parameter_offload", None), optimizer, engine):
+            if hasattr(owner, "__dict__"):
+                vars(owner).clear()
         for module in modules:
             vars(module)["_parameters"] = dict(vars(module)["_parameters"])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fnaccel.strategies.deepspeed.draft import Draft
 
-# sections and numbers that are looked at here; DeepSpeed checks the rest
+# sections and numbers that are checked here: DeepSpeed checks the others
 _SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "torch_autocast")
 _NUMBERS = (
     "gradient_clipping",
@@ -19,7 +19,7 @@ _NUMBERS = (
     "steps_per_print",
 )
 _ROWS = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
-# what a misspelt key may have been meant to be (https://www.deepspeed.ai/docs/config-json/)
+# correct keys, to suggest for a misspelt one (https://www.deepspeed.ai/docs/config-json/)
 _TOP = (
     *_SECTIONS, *_NUMBERS, "activation_checkpointing", "aio", "amp", "autotuning", "checkpoint", "comet",
     "comms_logger", "communication_data_type", "compression_training", "csv_monitor", "curriculum_learning",

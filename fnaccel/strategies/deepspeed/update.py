@@ -16,14 +16,14 @@ from fnaccel.strategies.deepspeed.parts import Native, Parts
 class BoundDeepspeed:
     """An optimizer inside of a DeepSpeed engine, as the library sees optimizers.
 
-    What gradients are still to be multiplied by (the weights of all ranks, the loss scale) is handed over as
+    The factor that gradients still lack (the weights of all ranks, the loss scale) is handed over as
     the loss scale that DeepSpeed divides by: so its clipping and its search for overflow see the true
-    gradient, also where a weight is known only after the backward pass.
+    gradient, also if a weight is known only after the backward pass.
 
     Args:
         engine: the DeepSpeed engine.
         parts: its parameters.
-        slots: what states show of its optimizer.
+        slots: its optimizer's slots, as states show them.
         clip: the norm it clips to, 0 for none.
     """
 
@@ -38,7 +38,7 @@ class BoundDeepspeed:
         *,
         skips: bool,
     ) -> None:
-        self.slots: dict[str, dict[str, Any]] = {name: dict(one) for name, one in slots.items()}
+        self.slots: dict[str, dict[str, Any]] = {name: dict(tensors) for name, tensors in slots.items()}
         self.metrics: dict[str, Any] = {}
         self._engine = engine
         self._parts = parts
@@ -54,7 +54,7 @@ class BoundDeepspeed:
         skip: torch.Tensor | None,  # noqa: ARG002 - DeepSpeed finds that out
         updates: torch.Tensor,
     ) -> float:
-        """One update; 1.0 where DeepSpeed left it out because the gradient was not finite."""
+        """One update. Returns 1.0 if DeepSpeed left it out because the gradient was not finite."""
         before = round(float(updates)) - 1
         self._parts.count(before)
         self._set_rates(rates, before)
@@ -82,7 +82,7 @@ class BoundDeepspeed:
         return 0.0 if applied else 1.0
 
     def _norm(self, factor: float) -> torch.Tensor:
-        """Multiply the gradients of stage 0, which only fp32 has whole; the norm before clipping."""
+        """Multiply the gradients of stage 0, which only fp32 has whole. Returns the norm before clipping."""
         present = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
         if factor != 1.0 and present:
             _torch.foreach_mul_(present, factor)

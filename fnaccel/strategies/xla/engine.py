@@ -36,7 +36,7 @@ def build_xla(build: Build, options: Xla) -> tuple[Engine, Built]:
         return fn(model, *args)
 
     def run(fn: Callable[..., Any], *args: Any) -> Any:
-        # the batch comes first; models that are lent are laid out by their own engine
+        # the batch comes first. Models of another train step are laid out by their own engine
         return direct(fn, layout.spread(args[0]), *args[1:]) if args else direct(fn)
 
     engine = Engine(
@@ -59,17 +59,17 @@ def build_xla(build: Build, options: Xla) -> tuple[Engine, Built]:
 
 
 def _move(built: Built, device: torch.device) -> None:
-    """Move parameters and buffers; `module.to` would make two of a tied weight."""
+    """Move parameters and buffers. `module.to` would make two of a tied weight."""
 
     def moved(param: torch.Tensor) -> Any:
         return torch.nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
 
     _torch.replace_parameters(built.host, moved)
-    made: dict[int, torch.Tensor] = {}
-    kept: list[torch.Tensor] = []  # or a later tensor could have the id of one that is gone
+    moved_buffers: dict[int, torch.Tensor] = {}
+    originals: list[torch.Tensor] = []  # or a later tensor could have the id of one that is gone
     for module in built.host.modules():
         slots = _torch.buffers_of(module)
         for name, value in slots.items():
             if value is not None:
-                kept.append(value)
-                slots[name] = made.setdefault(id(value), value.to(device))
+                originals.append(value)
+                slots[name] = moved_buffers.setdefault(id(value), value.to(device))

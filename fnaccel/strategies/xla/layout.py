@@ -1,4 +1,4 @@
-"""How tensors lie over XLA devices: annotations that change where a tensor is, never what it holds."""
+"""Layouts of tensors over XLA devices: annotations that change a tensor's devices, never its values."""
 
 # pyright: reportMissingImports=false, reportPrivateUsage=false
 # ruff: noqa: SLF001 - torch_xla has no public name for the annotation that a tensor has
@@ -57,7 +57,7 @@ class Layout:
         """Lay a parameter, a slot or an average out, now and whenever a step ends."""
         self._kept.append(weakref.ref(value))
         if not self._shard(value) and value.dim():
-            # said aloud: a graph of several devices without any annotation was seen to abort the process
+            # replicated explicitly: a graph of several devices without any annotation aborted the process
             self._mark(value, (None,) * value.dim())
         return value
 
@@ -67,13 +67,13 @@ class Layout:
         return value
 
     def spread(self, batch: Tree) -> Any:
-        """Spread the rows of a batch over all devices; where they don't divide, each takes all.
+        """Spread the rows of a batch over all devices. If they don't divide, each device takes all.
 
-        How many rows it has is said by most of its tensors; one of another length need not divide.
+        The number of rows is the most common length of its tensors. Other lengths need not divide.
         """
-        found = [value for value in tree.leaves(batch) if isinstance(value, torch.Tensor)]
-        found = [value for value in found if value.device.type == "xla" and value.dim() and len(value)]
-        lengths = Counter(len(value) for value in found)
+        tensors = [value for value in tree.leaves(batch) if isinstance(value, torch.Tensor)]
+        tensors = [value for value in tensors if value.device.type == "xla" and value.dim() and len(value)]
+        lengths = Counter(len(value) for value in tensors)
         rows = max(lengths, key=lambda length: (lengths[length], length), default=0)
         if rows % self.devices:
             # XLA pads: its partitioner was seen to abort the process on the backward of an embedding
@@ -82,45 +82,45 @@ class Layout:
                 "(cut batches and micro-batches in multiples, and fa.shard(loader, remainder='drop'))",
                 stacklevel=2,
             )
-        for value in found:
+        for value in tensors:
             first = None if len(value) % self.devices else _ROWS
             self._mark(value, (first, *(None,) * (value.dim() - 1)))
         return batch
 
     def carry_out(self) -> None:
-        """Run what was recorded, as one graph; the host does not wait for it.
+        """Run the recorded operations as one graph. The host does not wait for it.
 
         Raises:
-            NotCompiledError: XLA can't compile it; what was to be computed is lost.
+            NotCompiledError: XLA can't compile the graph. Its results are lost.
         """
         import torch_xla  # noqa: PLC0415 - an extra
 
-        self._kept[:] = [one for one in self._kept if one() is not None]
-        for one in self._kept:
-            value = one()
+        self._kept[:] = [ref for ref in self._kept if ref() is not None]
+        for ref in self._kept:
+            value = ref()
             if value is not None:
-                self._shard(value)  # an annotation goes where a tensor is written in place as a whole
+                self._shard(value)  # a tensor written in place as a whole loses its annotation
         try:
             torch_xla.sync()
         except (RuntimeError, ValueError) as error:
-            self._forget()  # every later graph would hold what this one could not do
+            self._forget()  # or every later graph would contain the operation that failed
             raise NotCompiledError(
-                f"XLA can't compile or run what was recorded: {str(error).splitlines()[0]}",
+                f"XLA can't compile or run the recorded step: {str(error).splitlines()[0]}",
                 where="the graph of a step",
                 fix="see whether an operation mixes dtypes, which torch refuses at once and XLA here; the "
                 "parameters are lost: fa.restore(directory, like=train_step.init())",
             ) from error
 
     def _forget(self) -> None:
-        """Give parameters, slots and averages no value, so that nothing asks for what was recorded."""
-        for one in (*self._kept, *self._aliases):
-            value = one()
+        """Empty parameters, slots and averages, so that no later graph contains the failed operations."""
+        for ref in (*self._kept, *self._aliases):
+            value = ref()
             if value is not None:
                 value.data = torch.zeros(0, dtype=value.dtype).to(value.device)  # its shape is lost as well
                 value.grad = None
 
     def _shard(self, value: torch.Tensor) -> bool:
-        """Spread a tensor over its group along the widest dimension that divides; whether there is one."""
+        """Spread a tensor over its group along the widest dimension that divides. False if there is none."""
         if self.group == 1 or not value.numel():
             return False
         fitting = [dim for dim in range(value.dim()) if value.shape[dim] % self.group == 0]
@@ -134,9 +134,9 @@ class Layout:
         import torch_xla  # noqa: PLC0415 - an extra
         import torch_xla.distributed.spmd as xs  # noqa: PLC0415
 
-        found: str = torch_xla._XLAC._get_xla_sharding_spec(value)
-        if "devices=" in found:
+        annotation: str = torch_xla._XLAC._get_xla_sharding_spec(value)
+        if "devices=" in annotation:
             return
-        if found:
+        if annotation:
             xs.clear_sharding(value)
         xs.mark_sharding(value, self.mesh, spec)

@@ -1,4 +1,4 @@
-"""`xla(...)`: what the strategy may be told, and where it can run. What is made of it is in `engine`."""
+"""`xla(...)`: the options of the strategy, and the devices it can run on. Its engine is in `engine`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fnaccel.strategies.strategy import Axis, Strategy, maker
 
 @attrs.frozen
 class Xla(Axis):
-    """All XLA devices of this machine; see `xla`. They are no ranks."""
+    """All XLA devices of this machine: see `xla`. They are no ranks."""
 
     maker: ClassVar[str] = "xla"
     runs_on: ClassVar[str] = "xla"
@@ -55,14 +55,14 @@ class Xla(Axis):
             )
 
     def plan_notes(self, spec: Spec) -> list[str]:  # noqa: ARG002
-        """How many devices there are, and what they hold."""
+        """The number of devices, and whether they shard parameters."""
         import torch_xla.runtime as xr  # noqa: PLC0415 - an extra  # pyright: ignore[reportMissingImports]
 
         devices: int = xr.global_runtime_device_count()
         group = self.group(devices)
-        held = f"sharded over {group}" if group > 1 else "whole on each"
+        layout = f"sharded over {group}" if group > 1 else "whole on each"
         return [
-            f"{devices} XLA devices ({xr.device_type()}): rows are spread over all, parameters are {held}"
+            f"{devices} XLA devices ({xr.device_type()}): rows are spread over all, parameters are {layout}"
         ]
 
 

@@ -1,1 +1,1 @@
-"""`Float8`: linear layers in 8-bit floating point; the layers are those of a backend."""
+"""`Float8`: linear layers in 8-bit floating point, with the layers of a backend."""

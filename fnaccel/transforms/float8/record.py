@@ -1,7 +1,7 @@
 """`with_precision(step, "fp8")`: linear layers in 8-bit floating point, all else in bf16 under autocast.
 
-Which layers, and on which hardware, is here; the layers themselves are torchao's or TransformerEngine's
-(`torchao`, `transformer_engine`). Master weights, gradients and optimizer stay what they are without it.
+The choice of layers and hardware is here. The layers themselves are torchao's or TransformerEngine's
+(`torchao`, `transformer_engine`). Master weights, gradients and optimizer stay the same as without it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fnaccel.transforms.float8 import transformer_engine as by_transformer_engin
 Backend = Literal["torchao", "transformer_engine", "ms_amp"]
 
 _RECIPES = {"torchao": by_torchao.RECIPES, "transformer_engine": by_transformer_engine.RECIPES}
-# what belongs to one backend alone
+# options of a single backend
 _OWN = {
     "torchao": ("emulate", "all_gather", "pad"),
     "transformer_engine": ("amax_history_len", "amax_compute_algo", "margin"),
 }
 _WHERE = "fa.Float8"
-# AMD's with fp8 of torch's dtypes; a compute capability says nothing there
+# AMD's with fp8 of torch's dtypes. A compute capability means nothing there
 _ROCM = ("gfx942", "gfx950", "gfx12")
 
 _found: weakref.WeakKeyDictionary[nn.Module, Layers] = weakref.WeakKeyDictionary()
@@ -49,7 +49,7 @@ class Float8:
             scaling, or `"mxfp8"`. By default the first of its backend.
         only, skip: patterns of paths of layers or parameters (`"*lm_head*"`). `skip` wins.
         emulate: torchao: round to fp8 and multiply in fp32, on any device. Slower than bf16, for tests.
-        all_gather: torchao: send weights as fp8 under `fsdp` (recipe `"tensorwise"` only); each gather
+        all_gather: torchao: send weights as fp8 under `fsdp` (recipe `"tensorwise"` only). Each gather
             takes one small all-reduce a weight, to find its scale.
         pad: torchao: pad the inner dimension of each product to a multiple of 16. Without it a GPU
             raises if a batch has another number of rows.
@@ -135,11 +135,11 @@ class Float8:
 
     @property
     def multiple(self) -> int:
-        """What the features of a layer must be divisible by."""
+        """The number that must divide the features of a layer."""
         return 32 if self.recipe == "mxfp8" else 16
 
     def describe(self) -> str:
-        """What the plan prints."""
+        """The text in the plan."""
         parts = [f"recipe {self.recipe}, by {self.backend}"]
         parts += [text for name, text in _WORDS.items() if getattr(self, name)]
         parts += [f"{name}={list(getattr(self, name))}" for name in ("only", "skip") if getattr(self, name)]
@@ -184,7 +184,7 @@ class Float8:
         return Layers(tuple(converted), skipped)
 
     def _obstacle(self, path: str, layer: nn.Linear, users: dict[Any, int]) -> str:
-        """Why a layer stays in bf16; empty where it does not."""
+        """The reason why a layer stays in bf16. Empty if it does not."""
         pattern = matches(path, self.skip, ("weight", "bias"))
         odd = [size for size in (layer.in_features, layer.out_features) if size % self.multiple]
         if not path:
@@ -220,11 +220,11 @@ class Float8:
             if isinstance(module, str):
                 notes.append(f"{name}: known when init has built it (fa.transforms.float8_layers): {module}")
                 continue
-            found = self._choose(module)
-            _check_some(found, where)
-            first, *rest = found.describe()
+            layers = self._choose(module)
+            _check_some(layers, where)
+            first, *details = layers.describe()
             notes.append(f"{name}: {first}")
-            notes += rest
+            notes += details
         if self.recipe in ("hybrid", "e4m3"):
             notes.append("the largest values of past steps, which scale fp8, are no part of the state")
         return notes
@@ -253,12 +253,12 @@ class Float8:
             )
 
     def on_module(self, module: nn.Module, where: str) -> None:
-        """Convert the layers in place; parameters keep their names."""
-        found = self._choose(module)
-        _check_some(found, where)
-        for path in found.converted:
-            own = vars(module.get_submodule(path))
-            if "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        """Convert the layers in place. Parameters keep their names."""
+        layers = self._choose(module)
+        _check_some(layers, where)
+        for path in layers.converted:
+            attributes = vars(module.get_submodule(path))
+            if "forward" in attributes or attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
                 raise CapabilityError(
                     f"{path} has a forward or hooks of its own, and a new layer would lose them",
                     where=where,
@@ -267,7 +267,7 @@ class Float8:
         if self.backend == "torchao":
             by_torchao.convert(
                 module,
-                found.converted,
+                layers.converted,
                 recipe=self.recipe,
                 emulate=self.emulate,
                 all_gather=self.all_gather,
@@ -275,8 +275,8 @@ class Float8:
                 where=where,
             )
         else:
-            by_transformer_engine.convert(module, found.converted, where)
-        _found[module] = found
+            by_transformer_engine.convert(module, layers.converted, where)
+        _found[module] = layers
 
 
 _WORDS = {
@@ -286,9 +286,9 @@ _WORDS = {
 }
 
 
-def _check_some(found: Layers, where: str) -> None:
-    if not found.converted:
-        reasons = "; ".join(found.describe()[1:]) or "it has no linear layers"
+def _check_some(layers: Layers, where: str) -> None:
+    if not layers.converted:
+        reasons = "; ".join(layers.describe()[1:]) or "it has no linear layers"
         raise CapabilityError(
             f"nothing of this model would compute in fp8: {reasons}",
             where=where,
@@ -333,7 +333,7 @@ def with_float8(step: StepLike, record: Float8) -> Step:
         step: a step or a loss function.
         record: how.
     """
-    made = append(
+    converted = append(
         step, Transform("float8", Phase.MODULE, apply=record, needs=frozenset({Capability.MODULES}))
     )
     if record.backend == "transformer_engine":
@@ -341,8 +341,8 @@ def with_float8(step: StepLike, record: Float8) -> Step:
         context = by_transformer_engine.Autocast(
             recipe=record.recipe, **{name: value for name, value in chosen.items() if value is not None}
         )
-        made = append(made, Transform("float8_autocast", Phase.FORWARD, apply=context))
-    return append(made, Transform("with_precision", Phase.FORWARD, apply=Precision(compute="bf16")))
+        converted = append(converted, Transform("float8_autocast", Phase.FORWARD, apply=context))
+    return append(converted, Transform("with_precision", Phase.FORWARD, apply=Precision(compute="bf16")))
 
 
 def float8_layers(train_step: Any) -> Layers | list[Layers]:
@@ -365,11 +365,11 @@ def float8_layers(train_step: Any) -> Layers | list[Layers]:
         >>> list(fa.transforms.float8_layers(train_step).converted)
         ['blocks.0.up', 'blocks.1.up']
     """
-    found = [_found[module] for module in train_step.engine.layout.modules if module in _found]
+    layers = [_found[module] for module in train_step.engine.layout.modules if module in _found]
     require(
-        bool(found),
+        bool(layers),
         "no layer of this train step was converted",
         "fa.transforms.float8_layers",
         'fa.with_precision(step, "fp8") before fa.train_step',
     )
-    return found[0] if len(found) == 1 else found
+    return layers[0] if len(layers) == 1 else layers

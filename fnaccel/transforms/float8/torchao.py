@@ -41,16 +41,16 @@ def convert(
     pad: bool,
     where: str,
 ) -> None:
-    """Put fp8 layers in the place of the linear layers at these paths; parameters stay the same ones.
+    """Replace the linear layers at these paths by fp8 layers. Parameters stay the same ones.
 
     Args:
-        module: the model; changed in place.
+        module: the model, changed in place.
         chosen: paths of linear layers.
-        recipe: how tensors are scaled; one of `RECIPES`.
+        recipe: how tensors are scaled: one of `RECIPES`.
         emulate: compute with values rounded to fp8, without hardware for it.
         all_gather: send weights as fp8 under fsdp.
         pad: pad the inner dimension of a product to a multiple of 16.
-        where: for messages.
+        where: the location in error messages.
     """
     float8 = backend(where)
     config = dataclasses.replace(
@@ -71,7 +71,7 @@ def convert(
 
 
 def _cast_input(_: nn.Module, args: tuple[Any, ...]) -> Any:
-    """What torchao's layer does under a GPU's autocast; it does not look at the CPU's (0.18)."""
+    """Cast as torchao's layer does under a GPU's autocast. It ignores the CPU's autocast (0.18)."""
     first = args[0]
     if first.device.type == "cuda" or not torch.is_autocast_enabled(first.device.type):
         return None

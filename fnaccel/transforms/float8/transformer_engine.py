@@ -1,4 +1,4 @@
-"""fp8 layers of NVIDIA's TransformerEngine; its calls are tested with a recorder, not on hardware.
+"""fp8 layers of NVIDIA's TransformerEngine. Its calls are tested with a recorder, not on hardware.
 
 https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
 """
@@ -46,15 +46,15 @@ def convert(module: nn.Module, chosen: Collection[str], where: str) -> None:
     The parameters stay the same ones: new layers are made on the meta device and take them over.
 
     Args:
-        module: the model; changed in place.
+        module: the model, changed in place.
         chosen: paths of linear layers.
-        where: for messages.
+        where: the location in error messages.
     """
     engine = backend(where)
     for path, layer in list(module.named_modules(remove_duplicate=False)):
-        made: Any = None
+        replacement: Any = None
         if isinstance(layer, nn.Linear) and path in chosen:
-            made = engine.Linear(
+            replacement = engine.Linear(
                 layer.in_features,
                 layer.out_features,
                 bias=_has_bias(layer),
@@ -62,16 +62,16 @@ def convert(module: nn.Module, chosen: Collection[str], where: str) -> None:
                 device="meta",
             )
         elif type(layer) is nn.LayerNorm and path and replaceable(layer):
-            made = engine.LayerNorm(
+            replacement = engine.LayerNorm(
                 layer.normalized_shape[0], eps=layer.eps, params_dtype=layer.weight.dtype, device="meta"
             )
-        if made is None:
+        if replacement is None:
             continue
         for name, param in layer.named_parameters(recurse=False):
-            setattr(made, name, param)
-        made.train(layer.training)
+            setattr(replacement, name, param)
+        replacement.train(layer.training)
         parent, _, name = path.rpartition(".")
-        setattr(module.get_submodule(parent), name, made)
+        setattr(module.get_submodule(parent), name, replacement)
 
 
 def replaceable(layer: nn.LayerNorm) -> bool:
@@ -98,7 +98,7 @@ class Autocast:
     margin: int = 0
 
     def describe(self) -> str:
-        """What the plan prints."""
+        """The text in the plan."""
         if self.recipe == "mxfp8":
             return "mxfp8, scales of 32 elements"
         return (
@@ -108,20 +108,20 @@ class Autocast:
 
     def __call__(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """`loss_fn` in TransformerEngine's context."""
-        made: list[Any] = []
+        recipes: list[Any] = []
 
-        def loss(model: object, batch: Tree, *given: Any) -> Any:
+        def loss(model: object, batch: Tree, *lent_models: Any) -> Any:
             where = 'fa.Float8(backend="transformer_engine")'
             engine = backend(where)
-            if not made:
-                made.append(self.build(where))
+            if not recipes:
+                recipes.append(self.build(where))
             # newer versions call it autocast
             if hasattr(engine, "autocast"):
-                context = engine.autocast(enabled=True, recipe=made[0])
+                context = engine.autocast(enabled=True, recipe=recipes[0])
             else:
-                context = engine.fp8_autocast(enabled=True, fp8_recipe=made[0])
+                context = engine.fp8_autocast(enabled=True, fp8_recipe=recipes[0])
             with context:
-                return loss_fn(model, batch, *given)
+                return loss_fn(model, batch, *lent_models)
 
         return loss
 
