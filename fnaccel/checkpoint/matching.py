@@ -62,8 +62,8 @@ def match(like: Tree, stored: Tree, problems: Sequence[str] = ()) -> Match:
             f"{count} {'path differs' if count == 1 else 'paths differ'} between the checkpoint and like=: "
             + "; ".join(matcher.problems),
             where="fa.restore",
-            fix="give a like= with the models, optimizer and transforms that were saved, or say what to "
-            "leave out or to rename: only=, skip=, rename=. Nothing was changed",
+            fix="give a like= with the models, optimizer and transforms that were saved, or select "
+            "paths: only=, skip=, rename=. Nothing was changed",
         )
     return Match(matcher.pairs)
 
@@ -189,7 +189,7 @@ class _Matcher:
 def comes_back(like: Tree, stored: Tree) -> bool:
     """Whether a value of the user's extras is restored without `like`.
 
-    What `like` gives is: objects that take their state, classes of nodes and dicts, devices of tensors.
+    `like` provides objects that load their state, classes of nodes and dicts, devices of tensors.
     """
     if isinstance(stored, Stored):
         return not (

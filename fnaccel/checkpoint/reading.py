@@ -95,7 +95,7 @@ def verify(directory: Directory, described: Manifest, names: Sequence[str]) -> N
 
 
 class Files:
-    """The files of tensors of a checkpoint, opened as they are needed; use it as a context manager.
+    """The files of tensors of a checkpoint, opened on first use. Use it as a context manager.
 
     They stay open from the check to the reading, as far as there are not too many of them.
     """
@@ -114,7 +114,7 @@ class Files:
             self._close(next(iter(self._open)))
 
     def check(self, boxes: Sequence[tuple[Stored, Box]]) -> None:
-        """Open what `read` would, and compare the headers of the files with the manifest.
+        """Open the files of these pieces, and compare their headers with the manifest.
 
         Raises:
             CheckpointError: a file is no safetensors file, or holds something else.

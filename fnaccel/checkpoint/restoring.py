@@ -60,7 +60,7 @@ def restore(
         like: the tree to restore into. The live state of a train step is refilled in place and donated.
             Of any other tree (a snapshot, a dict of tensors) the structure, the shapes, dtypes,
             devices and placements are taken, and it stays as it is. `extras=None` in a state takes
-            what the checkpoint has.
+            the saved extras.
         step: the step. By default the newest.
         only: restore these paths and leave the rest of `like` as it is: shell patterns, one or several,
             such as `"params"` (all below it) or `"params/encoder.*"`.

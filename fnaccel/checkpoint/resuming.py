@@ -108,7 +108,7 @@ def _go_on(damage: FnaccelError, root: Path, steps: list[int], *, may: bool) -> 
             where=f"{_WHERE}({str(root)!r})",
             fix=f"older steps are {older}: fallback=True takes the newest of them that is intact"
             if older
-            else "there is no older one: move this one away to begin anew",
+            else "there is no older one: move this one away to start from step 0",
         ) from damage
     # on every rank: if warnings are errors, no rank may go on alone
     warnings.warn(

@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "--batch", required=True, metavar="REF",
         help="of all ranks: a pytree of tensors, a function that returns one, or a DataLoader",
     )  # fmt: skip
-    options.add_argument("--config", metavar="FILE", help="a recipe in YAML; the options below go over it")
+    options.add_argument("--config", metavar="FILE", help="a recipe in YAML. The options below go over it")
     options.add_argument("--strategy", help='such as fsdp, or "ddp(2) * fsdp(4)" (default: local)')
     options.add_argument("--precision", help="fp32, bf16 or fp16")
     options.add_argument("--accumulate", type=int, help="micro-batches in an update")
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--steps", type=int, default=30, help="how many are timed (default: 30)")
     options.add_argument(
         "--scopes", default=_DEFAULT, metavar="LIST",
-        help=f"separated by commas; eager, which they are compared with, always runs (default: {_DEFAULT})",
+        help=f"separated by commas. Eager always runs, as the reference (default: {_DEFAULT})",
     )  # fmt: skip
     options.add_argument("-n", "--nproc", type=int, default=1, metavar="RANKS", help="processes (default: 1)")
     options.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever else there is")

@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--verify",
         action="store_true",
-        help="read all files and compare their checksums; 1 where one differs",
+        help="read all files and compare their checksums. The exit code is 1 if one differs",
     )
     options.add_argument("--json", action="store_true", help="print JSON")
     return options

@@ -21,8 +21,8 @@ from fnaccel.launch.ending import leave
 
 _HELP = """Run a script as several processes that find each other through fa.start().
 
-Options come before the script; what follows the script's name is the script's own.
-The options under "recipe" change what fa.config.recipe() returns in the script."""
+Options come before the script. Arguments after the script's name are the script's own.
+The options under "recipe" change the result of fa.config.recipe() in the script."""
 
 
 @contextlib.contextmanager
@@ -72,10 +72,10 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     options.add_argument(
         "--min-ranks", type=int, metavar="M",
-        help="go on with as few as M ranks where some were killed (default: all)",
+        help="go on with as few as M ranks if some were killed (default: all)",
     )  # fmt: skip
     recipe = options.add_argument_group("recipe")
-    recipe.add_argument("--config", metavar="FILE", help="a recipe in YAML; the options below go over it")
+    recipe.add_argument("--config", metavar="FILE", help="a recipe in YAML. The options below go over it")
     recipe.add_argument("--strategy", help='such as fsdp, or "ddp(2) * fsdp(4)"')
     recipe.add_argument("--precision", help="fp32, bf16, fp16 or fp8")
     recipe.add_argument("--accumulate", type=int, help="micro-batches in an update")
@@ -83,15 +83,15 @@ def parser() -> argparse.ArgumentParser:
     recipe.add_argument("--compile", metavar="SCOPE", help="auto, block, loss or step")
     recipe.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="fields",
-        help="any field of the recipe, such as optimizer.lr=1e-4; may be repeated",
+        help="any field of the recipe, such as optimizer.lr=1e-4. May be repeated",
     )  # fmt: skip
     several = options.add_argument_group(
         "several machines",
-        "the same command on each; gloo uses the interface to machine 0, or what GLOO_SOCKET_IFNAME says",
+        "the same command on each. gloo uses the interface to machine 0, or GLOO_SOCKET_IFNAME",
     )
     several.add_argument(
         "--nnodes", default="1", metavar="N | MIN:MAX",
-        help="how many machines; MIN:MAX: go on with those that are left, and let others join",
+        help="the number of machines. MIN:MAX: go on with the remaining machines, and let more join",
     )  # fmt: skip
     several.add_argument(
         "--node-rank", type=int,
@@ -103,8 +103,10 @@ def parser() -> argparse.ArgumentParser:
     chips = options.add_argument_group("TPU", "one process drives all chips of a TPU VM: fa.xla()")
     chips.add_argument("--tpu", action="store_true", help="use XLA devices (default if PJRT_DEVICE=TPU)")
     chips.add_argument("--tpu-name", metavar="NAME", help="start on this TPU VM, through gcloud")
-    chips.add_argument("--tpu-zone", metavar="ZONE", help="where it is")
-    chips.add_argument("--tpu-folder", metavar="PATH", help="where to run there (default: the home folder)")
+    chips.add_argument("--tpu-zone", metavar="ZONE", help="its zone")
+    chips.add_argument(
+        "--tpu-folder", metavar="PATH", help="the working folder there (default: the home folder)"
+    )
     chips.add_argument("--tpu-sudo", action="store_true", help="run as root there")
     return options
 
@@ -173,9 +175,9 @@ def run(arguments: Sequence[str]) -> NoReturn:
         leave(subprocess.run(command, check=False).returncode)
     except FileNotFoundError:
         raise LaunchError(
-            "gcloud is not installed, and it is what reaches a TPU VM",
+            "gcloud is not installed, and a TPU VM is reached with it",
             where="fnaccel launch --tpu-name",
-            fix="install the Google Cloud CLI; or log in on the TPU VM and start with: fnaccel launch --tpu",
+            fix="install the Google Cloud CLI, or log in on the TPU VM and start with: fnaccel launch --tpu",
         ) from None
 
 
@@ -188,7 +190,7 @@ def _elsewhere(arguments: Sequence[str]) -> list[str] | None:
             raise LaunchError(
                 f"{stray[0]} without --tpu-name",
                 where="fnaccel launch",
-                fix="--tpu-name NAME; or leave it out on the TPU VM itself",
+                fix="--tpu-name NAME, or leave it out on the TPU VM itself",
             )
         return None
     return tpu.remote_command(
@@ -239,5 +241,5 @@ def _check_machines(parsed: argparse.Namespace, machines: int) -> None:
         raise LaunchError(
             f"{' and '.join(stray)} without --nnodes",
             where="fnaccel launch",
-            fix="say how many machines there are: --nnodes 2; or leave it out on one",
+            fix="give the number of machines: --nnodes 2. On one machine leave it out",
         )

@@ -14,9 +14,9 @@ from fnaccel.errors import FnaccelError, UnknownNameError, nearest
 
 COMMANDS = {
     "launch": "run a script as one process per accelerator, on one machine or several",
-    "inspect": "what a checkpoint holds, and whether its files are whole",
+    "inspect": "the contents of a checkpoint, and whether its files are intact",
     "convert": "a checkpoint of one tool as that of another",
-    "bench": "what each scope of fa.compile costs and gains on a loss function of yours",
+    "bench": "the cost and gain of each scope of fa.compile on your loss function",
     "env": "versions, devices and variables that matter, to put into a bug report",
 }
 

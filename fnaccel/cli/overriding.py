@@ -65,7 +65,7 @@ def check_overrides(overrides: dict[str, Any]) -> None:
     Raises:
         ConfigError: an unknown field, or a value of the wrong kind.
         ArgumentError: a number outside its range.
-        UnknownNameError: no such strategy or precision; names the nearest.
+        UnknownNameError: no such strategy or precision. Names the nearest.
     """
     if not overrides:
         return

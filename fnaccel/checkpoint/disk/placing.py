@@ -66,7 +66,7 @@ def _check_directory(place: Path, target: Path, *, overwrite: bool, where: str) 
         )
     if os.path.ismount(place):
         raise CheckpointError(
-            f"{place} is where a device is mounted, so it can't be replaced as a whole",
+            f"{place} is a mount point, so it can't be replaced as a whole",
             where=where,
             fix=f"give a directory in it, such as {place / 'exported'}",
         )

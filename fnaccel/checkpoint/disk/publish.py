@@ -2,7 +2,7 @@
 
     root/step-0000000010          committed
     root/step-0000000010.old      committed: step 10 before a second save of step 10 replaces it
-    root/.saving-step-…           a save that is under way, or that a crash left; no reader opens it
+    root/.saving-step-…           a save that is under way, or that a crash left. No reader opens it
     root/.removing-step-…         a checkpoint that is being removed, or that a reader still holds
 
 A process that fills or reads a directory holds a lock on it, which the system drops with the process. If

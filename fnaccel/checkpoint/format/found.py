@@ -26,8 +26,8 @@ class Found:
         shape: of the whole tensor.
         read: `read(box, out)` copies one block into a tensor of the block's shape, of any dtype or device.
         at_once: whether reading a block costs as much as reading the whole tensor.
-        check: `check(box)` raises CheckpointError if a block can't be read, without reading its values;
-            None if only reading tells.
+        check: `check(box)` raises CheckpointError if a block can't be read, without reading its values.
+            None if only a read can tell.
     """
 
     dtype: torch.dtype

@@ -181,7 +181,7 @@ class _Reader:
         checksum = zlib.crc32(view[end:], zlib.crc32(_BLANK, zlib.crc32(view[:start])))
         if f"{checksum:08x}".encode() != matched[1]:
             self.fail(
-                f"is not what was written: its checksum is {checksum:08x}, and it says {matched[1].decode()}"
+                f"was changed or damaged: its checksum is {checksum:08x}, and it says {matched[1].decode()}"
             )
 
     def manifest(self, document: dict[str, Any]) -> Manifest:
