@@ -1,1 +1,1 @@
-"""Measuring a train step in each scope of `compile`, one fresh process each: what `fnaccel bench` does."""
+"""`fnaccel bench`: measures a train step in each scope of `compile`, with a fresh process for each scope."""

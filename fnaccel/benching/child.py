@@ -1,4 +1,4 @@
-"""`python -m fnaccel.benching.child FOLDER`: one rank of one scope; the launcher starts it."""
+"""`python -m fnaccel.benching.child FOLDER`: one rank of one scope, started by the launcher."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fnaccel.world.world import World
 
 
 def main(folder: Path) -> int:
-    """Measure the task that lies in a folder, and leave the answer there.
+    """Measure the task that a folder describes, and write the answer into the folder.
 
     Returns:
-        The exit code: 0, or 1 where it failed; then the answer says how.
+        The exit code: 0, or 1 if the measurement failed. The answer then has the error.
     """
     with fa.start() as world:
         return _answer(folder, world)
@@ -29,24 +29,24 @@ def _answer(folder: Path, world: World) -> int:
     try:
         subject = find_subject(task, world)
         setup = False
-        found = measure(subject, task.scope, task.steps, world)
+        measured = measure(subject, task.scope, task.steps, world)
     except Exception as error:
         write(folder, _failure(error, setup=setup), world.rank)
         return 1
     if world.is_main:
-        write(folder, found, world.rank)
+        write(folder, measured, world.rank)
     return 0
 
 
 def _failure(error: Exception, *, setup: bool) -> Failed:
-    ours = isinstance(error, FnaccelError)
-    lines = [line.strip() for line in (error.what if ours else str(error)).splitlines() if line.strip()]
-    said = lines[0] if lines else "it said nothing"
+    is_ours = isinstance(error, FnaccelError)
+    lines = [line.strip() for line in (error.what if is_ours else str(error)).splitlines() if line.strip()]
+    first_line = lines[0] if lines else "it said nothing"
     return Failed(
         kind=type(error).__name__,
-        what=said if ours else f"{type(error).__name__}: {said}",
-        where=error.where if ours else "",
-        fix=error.fix if ours else "",
+        what=first_line if is_ours else f"{type(error).__name__}: {first_line}",
+        where=error.where if is_ours else "",
+        fix=error.fix if is_ours else "",
         text=shown(error, error.__traceback__),
         setup=setup,
         follows=follows(error),

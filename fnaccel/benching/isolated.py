@@ -1,4 +1,4 @@
-"""Runs a task in processes of its own, by way of the launcher, and reads their answer."""
+"""Runs a task in fresh processes through the launcher, and reads their answer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fnaccel.benching.task import Answer, Failed, Task, read
 
 
 def run_isolated(task: Task, *, ranks: int, cpu: bool, environ: Mapping[str, str]) -> Answer:
-    """Measure one scope in fresh processes; what they print is kept to themselves.
+    """Measure one scope in fresh processes. Their output is not printed.
 
     Args:
-        task: what to measure.
-        ranks: how many processes.
-        cpu: keep them from taking an accelerator.
-        environ: their environment.
+        task: the scope to measure, and its references.
+        ranks: the number of processes.
+        cpu: run the processes on the CPU even if there is an accelerator.
+        environ: the environment of the processes.
     """
     with tempfile.TemporaryDirectory(prefix="fnaccel-bench-") as name:
         folder = Path(name)
@@ -27,10 +27,10 @@ def run_isolated(task: Task, *, ranks: int, cpu: bool, environ: Mapping[str, str
         command = [sys.executable, "-m", "fnaccel", "launch", "-n", str(ranks), "--timeout-grace", "5"]
         command += [*(["--cpu"] if cpu else []), "-m", "fnaccel.benching.child", name]
         log = folder / "said.txt"
-        with log.open("wb") as said:
-            code = _wait_for(subprocess.Popen(command, stdout=said, stderr=said, env={**environ}))
+        with log.open("wb") as output:
+            code = _wait_for(subprocess.Popen(command, stdout=output, stderr=output, env={**environ}))
         answer = read(folder)
-        # a rank that was killed leaves nothing, or only what its peers said of it
+        # a killed rank writes no answer, and its peers only report that it has gone
         if answer is None or (isinstance(answer, Failed) and answer.follows and code > 128):
             return _ended(code, log.read_text(errors="replace"))
         return answer
@@ -45,12 +45,12 @@ def _wait_for(process: subprocess.Popen[bytes]) -> int:
         raise
 
 
-def _ended(code: int, said: str) -> Failed:
-    """The failure of processes that could not say anything themselves."""
+def _ended(code: int, output: str) -> Failed:
+    """The failure of processes that ended without an answer."""
     if code > 128 and code - 128 in signal.valid_signals():
         name = signal.Signals(code - 128).name
         memory = " (memory ran out, if nobody sent it)" if name == "SIGKILL" else ""
-        what = f"ended by {name}{memory}"
+        summary = f"ended by {name}{memory}"
     else:
-        what = f"ended with exit code {code}"
-    return Failed(kind="", what=what, text=said.strip() or what)
+        summary = f"ended with exit code {code}"
+    return Failed(kind="", what=summary, text=output.strip() or summary)

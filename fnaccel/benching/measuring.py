@@ -23,22 +23,22 @@ from fnaccel.world.devices import generators_of
 from fnaccel.world.world import World
 
 WARM_UPS = 3
-"""Steps between the first and those that are timed; their losses are compared, and the first one's."""
+"""Steps between the first step and the timed steps. Their losses and the first step's are compared."""
 
 
 def measure(subject: Subject, scope: Any, steps: int, world: World) -> Measured:
-    """Train on one batch, and time it.
+    """Train on one batch, and time the steps.
 
     Args:
-        subject: what is trained.
+        subject: the step, the model and the batch.
         scope: `"eager"`, or a scope of `fa.compile`.
-        steps: how many are timed.
-        world: the ranks; all call this, and all get the same peak.
+        steps: the number of timed steps.
+        world: the ranks. All of them call this, and all get the same peak.
 
     Raises:
-        FnaccelError: the strategy can't do it; what model, loss and compiler raise comes as it is.
+        FnaccelError: the strategy can't do it. Errors of model, loss and compiler pass as they are.
     """
-    # before `compile`: its compiler is imported at once for some scopes, and later for others
+    # before `compile`: some scopes import the compiler at once, and the memory of that import counts
     memory = Memory.watch(world.device)
     step = subject.step if scope == EAGER else compile(subject.step, scope)
     recipe = attrs.evolve(subject.recipe, compile=None)
@@ -48,10 +48,10 @@ def measure(subject: Subject, scope: Any, steps: int, world: World) -> Measured:
     losses: list[float] = []
     for number in range(1 + WARM_UPS + steps):
         _wait(world)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         state, metrics = train_step(state, subject.batch)
         _wait(world)
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
         if number <= WARM_UPS:
             losses.append(float(metrics["loss"]))
     peak = memory.peak()
@@ -69,15 +69,15 @@ def measure(subject: Subject, scope: Any, steps: int, world: World) -> Measured:
 
 
 def _wait(world: World) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has finished all queued work."""
     if world.device.type != "cpu":
         torch.accelerator.synchronize()
 
 
 def _draws(train_step: TrainStep, state: TrainState, subject: Subject, world: World) -> bool:
-    """Whether a forward moves torch's generators: any dropout does, also one that is no module."""
+    """Whether a forward advances torch's generators, as any dropout does (a module or a function)."""
     micros: Any = subject.batch if isinstance(subject.batch, Window) else (subject.batch,)
     before = [generator.get_state() for generator in generators_of(world.device)]
     train_step.look(state, subject.step.loss_fn, micros[0], train=True)
     after = [generator.get_state() for generator in generators_of(world.device)]
-    return not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    return not all(torch.equal(old, new) for old, new in zip(before, after, strict=True))

@@ -1,4 +1,4 @@
-"""How much memory a process needs at most, from a moment on."""
+"""The peak memory of a process from a chosen moment on."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _SELF = Path("/proc/self")
 
 @attrs.frozen
 class Memory:
-    """Watches a device's memory from when it is made; on the CPU that of the process."""
+    """The memory of a device since `watch` was called. On the CPU: the memory of the process."""
 
     device: torch.device
     before: int
 
     @staticmethod
     def watch(device: torch.device) -> Memory:
-        """Begin here: what was needed before does not count."""
+        """Start measuring: memory in use before this call does not count."""
         if device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()
             return Memory(device, 0)
-        with contextlib.suppress(OSError):  # Linux: let the highest size begin again at the present one
+        with contextlib.suppress(OSError):  # Linux: reset the peak to the present size
             (_SELF / "clear_refs").write_text("5")
         return Memory(device, _resident("VmRSS"))
 
     def peak(self) -> float:
-        """MiB at most since: allocated on an accelerator, or resident above what was there before."""
+        """Peak since `watch`, in MiB: allocated on an accelerator, or the growth of the resident size."""
         if self.device.type != "cpu":
             return torch.accelerator.max_memory_allocated() / _MIB
         return max(0, _resident("VmHWM") - self.before) / _MIB
 
 
 def _resident(name: str) -> int:
-    """Bytes of this process in memory: now (VmRSS), or at most (VmHWM); elsewhere always the latter."""
+    """Resident bytes of this process: now (VmRSS) or the peak (VmHWM). Outside Linux always the peak."""
     with contextlib.suppress(OSError):
         for line in (_SELF / "status").read_text().splitlines():
             if line.startswith(f"{name}:"):

@@ -1,4 +1,4 @@
-"""What is measured: a loss function, a model and one batch, found by their references."""
+"""The subject of a measurement: a loss function, a model and one batch, imported from their references."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WHERE = "fnaccel bench"
 
 @attrs.frozen(kw_only=True)
 class Subject:
-    """A step without `compile`, the model it trains, this rank's rows, and the run's choices."""
+    """A step without `compile`, the model it trains, this rank's rows of the batch, and the recipe."""
 
     step: Step
     model: Any
@@ -36,18 +36,18 @@ class Subject:
 
 
 def find_subject(task: Task, world: World) -> Subject:
-    """Import what a task refers to, and take the batch.
+    """Import the references of a task, and take this rank's rows of the batch.
 
     Raises:
-        FnaccelError: a reference that names nothing, or something of another kind.
+        FnaccelError: a reference has no target, or a target of another kind.
     """
-    reseed(0)  # so that all processes draw the same batch, where it is drawn
+    reseed(0)  # if the batch is random, all processes draw the same
     recipe = from_yaml(task.recipe)
     make_optimizer(recipe.optimizer)
     step = as_step(_imported(task.loss, "LOSS"), f"{_WHERE} {task.loss}")
     if step.settings.compiler is not None:
         raise ArgumentError(
-            "this step says how it is compiled, and that is what is to be found out",
+            "this step says how it is compiled, and bench compares the ways to compile it",
             where=f"{_WHERE} {task.loss}",
             fix="give the step without fa.compile",
         )
@@ -62,11 +62,11 @@ def first_batch(source: object, where: str) -> Any:
     """One batch: a pytree of tensors itself, the result of a function, or the first batch of an iterable.
 
     Args:
-        source: any of these. A function may also return an iterable.
-        where: the name of the caller, for messages.
+        source: a pytree of tensors, a function or an iterable. The function may return an iterable.
+        where: the caller's name for error messages.
 
     Raises:
-        ArgumentError: there is no tensor in it.
+        ArgumentError: the batch has no tensor.
 
     Example:
         >>> sorted(first_batch(loader, "--batch"))
@@ -92,12 +92,12 @@ def _holds_tensors(value: Tree) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(value))
 
 
-def _imported(reference: str, what: str) -> Any:
-    return _called(lambda: load(reference, f"{_WHERE} {what}"), f"{_WHERE} {what} {reference}")
+def _imported(reference: str, option: str) -> Any:
+    return _called(lambda: load(reference, f"{_WHERE} {option}"), f"{_WHERE} {option} {reference}")
 
 
 def _called(fn: Callable[[], Any], where: str) -> Any:
-    """What the user's own code returns; what it raises says where it was called from."""
+    """Call the user's code. Its errors become a `ConfigError` that names the reference."""
     try:
         return fn()
     except FnaccelError:
@@ -117,7 +117,7 @@ def _called(fn: Callable[[], Any], where: str) -> Any:
 def _of_rank(batch: Tree, world: World, where: str) -> Any:
     """This rank's rows of a global batch."""
     if isinstance(batch, Window):
-        return Window([_of_rank(one, world, where) for one in cast("tuple[Any, ...]", batch)])
+        return Window([_of_rank(micro, world, where) for micro in cast("tuple[Any, ...]", batch)])
     if world.size == 1:
         return batch
     rows = rows_of(batch, where=where)

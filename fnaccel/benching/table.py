@@ -1,4 +1,4 @@
-"""What was measured, as text and as a document for JSON."""
+"""The measurements as a text table and as a JSON document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDEST_NOTE = 80
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows in columns; what failed has its reason for a note."""
+    """Rows in columns. A scope that failed has the reason in the column `note`."""
     eager = eager_of(rows)
     cells = [_HEAD, *(_cells(row, eager) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD) - 1)]
@@ -28,16 +28,16 @@ def table(rows: Sequence[Row]) -> str:
 
 def _cells(row: Row, eager: Measured | None) -> tuple[str, ...]:
     note = row.note if len(row.note) <= _WIDEST_NOTE else f"{row.note[: _WIDEST_NOTE - 3]}..."
-    found = row.measured
-    if found is None:
+    measured = row.measured
+    if measured is None:
         return (row.scope, *("-",) * (len(_HEAD) - 2), note)
     return (
         row.scope,
-        brief(found.first),
-        _three_digits(found.seconds * 1e3),
-        _three_digits(1 / found.seconds),
-        "-" if eager is None else f"{eager.seconds / found.seconds:.2f}x",
-        f"{found.peak:.0f}",
+        brief(measured.first),
+        _three_digits(measured.seconds * 1e3),
+        _three_digits(1 / measured.seconds),
+        "-" if eager is None else f"{eager.seconds / measured.seconds:.2f}x",
+        f"{measured.peak:.0f}",
         note,
     )
 
@@ -47,7 +47,7 @@ def _three_digits(value: float) -> str:
 
 
 def eager_of(rows: Sequence[Row]) -> Measured | None:
-    """What eager took, where it ran."""
+    """The measurement of eager, or None if it failed."""
     return next((row.measured for row in rows if row.scope == EAGER), None)
 
 
@@ -63,18 +63,18 @@ def document(rows: Sequence[Row], verdict: Verdict) -> dict[str, Any]:
 
 
 def _plain(row: Row, eager: Measured | None) -> dict[str, Any]:
-    found = row.measured
+    measured = row.measured
     plain: dict[str, Any] = {"scope": row.scope, "note": row.note, "differs": row.differs}
-    if found is not None:
+    if measured is not None:
         plain |= {
-            "first_step_seconds": found.first,
-            "step_seconds": found.seconds,
-            "steps_per_second": 1 / found.seconds,
-            "against_eager": None if eager is None else eager.seconds / found.seconds,
-            "peak_mib": found.peak,
-            "losses": list(found.losses),
-            "cache_hits": found.cache_hits,
-            "cache_misses": found.cache_misses,
+            "first_step_seconds": measured.first,
+            "step_seconds": measured.seconds,
+            "steps_per_second": 1 / measured.seconds,
+            "against_eager": None if eager is None else eager.seconds / measured.seconds,
+            "peak_mib": measured.peak,
+            "losses": list(measured.losses),
+            "cache_hits": measured.cache_hits,
+            "cache_misses": measured.cache_misses,
         }
     if row.failed is not None:
         plain["error"] = attrs.asdict(row.failed, filter=lambda field, _: field.name in ("kind", "text"))

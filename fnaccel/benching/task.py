@@ -1,4 +1,4 @@
-"""What one process is asked to measure, and what it answers: values that go through files as JSON."""
+"""The task of a measuring process and its answer. Both are stored as JSON files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 EAGER = "eager"
-"""The name of no scope at all, beside those of `compile`."""
+"""The name for a step without `compile`, next to the scopes of `compile`."""
 
 _TASK, _MEASURED, _FAILED = "task.json", "measured.json", "failed-{}.json"
 
@@ -20,9 +20,9 @@ class Task:
 
     Attributes:
         loss, model, batch: references.
-        recipe: strategy, precision, optimizer and the rest, as YAML.
-        scope: `"eager"`, or one of `compile`.
-        steps: how many are timed, after the first and a few warm-ups.
+        recipe: a `Recipe` as YAML.
+        scope: `"eager"`, or a scope of `compile`.
+        steps: the number of timed steps, after the first step and the warm-up steps.
     """
 
     loss: str
@@ -33,7 +33,7 @@ class Task:
     steps: int
 
     def write(self, folder: Path) -> None:
-        """Leave it in a folder for the process that is started with it."""
+        """Write the task into a folder for the measuring processes."""
         (folder / _TASK).write_text(json.dumps(attrs.asdict(self)))
 
     @staticmethod
@@ -44,17 +44,17 @@ class Task:
 
 @attrs.frozen(kw_only=True)
 class Measured:
-    """What a scope took.
+    """Time and memory of one scope.
 
     Attributes:
         first: seconds of the first call, compiling included.
-        seconds: of one step, the median.
-        peak: MiB at most, above what the process held before the model was built, the compiler's own
-            included; on accelerators what was allocated there. Of several ranks, the most.
-        losses: of the first few steps.
+        seconds: the median of one step.
+        peak: peak memory in MiB. On the CPU: the growth of the process since before the model was built, the
+            compiler included. On an accelerator: allocated memory. With several ranks, the largest.
+        losses: the losses of the first few steps.
         draws: whether the loss draws random numbers, as dropout does.
-        cache_hits, cache_misses: graphs that torch's compile cache on disk held, and did not.
-        device: what it ran on.
+        cache_hits, cache_misses: graphs found and not found in torch's compile cache on disk.
+        device: the device type.
     """
 
     first: float
@@ -72,12 +72,12 @@ class Failed:
     """Why a scope was not measured.
 
     Attributes:
-        kind: the class of the error, empty where the process was ended from outside.
+        kind: the class of the error. Empty if the process was killed.
         what: one line.
-        where, fix: of an error of ours, or empty.
-        text: the whole of it, as it is printed.
-        setup: whether it came before anything was to be measured: then no scope can be.
-        follows: whether it only says that another rank has gone.
+        where, fix: the parts of a `FnaccelError`, otherwise empty.
+        text: the whole error as printed.
+        setup: whether it was raised while importing the references. If so, no scope can be measured.
+        follows: whether the error only reports that another rank has gone.
     """
 
     kind: str
@@ -93,13 +93,13 @@ Answer = Measured | Failed
 
 
 def write(folder: Path, answer: Answer, rank: int) -> None:
-    """Leave an answer where `read` looks: what was measured is rank 0's, a failure any rank's."""
+    """Write an answer for `read`. Rank 0 writes the measurement, and any rank writes its failure."""
     name = _MEASURED if isinstance(answer, Measured) else _FAILED.format(rank)
     (folder / name).write_text(json.dumps(attrs.asdict(answer)))
 
 
 def read(folder: Path) -> Answer | None:
-    """The answer of all ranks, the failure that the others followed from first; None where there is none."""
+    """The answer of all ranks, or None without an answer. The failure that caused the other failures wins."""
     failures = [Failed(**_load(file)) for file in sorted(folder.glob(_FAILED.format("*")))]
     if failures:
         return min(failures, key=lambda failure: failure.follows)

@@ -1,4 +1,4 @@
-"""From what was measured to what to use: pure arithmetic, nothing is run here."""
+"""From measurements to a recommended scope. Pure arithmetic, no step runs here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 from fnaccel.benching.task import EAGER, Answer, Failed, Measured
 
 WORTH = 1.05
-"""How much faster a scope must be to be worth a line of code: less is the noise between two runs."""
+"""The speed-up from which a scope is recommended. A smaller speed-up is noise between two runs."""
 
 _TOLERANCES = {"fp32": 1e-3, "fp64": 1e-3}
 _HALF = 5e-2  # bf16 keeps 8 bits, and a fused kernel rounds elsewhere
@@ -22,11 +22,11 @@ class Row:
 
     Attributes:
         scope: `"eager"`, or one of `fa.compile`.
-        measured: what it took; None where it failed.
-        failed: why; None where it did not.
-        differs: whether its losses are not eager's.
-        compared: whether that can be told.
-        note: a few words on it.
+        measured: the measurement, or None if the scope failed.
+        failed: the failure, or None if the scope was measured.
+        differs: whether the losses differ from eager's.
+        compared: whether the losses could be compared.
+        note: a remark for the table.
     """
 
     scope: str
@@ -42,9 +42,9 @@ class Verdict:
     """Which scope to use, and why.
 
     Attributes:
-        scope: None where none can be recommended.
-        why: the reason, as it follows the scope's name.
-        pays_back_after: steps until the first call's extra seconds are saved; None: there are none.
+        scope: the recommended scope, or None if no scope could be measured.
+        why: the reason, printed after the scope's name.
+        pays_back_after: steps that save the extra seconds of the first call. None without extra seconds.
     """
 
     scope: str | None
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def tolerance_of(precision: str) -> float:
-    """How far losses may lie apart, relative to the largest of eager's."""
+    """The largest allowed difference of two losses, relative to the largest loss of eager."""
     return _TOLERANCES.get(precision, _HALF)
 
 
@@ -61,8 +61,8 @@ def judge(answers: Mapping[str, Answer], tolerance: float) -> list[Row]:
     """A row for each scope, compared with eager.
 
     Args:
-        answers: by scope, in the order of the rows.
-        tolerance: of the losses. See `tolerance_of`.
+        answers: the answer of each scope, in the order of the rows.
+        tolerance: for the losses, as `tolerance_of` returns it.
 
     Example:
         >>> eager = Measured(first=1.0, seconds=0.2, peak=100.0, losses=[2.0, 1.5])
@@ -96,13 +96,13 @@ def _row(scope: str, answer: Answer, eager: Measured | None, tolerance: float) -
 
 
 def _gap(eager: Sequence[float], other: Sequence[float]) -> float:
-    """The largest distance of two rows of losses, relative to the largest of eager's."""
+    """The largest difference of two lists of losses, relative to the largest loss of eager."""
     if len(eager) != len(other):
         return math.inf
     scale = max((abs(loss) for loss in eager if math.isfinite(loss)), default=1.0) or 1.0
     gaps = [
-        0.0 if one == two or (math.isnan(one) and math.isnan(two)) else abs(one - two) / scale
-        for one, two in zip(eager, other, strict=True)
+        0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b) / scale
+        for a, b in zip(eager, other, strict=True)
     ]
     return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0)
 
@@ -129,12 +129,12 @@ def recommend(rows: Sequence[Row]) -> Verdict:
     fastest = min(compiled, key=lambda scope: compiled[scope].seconds)
     if eager is None:
         return Verdict(scope=fastest, why="the fastest, though eager failed and nothing was compared")
-    gains = {scope: eager.seconds / found.seconds for scope, found in compiled.items()}
+    gains = {scope: eager.seconds / measured.seconds for scope, measured in compiled.items()}
     if gains[fastest] < WORTH:
-        shown = f"{fastest} runs at {gains[fastest]:.2f}x"
-        return Verdict(scope=EAGER, why=f"no scope is faster by {WORTH - 1:.0%} ({shown})")
+        speed = f"{fastest} runs at {gains[fastest]:.2f}x"
+        return Verdict(scope=EAGER, why=f"no scope is faster by {WORTH - 1:.0%} ({speed})")
     close = [scope for scope, gain in gains.items() if gain >= WORTH and gain * WORTH >= gains[fastest]]
-    scope = min(close, key=lambda one: compiled[one].first)
+    scope = min(close, key=lambda name: compiled[name].first)
     best, gain = compiled[scope], gains[scope]
     times = f"{gain:.1f}x" if gain >= 1.1 else f"{gain:.2f}x"
     unsure = "" if able[scope].compared else "; compare its losses yourself"
@@ -170,7 +170,7 @@ def pays_back_after(eager: Measured, other: Measured) -> int | None:
 
 
 def brief(seconds: float) -> str:
-    """Seconds as a person says them.
+    """Seconds, rounded for reading.
 
     Example:
         >>> brief(14.3), brief(0.031)

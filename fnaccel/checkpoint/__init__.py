@@ -1,6 +1,6 @@
 """Checkpoints: a state on disk, written by any layout of ranks and read by any other.
 
-A root holds one directory for each step; in it, safetensors files hold the tensors and
+A root holds one directory for each step. In it, safetensors files hold the tensors and
 `manifest.json` everything else. Reading one executes nothing.
 """
 

@@ -17,17 +17,17 @@ T = TypeVar("T")
 def together(
     world: World, where: str, fn: Callable[[], T], *, over: dist.ProcessGroup | None = None
 ) -> list[T]:
-    """Call `fn` on every rank, then meet; what it returned on each.
+    """Call `fn` on every rank, then exchange the results of all ranks.
 
     Args:
         world: the ranks.
         where: the public function, for messages.
-        fn: may fail on any rank; what it returns must pickle.
+        fn: may fail on any rank. Its result must pickle.
         over: a group of all ranks to meet in, for a thread beside the one that trains.
 
     Raises:
         CheckpointError: it failed on another rank, or the file system refused.
-        FnaccelError: what `fn` raised on this rank.
+        FnaccelError: the error of `fn` on this rank.
     """
     failed: Exception | None = None
     result: T | None = None

@@ -60,18 +60,18 @@ class Saving:
         if self._error is not None:
             self._told = True
             raise self._error
-        return self._path  # pyright: ignore[reportReturnType] - set where there is no error
+        return self._path  # pyright: ignore[reportReturnType] - set if there is no error
 
     @property
     def error(self) -> BaseException | None:
-        """What failed, if it has."""
+        """The error of the save, or None."""
         return self._error
 
     def failure(self) -> BaseException | None:
-        """Wait; what failed, if nobody was told yet."""
+        """Wait. Return the error of the save if it was not reported yet."""
         self._ended.wait()
-        told, self._told = self._told, True
-        return None if told else self._error
+        reported, self._told = self._told, True
+        return None if reported else self._error
 
     def _run(self, writing: Writing) -> None:
         try:
@@ -83,10 +83,10 @@ class Saving:
 
 
 class Background:
-    """The saves of a world that a thread finishes; one at a time. Made by `world.resource`.
+    """The asynchronous saves of a world, one at a time. Created by `world.resource`.
 
     Attributes:
-        copies: holds on the host what is to be written.
+        copies: the host copies of the tensors to write.
     """
 
     def __init__(self, world: World) -> None:
@@ -106,7 +106,7 @@ class Background:
         return self._saving
 
     def settle(self) -> None:
-        """Wait for the save under way; every rank calls it.
+        """Wait for the save under way. Every rank calls it.
 
         Raises:
             CheckpointError: it failed, and a rank was not told: then all are.
@@ -119,7 +119,7 @@ class Background:
             raise saving.error
 
     def close(self, *, clean: bool) -> None:
-        """Wait for the save under way, before the ranks part; where `clean`, raise if it failed."""
+        """Wait for the save under way at the end of the run. If `clean`, raise if it failed."""
         atexit.unregister(self._last_words)
         failed = self._untold()
         if failed is not None and clean:
@@ -149,12 +149,12 @@ class Copies:
         """The parts, with copies of their values on the host."""
         fresh: dict[str, torch.Tensor] = {}
         for path, part in parts.items():
-            known = self.tensors.get(path)
-            if known is None or (known.dtype, known.shape) != (part.local.dtype, part.local.shape):
+            buffer = self.tensors.get(path)
+            if buffer is None or (buffer.dtype, buffer.shape) != (part.local.dtype, part.local.shape):
                 pinned = part.local.device.type not in HOSTED
-                known = torch.empty(part.local.shape, dtype=part.local.dtype, pin_memory=pinned)
-            fresh[path] = known.copy_(part.local, non_blocking=True)
+                buffer = torch.empty(part.local.shape, dtype=part.local.dtype, pin_memory=pinned)
+            fresh[path] = buffer.copy_(part.local, non_blocking=True)
         self.tensors = fresh
         if self.device.type not in HOSTED:
-            torch.accelerator.synchronize(self.device)  # what fails here would be a torn copy
+            torch.accelerator.synchronize(self.device)  # a failed copy must raise here
         return {path: attrs.evolve(part, local=fresh[path]) for path, part in parts.items()}

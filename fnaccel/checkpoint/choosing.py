@@ -1,6 +1,6 @@
-"""Which paths of a tree are meant, and what else they are called: `only=`, `skip=` and `rename=`.
+"""Selects and renames the paths of a tree: `only=`, `skip=` and `rename=`.
 
-Names only; what lies under them is not known here.
+This module sees names and no values.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import attrs
 from fnaccel.errors import ArgumentError, nearest
 
 Patterns = str | Iterable[str] | None
-"""A shell pattern of paths, or several; a pattern also takes all that lies below a path it matches."""
+"""One or several shell patterns of paths. A pattern also matches all paths below a path that it matches."""
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
-"""Regular expressions and what to put in their place, in order (`re.sub`); or a function of the path."""
+"""Regular expressions and their replacements, in order (`re.sub`), or a function of the path."""
 
 
 @attrs.frozen
 class Kept:
-    """Stands in a tree for what stays as it is."""
+    """Marks the places of a tree that stay unchanged."""
 
 
 KEEP = Kept()
@@ -44,23 +44,23 @@ def choose(names: Iterable[str], only: Patterns, skip: Patterns, where: str) -> 
         >>> choose(["params/a.weight", "params/a.bias", "buffers/mean"], "params", ["*.bias"], "fa.restore")
         {'params/a.weight'}
     """
-    known = set(names)
-    chosen = known
+    paths = set(names)
+    chosen = paths
     if only is not None:
         chosen = set()
         for pattern in _several(only):
-            found = {name for name in known if _matches(name, pattern)}
-            if not found:
+            matches = {name for name in paths if _matches(name, pattern)}
+            if not matches:
                 raise ArgumentError(
-                    f"only={pattern!r} matches no path", where=where, fix=nearest(pattern, _tops(known))
+                    f"only={pattern!r} matches no path", where=where, fix=nearest(pattern, _tops(paths))
                 )
-            chosen |= found
+            chosen |= matches
     without = _several(skip)
     return {name for name in chosen if not any(_matches(name, pattern) for pattern in without)}
 
 
 def renamed(names: Iterable[str], rename: Rename, where: str) -> dict[str, str]:
-    """What each name is called after `rename`.
+    """The new name of each name.
 
     Args:
         names: paths.
@@ -75,16 +75,16 @@ def renamed(names: Iterable[str], rename: Rename, where: str) -> dict[str, str]:
         {'params/encoder.weight': 'params/backbone.weight'}
     """
     change = _changer(rename, where)
-    found = {name: change(name) for name in names}
+    new_names = {name: change(name) for name in names}
     first: dict[str, str] = {}
-    for old, new in found.items():
+    for old, new in new_names.items():
         if first.setdefault(new, old) != old:
             raise ArgumentError(
                 f"rename= makes {first[new]} and {old} both {new}",
                 where=where,
                 fix="let the expressions tell them apart, or leave one out with skip=",
             )
-    return found
+    return new_names
 
 
 def _changer(rename: Rename, where: str) -> Callable[[str], str]:
@@ -104,7 +104,7 @@ def _changer(rename: Rename, where: str) -> Callable[[str], str]:
         raise ArgumentError(
             f"rename= holds {error.pattern!r}, which is no regular expression: {error.msg}",
             where=where,
-            fix=r"escape what is meant literally: \. for a dot",
+            fix=r"escape literal characters: \. for a dot",
         ) from None
     except TypeError:
         raise ArgumentError(
@@ -119,7 +119,7 @@ def _changer(rename: Rename, where: str) -> Callable[[str], str]:
                 raise ArgumentError(
                     f"rename= puts {to!r} in the place of {pattern.pattern!r}, which can't be: {error}",
                     where=where,
-                    fix=r"\1 is what the first (...) of the expression matched; write \\ for a backslash",
+                    fix=r"\1 is the match of the first (...) of the expression, and \\ is a backslash",
                 ) from None
         return name
 

@@ -1,6 +1,6 @@
-"""The tree that `restore` returns: made or taken over first, its tensors filled all at once by `read`.
+"""Builds the tree that `restore` returns. `read` then fills all its tensors at once.
 
-Expects a stored tree that matches; see `match`.
+The stored tree must match `like` (`match` checks it).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fnaccel.tree import Tree
 from fnaccel.world.world import World
 
 States = Callable[[TrainState, TrainState], TrainState]
-"""What restores a state that is met in a tree."""
+"""A function that restores a state inside a tree."""
 
 
 class Filling:
@@ -32,7 +32,7 @@ class Filling:
 
     Args:
         files: of the checkpoint.
-        world: the ranks; tensors that are made for a `like` on the meta device go on its device.
+        world: the ranks. If a tensor of `like` is on the meta device, its tensor goes on the world's device.
         states: restores the states in the tree.
     """
 
@@ -41,7 +41,7 @@ class Filling:
         self._world = world
         self._states = states
         self._requests: list[Request] = []
-        self._made: dict[tuple[int, str], torch.Tensor] = {}  # what is tied stays tied
+        self._made: dict[tuple[int, str], torch.Tensor] = {}  # tied tensors stay tied
         self._objects: list[tuple[Any, Any]] = []
         self._own = False
 
@@ -52,7 +52,7 @@ class Filling:
             target.load_state_dict(state)
 
     def extras(self, like: Tree, stored: Tree) -> Any:
-        """The user's own of a state; never in place, since the user may hold these tensors elsewhere."""
+        """The `extras` of a state. Never in place, since the user may hold these tensors elsewhere."""
         self._own = True
         try:
             return self.value(like, stored)
@@ -60,20 +60,20 @@ class Filling:
             self._own = False
 
     def state(self, like: TrainState, stored: TrainState, extras: Tree, *, in_place: bool) -> TrainState:
-        """The state stored, with these extras; with `in_place` in the containers and tensors of `like`."""
-        made: dict[str, Any] = {}
+        """The stored state with these extras. If `in_place`, in the containers and tensors of `like`."""
+        fields: dict[str, Any] = {}
         for name in fields_of(stored):
-            mine, found = getattr(like, name), getattr(stored, name)
+            target, source = getattr(like, name), getattr(stored, name)
             if name == "updates":
-                made[name] = self._updates(mine, found, in_place=in_place)
+                fields[name] = self._updates(target, source, in_place=in_place)
             elif name == "extras":
-                made[name] = extras
+                fields[name] = extras
             else:
-                made[name] = self.value(mine, found, in_place=in_place)
-        return TrainState(**made)
+                fields[name] = self.value(target, source, in_place=in_place)
+        return TrainState(**fields)
 
     def value(self, like: Tree, stored: Tree, *, in_place: bool = False) -> Any:
-        """A tree like `like`; with `in_place` its own dicts, lists and tensors."""
+        """A tree shaped as `like`. If `in_place`, with the dicts, lists and tensors of `like`."""
         if stored is KEEP:
             return like
         if self._own and comes_back(plain(like), stored):
@@ -88,21 +88,21 @@ class Filling:
             return self._states(like, stored)
         if isinstance(stored, Node):
             children, rebuild = tree.open_node(like) or ({}, tuple)
-            return rebuild([self.value(mine, stored.entries[name]) for name, mine in children.items()])
+            return rebuild([self.value(target, stored.entries[name]) for name, target in children.items()])
         if isinstance(like, ReadOnlyDict):
             return ReadOnlyDict(self.value(dict(like), stored, in_place=in_place))
         if isinstance(stored, dict | list):
-            made = like if in_place else copy.copy(like)
+            container = like if in_place else copy.copy(like)
             # in stored order, which is the same on every rank
             for key, entry in stored.items() if isinstance(stored, dict) else enumerate(stored):
                 if isinstance(like, dict) and key not in like:
-                    made[key] = self._alone(entry)
+                    container[key] = self._alone(entry)
                 else:
-                    made[key] = self.value(like[key], entry, in_place=in_place)
-            return made
+                    container[key] = self.value(like[key], entry, in_place=in_place)
+            return container
         if isinstance(stored, tuple):
             pairs = zip(like, stored, strict=True)
-            return tuple(self.value(mine, entry, in_place=in_place) for mine, entry in pairs)
+            return tuple(self.value(target, entry, in_place=in_place) for target, entry in pairs)
         if type(stored) in NODES.values():
             names = fields_of(stored)
             return type(stored)(**{n: self.value(getattr(like, n), getattr(stored, n)) for n in names})
@@ -118,10 +118,10 @@ class Filling:
         key = (id(like), stored.path)
         if key not in self._made:
             device = self._world.device if like.is_meta and not is_sharded(like) else like.device
-            made = like if in_place else torch.empty_like(like.detach(), device=device)
-            part = part_of(made, self._world.rank)
+            tensor = like if in_place else torch.empty_like(like.detach(), device=device)
+            part = part_of(tensor, self._world.rank)
             self._requests.append(Request(stored, part.box, part.local))
-            self._made[key] = made
+            self._made[key] = tensor
         return self._made[key]
 
     def _updates(self, like: Tree, stored: Tree, *, in_place: bool) -> Any:
@@ -133,27 +133,27 @@ class Filling:
                 return self._tensor(like, stored, in_place=in_place)
             return self._whole_number(stored)
         if isinstance(like, torch.Tensor):
-            made = like if in_place else torch.empty_like(like)
-            return made.fill_(stored)
+            tensor = like if in_place else torch.empty_like(like)
+            return tensor.fill_(stored)
         return stored
 
     def _whole_number(self, stored: Stored) -> int:
-        found = float(self._files.read_whole(stored))
-        if not found.is_integer():
+        number = float(self._files.read_whole(stored))
+        if not number.is_integer():
             raise CheckpointError(
-                f"{stored.path} counts updates, and is {found}",
+                f"{stored.path} counts updates, and is {number}",
                 where=f"fa.restore of {self._files.path}",
                 fix="restore another of fa.checkpoints(directory)",
             )
-        return int(found)
+        return int(number)
 
     def _alone(self, stored: Tree) -> Any:
         """A stored tree by itself, with tensors on the CPU."""
         if isinstance(stored, Stored):
             if (0, stored.path) not in self._made:
-                made = torch.empty(stored.shape, dtype=stored.dtype)
-                self._requests.append(Request(stored, whole(stored.shape), made))
-                self._made[0, stored.path] = made
+                tensor = torch.empty(stored.shape, dtype=stored.dtype)
+                self._requests.append(Request(stored, whole(stored.shape), tensor))
+                self._made[0, stored.path] = tensor
             return self._made[0, stored.path]
         if isinstance(stored, Array):
             return self._alone(stored.tensor).numpy()

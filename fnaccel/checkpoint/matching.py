@@ -1,6 +1,6 @@
-"""Does a checkpoint fit what it is to be restored into? Every path that does not, with both sides.
+"""Compares a checkpoint with the tree to restore into. Lists each path that differs, with both sides.
 
-Nothing is read and nothing changed here; see `load` for what follows.
+No tensor is read or changed here.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ _EXACT = 1 << 24  # float32 holds every whole number up to here
 
 @attrs.frozen
 class Match:
-    """What fits: each stored tensor with the tensor it goes to, None where `like` has none for it."""
+    """Each stored tensor with its target tensor, or with None if `like` has no tensor for it."""
 
     pairs: list[tuple[torch.Tensor | None, Stored]]
 
 
 def match(like: Tree, stored: Tree, problems: Sequence[str] = ()) -> Match:
-    """Compare a tree with a stored one (`Stored` where tensors are, `KEEP` where nothing is to change).
+    """Compare a tree with a stored tree (`Stored` for a tensor, `KEEP` for an unchanged place).
 
     Args:
-        like: what is restored into.
+        like: the tree to restore into.
         stored: a decoded tree.
-        problems: what is known to differ already.
+        problems: differences found earlier.
 
     Raises:
         TreeMismatchError: lists each path that is missing, unexpected, or of another kind, shape or dtype.
         StaleStateError: a state in `like` was donated.
     """
-    found = _Matcher()
-    found.problems.extend(problems)
-    found.node("", like, stored)
-    if found.problems:
-        count = len(found.problems)
+    matcher = _Matcher()
+    matcher.problems.extend(problems)
+    matcher.node("", like, stored)
+    if matcher.problems:
+        count = len(matcher.problems)
         raise TreeMismatchError(
             f"{count} {'path differs' if count == 1 else 'paths differ'} between the checkpoint and like=: "
-            + "; ".join(found.problems),
+            + "; ".join(matcher.problems),
             where="fa.restore",
-            fix="give a like= with the models, optimizer and transforms that were saved, or say what to "
-            "leave out or to rename: only=, skip=, rename=; nothing was changed",
+            fix="give a like= with the models, optimizer and transforms that were saved, or select "
+            "paths: only=, skip=, rename=. Nothing was changed",
         )
-    return Match(found.pairs)
+    return Match(matcher.pairs)
 
 
 class _Matcher:
@@ -103,47 +103,47 @@ class _Matcher:
             self.entries(path, inner, entries_of(stored) or {})
 
     def object(self, path: str, like: Tree, stored: Object) -> None:
-        """An object takes its state back itself, and says then what is wrong with it."""
+        """An object loads its state itself, and raises then if the state does not fit."""
         if is_object(like):
             self.collect(stored.state)
         else:
             self.node(path, like, stored.state)
 
     def array(self, path: str, like: Tree, stored: Array) -> None:
-        found: Stored = stored.tensor
-        fits = is_array(like) and (name_of(found.dtype), found.shape) == (str(like.dtype), like.shape)
+        tensor: Stored = stored.tensor
+        fits = is_array(like) and (name_of(tensor.dtype), tensor.shape) == (str(like.dtype), like.shape)
         if fits:
-            self.pairs.append((None, found))
+            self.pairs.append((None, tensor))
         else:
             self.differ(path, like, stored)
 
     def entries(self, path: str, like: dict[Any, Any], stored: dict[Any, Any]) -> None:
         for key in [*like, *(key for key in stored if key not in like)]:
-            where = child(path, key)
+            entry_path = child(path, key)
             if key not in stored:
-                self.only(where, like[key], "like")
+                self.only(entry_path, like[key], "like")
             elif key not in like and self.own:
                 self.collect(stored[key])
             elif key not in like:
-                self.only(where, stored[key], "the checkpoint")
+                self.only(entry_path, stored[key], "the checkpoint")
             else:
-                self.node(where, like[key], stored[key])
+                self.node(entry_path, like[key], stored[key])
 
     def state(self, path: str, like: TrainState, stored: TrainState) -> None:
-        mine, theirs = entries_of(like) or {}, entries_of(stored) or {}
-        if mine["extras"] is None:  # the user's own come back whatever they are
-            del mine["extras"]
-            self.collect(theirs.pop("extras"))
+        ours, saved = entries_of(like) or {}, entries_of(stored) or {}
+        if ours["extras"] is None:  # the user's own come back whatever they are
+            del ours["extras"]
+            self.collect(saved.pop("extras"))
         else:
-            own, self.own = self.own, True
-            self.node(child(path, "extras"), mine.pop("extras"), theirs.pop("extras"))
-            self.own = own
-        if _counts(mine["updates"]) and _counts(theirs["updates"]):
-            self.updates(child(path, "updates"), mine.pop("updates"), theirs.pop("updates"))
-        self.entries(path, mine, theirs)
+            was_own, self.own = self.own, True
+            self.node(child(path, "extras"), ours.pop("extras"), saved.pop("extras"))
+            self.own = was_own
+        if _counts(ours["updates"]) and _counts(saved["updates"]):
+            self.updates(child(path, "updates"), ours.pop("updates"), saved.pop("updates"))
+        self.entries(path, ours, saved)
 
     def updates(self, path: str, like: Tree, stored: Tree) -> None:
-        """An int here may be a tensor there, where a transform skips updates: the number is the same."""
+        """An int in one tree may be a tensor in the other, if a transform skips updates."""
         if isinstance(stored, Stored):
             self.pairs.append((like if isinstance(like, torch.Tensor) else None, stored))
         elif isinstance(like, torch.Tensor) and stored > _EXACT:
@@ -187,9 +187,9 @@ class _Matcher:
 
 
 def comes_back(like: Tree, stored: Tree) -> bool:
-    """Whether, in the user's extras, what was saved comes back by itself, whatever stands in `like`.
+    """Whether a value of the user's extras is restored without `like`.
 
-    What `like` gives is: objects that take their state, classes of nodes and dicts, devices of tensors.
+    `like` provides objects that load their state, classes of nodes and dicts, devices of tensors.
     """
     if isinstance(stored, Stored):
         return not (
@@ -220,8 +220,8 @@ def _described(value: Tree) -> str:
     if isinstance(value, Stored):
         return str(value)
     if isinstance(value, Array) or is_array(value):
-        found = value.tensor if isinstance(value, Array) else value
-        return f"an array {name_of(found.dtype)} {list(found.shape)}"
+        leaf = value.tensor if isinstance(value, Array) else value
+        return f"an array {name_of(leaf.dtype)} {list(leaf.shape)}"
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     return f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Where a checkpoint came from: versions, the commit of the program, the plan that was run."""
+"""The origin of a checkpoint: versions, the commit of the program, the plan of the run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fnaccel.tree import Tree
 
 
 def describe(state: Tree, ranks: int) -> dict[str, Any]:
-    """What a manifest says of its making: plain data, which no reader needs."""
-    found: dict[str, Any] = {
+    """The `written_by` entry of a manifest: plain data that no reader needs."""
+    facts: dict[str, Any] = {
         "fnaccel": version(),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
@@ -31,9 +31,9 @@ def describe(state: Tree, ranks: int) -> dict[str, Any]:
     if isinstance(state, TrainState):
         with contextlib.suppress(UnleasedStateError):
             owner = lease_of(state, "fa.save").owner
-            found["plan"] = str(owner.plan)
-            found["transient_buffers"] = owner.transient_buffers()
-    return found
+            facts["plan"] = str(owner.plan)
+            facts["transient_buffers"] = owner.transient_buffers()
+    return facts
 
 
 def version() -> str:
@@ -46,7 +46,7 @@ def version() -> str:
 
 @functools.cache
 def commit_of_program() -> str | None:
-    """The git commit of the running script's folder, with "+" where files differ from it; None without."""
+    """The git commit of the running script's folder, with "+" if files differ from it, or None."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = Path(script).resolve().parent if script else Path.cwd()
     try:

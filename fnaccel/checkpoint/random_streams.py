@@ -1,7 +1,7 @@
 """The global random streams of a process as bytes: Python's, NumPy's, PyTorch's and the device's.
 
-A train step seeds what its model draws by itself; these are for what a loss, a data set without
-workers or the script around them draws. Nothing is pickled: the layouts are fixed, little-endian.
+A train step seeds its model itself. These streams serve a loss, a data set without workers and the script
+around them. Nothing is pickled: the layouts are fixed, little-endian.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from fnaccel.world.devices import generators_of
 ROOT = "~streams"
 """The path of streams in a checkpoint, which no path in a tree can have."""
 
-_PYTHON = struct.Struct("<625I?d")  # Mersenne twister and its position; the second normal deviate, if any
-_NUMPY = struct.Struct("<624Ii?d")  # likewise
+_PYTHON = struct.Struct("<625I?d")  # Mersenne twister, its position, the second normal deviate if any
+_NUMPY = struct.Struct("<624Ii?d")  # in the same way
 
 
 def capture(device: torch.device) -> dict[str, torch.Tensor]:
-    """Where each stream of this process stands, as 1-d uint8 tensors by kind.
+    """The state of each stream of this process, as 1-d uint8 tensors by kind.
 
-    NumPy's is left out where it is not loaded, or is not the Mersenne twister.
+    NumPy's stream is left out if NumPy is not loaded, or its generator is not the Mersenne twister.
     """
     _, state, deviate = random.getstate()
-    found = {"python": _PYTHON.pack(*state, deviate is not None, deviate or 0.0)}
+    captured = {"python": _PYTHON.pack(*state, deviate is not None, deviate or 0.0)}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kept: dict[str, Any] = numpy.random.get_state(legacy=False)
-        if kept["bit_generator"] == "MT19937":
-            inner = kept["state"]
-            found["numpy"] = _NUMPY.pack(
-                *inner["key"].tolist(), inner["pos"], bool(kept["has_gauss"]), kept["gauss"]
+        numpy_state: dict[str, Any] = numpy.random.get_state(legacy=False)
+        if numpy_state["bit_generator"] == "MT19937":
+            inner = numpy_state["state"]
+            captured["numpy"] = _NUMPY.pack(
+                *inner["key"].tolist(), inner["pos"], bool(numpy_state["has_gauss"]), numpy_state["gauss"]
             )
-    tensors = {kind: torch.frombuffer(bytearray(data), dtype=torch.uint8) for kind, data in found.items()}
+    tensors = {kind: torch.frombuffer(bytearray(data), dtype=torch.uint8) for kind, data in captured.items()}
     for generator in generators_of(device):
         tensors[_kind(generator)] = generator.get_state()
     return tensors
 
 
-def check_sizes(found: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device) -> None:
+def check_sizes(streams: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device) -> None:
     """See that stored streams can be those of this process.
 
     Raises:
@@ -55,13 +55,13 @@ def check_sizes(found: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device
     """
     sizes = {"python": _PYTHON.size, "numpy": _NUMPY.size}
     sizes |= {_kind(generator): generator.get_state().numel() for generator in generators_of(device)}
-    for kind, (dtype, shape) in found.items():
+    for kind, (dtype, shape) in streams.items():
         if kind in sizes and (dtype, shape) != (torch.uint8, (sizes[kind],)):
             raise ValueError(f"{kind} is {dtype} {list(shape)}, and {sizes[kind]} bytes here")
 
 
 def check(streams: Mapping[str, torch.Tensor]) -> None:
-    """See that streams of the right sizes hold what their generators take.
+    """Check that the generators accept streams of the right sizes.
 
     Raises:
         ValueError: bytes that are no stream's.
@@ -79,7 +79,7 @@ def check(streams: Mapping[str, torch.Tensor]) -> None:
 
 
 def put_back(streams: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Set the streams of this process to where `capture` found them; they are checked.
+    """Set the streams of this process to the states of `capture`. `check` has checked them.
 
     A stream that this process does not have (another kind of device) is passed over.
     """
@@ -100,7 +100,7 @@ def put_back(streams: Mapping[str, torch.Tensor], device: torch.device) -> None:
 
 
 def begin_anew(seed: int, device: torch.device) -> None:
-    """Set all streams of this process to where a seed puts them."""
+    """Seed all streams of this process."""
     reseed(seed)
     for generator in generators_of(device):
         generator.manual_seed(seed)

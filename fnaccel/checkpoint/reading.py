@@ -1,6 +1,6 @@
-"""From the pieces in a checkpoint's files to a block of a tensor: each rank reads what it needs.
+"""Reads blocks of tensors from the pieces in a checkpoint's files: each rank reads its own blocks.
 
-Each file is opened once. What the tensors mean is not known here.
+Each file is opened once. This module does not know the meaning of a tensor.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def damage_of(directory: Directory, described: Manifest, name: str, *, verify: b
 
 
 def verify(directory: Directory, described: Manifest, names: Sequence[str]) -> None:
-    """Read files wholly and compare their checksums.
+    """Read all bytes of files and compare their checksums.
 
     Raises:
         CheckpointError: the bytes are not those that were written.
@@ -95,7 +95,7 @@ def verify(directory: Directory, described: Manifest, names: Sequence[str]) -> N
 
 
 class Files:
-    """The files of tensors of a checkpoint, opened as they are needed; use it as a context manager.
+    """The files of tensors of a checkpoint, opened on first use. Use it as a context manager.
 
     They stay open from the check to the reading, as far as there are not too many of them.
     """
@@ -113,14 +113,14 @@ class Files:
         while self._open:
             self._close(next(iter(self._open)))
 
-    def check(self, wanted: Sequence[tuple[Stored, Box]]) -> None:
-        """Open what `read` would, and compare the headers of the files with the manifest.
+    def check(self, boxes: Sequence[tuple[Stored, Box]]) -> None:
+        """Open the files of these pieces, and compare their headers with the manifest.
 
         Raises:
             CheckpointError: a file is no safetensors file, or holds something else.
         """
-        asked = [(piece, stored) for stored, box in wanted for piece in _touched(stored, box)]
-        for name, entries in _by_file(asked).items():
+        pieces = [(piece, stored) for stored, box in boxes for piece in _touched(stored, box)]
+        for name, entries in _by_file(pieces).items():
             with self._opened(name) as file:
                 for piece, stored in entries:
                     self._check_header(file, stored, piece)
@@ -131,9 +131,9 @@ class Files:
         Raises:
             CheckpointError: a file holds something else, or can't be read.
         """
-        asked = [(piece, one) for one in requests for piece in _touched(one.stored, one.box)]
+        pieces = [(piece, request) for request in requests for piece in _touched(request.stored, request.box)]
         with torch.no_grad():
-            for name, entries in _by_file(asked).items():
+            for name, entries in _by_file(pieces).items():
                 with self._opened(name) as file:
                     for piece, request in entries:
                         self._check_header(file, request.stored, piece)
@@ -151,10 +151,10 @@ class Files:
         if entry in self._checked:
             return
         header = file.get_slice(stored.path)  # raises SafetensorError if the file lacks it
-        found = header.get_dtype(), tuple(header.get_shape())
-        if found != (CODES[stored.dtype], piece.box.shape):
+        in_file = header.get_dtype(), tuple(header.get_shape())
+        if in_file != (CODES[stored.dtype], piece.box.shape):
             raise _damaged(
-                f"{piece.file} holds {stored.path} as {found[0]} {list(found[1])}, "
+                f"{piece.file} holds {stored.path} as {in_file[0]} {list(in_file[1])}, "
                 f"and the manifest says {CODES[stored.dtype]} {list(piece.box.shape)}",
                 self.path,
             )
@@ -182,22 +182,22 @@ def _touched(stored: Stored, box: Box) -> Iterator[Piece]:
     return (piece for piece in stored.pieces if overlap(piece.box, box))
 
 
-def _by_file(asked: Iterable[tuple[Piece, T]]) -> dict[str, list[tuple[Piece, T]]]:
-    found: dict[str, list[tuple[Piece, T]]] = {}
-    for piece, entry in asked:
-        found.setdefault(piece.file, []).append((piece, entry))
-    return found
+def _by_file(pieces: Iterable[tuple[Piece, T]]) -> dict[str, list[tuple[Piece, T]]]:
+    by_file: dict[str, list[tuple[Piece, T]]] = {}
+    for piece, entry in pieces:
+        by_file.setdefault(piece.file, []).append((piece, entry))
+    return by_file
 
 
-def _copy(file: safe_open, key: str, held: Box, request: Request) -> None:
-    shared = overlap(held, request.box)
+def _copy(file: safe_open, key: str, stored: Box, request: Request) -> None:
+    shared = overlap(stored, request.box)
     if shared is None:
         return
-    if shared is held:  # then the two are equal, as on one rank
+    if shared is stored:  # then the two are equal, as on one rank
         request.out.copy_(file.get_tensor(key))
         return
-    # both are views of the mapped file: copy_ is what reads, straight into its place
-    part = file.get_tensor(key) if shared == held else file.get_slice(key)[shared.within(held)]
+    # both are views of the mapped file: copy_ reads the bytes straight into the target
+    part = file.get_tensor(key) if shared == stored else file.get_slice(key)[shared.within(stored)]
     request.out[shared.within(request.box)].copy_(part)
 
 

@@ -1,4 +1,4 @@
-"""`restore`: a checkpoint into a tree like the one saved, whatever its layout; all checks come first."""
+"""`restore`: reads a checkpoint of any layout into a tree like the saved tree. All checks come first."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def restore(
         like: the tree to restore into. The live state of a train step is refilled in place and donated.
             Of any other tree (a snapshot, a dict of tensors) the structure, the shapes, dtypes,
             devices and placements are taken, and it stays as it is. `extras=None` in a state takes
-            what the checkpoint has.
+            the saved extras.
         step: the step. By default the newest.
         only: restore these paths and leave the rest of `like` as it is: shell patterns, one or several,
             such as `"params"` (all below it) or `"params/encoder.*"`.
@@ -92,16 +92,16 @@ def restore(
         >>> state = fa.restore("runs/base", like=train_step.init(seed=1))
         >>> state = fa.restore("runs/base", like=state, only="params", skip="*lm_head*")  # to fine-tune
     """
-    found = current(world)
-    found.resource(Background).settle()
+    active = current(world)
+    active.resource(Background).settle()
     chosen = _Chosen(Path(directory), step, like, only, skip, rename, verify)
     with contextlib.ExitStack() as stack, no_collection():
-        opened = _open(chosen, found, stack)
-        restorer = _Restorer(opened.files, found)
-        made = restorer.tree(like, opened.tree)
+        opened = _open(chosen, active, stack)
+        restorer = _Restorer(opened.files, active)
+        restored = restorer.tree(like, opened.tree)
         if restorer.refilled and not chosen.partly:
-            together(found, _WHERE, lambda: _put_back(opened.streams, made, found))
-    return made
+            together(active, _WHERE, lambda: _put_back(opened.streams, restored, active))
+    return restored
 
 
 @attrs.frozen(eq=False)
@@ -140,12 +140,14 @@ def _open(chosen: _Chosen, world: World, stack: contextlib.ExitStack) -> _Opened
     for last in attempts():
         path = together(world, _WHERE, functools.partial(_find, chosen, world))[0]
         opened: list[_Opened] = []  # not a return value: those are pickled and sent to the other ranks
-        with contextlib.ExitStack() as held:
-            read = functools.partial(_read, chosen, world, held, opened)
-            digests = together(world, _WHERE, functools.partial(attempt, path, held, read, last=last))
+        with contextlib.ExitStack() as attempt_stack:
+            read = functools.partial(_read, chosen, world, attempt_stack, opened)
+            digests = together(
+                world, _WHERE, functools.partial(attempt, path, attempt_stack, read, last=last)
+            )
             # a rank may have opened the checkpoint from before a save, and another rank the one from after
             if None not in digests and len(set(digests)) == 1:
-                stack.push(held.pop_all())
+                stack.push(attempt_stack.pop_all())
                 return opened[0]
     raise CheckpointError(
         f"{chosen.root} is replaced again and again while ranks open it",
@@ -161,7 +163,7 @@ def _find(chosen: _Chosen, world: World) -> Path:
 def _read(
     chosen: _Chosen,
     world: World,
-    held: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
     opened: list[_Opened],
     directory: Directory,
 ) -> str:
@@ -177,7 +179,7 @@ def _read(
     if chosen.partly:
         stored, problems = select(chosen.like, stored, chosen.only, chosen.skip, chosen.rename)
     pairs = match(chosen.like, stored, problems).pairs
-    files = held.enter_context(Files(directory))
+    files = stack.enter_context(Files(directory))
     files.check(
         [
             (
@@ -189,51 +191,55 @@ def _read(
             for target, tensor in pairs
         ]
     )
-    own = {} if chosen.partly else _streams(described, files, world)
-    opened.append(_Opened(files, stored, own))
+    own_streams = {} if chosen.partly else _streams(described, files, world)
+    opened.append(_Opened(files, stored, own_streams))
     return described.digest
 
 
-def _streams(found: Manifest, files: Files, world: World) -> dict[str, torch.Tensor]:
-    """This rank's random streams by kind; none where they were saved on another number of ranks."""
-    if found.written_by.get("ranks") != world.size:
+def _streams(manifest: Manifest, files: Files, world: World) -> dict[str, torch.Tensor]:
+    """This rank's random streams by kind. Empty if they were saved on another number of ranks."""
+    if manifest.written_by.get("ranks") != world.size:
         return {}
     prefix = f"{streams.ROOT}/{world.rank}/"
     stored = {
-        path.removeprefix(prefix): one for path, one in found.tensors.items() if path.startswith(prefix)
+        path.removeprefix(prefix): tensor
+        for path, tensor in manifest.tensors.items()
+        if path.startswith(prefix)
     }
     try:
-        streams.check_sizes({kind: (one.dtype, one.shape) for kind, one in stored.items()}, world.device)
-        mine = {kind: files.read_whole(one) for kind, one in stored.items()}
-        streams.check(mine)
+        streams.check_sizes(
+            {kind: (tensor.dtype, tensor.shape) for kind, tensor in stored.items()}, world.device
+        )
+        rank_streams = {kind: files.read_whole(tensor) for kind, tensor in stored.items()}
+        streams.check(rank_streams)
     except ValueError as error:
         warnings.warn(
             f"the random streams in {files.path} can't be put back, and begin anew: {error}", stacklevel=2
         )
         return {}
-    return mine
+    return rank_streams
 
 
-def _put_back(mine: dict[str, torch.Tensor], made: Tree, world: World) -> None:
-    if mine:
-        streams.put_back(mine, world.device)
-    elif isinstance(made, TrainState):
-        streams.begin_anew(fold(made.rng.root, made.step, world.rank), world.device)
+def _put_back(rank_streams: dict[str, torch.Tensor], restored: Tree, world: World) -> None:
+    if rank_streams:
+        streams.put_back(rank_streams, world.device)
+    elif isinstance(restored, TrainState):
+        streams.begin_anew(fold(restored.rng.root, restored.step, world.rank), world.device)
 
 
-def _stored(found: Manifest, name: str, path: Path) -> Stored:
-    if name not in found.tensors:
+def _stored(manifest: Manifest, name: str, path: Path) -> Stored:
+    if name not in manifest.tensors:
         raise CheckpointError(
             f"the tree in the manifest holds the tensor {name}, which is stored nowhere",
             where=f"{_WHERE} of {path}",
             fix="the checkpoint is damaged: restore another of fa.checkpoints(directory)",
         )
-    return found.tensors[name]
+    return manifest.tensors[name]
 
 
 @attrs.define
 class _Restorer:
-    """Builds the tree that `restore` returns; by now `like` and the stored tree are known to match."""
+    """Builds the tree that `restore` returns. `like` and the stored tree have been compared before."""
 
     files: Files
     world: World
@@ -241,12 +247,12 @@ class _Restorer:
 
     def tree(self, like: Tree, stored: Tree) -> Any:
         filling = Filling(self.files, self.world, self.state)
-        made = filling.value(like, stored)
+        restored = filling.value(like, stored)
         together(self.world, _WHERE, filling.read)
-        return made
+        return restored
 
     def state(self, like: TrainState, stored: TrainState) -> TrainState:
-        """A state: in place where it is the live one of a train step."""
+        """A state. In place if it is the live state of a train step."""
         filling = Filling(self.files, self.world, self.state)
         extras: list[Any] = []
 
@@ -254,24 +260,24 @@ class _Restorer:
             extras.append(filling.extras(like.extras, stored.extras))
             filling.read()
 
-        # the user's objects first: where one of them refuses its state, `like` is as it was
+        # the user's objects first: if an object refuses its state, `like` is unchanged
         together(self.world, _WHERE, own)
         try:
             owner = lease_of(like, _WHERE).owner
         except UnleasedStateError:
             return self.fill(like, stored, extras[0], in_place=False)
         self.refilled = True
-        complete = all(is_complete(one) for one in (stored.params, stored.buffers))
+        complete = all(is_complete(part) for part in (stored.params, stored.buffers))
         return owner.refill(
             like, lambda target: self.fill(target, stored, extras[0], in_place=True), complete=complete
         )
 
     def fill(self, like: TrainState, stored: TrainState, extras: Tree, *, in_place: bool) -> TrainState:
         filling = Filling(self.files, self.world, self.state)
-        made: list[TrainState] = []
+        states: list[TrainState] = []
 
         def read() -> None:
-            made.append(filling.state(like, stored, extras, in_place=in_place))
+            states.append(filling.state(like, stored, extras, in_place=in_place))
             try:
                 filling.read()
             except (CheckpointError, OSError) as error:
@@ -284,6 +290,6 @@ class _Restorer:
                     fix="make a new state (train_step.init, fa.resume_or_init), and restore into that",
                 ) from error
 
-        # inside of refill: where one rank fails, no rank goes on with these tensors
+        # inside of refill: if a rank fails, no rank goes on with these tensors
         together(self.world, _WHERE, read)
-        return made[0]
+        return states[0]

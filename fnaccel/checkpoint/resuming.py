@@ -91,12 +91,12 @@ def resume_or_init(
 
 
 def _steps(root: Path) -> list[int]:
-    """The steps under a root, newest first; those whose manifest is gone are damaged, not absent."""
-    found = {one.step for one in commit.checkpoints(root)}
+    """The steps under a root, newest first. A step without a manifest is damaged, not absent."""
+    steps = {entry.step for entry in commit.checkpoints(root)}
     if root.is_dir():
         named = (_NAMED.fullmatch(path.name) for path in root.iterdir())
-        found |= {int(one[1]) for one in named if one is not None}
-    return sorted(found, reverse=True)
+        steps |= {int(entry[1]) for entry in named if entry is not None}
+    return sorted(steps, reverse=True)
 
 
 def _go_on(damage: FnaccelError, root: Path, steps: list[int], *, may: bool) -> None:
@@ -108,9 +108,9 @@ def _go_on(damage: FnaccelError, root: Path, steps: list[int], *, may: bool) -> 
             where=f"{_WHERE}({str(root)!r})",
             fix=f"older steps are {older}: fallback=True takes the newest of them that is intact"
             if older
-            else "there is no older one: move this one away to begin anew",
+            else "there is no older one: move this one away to start from step 0",
         ) from damage
-    # on every rank: where warnings are errors, none may go on alone
+    # on every rank: if warnings are errors, no rank may go on alone
     warnings.warn(
         f"the checkpoint of step {steps[0]} in {root} can't be read, and step {steps[1]} is taken "
         f"instead: {damage.what}",

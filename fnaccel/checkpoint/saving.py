@@ -59,9 +59,9 @@ def save(
         'step-0000000000'
         >>> state = fa.restore("runs/gpt", like=state)
     """
-    where, found = "fa.save", current(world)
+    where, active = "fa.save", current(world)
     retention = Retention(keep, keep_every)
-    return _begun(where, directory, state, step, metadata, retention, found).run()
+    return _begun(where, directory, state, step, metadata, retention, active).run()
 
 
 @every_rank
@@ -93,7 +93,7 @@ def save_async(
         world: see `save`.
 
     Returns:
-        What is under way: `.wait()` gives the path of the checkpoint, `.done` tells whether it ended.
+        The save under way: `.wait()` returns the path of the checkpoint, `.done` is true once it ended.
 
     Raises:
         NotSerializableError, CheckpointError, StaleStateError, ArgumentError: as `save` does.
@@ -104,11 +104,11 @@ def save_async(
         >>> saving.wait().name
         'step-0000000000'
     """
-    where, found = "fa.save_async", current(world)
+    where, active = "fa.save_async", current(world)
     retention = Retention(keep, keep_every)
-    background = found.resource(Background)
+    background = active.resource(Background)
     return background.go(
-        _begun(where, directory, state, step, metadata, retention, found, background.copies.of)
+        _begun(where, directory, state, step, metadata, retention, active, background.copies.of)
     )
 
 

@@ -14,13 +14,13 @@ _WHERE = "fa.restore"
 
 
 def select(like: Tree, stored: Tree, only: Patterns, skip: Patterns, rename: Rename) -> tuple[Any, list[str]]:
-    """A tree shaped as `like` with what is chosen of `stored`, and `KEEP` elsewhere.
+    """A tree shaped as `like` with the selected values of `stored`, and `KEEP` elsewhere.
 
     Args:
-        like: what is restored into.
+        like: the tree to restore into.
         stored: the decoded tree of a checkpoint.
         only, skip: patterns of paths, as `like` has them.
-        rename: what stored paths are called in `like`.
+        rename: from stored paths to the paths of `like`.
 
     Returns:
         The tree, and the chosen paths that only one side has.
@@ -32,22 +32,22 @@ def select(like: Tree, stored: Tree, only: Patterns, skip: Patterns, rename: Ren
     selection = _Selection(stored, rename)
     ours = selection.open(like)
     selection.chosen = choose([*ours, *selection.theirs], only, skip, _WHERE)
-    made = selection.over("", like)
+    selected = selection.over("", like)
     problems = [f"{path}: only in like" for path in ours if selection.lacks(path)]
     beyond = sorted(selection.chosen & selection.theirs.keys() - set(ours))
-    return made, problems + [f"{path}: only in the checkpoint" for path in beyond]
+    return selected, problems + [f"{path}: only in the checkpoint" for path in beyond]
 
 
 def is_complete(selected: Tree) -> bool:
     """Whether nothing below a node is kept."""
-    return selected is not KEEP and all(is_complete(one) for one in (_inner(selected) or {}).values())
+    return selected is not KEEP and all(is_complete(inner) for inner in (_inner(selected) or {}).values())
 
 
 class _Selection:
     def __init__(self, stored: Tree, rename: Rename) -> None:
-        found = dict(_leaves("", stored))
-        names = renamed(found, rename, _WHERE)
-        self.theirs = {names[path]: value for path, value in found.items()}
+        stored_leaves = dict(_leaves("", stored))
+        names = renamed(stored_leaves, rename, _WHERE)
+        self.theirs = {names[path]: value for path, value in stored_leaves.items()}
         self.chosen: set[str] = set()
         self._stored = stored
 
@@ -70,12 +70,12 @@ class _Selection:
         inner = _inner(like)
         if not inner:
             return self.theirs[path] if path in self.chosen and path in self.theirs else KEEP
-        made = {key: self.over(child(path, key), entry) for key, entry in inner.items()}
+        selected = {key: self.over(child(path, key), entry) for key, entry in inner.items()}
         if isinstance(like, dict):
-            return made
+            return selected
         if type(like) in (list, tuple):
-            return type(like)(made.values())
-        return type(like)(**made) if type(like) in NODES.values() else Node(made)
+            return type(like)(selected.values())
+        return type(like)(**selected) if type(like) in NODES.values() else Node(selected)
 
 
 def _leaves(path: str, value: Tree) -> Any:

@@ -1,9 +1,9 @@
-"""One save, from the state to a committed checkpoint; on which thread is not known here.
+"""One save, from the state to a committed checkpoint, on any thread.
 
-    begin    every rank: encode the tree, note its own parts; rank 0: make the directory to fill
-    run      every rank: write its file; rank 0: write the manifest, commit, remove what is to go
+    begin    every rank: encode the tree, note its own parts. Rank 0: make the directory to fill
+    run      every rank: write its file. Rank 0: write the manifest, commit, remove old checkpoints
 
-Ranks meet after each, so that what fails on one rank fails on all, and nothing becomes visible.
+Ranks meet after each. A failure on one rank fails on all ranks, and nothing becomes visible.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Hold = Callable[[dict[str, Part]], dict[str, Part]]
 
 @attrs.frozen
 class _Written:
-    """What one rank put in its file: of each tensor, one piece."""
+    """The contents of one rank's file: one piece of each tensor."""
 
     file: str
     record: FileRecord
@@ -51,7 +51,7 @@ class _Written:
 
 @attrs.frozen(kw_only=True)
 class _Ready:
-    """What a rank tells the others before anything is written; the place comes from rank 0."""
+    """The message of a rank to all ranks before any write. Rank 0 adds the directory."""
 
     place: tuple[Path, int] | None = None
     streams: dict[str, torch.Tensor]
@@ -67,8 +67,8 @@ class Writing:
         where: the public function, for messages.
 
     Attributes:
-        parts: what this rank writes, by path.
-        over: the group in which ranks meet once begun; None: the world's own.
+        parts: the parts that this rank writes, by path.
+        over: the group in which ranks meet after `begin`. None: the world's group.
     """
 
     def __init__(self, root: Path, retention: Retention, world: World, where: str) -> None:
@@ -83,11 +83,11 @@ class Writing:
         self._number = 0
 
     def begin(self, state: Tree, step: int | None, metadata: Tree, *, hold: Hold | None = None) -> None:
-        """Note what is to be written, and make a place for it; only `hold` reads a tensor.
+        """Note the parts to write, and make the directory. Only `hold` reads a tensor.
 
         Args:
             state, step, metadata: see `fa.save`.
-            hold: puts copies in the place of this rank's parts, where the state is to go on.
+            hold: replaces this rank's parts by copies, if training goes on during the save.
 
         Raises:
             NotSerializableError, StaleStateError, ArgumentError, CheckpointError: see `fa.save`.
@@ -116,10 +116,10 @@ class Writing:
                 self.parts.update(_streams(rank, ready.streams))
 
     def run(self) -> Path:
-        """Write, commit, and remove what is to go; the directory of the checkpoint.
+        """Write, commit and remove old checkpoints. Returns the directory of the checkpoint.
 
         Raises:
-            CheckpointError: a rank could not; it raises on every rank, and nothing is visible.
+            CheckpointError: a rank failed. Raised on every rank, and nothing is visible.
         """
         with self._undone(), no_collection():
             written = together(self._world, self._where, self._write, over=self.over)
@@ -128,7 +128,7 @@ class Writing:
 
     @contextlib.contextmanager
     def _undone(self) -> Generator[contextlib.ExitStack]:
-        """The directory goes where the body fails: all ranks have met, so none writes in it any more."""
+        """Remove the directory if the body fails: all ranks have met, so none still writes into it."""
         with self._lock as lock:
             try:
                 yield lock
@@ -139,22 +139,22 @@ class Writing:
                 raise
 
     def _note(self, tree: Encoded, notes: Encoded, state: Tree) -> dict[str, torch.Tensor]:
-        """Keep what is to be written; the random streams, where this rank has no file to put them in."""
+        """Note the parts to write. Returns this rank's random streams if it has no file for them."""
         parts = {path: part_of(value, self._world.rank) for path, value in tree.tensors.items()}
         self.parts = {path: part for path, part in parts.items() if part.writes and part.box.numel}
         # the tensors themselves are not kept: a state may be donated while it is written
         self._tensors = {path: _stored(path, value) for path, value in tree.tensors.items()}
         self._tree, self._metadata = tree.structure, notes.structure
-        # only rank 0's is written; a plan to print and modules to walk are no other rank's work
+        # only rank 0 writes it, so the other ranks do not format the plan or walk the modules
         self._written_by = provenance.describe(state, self._world.size) if self._world.is_main else {}
-        own = streams.capture(self._world.device) if tree.has_state else {}
+        captured = streams.capture(self._world.device) if tree.has_state else {}
         if not self.parts:
-            return own
-        self.parts.update(_streams(self._world.rank, own))
+            return captured
+        self.parts.update(_streams(self._world.rank, captured))
         return {}
 
     def _write(self) -> _Written | None:
-        """Write this rank's file; None where it has nothing to write."""
+        """Write this rank's file. None if it has nothing to write."""
         if not self.parts or self._staged is None:
             return None
         name = file_name(self._world.rank, self._world.size)
@@ -168,7 +168,7 @@ class Writing:
 
     def _finish(self, written: Sequence[_Written | None]) -> None:
         if self._world.is_main and self._staged is not None:
-            text = self._describe([one for one in written if one is not None])
+            text = self._describe([part for part in written if part is not None])
             durable.write_file(self._staged / manifest.FILE, [memoryview(text)])
             commit.commit(self._staged, self._root, self._number, self._where)
             commit.sweep(self._root)
@@ -177,16 +177,16 @@ class Writing:
     def _describe(self, written: Sequence[_Written]) -> bytes:
         tensors = dict(self._tensors)
         for piece in (stored for part in written for stored in part.tensors):
-            known = tensors.get(piece.path)
-            if known is None and piece.path.startswith(f"{streams.ROOT}/"):
-                known = attrs.evolve(piece, pieces=())
-            if known is None or (known.dtype, known.shape) != (piece.dtype, piece.shape):
+            tensor = tensors.get(piece.path)
+            if tensor is None and piece.path.startswith(f"{streams.ROOT}/"):
+                tensor = attrs.evolve(piece, pieces=())
+            if tensor is None or (tensor.dtype, tensor.shape) != (piece.dtype, piece.shape):
                 raise CheckpointError(
-                    f"{piece.path} is {piece} on one rank, and {known or 'missing'} on rank 0",
+                    f"{piece.path} is {piece} on one rank, and {tensor or 'missing'} on rank 0",
                     where=self._where,
                     fix="save the same tree on every rank",
                 )
-            tensors[piece.path] = Stored(piece.path, known.dtype, known.shape, known.pieces + piece.pieces)
+            tensors[piece.path] = Stored(piece.path, tensor.dtype, tensor.shape, tensor.pieces + piece.pieces)
         text = manifest.dump(
             Manifest(
                 step=self._number,
@@ -197,14 +197,14 @@ class Writing:
                 written_by={**self._written_by, "git": provenance.commit_of_program()},
             )
         )
-        manifest.parse(text, self._where)  # what a reader would refuse is not committed
+        manifest.parse(text, self._where)  # a manifest that a reader would refuse is not committed
         return text
 
 
-def _streams(rank: int, own: dict[str, torch.Tensor]) -> dict[str, Part]:
+def _streams(rank: int, captured: dict[str, torch.Tensor]) -> dict[str, Part]:
     return {
         f"{streams.ROOT}/{rank}/{kind}": Part(whole(tuple(value.shape)), value, True)
-        for kind, value in own.items()
+        for kind, value in captured.items()
     }
 
 

@@ -1,1 +1,1 @@
-"""The command line: one file a command, and `main`, which finds it."""
+"""The command line: one file per command, and `main`, which runs the command."""

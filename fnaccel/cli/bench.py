@@ -1,4 +1,4 @@
-"""`fnaccel bench`: which scope of `fa.compile` serves a loss function of yours, and what it costs."""
+"""`fnaccel bench`: time, memory and compile time of each scope of `fa.compile` on your loss function."""
 
 from __future__ import annotations
 
@@ -44,43 +44,45 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The options of `fnaccel bench`."""
-    made = _Parser(
+    options = _Parser(
         prog=_PROG,
         description=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("loss", metavar="LOSS", help="a function loss_fn(model, batch), or a step made of one")
-    made.add_argument(
+    options.add_argument(
+        "loss", metavar="LOSS", help="a function loss_fn(model, batch), or a step made of one"
+    )
+    options.add_argument(
         "--model", required=True, metavar="REF", help="a factory (a class, a function) or a module"
     )
-    made.add_argument(
+    options.add_argument(
         "--batch", required=True, metavar="REF",
         help="of all ranks: a pytree of tensors, a function that returns one, or a DataLoader",
     )  # fmt: skip
-    made.add_argument("--config", metavar="FILE", help="a recipe in YAML; the options below go over it")
-    made.add_argument("--strategy", help='such as fsdp, or "ddp(2) * fsdp(4)" (default: local)')
-    made.add_argument("--precision", help="fp32, bf16 or fp16")
-    made.add_argument("--accumulate", type=int, help="micro-batches in an update")
-    made.add_argument("--clip-norm", type=float, help="the largest norm of the gradient")
-    made.add_argument("--optimizer", metavar="NAME", help="adamw, adam, sgd, adafactor (default: adamw)")
-    made.add_argument("--steps", type=int, default=30, help="how many are timed (default: 30)")
-    made.add_argument(
+    options.add_argument("--config", metavar="FILE", help="a recipe in YAML. The options below go over it")
+    options.add_argument("--strategy", help='such as fsdp, or "ddp(2) * fsdp(4)" (default: local)')
+    options.add_argument("--precision", help="fp32, bf16 or fp16")
+    options.add_argument("--accumulate", type=int, help="micro-batches in an update")
+    options.add_argument("--clip-norm", type=float, help="the largest norm of the gradient")
+    options.add_argument("--optimizer", metavar="NAME", help="adamw, adam, sgd, adafactor (default: adamw)")
+    options.add_argument("--steps", type=int, default=30, help="how many are timed (default: 30)")
+    options.add_argument(
         "--scopes", default=_DEFAULT, metavar="LIST",
-        help=f"separated by commas; eager, which they are compared with, always runs (default: {_DEFAULT})",
+        help=f"separated by commas. Eager always runs, as the reference (default: {_DEFAULT})",
     )  # fmt: skip
-    made.add_argument("-n", "--nproc", type=int, default=1, metavar="RANKS", help="processes (default: 1)")
-    made.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever else there is")
-    made.add_argument(
+    options.add_argument("-n", "--nproc", type=int, default=1, metavar="RANKS", help="processes (default: 1)")
+    options.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever else there is")
+    options.add_argument(
         "--cold", action="store_true", help="leave out torch's compile cache, as on a new machine"
     )
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
-    return made
+    options.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    return options
 
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """What was asked for, checked."""
+    """The options after their check."""
 
     loss: str
     model: str
@@ -94,7 +96,7 @@ class Options:
     json: Path | None
 
     def task(self, scope: str) -> Task:
-        """What the processes of one scope are given."""
+        """The task for the processes of one scope."""
         return Task(
             loss=self.loss, model=self.model, batch=self.batch,
             recipe=to_yaml(self.recipe), scope=scope, steps=self.steps,
@@ -102,7 +104,7 @@ class Options:
 
 
 def read(arguments: Sequence[str]) -> Options:
-    """The options, checked as far as that can be done without importing the user's code.
+    """Parse and check the options without importing the user's code.
 
     Raises:
         ArgumentError, ConfigError, UnknownNameError, AxisProductError: a wrong option.
@@ -111,39 +113,41 @@ def read(arguments: Sequence[str]) -> Options:
         >>> read(["train:loss_fn", "--model", "train:GPT", "--batch", "train:batch"]).scopes
         ('eager', 'block', 'loss', 'step')
     """
-    found = parser().parse_args(arguments)
-    if found.steps < 1:
-        raise ArgumentError(f"{found.steps} steps can't be timed", where=f"{_PROG} --steps", fix="1, or more")
-    recipe = _recipe(found)
-    _check_ranks(found.nproc, recipe, cpu=found.cpu)
-    if found.json is not None and (found.json.is_dir() or not found.json.parent.is_dir()):
+    parsed = parser().parse_args(arguments)
+    if parsed.steps < 1:
         raise ArgumentError(
-            f"no file can be written as {found.json}",
+            f"{parsed.steps} steps can't be timed", where=f"{_PROG} --steps", fix="1, or more"
+        )
+    recipe = _recipe(parsed)
+    _check_ranks(parsed.nproc, recipe, cpu=parsed.cpu)
+    if parsed.json is not None and (parsed.json.is_dir() or not parsed.json.parent.is_dir()):
+        raise ArgumentError(
+            f"no file can be written as {parsed.json}",
             where=f"{_PROG} --json",
             fix="name a file in a folder that exists",
         )
     return Options(
-        loss=found.loss,
-        model=found.model,
-        batch=found.batch,
+        loss=parsed.loss,
+        model=parsed.model,
+        batch=parsed.batch,
         recipe=recipe,
-        scopes=_scopes(found.scopes),
-        steps=found.steps,
-        ranks=found.nproc,
-        cpu=found.cpu,
-        cold=found.cold,
-        json=found.json,
+        scopes=_scopes(parsed.scopes),
+        steps=parsed.steps,
+        ranks=parsed.nproc,
+        cpu=parsed.cpu,
+        cold=parsed.cold,
+        json=parsed.json,
     )
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Measure, print the table and what to use.
+    """Measure, then print the table and the recommended scope.
 
     Returns:
-        0, or 1 where not one scope could be measured; then eager's error is printed.
+        0, or 1 if no scope could be measured. Eager's error is then printed.
 
     Raises:
-        FnaccelError: what was asked for can't be; nothing was measured.
+        FnaccelError: the options can't be carried out, and nothing was measured.
     """
     options = read(arguments)
     answers: dict[str, Answer] = {}
@@ -193,14 +197,14 @@ def _title(options: Options, rows: Sequence[Row]) -> str:
     return f"{options.loss}: {', '.join(parts)}"
 
 
-def _recipe(found: argparse.Namespace) -> Recipe:
-    base = Recipe() if found.config is None else from_yaml(Path(found.config))
-    given = {name: getattr(found, name) for name in ("strategy", "precision", "accumulate", "clip_norm")}
+def _recipe(parsed: argparse.Namespace) -> Recipe:
+    base = Recipe() if parsed.config is None else from_yaml(Path(parsed.config))
+    flags = {name: getattr(parsed, name) for name in ("strategy", "precision", "accumulate", "clip_norm")}
     recipe = attrs.evolve(
-        base, compile=None, **{name: value for name, value in given.items() if value is not None}
+        base, compile=None, **{name: value for name, value in flags.items() if value is not None}
     )
-    if found.optimizer is not None:
-        recipe = attrs.evolve(recipe, optimizer=attrs.evolve(recipe.optimizer, name=found.optimizer))
+    if parsed.optimizer is not None:
+        recipe = attrs.evolve(recipe, optimizer=attrs.evolve(recipe.optimizer, name=parsed.optimizer))
     check_precision(recipe.precision, f"{_PROG} --precision")
     return recipe
 
@@ -210,29 +214,29 @@ def _check_ranks(ranks: int, recipe: Recipe, *, cpu: bool) -> None:
         raise ArgumentError(f"{ranks} ranks can't train", where=f"{_PROG} -n", fix="-n 1, or more")
     chosen = strategy(recipe.strategy)
     resolve(chosen.degrees(), ranks, str(chosen))
-    there = 0 if cpu else count_accelerators()
-    if 0 < there < ranks:
+    accelerators = 0 if cpu else count_accelerators()
+    if 0 < accelerators < ranks:
         raise ArgumentError(
-            f"{ranks} ranks need an accelerator each, and there are {there}",
+            f"{ranks} ranks need an accelerator each, and there are {accelerators}",
             where=f"{_PROG} -n {ranks}",
-            fix=f"-n {there}, or --cpu to compute without",
+            fix=f"-n {accelerators}, or --cpu to compute without",
         )
 
 
 def _scopes(text: str) -> tuple[str, ...]:
-    known = (EAGER, *get_args(Scope))
-    asked = [name.strip() for name in text.split(",") if name.strip()]
-    for name in asked:
-        if name not in known:
+    valid = (EAGER, *get_args(Scope))
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in valid:
             raise UnknownNameError(
-                f"no scope is called {name!r}", where=f"{_PROG} --scopes", fix=nearest(name, known)
+                f"no scope is called {name!r}", where=f"{_PROG} --scopes", fix=nearest(name, valid)
             )
-    return tuple(dict.fromkeys([EAGER, *asked]))
+    return tuple(dict.fromkeys([EAGER, *names]))
 
 
 @contextmanager
 def _environment(*, cold: bool) -> Generator[dict[str, str]]:
-    """What the processes of one scope get; `cold`: an empty compile cache of their own."""
+    """The environment of the processes of one scope. With `cold` it has an empty compile cache."""
     if not cold:
         yield {**os.environ}
         return
@@ -242,7 +246,7 @@ def _environment(*, cold: bool) -> Generator[dict[str, str]]:
 
 @contextmanager
 def _ended_in_order() -> Generator[None]:
-    """Let SIGTERM unwind as Ctrl-C does: what was started is ended with this process."""
+    """Let SIGTERM raise as Ctrl-C does, so that child processes end with this process."""
 
     def stop(number: int, _: object) -> NoReturn:
         sys.exit(128 + number)
@@ -255,8 +259,10 @@ def _ended_in_order() -> Generator[None]:
 
 
 def _again(failed: Failed) -> FnaccelError:
-    """The error that a child saw before there was anything to measure."""
+    """The error that a child process raised while importing the references."""
     kind = getattr(errors, failed.kind, None)
     if isinstance(kind, type) and issubclass(kind, FnaccelError):
         return kind(failed.what, where=failed.where, fix=failed.fix)
-    return errors.LaunchError(failed.what, where=_PROG, fix="see what it says, and make it run by itself")
+    return errors.LaunchError(
+        failed.what, where=_PROG, fix="read this message, and make the code run by itself in python"
+    )

@@ -1,4 +1,4 @@
-"""`fnaccel convert`: a checkpoint of one tool as that of another, without a model and without ranks."""
+"""`fnaccel convert`: converts a checkpoint between tools, without a model and without ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fnaccel.interchange.sources.detect import FORMATS, opened
 _WHERE = "fnaccel convert"
 _HELP = """Write the checkpoint SOURCE as TARGET, block by block.
 
-SOURCE is what fa.save, Accelerate, DeepSpeed, torch.distributed.checkpoint, torch.save or safetensors wrote.
+SOURCE is of fa.save, Accelerate, DeepSpeed, torch.distributed.checkpoint, torch.save or safetensors.
 --only, --skip and --rename take names as TARGET has them: `encoder.weight` in hf and safetensors,
 `params/encoder.weight` and `opt/encoder.weight/exp_avg` in fnaccel. All of them may be repeated."""
 
@@ -34,45 +34,45 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The options of `fnaccel convert`."""
-    made = _Parser(
+    options = _Parser(
         prog=_WHERE,
         description=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("source", type=Path, metavar="SOURCE", help="a file or directory")
-    made.add_argument(
-        "target", type=Path, metavar="TARGET", help="a new directory; with --to safetensors a file"
+    options.add_argument("source", type=Path, metavar="SOURCE", help="a file or directory")
+    options.add_argument(
+        "target", type=Path, metavar="TARGET", help="a new directory, or with --to safetensors a new file"
     )
-    made.add_argument(
+    options.add_argument(
         "--to", choices=("hf", "fnaccel", "safetensors"),
         help="default: hf from fnaccel, fnaccel from anything else",
     )  # fmt: skip
-    made.add_argument("--from", dest="form", choices=FORMATS, help="default: told from the files")
-    made.add_argument("--step", type=int, help="which step of an fnaccel root (default: the newest)")
-    made.add_argument("--model", metavar="KEY", help="which one, where a checkpoint of fnaccel has several")
-    made.add_argument("--ema", action="store_true", help="averages instead of parameters")
-    made.add_argument("--dtype", help="what floating-point values become: bf16, fp16, fp32")
-    made.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
-    made.add_argument("--only", action="append", metavar="PATTERN", help="names to take (shell patterns)")
-    made.add_argument("--skip", action="append", metavar="PATTERN", help="names to leave out")
-    made.add_argument(
+    options.add_argument("--from", dest="form", choices=FORMATS, help="default: detected from the files")
+    options.add_argument("--step", type=int, help="which step of an fnaccel root (default: the newest)")
+    options.add_argument("--model", metavar="KEY", help="the model's key, if SOURCE has several models")
+    options.add_argument("--ema", action="store_true", help="averages instead of parameters")
+    options.add_argument("--dtype", help="dtype of floating-point values: bf16, fp16, fp32")
+    options.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
+    options.add_argument("--only", action="append", metavar="PATTERN", help="names to take (shell patterns)")
+    options.add_argument("--skip", action="append", metavar="PATTERN", help="names to leave out")
+    options.add_argument(
         "--rename", action="append", default=[], metavar="RE=REPLACEMENT",
-        help="a regular expression and what to put in its place",
+        help="a regular expression and its replacement",
     )  # fmt: skip
-    made.add_argument(
+    options.add_argument(
         "--trust-pickle", action="store_true",
         help="load pickles, which can run any code: DCP and DeepSpeed need it",
     )  # fmt: skip
-    made.add_argument("--overwrite", action="store_true", help="replace what an earlier export left")
-    return made
+    options.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    return options
 
 
 def run(arguments: Sequence[str]) -> int:
     """Convert a file or a checkpoint, with a progress bar.
 
     Raises:
-        FnaccelError: it can't be read as that, or TARGET is not free.
+        FnaccelError: SOURCE can't be read in this format, or TARGET exists.
 
     Example:
         >>> path = fa.save("runs/gpt", state)
@@ -123,7 +123,7 @@ def _one_file(target: Path, source: Source, items: Sequence[Item], progress: Pro
     staged = placing.stage(target)
     try:
         source.verify(0, 1)
-        # widest first, so that each starts at a multiple of its own element size
+        # widest dtype first, so that each tensor starts at a multiple of its element size
         write_items(staged / target.name, sorted(items, key=lambda item: -item.dtype.itemsize), progress)
         source.check_unchanged()
         placing.commit_file(staged / target.name, target)
@@ -143,12 +143,12 @@ def _bar(items: Sequence[Item]) -> Generator[Progress]:
 
 
 def _pairs(rules: Sequence[str]) -> dict[str, str] | None:
-    found: dict[str, str] = {}
+    renames: dict[str, str] = {}
     for rule in rules:
         pattern, equals, to = rule.partition("=")
         if not equals or not pattern:
             raise ArgumentError(
                 f"{rule!r} renames nothing", where=f"{_WHERE} --rename", fix=r"--rename '^model\.=backbone.'"
             )
-        found[pattern] = to
-    return found or None
+        renames[pattern] = to
+    return renames or None

@@ -38,13 +38,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def facts() -> dict[str, str]:
-    """What `fnaccel env` prints, by name."""
+    """The facts that `fnaccel env` prints, by name."""
     backends = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
         "mpi": dist.is_mpi_available(),
     }
-    found = {
+    facts = {
         "fnaccel": __version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
         "torch": torch.__version__,
@@ -54,8 +54,8 @@ def facts() -> dict[str, str]:
     }
     for name in sorted(os.environ):
         if name.startswith(_READ):
-            found[name] = os.environ[name]
-    return found
+            facts[name] = os.environ[name]
+    return facts
 
 
 def _devices() -> str:
@@ -69,10 +69,10 @@ def _devices() -> str:
 
 
 def _installed() -> list[str]:
-    found: list[str] = []
+    packages: list[str] = []
     for name in _OPTIONAL:
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            packages.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return packages

@@ -1,4 +1,4 @@
-"""`fnaccel inspect`: what a checkpoint holds, without a model; nothing of it is executed."""
+"""`fnaccel inspect`: the contents of a checkpoint, without a model and without executing code from it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Row:
 
 @attrs.frozen
 class _Report:
-    """What is shown of one checkpoint."""
+    """The printed facts of one checkpoint."""
 
     format: str
     path: str
@@ -52,13 +52,13 @@ class _Report:
 
     @property
     def totals(self) -> dict[str, tuple[int, int]]:
-        """Tensors and bytes, by what a path begins with."""
-        found: dict[str, tuple[int, int]] = {}
+        """Tensors and bytes by the first part of a path."""
+        totals: dict[str, tuple[int, int]] = {}
         for row in self.rows:
             group = row.path.partition("/")[0] if "/" in row.path else "tensors"
-            count, size = found.get(group, (0, 0))
-            found[group] = count + 1, size + row.bytes
-        return found
+            count, size = totals.get(group, (0, 0))
+            totals[group] = count + 1, size + row.bytes
+        return totals
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,18 +68,18 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The options of `fnaccel inspect`."""
-    made = _Parser(prog=_PROG, description=__doc__, allow_abbrev=False)
-    made.add_argument(
+    options = _Parser(prog=_PROG, description=__doc__, allow_abbrev=False)
+    options.add_argument(
         "path", type=Path, metavar="PATH", help="of fa.save, or safetensors: a file or directory"
     )
-    made.add_argument("--step", type=int, help="which step of a root (default: the newest)")
-    made.add_argument(
+    options.add_argument("--step", type=int, help="which step of a root (default: the newest)")
+    options.add_argument(
         "--verify",
         action="store_true",
-        help="read all files and compare their checksums; 1 where one differs",
+        help="read all files and compare their checksums. The exit code is 1 if one differs",
     )
-    made.add_argument("--json", action="store_true", help="print JSON")
-    return made
+    options.add_argument("--json", action="store_true", help="print JSON")
+    return options
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -89,7 +89,7 @@ def run(arguments: Sequence[str]) -> int:
         0, or 1 if `--verify` found damage.
 
     Raises:
-        CheckpointError: there is none that can be read.
+        CheckpointError: no checkpoint can be read there.
 
     Example:
         >>> path = fa.save("runs/gpt", state)
@@ -126,18 +126,18 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _checkpoint(path: Path, step: int | None, *, verify: bool) -> tuple[_Report, list[str]]:
-    """One checkpoint of `fa.save`, and what is damaged in it: that is shown, and is no error."""
+    """One checkpoint of `fa.save` and a line per damaged file. Damage is printed and raises no error."""
     for last in attempts():
         with contextlib.ExitStack() as stack:
-            directory, found = open_checkpoint(path, step, f"reading {path}", stack, complete=False)
-            report = _own(path, directory.path, found)
-            damage = _damage(directory, found, verify=verify)
+            directory, manifest = open_checkpoint(path, step, f"reading {path}", stack, complete=False)
+            report = _own(path, directory.path, manifest)
+            damage = _damage(directory, manifest, verify=verify)
             if last or not damage or not directory.is_replaced():
                 return report, damage
     raise AssertionError("the last attempt returns")
 
 
-def _own(root: Path, path: Path, found: Manifest) -> _Report:
+def _own(root: Path, path: Path, manifest: Manifest) -> _Report:
     rows = tuple(
         _Row(
             stored.path,
@@ -147,10 +147,10 @@ def _own(root: Path, path: Path, found: Manifest) -> _Report:
             len(stored.pieces),
             len({piece.file for piece in stored.pieces}),
         )
-        for stored in found.tensors.values()
+        for stored in manifest.tensors.values()
     )
-    tree = decode(found.tree, _no_tensor)
-    host: dict[str, Any] = {"step": found.step}
+    tree = decode(manifest.tree, _no_tensor)
+    host: dict[str, Any] = {"step": manifest.step}
     if isinstance(tree, TrainState):
         host |= {"updates": tree.updates, "epoch": tree.data.epoch, "samples": tree.data.samples}
         host |= {"seed": tree.rng.root}
@@ -158,35 +158,35 @@ def _own(root: Path, path: Path, found: Manifest) -> _Report:
     return _Report(
         format="fnaccel",
         path=str(path),
-        steps=tuple(one.step for one in checkpoints(root)),
+        steps=tuple(checkpoint.step for checkpoint in checkpoints(root)),
         host=host,
-        written_by=found.written_by,
-        metadata=decode(found.metadata, _no_tensor),
-        files={name: record.size for name, record in found.files.items()},
+        written_by=manifest.written_by,
+        metadata=decode(manifest.metadata, _no_tensor),
+        files={name: record.size for name, record in manifest.files.items()},
         rows=rows,
     )
 
 
 def _no_tensor(_: str) -> None:
-    """What stands for a tensor where only the values beside tensors matter."""
+    """Decode a tensor as None, if only the other values are needed."""
 
 
 def _foreign(path: Path) -> _Report:
     with opened(path, "safetensors") as source:
         rows = tuple(
-            _Row(name, name_of(found.dtype), found.shape, found.nbytes, 1, 1)
-            for name, found in source.weights.items()
+            _Row(name, name_of(tensor.dtype), tensor.shape, tensor.nbytes, 1, 1)
+            for name, tensor in source.weights.items()
         )
     files = {file.name: file.stat().st_size for file in files_of(path)}
     return _Report("safetensors", str(path), (), {}, {}, None, files, rows)
 
 
-def _damage(directory: Directory, found: Manifest, *, verify: bool) -> list[str]:
-    """One line for each file that is not as it was written; all files are looked at."""
+def _damage(directory: Directory, manifest: Manifest, *, verify: bool) -> list[str]:
+    """One line for each file that differs from the manifest. All files are checked."""
     lines: list[str] = []
-    for name in found.files:
+    for name in manifest.files:
         try:
-            line = reading.damage_of(directory, found, name, verify=verify)
+            line = reading.damage_of(directory, manifest, name, verify=verify)
         except CheckpointError as error:
             line = error.what
         except OSError as error:
@@ -203,9 +203,9 @@ def _print(report: _Report) -> None:
     for name, value in report.host.items():
         print(f"{name:<10} {printable(str(value))}")
     for name, value in report.written_by.items():
-        first, *rest = printable(f"{name} {value}", keep="\n").splitlines() or [""]
+        first_line, *more_lines = printable(f"{name} {value}", keep="\n").splitlines() or [""]
         print(
-            "\n".join([f"written by {first}", *(f"           {line}" for line in rest)])
+            "\n".join([f"written by {first_line}", *(f"           {line}" for line in more_lines)])
         )  # a plan has lines
     if report.metadata is not None:
         print(f"metadata   {printable(json.dumps(report.metadata, default=str))}")

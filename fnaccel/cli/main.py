@@ -1,4 +1,4 @@
-"""`fnaccel COMMAND`: finds the command and prints the errors that fnaccel raises."""
+"""`fnaccel COMMAND`: runs the command and prints the errors that fnaccel raises."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fnaccel.errors import FnaccelError, UnknownNameError, nearest
 
 COMMANDS = {
     "launch": "run a script as one process per accelerator, on one machine or several",
-    "inspect": "what a checkpoint holds, and whether its files are whole",
+    "inspect": "the contents of a checkpoint, and whether its files are intact",
     "convert": "a checkpoint of one tool as that of another",
-    "bench": "what each scope of fa.compile costs and gains on a loss function of yours",
+    "bench": "the cost and gain of each scope of fa.compile on your loss function",
     "env": "versions, devices and variables that matter, to put into a bug report",
 }
 
@@ -35,12 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fnaccel ...
         0
     """
-    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         try:
-            return _run(*given)
+            return _run(*words)
         finally:
-            _flush()  # here, where an error has a message
+            _flush()  # here an error still gets a message
     except BrokenPipeError:  # the reader has seen enough: `fnaccel inspect DIR | head`
         _drop_output()
         return 128 + signal.SIGPIPE
@@ -51,13 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file = "" if error.filename is None else f" ({error.filename})"
         _complain(
             type(error).__name__,
-            f"{error.strerror or error}{file}\n  where: fnaccel {given[0]}\n"
+            f"{error.strerror or error}{file}\n  where: fnaccel {words[0]}\n"
             "  fix: give paths that can be read and written, on a device with free space",
         )
     return 2
 
 
-def _run(command: str, *rest: str) -> int:
+def _run(command: str, *options: str) -> int:
     if command in ("-h", "--help"):
         print(_usage())
         return 0
@@ -68,17 +68,17 @@ def _run(command: str, *rest: str) -> int:
         raise UnknownNameError(
             f"no command is called {command!r}", where="fnaccel", fix=nearest(command, COMMANDS)
         )
-    # by name, so that one command does not pay for what another imports
-    return importlib.import_module(f"fnaccel.cli.{command}").run(list(rest))
+    # by name, so that a command does not pay for the imports of another
+    return importlib.import_module(f"fnaccel.cli.{command}").run(list(options))
 
 
 def _flush() -> None:
-    if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] - None where it was closed
+    if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] - None if it was closed
         sys.stdout.flush()
 
 
 def _drop_output() -> None:
-    """See that Python does not fail once more at its end, where standard output takes nothing."""
+    """Redirect a broken standard output, so that Python's flush at exit does not fail too."""
     try:
         _flush()
     except OSError:
@@ -86,13 +86,13 @@ def _drop_output() -> None:
 
 
 def _complain(kind: str, text: str) -> None:
-    # names in a hostile checkpoint may hold what moves a terminal's cursor
+    # names in a hostile checkpoint may contain control characters of a terminal
     print(f"{kind}: {printable(text, keep=chr(10))}", file=sys.stderr)
 
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(
         ["usage: fnaccel COMMAND ...", "", *lines, "", "fnaccel COMMAND --help shows its options"]
     )

@@ -1,4 +1,4 @@
-"""What the command line says of a recipe: options, a file and `--set` to dotted fields, and their check."""
+"""Overrides of a recipe on the command line: flags, a file and `--set` become checked dotted fields."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
 
 FLAGS = ("strategy", "precision", "accumulate", "clip_norm", "compile")
-"""Options that are named as the field of the recipe they set."""
+"""Options with the name of the recipe's field that they set."""
 
 
 def gather_overrides(options: argparse.Namespace) -> dict[str, Any]:
-    """Dotted fields and values: the file's, under the flags', under `--set`.
+    """Dotted fields and values. Flags go over the file, and `--set` goes over both.
 
     Raises:
-        ConfigError: no such file, or not a recipe.
+        ConfigError: the file does not exist, or is not a recipe.
         LaunchError: `--set` without `=`.
     """
-    found: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     if options.config is not None:
-        found |= _fields_of(Path(options.config))
-    found |= {name: getattr(options, name) for name in FLAGS if getattr(options, name) is not None}
+        overrides |= _fields_of(Path(options.config))
+    overrides |= {name: getattr(options, name) for name in FLAGS if getattr(options, name) is not None}
     for text in options.fields:
         field, equals, value = text.partition("=")
         if not equals or not field:
             raise LaunchError(
                 f"{text!r} sets nothing", where="fnaccel launch --set", fix="--set optimizer.lr=1e-4"
             )
-        found[field.strip()] = parse_value(value)
-    return found
+        overrides[field.strip()] = parse_value(value)
+    return overrides
 
 
 def parse_value(text: str) -> Any:
@@ -60,16 +60,16 @@ def parse_value(text: str) -> Any:
 
 
 def check_overrides(overrides: dict[str, Any]) -> None:
-    """See that a recipe takes them, here and not on every rank.
+    """Check that a recipe accepts the overrides, before any rank starts.
 
     Raises:
         ConfigError: an unknown field, or a value of the wrong kind.
         ArgumentError: a number outside its range.
-        UnknownNameError: no such strategy or precision; names the nearest.
+        UnknownNameError: no such strategy or precision. Names the nearest.
     """
     if not overrides:
         return
-    # by itself first: the recipe says what is wrong with a field of its own, a converter only where
+    # the flags alone first: the recipe names the wrong value, a converter only the field
     attrs.evolve(Recipe(), **{name: overrides[name] for name in FLAGS if name in overrides})
     recipe = override(Recipe(), overrides)
     strategy(recipe.strategy)
@@ -78,13 +78,13 @@ def check_overrides(overrides: dict[str, Any]) -> None:
 
 def _fields_of(path: Path) -> dict[str, Any]:
     from_yaml(path)
-    # the text again, and not the recipe: a field that the file sets to its default overrides too
+    # the text and not the recipe: a field that the file sets to its default is an override too
     plain: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     defaults = Recipe()
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in plain.items():
         if attrs.has(type(getattr(defaults, name))):
-            found |= {f"{name}.{inner}": each for inner, each in value.items()}
+            fields |= {f"{name}.{inner}": each for inner, each in value.items()}
         else:
-            found[name] = value
-    return found
+            fields[name] = value
+    return fields

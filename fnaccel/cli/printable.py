@@ -1,4 +1,4 @@
-"""Text from a file that need not be trusted, as a terminal may show it."""
+"""Makes text from an untrusted file safe for a terminal."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def printable(text: str, keep: str = "") -> str:
         'a\\x1b[2J'
     """
     return "".join(
-        one if one.isprintable() or one in keep else one.encode("unicode_escape").decode("ascii")
-        for one in text
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode("ascii")
+        for char in text
     )

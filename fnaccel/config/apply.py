@@ -1,4 +1,4 @@
-"""`apply`: a recipe, a loss and a model become a train step; `recipe`: the launcher's hook."""
+"""`apply`: a recipe, a loss and a model become a train step. `recipe`: the launcher's hook."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def apply(
 
 
 def scan_options(recipe_: Recipe) -> dict[str, Any]:
-    """The options of a recipe for `fa.scan(train_step, state, shards, **options)`: when and where to save.
+    """The options of a recipe for `fa.scan(train_step, state, shards, **options)`: where and when to save.
 
     Example:
         >>> recipe = fa.config.Recipe(checkpoint=fa.config.CheckpointRecipe(directory="runs/gpt"))

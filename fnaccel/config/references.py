@@ -12,7 +12,7 @@ from fnaccel.tree import Tree
 
 
 def load(reference: object, where: str) -> Any:
-    """The object that `"module:name"` or `"path/to/file.py:name"` names; what is no string as it is.
+    """Load the object of `"module:name"` or `"path/to/file.py:name"`. If no string, the value itself.
 
     A file is imported as the module of its name, its folder first on the path, as `python` does.
 
@@ -27,16 +27,16 @@ def load(reference: object, where: str) -> Any:
     try:
         if not name:
             raise ValueError("no name follows the module")
-        found: Any = _from_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+        target: Any = _from_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{reference!r} names nothing that can be imported: {error}",
             where=where,
             fix='write "module:name" of a function at the top of a module on the path, or "file.py:name"',
         ) from error
-    return found
+    return target
 
 
 def _from_file(path: Path) -> Any:
@@ -45,14 +45,14 @@ def _from_file(path: Path) -> Any:
         raise ImportError(f"there is no file {path}")
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
-    found = importlib.import_module(file.stem)
-    if Path(str(getattr(found, "__file__", ""))).resolve() != file:
+    module = importlib.import_module(file.stem)
+    if Path(str(getattr(module, "__file__", ""))).resolve() != file:
         raise ImportError(f"another module is called {file.stem!r}")
-    return found
+    return module
 
 
 def dump(value: Tree, where: str) -> Any:
-    """`"module:name"` of a function that can be found again by it; anything else as it is.
+    """`"module:name"` of a function, if it can be loaded again by it. Otherwise the value itself.
 
     Raises:
         NotSerializableError: a lambda, a closure, or a function of `__main__`.

@@ -1,4 +1,4 @@
-"""Recipes to and from YAML, by cattrs; what is unknown or of the wrong kind is named."""
+"""Recipes to and from YAML, by cattrs. Errors name a key that is unknown or of the wrong kind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def _plain(record: object, where: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for field in attrs.fields(type(record)):
         value = getattr(record, field.name)
         default = field.default
@@ -51,14 +51,14 @@ def _plain(record: object, where: str) -> dict[str, Any]:
             continue
         path = f"{where}.{field.name}"
         if attrs.has(type(value)):
-            found[field.name] = _plain(value, path)
+            fields[field.name] = _plain(value, path)
         elif isinstance(value, tuple | list):
-            found[field.name] = [dump(item, path) for item in value]
+            fields[field.name] = [dump(item, path) for item in value]
         elif isinstance(value, dict):
-            found[field.name] = {key: dump(item, f"{path}.{key}") for key, item in value.items()}
+            fields[field.name] = {key: dump(item, f"{path}.{key}") for key, item in value.items()}
         else:
-            found[field.name] = dump(value, path)
-    return found
+            fields[field.name] = dump(value, path)
+    return fields
 
 
 def from_yaml(source: str | Path) -> Recipe:
@@ -85,7 +85,7 @@ def from_yaml(source: str | Path) -> Recipe:
         plain = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"this is not YAML: {' '.join(str(error).split())}", where=where, fix="mend the line it names"
+            f"this is not YAML: {' '.join(str(error).split())}", where=where, fix="correct the line it names"
         ) from error
     return read(plain, where)
 
@@ -105,20 +105,20 @@ def read(plain: Tree, where: str) -> Recipe:
             raise inner from error
         from cattrs import transform_error  # noqa: PLC0415 - slow to import
 
-        said = "; ".join(transform_error(error, path="recipe"))
+        problems = "; ".join(transform_error(error, path="recipe"))
         raise ConfigError(
-            f"a value is of the wrong kind: {said}",
+            f"a value is of the wrong kind: {problems}",
             where=where,
             fix="see fnaccel.config.Recipe for the kinds",
         ) from error
 
 
 def _mistake_in(error: BaseException) -> FnaccelError | None:
-    """The three-line error that a recipe's own checks raised, under what cattrs wrapped around it."""
+    """The three-line error of a recipe's own checks, out of the errors that cattrs wrapped around it."""
     if isinstance(error, FnaccelError):
         return error
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    return next((found for one in inner if (found := _mistake_in(one)) is not None), None)
+    return next((mistake for child in inner if (mistake := _mistake_in(child)) is not None), None)
 
 
 def _check_keys(plain: Tree, cls: type, where: str) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints of other tools: read into a state, written for Hugging Face, converted on the command line.
 
-What is foreign becomes a `Source` (tensors by name, each read block by block), whatever its format; what
-is written becomes `Item`s. So each format is one small file, and none knows of strategies or ranks.
+A foreign checkpoint of any format becomes a `Source` (tensors by name, each read block by block). Tensors to
+write become `Item`s. So each format is one small file, and none knows of strategies or ranks.
 """
 
 from fnaccel.interchange.adapter import export_adapter as export_adapter

@@ -176,7 +176,7 @@ def _named(module: Any, adapter: str, tensors: Mapping[str, torch.Tensor]) -> di
 
 
 def _config(module: Any, adapter: str) -> str:
-    """What peft writes as `adapter_config.json`."""
+    """The contents of peft's `adapter_config.json`."""
     peft: Any = importlib.import_module("peft")
     config: Any = copy.copy(module.peft_config[adapter])
     base: nn.Module = module.get_base_model() if isinstance(module, peft.PeftModel) else module

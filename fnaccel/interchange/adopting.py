@@ -1,4 +1,4 @@
-"""`adopt`: weights of any format into a state of any layout; all checks come first."""
+"""`adopt`: weights of any format into a state of any layout. All checks come first."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def adopt(
     Args:
         path: safetensors (a file, or a directory with or without an index), a file of `torch.save`, or the
             directory of Accelerate's `save_state`, `torch.distributed.checkpoint`, DeepSpeed, or `fa.save`.
-        like: the live state of a train step, which is refilled in place and donated; or a snapshot or a
+        like: the live state of a train step, which is refilled in place and donated. Or a snapshot or a
             dict of tensors (`state.params`), which stays as it is.
-        format: `"safetensors"`, `"torch"`, `"accelerate"`, `"dcp"`, `"deepspeed"` or `"fnaccel"`; told
-            from the files by default.
+        format: `"safetensors"`, `"torch"`, `"accelerate"`, `"dcp"`, `"deepspeed"` or `"fnaccel"`. By
+            default detected from the files.
         only, skip: shell patterns of paths of the state that are to be read, or not: `"params/head.*"`,
             `"opt"`.
-        rename: regular expressions and what replaces them, in order, or a function; from the source's
+        rename: regular expressions and their replacements, in order, or a function. From the source's
             path (`params/NAME`) to the state's.
         trust_pickle: load pickles, which can run code: DCP and DeepSpeed need it.
         world: the world, if none was started in this context.
@@ -84,7 +84,8 @@ def adopt(
     ranks = current(world)
     request = _Request(Path(path), format, trust_pickle, like, Choice(only, skip, rename, _WHERE))
     for _ in attempts():
-        opened: list[tuple[Fit, Source]] = []  # stays here: what ranks send each other is pickled
+        # not a return value: those are pickled and sent to the other ranks
+        opened: list[tuple[Fit, Source]] = []
         with ExitStack() as stack:
             check = functools.partial(_check, request, ranks, stack, opened)
             # a save may have replaced the checkpoint after one rank opened it, and before another did
@@ -136,75 +137,77 @@ def _check_readable(fitted: Fit, tensors: Mapping[str, torch.Tensor], world: Wor
             source.read(box, torch.empty(box.shape, dtype=source.dtype))
 
 
-def _check_doubled(found: Fit, source: Source, tensors: Mapping[str, torch.Tensor], world: World) -> None:
-    """See that tied weights which are there twice are the same, in this rank's part.
+def _check_doubled(fitted: Fit, source: Source, tensors: Mapping[str, torch.Tensor], world: World) -> None:
+    """Check that tied weights with two values in the source are equal, in this rank's part.
 
     Raises:
         TreeMismatchError: they differ.
     """
     problems: list[str] = []
-    for path, other in found.doubled.items():
-        one = found.pairs[path]
-        if one.shape != other.shape or not _same(one, other, tensors[path], world):
+    for path, other in fitted.doubled.items():
+        tensor = fitted.pairs[path]
+        if tensor.shape != other.shape or not _same(tensor, other, tensors[path], world):
             problems.append(f"{path}: tied in like, and has two values in the source")
     if problems:
         raise mismatch(problems, source, _WHERE)
 
 
-def _check_ranges(found: Fit, source: Source, tensors: Mapping[str, torch.Tensor], world: World) -> None:
-    """See that no value is cut off by the dtype it goes into: torch saturates in fp8 without a word.
+def _check_ranges(fitted: Fit, source: Source, tensors: Mapping[str, torch.Tensor], world: World) -> None:
+    """Check that no value saturates in its new dtype: torch saturates in fp8 without a warning.
 
     Raises:
-        TreeMismatchError: values are, in this rank's part.
+        TreeMismatchError: a value of this rank's part would.
     """
     problems: list[str] = []
-    for path, one in found.pairs.items():
+    for path, tensor in fitted.pairs.items():
         dtype, box = tensors[path].dtype, part_of(tensors[path], world.rank).box
-        if not (box.numel and dtype.is_floating_point and one.dtype.is_floating_point):
+        if not (box.numel and dtype.is_floating_point and tensor.dtype.is_floating_point):
             continue
         most = torch.finfo(dtype).max
-        if most > _WIDE or torch.finfo(one.dtype).max <= most:  # bf16 reaches nearly as far as fp32
+        if most > _WIDE or torch.finfo(tensor.dtype).max <= most:  # bf16 reaches nearly as far as fp32
             continue
         value = torch.empty(box.shape, dtype=torch.float32)
-        one.read(box, value)
+        tensor.read(box, value)
         largest = float(value.abs().max())
         if most < largest < float("inf"):
             problems.append(f"{path}: holds {largest:g}, and {name_of(dtype)} ends at {most:g}")
     if problems:
-        raise mismatch(problems, source, _WHERE, "store these in a wider dtype; nothing was changed")
+        raise mismatch(problems, source, _WHERE, "store these in a wider dtype. Nothing was changed")
 
 
-def _same(one: Found, other: Found, tensor: torch.Tensor, world: World) -> bool:
+def _same(first: Found, second: Found, tensor: torch.Tensor, world: World) -> bool:
     box = part_of(tensor, world.rank).box
     values = [torch.empty(box.shape, dtype=tensor.dtype) for _ in range(2)]
     if box.numel:
-        one.read(box, values[0])
-        other.read(box, values[1])
+        first.read(box, values[0])
+        second.read(box, values[1])
     return torch.equal(*values)
 
 
-def _filled(like: Tree, found: Fit, source: Source, world: World) -> Any:
+def _filled(like: Tree, fitted: Fit, source: Source, world: World) -> Any:
     if isinstance(like, TrainState):
         try:
             owner = lease_of(like, _WHERE).owner
         except UnleasedStateError:
             pass
         else:
-            # what a model that was built without values must get: its buffers have theirs
+            # the tensors that a model built without values needs. Its buffers have values
             needed = [path for path in _tensors(like) if path.startswith(("params/", "ema/"))]
-            complete = all(path in found.pairs for path in needed)
-            return owner.refill(like, lambda state: _in_place(state, found, source, world), complete=complete)
-    made: list[Any] = []
-    together(world, _WHERE, lambda: made.append(_fresh(like, found, source, world)))
-    return made[0]
+            complete = all(path in fitted.pairs for path in needed)
+            return owner.refill(
+                like, lambda state: _in_place(state, fitted, source, world), complete=complete
+            )
+    results: list[Any] = []
+    together(world, _WHERE, lambda: results.append(_fresh(like, fitted, source, world)))
+    return results[0]
 
 
-def _in_place(state: TrainState, found: Fit, source: Source, world: World) -> TrainState:
-    made: list[TrainState] = []
+def _in_place(state: TrainState, fitted: Fit, source: Source, world: World) -> TrainState:
+    states: list[TrainState] = []
 
     def fill() -> None:
         try:
-            _read(_tensors(state), found, world)
+            _read(_tensors(state), fitted, world)
             source.check_unchanged()
         except (CheckpointError, OSError) as error:
             raise CheckpointError(
@@ -212,31 +215,31 @@ def _in_place(state: TrainState, found: Fit, source: Source, world: World) -> Tr
                 where=_WHERE,
                 fix="make a new state (train_step.init, fa.resume_or_init), and adopt into that",
             ) from error
-        made.append(_counted(state, found, in_place=True))
+        states.append(_counted(state, fitted, in_place=True))
 
-    # inside of refill: where one rank fails, no rank goes on with these tensors
+    # inside of refill: if a rank fails, no rank goes on with these tensors
     together(world, _WHERE, fill)
-    return made[0]
+    return states[0]
 
 
-def _fresh(like: Tree, found: Fit, source: Source, world: World) -> Any:
-    made = {
-        path: _empty(tensor, world) if path in found.pairs else tensor.detach().clone()
+def _fresh(like: Tree, fitted: Fit, source: Source, world: World) -> Any:
+    filled = {
+        path: _empty(tensor, world) if path in fitted.pairs else tensor.detach().clone()
         for path, tensor in _tensors(like).items()
     }
-    _read(made, found, world)
+    _read(filled, fitted, world)
     source.check_unchanged()
     if isinstance(like, TrainState):
-        parts = {name: _rebuilt(getattr(like, name), name, made) for name in SECTIONS}
-        return _counted(attrs.evolve(like, **parts), found, in_place=False)
+        parts = {name: _rebuilt(getattr(like, name), name, filled) for name in SECTIONS}
+        return _counted(attrs.evolve(like, **parts), fitted, in_place=False)
     if isinstance(like.get("params"), dict):
-        return {key: _rebuilt(node, key, made) if key in SECTIONS else node for key, node in like.items()}
-    return _rebuilt(like, "params", made)
+        return {key: _rebuilt(node, key, filled) if key in SECTIONS else node for key, node in like.items()}
+    return _rebuilt(like, "params", filled)
 
 
 def _tensors(like: Tree) -> dict[str, torch.Tensor]:
     parts = sections_of(like, _WHERE).items()
-    return {path: one for name, part in parts for path, one in tensors_of(part, name, _WHERE).items()}
+    return {path: tensor for name, part in parts for path, tensor in tensors_of(part, name, _WHERE).items()}
 
 
 def _empty(tensor: torch.Tensor, world: World) -> torch.Tensor:
@@ -244,28 +247,28 @@ def _empty(tensor: torch.Tensor, world: World) -> torch.Tensor:
     return torch.empty_like(tensor.detach(), device=device)
 
 
-def _read(tensors: Mapping[str, torch.Tensor], found: Fit, world: World) -> None:
+def _read(tensors: Mapping[str, torch.Tensor], fitted: Fit, world: World) -> None:
     with torch.no_grad():
-        for path, source in found.pairs.items():
+        for path, source in fitted.pairs.items():
             part = part_of(tensors[path], world.rank)
             if part.box.numel:
                 source.read(part.box, part.local)
 
 
-def _rebuilt(node: Tree, path: str, made: Mapping[str, torch.Tensor]) -> Any:
+def _rebuilt(node: Tree, path: str, filled: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(node, torch.Tensor):
-        return made[path]
+        return filled[path]
     if isinstance(node, dict):
-        return {key: _rebuilt(value, child(path, key), made) for key, value in node.items()}
+        return {key: _rebuilt(value, child(path, key), filled) for key, value in node.items()}
     return node
 
 
-def _counted(state: TrainState, found: Fit, *, in_place: bool) -> TrainState:
+def _counted(state: TrainState, fitted: Fit, *, in_place: bool) -> TrainState:
     """The state with the number of updates that belongs to its moments."""
-    if found.updates is None:
+    if fitted.updates is None:
         return state
-    updates: Any = found.updates
+    updates: Any = fitted.updates
     if isinstance(state.updates, torch.Tensor):
         updates = state.updates if in_place else torch.empty_like(state.updates)
-        updates.fill_(found.updates)
-    return attrs.evolve(state, updates=updates, step=found.updates if found.step is None else found.step)
+        updates.fill_(fitted.updates)
+    return attrs.evolve(state, updates=updates, step=fitted.updates if fitted.step is None else fitted.step)

@@ -1,7 +1,7 @@
-"""A foreign checkpoint written as one of fnaccel, tensor by tensor: what `fnaccel convert` does.
+"""Writes a foreign checkpoint as an fnaccel checkpoint, tensor by tensor, for `fnaccel convert`.
 
-It holds `{"params": {name: tensor}}`, and where the source has moments with names `"opt"` and `"updates"`.
-What of the parameters are buffers only a model knows: `fa.adopt` sorts them.
+It holds `{"params": {name: tensor}}`, and if the source has moments with names, `"opt"` and `"updates"`.
+Only a model can tell parameters from buffers: `fa.adopt` separates them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fnaccel.interchange.exporting import Style, dtype_in
 
 
 def own_items(source: Source, style: Style) -> list[Item]:
-    """What is to be written, under paths of a state.
+    """The tensors to write, under paths of a state.
 
     Raises:
         CheckpointError: moments without names.
@@ -43,18 +43,18 @@ def own_items(source: Source, style: Style) -> list[Item]:
             raise ArgumentError("there are no averages", where=style.where, fix="leave out --ema")
         tensors |= {path_of("params", name): value for name, value in source.averages.items()}
     for name, slots in source.slots.items():
-        tensors |= {path_of("opt", name, slot): one for slot, one in slots.items() if slot != "step"}
+        tensors |= {path_of("opt", name, slot): tensor for slot, tensor in slots.items() if slot != "step"}
     if source.numbered is not None:
         for number, slots in source.numbered.slots.items():
-            tensors |= {path_of("opt", str(number), slot): one for slot, one in slots.items()}
-    kept = pick(tensors, style.only, style.skip, style.rename, style.where)
-    if source.numbered is not None and any(path.startswith("opt/") for path in kept):
+            tensors |= {path_of("opt", str(number), slot): tensor for slot, tensor in slots.items()}
+    picked = pick(tensors, style.only, style.skip, style.rename, style.where)
+    if source.numbered is not None and any(path.startswith("opt/") for path in picked):
         raise CheckpointError(
             "the optimizer's state has numbers instead of names, which only a model can give",
             where=style.where,
-            fix="--skip 'opt/*' leaves it out; fa.adopt(path, like=state) takes it from the source itself",
+            fix="--skip 'opt/*' leaves it out. fa.adopt(path, like=state) takes it from the source itself",
         )
-    items = of_found(kept, dtype_in(style))
+    items = of_found(picked, dtype_in(style))
     check_items(items, style.where)
     return items
 
@@ -62,13 +62,13 @@ def own_items(source: Source, style: Style) -> list[Item]:
 def write_own(
     root: Path, source: Source, style: Style, *, step: int | None = None, progress: Progress | None = None
 ) -> Path:
-    """Write a checkpoint under a root as `fa.save` does, in this process alone; where it is.
+    """Write a checkpoint under a root as `fa.save` does, in this process alone. Returns its directory.
 
     Args:
-        root: made where it is missing.
+        root: created if missing.
         source: an opened checkpoint.
-        style: what of it, and how.
-        step: the number in its name; by default what the source counts, or 0.
+        style: the options of the conversion.
+        step: the number in its name. By default the step of the source, or 0.
         progress: called with the bytes written.
 
     Raises:
@@ -76,8 +76,10 @@ def write_own(
         ArgumentError: see `own_items`.
     """
     items = own_items(source, style)
-    number = next((one for one in (step, source.step, source.updates) if one is not None), 0)
-    if any(one.step == number for one in commit.checkpoints(root)):
+    number = next(
+        (candidate for candidate in (step, source.step, source.updates) if candidate is not None), 0
+    )
+    if any(checkpoint.step == number for checkpoint in commit.checkpoints(root)):
         raise CheckpointError(
             f"{root} has a checkpoint of step {number}", where=style.where, fix="give another directory"
         )
@@ -95,7 +97,7 @@ def write_own(
                 stored |= {item.name: _stored(item, name) for item in shard}
             source.check_unchanged()
             text = _manifest(number, stored, records, source)
-            manifest.parse(text, style.where)  # what a reader would refuse is not committed
+            manifest.parse(text, style.where)  # a manifest that a reader would refuse is not committed
             durable.write_file(staged / manifest.FILE, [memoryview(text)])
             return commit.commit(staged, root, number, style.where)
         except BaseException:

@@ -79,8 +79,8 @@ def export_hf(
         model: the name of the model, if there are several.
         only, skip: shell patterns of names to be written, or not: `"encoder.*"`.
         rename: regular expressions and their replacements, in order, or a function, for names.
-        overwrite: replace an earlier export: `model*.safetensors`, `pytorch_model*.bin` and their index;
-            all other files in it, such as a tokenizer's, are kept.
+        overwrite: replace an earlier export: `model*.safetensors`, `pytorch_model*.bin` and their index.
+            All other files, such as a tokenizer's, are kept.
         world: the world, if none was started in this context.
 
     Returns:
@@ -99,15 +99,15 @@ def export_hf(
     target = Path(directory)
     style = Style(max_shard_size, dtype, ema, model, only, skip, rename)
     if isinstance(source, str | os.PathLike):
-        found = world_of(world)
+        active = world_of(world)
         path: Path = Path(source)
 
         def convert() -> None:
-            if found.is_main:
-                with opened(path, "fnaccel") as one:
-                    export_source(target, one, style, config=config, overwrite=overwrite)
+            if active.is_main:
+                with opened(path, "fnaccel") as checkpoint:
+                    export_source(target, checkpoint, style, config=config, overwrite=overwrite)
 
-        together(found, _WHERE, convert)
+        together(active, _WHERE, convert)
         return target
     return _export_state(target, source, style, config, overwrite=overwrite, world=world)
 
@@ -139,18 +139,18 @@ def export_source(
 
 
 def items_of(source: Source, style: Style) -> list[Item]:
-    """What of an opened checkpoint is to be written.
+    """The items to write of an opened checkpoint.
 
     Raises:
         ArgumentError: no averages, no such model, patterns that match nothing.
     """
-    weights = {name: one for name, one in source.weights.items() if name not in source.transient}
+    weights = {name: tensor for name, tensor in source.weights.items() if name not in source.transient}
     if style.ema:
         _check_averages(source.averages, style)
         weights |= source.averages
-    own = source.format == "fnaccel"
-    if own or style.model is not None:
-        several = own and all("/" in path for path in weights)  # paths: a "/" leads into a dict
+    is_own = source.format == "fnaccel"
+    if is_own or style.model is not None:
+        several = is_own and all("/" in path for path in weights)  # paths: a "/" leads into a dict
         keys = {unescaped(path.partition("/")[0]) for path in weights} if several else set[str]()
         weights = one_model(weights, keys, style)
     items = of_found(pick(weights, style.only, style.skip, style.rename, style.where), dtype_in(style))
@@ -175,7 +175,7 @@ def _export_state(
         )
     check_live(state)
     check_trained(state, "fa.export_hf")
-    found = world_of(world, state)
+    active = world_of(world, state)
     shards: list[list[Item]] = []
     files: dict[str, str] = {}
     place: list[Path] = []
@@ -184,39 +184,39 @@ def _export_state(
     def begin() -> None:
         modules = modules_of(state)
         tensors = one_model(weights_of(state, modules, style), keys_of(state), style)
-        kept = pick(tensors, style.only, style.skip, style.rename, _WHERE)
-        items = of_tensors(kept, dtype_in(style), keep=found.is_main)
+        picked = pick(tensors, style.only, style.skip, style.rename, _WHERE)
+        items = of_tensors(picked, dtype_in(style), keep=active.is_main)
         check_items(items, _WHERE)
         shards.extend(spread(items, bytes_in(style.max_shard_size, _WHERE)))
         files.update(files_for(config, (modules or {}).get(style.model), dtype_in(style), _WHERE))
-        if found.is_main:
+        if active.is_main:
             place.append(placing.check_free(target, overwrite=overwrite, where=_WHERE))
             staged.append(placing.stage(place[0]))
 
     try:
-        together(found, _WHERE, begin)
+        together(active, _WHERE, begin)
         for name, shard in zip(_names(len(shards)), shards, strict=True):
-            together(found, _WHERE, writer(staged[0] / name if staged else None, shard))
-        together(found, _WHERE, lambda: _finish(staged[0], place[0], shards, files) if staged else None)
+            together(active, _WHERE, writer(staged[0] / name if staged else None, shard))
+        together(active, _WHERE, lambda: _finish(staged[0], place[0], shards, files) if staged else None)
     except BaseException:
-        for one in staged:
-            placing.discard(one)
+        for directory in staged:
+            placing.discard(directory)
         raise
     return target
 
 
 def writer(path: Path | None, items: Sequence[Item]) -> Callable[[], None]:
-    """Writes one file on the rank that has a path; all ranks gather the same tensors, also where it fails."""
+    """Writes one file on the rank that has a path. All ranks gather the same tensors, even if it fails."""
 
     def write() -> None:
         if path is None:
             drain(items)
             return
-        begun: list[Item] = []
+        started: list[Item] = []
 
         def noted(item: Item) -> Item:
             def blocks() -> Any:
-                begun.append(item)
+                started.append(item)
                 return item.blocks()
 
             return attrs.evolve(item, blocks=blocks)
@@ -224,7 +224,7 @@ def writer(path: Path | None, items: Sequence[Item]) -> Callable[[], None]:
         try:
             write_items(path, [noted(item) for item in items])
         except Exception:
-            drain(items[len(begun) :])
+            drain(items[len(started) :])
             raise
 
     return write
@@ -256,36 +256,38 @@ def weights_of(
     state: TrainState, modules: Mapping[str | None, nn.Module] | None, style: Style
 ) -> dict[str, torch.Tensor]:
     """Parameters (or their averages) and persistent buffers by path, the model's key first."""
-    found = tensors_of(state.params, "", _WHERE)
+    weights = tensors_of(state.params, "", _WHERE)
     if style.ema:
         averages = {} if state.ema is None else tensors_of(state.ema, "", _WHERE)
         _check_averages(averages, style)
-        found |= averages  # what is frozen has none
+        weights |= averages  # frozen parameters have no average
     buffers = tensors_of(state.buffers, "", _WHERE)
     if modules is not None:
-        wanted = persistent_paths(modules)
-        buffers = {name: value for name, value in buffers.items() if name in wanted}
-    return found | buffers
+        persistent = persistent_paths(modules)
+        buffers = {name: value for name, value in buffers.items() if name in persistent}
+    return weights | buffers
 
 
 def keys_of(state: TrainState) -> set[str]:
-    """The keys of the models in a state; empty if there is one model without a key."""
+    """The keys of the models in a state. Empty if there is one model without a key."""
     return {key for key, value in state.params.items() if isinstance(value, dict)}
 
 
 def one_model(weights: Mapping[str, Any], keys: set[str], style: Style) -> dict[str, Any]:
-    """The weights of the model that is meant, by path, become those by name, without its key."""
+    """The weights of the selected model: from paths to names without the model's key."""
     if not keys and style.model is None:
-        return {unescaped(path): one for path, one in weights.items()}
+        return {unescaped(path): tensor for path, tensor in weights.items()}
     if style.model is None or style.model not in keys:
         count = f"there are {len(keys)} models" if len(keys) > 1 else "the model has a key"
-        what = count if style.model is None else f"no model is called {style.model!r}"
+        problem = count if style.model is None else f"no model is called {style.model!r}"
         raise ArgumentError(
-            what, where=f"{style.where}(model=...)", fix=nearest(style.model or "", keys or {"(one)"})
+            problem, where=f"{style.where}(model=...)", fix=nearest(style.model or "", keys or {"(one)"})
         )
     prefix = child("", style.model) + "/"
     return {
-        unescaped(path.removeprefix(prefix)): one for path, one in weights.items() if path.startswith(prefix)
+        unescaped(path.removeprefix(prefix)): tensor
+        for path, tensor in weights.items()
+        if path.startswith(prefix)
     }
 
 
@@ -299,7 +301,7 @@ def _check_averages(averages: Mapping[str, Any], style: Style) -> None:
 
 
 def dtype_in(style: Style) -> torch.dtype | None:
-    """The dtype that floating-point values become; None: as they are.
+    """The dtype for floating-point values, or None to keep theirs.
 
     Raises:
         ArgumentError: it is no floating-point one.
@@ -314,18 +316,18 @@ def dtype_in(style: Style) -> torch.dtype | None:
             where=where,
             fix='give a name, such as "bf16", or a dtype, such as torch.float16',
         )
-    found = dtype_of(style.dtype, where)
-    if not found.is_floating_point:
+    dtype = dtype_of(style.dtype, where)
+    if not dtype.is_floating_point:
         raise ArgumentError(
-            f"{found} can't hold floating-point values, and it is those that dtype= converts",
+            f"{dtype} can't hold floating-point values, and it is those that dtype= converts",
             where=where,
             fix='give a floating-point one, such as "bf16", or leave dtype= out',
         )
-    return found
+    return dtype
 
 
 def world_of(world: World | None, state: TrainState | None = None) -> World:
-    """The world given, the owner's, or the current one; this process alone where there is none."""
+    """The given world, the owner's, or the current world. Without a world: this process alone."""
     if world is None and state is not None:
         try:
             return lease_of(state, _WHERE).owner.mesh.world

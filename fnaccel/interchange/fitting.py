@@ -1,6 +1,6 @@
-"""Which foreign tensor goes where in a state, and every path where that does not work out.
+"""Assigns foreign tensors to the paths of a state, and lists every path that has no match.
 
-Nothing is read and nothing changed here; see `adopting` for what follows.
+No tensor is read or changed here. `adopting` reads them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fnaccel.interchange.targets import Targets
 
 @attrs.frozen(eq=False)
 class Fit:
-    """What goes where.
+    """The foreign tensor of each path.
 
     Attributes:
         pairs: by path.
         doubled: for paths of tied tensors that are there under two names, the other one.
-        updates: the count that comes with the moments.
-        step: likewise.
+        updates: the number of updates that belongs to the moments.
+        step: the number of steps that belongs to the moments.
     """
 
     pairs: Mapping[str, Found]
@@ -37,7 +37,7 @@ class Fit:
 
 @attrs.frozen
 class Choice:
-    """What the user asked for, and in which function."""
+    """The user's arguments, and the name of the public function."""
 
     only: Patterns
     skip: Patterns
@@ -48,8 +48,8 @@ class Choice:
 def fit(source: Source, targets: Targets, choice: Choice) -> Fit:
     """Place the tensors of a source.
 
-    Names are taken as they are where that works, or else without the wrappers' parts and the prefix that
-    all of them share.
+    Names are used unchanged if they match, or else without the wrappers' parts and the prefix that all of
+    them share.
 
     Raises:
         TreeMismatchError: lists each path that is missing, unexpected, or of another shape or kind of dtype.
@@ -57,17 +57,17 @@ def fit(source: Source, targets: Targets, choice: Choice) -> Fit:
     """
     best: tuple[list[str], Fit] | None = None
     for strip in strips(source.weights):
-        problems, found = _placed(source, targets, choice, strip)
+        problems, fitted = _placed(source, targets, choice, strip)
         if best is None or len(problems) < len(best[0]):
-            best = problems, found
+            best = problems, fitted
         if not problems:
             break
-    problems, found = best or ([], Fit({}, {}))
+    problems, fitted = best or ([], Fit({}, {}))
     if problems:
         raise mismatch(problems, source, choice.where, _rename_hint(source, targets, choice))
-    if any(path.startswith("opt/") for path in found.pairs):
-        return attrs.evolve(found, updates=source.count_updates(), step=source.step)
-    return found
+    if any(path.startswith("opt/") for path in fitted.pairs):
+        return attrs.evolve(fitted, updates=source.count_updates(), step=source.step)
+    return fitted
 
 
 def _placed(
@@ -77,15 +77,15 @@ def _placed(
     names = renamed(offered, choice.rename, choice.where)
     placed: dict[str, Found] = {}
     doubled: dict[str, Found] = {}
-    for old, found in offered.items():
+    for old, tensor in offered.items():
         path = _home(names[old], targets)
         if path in placed:  # tied, and there under more than one name
             doubled[path] = placed[path]
-        placed[path] = found
+        placed[path] = tensor
     for path in targets.tensors:
         if path.startswith("ema/") and path not in placed:
             weight = placed.get(path.replace("ema/", "params/", 1))
-            if weight is not None:  # averages start from what is adopted
+            if weight is not None:  # averages start from the adopted weights
                 placed[path] = weight
     chosen = choose({*placed, *targets.tensors}, choice.only, choice.skip, choice.where)
     problems: list[str] = []
@@ -99,24 +99,24 @@ def _placed(
         elif path in chosen and _needed(path, source, targets):
             problems.append(f"{path}: only in like ({_described(tensor)})")
     problems += [
-        f"{path}: only in the source ({found})"
-        for path, found in placed.items()
+        f"{path}: only in the source ({tensor})"
+        for path, tensor in placed.items()
         if path in chosen and path not in targets.tensors
     ]
-    return problems, Fit(pairs, {path: found for path, found in doubled.items() if path in pairs})
+    return problems, Fit(pairs, {path: tensor for path, tensor in doubled.items() if path in pairs})
 
 
 def _offered(source: Source, targets: Targets, strip: Callable[[str], str]) -> dict[str, Found]:
     """The tensors of a source under paths of a state."""
-    found = {f"params/{strip(name)}": value for name, value in source.weights.items()}
-    for name, kept in source.same.items():  # stored under one of its names only
+    offered = {f"params/{strip(name)}": value for name, value in source.weights.items()}
+    for name, stored_name in source.same.items():  # stored under one of its names only
         if targets.path_of(f"params/{strip(name)}") in targets.tensors:
-            found.setdefault(f"params/{strip(name)}", source.weights[kept])
-    found |= {f"buffers/{strip(name)}": found.pop(f"params/{strip(name)}") for name in source.buffers}
+            offered.setdefault(f"params/{strip(name)}", source.weights[stored_name])
+    offered |= {f"buffers/{strip(name)}": offered.pop(f"params/{strip(name)}") for name in source.buffers}
     if _has(targets, "ema/"):
-        found |= {f"ema/{strip(name)}": value for name, value in source.averages.items()}
+        offered |= {f"ema/{strip(name)}": value for name, value in source.averages.items()}
     if not _has(targets, "opt/"):
-        return found
+        return offered
     moments = [(strip(name), slots) for name, slots in source.slots.items()]
     moments += _numbered(source, targets)
     for name, slots in moments:
@@ -124,8 +124,8 @@ def _offered(source: Source, targets: Targets, strip: Callable[[str], str]) -> d
             path = f"opt/{name}/{slot}"
             # here one count serves all parameters
             if slot != "step" or targets.path_of(path) in targets.tensors:
-                found[path] = value
-    return found
+                offered[path] = value
+    return offered
 
 
 def _numbered(source: Source, targets: Targets) -> list[tuple[str, Mapping[str, Found]]]:
@@ -140,17 +140,17 @@ def _numbered(source: Source, targets: Targets) -> list[tuple[str, Mapping[str, 
         path.removeprefix("opt/").rpartition("/")[0] for path in targets.tensors if path.startswith("opt/")
     }
     # the optimizer was given all parameters, or those alone that are trained
-    known = name_numbered(source.numbered, shapes) or name_numbered(
+    names = name_numbered(source.numbered, shapes) or name_numbered(
         source.numbered, {name: shape for name, shape in shapes.items() if name in trained}
     )
     return [
-        (known[number] if known else f"parameter number {number}", slots)
+        (names[number] if names else f"parameter number {number}", slots)
         for number, slots in source.numbered.slots.items()
     ]
 
 
 def _home(path: str, targets: Targets) -> str:
-    """Where a path leads: weights come without saying whether they are buffers, and under any tied name."""
+    """The path in the state. A source does not mark buffers, and may use any tied name of a tensor."""
     section, _, name = path.partition("/")
     path = targets.path_of(path)
     if section in ("params", "buffers") and path not in targets.tensors:
@@ -174,14 +174,14 @@ def _needed(path: str, source: Source, targets: Targets) -> bool:
     return section == "params" or (section == "opt" and source.has_moments)
 
 
-def _fits(tensor: torch.Tensor, found: Found) -> bool:
-    if tuple(tensor.shape) != found.shape:
+def _fits(tensor: torch.Tensor, stored: Found) -> bool:
+    if tuple(tensor.shape) != stored.shape:
         return False
-    return tensor.dtype == found.dtype or (tensor.dtype.is_floating_point and found.dtype.is_floating_point)
+    return tensor.dtype == stored.dtype or (tensor.dtype.is_floating_point and stored.dtype.is_floating_point)
 
 
 def _rename_hint(source: Source, targets: Targets, choice: Choice) -> str | None:
-    """What to write where all names of a source fit with one prefix before them."""
+    """The `rename=` to suggest if all names of a source match after adding one prefix."""
     paths = [path for path in (*targets.tensors, *targets.tied) if path.startswith(("params/", "buffers/"))]
     here = {path.partition("/")[2] for path in paths}
     name = next(iter(source.weights), None)
@@ -189,8 +189,8 @@ def _rename_hint(source: Source, targets: Targets, choice: Choice) -> str | None
         return None
     for candidate in sorted(here, key=len):
         prefix = candidate.removesuffix(name)
-        if candidate.endswith("." + name) and all(prefix + one in here for one in source.weights):
-            return f'rename={{r"^params/": "params/{prefix}"}} makes the names fit; nothing was changed'
+        if candidate.endswith("." + name) and all(prefix + weight in here for weight in source.weights):
+            return f'rename={{r"^params/": "params/{prefix}"}} makes the names fit. Nothing was changed'
     return None
 
 
@@ -198,17 +198,14 @@ def mismatch(problems: list[str], source: Source, where: str, hint: str | None =
     """The error that lists them."""
     count = len(problems)
     moments = all(problem.startswith("opt/") for problem in problems)
-    fix = (
-        hint
-        or "rename=, skip= or only= where names differ; give a like= of the same model; nothing was changed"
-    )
+    fix = hint or "rename=, skip= or only= if names differ, or a like= of the same model. Nothing was changed"
     if moments:
         fix = (
-            'skip="opt/*" leaves the moments out; or give a like= of the same optimizer; nothing was changed'
+            'skip="opt/*" leaves the moments out, or give a like= of the same optimizer. Nothing was changed'
         )
     if moments and source.numbered is not None:
-        fix = 'skip="opt/*" leaves the moments out: they have numbers, and names are only found where each '
-        fix += "group of the optimizer keeps the model's order; nothing was changed"
+        fix = 'skip="opt/*" leaves the moments out: they have numbers, and get names only if each '
+        fix += "group of the optimizer keeps the model's order. Nothing was changed"
     return TreeMismatchError(
         f"{count} {'path differs' if count == 1 else 'paths differ'} between {source.path} "
         f"(read as {source.format}) and like=: " + "; ".join(problems),

@@ -1,4 +1,4 @@
-"""`config.json` and `generation_config.json` beside exported weights; transformers is never imported."""
+"""`config.json` and `generation_config.json` beside exported weights, without importing transformers."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ def files_for(
     """The JSON files to write, by name.
 
     Args:
-        config: a dict, or an object with `to_json_string()` or `to_dict()`; the model's own by default.
-        model: the module that is exported, where there is one.
-        dtype: what the weights were converted to, where they were.
+        config: a dict, or an object with `to_json_string()` or `to_dict()`. By default the model's own.
+        model: the exported module, if there is one.
+        dtype: the dtype of the converted weights, or None if they were not converted.
         where: the public function, for messages.
 
     Raises:
-        ArgumentError: it is none of these, or holds what is no JSON.
+        ArgumentError: it is none of these, or a value is no JSON.
     """
-    own = getattr(model, "config", None)
-    if config is None and not hasattr(own, "to_json_string"):
+    model_config = getattr(model, "config", None)
+    if config is None and not hasattr(model_config, "to_json_string"):
         return {}
-    found = _content(own if config is None else config, where)
-    if model is not None and not found.get("architectures"):
-        found["architectures"] = [class_of(model)]
+    content = _content(model_config if config is None else config, where)
+    if model is not None and not content.get("architectures"):
+        content["architectures"] = [class_of(model)]
     if dtype is not None:
-        found["torch_dtype" if "torch_dtype" in found else "dtype"] = name_of(dtype)
-    files = {"config.json": _text(found, where)}
+        content["torch_dtype" if "torch_dtype" in content else "dtype"] = name_of(dtype)
+    files = {"config.json": _text(content, where)}
     generation = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string"):
         files["generation_config.json"] = _text(_content(generation, where), where)
@@ -59,18 +59,18 @@ def class_of(model: nn.Module) -> str:
 def _content(config: Any, where: str) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
-    found: Any = None
-    if hasattr(config, "to_json_string"):  # leaves out what is a default, and what is no JSON
-        found = json.loads(config.to_json_string())
+    content: Any = None
+    if hasattr(config, "to_json_string"):  # leaves out defaults and values that are no JSON
+        content = json.loads(config.to_json_string())
     elif hasattr(config, "to_dict"):
-        found = config.to_dict()
-    if not isinstance(found, dict):
+        content = config.to_dict()
+    if not isinstance(content, dict):
         raise ArgumentError(
             f"config= is a {type(config).__name__}",
             where=where,
             fix="give a dict, or a config of transformers",
         )
-    return dict(found)
+    return dict(content)
 
 
 def _text(content: Mapping[str, Any], where: str) -> str:
@@ -78,7 +78,7 @@ def _text(content: Mapping[str, Any], where: str) -> str:
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
     except (TypeError, ValueError) as error:
         raise ArgumentError(
-            f"config= holds what is no JSON: {error}",
+            f"config= holds a value that is no JSON: {error}",
             where=where,
             fix="keep numbers, strings, lists and dicts in it",
         ) from None

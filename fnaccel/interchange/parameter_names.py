@@ -1,4 +1,4 @@
-"""What a foreign name is called here: wrappers' prefixes taken off, numbered moments given names."""
+"""From foreign names to the model's: removes wrappers' prefixes, and names numbered moments."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def strips(names: Iterable[str]) -> Iterator[Strip]:
 
     Only a prefix that all names share is ever taken off, one component after the other.
     """
-    known = list(names)
+    all_names = list(names)
     yield lambda name: name
-    bare = [_unwrapped(name) for name in known]
-    if bare != known:
+    bare = [_unwrapped(name) for name in all_names]
+    if bare != all_names:
         yield _unwrapped
     heads: list[str] = []
     while bare and all("." in name for name in bare) and len({name.partition(".")[0] for name in bare}) == 1:
@@ -41,11 +41,11 @@ def _without(prefix: str) -> Strip:
 
 
 def name_numbered(numbered: Numbered, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, str] | None:
-    """Which parameter each number stands for; None where that can't be known.
+    """The parameter of each number, or None if it can't be known.
 
     An optimizer numbers its parameters group by group. With one group the order is the model's. With
     several (decay and no decay) each group keeps the model's order, so a shape tells the group as long as
-    it occurs in one only; names that do not come out in that order show that a group had another one.
+    it occurs in one only. If the resulting names are not in that order, a group had another order.
 
     Args:
         numbered: the optimizer's state.
@@ -55,38 +55,38 @@ def name_numbered(numbered: Numbered, shapes: Mapping[str, tuple[int, ...]]) -> 
     if len(order) != len(shapes) or not set(numbered.slots) <= set(order):
         return None
     if len(numbered.groups) == 1:
-        found = dict(zip(order, shapes, strict=True))
+        names = dict(zip(order, shapes, strict=True))
     else:
-        found = _by_shape(numbered, shapes)
-        if found is None:
+        names = _by_shape(numbered, shapes)
+        if names is None:
             return None
     fits = all(
-        not moment.shape or moment.shape == shapes[found[number]]
+        not moment.shape or moment.shape == shapes[names[number]]
         for number, slots in numbered.slots.items()
         for moment in slots.values()
     )
-    return found if fits else None
+    return names if fits else None
 
 
 def _by_shape(numbered: Numbered, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, str] | None:
     group_of: dict[tuple[int, ...], int] = {}
     waiting: dict[tuple[int, ...], list[str]] = {}
-    for name, shape in shapes.items():
-        waiting.setdefault(shape, []).append(name)
-    found: dict[int, str] = {}
-    order = {name: place for place, name in enumerate(shapes)}
+    for parameter, shape in shapes.items():
+        waiting.setdefault(shape, []).append(parameter)
+    names: dict[int, str] = {}
+    order = {parameter: place for place, parameter in enumerate(shapes)}
     for place, group in enumerate(numbered.groups):
         last = -1
         for number in group:
             shape = _shape_of(numbered.slots.get(number, {}))
             if shape is None or group_of.setdefault(shape, place) != place or not waiting.get(shape):
                 return None
-            found[number] = waiting[shape].pop(0)
-            if order[found[number]] < last:
+            names[number] = waiting[shape].pop(0)
+            if order[names[number]] < last:
                 return None
-            last = order[found[number]]
-    return found
+            last = order[names[number]]
+    return names
 
 
 def _shape_of(slots: Mapping[str, Found]) -> tuple[int, ...] | None:
-    return next((one.shape for slot, one in slots.items() if slot != "step"), None)
+    return next((moment.shape for slot, moment in slots.items() if slot != "step"), None)

@@ -1,4 +1,4 @@
-"""What a foreign checkpoint can be read into: tensors of a state or a tree by path, and their tied names."""
+"""The targets of a foreign checkpoint: tensors of a state or a tree by path, and their tied names."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Targets:
 
     Attributes:
         tensors: by path, in the model's order.
-        persistent: paths of the buffers that a checkpoint must have; None where that is not known.
-        tied: other paths of a tensor -> the one under which it is here.
+        persistent: paths of the buffers that a checkpoint must have, or None if unknown.
+        tied: from further paths of a tensor to its path in `tensors`.
         plain: paths without escapes, as other tools write them -> as they are here.
     """
 
@@ -42,7 +42,7 @@ class Targets:
 
 
 def sections_of(like: Tree, where: str) -> dict[str, Any]:
-    """The parts of a state, or of a dict laid out as one; any other dict of tensors is `params`.
+    """The parts of a state, or of a dict with its keys. Any other dict of tensors is `params`.
 
     Raises:
         ArgumentError: no state and no dict.
@@ -63,7 +63,7 @@ def sections_of(like: Tree, where: str) -> dict[str, Any]:
 
 
 def tensors_of(node: Tree, path: str, where: str) -> dict[str, torch.Tensor]:
-    """The tensors below a node, by path; numbers that an optimizer keeps beside them are left out.
+    """The tensors below a node, by path. Numbers of an optimizer are left out.
 
     Raises:
         ArgumentError: something else than a dict or a tensor.
@@ -71,10 +71,10 @@ def tensors_of(node: Tree, path: str, where: str) -> dict[str, torch.Tensor]:
     if isinstance(node, torch.Tensor):
         return {path: node}
     if isinstance(node, dict):
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for key, value in node.items():
-            found |= tensors_of(value, child(path, key), where)
-        return found
+            tensors |= tensors_of(value, child(path, key), where)
+        return tensors
     if node is None or isinstance(node, bool | int | float):
         return {}
     raise ArgumentError(
@@ -91,20 +91,20 @@ def targets_of(like: Tree, where: str) -> Targets:
         ArgumentError: see `sections_of` and `tensors_of`.
         StaleStateError: a state that was donated.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, section in sections_of(like, where).items():
-        found |= tensors_of(section, name, where)
+        tensors |= tensors_of(section, name, where)
     modules = modules_of(like)
     persistent: frozenset[str] | None = None
     tied: dict[str, str] = {}
     if modules is not None:
         persistent, tied = frozenset(f"buffers/{path}" for path in persistent_paths(modules)), _tied(modules)
-    plain = {unescaped(path): path for path in (*tied, *found)}
-    return Targets(found, persistent, tied, plain)
+    plain = {unescaped(path): path for path in (*tied, *tensors)}
+    return Targets(tensors, persistent, tied, plain)
 
 
 def modules_of(state: Tree) -> dict[str | None, nn.Module] | None:
-    """The modules of the train step that owns a live state, by key (`None`: only one); None for others."""
+    """The modules of the train step that owns a live state, by key (`None`: only one). None if unowned."""
     if not isinstance(state, TrainState):
         return None
     try:
@@ -113,12 +113,12 @@ def modules_of(state: Tree) -> dict[str | None, nn.Module] | None:
         return None
     model = owner.engine.layout.model
     keyed: dict[str | None, nn.Module] = dict(model) if isinstance(model, dict) else {None: model}
-    # what the loss sees may be wrapped; these are the user's
+    # the loss may see wrapped modules. These are the user's
     return dict(zip(keyed, owner.engine.layout.modules, strict=True))
 
 
 def persistent_paths(modules: Mapping[str | None, nn.Module]) -> set[str]:
-    """The paths of buffers that belong in a checkpoint, by model first where there are several."""
+    """The paths of persistent buffers. With several models, the model's key comes first."""
     return {
         child("" if key is None else child("", key), name)
         for key, module in modules.items()
@@ -128,7 +128,7 @@ def persistent_paths(modules: Mapping[str | None, nn.Module]) -> set[str]:
 
 def _tied(modules: Mapping[str | None, nn.Module]) -> dict[str, str]:
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    tied: dict[str, str] = {}
     for key, module in modules.items():
         for section, named in (
             ("params", module.named_parameters(remove_duplicate=False)),
@@ -136,7 +136,7 @@ def _tied(modules: Mapping[str | None, nn.Module]) -> dict[str, str]:
         ):
             for name, value in named:
                 path = child(section if key is None else child(section, key), name)
-                known = first.setdefault(id(value), path)
-                if known != path:
-                    found[path] = known
-    return found
+                first_path = first.setdefault(id(value), path)
+                if first_path != path:
+                    tied[path] = first_path
+    return tied

@@ -18,7 +18,7 @@ def count_accelerators() -> int:
     Raises:
         LaunchError: no process can be started.
     """
-    if torch.accelerator.current_accelerator() is None:  # what PyTorch was built for; no driver yet
+    if torch.accelerator.current_accelerator() is None:  # by PyTorch's build, without the driver
         return 0
     read, write = os.pipe()
     try:
@@ -39,6 +39,6 @@ def count_accelerators() -> int:
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as answer:
-        said = answer.read()
+        output = answer.read()
     os.waitpid(pid, 0)
-    return int(said or 0)
+    return int(output or 0)

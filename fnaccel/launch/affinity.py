@@ -1,4 +1,4 @@
-"""Which cores a rank computes on: one contiguous slice, within one NUMA node where there are several.
+"""The cores of a rank: one contiguous slice, within one NUMA node if there are several nodes.
 
 Threads that wander between nodes read their weights from the other node's memory. Linux only: other
 systems have no call for it.
@@ -29,16 +29,16 @@ def cores_of(local_rank: int, processes: int) -> tuple[int, ...]:
         raise LaunchError(
             "this system can't keep a process on chosen cores",
             where="fnaccel launch --cpu-affinity",
-            fix="leave --cpu-affinity out; --threads still says how many threads a rank has",
+            fix="leave --cpu-affinity out. --threads still sets the number of threads of a rank",
         )
     return share(processes, os.sched_getaffinity(0), nodes())[local_rank]
 
 
 def nodes(root: Path = _NODES) -> list[list[int]]:
-    """The cores of each NUMA node; empty where the kernel shows none.
+    """The cores of each NUMA node. Empty if the kernel lists no nodes.
 
     Args:
-        root: where the kernel shows nodes.
+        root: the kernel's directory of nodes.
     """
     numbered = sorted(root.glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node")))
     return [parse(text) for path in numbered if (text := (path / "cpulist").read_text().strip())]
@@ -51,11 +51,11 @@ def parse(text: str) -> list[int]:
         >>> parse("0-2,8")
         [0, 1, 2, 8]
     """
-    found: list[int] = []
+    cores: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        found.extend(range(int(first), int(last or first) + 1))
-    return found
+        cores.extend(range(int(first), int(last or first) + 1))
+    return cores
 
 
 def share(
@@ -79,7 +79,7 @@ def share(
     """
     within = [sorted({*node} & {*allowed}) for node in grouped]
     usable = [node for node in within if node] or [sorted(allowed)]
-    found: list[tuple[int, ...]] = []
+    slices: list[tuple[int, ...]] = []
     for node, ranks in zip(usable, _parts(processes, len(usable)), strict=True):
         if ranks > len(node):
             raise LaunchError(
@@ -90,15 +90,15 @@ def share(
             )
         begin = 0
         for size in _parts(len(node), ranks) if ranks else []:
-            found.append(tuple(node[begin : begin + size]))
+            slices.append(tuple(node[begin : begin + size]))
             begin += size
-    return found
+    return slices
 
 
 def _parts(total: int, count: int) -> list[int]:
     """`total` in `count` parts that differ by one at most, the larger first."""
-    each, rest = divmod(total, count)
-    return [each + (index < rest) for index in range(count)]
+    each, remainder = divmod(total, count)
+    return [each + (index < remainder) for index in range(count)]
 
 
 def pin(cores: Collection[int]) -> None:

@@ -39,9 +39,9 @@ class Coordinator:
     """The coordinator process of this machine. Made by `meet`.
 
     Attributes:
-        ending: why the ranks of all machines are to end: `"failed"`, or `"join"` so that a machine can join.
-        decision: whether another attempt comes after this one; None until that is decided.
-        lost: a line about machines or a store that were lost, or an empty string.
+        ending: why to end the ranks of all machines: `"failed"`, or `"join"` so that a machine can join.
+        decision: whether another attempt follows, or None until the decision.
+        lost: a line about lost machines or a lost store, or an empty string.
     """
 
     def __init__(self, pid: int, channel: Channel) -> None:
@@ -120,12 +120,12 @@ def meet(job: Job) -> Coordinator:
     Raises:
         LaunchError: no process can be started.
     """
-    mine, theirs = socket.socketpair()
+    ours, childs = socket.socketpair()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     try:
         pid = os.fork()
         if pid == 0:
-            _become_coordinator(job, Channel(theirs), mine, blocked)
+            _become_coordinator(job, Channel(childs), ours, blocked)
     except OSError as error:
         raise LaunchError(
             f"no process can be started: {error.strerror}",
@@ -134,8 +134,8 @@ def meet(job: Job) -> Coordinator:
         ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    theirs.close()
-    return Coordinator(pid, Channel(mine))
+    childs.close()
+    return Coordinator(pid, Channel(ours))
 
 
 def _become_coordinator(job: Job, channel: Channel, other: socket.socket, mask: set[Any]) -> None:

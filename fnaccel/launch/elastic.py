@@ -196,9 +196,9 @@ class _Coordinator:
         if not self._wait_for_keys(group, names):
             return None
         cards = [json.loads(group.get(name)) for name in names]
-        given = [card["machine"] for card in cards if card["machine"] is not None]
-        if len(given) != len(set(given)):
-            what = f"launchers were given the same --node-rank: {sorted(given)}"
+        fixed = [card["machine"] for card in cards if card["machine"] is not None]
+        if len(fixed) != len(set(fixed)):
+            what = f"launchers were given the same --node-rank: {sorted(fixed)}"
             raise machines_error(self._job, what, "give each machine a --node-rank of its own, or none")
         places = sorted(range(info.world_size), key=lambda rank: (_order(cards[rank]), rank))
         machine = places.index(info.rank)
@@ -340,12 +340,12 @@ class _Coordinator:
     def _compare_commands(self) -> None:
         """See that all launchers were asked for the same as the first of them."""
         job = self._job
-        mine = json.dumps([job.name, job.processes, job.least_machines, job.machines, job.restarts])
-        theirs: str = self._root.compare_set("job", "", mine).decode()
-        if theirs == mine:
+        command = json.dumps([job.name, job.processes, job.least_machines, job.machines, job.restarts])
+        first_command: str = self._root.compare_set("job", "", command).decode()
+        if first_command == command:
             return
         who = "one machine" if job.machine is None else f"machine {job.machine}"
-        what = f"{who} runs {mine}, and another machine {theirs}"
+        what = f"{who} runs {command}, and another machine {first_command}"
         if int(self._root.add("attempts", 0)) == 0:  # else it is too late to end the job because of it
             self._root.set("refused", what)
             self._handler = self._new_handler()
@@ -376,5 +376,5 @@ def _limit(seconds: float) -> None:
 
 def _order(card: dict[str, Any]) -> tuple[bool, float]:
     """The sort key of a machine: the keeper of the store is first, the others follow by --node-rank."""
-    given = card["machine"]
-    return not card["keeps_store"], float("inf") if given is None else given
+    fixed = card["machine"]
+    return not card["keeps_store"], float("inf") if fixed is None else fixed

@@ -1,7 +1,7 @@
-"""How the launcher's processes end: as Python ends one, save for what was there before the fork.
+"""Ends the launcher's processes as Python does, except for objects from before the fork.
 
 Tearing torch down object by object takes a third of a second in every rank, and C++ threads that
-still run may abort it. What the script made is closed here; the rest is left to the kernel.
+still run may abort it. The script's objects are closed here. The kernel frees everything else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def end(code: int) -> NoReturn:
         code: the exit code.
     """
     try:
-        # private, and what multiprocessing calls at the end of a fork
+        # private, but multiprocessing calls it too at the end of a fork
         threading._shutdown()  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         atexit._run_exitfuncs()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
         if threading.active_count() == 1:  # a daemon thread may still look names up in the script
@@ -38,7 +38,7 @@ def end(code: int) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, with what it printed written.
+    """End this process at once, after flushing its output.
 
     Args:
         code: the exit code.

@@ -1,4 +1,4 @@
-"""How one rank failed: what it says of itself, what is shown, and which of several was first."""
+"""The failure of a rank: its report, its printed text, and the cause among several failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FOLLOWS = re.compile(
     "|pair closure|connection was likely closed|connection refused|communicator was aborted|could not join",
     re.IGNORECASE,
 )
-"""What an error says where another rank has gone: such a one did not come first."""
+"""Texts of an error after another rank has gone: such an error is not the cause."""
 
 
 @attrs.frozen(kw_only=True)
@@ -36,10 +36,10 @@ class Failure:
         rank: which.
         code: the exit code, 128 + the number of a signal.
         when: of the monotonic clock, in seconds.
-        text: its traceback or message; empty where it said nothing.
+        text: its traceback or message, or empty.
         follows: whether its error only says that another rank has gone.
-        absent: whether it ended well, but never came to `fa.start`, where other ranks wait.
-        killed: whether a signal ended it that no runtime sends itself: its memory, or its machine, has gone.
+        absent: whether it exited with 0 but never called `fa.start`, while other ranks wait there.
+        killed: whether a signal ended it that no runtime sends itself (out of memory, a lost machine).
     """
 
     rank: int
@@ -61,11 +61,11 @@ class Failure:
 
     @staticmethod
     def ended(rank: int, status: int) -> Failure | None:
-        """What the exit status of a rank says; None where all is well."""
+        """The failure of a rank from its exit status, or None if it succeeded."""
         code = os.waitstatus_to_exitcode(status)
         if code == 0:
             return None
-        # runtimes abort by themselves where a peer has gone
+        # runtimes abort by themselves when a peer has gone
         killed = code < 0 and -code != signal.SIGABRT
         return Failure(rank=rank, code=128 - code if code < 0 else code, when=time.monotonic(), killed=killed)
 
@@ -92,7 +92,7 @@ def follows(error: BaseException) -> bool:
 
 
 def shown(error: BaseException, trace: TracebackType | None) -> str:
-    """A traceback that begins in the user's script; for an error of ours it ends there too."""
+    """A traceback that begins in the user's script. For an error of fnaccel it ends there too."""
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     if not isinstance(error, FnaccelError):
@@ -109,18 +109,18 @@ def _is_ours(filename: str) -> bool:
 
 
 def describe(failure: Failure, job: Job) -> str:
-    """What the launcher prints of the first failure."""
+    """The launcher's text for the first failure."""
     who = f"rank {failure.rank} of {job.size} on {socket.gethostname()}"
     if failure.absent:
         return f"LaunchError: {failure.text}"
     if failure.text:
         return f"{failure.text}\n\n{who} failed with exit code {failure.code}"
     if failure.code - 128 not in signal.valid_signals():  # 255 is sys.exit(-1)
-        what, fix = f"{who} ended with exit code {failure.code}", "look at what it printed above"
+        summary, fix = f"{who} ended with exit code {failure.code}", "read its output above"
     else:
         name = _signal_name(failure.code - 128)
-        what, fix = f"{who} was ended by {name}", _ADVICE.get(name, "find out who sent the signal")
-    return f"LaunchError: {LaunchError(what, where=f'fnaccel launch {job.name}', fix=fix)}"
+        summary, fix = f"{who} was ended by {name}", _ADVICE.get(name, "find out who sent the signal")
+    return f"LaunchError: {LaunchError(summary, where=f'fnaccel launch {job.name}', fix=fix)}"
 
 
 _FAULT = "set PYTHONFAULTHANDLER=1 to see the line that did it"
@@ -128,7 +128,7 @@ _ADVICE = {
     "SIGKILL": "if nobody sent it, memory ran out (see dmesg): make batches smaller, or shard the model",
     "SIGSEGV": _FAULT,
     "SIGABRT": _FAULT,
-    "SIGBUS": f"{_FAULT}; a full /dev/shm (DataLoader workers) does it too",
+    "SIGBUS": f"{_FAULT}. A full /dev/shm (DataLoader workers) causes it too",
 }
 
 

@@ -25,34 +25,34 @@ class Rank:
 
     Attributes:
         rank: its number among all ranks.
-        pid: its process.
-        pipe: the end that the launcher reads; None once the other end is closed.
-        said: the beginning of a line that is not complete.
+        pid: its process id.
+        pipe: the end that the launcher reads, or None once the other end is closed.
+        partial: the beginning of an incomplete line.
         start: `"joining"` while it waits in `fa.start`, `"joined"` afterwards, `""` before.
     """
 
     rank: int
     pid: int
     pipe: int | None
-    said: bytes = b""
+    partial: bytes = b""
     start: str = ""
 
     def hear(self) -> Failure | None:
-        """Read what the process reports; the failure, once its line is complete."""
+        """Read the reports of the process. Returns its failure once that line is complete."""
         failure: Failure | None = None
         while self.pipe is not None:
             try:
-                said = os.read(self.pipe, 65_536)
+                chunk = os.read(self.pipe, 65_536)
             except BlockingIOError:
                 break
-            *lines, self.said = (self.said + said).split(b"\n")
+            *lines, self.partial = (self.partial + chunk).split(b"\n")
             for line in lines:
                 start = json.loads(line).get("start")
                 if start is None:
                     failure = Failure.of(line)
                 else:
                     self.start = start
-            if not said or failure is not None:
+            if not chunk or failure is not None:
                 os.close(self.pipe)
                 self.pipe = None
         return failure
@@ -68,22 +68,22 @@ def fork(
     mask: set[Any],
     forget: Callable[[], None] = lambda: None,
 ) -> list[Rank]:
-    """Fork the ranks of this machine; signals are blocked meanwhile.
+    """Fork the ranks of this machine while signals are blocked.
 
     Args:
-        job: what they run.
-        port: where they meet.
-        interface: for gloo, or None.
-        restarts: how often they were started before.
+        job: the job to run.
+        port: the port of the ranks' store.
+        interface: the network interface for gloo, or None.
+        restarts: the number of earlier starts.
         several: whether the job has several machines.
-        mask: of signals, which ranks go back to.
-        forget: called in each of them: closes what is the launcher's.
+        mask: the signal mask to restore in the ranks.
+        forget: called in each rank, to close the launcher's files and sockets.
 
     Raises:
-        OSError: not all can be started; then none is left.
+        OSError: not all ranks can be started. Those that were started are killed.
     """
     launcher = os.getpid()
-    gc.freeze()  # what is here stays here: ranks need not look through it, nor copy its pages
+    gc.freeze()  # the ranks' garbage collector skips the launcher's objects, so their pages are not copied
     ranks: list[Rank] = []
     for local_rank in range(job.processes):
         try:
@@ -116,7 +116,7 @@ def fork(
 
 
 def send(ranks: Iterable[Rank], number: signal.Signals) -> None:
-    """Send a signal to ranks, where they still are."""
+    """Send a signal to the ranks that still run."""
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.pid, number)

@@ -1,4 +1,4 @@
-"""`Job`: what is to be started, as a frozen value, and `check`: whether it can be.
+"""`Job`: the processes to start as a frozen value, and `check`: whether they can be started.
 
 Nothing here starts a process, and nothing imports the user's code.
 """
@@ -18,7 +18,7 @@ from fnaccel.launch import affinity
 from fnaccel.launch.network import check_port
 
 STATIC_PORT = 29_500
-"""Where ranks of several machines meet by default: all launchers must agree without talking."""
+"""The default port for several machines: all launchers must agree on it without communication."""
 
 
 @attrs.frozen(kw_only=True)
@@ -30,11 +30,11 @@ class Job:
         module: a module to run as `python -m` does.
         args: the arguments of the script.
         processes: how many on this machine, one for each local rank.
-        machines: how many machines there are, at most.
-        min_machines: how few machines are enough; None: `machines`, not one less.
-        machine: which of the machines this is; None: any.
-        address: where the ranks meet, a name or address that every machine reaches.
-        port: the port there; None: a free one (one machine), or 29500 (several).
+        machines: the largest number of machines.
+        min_machines: the smallest number of machines. None: `machines`.
+        machine: the number of this machine. None: any.
+        address: the name or address of the ranks' store, reachable from every machine.
+        port: the port of the store. None: a free port (one machine), or 29500 (several).
         cpu: keep `fa.start` from taking an accelerator.
         tpu: let `fa.start` take the XLA devices, all for one process.
         affinity: keep each process on cores of its own.
@@ -64,7 +64,7 @@ class Job:
     tpu: bool = False
     affinity: bool = False
     threads: int | None = None
-    grace: float = 30.0  # what SLURM gives, too
+    grace: float = 30.0  # as SLURM
     restarts: int = 0
     min_ranks: int | None = None
     overrides: dict[str, Any] = attrs.field(factory=dict)
@@ -86,7 +86,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What runs, as the command line names it."""
+        """The program as the command line names it."""
         return f"-m {self.module}" if self.module is not None else str(self.script)
 
     def rank(self, local_rank: int) -> int:
@@ -98,7 +98,7 @@ def check(job: Job) -> None:
     """See that everything a job asks for is there.
 
     Raises:
-        LaunchError: it can't be started as asked; nothing was started.
+        LaunchError: the job can't be started. Nothing was started.
     """
     _require(job.processes >= 1, f"{job.processes} processes were asked for", "-n 1, or more")
     _require(
@@ -157,20 +157,20 @@ def _check_devices(job: Job) -> None:
 
 def _check_program(job: Job) -> None:
     if job.module is not None:
-        # only the outermost package: finding what is in it would import it, here in the launcher
+        # only the outermost package: finding its modules would import it into the launcher
         top = job.module.partition(".")[0]
-        known = top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(
+        spec = top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(
             top,
             [os.getcwd(), *sys.path],  # noqa: PTH109 - an entry of sys.path is text
         )
         # an editable install has a finder of its own
-        known = known or any(finder.find_spec(top, None) for finder in sys.meta_path)
-        _require(bool(known), f"there is no module {job.module!r}", "check its name, and start in its folder")
+        spec = spec or any(finder.find_spec(top, None) for finder in sys.meta_path)
+        _require(bool(spec), f"there is no module {job.module!r}", "check its name, and start in its folder")
         return
     _require(bool(job.script), "there is nothing to run", "fnaccel launch train.py, or -m package.module")
     path = Path(str(job.script))
     _require(not path.is_dir(), f"{job.script} is a folder", f"name the file: {path / '__main__.py'}")
-    _require(path.is_file(), f"there is no file {job.script}", f"check the path; this folder is {Path.cwd()}")
+    _require(path.is_file(), f"there is no file {job.script}", f"check the path. This folder is {Path.cwd()}")
 
 
 def _require(condition: bool, what: str, fix: str) -> None:

@@ -1,4 +1,4 @@
-"""Ports and interfaces: where ranks meet, and by which interface this machine gets there."""
+"""Ports and interfaces: the port of the ranks' store, and this machine's interface to reach it."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def check_port(port: int) -> None:
         raise LaunchError(
             f"port {port} can't be listened on: {error.strerror}",
             where="fnaccel launch --master-port",
-            fix="name another port, on every machine the same; on one machine leave it out",
+            fix="name another port, the same on every machine. On one machine leave it out",
         ) from error
 
 
 def wait_for_port(port: int, limit: float = 10.0) -> None:
-    """Wait until a port can be listened on again: what a killed process had forked may hold it.
+    """Wait until a port can be listened on again: a child of a killed process may hold it.
 
     Args:
-        port: which.
-        limit: seconds; afterwards whoever needs it will say so.
+        port: the port.
+        limit: seconds. After that, the process that needs the port raises.
     """
     end = time.monotonic() + limit
     while time.monotonic() < end:
@@ -60,24 +60,24 @@ def wait_for_port(port: int, limit: float = 10.0) -> None:
 def interface_to(address: str) -> str | None:
     """The name of the interface by which this machine reaches another one, or itself by that address.
 
-    Gloo binds to whatever the host name resolves to, often 127.0.0.1, where no other machine can
-    reach it; naming the interface in GLOO_SOCKET_IFNAME is the cure.
+    Gloo binds to the address of the host name. It is often 127.0.0.1, and no other machine can reach
+    that. The fix is to name the interface in GLOO_SOCKET_IFNAME.
 
     Args:
         address: a host name or IPv4 address.
 
     Returns:
-        Such as `"eth0"`; None where it can't be told.
+        The name, such as `"eth0"`, or None if it can't be determined.
     """
     if sys.platform != "linux":
         return None
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing: it asks the kernel for the route
-            own = probe.getsockname()[0]
+            local_address = probe.getsockname()[0]
     except OSError:
         return None
-    return next((name for _, name in socket.if_nameindex() if _address_of(name) == own), None)
+    return next((name for _, name in socket.if_nameindex() if _address_of(name) == local_address), None)
 
 
 def _address_of(interface: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What the launcher was told and a script's recipe takes over; one variable carries it.
+"""Overrides from the launcher to a script's recipe, in one environment variable.
 
 `fa.config.recipe()` takes overrides. The launcher raises at the end of a script that never did.
 """
@@ -27,10 +27,10 @@ def take() -> dict[str, Any]:
 
 
 def check_taken() -> None:
-    """Raise UnusedOverrideError where overrides were given and never taken."""
-    given = json.loads(os.environ.get(VARIABLE, "{}"))
-    if given and _TAKEN not in os.environ:
-        flags = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    """Raise UnusedOverrideError if overrides were given and never taken."""
+    overrides = json.loads(os.environ.get(VARIABLE, "{}"))
+    if overrides and _TAKEN not in os.environ:
+        flags = ", ".join(f"{name}={value!r}" for name, value in overrides.items())
         raise UnusedOverrideError(
             f"the launcher was told {flags}, and the script never used it",
             where="fnaccel launch",

@@ -26,17 +26,17 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def live(job: Job, local_rank: int, *, environ: dict[str, str], launcher: int, pipe: int) -> int:
-    """Run the job's program as this rank, and report to the launcher where it fails.
+    """Run the job's program as this rank, and report to the launcher if it fails.
 
     Args:
-        job: what runs.
-        local_rank: which process of this machine this is.
+        job: the job to run.
+        local_rank: the number of this process on this machine.
         environ: the whole environment.
         launcher: the process id of the launcher.
         pipe: the file descriptor that a failure is written to.
 
     Returns:
-        The exit code; the caller ends the process with it.
+        The exit code. The caller ends the process with it.
     """
     _end_with(launcher)
     if job.affinity:
@@ -61,7 +61,7 @@ def live(job: Job, local_rank: int, *, environ: dict[str, str], launcher: int, p
 
 
 def _run(job: Job) -> tuple[int, str]:
-    """The exit code, and what the launcher is to say of it."""
+    """The exit code, and a text for the launcher to print."""
     try:
         if job.module is not None:
             run_module(job.module, job.args)
@@ -77,15 +77,15 @@ def _run(job: Job) -> tuple[int, str]:
 
 @attrs.define
 class _Report:
-    """What a rank tells the launcher: that it has come to `fa.start`, and how it failed."""
+    """A rank's messages to the launcher: that it has called `fa.start`, and its failure."""
 
     rank: int
     pipe: int
     code: int = 1
-    sent: bool = False
+    reported: bool = False
 
     def hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """What `sys.excepthook` does in a rank: tell the launcher, which prints the first one only."""
+        """The `sys.excepthook` of a rank: report to the launcher, which prints only the first failure."""
         del kind
         text = shown(error, trace)
         self.send(
@@ -94,14 +94,14 @@ class _Report:
 
     def note(self, start: str) -> None:
         """Tell the launcher that `fa.start` waits for the other ranks, or has met them."""
-        if not self.sent:
+        if not self.reported:
             self._write(json.dumps({"start": start}).encode() + b"\n")
 
     def send(self, failure: Failure) -> None:
         """Write a failure to the launcher, unless one was written."""
-        if self.sent:
+        if self.reported:
             return
-        self.sent = True
+        self.reported = True
         self._write(failure.line())
 
     def _write(self, line: bytes) -> None:
@@ -126,7 +126,7 @@ def _take_place(local_rank: int, environ: dict[str, str]) -> None:
         # whole lines in time: a rank that is stopped because of another one loses no output
         sys.stdout.reconfigure(line_buffering=True)
     if "numpy.random" in sys.modules:
-        # processes that were not forked would differ here too; Python's own generator sees to itself
+        # without a fork the seeds would differ too. Python reseeds its own generator after a fork
         sys.modules["numpy.random"].seed()
 
 

@@ -1,7 +1,7 @@
 """Running a file or a module as `python` does: it *is* `__main__`, until the interpreter ends.
 
-`runpy` puts the old `__main__` back when the code returns; threads and exit handlers of the script
-that outlive it would then look for their classes in the launcher.
+`runpy` puts the old `__main__` back when the code returns. Threads and exit handlers of the script that
+still run would then look for their classes in the launcher.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def run_file(path: str, args: Sequence[str]) -> None:
     """Run a Python file as `__main__`.
 
     Args:
-        path: the file; its folder comes first on `sys.path`.
+        path: the file. Its folder comes first on `sys.path`.
         args: `sys.argv` after the script's name.
     """
     full = os.path.abspath(path)  # noqa: PTH100 - `python` keeps symlinks in __file__
@@ -36,7 +36,7 @@ def run_module(name: str, args: Sequence[str]) -> None:
     """Run a module, or a package's `__main__`, as `python -m` does.
 
     Args:
-        name: dotted; the working folder comes first on `sys.path`.
+        name: dotted. The working folder comes first on `sys.path`.
         args: `sys.argv` after the module's file.
 
     Raises:

@@ -101,7 +101,7 @@ def endpoint(job: Job) -> str:
 
 
 def machines_error(job: Job, what: str, fix: str) -> LaunchError:
-    """An error of a job on several machines: where it happened is the command of this machine."""
+    """An error of a job on several machines. Its location is the command of this machine."""
     least, most = job.least_machines, job.machines
     nodes = str(most) if least == most else f"{least}:{most}"
     rank = "" if job.machine is None else f" --node-rank {job.machine}"

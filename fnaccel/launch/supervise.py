@@ -1,7 +1,6 @@
-"""`launch`: start the ranks of this machine and wait for them; start them again where that was asked for.
+"""`launch`: starts the ranks of this machine, waits for them, and restarts them on request.
 
-What a rank does in its process is in `rank.py`, how ranks are watched in `watch.py`, and what is
-printed of a failure in `failure.py`.
+`rank.py` runs inside a rank's process, `watch.py` watches the ranks, and `failure.py` prints a failure.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ _WATCHED = (*TO_END, *TO_PASS_ON, signal.SIGCHLD)
 def launch(job: Job) -> int:
     """Run a job's processes on this machine until they end.
 
-    The ranks are forks of the caller, and know what it has imported: call it before anything
-    starts a thread or an accelerator's driver.
+    The ranks are forks of the caller and share its imported modules. Call it before any thread or
+    accelerator driver is started.
 
     Args:
-        job: what to start.
+        job: the job to start.
 
     Returns:
-        0; or the exit code of the rank that failed first, 128 + the number where a signal ended it,
-        its traceback or message printed once; or 75 where the ranks have saved because a signal asked
-        them to; or 128 + the number of the signal that the launcher got. With restarts, that of the
-        last attempt.
+        0 on success. If a rank failed, the exit code of the first failure (128 + the number if a signal
+        ended it), after its traceback or message was printed once. 75 if the ranks have saved because
+        of a signal. 128 + the number if a signal ended the launcher. With restarts, the code of the last
+        attempt.
 
     Raises:
-        LaunchError: not all processes can be started; then none is left.
+        LaunchError: not all processes can be started. Those that were started are killed.
     """
     check(job)
     coordinator = meet(job) if job.several else None
@@ -53,7 +52,7 @@ def launch(job: Job) -> int:
         try:
             return _attempts(job, coordinator, place, mask)
         finally:
-            while signal.sigpending() & {*TO_END, *TO_PASS_ON}:  # all have ended: it has nothing more to say
+            while signal.sigpending() & {*TO_END, *TO_PASS_ON}:  # for ranks that have all ended
                 signal.sigwait(_WATCHED)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     finally:
@@ -62,7 +61,7 @@ def launch(job: Job) -> int:
 
 
 def _attempts(job: Job, coordinator: Coordinator | None, place: Place | None, mask: set[Any]) -> int:
-    """Start the ranks, again and again where they fail and may; the exit code of the job."""
+    """Start the ranks, and restart them on failure while attempts are left. Returns the job's exit code."""
     elastic = job.least_machines < job.machines
     while place is not None:
         if coordinator is not None:
@@ -91,12 +90,12 @@ def _attempts(job: Job, coordinator: Coordinator | None, place: Place | None, ma
 def _attempt(
     job: Job, place: Place, coordinator: Coordinator | None, mask: set[Any]
 ) -> tuple[Outcome, Decision]:
-    """Start the ranks once, and wait until they have ended; signals are blocked before and after."""
+    """Start the ranks once, and wait until they have ended. Signals are blocked before and after."""
     several = coordinator is not None
     port = job.port or (STATIC_PORT if several else free_port())
     if place.number and job.port is not None and not several:
-        wait_for_port(port)  # a worker that outlives its rank for a moment may still hold it
-    sys.stdout.flush()  # or every fork would write what is buffered here once more
+        wait_for_port(port)  # a worker may outlive its rank for a moment and hold the port
+    sys.stdout.flush()  # or every fork would write this process's buffer again
     sys.stderr.flush()
     try:
         ranks = fork(
@@ -124,7 +123,7 @@ def _attempt(
 
 
 def _smaller(job: Job, killed: int) -> Job:
-    """The job with the ranks left out that were killed, where it may go on without."""
+    """The job without the killed ranks, if it may go on with fewer."""
     if job.min_ranks is None:
         return job
     return attrs.evolve(job, processes=max(job.min_ranks, job.processes - killed))
@@ -138,8 +137,8 @@ def _report(outcome: Outcome, job: Job) -> None:
     if outcome.stopped:
         _say("fnaccel launch: the ranks were stopped so that another machine can join")
     elif outcome.preempted is not None:
-        said = outcome.preempted or "a rank ended with exit code 75"
-        _say(f"fnaccel launch: preempted: {said}; start it again to go on")
+        reason = outcome.preempted or "a rank ended with exit code 75"
+        _say(f"fnaccel launch: preempted: {reason}; start it again to go on")
     elif outcome.failure is not None:
         _say(describe(outcome.failure, job))
 
@@ -150,7 +149,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _signals(mask: set[Any]) -> Generator[int]:
-    """A descriptor from which the numbers of signals are read as bytes; in the body none is blocked."""
+    """A file descriptor that yields the numbers of signals as bytes. In the body no signal is blocked."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     os.set_blocking(read, False)
@@ -160,8 +159,8 @@ def _signals(mask: set[Any]) -> Generator[int]:
     try:
         yield read
     finally:
-        # blocked, and sent again where it was not read, so that what comes between two attempts
-        # is for the next one
+        # block signals and send the unread ones again, so that a signal between two attempts reaches
+        # the next attempt
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         with contextlib.suppress(BlockingIOError):
             for number in os.read(read, 4096):

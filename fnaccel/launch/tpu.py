@@ -1,6 +1,6 @@
 """TPU VMs: the variables of the one process that drives the chips, and the command that starts it from afar.
 
-torch_xla has a launcher of its own, one process for each chip; it refuses SPMD, which `fa.xla` is made of.
+torch_xla's own launcher starts one process per chip, and refuses the SPMD mode that `fa.xla` uses.
 Not run on hardware: the variables are those that PJRT's client reads, tested with its CPU client.
 """
 
@@ -21,7 +21,7 @@ def is_tpu(environ: Mapping[str, str]) -> bool:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a rank's environment gets, so that `fa.start()` takes the XLA devices.
+    """The environment variables of a rank, so that `fa.start()` takes the XLA devices.
 
     Args:
         environ: the launcher's own. A PJRT_DEVICE in it stays (`CPU` rehearses on the CPU).
@@ -59,21 +59,23 @@ def remote_command(
             where="fnaccel launch --tpu-name",
             fix="--tpu-zone us-central2-b",
         )
-    own = list(arguments[: len(arguments) - len(program)])
+    options = list(arguments[: len(arguments) - len(program)])
     for flag, values in FLAGS.items():
-        for index in reversed(range(len(own))):
-            if own[index] == flag:
-                del own[index : index + 1 + values]
-            elif own[index].startswith(f"{flag}="):
-                del own[index]
-    if "--tpu" not in own:
-        own.insert(0, "--tpu")
-    command = shlex.join(["fnaccel", "launch", *own, *program])
+        for index in reversed(range(len(options))):
+            if options[index] == flag:
+                del options[index : index + 1 + values]
+            elif options[index].startswith(f"{flag}="):
+                del options[index]
+    if "--tpu" not in options:
+        options.insert(0, "--tpu")
+    command = shlex.join(["fnaccel", "launch", *options, *program])
     command = f"sudo {command}" if sudo else command
     if folder is not None:
-        home, slash, rest = folder.partition("/")
+        home, slash, subfolder = folder.partition("/")
         # which folder ~ is, only the VM knows
-        place = f"~{slash}{shlex.quote(rest) if rest else ''}" if home == "~" else shlex.quote(folder)
+        place = (
+            f"~{slash}{shlex.quote(subfolder) if subfolder else ''}" if home == "~" else shlex.quote(folder)
+        )
         command = f"cd {place} && {command}"
     return [
         "gcloud", "compute", "tpus", "tpu-vm", "ssh", name, "--zone", zone, "--worker", "all",

@@ -33,20 +33,20 @@ def variables(
 
     Args:
         job: the job that is started.
-        local_rank: which of its processes.
-        port: where the ranks meet.
-        environ: the launcher's own environment; what an outer launch set in it is dropped.
-        interface: for gloo, where ranks are on several machines and the user named none.
-        restarts: how often this job was started before.
-        several: whether the job has several machines, which meet in a store that a launcher keeps.
-        cores: what this machine has; counted by default.
+        local_rank: the number of the process on this machine.
+        port: the port of the ranks' store.
+        environ: the launcher's own environment. Variables of an outer launch are dropped.
+        interface: for gloo, if ranks are on several machines and the user named none.
+        restarts: the number of earlier starts of this job.
+        several: whether the job has several machines, which share a store that a launcher keeps.
+        cores: the number of cores of this machine. Counted by default.
 
     Example:
         >>> variables(Job(script="train.py", processes=2), 1, port=29500, environ={})["RANK"]
         '1'
     """
-    found = {name: value for name, value in environ.items() if not name.startswith(_OF_ANOTHER_LAUNCH)}
-    found |= {
+    new_environ = {name: value for name, value in environ.items() if not name.startswith(_OF_ANOTHER_LAUNCH)}
+    new_environ |= {
         "RANK": str(job.rank(local_rank)),
         "WORLD_SIZE": str(job.size),
         "LOCAL_RANK": str(local_rank),
@@ -60,25 +60,25 @@ def variables(
     }
     if several:
         # the coordinator process keeps the store, and each attempt has keys of its own in it
-        found |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+        new_environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
     if job.cpu:
-        found["FNACCEL_DEVICE"] = "cpu"
+        new_environ["FNACCEL_DEVICE"] = "cpu"
     if job.tpu:
-        found.update(tpu.variables(environ))
+        new_environ.update(tpu.variables(environ))
     if interface is not None:
-        found.setdefault("GLOO_SOCKET_IFNAME", interface)
+        new_environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if job.threads is not None:
-        found["OMP_NUM_THREADS"] = str(job.threads)
+        new_environ["OMP_NUM_THREADS"] = str(job.threads)
     elif job.affinity:
-        found["OMP_NUM_THREADS"] = str(len(affinity.cores_of(local_rank, job.processes)))
+        new_environ["OMP_NUM_THREADS"] = str(len(affinity.cores_of(local_rank, job.processes)))
     elif job.processes > 1:  # a single process has the machine to itself: PyTorch's own choice is right
         each = (cores or _cores()) // job.processes
-        found.setdefault("OMP_NUM_THREADS", str(max(1, each)))
-    return found
+        new_environ.setdefault("OMP_NUM_THREADS", str(max(1, each)))
+    return new_environ
 
 
 def _cores() -> int:
-    """Those that this process may use, where the platform says which."""
+    """The number of cores that this process may use, if the platform lists them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

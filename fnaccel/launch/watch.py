@@ -1,4 +1,4 @@
-"""`Watch`: the launcher's view of its ranks until they have ended, and what it does to them meanwhile."""
+"""`Watch`: watches the ranks until they have ended, and sends them signals."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from fnaccel.launch.job import Job
 from fnaccel.launch.verdict import Decision, MachineResult
 
 SETTLE = 0.5
-"""Seconds in which ranks may still report after the first did: it may not be the one to blame."""
+"""Seconds to wait for further reports after the first failure: the first may not be the cause."""
 
 AFTER_FAILURE = 10.0
-"""Seconds that ranks get to clean up once another has failed: without it they can't save."""
+"""Seconds for ranks to clean up after another rank has failed. They can't save without that rank."""
 
 NOTICE = 30.0
-"""Seconds that a rank may take to come to `fa.start`, where others wait, before a line says so."""
+"""Seconds until a line is printed if ranks wait in `fa.start` for another rank."""
 
 TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that tell the launcher to end everything."""
+"""Signals that end the launcher and all ranks."""
 
 TO_PASS_ON = (signal.SIGUSR1,)
-"""Signals that are for the ranks alone: what they do about it is theirs."""
+"""Signals that the launcher only passes on to the ranks."""
 
 
 @attrs.frozen(kw_only=True)
 class Outcome:
-    """How an attempt ended.
+    """The result of an attempt.
 
     Attributes:
         code: the launcher's exit code.
-        failure: the one that the others followed from, or None.
-        killed: how many ranks were killed, by none of us.
-        preempted: what the ranks said who ended because they were asked to; None where none did.
-        told: whether a signal came: then nothing is started again.
+        failure: the failure that caused the other failures, or None.
+        killed: the number of ranks that were killed from outside the launcher.
+        preempted: the message of the ranks that ended because of a stop request, or None.
+        told: whether a signal came to the launcher. If so, nothing is started again.
         stopped: whether the launcher ended ranks so that another machine can join.
     """
 
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def result(self) -> MachineResult:
-        """What the launchers of other machines need to know of it."""
+        """The result for the launchers of other machines."""
         failure = self.failure
         return MachineResult(
             code=self.code,
@@ -69,7 +69,7 @@ class Outcome:
 
 @attrs.define
 class Watch:
-    """The launcher's view of its ranks, and what it still means to do to them."""
+    """The state of the ranks, and the signals that are due."""
 
     job: Job
     alive: list[Rank]
@@ -89,7 +89,7 @@ class Watch:
 
     def run(self) -> Outcome:
         """Wait until all ranks have ended."""
-        self._reap()  # one may have ended before its signal could be seen
+        self._reap()  # a rank may have ended before SIGCHLD could be received
         while self.alive:
             self._look()
         return self._outcome()
@@ -111,8 +111,8 @@ class Watch:
         if limit is None and self.waits_since is not None and not self.noticed:
             limit = max(0.0, self.waits_since + NOTICE - now)
         pipes = [rank.pipe for rank in self.alive if rank.pipe is not None]
-        others = [] if self.coordinator is None else [self.coordinator.fileno()]
-        ready = select.select([self.signals, *pipes, *others], [], [], limit)[0]
+        coordinators = [] if self.coordinator is None else [self.coordinator.fileno()]
+        ready = select.select([self.signals, *pipes, *coordinators], [], [], limit)[0]
         if self.signals in ready:  # before the ranks: Ctrl-C makes them report too
             self._obey(os.read(self.signals, 4096))
         for rank in self.alive:
@@ -125,7 +125,7 @@ class Watch:
         self._act()
 
     def _end_with_others(self, ending: str | None) -> None:
-        """Mean to end the ranks if those of all machines are to end."""
+        """Schedule the end of the ranks if the ranks of all machines must end."""
         if ending is None or not self.alive or self.ending or self.due:
             return
         if ending == "join":
@@ -135,7 +135,7 @@ class Watch:
             self._end_in(SETTLE, min(self.job.grace, AFTER_FAILURE))
 
     def _see_absent(self) -> None:
-        """Name ranks that do not come to `fa.start`: as a failure if they have ended, else as a notice."""
+        """Report ranks that do not call `fa.start`: as a failure if they have ended, else as a notice."""
         waiting = [rank.rank for rank in self.alive if rank.start == "joining"]
         if not waiting or self.ending or self.due:
             self.waits_since = None
@@ -153,11 +153,11 @@ class Watch:
 
     def _outcome(self) -> Outcome:
         killed = sum(failure.killed for failure in self.failures)
-        # one that has saved says it for all; another may have looked for it after it was gone
+        # a rank that has saved decides for all. Another may have failed only because that rank was gone
         if self.preempted and all(failure.follows for failure in self.failures):
-            said = next((text for text in self.preempted.values() if text), "")
-            told = self.told or not self.stopped
-            return Outcome(code=Preempted.CODE, preempted=said, told=told, stopped=self.stopped)
+            message = next((text for text in self.preempted.values() if text), "")
+            no_restart = self.told or not self.stopped
+            return Outcome(code=Preempted.CODE, preempted=message, told=no_restart, stopped=self.stopped)
         if self.failures:
             first = cause(self.failures)
             return Outcome(code=first.code, failure=first, killed=killed, told=self.told)
@@ -165,7 +165,7 @@ class Watch:
         return Outcome(code=code, told=self.told, stopped=self.stopped)
 
     def _obey(self, numbers: bytes) -> None:
-        """Pass a signal on to the ranks; at the second one that is to end them they end at once."""
+        """Pass a signal on to the ranks. A second signal to end kills them at once."""
         for number in numbers:
             if number in TO_PASS_ON:
                 self.told = True
@@ -191,25 +191,25 @@ class Watch:
             self._note(heard)
 
     def _note(self, failure: Failure) -> None:
-        if failure.rank in self.preempted or any(known.rank == failure.rank for known in self.failures):
+        if failure.rank in self.preempted or any(noted.rank == failure.rank for noted in self.failures):
             return
         if failure.preempted:
             self.preempted[failure.rank] = failure.text
             self._end_in(self.job.grace, self.job.grace)
-        elif not self.ending:  # what ends from here on was ended by the launcher
+        elif not self.ending:  # from here on the launcher itself ends the ranks
             self.failures.append(failure)
             if self.coordinator is not None:
                 self.coordinator.fail()
             self._end_in(SETTLE, min(self.job.grace, AFTER_FAILURE))
 
     def _end_in(self, seconds: float, grace: float) -> None:
-        """Mean to end the ranks that are left, unless that is meant already."""
+        """Schedule the end of the remaining ranks, unless it is scheduled already."""
         if not self.due:
             now = time.monotonic()
             self.due = [(now + seconds, signal.SIGTERM), (now + seconds + grace, signal.SIGKILL)]
 
     def _reap(self) -> None:
-        """See which ranks have ended, and how."""
+        """Collect the ranks that have ended, and note their failures."""
         for rank in list(self.alive):
             pid, status = os.waitpid(rank.pid, os.WNOHANG)
             if pid == 0:
@@ -223,7 +223,7 @@ class Watch:
             self.alive.remove(rank)
 
     def _act(self) -> None:
-        """Send the signals whose time has come."""
+        """Send the signals that are due."""
         while self.due and self.due[0][0] <= time.monotonic():
             self.ending = True
             send(self.alive, self.due.pop(0)[1])

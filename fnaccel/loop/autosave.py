@@ -1,4 +1,4 @@
-"""What `scan(..., directory=)` adds: states are saved as it goes, at its end, and when it is to stop."""
+"""`scan(..., directory=)`: saves states during the loop, at its end, and on a stop request."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Steps = Generator[tuple[TrainState, dict[str, Any]]]
 
 @attrs.frozen(kw_only=True)
 class Autosave:
-    """Where states go and when.
+    """The directory for states, and when to save them.
 
     Attributes:
         directory: the root of the checkpoints.
         every: steps between two saves. None: at the end only.
-        keep, keep_every: what `fa.save` takes.
+        keep, keep_every: arguments of `fa.save`.
         background: whether training goes on while a state is written.
-        signals: what lets the run save and end.
+        signals: the signals that let the run save and end.
     """
 
     directory: str | Path = attrs.field(converter=lambda path: Path(path).absolute())
@@ -44,10 +44,10 @@ class Autosave:
         """Pass steps on, and save their states.
 
         Raises:
-            Preempted: a signal came to any rank; the state of the last step is saved.
+            Preempted: a signal came to any rank. The state of the last step is saved.
             CheckpointError: a save failed.
         """
-        # inside out: what is being written is waited for, and only then signals are let go
+        # inside out: the save under way ends first, and the signal handlers are restored after it
         with (
             preemption(train_step, signals=self.signals) as notice,
             _Saver(self) as saver,
@@ -80,7 +80,7 @@ class _Saver:
     pending: Saving | None = None
 
     def save(self, state: TrainState) -> None:
-        from fnaccel.checkpoint import save, save_async  # noqa: PLC0415 - only where states are saved
+        from fnaccel.checkpoint import save, save_async  # noqa: PLC0415 - only if states are saved
 
         if state.step == self.step:
             return

@@ -55,7 +55,7 @@ def fit_batch_size(
     """
     require(start >= 1, f"a batch of {start}", "fa.fit_batch_size", "start is 1 or more")
     require(0 < shrink < 1, f"shrink={shrink}", "fa.fit_batch_size", "shrink is between 0 and 1")
-    found = current(world)
+    active = current(world)
     size = start
     while size >= 1:
         result: Any = None
@@ -66,11 +66,11 @@ def fit_batch_size(
             if not is_out_of_memory(error):
                 raise
             failed = True
-        if not any_process(failed, world=found):
+        if not any_process(failed, world=active):
             return size, result
         del result
         gc.collect()
-        if found.device.type == "cuda":
+        if active.device.type == "cuda":
             torch.cuda.empty_cache()
         size = int(size * shrink)
     raise ArgumentError(

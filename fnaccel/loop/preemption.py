@@ -1,6 +1,6 @@
 """`preemption`: a signal to any rank lets all ranks end together, after the same step.
 
-Only signals and what they lead to live here; `Notice` carries the question between ranks, and
+Only signals and their handlers live here. `Notice` carries the stop request between ranks, and
 `scan(..., directory=)` does the saving.
 """
 
@@ -20,7 +20,7 @@ from fnaccel.errors import UnknownNameError, nearest
 from fnaccel.program.train_step import TrainStep
 
 SIGNALS = tuple(name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""What schedulers send before they end a job, where the platform has it."""
+"""The signals that schedulers send before they end a job, if the platform has them."""
 
 
 @contextlib.contextmanager
@@ -50,40 +50,40 @@ def preemption(*train_steps: TrainStep, signals: Iterable[str] = SIGNALS) -> Gen
         ...             raise fa.errors.Preempted(state.step, fa.save("runs/gpt", state))
     """
     numbers = [_number(name) for name in signals]
-    beyond = any(one.mesh.batch_size != one.mesh.world.size for one in train_steps)
+    beyond = any(train_step.mesh.batch_size != train_step.mesh.world.size for train_step in train_steps)
     notice = Notice(dist.group.WORLD if beyond else None)
-    before = [one.notice for one in train_steps]
-    for one in train_steps:
-        one.notice = notice
+    before = [train_step.notice for train_step in train_steps]
+    for train_step in train_steps:
+        train_step.notice = notice
     try:
         with _caught(numbers, notice):
             yield notice
     finally:
-        for one, its in zip(train_steps, before, strict=True):
-            one.notice = its
+        for train_step, its in zip(train_steps, before, strict=True):
+            train_step.notice = its
 
 
 def _number(name: str) -> signal.Signals:
-    known = [one.name for one in signal.Signals]
-    if name not in known:
+    names = [member.name for member in signal.Signals]
+    if name not in names:
         raise UnknownNameError(
-            f"there is no signal {name!r} here", where="fa.preemption", fix=nearest(str(name), known)
+            f"there is no signal {name!r} here", where="fa.preemption", fix=nearest(str(name), names)
         )
     return signal.Signals[name]
 
 
 @contextlib.contextmanager
 def _caught(numbers: Iterable[signal.Signals], notice: Notice) -> Generator[None]:
-    """Install handlers, and put back those of before; only the main thread may."""
+    """Install handlers, and put back the earlier handlers. Only the main thread may."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     late: list[signal.Signals] = []
-    own = os.getpid()
+    pid = os.getpid()
     previous: dict[signal.Signals, Any] = {}
 
     def handle(number: int, _: object) -> None:
-        if os.getpid() != own:  # a child that was forked meanwhile: it ends as it would have
+        if os.getpid() != pid:  # a child that was forked meanwhile: it ends as it would have
             signal.signal(number, previous[signal.Signals(number)])
             signal.raise_signal(number)
             return
@@ -91,7 +91,9 @@ def _caught(numbers: Iterable[signal.Signals], notice: Notice) -> Generator[None
         notice.ask()
 
     # None: a handler that Python has not set, and could not put back
-    previous.update({one: found for one in numbers if (found := signal.getsignal(one)) is not None})
+    previous.update(
+        {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
+    )
     failed = left = False
     for number in previous:
         signal.signal(number, handle)

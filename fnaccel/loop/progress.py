@@ -63,7 +63,7 @@ def _length(iterable: object) -> int | None:
 
 def open_bar(total: int | None, initial: int, *, unit: str = "step") -> Any:
     """A bar of tqdm, a context manager."""
-    from tqdm.auto import tqdm  # noqa: PLC0415 - only where a bar is shown
+    from tqdm.auto import tqdm  # noqa: PLC0415 - only if a bar is shown
 
     often = 0.1 if sys.stderr.isatty() else 5.0  # a log file keeps every line
     return tqdm(total=total, initial=initial, unit=unit, dynamic_ncols=True, mininterval=often)
@@ -80,7 +80,7 @@ def show_metrics(bar: ProgressBar) -> Callable[[dict[str, float]], None]:
     """A function that shows the usual metrics of a step beside the count."""
 
     def show(values: dict[str, float]) -> None:
-        shown = {name: f"{values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values}
-        bar.set_postfix(shown, refresh=False)
+        fields = {name: f"{values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values}
+        bar.set_postfix(fields, refresh=False)
 
     return show

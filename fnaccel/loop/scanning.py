@@ -143,8 +143,8 @@ def scan(
         return taken
     # outermost, so that the last state is saved before a tracker ends
     total = _total(train_step, state, shards, steps, epochs) if progress else None
-    shown = {**(config or {}), "plan": str(train_step.plan)}
-    return _logged(taken, several, shown, log_every, _Bar(total, state.step) if progress else None)
+    run_config = {**(config or {}), "plan": str(train_step.plan)}
+    return _logged(taken, several, run_config, log_every, _Bar(total, state.step) if progress else None)
 
 
 def _trackers(trackers: Any) -> tuple[Tracker, ...]:
@@ -164,7 +164,7 @@ def _trackers(trackers: Any) -> tuple[Tracker, ...]:
 
 @attrs.frozen
 class _Bar:
-    """A progress bar to be shown: its length if it is known, and where it begins."""
+    """A progress bar: its length if it is known, and its first step."""
 
     total: int | None
     initial: int
@@ -175,13 +175,13 @@ def _logged(
 ) -> Steps:
     """Pass steps on, and their metrics to trackers and to a progress bar."""
     with contextlib.ExitStack() as stack:
-        shown: Any = None if bar is None else stack.enter_context(open_bar(bar.total, bar.initial))
-        log = Log(trackers, config, None if shown is None else show_metrics(shown))
+        progress_bar: Any = None if bar is None else stack.enter_context(open_bar(bar.total, bar.initial))
+        log = Log(trackers, config, None if progress_bar is None else show_metrics(progress_bar))
         stack.callback(log.close)
         stack.enter_context(contextlib.closing(taken))
         for state, metrics in taken:
-            if shown is not None:
-                shown.update()
+            if progress_bar is not None:
+                progress_bar.update()
             if state.step % log_every == 0:
                 log.put(state.step, metrics)
             yield state, metrics
@@ -202,7 +202,7 @@ def _steps(
 
 
 def _until(seconds: float, steps: Steps, world: World) -> Steps:
-    """Pass steps on until the time is over; it is over on all ranks at the same step."""
+    """Pass steps on until the time is over, on all ranks at the same step."""
     end = time.monotonic() + seconds
     with contextlib.closing(steps):
         for state, metrics in steps:

@@ -1,8 +1,8 @@
 """Count the collectives of this process: a wrong gradient sync is numerically right, but it costs.
 
-What is counted is what reaches torch's c10d operators, so plain calls, DDP's reducer (which is C++),
-FSDP2, DTensor and compiled code count alike. torch's profiler records them: a dispatch mode sees them
-too, but `torch.compile` compiles nothing under one, so it would change what it measures.
+Calls of torch's c10d operators are counted, so plain calls, DDP's reducer (which is C++), FSDP2, DTensor
+and compiled code count alike. torch's profiler records them. A dispatch mode would see them too, but
+`torch.compile` compiles nothing under a dispatch mode, so the measurement would change the program.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CollectiveCounts:
     """How many collectives of each kind this process issued.
 
     Attributes:
-        counts: kind -> number; kinds are `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`,
+        counts: kind -> number. Kinds are `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`,
             `scatter`, `gather`, `reduce`, `all_to_all`, `send`, `recv` and `barrier`.
     """
 
@@ -60,7 +60,7 @@ class CollectiveCounts:
 
 
 class CollectiveCounter:
-    """What `count_collectives` yields; `result` is there once the block has ended."""
+    """The value of `count_collectives`. `result` is set once the block has ended."""
 
     def __init__(self) -> None:
         self._result: CollectiveCounts | None = None

@@ -26,7 +26,7 @@ _AUTOCAST = {"fp32": None, "fp64": None, "bf16": torch.bfloat16}
 
 @attrs.frozen(kw_only=True)
 class OracleResult:
-    """What a run must reproduce.
+    """The reference values for a run.
 
     Attributes:
         losses: the loss of each step.
@@ -56,12 +56,12 @@ def oracle_run(
     Args:
         make_model: a factory, called after `torch.manual_seed(seed)`. Or a module, trained in place.
         loss_fn: `loss_fn(model, batch)` -> `Mean(total, weight)`, `(scalar, aux)` or a scalar.
-        batches: one entry a step: all micro-batches of all ranks of that step, in any order; their
+        batches: one entry a step: all micro-batches of all ranks of that step, in any order. Their
             tensors, of shape `[rows, ...]`, are concatenated along dim 0.
         lr: learning rate.
         optimizer: `"sgd"` or `"adamw"`.
         clip: largest L2 norm of the gradient, or None.
-        precision: `"fp32"`; `"fp64"` for a model in fp64; or `"bf16"` for `torch.autocast` around the loss.
+        precision: `"fp32"`, `"fp64"` for a model in fp64, or `"bf16"` for `torch.autocast` around the loss.
         seed: of the model's construction.
         options: passed on to the optimizer (`weight_decay=0.0`).
 
@@ -75,10 +75,10 @@ def oracle_run(
         >>> len(oracle_run(lambda: nn.Linear(2, 1), mean, [ragged] * 4, lr=0.1).losses)
         4
     """
-    for name, known, what in ((optimizer, _OPTIMIZERS, "optimizer"), (precision, _AUTOCAST, "precision")):
-        if name not in known:
+    for name, choices, option in ((optimizer, _OPTIMIZERS, "optimizer"), (precision, _AUTOCAST, "precision")):
+        if name not in choices:
             raise UnknownNameError(
-                f"the oracle has no {what} {name!r}", where="oracle_run", fix=nearest(name, known)
+                f"the oracle has no {option} {name!r}", where="oracle_run", fix=nearest(name, choices)
             )
     if isinstance(make_model, torch.nn.Module):
         model = make_model

@@ -1,6 +1,6 @@
 """Real gloo ranks that are forked once and then fed functions, so that a test costs milliseconds.
 
-Only processes live here: what is run on them, and how results are compared, is up to the caller.
+Only processes live here. The caller chooses the functions to run and compares the results.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _GRACE = 5.0  # seconds that ranks get to answer once another one has failed
 
 @attrs.frozen
 class _Order:
-    """What a rank is told to do: join a new group at `store` if there is one, then call."""
+    """A task of a rank: join a new group at `store` if there is one, then call the function."""
 
     store: str | None
     call: bytes
@@ -49,7 +49,7 @@ class _Order:
 
 @attrs.frozen
 class _Answer:
-    """What a rank says: its result pickled, or its error and the text of the traceback."""
+    """The answer of a rank: its result pickled, or its error and the text of the traceback."""
 
     result: bytes | None = None
     error: bytes | None = None
@@ -101,11 +101,11 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the ranks; empty before the first use."""
+        """The process ids of the ranks. Empty before the first use."""
         return [process.pid for process in self._ranks if process.pid is not None]
 
     def start(self) -> None:
-        """Fork the ranks, where they do not run already.
+        """Fork the ranks, if they do not run already.
 
         Raises:
             LaunchError: the parent is itself part of a process group, which a fork would copy.
@@ -128,10 +128,10 @@ class RankPool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
             for rank, (_, pipe) in enumerate(pairs):
-                others = [end for pair in pairs for end in pair if end is not pipe]
+                other_ends = [end for pair in pairs for end in pair if end is not pipe]
                 process = context.Process(
                     target=_serve,
-                    args=(rank, self.size, self.timeout, self._folder, pipe, others),
+                    args=(rank, self.size, self.timeout, self._folder, pipe, other_ends),
                     name=f"rank{rank}",
                 )
                 process.start()
@@ -142,15 +142,15 @@ class RankPool:
         self._renew = True
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on every rank inside its `World`; the results in rank order.
+        """Call `fn(*args, **kwargs)` on every rank inside its `World`. Returns the results in rank order.
 
         Args:
             fn: a function at the top of a module (it is pickled by name).
             args, kwargs: its arguments, the same on every rank.
 
         Raises:
-            Exception: what the lowest rank that failed raised, with its traceback as a note.
-            LaunchError: a rank died, or did not answer in time, or raised what can't be pickled.
+            Exception: the error of the lowest rank that failed, with its traceback as a note.
+            LaunchError: a rank died, or did not answer in time, or its error can't be pickled.
         """
         call = pickle.dumps((fn, args, kwargs))
         self.start()
@@ -193,7 +193,7 @@ class RankPool:
                 )
                 error.add_note(stacks)
                 raise error
-            for pipe in [one for one in waiting if one in ready]:
+            for pipe in [end for end in waiting if end in ready]:
                 rank = waiting.pop(pipe)
                 try:
                     answer: _Answer = pickle.loads(pipe.recv_bytes())
@@ -202,7 +202,7 @@ class RankPool:
                     raise LaunchError(
                         f"rank {rank} died in {name}",
                         where=f"RankPool({self.size}).run",
-                        fix="run the function in one process to see what ends it",
+                        fix="run the function in one process to see why it ends",
                     ) from None
                 answers[rank] = answer
                 if answer.result is None and not failed:
@@ -211,7 +211,7 @@ class RankPool:
         return answers
 
     def _stacks(self, ranks: list[int]) -> str:
-        """Where each of these ranks is: the Python stacks of its threads."""
+        """The Python stacks of the threads of each of these ranks."""
         texts: list[str] = []
         for rank in ranks:
             path = _stack_file(self._folder or Path(), rank)
@@ -225,7 +225,7 @@ class RankPool:
         return "\n".join(texts)
 
     def close(self) -> None:
-        """End the ranks; the pool may be used again."""
+        """End the ranks. The pool may be used again."""
         # closing the pipes would not do: the ranks of younger pools hold copies of these ends
         with contextlib.suppress(OSError):
             for pipe in self._pipes:
@@ -309,10 +309,10 @@ def _stack_file(folder: Path, rank: int) -> Path:
 
 
 def _serve(
-    rank: int, size: int, timeout: float, folder: Path, pipe: Connection, others: list[Connection]
+    rank: int, size: int, timeout: float, folder: Path, pipe: Connection, other_ends: list[Connection]
 ) -> None:
     # inherited ends would keep the pipes of a parent that is gone from closing
-    for end in others:
+    for end in other_ends:
         end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)

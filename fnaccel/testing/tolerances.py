@@ -31,7 +31,7 @@ TOLERANCES: dict[torch.dtype, Tolerance] = {
     ),
     torch.float16: Tolerance(2e-3, 2e-3, "11 bits of mantissa: one rounding is 2**-12 relative"),
 }
-"""The tolerance of each floating-point dtype; every other dtype must agree exactly."""
+"""The tolerance of each floating-point dtype. Every other dtype must agree exactly."""
 
 _EXACT = Tolerance(0.0, 0.0, "integers and bools do not round")
 _PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -85,7 +85,7 @@ def differences(
 def assert_close(
     actual: tree.Tree, expected: tree.Tree, *, precision: torch.dtype | str | None = None
 ) -> None:
-    """Raise where `differences` finds any.
+    """Raise if `differences` finds any.
 
     Raises:
         TreeMismatchError: lists every path that differs.
@@ -95,7 +95,7 @@ def assert_close(
         raise TreeMismatchError(
             f"{len(lines)} leaves differ: " + "; ".join(lines),
             where="assert_close(actual, expected)",
-            fix="find out why; the tolerances are in fnaccel/testing/tolerances.py, with reasons",
+            fix="find out why. The tolerances are in fnaccel/testing/tolerances.py, with reasons",
         )
 
 

@@ -1,4 +1,4 @@
-"""Trackers: where metrics go, one file each. What a tracker is stands in `fnaccel.track.tracker`."""
+"""Trackers: write metrics, one file per tracker. `fnaccel.track.tracker` defines the protocol."""
 
 from fnaccel.track.jsonl import JsonlTracker as JsonlTracker
 from fnaccel.track.jsonl import read_jsonl as read_jsonl

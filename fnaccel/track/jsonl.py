@@ -1,8 +1,8 @@
 """Metrics as lines of JSON in a file: no dependency, no server, readable while the run goes on.
 
 One object a line. `{"time": ..., "config": {...}}` begins a run, `{"step": ..., "time": ..., "loss": ...}`
-is a step; time is in seconds since 1970. JSON has no NaN: what is not finite is the string `"NaN"`,
-`"Infinity"` or `"-Infinity"`, which strict readers take and `read_jsonl` turns back.
+is a step, and time is in seconds since 1970. JSON has no NaN: a number that is not finite is `"NaN"`,
+`"Infinity"` or `"-Infinity"`. Strict readers take these strings and `read_jsonl` turns them back.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class JsonlTracker:
     _file: int | None = attrs.field(default=None, init=False, repr=False)
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open the file and write the config; values that JSON has no word for are written as text.
+        """Open the file and write the config. Values that JSON can't hold are written as text.
 
         Raises:
             OSError: the file can't be written.
@@ -74,7 +74,7 @@ class JsonlTracker:
         self._write({"step": step, "time": time.time(), **metrics})
 
     def finish(self) -> None:
-        """Close the file; every line is in it already."""
+        """Close the file. Every line has been written already."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -84,7 +84,7 @@ class JsonlTracker:
             raise ArgumentError(
                 "this tracker was not started",
                 where=f"JsonlTracker({str(self.path)!r})",
-                fix="tracker.start(config) first; fa.scan(trackers=...) does it",
+                fix="tracker.start(config) first. fa.scan(trackers=...) does it",
             )
         line = json.dumps(_strict(record), default=str, allow_nan=False).encode() + b"\n"
         written = os.write(self._file, line)
@@ -110,7 +110,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         [1, 2, 3]
     """
     lines = Path(path).read_bytes().split(b"\n")
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     torn: int | None = None
     for number, line in enumerate(lines, 1):
         if not line:
@@ -122,8 +122,8 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
             )
         torn = number if record is None else None
         if record is not None:
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What a tracker is, and how metrics get from the device to it without stalling a step.
+"""The tracker protocol, and the copy of metrics from the device without stalling a step.
 
 The trackers themselves are in `fnaccel.track`.
 """
@@ -46,9 +46,9 @@ class Tracker(Protocol):
 
 
 class Fetcher:
-    """Copies scalar metrics to the host behind the device's work, and hands over what has arrived.
+    """Copies scalar metrics to the host asynchronously, and returns those that have arrived.
 
-    On the CPU everything has arrived at once; on an accelerator a copy is read when its event says
+    On the CPU everything has arrived at once. On an accelerator a copy is read when its event says
     that it is complete, or after `depth` steps.
     """
 
@@ -57,7 +57,7 @@ class Fetcher:
         self._waiting: deque[tuple[int, list[str], torch.Tensor, Any]] = deque()
 
     def put(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take one step's metrics; values that are no scalars are left out."""
+        """Take one step's metrics. Values that are no scalars are left out."""
         names: list[str] = []
         values: list[torch.Tensor] = []
         device = next(
@@ -84,7 +84,7 @@ class Fetcher:
         self._waiting.append((step, names, packed, event))
 
     def arrived(self, *, wait: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
-        """(step, metrics as floats) for the steps whose copies are complete; all where `wait`."""
+        """(step, metrics as floats) for the steps whose copies are complete. All steps if `wait`."""
         while self._waiting:
             step, names, packed, event = self._waiting[0]
             if event is not None and not event.query():
@@ -128,7 +128,7 @@ class Log:
             raise
 
     def put(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take one step's metrics, and pass on what has arrived of it and earlier ones."""
+        """Take one step's metrics, and pass on the metrics that have arrived so far."""
         self._fetcher.put(step, metrics)
         self._pass_on(wait=False)
 
@@ -141,7 +141,7 @@ class Log:
                 self._show(values)
 
     def close(self) -> None:
-        """Write what is left and end the trackers that were started."""
+        """Write the remaining metrics and end the trackers that were started."""
         try:
             self._pass_on(wait=True)
         finally:
@@ -150,13 +150,13 @@ class Log:
                 _logger.error("%s raised %d times; training went on", name, count)
 
     def _finish(self) -> None:
-        """End the trackers that were started; each of them, also if a Ctrl-C ends another."""
+        """End all trackers that were started, even if a Ctrl-C interrupts one of them."""
         with contextlib.ExitStack() as stack:
             while self._started:
                 stack.callback(self._guarded, self._started.pop(0), "finish")
 
     def _guarded(self, tracker: Tracker, method: str, *args: Any) -> None:
-        """Call a method of a tracker; what it raises is logged."""
+        """Call a method of a tracker. Its errors are logged."""
         try:
             getattr(tracker, method)(*args)
         except Exception:

@@ -33,7 +33,7 @@ class WandbTracker:
         self._began = False
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Begin the run, or join the one that the script began; `config` is shown beside it.
+        """Begin the run, or join the run that the script began. `config` is shown beside it.
 
         Raises:
             MissingBackendError: wandb is not installed.
@@ -63,12 +63,12 @@ class WandbTracker:
             raise ArgumentError(
                 "this tracker was not started",
                 where="WandbTracker.log",
-                fix="tracker.start(config) first; fa.scan(trackers=...) does it",
+                fix="tracker.start(config) first. fa.scan(trackers=...) does it",
             )
         self._run.log(dict(metrics), step=step)
 
     def finish(self) -> None:
-        """End the run where `start` began it; all metrics are sent when this returns."""
+        """End the run if `start` began it. All metrics are sent when this returns."""
         run, self._run = self._run, None
         if run is not None and self._began:
             run.finish()

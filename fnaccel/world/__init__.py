@@ -1,1 +1,1 @@
-"""The processes of one job: who they are, how they join, what each knows of the others."""
+"""The processes of one job: their ranks, how they join, and their records of each other."""

@@ -26,7 +26,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
 
 Explain = Callable[[str, RuntimeError], Exception | None]
-"""`explain(name, error)` returns the error to raise in place of what a collective raised, or None."""
+"""`explain(name, error)` returns the error to raise in place of a collective's error, or None."""
 
 
 class CallLog:
@@ -34,10 +34,10 @@ class CallLog:
 
     Attributes:
         count: how many calls were begun.
-        newest: (number, name) of the newest of them; pairs, so that another thread never sees a name without
+        newest: (number, name) of the newest of them. Pairs, so that another thread never sees a name without
             its number.
-        thread: the thread that is inside a call; None between calls.
-        failed: the number of the newest call that raised; 0 if none did.
+        thread: the thread that is inside a call, or None between calls.
+        failed: the number of the newest call that raised, or 0.
         failed_at: the line of the script that made that call.
         explain: says which error to raise if a collective fails.
     """
@@ -93,14 +93,14 @@ class CallLog:
         return functools.partial(self.run, name, fn)
 
     def outer(self) -> str:
-        """The name of the call that this thread is inside of; `""` if it is inside of none."""
+        """The name of the call that this thread is inside of, or `""`."""
         return self.newest[-1][1] if self.thread == threading.get_ident() else ""
 
     def place(self) -> str:
-        """The line of the script that made the current call, such as `"train.py:12"`; `""` if unknown."""
+        """The line of the script that made the current call, such as `"train.py:12"`, or `""` if unknown."""
         if self.thread is None:
             return self.failed_at if self.failed == self.count else ""
-        # private, and the only way to see what another thread does
+        # private, and the only way to see another thread's stack
         frames = sys._current_frames()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         return place_of(frames.get(self.thread or 0))
 

@@ -17,7 +17,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 def listening_ports() -> set[int]:
-    """The TCP ports that this process listens on; each gloo group has one of its own."""
+    """The TCP ports that this process listens on. Each gloo group has its own port."""
     return {
         int(connection.getsockname()[1])
         for connection in _tcp_sockets()
@@ -26,7 +26,7 @@ def listening_ports() -> set[int]:
 
 
 def cut(own: Collection[int], others: Collection[int]) -> int:
-    """Shut down the connections that begin or end at a port of a gloo group; how many there were.
+    """Shut down the connections that begin or end at a port of a gloo group. Returns their number.
 
     Args:
         own: ports that this process listens on: connections that were accepted there.

@@ -1,7 +1,7 @@
-"""Kinds of devices: what each can compute in, how many processes share one, which package brings it.
+"""Kinds of devices: the precisions, backend and package of each, and the processes that share one.
 
-A small table and the checks that use it. CPUs and CUDA are tested; the other rows come from the
-documentation of their makers and were not run on hardware, save for XLA's CPU client.
+A small table and the checks that use it. CPUs and CUDA are tested. The other rows come from the
+documentation of their makers and were not run on hardware, except for XLA's CPU client.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Kind:
 
     Attributes:
         name: torch's device type.
-        backend: the collective backend between its processes; None where there is one process only.
-        precisions: what a step may compute in.
-        package: the package that brings it, where torch itself does not.
+        backend: the collective backend between its processes, or None if there is one process only.
+        precisions: the dtypes that a step may compute in.
+        package: the package that provides the device, if torch itself does not.
         install: how to get that package.
     """
 
@@ -77,7 +77,7 @@ KINDS: dict[str, Kind] = {
         ),
     )
 }
-"""What is known, by torch's device type; a type that is not listed is not checked."""
+"""The known kinds by torch's device type. A type that is not listed is not checked."""
 
 
 HOSTED = ("cpu", "xla")
@@ -98,13 +98,13 @@ def check_precision(device: torch.device, compute: torch.dtype) -> None:
         >>> check_precision(torch.device("mps"), torch.bfloat16)
     """
     kind = KINDS.get(device.type)
-    wanted = _SHORT.get(compute, str(compute))
-    if kind is None or wanted in kind.precisions:
+    dtype_name = _SHORT.get(compute, str(compute))
+    if kind is None or dtype_name in kind.precisions:
         return
     why = {
         ("mps", "fp16"): "fp16 needs a loss scale, and torch has none on mps",
         ("xla", "fp16"): "TPUs compute in bf16, and fp16 would need a loss scale",
-    }.get((device.type, wanted), f"no step can compute in {wanted} on {device.type}")
+    }.get((device.type, dtype_name), f"no step can compute in {dtype_name} on {device.type}")
     raise CapabilityError(
         why,
         where=f"fa.with_precision on {device.type}",
@@ -116,8 +116,8 @@ def check_processes(device: torch.device, size: int) -> None:
     """See that `size` processes can share a run on a kind of device.
 
     Args:
-        device: where each computes.
-        size: how many there are.
+        device: the device of each process.
+        size: the number of processes.
 
     Raises:
         WorldError: there can be one only.
@@ -145,13 +145,13 @@ def check_present(device: torch.device) -> None:
     Raises:
         WorldError: torch finds another accelerator, or none.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    seen = "no accelerator" if found is None else found.type
+    present = torch.accelerator.current_accelerator(check_available=True)
+    seen = "no accelerator" if present is None else present.type
     if seen != device.type:
         raise WorldError(
             f"this process has no {device.type}: torch finds {seen}",
             where="fa.start(device=)",
-            fix="leave device out to take what is there, or pass device='cpu'",
+            fix="leave device out to take the device of this machine, or pass device='cpu'",
         )
 
 
@@ -206,13 +206,13 @@ def _import(kind: Kind) -> None:
 def _check_xla_version() -> None:
     """torch_xla links against one release of torch: beside another it fails with a missing symbol."""
     try:
-        found = importlib.metadata.version("torch_xla")
+        xla_version = importlib.metadata.version("torch_xla")
     except importlib.metadata.PackageNotFoundError:
         return  # importing it says so
-    mine = torch.__version__
-    if found.split(".")[:2] != mine.split(".")[:2]:
+    torch_version = torch.__version__
+    if xla_version.split(".")[:2] != torch_version.split(".")[:2]:
         raise MissingBackendError(
-            f"torch_xla {found} was not built for torch {mine}",
+            f"torch_xla {xla_version} was not built for torch {torch_version}",
             where="fa.start(device='xla')",
             fix="an environment of its own: pip install torch==2.9.0 torch_xla==2.9.0 (they go together)",
         )
@@ -229,7 +229,7 @@ def _begin_xla() -> torch.device:
             raise WorldError(
                 "something used an XLA device before, and SPMD has to be chosen before that",
                 where="fa.start(device='xla')",
-                fix="start the world first; make tensors, and ask torch_xla for devices, after it",
+                fix="start the world first. After that, make tensors and ask torch_xla for devices",
             )
         xr.use_spmd()
     try:
@@ -239,7 +239,7 @@ def _begin_xla() -> torch.device:
         raise MissingBackendError(
             f"XLA's client for {kind} does not begin: {str(error).splitlines()[0]}",
             where="fa.start(device='xla')",
-            fix="on a TPU VM: pip install 'torch_xla[tpu]==2.9.0'; PJRT_DEVICE=CPU rehearses on the CPU",
+            fix="on a TPU VM: pip install 'torch_xla[tpu]==2.9.0'. PJRT_DEVICE=CPU rehearses on the CPU",
         ) from error
     if processes > 1:
         raise WorldError(
@@ -253,11 +253,11 @@ def _begin_xla() -> torch.device:
 def run_recorded(values: Iterable[Any]) -> None:
     """Let the tensors among `values` have memory of their own.
 
-    XLA only notes that a copy is wanted. One that is read by itself, before all that was noted has run, lies
-    where its source lies, and the next step gives that memory away.
+    XLA records a copy and runs it later. If the copy is read alone, before all recorded operations have run,
+    it shares its source's memory, and the next step gives that memory away.
 
     Args:
-        values: any leaves; nothing happens where none is on an XLA device.
+        values: any leaves. Nothing happens if none is on an XLA device.
     """
     if any(isinstance(value, torch.Tensor) and value.device.type == "xla" for value in values):
         import torch_xla  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
@@ -284,7 +284,7 @@ class ModuleStream:
         self._module.set_rng_state(state)
 
     def manual_seed(self, seed: int) -> None:
-        """Begin anew."""
+        """Restart from a seed."""
         self._module.manual_seed(seed)
 
 
@@ -306,14 +306,14 @@ class XlaStream:
         self.manual_seed(int.from_bytes(bytes(state.tolist()), "little"))
 
     def manual_seed(self, seed: int) -> None:
-        """Begin anew."""
+        """Restart from a seed."""
         import torch_xla.core.xla_model as xm  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
         xm.set_rng_state(seed % 2**64, str(self.device))
 
 
 def stream_of(device: torch.device) -> Any:
-    """The random stream of a device other than the CPU: a torch.Generator, or what has its methods."""
+    """The random stream of a device other than the CPU: a torch.Generator, or an object with its methods."""
     if device.type == "xla":
         return XlaStream(device)
     module = torch.get_device_module(device)
@@ -324,7 +324,7 @@ def stream_of(device: torch.device) -> Any:
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
     """The random streams that a forward on `device` may draw from: torch's default generators."""
-    found = [torch.default_generator]
+    generators = [torch.default_generator]
     if device.type != "cpu":
-        found.append(stream_of(device))
-    return found
+        generators.append(stream_of(device))
+    return generators

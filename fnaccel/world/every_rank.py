@@ -39,11 +39,11 @@ def every_rank(fn: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def outer_call(world: World | None, own: str) -> str:
-    """The public function that this thread is inside of, such as `"in fa.save"`; `""` if it is `own`."""
+def outer_call(world: World | None, function: str) -> str:
+    """The public function that this thread is in, such as `"in fa.save"`, or `""` if it is `function`."""
     world = find_current() if world is None else world
     name = "" if world is None or world.calls is None else world.calls.outer()
-    return f"in {name}" if name and name != own else ""
+    return f"in {name}" if name and name != function else ""
 
 
 def _log_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallLog | None:
@@ -56,5 +56,5 @@ def _log_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallLog | None:
 
 
 def _is_world(over: object) -> bool:
-    """Whether `over=` names the process group of the world; another group has an order of its own."""
+    """Whether `over=` is the process group of the world. Another group has its own order of calls."""
     return over is None or getattr(over, "group", over) is dist.group.WORLD

@@ -1,7 +1,7 @@
-"""What ranks say of themselves if one waits for too long, and which fault follows from it.
+"""The records of ranks if one waits for too long, and the fault that follows from them.
 
-Only what is certain counts as a fault: a rank that left, or ranks that made different calls. A rank that
-is silent may still come. Everything here is a pure function; `peers.py` sends the records.
+Only a certain fault counts: a rank that left, or ranks that made different calls. A rank without a record
+may still come. Everything here is a pure function. `peers.py` sends the records.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class Record:
-    """What one rank says of itself.
+    """The record of one rank.
 
     Attributes:
         rank: which rank.
-        count: how many calls of all ranks it has begun.
-        names: the newest of these calls; the last is call number `count`.
+        count: the number of calls of all ranks that it has begun.
+        names: the newest of these calls. The last is call number `count`.
         inside: whether it is inside that call.
         place: the line of the script that made the call, if that can be told.
-        left: why the rank left the world, as the predicate of a sentence; None if it has not left.
+        left: why the rank left the world, as the predicate of a sentence, or None if it has not left.
         failed: whether it left because call number `count` raised.
         follows: whether it left because it had lost another rank.
         ports: the TCP ports of its gloo groups.
@@ -50,7 +50,7 @@ class Record:
         return Record(**json.loads(text))
 
     def name(self, number: int) -> str | None:
-        """The name of one call; None if it is too old, or was not made."""
+        """The name of one call, or None if it is too old or was not made."""
         at = number - self.count - 1
         return self.names[at] if -len(self.names) <= at < 0 else None
 
@@ -74,7 +74,7 @@ class Record:
         return f"{self.left}, after call {self.count}, {self.call}"
 
 
-def find_fault(me: Record, others: Collection[Record]) -> str | None:
+def find_fault(me: Record, peers: Collection[Record]) -> str | None:
     """The reason why this rank's newest call will never end, if that is certain. Else None.
 
     Example:
@@ -82,14 +82,14 @@ def find_fault(me: Record, others: Collection[Record]) -> str | None:
         >>> find_fault(me, [Record(rank=1, left="exited")])
         'rank 0 waits in call 1, fa.gather, for rank 1, which exited, before its first call'
     """
-    ordered = sorted(others, key=lambda record: record.rank)
+    ordered = sorted(peers, key=lambda record: record.rank)
     for other in ordered:
         number = _first_difference(me, other)
         if number is not None:
-            mine, theirs = me.at(number), other.at(number)
+            my_call, peer_call = me.at(number), other.at(number)
             return (
-                f"ranks make different calls: call {number} of this world is {mine} on rank {me.rank} "
-                f"and {theirs} on rank {other.rank}"
+                f"ranks make different calls: call {number} of this world is {my_call} on rank {me.rank} "
+                f"and {peer_call} on rank {other.rank}"
             )
     for other in ordered:
         stopped = other.left is not None and not other.follows

@@ -33,14 +33,15 @@ _worlds = itertools.count()
 
 @attrs.define(kw_only=True)
 class Groups:
-    """Process groups of all ranks beside the one in which train steps talk; None: that one serves.
+    """Process groups of all ranks beside the group of the train steps. None: that group serves.
 
-    gloo aborts the process if two ranks send messages of different lengths to each other. So what ranks may
-    enter in another order than train steps has connections of its own: it waits, and the wait is explained.
+    gloo aborts the process if two ranks send messages of different lengths to each other. So calls that
+    ranks may enter in another order than train steps have their own connections. There they wait, and the
+    wait is explained.
 
     Attributes:
         calls: for `fa.gather`, `fa.save` and all other calls over the whole world.
-        data: for what ranks tell each other while they read data.
+        data: for messages between ranks while they read data.
         barrier: for `world.barrier`, whose messages are empty.
     """
 
@@ -60,8 +61,8 @@ class Joined:
     Attributes:
         groups: process groups beside it.
         store: the store that the ranks share.
-        host: the rank that keeps the store; None if a launcher does.
-        port: where the store listens.
+        host: the rank that keeps the store, or None if a launcher does.
+        port: the port of the store.
     """
 
     groups: Groups
@@ -80,11 +81,11 @@ def join(
     """Begin the process group of all ranks.
 
     Args:
-        ranks: what the launcher says of this process.
-        device: where it computes.
-        backend: of collectives; chosen from the device if None.
+        ranks: the launcher's values for this process.
+        device: the device of this process.
+        backend: of collectives. Chosen from the device if None.
         timeout: seconds that ranks wait for each other, here and in each collective.
-        environ: the environment; gets the address of the store if one machine lacks it.
+        environ: the environment. Gets the address of the store if one machine lacks it.
 
     Raises:
         WorldError: no address is set, or not all ranks came.
@@ -147,17 +148,17 @@ def join(
 
 
 def gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A group of all ranks on the CPU, beside the one that trains; every rank calls it."""
-    made = dist.new_group(backend="gloo", timeout=timeout)
-    if isinstance(made, dist.ProcessGroup):
-        return made
+    """A group of all ranks on the CPU, beside the group of the train steps. Every rank calls it."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    if isinstance(group, dist.ProcessGroup):
+        return group
     raise WorldError(
         "no process group can be made", where="a process group that runs", fix="make it with gloo for the CPU"
     )
 
 
 def prefix_of(number: int) -> str:
-    """Below which keys of its store a world writes; worlds of one process group are counted from 1."""
+    """The prefix of a world's keys in its store. Worlds of one process group are counted from 1."""
     return f"fnaccel/world{number}"
 
 
@@ -189,7 +190,7 @@ def _loopback_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> 
         return _client_store(ranks, address, port, limit)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, port), family=family, backlog=_BACKLOG) as listener:
-        # torch closes what it is handed
+        # torch closes the descriptor that it gets
         return _torch.TCPStore(
             address,
             port,
@@ -202,7 +203,7 @@ def _loopback_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> 
 
 
 def _client_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> Any:
-    """The store of rank 0; not that of a world which is over, which rank 0 may not have closed yet."""
+    """The store of rank 0. Not the store of an ended world that rank 0 has not closed yet."""
     end, left = time.monotonic() + limit.total_seconds(), f"{prefix_of(1)}/left"
     while True:
         try:
@@ -226,7 +227,7 @@ def _wait_for_all(store: Any, ranks: Ranks, limit: timedelta) -> None:
     """Wait until every rank has come to the store.
 
     Raises:
-        WorldError: some did not within `limit`; they are named.
+        WorldError: ranks did not join within `limit`. The error names them.
     """
     store.set(f"fnaccel/joining/{ranks.rank}", "1")
     late = list(range(ranks.size))
@@ -249,7 +250,7 @@ def _never_came(ranks: Ranks, late: list[int], limit: timedelta) -> WorldError:
         f"rank {ranks.rank} could not join {ranks.size} ranks: {'rank' if len(late) == 1 else 'ranks'} "
         f"{', '.join(map(str, late))} did not come to fa.start within {limit.total_seconds():g} s",
         where="fa.start",
-        fix="see whether the missing ranks run; call fa.start on every rank, or raise timeout=",
+        fix="see whether the missing ranks run. Call fa.start on every rank, or raise timeout=",
     )
 
 

@@ -1,6 +1,6 @@
-"""What a launcher says of a process: its rank, among how many, on which machine.
+"""The launcher's values for a process: its rank, the number of ranks, its machine.
 
-torchrun's variables, mpirun's, SLURM's; read from a mapping, so that nothing here touches the environment.
+The variables of torchrun, mpirun and SLURM are read from a mapping: nothing here reads the environment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fnaccel.errors import WorldError
 
 @attrs.frozen(kw_only=True)
 class Ranks:
-    """What the environment says about this process, before anything is started."""
+    """The rank, size and machine of this process from the environment, before anything is started."""
 
     rank: int = 0
     size: int = 1

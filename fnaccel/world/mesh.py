@@ -1,7 +1,7 @@
 """Axis arithmetic: from the degrees of a strategy and a number of ranks to a mesh of ranks.
 
-Axes are named as torchtitan names them. The derived axis `batch` is what the data is split
-over: `dp_replicate` and `dp_shard` together.
+Axes are named as torchtitan names them. The data is split over the derived axis `batch`: `dp_replicate` and
+`dp_shard` together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def resolve(degrees: Sequence[tuple[str, int]], size: int, described: str) -> di
         described: how the user wrote the strategy, for the message.
 
     Raises:
-        AxisProductError: the product can't be `size`; shows the arithmetic and what would fit.
+        AxisProductError: the product can't be `size`. Shows the arithmetic and degrees that fit.
     """
     names = [name for name, _ in degrees]
     repeated = sorted({name for name in names if names.count(name) > 1})
@@ -57,20 +57,20 @@ def resolve(degrees: Sequence[tuple[str, int]], size: int, described: str) -> di
 
 
 def batch_ranks(degrees: Sequence[tuple[str, int]], size: int, described: str) -> int:
-    """In how many parts a strategy splits the rows of a batch; arguments as for `resolve`.
+    """The number of parts of a batch's rows under a strategy. Arguments as for `resolve`.
 
     Raises:
         AxisProductError: the strategy does not fit.
     """
-    found = resolve(degrees, size, described)
-    return math.prod(found.get(axis, 1) for axis in BATCH_AXES)
+    resolved = resolve(degrees, size, described)
+    return math.prod(resolved.get(axis, 1) for axis in BATCH_AXES)
 
 
 def _suggest(degrees: Sequence[tuple[str, int]], size: int) -> str:
     if not degrees:
         return f"start one process, or distribute over {size} with ddp() or fsdp()"
     if len(degrees) == 1:
-        return f"use degree {size}, or -1 for all ranks; or start {abs(degrees[0][1])} processes"
+        return f"use degree {size}, or -1 for all ranks, or start {abs(degrees[0][1])} processes"
     first = degrees[0][1]
     pairs = [(d, size // d) for d in range(1, size + 1) if size % d == 0]
     pairs.sort(key=lambda pair: (abs(pair[0] - first), pair))
@@ -82,7 +82,7 @@ def _suggest(degrees: Sequence[tuple[str, int]], size: int) -> str:
 
 @attrs.frozen(kw_only=True)
 class MeshAxis:
-    """One axis of a mesh, as `over=` takes it; `group` is None where the axis has one rank."""
+    """One axis of a mesh, as `over=` takes it. `group` is None if the axis has one rank."""
 
     name: str
     size: int
@@ -166,8 +166,8 @@ def build(world: World, degrees: Mapping[str, int], follows: Mapping[str, str] |
 
     Args:
         world: the ranks.
-        degrees: how many ranks lie along each axis.
-        follows: for each axis that is none of `AXES`, the one after which it stands; outermost if "".
+        degrees: the number of ranks along each axis.
+        follows: for each axis outside `AXES`, the axis before it, or "" for the outermost.
 
     Raises:
         AxisProductError: an axis that is none of `AXES` and follows none.
@@ -186,7 +186,7 @@ def build(world: World, degrees: Mapping[str, int], follows: Mapping[str, str] |
         raise AxisProductError(
             f"a mesh has no axis {unknown[0]!r}",
             where=f"mesh {dict(degrees)}",
-            fix=f"choose one of: {', '.join(order)}; or say which of them it follows",
+            fix=f"choose one of: {', '.join(order)}. Or name the axis that it follows",
         )
     ordered = {name: degrees[name] for name in order if name in degrees}
     if not ordered:
@@ -200,7 +200,7 @@ def build(world: World, degrees: Mapping[str, int], follows: Mapping[str, str] |
 
 
 def ensure_group(world: World) -> None:
-    """Begin a process group of one where a single process needs a mesh and none runs."""
+    """Begin a process group of one rank if a single process needs a mesh and no group runs."""
     if not dist.is_initialized():
         backend = dist.Backend.default_device_backend_map.get(world.device.type, "gloo")
         dist.init_process_group(backend, store=_torch.HashStore(), rank=0, world_size=1)

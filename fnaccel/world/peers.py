@@ -1,6 +1,6 @@
 """`Peers`: how a rank learns that another rank left, exited or entered another call.
 
-A collective waits in C++, where nothing can be asked. So a thread looks after it: if the newest call has
+A collective waits in C++ and can't be interrupted. So a thread watches it: if the newest call has
 not ended for some seconds, it writes this rank's record to the store and reads those of the others. If the
 fault is certain it cuts this rank's connections, so that the collective raises, and `explain` turns that
 error into one that names the rank and the two calls. A rank that leaves writes its record first.
@@ -30,7 +30,7 @@ INTERVAL = 1.0
 """Seconds between two looks at the newest call."""
 
 PATIENCE = 2.0
-"""Seconds for which a call may last before its rank asks the others what they do."""
+"""Seconds that a call may last before its rank asks the other ranks for their records."""
 
 ANSWER = 3.0
 """Seconds that the other ranks get to answer once a collective has failed."""
@@ -41,7 +41,7 @@ DEPARTURE = 5.0
 LAST_WORDS = 1.0
 """Seconds for which the rank that keeps the store stays, so that the others can read why it leaves."""
 
-# what gloo, NCCL and the store say of a rank that is not there, or that sends something else
+# messages of gloo, NCCL and the store if a rank is missing or sends something else
 _LOST = re.compile(
     r"timeout|timed out|closed by peer|connection reset|reset by peer|broken pipe|pair closure|gloo"
     r"|communicator was aborted|remote process exited",
@@ -50,13 +50,13 @@ _LOST = re.compile(
 
 
 class Peers:
-    """What one rank knows of the others; one for each world of several ranks.
+    """A rank's records of the other ranks. One instance for each world of several ranks.
 
     Args:
         store: a store that all ranks share, with a prefix that no earlier world has used.
         log: the calls of this rank.
-        rank, size: which rank this is, and how many there are.
-        host: the rank that keeps the store; None if it is none of them.
+        rank, size: this rank, and the number of ranks.
+        host: the rank that keeps the store, or None if no rank does.
         blocking: whether `store.wait` costs nothing while it waits, as that of a TCPStore. Else a roll
             call is answered after `INTERVAL` seconds.
         keep: TCP ports that are never cut, such as the store's own.
@@ -96,22 +96,22 @@ class Peers:
             thread.start()
         atexit.register(self._exit)
 
-    # what the thread that makes the calls asks for
+    # called by the thread that makes the collective calls
 
     def explain(self, name: str, error: RuntimeError) -> Exception | None:
-        """The error to raise in place of what a collective raised; None if it has another cause."""
+        """The error to raise in place of a collective's error, or None if that has another cause."""
         if isinstance(error, FnaccelError) or not _LOST.search(str(error)):
             return None
         what = self._fault or self._ask(name, str(error).splitlines()[0])
         return PeerLostError(
             what,
             where=f"{name} on rank {self._rank}",
-            fix="see whether another rank failed; if none did, make the same calls on every rank "
+            fix="see whether another rank failed. If none did, make the same calls on every rank "
             "(fa.shard gives all the same number of batches)",
         )
 
     def leave(self, left: str, *, clean: bool, follows: bool = False, wait: bool = True) -> bool:
-        """Tell the other ranks that this one leaves; whether all of them have left too.
+        """Tell the other ranks that this rank leaves. Returns whether all of them have left too.
 
         Args:
             left: why, as the predicate of a sentence whose subject is the rank.
@@ -153,7 +153,7 @@ class Peers:
         self.leave("exited", clean=False)
 
     def _ask(self, name: str, text: str) -> str:
-        """What became of the other ranks, now that a collective has failed."""
+        """The fault of the other ranks, after a collective has failed."""
         me = self._record()
         waited = f"rank {self._rank} waited in call {me.count}, {me.call}, " if me.inside else (
             f"rank {self._rank} waited in {name} "
@@ -178,7 +178,7 @@ class Peers:
         return f"{waited}for ranks that did not come: {text}"
 
     def _silent(self) -> list[int]:
-        """The ranks that do not answer a roll call; ends early if a fault is certain."""
+        """The ranks that do not answer a roll call. Ends early if a fault is certain."""
         number = self._call_roll()
         end = time.monotonic() + ANSWER
         while True:
@@ -215,7 +215,7 @@ class Peers:
     # records and the roll, in the store
 
     def _peers(self) -> list[Record]:
-        """What is known of the other ranks; a list, since another thread may read more meanwhile."""
+        """The records of the other ranks. A copy, since another thread may add records meanwhile."""
         return list(self._records.values())
 
     def _find_fault(self) -> str | None:
@@ -236,7 +236,7 @@ class Peers:
         )
 
     def _call_roll(self, store: Any = None) -> int:
-        """Write this rank's record, and ask all others for theirs; the number of the question."""
+        """Write this rank's record, and ask all other ranks for theirs. Returns the number of the request."""
         store = self._store if store is None else store
         store.set(f"record/{self._rank}", self._record(answers=int(store.get("roll"))).text())
         number = int(store.add("roll", 1))
@@ -248,7 +248,7 @@ class Peers:
             if rank != self._rank and store.check([f"record/{rank}"]):
                 self._records[rank] = Record.of(store.get(f"record/{rank}"))
 
-    # what follows runs in the thread
+    # the methods below run in the watching thread
 
     def _watch(self) -> None:
         try:
@@ -258,7 +258,7 @@ class Peers:
 
     def _watch_others(self) -> None:
         store, answered = self._watched, 0
-        count, since, asked = 0, time.monotonic(), 0
+        count, since, last_asked = 0, time.monotonic(), 0
         while not self._stop.is_set():
             self._wake.wait(INTERVAL)
             self._wake.clear()
@@ -269,8 +269,8 @@ class Peers:
                 count, since = self._log.count, now
             # not sooner: all ranks may be about to raise the same error, and one of them has left already
             waits = now - since >= PATIENCE
-            if waits and inside and asked != count:
-                asked = count
+            if waits and inside and last_asked != count:
+                last_asked = count
                 self._call_roll(store)
             number = int(store.get("roll"))
             if number > answered:
@@ -316,7 +316,7 @@ class Peers:
                 self._wake.set()
 
     def _judge(self) -> bool:
-        """See whether a fault is certain by what is known of the others."""
+        """Check whether a fault is certain from the records of the other ranks."""
         if self._left is None:
             self._fault = self._find_fault()
         return self._fault is not None

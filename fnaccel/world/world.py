@@ -1,7 +1,7 @@
 """The world: which process this is, among how many, and on which device.
 
-`start()` is the only reader of the environment besides the launcher. What it returns is a value;
-functions that need one take `world=`, or the one that `start()` set in this context.
+`start()` is the only reader of the environment besides the launcher. It returns a value. Functions that
+need a world take `world=`, or the world that `start()` set in this context.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _current: ContextVar[World | None] = ContextVar("fnaccel_world", default=None)
 
 if hasattr(os, "register_at_fork"):
     # a worker that collected a process group of its parent would wait for ever, in the group's
-    # destructor, for threads that were not forked: it leaves alone what it has inherited
+    # destructor, for threads that were not forked: its collector skips inherited objects
     os.register_at_fork(after_in_child=gc.freeze)
     os.register_at_fork(after_in_child=_torch.keep_inherited)
     os.register_at_fork(after_in_child=drop_inherited)
@@ -48,7 +48,7 @@ if hasattr(os, "register_at_fork"):
 
 @attrs.frozen(kw_only=True)
 class World:
-    """One process among `size`: a frozen value, and a context manager that ends what `start()` began.
+    """One process among `size`: a frozen value, and a context manager that undoes `start()`.
 
     Attributes:
         rank: this process, 0 to size - 1.
@@ -153,7 +153,7 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        # Preempted says that all ranks leave; sys.exit on one of them does not
+        # Preempted means that all ranks leave, sys.exit on one rank does not
         clean = error is None or getattr(kind, "on_all_ranks", False)
         self._close(_LEFT if clean else _reason(error), clean=clean, follows=isinstance(error, PeerLostError))
 
@@ -162,7 +162,7 @@ class World:
         self._tokens.append(_current.set(self))
 
     def close_with(self, guest: Any) -> None:
-        """Call `guest.close()` before the processes part: it holds what talks between them."""
+        """Call `guest.close()` before the process group ends: the guest communicates over it."""
         self._guests.add(guest)
 
     def resource(self, kind: Callable[[World], R]) -> R:
@@ -239,23 +239,23 @@ def current(world: World | None = None) -> World:
     Raises:
         NoWorldError: there is none (threads start with an empty context).
     """
-    found = world if world is not None else _current.get()
-    if found is None:
+    active = world if world is not None else _current.get()
+    if active is None:
         raise NoWorldError(
             "no world was started in this context",
             where="a function that needs to know the ranks",
             fix="call it inside `with fa.start() as world:`, or pass world=",
         )
-    return found
+    return active
 
 
 def find_current() -> World | None:
-    """The world of this context; None if there is none."""
+    """The world of this context, or None."""
     return _current.get()
 
 
 def announce(world: World) -> None:
-    """Let the environment say LOCAL_RANK, where a runtime looks for it."""
+    """Set LOCAL_RANK in the environment for runtimes that read it."""
     os.environ["LOCAL_RANK"] = str(world.local_rank)
 
 
@@ -275,8 +275,8 @@ def start(
         device: the device to compute on. By default the accelerator of this local rank, or the CPU.
         backend: collective backend. By default the device decides.
         timeout: seconds that a collective may take.
-        compile_cache: folder in which torch.compile keeps what it compiled, for this and later
-            processes. By default a folder in the temporary files. Ranks may share it.
+        compile_cache: folder for the compiled code of torch.compile, for this and later processes. By
+            default a folder in the temporary files. Ranks may share it.
 
     Raises:
         WorldError: the environment contradicts itself, or has fewer devices than processes.
@@ -288,26 +288,26 @@ def start(
     """
     if compile_cache is not None:
         _keep_compiled(Path(compile_cache))
-    found = _ranks_of_running_group() if dist.is_initialized() else detect(os.environ)
-    chosen = _choose_device(device, found)
+    ranks = _ranks_of_running_group() if dist.is_initialized() else detect(os.environ)
+    chosen = _choose_device(device, ranks)
     joined: Joined | None = None
-    if not dist.is_initialized() and found.size > 1:
-        joined = join(found, chosen, backend, timeout, os.environ)
+    if not dist.is_initialized() and ranks.size > 1:
+        joined = join(ranks, chosen, backend, timeout, os.environ)
     if chosen.type not in HOSTED:
         torch.accelerator.set_device_index(chosen.index or 0)
-    calls, peers = _watched(found, joined)
+    calls, peers = _watched(ranks, joined)
     world = World(
-        rank=found.rank,
-        size=found.size,
-        local_rank=found.local_rank,
-        local_size=found.local_size,
-        machine=found.machine,
-        machines=found.machines,
+        rank=ranks.rank,
+        size=ranks.size,
+        local_rank=ranks.local_rank,
+        local_size=ranks.local_size,
+        machine=ranks.machine,
+        machines=ranks.machines,
         device=chosen,
         backend=str(dist.get_backend()) if dist.is_initialized() else "none",
-        source=found.source,
+        source=ranks.source,
         calls=calls,
-        groups=_groups_of(found, joined),
+        groups=_groups_of(ranks, joined),
         peers=peers,
         owns_group=joined is not None,
     )
@@ -316,7 +316,7 @@ def start(
 
 
 def _keep_compiled(folder: Path) -> None:
-    """Tell torch where compiled code goes; inductor and Triton read this when they need it."""
+    """Set torch's folder for compiled code. Inductor and Triton read it when they need it."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.absolute())
     os.environ["TRITON_CACHE_DIR"] = str(folder.absolute() / "triton")
@@ -325,27 +325,27 @@ def _keep_compiled(folder: Path) -> None:
 def _ranks_of_running_group() -> Ranks:
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
-        said = detect(os.environ)
+        launched = detect(os.environ)
     except WorldError:
-        said = Ranks()
-    if (said.rank, said.size) == (rank, size):
-        return attrs.evolve(said, source=_RUNNING)
+        launched = Ranks()
+    if (launched.rank, launched.size) == (rank, size):
+        return attrs.evolve(launched, source=_RUNNING)
     return Ranks(rank=rank, size=size, local_rank=rank, local_size=size, source=_RUNNING)
 
 
 def _choose_device(device: torch.device | str | None, ranks: Ranks) -> torch.device:
-    wanted = device if device is not None else os.environ.get("FNACCEL_DEVICE") or None
-    if wanted is not None:
-        chosen = open_device(wanted)
+    device_name = device if device is not None else os.environ.get("FNACCEL_DEVICE") or None
+    if device_name is not None:
+        chosen = open_device(device_name)
     else:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        chosen = found if found is not None else torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        chosen = accelerator if accelerator is not None else torch.device("cpu")
     check_processes(chosen, ranks.size)
     if chosen.type in HOSTED:
         return chosen if chosen.type != "cpu" else torch.device("cpu")
     check_present(chosen)
     count = torch.accelerator.device_count()
-    named: Any = chosen.index  # None where the device has no number, whatever torch's stub says
+    named: Any = chosen.index  # None if the device has no number, despite torch's stub
     index: int = ranks.local_rank if named is None else named
     if index >= count:
         raise WorldError(
@@ -369,7 +369,7 @@ _worlds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def _watched(ranks: Ranks, joined: Joined | None) -> tuple[CallLog | None, Peers | None]:
-    """The log of this rank's calls, and who looks after them; None on one rank."""
+    """The log of this rank's calls and the watcher of the other ranks, or None on one rank."""
     group: Any = dist.group.WORLD if dist.is_initialized() else None
     if (
         ranks.size == 1

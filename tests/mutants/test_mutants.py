@@ -141,7 +141,7 @@ MUTANTS = [
         "        durable.remove(final)", ("tests/checkpoint/test_faults.py", "-k", "every_write_point"),
     ),
     Mutant(
-        "the newest checkpoints go", "checkpoint/disk/retention.py", "in there[: -self.keep]:", "in there[self.keep :]:",
+        "the newest checkpoints go", "checkpoint/disk/retention.py", "in existing[: -self.keep]:", "in existing[self.keep :]:",
         ("tests/checkpoint/test_background.py", "-k", "retention"),
     ),
     Mutant(
@@ -158,7 +158,7 @@ MUTANTS = [
         "Box((0,) * local.dim(), tuple(local.shape))", ("tests/laws/test_any_layout.py",),
     ),
     Mutant(
-        "a reader cuts at its own offset", "checkpoint/reading.py", "file.get_slice(key)[shared.within(held)]",
+        "a reader cuts at its own offset", "checkpoint/reading.py", "file.get_slice(key)[shared.within(stored)]",
         "file.get_slice(key)[shared.within(request.box)]", ("tests/laws/test_any_layout.py",),
     ),
     Mutant(

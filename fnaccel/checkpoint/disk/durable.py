@@ -19,14 +19,14 @@ from fnaccel.checkpoint.disk.worker_thread import Behind
 
 @attrs.frozen
 class FileRecord:
-    """What a manifest says of a file: its bytes, and their CRC-32 in hexadecimal."""
+    """A file's entry in the manifest: its size in bytes, and its CRC-32 in hexadecimal."""
 
     size: int
     crc32: str
 
 
 def make_directory(path: Path, *, parents: bool = False) -> None:
-    """Make a directory; with `parents`, one that may be there already."""
+    """Make a directory. With `parents` it may exist already."""
     path.mkdir(parents=parents, exist_ok=parents)
 
 
@@ -49,9 +49,9 @@ def write_file(path: Path, chunks: Iterable[memoryview]) -> FileRecord:
                 summing.put(block)
                 size += len(block)
                 unflushed += len(block)
-                rest = block
-                while rest:  # the kernel takes at most 2 GiB at a time
-                    rest = rest[write(number, rest) :]
+                unwritten = block
+                while unwritten:  # the kernel takes at most 2 GiB at a time
+                    unwritten = unwritten[write(number, unwritten) :]
                 if unflushed >= _FLUSH and flushing.offer(None):
                     unflushed = 0
         sync(number)
@@ -81,17 +81,17 @@ def _blocks(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def write(file: int, data: memoryview) -> int:
-    """Write some of `data`; how many bytes."""
+    """Write a part of `data`, and return the number of bytes."""
     return os.write(file, data)
 
 
 def sync(file: int) -> None:
-    """Wait until the device holds what was written to a file or a directory."""
+    """Wait until the device holds all writes to a file or a directory."""
     os.fsync(file)
 
 
 def flush(file: int) -> None:
-    """Let the device take what was written so far; what it lacks at the end, `sync` waits for."""
+    """Start writing to the device, so that `sync` has less to wait for."""
     getattr(os, "fdatasync", os.fsync)(file)
 
 
@@ -112,7 +112,7 @@ def rename(path: Path, to: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory and what is in it."""
+    """Remove a directory and its contents."""
     shutil.rmtree(path)
 
 

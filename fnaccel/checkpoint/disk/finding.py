@@ -80,7 +80,7 @@ def open_checkpoint(
     read = reading.open_manifest if complete else reading.read_manifest
     for last in attempts():
         place = find(path, step, where)
-        checkpoint = attempt(place, stack, lambda held: (held, read(held)), last=last)
+        checkpoint = attempt(place, stack, lambda directory: (directory, read(directory)), last=last)
         if checkpoint is not None:
             check_step(path, place, checkpoint[1], step, where)
             return checkpoint

@@ -16,13 +16,13 @@ _WEIGHTS = re.compile(r"(model.*\.safetensors|pytorch_model.*\.bin)(\.index\.jso
 
 
 def check_free(target: Path, *, overwrite: bool, where: str, file: bool = False) -> Path:
-    """The place that is meant, behind links, where nothing is there that must not be replaced.
+    """Resolve links, and check that the target can be written or replaced.
 
     Args:
-        target: where a directory, or a file, is to be.
-        overwrite: whether what is there may be replaced.
+        target: the path of the new directory or file.
+        overwrite: whether an existing directory or file may be replaced.
         where: the public function, for messages.
-        file: whether it is to be a file.
+        file: whether the target is a file.
 
     Raises:
         CheckpointError: something is there, or it is neither a file nor a directory as asked for.
@@ -66,22 +66,22 @@ def _check_directory(place: Path, target: Path, *, overwrite: bool, where: str) 
         )
     if os.path.ismount(place):
         raise CheckpointError(
-            f"{place} is where a device is mounted, so it can't be replaced as a whole",
+            f"{place} is a mount point, so it can't be replaced as a whole",
             where=where,
             fix=f"give a directory in it, such as {place / 'exported'}",
         )
-    there = list(place.iterdir())
-    if there and not overwrite:
+    entries = list(place.iterdir())
+    if entries and not overwrite:
         raise CheckpointError(
             f"{target} exists and is not empty",
             where=where,
             fix="give a new directory, or overwrite=True (--overwrite)",
         )
-    strange = sorted(one.name for one in there if not one.is_file())
+    strange = sorted(entry.name for entry in entries if not entry.is_file())
     if strange:
-        some = ", ".join(strange[:5])
+        names = ", ".join(strange[:5])
         raise CheckpointError(
-            f"{target} holds directories, or other things than files, and stays as it is: {some}",
+            f"{target} holds directories, or other things than files, and stays as it is: {names}",
             where=where,
             fix="give another directory, or remove that one yourself",
         )
@@ -90,13 +90,13 @@ def _check_directory(place: Path, target: Path, *, overwrite: bool, where: str) 
 def stage(target: Path) -> Path:
     """A new, empty directory beside the target."""
     durable.make_directory(target.parent, parents=True)
-    made = target.parent / f".{target.name}.writing-{uuid.uuid4().hex[:12]}"
-    durable.make_directory(made)
-    return made
+    directory = target.parent / f".{target.name}.writing-{uuid.uuid4().hex[:12]}"
+    durable.make_directory(directory)
+    return directory
 
 
 def commit(staged: Path, target: Path) -> None:
-    """Make a filled directory the target; what was there keeps the files that the new one does not have.
+    """Make a filled directory the target. Files of an old target that the new one lacks are kept.
 
     Weights are never kept: files of an earlier export would be read as part of this one.
     """
@@ -129,7 +129,7 @@ def commit_file(staged: Path, target: Path) -> None:
 
 
 def discard(staged: Path) -> None:
-    """Remove what was not finished."""
+    """Remove an unfinished directory."""
     with contextlib.suppress(OSError):
         durable.remove(staged)
 

@@ -2,7 +2,7 @@
 
     root/step-0000000010          committed
     root/step-0000000010.old      committed: step 10 before a second save of step 10 replaces it
-    root/.saving-step-…           a save that is under way, or that a crash left; no reader opens it
+    root/.saving-step-…           a save that is under way, or that a crash left. No reader opens it
     root/.removing-step-…         a checkpoint that is being removed, or that a reader still holds
 
 A process that fills or reads a directory holds a lock on it, which the system drops with the process. If
@@ -38,7 +38,7 @@ _LISTINGS = 20
 
 @attrs.frozen
 class Checkpoint:
-    """A committed checkpoint: of which step, and where."""
+    """A committed checkpoint: its step and its directory."""
 
     step: int
     path: Path
@@ -96,7 +96,7 @@ def committed(path: Path) -> Path | None:
         new = path.with_name(path.name.removesuffix(_OLD))
         # a second time, since a writer may have put the new one there in between
         paths = [new, new.with_name(new.name + _OLD)] * 3
-    return next((one for one in paths if (one / manifest.FILE).is_file()), None)
+    return next((place for place in paths if (place / manifest.FILE).is_file()), None)
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -115,8 +115,8 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         >>> fa.latest("runs/gpt").name
         'step-0000000000'
     """
-    found = checkpoints(directory)
-    return found[-1].path if found else None
+    committed_steps = checkpoints(directory)
+    return committed_steps[-1].path if committed_steps else None
 
 
 def name_of(step: int) -> str:
@@ -129,9 +129,9 @@ def stage(root: Path, step: int) -> Path:
     if not root.exists():
         durable.make_directory(root, parents=True)
         durable.sync_directory(root.parent)
-    made = root / f"{_UNFINISHED}{name_of(step)}-{uuid.uuid4().hex[:12]}"
-    durable.make_directory(made)
-    return made
+    directory = root / f"{_UNFINISHED}{name_of(step)}-{uuid.uuid4().hex[:12]}"
+    durable.make_directory(directory)
+    return directory
 
 
 def commit(staged: Path, root: Path, step: int, where: str) -> Path:
@@ -166,7 +166,7 @@ def check_free(root: Path, step: int, where: str) -> None:
             raise CheckpointError(
                 f"{path} is no checkpoint: it has no {manifest.FILE}, and holds {strange}",
                 where=where,
-                fix="move it away, or save into another directory; nothing of it was changed",
+                fix="move it away, or save into another directory. Nothing was changed",
             )
 
 
@@ -182,12 +182,12 @@ def _strange(path: Path) -> str | None:
     if not path.is_dir():
         return "no files, since it is a file"
     # the files of a damaged checkpoint may be replaced
-    return next((one.name for one in sorted(path.iterdir()) if not OWN_NAME.fullmatch(one.name)), None)
+    return next((entry.name for entry in sorted(path.iterdir()) if not OWN_NAME.fullmatch(entry.name)), None)
 
 
 def sweep(root: Path) -> None:
-    """Remove what others have replaced, and leftovers of saves that nobody finishes."""
-    with contextlib.suppress(OSError):  # what can't be removed now is tried again by the next save
+    """Remove replaced checkpoints, and leftovers of interrupted saves."""
+    with contextlib.suppress(OSError):  # the next save tries again
         for path in sorted(root.iterdir()):
             matched = _COMMITTED.fullmatch(path.name)
             if matched and matched[2]:
@@ -243,6 +243,6 @@ def held(directory: Path) -> Generator[None]:
 
 def _is_forgotten(path: Path) -> bool:
     with contextlib.suppress(OSError):
-        newest = max(one.stat().st_mtime for one in (path, *path.iterdir()))
+        newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
         return time.time() - newest > _FORGOTTEN
     return False

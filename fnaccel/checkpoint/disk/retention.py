@@ -33,16 +33,18 @@ class Retention:
             )
 
     def apply(self, root: Path, written: int) -> None:
-        """Remove what is to go; never the step just written, nor one that someone reads.
+        """Remove old checkpoints, but never the step just written, nor one that is being read.
 
-        What can't be removed now is tried again after the next save.
+        If one can't be removed now, the next save tries again.
         """
         if self.keep is None:
             return
         # later ones are of a run that was left: nothing of this one gives way to them
-        there = [one for one in commit.checkpoints(root) if one.step <= written]
-        for one in there[: -self.keep]:
-            stays = one.step == written or (self.keep_every is not None and one.step % self.keep_every == 0)
+        existing = [checkpoint for checkpoint in commit.checkpoints(root) if checkpoint.step <= written]
+        for checkpoint in existing[: -self.keep]:
+            stays = checkpoint.step == written or (
+                self.keep_every is not None and checkpoint.step % self.keep_every == 0
+            )
             if not stays:
                 with contextlib.suppress(OSError):
-                    commit.discard(one.path, unless_read=True)
+                    commit.discard(checkpoint.path, unless_read=True)

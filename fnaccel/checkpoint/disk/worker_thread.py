@@ -18,7 +18,7 @@ T = TypeVar("T")
 class Behind(Generic[T]):
     """Calls `work(item)` for each item, in a thread of its own, which ends with the body of `with`.
 
-    Raises, as the body ends: what `work` raised first; nothing is called after that.
+    Raises, as the body ends: the first error of `work`. Nothing is called after that error.
     """
 
     def __init__(self, work: Callable[[T], object]) -> None:
@@ -39,12 +39,12 @@ class Behind(Generic[T]):
             raise self._error
 
     def put(self, item: T) -> None:
-        """Give an item; waits where two are waiting, so that memory stays bounded."""
+        """Give an item. Blocks if two items are waiting, so that memory stays bounded."""
         self._start()
         self._items.put((item,))
 
     def offer(self, item: T) -> bool:
-        """Give an item unless others wait; whether it was taken."""
+        """Give an item unless another is waiting. Returns whether it was taken."""
         self._start()
         with contextlib.suppress(queue.Full):
             self._items.put_nowait((item,))

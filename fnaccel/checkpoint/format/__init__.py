@@ -1,1 +1,1 @@
-"""What lies in a checkpoint: values, boxes of tensors, the manifest."""
+"""The contents of a checkpoint: values, boxes of tensors, the manifest."""

@@ -1,6 +1,6 @@
 """Which part of a tensor lies on this rank, and whether this rank is the one that writes it.
 
-Where the bytes go is not known here.
+This module does not know the files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fnaccel.engine.runtime_tensor import Remote
 
 @attrs.frozen
 class Box:
-    """A block of a tensor: where it starts along each dimension, and how far it goes."""
+    """A block of a tensor: its offset and its size along each dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Box:
 
 
 def overlap(first: Box, second: Box) -> Box | None:
-    """What two blocks of one tensor share; None where that is nothing."""
+    """The intersection of two blocks of one tensor, or None if it is empty."""
     if first.shape == second.shape and first.offset == second.offset:  # as on one rank
         return first if 0 not in first.shape else None
     starts = tuple(map(max, first.offset, second.offset))

@@ -22,7 +22,7 @@ CODES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-"""What a safetensors header calls a dtype."""
+"""The name of a dtype in a safetensors header."""
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -31,4 +31,4 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 NAMES: dict[str, torch.dtype] = {name_of(dtype): dtype for dtype in CODES}
-"""What a manifest calls a dtype."""
+"""The dtype of a name in a manifest."""

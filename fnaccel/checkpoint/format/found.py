@@ -1,6 +1,6 @@
-"""What every foreign checkpoint is read as: tensors by name, of which any block can be read.
+"""The common form of a foreign checkpoint: tensors by name, readable block by block.
 
-Where names lead in a state is decided in `fitting`; files are opened by the modules of the formats.
+`fitting` assigns the names to places in a state. The modules of the formats open the files.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Found:
 
     Attributes:
         dtype: as stored.
-        shape: all of it.
+        shape: of the whole tensor.
         read: `read(box, out)` copies one block into a tensor of the block's shape, of any dtype or device.
-        at_once: reading a part of it costs as much as reading all of it.
-        check: `check(box)` raises CheckpointError if a block can't be read, without reading its values;
-            None if only reading tells.
+        at_once: whether reading a block costs as much as reading the whole tensor.
+        check: `check(box)` raises CheckpointError if a block can't be read, without reading its values.
+            None if only a read can tell.
     """
 
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class Numbered:
 
     Attributes:
         groups: the numbers in each parameter group, in order.
-        slots: by number; a parameter that never had a gradient has none.
+        slots: by number. A parameter that never had a gradient has no slots.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -72,22 +72,22 @@ class Source:
 
     Attributes:
         format: the name of its format.
-        path: where it lies.
-        weights: parameters and buffers by name; in a checkpoint of fnaccel, which has a structure, by path
+        path: the file or directory.
+        weights: parameters and buffers by name, or in a checkpoint of fnaccel by path
             (see `checkpoint.grammar`), here and below.
         buffers: which of them are known to be buffers.
         transient: which of these the model does not save by itself.
         averages: averaged parameters by name.
-        slots: optimizer state, where it has names.
-        numbered: optimizer state, where it has none.
-        updates: how many updates the run counts; None where it does not say.
-        counts: how many updates the optimizer counts of each parameter.
-        step: how many steps the run counts; None where it does not say.
+        slots: optimizer state with names.
+        numbered: optimizer state without names.
+        updates: the number of updates of the run, or None if it is unknown.
+        counts: the optimizer's number of updates of each parameter.
+        step: the number of steps of the run, or None if it is unknown.
         same: names that were left out because they are tied: name -> the name that is stored.
         file_bytes: the size of its files, or None if a look at the files has to tell.
-        digest: equal on two ranks that opened the same checkpoint; "" if the format has none.
+        digest: equal on two ranks if they opened the same checkpoint. "" if the format has none.
         verify: `verify(rank, ranks)` compares the checksums of this rank's share of the files, if the format
-            has checksums; raises CheckpointError.
+            has checksums. Raises CheckpointError.
         check_unchanged: raises CheckpointError if the files were replaced since they were opened.
     """
 
@@ -114,14 +114,14 @@ class Source:
         return bool(self.slots) or bool(self.numbered and self.numbered.slots)
 
     def count_updates(self) -> int | None:
-        """How many updates belong to the moments; None where nothing says.
+        """The number of updates behind the moments, or None if it is unknown.
 
         Raises:
             CheckpointError: the optimizer counts different numbers.
         """
         if self.updates is not None:
             return self.updates
-        values = {name: float(read_all(found)) for name, found in self.counts.items() if not found.shape}
+        values = {name: float(read_all(count)) for name, count in self.counts.items() if not count.shape}
         distinct = sorted(set(values.values()))
         if len(distinct) > 1:
             few = min(values, key=lambda name: values[name])
@@ -146,15 +146,15 @@ def held(value: torch.Tensor) -> Found:
     return Found(plain.dtype, tuple(plain.shape), read, check=_nothing)
 
 
-def read_all(found: Found) -> torch.Tensor:
+def read_all(tensor: Found) -> torch.Tensor:
     """All of one tensor, on the CPU."""
-    out = torch.empty(found.shape, dtype=found.dtype)
-    found.read(whole(found.shape), out)
+    out = torch.empty(tensor.shape, dtype=tensor.dtype)
+    tensor.read(whole(tensor.shape), out)
     return out
 
 
 def damaged(what: str, path: Path) -> CheckpointError:
-    """The error for a file that can't be read as what it seems to be."""
+    """The error for a file that can't be read in its format."""
     return CheckpointError(
         what, where=f"reading {path}", fix="copy it again if it was moved, or give another checkpoint"
     )

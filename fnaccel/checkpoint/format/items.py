@@ -1,6 +1,6 @@
-"""What is to be written, tensor by tensor: each item says its bytes in advance, and makes them when asked.
+"""The tensors to write. Each item knows its size in bytes in advance, and makes its bytes when asked.
 
-An item of a live state gathers its tensor from all ranks; one of a checkpoint reads it in blocks of rows.
+An item of a live state gathers its tensor from all ranks. An item of a checkpoint reads blocks of rows.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Item:
 
 
 def of_tensors(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *, keep: bool) -> list[Item]:
-    """Items of tensors in memory; every rank must ask for the blocks of each, in the same order.
+    """Items of tensors in memory. Every rank must ask for the blocks of each item, in the same order.
 
     Args:
         tensors: by name, plain or sharded.
-        dtype: what floating-point ones become; as they are by default.
-        keep: whether this rank writes; the others only take part in gathering.
+        dtype: the dtype for floating-point tensors. By default their own.
+        keep: whether this rank writes. The other ranks only take part in gathering.
     """
     return [
         Item(name, cast_of(value.dtype, dtype), tuple(value.shape), _gathering(value, dtype, keep=keep))
@@ -60,8 +60,10 @@ def of_tensors(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *
 def of_found(tensors: Mapping[str, Found], dtype: torch.dtype | None) -> list[Item]:
     """Items of tensors in a checkpoint."""
     return [
-        Item(name, cast_of(found.dtype, dtype), found.shape, _streaming(found, cast_of(found.dtype, dtype)))
-        for name, found in tensors.items()
+        Item(
+            name, cast_of(tensor.dtype, dtype), tensor.shape, _streaming(tensor, cast_of(tensor.dtype, dtype))
+        )
+        for name, tensor in tensors.items()
     ]
 
 
@@ -70,17 +72,17 @@ def pick(
 ) -> dict[str, Any]:
     """The tensors that are wanted, under their new names and in the same order."""
     chosen = choose(tensors, only, skip, where)
-    kept = {name: value for name, value in tensors.items() if name in chosen}
-    names = renamed(kept, rename, where)
-    return {names[name]: value for name, value in kept.items()}
+    picked = {name: value for name, value in tensors.items() if name in chosen}
+    names = renamed(picked, rename, where)
+    return {names[name]: value for name, value in picked.items()}
 
 
 def check_items(items: Iterable[Item], where: str) -> None:
-    """Raise ArgumentError where there is nothing to write, or something that safetensors can't hold."""
-    known = list(items)
-    if not known:
+    """Raise ArgumentError if there is nothing to write, or if safetensors can't hold a tensor."""
+    listed = list(items)
+    if not listed:
         raise ArgumentError("there is no tensor to write", where=where, fix="leave out only= and skip=")
-    for item in known:
+    for item in listed:
         if item.dtype not in CODES or item.name == "__metadata__":
             raise ArgumentError(
                 f"{item.name} is {name_of(item.dtype)}, and safetensors can't hold that under that name",
@@ -89,9 +91,9 @@ def check_items(items: Iterable[Item], where: str) -> None:
             )
 
 
-def cast_of(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """What a dtype becomes: floating-point ones as wanted, all others as they are."""
-    return wanted if wanted is not None and stored.is_floating_point else stored
+def cast_of(stored: torch.dtype, target: torch.dtype | None) -> torch.dtype:
+    """The written dtype: `target` for floating-point tensors, their own for all others."""
+    return target if target is not None and stored.is_floating_point else stored
 
 
 def bytes_of(block: torch.Tensor) -> memoryview:
@@ -114,12 +116,12 @@ def _gathering(value: torch.Tensor, dtype: torch.dtype | None, *, keep: bool) ->
     return blocks
 
 
-def _streaming(found: Found, dtype: torch.dtype) -> Callable[[], Iterator[torch.Tensor]]:
+def _streaming(tensor: Found, dtype: torch.dtype) -> Callable[[], Iterator[torch.Tensor]]:
     def blocks() -> Iterator[torch.Tensor]:
-        most = found.nbytes if found.at_once else _BUFFER
-        for box in _rows(found.shape, found.dtype.itemsize, most):
+        most = tensor.nbytes if tensor.at_once else _BUFFER
+        for box in _rows(tensor.shape, tensor.dtype.itemsize, most):
             out = torch.empty(box.shape, dtype=dtype)
-            found.read(box, out)
+            tensor.read(box, out)
             yield out
 
     return blocks
@@ -134,5 +136,5 @@ def _rows(shape: tuple[int, ...], itemsize: int, most: int) -> Iterator[Box]:
         return
     count = max(1, most // (torch.Size(shape[1:]).numel() * itemsize))
     for start in range(0, shape[0], count):
-        rest = (0,) * (len(shape) - 1)
-        yield Box((start, *rest), (min(count, shape[0] - start), *shape[1:]))
+        zeros = (0,) * (len(shape) - 1)
+        yield Box((start, *zeros), (min(count, shape[0] - start), *shape[1:]))

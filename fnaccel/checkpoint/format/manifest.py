@@ -28,12 +28,12 @@ FORMAT = "fnaccel-checkpoint"
 VERSION = 1
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-"""What a file of tensors may be called: nothing that leads out of its directory."""
+"""The allowed names of a file of tensors. None leads out of the directory."""
 
 OWN_NAME = re.compile(r"shard-\d{5,}-of-\d{5,}\.safetensors")
-"""What `file_name` returns."""
+"""The names that `file_name` returns."""
 
-_HEAD = b'{\n"crc32": "'  # what a manifest with a checksum of its own begins with
+_HEAD = b'{\n"crc32": "'  # the first bytes of a manifest with a checksum
 _SUMMED = re.compile(rb'\{\s*"crc32":\s*"([0-9a-f]{8})"')
 _BLANK = b"0" * 8  # in the place of the checksum, when it is computed
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
@@ -72,7 +72,7 @@ class Manifest:
     Attributes:
         step: of which step.
         tree: the structure, as `grammar.encode` gives it.
-        metadata: the user's own, likewise.
+        metadata: the user's metadata, encoded in the same way.
         tensors: by path.
         files: by name.
         written_by: versions and the number of ranks.
@@ -110,17 +110,17 @@ def dump(manifest: Manifest) -> bytes:
         },
         "files": {name: attrs.asdict(record) for name, record in manifest.files.items()},
     }
-    # one line for each entry; json's own indentation would take ten times as long
+    # one line for each entry, for json's indentation would take ten times as long
     entries = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in document.items()]
-    rest = b'",\n' + ",\n".join(entries).encode() + b"\n}\n"
-    return _HEAD + f"{zlib.crc32(rest, zlib.crc32(_HEAD + _BLANK)):08x}".encode() + rest
+    body = b'",\n' + ",\n".join(entries).encode() + b"\n}\n"
+    return _HEAD + f"{zlib.crc32(body, zlib.crc32(_HEAD + _BLANK)):08x}".encode() + body
 
 
 def parse(text: str | bytes, where: str) -> Manifest:
     """The manifest in a text that need not be trusted.
 
     Args:
-        text: what the file holds.
+        text: the contents of the file.
         where: the file, for messages.
 
     Raises:
@@ -153,7 +153,7 @@ def parse(text: str | bytes, where: str) -> Manifest:
 
 @attrs.frozen
 class _Reader:
-    """Reads parts of a document; what is not as it must be raises CheckpointError."""
+    """Reads parts of a document. A malformed part raises CheckpointError."""
 
     where: str
 
@@ -181,12 +181,12 @@ class _Reader:
         checksum = zlib.crc32(view[end:], zlib.crc32(_BLANK, zlib.crc32(view[:start])))
         if f"{checksum:08x}".encode() != matched[1]:
             self.fail(
-                f"is not what was written: its checksum is {checksum:08x}, and it says {matched[1].decode()}"
+                f"was changed or damaged: its checksum is {checksum:08x}, and it says {matched[1].decode()}"
             )
 
-    def manifest(self, found: dict[str, Any]) -> Manifest:
-        files = {name: self.file(name, entry) for name, entry in self.table(found, "files").items()}
-        tensors = {path: self.stored(path, entry) for path, entry in self.table(found, "tensors").items()}
+    def manifest(self, document: dict[str, Any]) -> Manifest:
+        files = {name: self.file(name, entry) for name, entry in self.table(document, "files").items()}
+        tensors = {path: self.stored(path, entry) for path, entry in self.table(document, "tensors").items()}
         bytes_in: dict[str, int] = {}
         for stored in tensors.values():
             for piece in stored.pieces:
@@ -198,56 +198,56 @@ class _Reader:
             if count > files[name].size:
                 self.fail(f"places {count} bytes in {name}, which has {files[name].size}")
         return Manifest(
-            step=self.count(found.get("step"), "step"),
-            tree=found.get("tree"),
-            metadata=found.get("metadata"),
+            step=self.count(document.get("step"), "step"),
+            tree=document.get("tree"),
+            metadata=document.get("metadata"),
             tensors=tensors,
             files=files,
-            written_by=self.table(found, "written_by"),
+            written_by=self.table(document, "written_by"),
         )
 
-    def table(self, found: Tree, key: str) -> dict[str, Any]:
-        entry = found.get(key) if isinstance(found, dict) else None
+    def table(self, value: Tree, key: str) -> dict[str, Any]:
+        entry = value.get(key) if isinstance(value, dict) else None
         return entry if isinstance(entry, dict) else self.fail(f"has no table {key!r}")
 
-    def count(self, found: Tree, what: str) -> int:
-        return found if type(found) is int and found >= 0 else self.fail(f"has {found!r} as {what}")
+    def count(self, value: Tree, what: str) -> int:
+        return value if type(value) is int and value >= 0 else self.fail(f"has {value!r} as {what}")
 
-    def counts(self, found: Tree, what: str, path: str) -> tuple[int, ...]:
-        if not isinstance(found, list):
-            self.fail(f"has {found!r} as {what} {path}")
-        for entry in found:
+    def counts(self, value: Tree, what: str, path: str) -> tuple[int, ...]:
+        if not isinstance(value, list):
+            self.fail(f"has {value!r} as {what} {path}")
+        for entry in value:
             if type(entry) is not int or entry < 0:
                 self.fail(f"has {entry!r} as {what} {path}")
-        return tuple(found)
+        return tuple(value)
 
-    def file(self, name: str, found: Tree) -> FileRecord:
+    def file(self, name: str, entry: Tree) -> FileRecord:
         if not NAME.fullmatch(name):
             self.fail(f"names the file {name!r}, which can't be one of its own")
-        checksum = found.get("crc32") if isinstance(found, dict) else None
+        checksum = entry.get("crc32") if isinstance(entry, dict) else None
         if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
             self.fail(f"has no checksum of {name}")
-        return FileRecord(self.count(found.get("size"), f"the size of {name}"), checksum)
+        return FileRecord(self.count(entry.get("size"), f"the size of {name}"), checksum)
 
-    def stored(self, path: str, found: Tree) -> Stored:
-        dtype = found.get("dtype") if isinstance(found, dict) else None
+    def stored(self, path: str, entry: Tree) -> Stored:
+        dtype = entry.get("dtype") if isinstance(entry, dict) else None
         if not isinstance(dtype, str) or dtype not in NAMES:
             self.fail(f"gives {path} the dtype {dtype!r}")
-        shape = self.counts(found.get("shape"), "the shape of", path)
+        shape = self.counts(entry.get("shape"), "the shape of", path)
         if len(shape) > 64 or math.prod(max(size, 1) for size in shape) >= 1 << 60:
             self.fail(f"gives {path} a shape that no tensor can have: {str(list(shape))[:80]}")
-        listed = found.get("pieces")
+        listed = entry.get("pieces")
         if not isinstance(listed, list):
             self.fail(f"has no pieces of {path}")
         stored = Stored(path, NAMES[dtype], shape, tuple(self.piece(path, entry) for entry in listed))
         self.check_cover(stored)
         return stored
 
-    def piece(self, path: str, found: Tree) -> Piece:
-        if not isinstance(found, dict) or not isinstance(found.get("file"), str):
+    def piece(self, path: str, entry: Tree) -> Piece:
+        if not isinstance(entry, dict) or not isinstance(entry.get("file"), str):
             self.fail(f"has a piece of {path} without a file")
-        offset = self.counts(found.get("offset"), "an offset in", path)
-        return Piece(found["file"], Box(offset, self.counts(found.get("shape"), "a piece of", path)))
+        offset = self.counts(entry.get("offset"), "an offset in", path)
+        return Piece(entry["file"], Box(offset, self.counts(entry.get("shape"), "a piece of", path)))
 
     def check_cover(self, stored: Stored) -> None:
         """The pieces make up the tensor: each within it, no two overlapping, none missing."""

@@ -1,7 +1,7 @@
 """Safetensors files that are read piece by piece: opened once, and let go after some megabytes.
 
-A file is mapped as it is read, and mapped pages count as memory of the process until it is closed;
-to open it again for every tensor would parse its header as often.
+A file is mapped as it is read, and mapped pages count as memory of the process until it is closed.
+Opening it again for every tensor would parse its header each time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST = 64 << 20  # bytes that may be mapped and were read
 
 @attrs.frozen
 class Block:
-    """What a file holds of a tensor, and under which name."""
+    """The block of a tensor in a file, and its name there."""
 
     name: str
     dtype: torch.dtype
@@ -39,7 +39,7 @@ def _open(path: Path) -> Any:
 
 
 class Mapped:
-    """Open files, by path; `close` lets go of all, and a file that is read next is opened again.
+    """Open files by path. `close` closes all, and a later read opens its file again.
 
     Args:
         through: calls an opener with a path that leads to a file. By default that is the path itself, and
@@ -80,8 +80,8 @@ class Mapped:
         """
         self._cut(file, stored)
 
-    def copy(self, file: Path, stored: Block, wanted: Box, out: torch.Tensor) -> None:
-        """Copy what a stored block shares with a wanted one.
+    def copy(self, file: Path, stored: Block, target: Box, out: torch.Tensor) -> None:
+        """Copy the intersection of a stored block and a requested block.
 
         Args:
             file: holds the block.
@@ -92,7 +92,7 @@ class Mapped:
         Raises:
             CheckpointError: the file changed, or can't be read.
         """
-        shared = overlap(stored.box, wanted)
+        shared = overlap(stored.box, target)
         if shared is None:
             return
         cut = self._cut(file, stored)
@@ -105,14 +105,14 @@ class Mapped:
             )
         except (SafetensorError, OSError) as error:
             raise damaged(f"{stored.name} can't be read from {file.name}: {error}", file) from error
-        out[shared.within(wanted)].copy_(part)
+        out[shared.within(target)].copy_(part)
         self._read += part.nbytes
         del part, cut
         if self._read > _MOST:
             self.close()
 
     def _cut(self, file: Path, stored: Block) -> Any:
-        """A block of a file whose header says what is expected."""
+        """A block of a file, after its header was compared with the expected dtype and shape."""
         try:
             cut = self.handle(file).get_slice(stored.name)
             if (cut.get_dtype(), tuple(cut.get_shape())) == (CODES[stored.dtype], stored.box.shape):

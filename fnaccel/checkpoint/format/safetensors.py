@@ -1,8 +1,8 @@
 """Items as safetensors files: how they are spread over files, and each written while it is made.
 
 The format is https://huggingface.co/docs/safetensors: 8 bytes of length, a JSON header, the data. One block
-is in memory at a time. The library's own writer wants all tensors at once, and neither sums nor syncs what
-it writes.
+is in memory at a time. The library's own writer needs all tensors at once, computes no checksum and does
+not sync.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def bytes_in(size: int | str, where: str) -> int:
     matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(matched[2].upper()) if matched else None
     number = float(matched[1]) * unit if matched and unit else 0.0
-    found = int(number) if math.isfinite(number) else 0
-    if found < 1:
+    count = int(number) if math.isfinite(number) else 0
+    if count < 1:
         raise ArgumentError(
             f"max_shard_size={str(size)[:40]!r} is no size", where=where, fix='give bytes, or "5GB", "512MiB"'
         )
-    return found
+    return count
 
 
 def spread(items: Sequence[Item], most: int) -> list[list[Item]]:
-    """Items in the order given, in files of at most `most` bytes; one that is larger has its own file."""
+    """Items in their order, in files of at most `most` bytes. A larger item has its own file."""
     files: list[list[Item]] = []
     size = 0
     for item in items:
@@ -86,15 +86,15 @@ def drain(items: Sequence[Item]) -> None:
 def _chunks(items: Sequence[Item], progress: Progress | None) -> Iterator[memoryview]:
     yield memoryview(_header(items))
     for item in items:
-        made = 0
+        size = 0
         for block in item.blocks():
-            made += block.nbytes
+            size += block.nbytes
             yield bytes_of(block)
             if progress is not None:
                 progress(block.nbytes)
-        if made != item.nbytes:
+        if size != item.nbytes:
             raise CheckpointError(
-                f"{item.name} has {made} bytes, and was to have {item.nbytes}",
+                f"{item.name} has {size} bytes, and was to have {item.nbytes}",
                 where="writing safetensors",
                 fix="nothing may change a checkpoint or a state while it is exported",
             )

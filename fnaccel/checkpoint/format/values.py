@@ -8,7 +8,7 @@
     dict with string keys                 {"dict": object}
     dict with other keys                  {"items": array of [key, value]}
     a tensor                              {"tensor": path}, the path at which it was first met
-    a NumPy array                         {"array": path}, likewise
+    a NumPy array                         {"array": path}, in the same way
     TrainState, Position, Seed            {its name: object of its fields}
     another pytree node                   {"node": object of its entries}
     an object with a state_dict()         {"state_dict": that}
@@ -57,14 +57,14 @@ class Node:
 
 @attrs.frozen
 class Object:
-    """A stored object: what its `state_dict()` returned."""
+    """A stored object: the result of its `state_dict()`."""
 
     state: Any
 
 
 _NO_ARRAY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-_RESERVED = "__metadata__"  # what a safetensors header keeps for itself
+_RESERVED = "__metadata__"  # reserved in a safetensors header
 
 
 def child(path: str, key: str | int) -> str:
@@ -84,7 +84,7 @@ def fields_of(node: tree.Tree) -> list[str]:
 
 
 def entries_of(value: tree.Tree) -> dict[Any, Any] | None:
-    """What lies directly below a node, by key; None for a leaf. For trees in memory and decoded ones."""
+    """The children of a node by key, or None for a leaf. For trees in memory and decoded trees."""
     if isinstance(value, dict):
         return value
     if type(value) in (list, tuple):
@@ -93,8 +93,8 @@ def entries_of(value: tree.Tree) -> dict[Any, Any] | None:
         return {name: getattr(value, name) for name in fields_of(value)}
     if isinstance(value, Node):
         return value.entries
-    found = None if value is None or is_object(value) else tree.open_node(value)
-    return None if found is None else found[0]
+    opened = None if value is None or is_object(value) else tree.open_node(value)
+    return None if opened is None else opened[0]
 
 
 def is_object(value: tree.Tree) -> bool:
@@ -105,11 +105,11 @@ def is_object(value: tree.Tree) -> bool:
 
 
 def plain(value: tree.Tree) -> Any:
-    """A NumPy number as Python's, which is how it is stored; other values as they are."""
+    """A NumPy number as a Python number, the form that is stored. Other values are returned unchanged."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
-        found = value.item()
-        return value if isinstance(found, numpy.generic) else found  # a long double has no equal
+        number = value.item()
+        return value if isinstance(number, numpy.generic) else number  # a long double has no equal
     return value
 
 
@@ -121,7 +121,7 @@ def is_array(value: tree.Tree) -> bool:
 
 @attrs.frozen
 class Encoded:
-    """A tree as JSON, and its tensors by path; a tensor that occurs twice stands once.
+    """A tree as JSON, and its tensors by path. A tensor that occurs twice is listed once.
 
     Attributes:
         has_state: whether a TrainState is in it.
@@ -133,10 +133,10 @@ class Encoded:
 
 
 def encode(value: tree.Tree) -> Encoded:
-    """Turn a tree into JSON and tensors; changes nothing and reads no tensor.
+    """Turn a tree into JSON and tensors. Changes nothing and reads no tensor.
 
     Raises:
-        NotSerializableError: a value has no place in a checkpoint; names its path.
+        NotSerializableError: a value can't be stored in a checkpoint. The error names its path.
         StaleStateError: a state in it was donated.
     """
     encoder = _Encoder()
@@ -223,7 +223,7 @@ class _Encoder:
             raise _refused(path, "has a name that safetensors keeps for itself", "choose another key")
         identity = _identity(value)
         if identity not in self._paths:
-            while path in self.tensors:  # the keys 1 and "1" look alike; no key has "~2"
+            while path in self.tensors:  # the keys 1 and "1" have the same path, and no key has "~2"
                 path += "~2"
             self._paths[identity] = path
             self.tensors[path] = value
@@ -243,7 +243,7 @@ def _state_of(path: str, value: tree.Tree) -> Any:
 
 def _from_array(path: str, value: tree.Tree) -> torch.Tensor:
     try:
-        # a copy where torch has no view: of read-only memory, of negative strides
+        # a copy if torch has no view: read-only memory, negative strides
         plain = value if value.flags.writeable and min(value.strides, default=1) >= 0 else value.copy()
         return torch.from_numpy(plain)
     except (TypeError, ValueError):  # of text and objects, of the other byte order
@@ -261,13 +261,13 @@ def _text(path: str, value: str) -> str:
 
 
 def _unfit(value: torch.Tensor) -> tuple[str, str] | None:
-    """Why a tensor can't be stored, and what to do; None where it can."""
+    """The reason why a tensor can't be stored and the fix, or None if it can."""
     if value.dtype not in CODES:
         return f"has dtype {value.dtype}", "convert it, for complex128: torch.view_as_real(x)"
     if is_sharded(value):
         spread: Any = value
         # by exact class: a strided shard's place is not one block
-        odd = [one for one in spread.placements if type(one).__name__ not in ("Shard", "Replicate")]
+        odd = [place for place in spread.placements if type(place).__name__ not in ("Shard", "Replicate")]
         if odd:
             return f"is a DTensor placed {odd[0]}", "redistribute it to Shard(dim) or Replicate() placements"
         local: Any = _torch.local_of(value)
@@ -303,8 +303,8 @@ def decode(structure: tree.Tree, tensor: Callable[[str], Any]) -> Any:
     """The tree that a JSON structure describes, with `tensor(path)` in the place of its tensors.
 
     Args:
-        structure: JSON as `encode` makes it, from a source that need not be trusted.
-        tensor: what stands for the tensor stored at a path.
+        structure: JSON as `encode` makes it. The source may be untrusted.
+        tensor: a function from a stored path to the value in the tree.
 
     Raises:
         CheckpointError: the structure is not of this grammar.
@@ -315,14 +315,14 @@ def decode(structure: tree.Tree, tensor: Callable[[str], Any]) -> Any:
         raise _malformed("is nested too deep") from None
 
 
-def _decode(found: tree.Tree, tensor: Callable[[str], Any]) -> Any:
-    if found is None or isinstance(found, bool | int | float | str):
-        return found
-    if isinstance(found, list):
-        return [_decode(entry, tensor) for entry in found]
-    if not isinstance(found, dict) or len(found) != 1:
-        raise _malformed(f"holds {str(found)[:60]!r}, which is no value")
-    [(tag, content)] = found.items()
+def _decode(structure: tree.Tree, tensor: Callable[[str], Any]) -> Any:
+    if structure is None or isinstance(structure, bool | int | float | str):
+        return structure
+    if isinstance(structure, list):
+        return [_decode(entry, tensor) for entry in structure]
+    if not isinstance(structure, dict) or len(structure) != 1:
+        raise _malformed(f"holds {str(structure)[:60]!r}, which is no value")
+    [(tag, content)] = structure.items()
     if tag == "tensor" and isinstance(content, str):
         return tensor(content)
     if tag == "float" and isinstance(content, str) and content in _NONFINITE:
@@ -356,19 +356,19 @@ def _decode(found: tree.Tree, tensor: Callable[[str], Any]) -> Any:
     raise _malformed(f"holds a {tag[:60]!r} that this version does not know")
 
 
-def _pair(found: tree.Tree, tensor: Callable[[str], Any]) -> tuple[Any, Any]:
-    if not isinstance(found, list) or len(found) != 2:
+def _pair(structure: tree.Tree, tensor: Callable[[str], Any]) -> tuple[Any, Any]:
+    if not isinstance(structure, list) or len(structure) != 2:
         raise _malformed("holds an entry that is no pair")
-    key = _decode(found[0], tensor)
+    key = _decode(structure[0], tensor)
     if key is not None and type(key) not in (str, bool, int, float, bytes):
         raise _malformed(f"holds a {type(key).__name__} as a key")
-    return key, _decode(found[1], tensor)
+    return key, _decode(structure[1], tensor)
 
 
 def _node(cls: type[Any], values: dict[str, Any]) -> Any:
-    known = {field.name: field for field in attrs.fields(cls) if field.init}
-    extra = values.keys() - known.keys()
-    missing = [n for n, field in known.items() if field.default is attrs.NOTHING and n not in values]
+    fields = {field.name: field for field in attrs.fields(cls) if field.init}
+    extra = values.keys() - fields.keys()
+    missing = [n for n, field in fields.items() if field.default is attrs.NOTHING and n not in values]
     if extra or missing:
         what = f"has the field {min(extra)!r}" if extra else f"lacks the field {missing[0]!r}"
         raise _malformed(f"holds a {cls.__name__} that {what}")

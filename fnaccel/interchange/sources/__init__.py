@@ -1,1 +1,1 @@
-"""Readers of what others wrote, one file a format."""
+"""Readers of foreign checkpoints, one file per format."""

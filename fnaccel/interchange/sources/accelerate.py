@@ -22,19 +22,19 @@ _FULL = "pytorch_model_fsdp.bin"
 
 
 def is_accelerate(path: Path) -> bool:
-    """Whether a directory is what `save_state` writes."""
+    """Whether a directory was written by `save_state`."""
     if (path / _SHARDED).is_dir() or (path / _FULL).is_file():
         return True
     return (path / "optimizer.bin").is_file() or any(path.glob("random_states_*.pkl"))
 
 
 def open_accelerate(path: Path, stack: ExitStack, *, trust: bool) -> Source:
-    """The weights, and the optimizer's moments where there are any.
+    """The weights, and the optimizer's moments if there are any.
 
     Raises:
         CheckpointError: several models, no weights, or shards of FSDP that are not trusted.
     """
-    several = [one.name for one in path.glob("*_1*") if one.name.startswith(("model_1.", "pytorch_model"))]
+    several = [file.name for file in path.glob("*_1*") if file.name.startswith(("model_1.", "pytorch_model"))]
     if several:
         raise CheckpointError(
             f"this directory holds several models: {several[0]} beside the first",
@@ -62,7 +62,7 @@ def _weights(path: Path, stack: ExitStack, *, trust: bool) -> Source:
         return open_torch(path)
     raise CheckpointError(
         "this directory of Accelerate's save_state holds no weights that are known: "
-        f"{', '.join(sorted(one.name for one in path.iterdir())[:20])}",
+        f"{', '.join(sorted(file.name for file in path.iterdir())[:20])}",
         where=f"reading {path}",
         fix="save with safe_serialization, or FSDP's FULL_STATE_DICT or SHARDED_STATE_DICT",
     )

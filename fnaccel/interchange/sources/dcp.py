@@ -30,18 +30,18 @@ def open_dcp(path: Path, *, trust: bool) -> Source:
     require_trust("dcp", path, trust=trust)
     weights: dict[tuple[str, ...], Found] = {}
     slots: dict[str, dict[str, Found]] = {}
-    for where, found in _tensors(path):
-        moment = _moment(where)
+    for keys, tensor in _tensors(path):
+        moment = _moment(keys)
         if moment is not None:
-            slots.setdefault(moment[0], {})[moment[1]] = found
-        elif not any(part.split(".")[0] == "param_groups" for part in where):
-            weights[where] = found
+            slots.setdefault(moment[0], {})[moment[1]] = tensor
+        elif not any(part.split(".")[0] == "param_groups" for part in keys):
+            weights[keys] = tensor
     counts = {name: entry["step"] for name, entry in slots.items() if "step" in entry}
     return Source(format="dcp", path=path, weights=_named(weights), slots=slots, counts=counts)
 
 
 def _tensors(path: Path) -> Iterator[tuple[tuple[str, ...], Found]]:
-    """Each tensor, and its place in the nested dicts that were saved."""
+    """Each tensor, and its keys in the saved nested dicts."""
     # imports torch.distributed.tensor: 0.6 s that other formats need not pay
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
@@ -56,8 +56,8 @@ def _tensors(path: Path) -> Iterator[tuple[tuple[str, ...], Found]]:
     places: Mapping[str, Any] = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     for key, entry in stored.items():
         if isinstance(entry, TensorStorageMetadata):
-            where = tuple(map(str, places.get(key, (key,))))
-            yield where, _found(reader, key, entry, path)
+            keys = tuple(map(str, places.get(key, (key,))))
+            yield keys, _found(reader, key, entry, path)
 
 
 def _found(reader: object, key: str, entry: Tree, path: Path) -> Found:
@@ -79,8 +79,8 @@ def _read(reader: Any, key: str, entry: Tree, box: Box, out: torch.Tensor) -> No
         create_read_items_for_chunk_list,
     )
 
-    wanted = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-    items = create_read_items_for_chunk_list(key, entry, [wanted])
+    chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+    items = create_read_items_for_chunk_list(key, entry, [chunk])
     covered = sum(torch.Size(item.lengths).numel() for item in items)
     if covered != box.numel:
         raise ValueError(f"{covered} of {box.numel} elements are stored")
@@ -103,28 +103,26 @@ class _Into:
         """Nothing: `resolve_tensor` gave a view."""
 
 
-def _moment(where: tuple[str, ...]) -> tuple[str, str] | None:
-    """(parameter, slot) for a place such as `optim/state/0.weight/exp_avg`; None for a weight."""
-    if "state" in where[:-2]:
-        at = where.index("state")
-        return ".".join(where[at + 1 : -1]), where[-1]
+def _moment(keys: tuple[str, ...]) -> tuple[str, str] | None:
+    """(parameter, slot) for keys such as `optim/state/0.weight/exp_avg`, or None for a weight."""
+    if "state" in keys[:-2]:
+        at = keys.index("state")
+        return ".".join(keys[at + 1 : -1]), keys[-1]
     # flattened: optim/state.0.weight.exp_avg
-    name, _, slot = where[-1].rpartition(".")
-    _, flat, rest = f".{name}".partition(".state.")
-    return (rest, slot) if flat and slot in _SLOTS else None
+    name, _, slot = keys[-1].rpartition(".")
+    _, flat, parameter = f".{name}".partition(".state.")
+    return (parameter, slot) if flat and slot in _SLOTS else None
 
 
 def _named(weights: Mapping[tuple[str, ...], Found]) -> dict[str, Found]:
     """Names of weights without the keys of the dicts around the model's."""
     for head in _MODELS:
-        inside = {where[1:]: found for where, found in weights.items() if where[0] == head and where[1:]}
+        inside = {keys[1:]: tensor for keys, tensor in weights.items() if keys[0] == head and keys[1:]}
         if inside:
-            return {".".join(where): found for where, found in inside.items()}
+            return {".".join(keys): tensor for keys, tensor in inside.items()}
     shared = 0
     while (
-        weights
-        and len({where[: shared + 1] for where in weights}) == 1
-        and min(map(len, weights)) > shared + 1
+        weights and len({keys[: shared + 1] for keys in weights}) == 1 and min(map(len, weights)) > shared + 1
     ):
         shared += 1
-    return {".".join(where[shared:]): found for where, found in weights.items()}
+    return {".".join(keys[shared:]): tensor for keys, tensor in weights.items()}

@@ -28,7 +28,7 @@ _MODULE = "mp_rank_00_model_states.pt"  # ZeRO 3 has one for each rank instead
 
 
 def find_tag(path: Path) -> tuple[Path, str] | None:
-    """(root, tag) of a DeepSpeed checkpoint, from its root or from one tag's directory; None for others."""
+    """(root, tag) of a DeepSpeed checkpoint, from its root or one tag's directory, or None."""
     latest = path / "latest"
     if latest.is_file() and latest.stat().st_size < 4096:
         tag = latest.read_text(encoding="utf-8", errors="replace").strip()
@@ -38,17 +38,17 @@ def find_tag(path: Path) -> tuple[Path, str] | None:
 
 
 def open_deepspeed(path: Path, *, trust: bool) -> Source:
-    """The weights of a DeepSpeed checkpoint, in fp32 where ZeRO kept them so.
+    """The weights of a DeepSpeed checkpoint, in fp32 if ZeRO stored fp32.
 
     Raises:
         CheckpointError: it is not trusted, damaged, or of a layout that the converter does not know.
         MissingBackendError: deepspeed is not installed.
     """
     require_trust("deepspeed", path, trust=trust)
-    found = find_tag(path)
-    if found is None:
+    root_and_tag = find_tag(path)
+    if root_and_tag is None:
         raise damaged("no directory with *_model_states.pt is here", path)
-    root, tag = found
+    root, tag = root_and_tag
     convert = _converter()
     try:
         state = _merged(convert, root, tag) if any((root / tag).glob(_OPTIMIZERS)) else _plain(root / tag)
@@ -58,7 +58,7 @@ def open_deepspeed(path: Path, *, trust: bool) -> Source:
         raise CheckpointError(
             f"DeepSpeed can't put this checkpoint together: {type(error).__name__}: {error}",
             where=f"reading {path}",
-            fix="see the error above; engine.save_16bit_model(directory) writes weights without ZeRO",
+            fix="see the error above. engine.save_16bit_model(directory) writes weights without ZeRO",
         ) from error
     return Source(format="deepspeed", path=path, weights=state)
 
@@ -72,19 +72,19 @@ def _converter() -> Any:
         raise MissingBackendError(
             "a DeepSpeed checkpoint is read by DeepSpeed, which is not installed",
             where="reading a DeepSpeed checkpoint",
-            fix="pip install 'fnaccel[deepspeed]'; or run the zero_to_fp32.py that lies in the checkpoint",
+            fix="pip install 'fnaccel[deepspeed]', or run zero_to_fp32.py from the checkpoint",
         ) from error
 
 
 def _merged(convert: Any, root: Path, tag: str) -> dict[str, Found]:
-    said = io.StringIO()  # it prints what it does
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()  # the converter prints its progress
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         state: Mapping[str, Any] = convert(str(root), tag=tag, lazy_mode=True)
-    found = {str(name): _lazy(value) for name, value in state.items()}
+    weights = {str(name): _lazy(value) for name, value in state.items()}
     if (root / tag / _MODULE).is_file():
-        # ZeRO 1 leaves out of its parts what is frozen (seen with 0.19.8); the module has it
-        found = {**_plain(root / tag), **found}
-    return found
+        # ZeRO 1 leaves frozen parameters out of its parts (seen with 0.19.8), but the module has them
+        weights = {**_plain(root / tag), **weights}
+    return weights
 
 
 def _lazy(value: Tree) -> Found:

@@ -30,7 +30,7 @@ def opened(
 
     Args:
         path: a file or a directory.
-        form: one of `FORMATS`; told from the files by default.
+        form: one of `FORMATS`. By default detected from the files.
         trust: whether pickles may be loaded.
         step: which step of an fnaccel root.
 
@@ -60,7 +60,7 @@ def opened(
             source = open_dcp(path, trust=trust)
         else:
             source = open_deepspeed(path, trust=trust)
-        if not source.digest:  # a checkpoint of fnaccel is held open; any other is opened by its path
+        if not source.digest:  # a checkpoint of fnaccel stays open. Any other is opened by its path
             source = attrs.evolve(source, check_unchanged=functools.partial(_check_same, path, before))
             source.check_unchanged()
         if not source.weights:
@@ -84,15 +84,15 @@ def _check_extent(source: Source) -> None:
     """
     slots = [*source.slots.values(), *(source.numbered.slots.values() if source.numbered else ())]
     tensors = [*source.weights.items(), *source.averages.items()]
-    tensors += [(f"a moment {slot}", found) for entry in slots for slot, found in entry.items()]
+    tensors += [(f"a moment {slot}", tensor) for entry in slots for slot, tensor in entry.items()]
     stored = _bytes_at(source.path) if source.file_bytes is None else source.file_bytes
-    total = sum(found.nbytes for _, found in tensors)
+    total = sum(tensor.nbytes for _, tensor in tensors)
     if total <= _MOST_SHARED * stored:
         return
     name, _ = max(tensors, key=lambda tensor: tensor[1].nbytes)
     raise CheckpointError(
         f"{total:,} bytes of values are to be read from {stored:,} bytes of files: tensors are expanded, or "
-        f"one is there under many names; the largest is {name}",
+        f"one is there under many names. The largest is {name}",
         where=f"reading {source.path}",
         fix="save tensors with values of their own: {name: x.clone() for name, x in state_dict.items()}",
     )
@@ -125,7 +125,7 @@ def _check_same(path: Path, before: tuple[int, ...]) -> None:
 
 
 def detect(path: Path) -> str:
-    """The format of what lies at a path; opens no pickle.
+    """Detect the format of a file or directory. Opens no pickle.
 
     Raises:
         CheckpointError: nothing is there, or nothing that is known.
@@ -135,7 +135,7 @@ def detect(path: Path) -> str:
     if not path.exists():
         raise _missing(path)
     if path.is_file():
-        found = _of_file(path)
+        form = _of_file(path)
     elif not path.is_dir():
         raise CheckpointError(
             f"{path} is neither a file nor a directory",
@@ -143,16 +143,18 @@ def detect(path: Path) -> str:
             fix="give the file or directory that holds the weights",
         )
     else:
-        names = [one.name for one in path.iterdir()]
-        found = _of_directory(path, names)
-    if found is None:
-        shown = path.name if path.is_file() else ", ".join(sorted(one.name for one in path.iterdir())[:20])
+        names = [file.name for file in path.iterdir()]
+        form = _of_directory(path, names)
+    if form is None:
+        present = (
+            path.name if path.is_file() else ", ".join(sorted(file.name for file in path.iterdir())[:20])
+        )
         raise CheckpointError(
-            f"this is no checkpoint of a known format ({', '.join(FORMATS)}); found: {shown or 'nothing'}",
+            f"this is no checkpoint of a known format ({', '.join(FORMATS)}); found: {present or 'nothing'}",
             where=f"reading {path}",
             fix="give the file or directory that holds the weights",
         )
-    return found
+    return form
 
 
 def _of_file(path: Path) -> str | None:
@@ -171,8 +173,8 @@ def _of_directory(path: Path, names: list[str]) -> str | None:
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return "safetensors"
     files = [name for name in names if name.endswith(SUFFIXES)]
-    known = {"pytorch_model.bin", "pytorch_model.bin.index.json"} & set(names)
-    return "torch" if known or len(files) == 1 else None
+    weight_files = {"pytorch_model.bin", "pytorch_model.bin.index.json"} & set(names)
+    return "torch" if weight_files or len(files) == 1 else None
 
 
 def _missing(path: Path) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""fnaccel's own checkpoints as a source: what `fa.save` wrote, or `fnaccel convert`."""
+"""fnaccel's own checkpoints as a source, written by `fa.save` or `fnaccel convert`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def is_own(path: Path) -> bool:
 def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
     """A checkpoint of fnaccel: parameters, buffers, averages, moments and counts.
 
-    Files are let go as `stack` closes.
+    Files are closed with `stack`.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    directory, found = open_checkpoint(path, step, f"reading {path}", stack)
+    directory, manifest = open_checkpoint(path, step, f"reading {path}", stack)
     chosen = directory.path
-    root = decode(found.tree, lambda name: _stored(found, name, chosen))
+    root = decode(manifest.tree, lambda name: _stored(manifest, name, chosen))
     tree: Mapping[str, Any] = _sections(root)
     reader = _Reader(chosen, Mapped(lambda file, opener: directory.open(file.name, opener)))
     stack.callback(reader.mapped.close)
@@ -51,9 +51,9 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
     updates, step = tree.get("updates"), tree.get("step")
 
     def verify(rank: int, ranks: int) -> None:
-        reading.verify(directory, found, sorted(found.files)[rank::ranks])
+        reading.verify(directory, manifest, sorted(manifest.files)[rank::ranks])
 
-    listed: Any = found.written_by.get("transient_buffers")
+    listed: Any = manifest.written_by.get("transient_buffers")
     transient = set(map(str, listed)) if isinstance(listed, list) else set[str]()
     return Source(
         format="fnaccel",
@@ -65,8 +65,8 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
         slots=slots,
         updates=reader.count(updates),
         step=reader.count(step),
-        file_bytes=sum(record.size for record in found.files.values()),
-        digest=found.digest,
+        file_bytes=sum(record.size for record in manifest.files.values()),
+        digest=manifest.digest,
         verify=verify,
     )
 
@@ -92,11 +92,11 @@ class _Reader:
         """The tensors below a node, by path."""
         if isinstance(node, Stored):
             return {prefix: self.found(node)}
-        found: dict[str, Found] = {}
+        tensors: dict[str, Found] = {}
         if isinstance(node, dict):
             for key, value in node.items():
-                found |= self.flat(value, child(prefix, key))
-        return found
+                tensors |= self.flat(value, child(prefix, key))
+        return tensors
 
     def found(self, stored: Stored) -> Found:
         """One tensor."""
@@ -114,7 +114,7 @@ class _Reader:
         return Found(stored.dtype, stored.shape, read, check=check)
 
     def count(self, value: Tree) -> int | None:
-        """A number of updates, which may be a tensor; None where there is none."""
+        """The number of updates from a number or a tensor, or None."""
         if isinstance(value, Stored):
             value = None if value.shape else float(read_all(self.found(value)))
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -122,7 +122,7 @@ class _Reader:
         return int(value) if math.isfinite(value) and value >= 0 else None
 
 
-def _stored(found: Manifest, name: str, path: Path) -> Stored:
-    if name not in found.tensors:
+def _stored(manifest: Manifest, name: str, path: Path) -> Stored:
+    if name not in manifest.tensors:
         raise damaged(f"the manifest holds the tensor {name}, which is stored nowhere", path)
-    return found.tensors[name]
+    return manifest.tensors[name]

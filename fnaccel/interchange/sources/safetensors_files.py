@@ -1,6 +1,6 @@
 """Safetensors as others write them: one file, several, with the index of Hugging Face or without.
 
-Shards of torch's `HuggingFaceStorageWriter` are put together too: each says where its blocks lie.
+Shards of torch's `HuggingFaceStorageWriter` are joined too: each has the offsets of its blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHARDING = "DCP_SHARDING_INFO"  # the key of torch.distributed.checkpoint's Hug
 
 
 def open_safetensors(path: Path, stack: ExitStack) -> Source:
-    """A file, or a directory of them; files are let go as `stack` closes.
+    """A file, or a directory of files. They are closed with `stack`.
 
     Raises:
         CheckpointError: damaged, contradictory, or none there.
@@ -51,12 +51,16 @@ def open_safetensors(path: Path, stack: ExitStack) -> Source:
             pieces.setdefault(name, []).append((file, Block(name, dtype, box)))
             ends = tuple(map(sum, zip(box.offset, shape, strict=True)))
             shapes[name] = tuple(map(max, ends, shapes.get(name, ends)))
-        same |= {key: kept for key, kept in notes.items() if kept in pieces and key not in pieces}
+        same |= {
+            key: stored_name
+            for key, stored_name in notes.items()
+            if stored_name in pieces and key not in pieces
+        }
     lost = sorted(listed - pieces.keys() - same.keys())
     if lost:
         raise damaged(f"{lost[0]} is in the index, and in none of its files ({len(lost)} in all)", path)
-    found = {name: _found(mapped, name, parts, shapes[name], path) for name, parts in pieces.items()}
-    return Source(format="safetensors", path=path, weights=found, same=same)
+    weights = {name: _found(mapped, name, parts, shapes[name], path) for name, parts in pieces.items()}
+    return Source(format="safetensors", path=path, weights=weights, same=same)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -79,12 +83,12 @@ def _listed(path: Path) -> tuple[list[Path], set[str]]:
     return [main] if main.is_file() else sorted(path.glob("*.safetensors")), set()
 
 
-def indexed(index: Path, known: re.Pattern[str] = NAME) -> tuple[list[Path], set[str]]:
+def indexed(index: Path, pattern: re.Pattern[str] = NAME) -> tuple[list[Path], set[str]]:
     """The files and the tensors that an index of Hugging Face lists.
 
     Args:
-        index: where it is.
-        known: what its files may be called.
+        index: the path of the index file.
+        pattern: the allowed names of its files.
 
     Raises:
         CheckpointError: it is none, or names a file that is missing or lies elsewhere.
@@ -95,7 +99,7 @@ def indexed(index: Path, known: re.Pattern[str] = NAME) -> tuple[list[Path], set
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise damaged(f"{index.name} has no weight_map", index) from None
     for name in sorted(names, key=str):
-        if not isinstance(name, str) or not known.fullmatch(name):
+        if not isinstance(name, str) or not pattern.fullmatch(name):
             raise damaged(f"{index.name} names the file {name!r}, which can't be one of its own", index)
         if not (index.parent / name).is_file():
             raise damaged(f"{name} is missing, and {index.name} lists it", index)
@@ -103,13 +107,13 @@ def indexed(index: Path, known: re.Pattern[str] = NAME) -> tuple[list[Path], set
 
 
 def _placed(notes: Mapping[str, str], file: Path) -> dict[str, tuple[int, ...]]:
-    """Where the blocks in a shard start, by name; empty for a file of whole tensors."""
+    """The offsets of the blocks in a shard, by name. Empty for a file of whole tensors."""
     if _SHARDING not in notes:
         return {}
     try:
         return {name: tuple(map(int, e["saved_offsets"])) for name, e in json.loads(notes[_SHARDING]).items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise damaged(f"{file.name} does not say where its blocks lie", file) from None
+        raise damaged(f"{file.name} has no offsets of its blocks", file) from None
 
 
 def _found(
@@ -123,13 +127,13 @@ def _found(
     if not make_up([block.box for _, block in parts], whole(shape)):
         raise damaged(f"the blocks of {name} do not make up {list(shape)}", path)
 
-    def read(wanted: Box, out: torch.Tensor) -> None:
+    def read(box: Box, out: torch.Tensor) -> None:
         for file, block in parts:
-            mapped.copy(file, block, wanted, out)
+            mapped.copy(file, block, box, out)
 
-    def check(wanted: Box) -> None:
+    def check(box: Box) -> None:
         for file, block in parts:
-            if overlap(block.box, wanted):
+            if overlap(block.box, box):
                 mapped.check(file, block)
 
     return Found(parts[0][1].dtype, shape, read, check=check)

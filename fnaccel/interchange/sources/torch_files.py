@@ -45,13 +45,13 @@ def open_torch(path: Path) -> Source:
 
 
 def load_plain(file: Path) -> Any:
-    """What a file of `torch.save` holds; its pickle may name tensors and plain data, nothing else.
+    """The contents of a file of `torch.save`. Its pickle may name only tensors and plain data.
 
     Raises:
         CheckpointError: it names something else, or is damaged.
     """
     with warnings.catch_warnings():
-        # of its own legacy storages, and of what a hostile pickle asks for
+        # torch warns of legacy storages, and of requests of a hostile pickle
         warnings.simplefilter("ignore")
         try:
             try:
@@ -65,7 +65,7 @@ def load_plain(file: Path) -> Any:
                 f"{file.name} asks to build more than tensors and plain data, which could run any code: "
                 + _reason(str(error)),
                 where=f"reading {file}",
-                fix="if you trust it, load it with torch where it was made, "
+                fix="if you trust it, load it with torch on the machine that made it, "
                 "and save the weights alone: safetensors.torch.save_file(model.state_dict(), ...)",
             ) from error
         except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
@@ -91,8 +91,8 @@ def _files_of(path: Path) -> tuple[list[Path], set[str]]:
     if index.is_file():
         return indexed(index, _NAME)
     main = path / "pytorch_model.bin"
-    some = [main] if main.is_file() else sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)[:1]
-    return some, set()
+    files = [main] if main.is_file() else sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)[:1]
+    return files, set()
 
 
 def _weights_in(content: Any, file: Path) -> tuple[dict[str, Found], Any]:
@@ -106,9 +106,9 @@ def _weights_in(content: Any, file: Path) -> tuple[dict[str, Found], Any]:
             return tensors_in(inner, file), beside
         if any(isinstance(value, torch.Tensor) for value in content.values()):
             return tensors_in(content, file), None
-    shown = list(content) if isinstance(content, Mapping) else type(content).__name__
+    contents = list(content) if isinstance(content, Mapping) else type(content).__name__
     raise CheckpointError(
-        f"{file.name} holds no state dict, nor one under {', '.join(_MODELS)}: it has {str(shown)[:200]}",
+        f"{file.name} holds no state dict, nor one under {', '.join(_MODELS)}: it has {str(contents)[:200]}",
         where=f"reading {file}",
         fix="save model.state_dict() by itself",
     )
@@ -118,16 +118,16 @@ def tensors_in(state: Mapping[Any, Any], file: Path) -> dict[str, Found]:
     """The tensors of a state dict by name.
 
     Raises:
-        CheckpointError: something that is no dense tensor stands among them.
+        CheckpointError: a value is no dense tensor.
     """
-    found: dict[str, Found] = {}
+    tensors: dict[str, Found] = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
-            if str(name).endswith("_extra_state"):  # a module's own; no tensor of a state
+            if str(name).endswith("_extra_state"):  # a module's extra state, no tensor
                 continue
             raise damaged(f"{name} in {file.name} is a {type(value).__name__}, not a dense tensor", file)
-        found[str(name)] = held(value)
-    return found
+        tensors[str(name)] = held(value)
+    return tensors
 
 
 def with_optimizer(source: Source, content: Mapping[str, Any], file: Path) -> Source:
@@ -155,11 +155,11 @@ def with_optimizer(source: Source, content: Mapping[str, Any], file: Path) -> So
 
 
 def _names_of(groups: list[Any]) -> dict[int, str]:
-    """Names by number, where the optimizer was made of named parameters."""
-    found: dict[int, str] = {}
+    """Names by number, if the optimizer was made of named parameters."""
+    by_number: dict[int, str] = {}
     for group in groups:
         names = group.get("param_names") if isinstance(group, Mapping) else None
         if not isinstance(names, list) or len(names) != len(group.get("params", ())):
             return {}
-        found |= dict(zip(group["params"], map(str, names), strict=True))
-    return found
+        by_number |= dict(zip(group["params"], map(str, names), strict=True))
+    return by_number

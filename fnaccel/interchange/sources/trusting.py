@@ -1,4 +1,4 @@
-"""Which formats hold pickles that can run code, and the error where nobody said that they may."""
+"""The formats whose pickles can run code, and the error without `trust_pickle=True`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _WHY = {
 
 
 def require_trust(form: str, path: Path, *, trust: bool) -> None:
-    """Raise CheckpointError where a format needs trust and has none."""
+    """Raise CheckpointError if a format needs trust and has none."""
     if not trust:
         raise CheckpointError(
             f"{_WHY[form]}, and loading a pickle can run any code that its author chose",
             where=f"reading {path}",
-            fix="trust_pickle=True (--trust-pickle) if you know who wrote it; "
-            "or convert it to safetensors where it was made",
+            fix="trust_pickle=True (--trust-pickle) if you know who wrote it, "
+            "or convert it to safetensors on the machine that made it",
         )
