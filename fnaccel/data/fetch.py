@@ -131,8 +131,8 @@ def read(
         feed = KeyFeed()
         dataset = SeededDataset(loader.dataset, seed, one_by_one=one_by_one)
         settings = settings_of(loader, device)
-        batches: Any = torch_data.DataLoader(dataset, batch_sampler=feed, collate_fn=collate, **settings)  # pyright: ignore[reportArgumentType]
-        return Reopenable(batches, feed, settings["generator"])
+        inner: Any = torch_data.DataLoader(dataset, batch_sampler=feed, collate_fn=collate, **settings)  # pyright: ignore[reportArgumentType]
+        return Reopenable(inner, feed, settings["generator"])
 
     places = workers if loader.persistent_workers else {}
     return reopened(places, name, make, keys, seed=seed, epoch=epoch)

@@ -195,13 +195,13 @@ def _iterable(
     def make() -> Reopenable:
         settings = settings_of(loader, link.device)
         dataset: Any = loader.dataset
-        batches: Any = torch_data.DataLoader(
+        inner: Any = torch_data.DataLoader(
             dataset.skip(skipped) if skipped else dataset,
             batch_size=loader.batch_size,
             collate_fn=loader.collate_fn,
             **settings,
         )
-        return Reopenable(batches, KeyFeed(), settings["generator"])
+        return Reopenable(inner, KeyFeed(), settings["generator"])
 
     places = reading.kept if loader.persistent_workers else {}
     batches = reopened(places, "stream", make, (), seed=reading.seed, epoch=reading.epoch)

@@ -37,12 +37,12 @@ def by_model(optimizer: object, keys: Sequence[str | None]) -> Optimizers:
             if alone
             else "give one optimizer for each model, under the same key",
         )
-    for key, optimizer in named.items():
-        if not isinstance(optimizer, Optimizer):
+    for key, description in named.items():
+        if not isinstance(description, Optimizer):
             kind = (
-                f"a {type(optimizer).__name__}"
-                if not isinstance(optimizer, type)
-                else f"the class {optimizer.__name__}"
+                f"a {type(description).__name__}"
+                if not isinstance(description, type)
+                else f"the class {description.__name__}"
             )
             raise ArgumentError(
                 f"the optimizer{'' if key is None else f' of {key!r}'} is {kind}, not a description",

@@ -262,7 +262,7 @@ def test_elsewhere_deepspeeds_own_is_refused():
         ({"stage": 1, "zero3_init": True}, ArgumentError, "zero3_init"),
         ({"stage": 2, "offload_optimizer": "nvme", "nvme_path": "x"}, ArgumentError, "can't offload to NVMe"),
         ({"stage": 0, "offload_optimizer": "cpu"}, ArgumentError, "stage 0"),
-        ({"stage": 3, "offload_optimizer": "nvme"}, ArgumentError, "where NVMe offload writes to"),
+        ({"stage": 3, "offload_optimizer": "nvme"}, ArgumentError, "NVMe offload has no path to write to"),
         ({"stage": 3, "offload_optimizer": "disk"}, UnknownNameError, "no place called 'disk'"),
         ({"stage": 3, "reduce_bucket_size": "large"}, ArgumentError, "reduce_bucket_size='large'"),
         ({"config": "missing.json"}, ConfigError, "missing.json can't be read"),
