@@ -142,9 +142,8 @@ def _become_coordinator(job: Job, channel: Channel, other: socket.socket, mask: 
     try:
         other.close()
         nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in range(
-            3
-        ):  # C++ logs each garbage message. A pipe stays open as long as a copy of its end does
+        # C++ logs each garbage message. A pipe stays open as long as a copy of its end does
+        for stream in range(3):
             os.dup2(nothing, stream)
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)

@@ -18,12 +18,10 @@ from fnaccel import _torch
 from fnaccel.errors import LaunchError
 from fnaccel.launch.channel import Channel
 from fnaccel.launch.job import STATIC_PORT, Job
-from fnaccel.world.joining import is_loopback
+from fnaccel.world.joining import BACKLOG, is_loopback, keep_store
 
 PATIENCE = 600.0
 """Seconds in which the launchers of enough machines have to be started."""
-
-_BACKLOG = 1024
 
 
 def open_store(job: Job, channel: Channel, timeout: float) -> tuple[Any, bool]:
@@ -41,17 +39,8 @@ def open_store(job: Job, channel: Channel, timeout: float) -> tuple[Any, bool]:
     listener = _listen(job)
     if listener is not None:
         with listener:
-            address, port = listener.getsockname()[:2]
-            # libuv: one slow connection would stop the other backend, which reads whole messages
-            return _torch.TCPStore(
-                "127.0.0.1" if address == "0.0.0.0" else address,
-                port,
-                is_master=True,
-                timeout=limit,
-                wait_for_workers=False,
-                master_listen_fd=os.dup(listener.fileno()),  # torch closes this one
-                use_libuv=True,
-            ), True
+            address = listener.getsockname()[0]
+            return keep_store(listener, "127.0.0.1" if address == "0.0.0.0" else address, limit), True
     port, end = job.port or STATIC_PORT, time.monotonic() + PATIENCE
     while True:  # TCPStore tries by itself too, and logs each try
         try:
@@ -83,14 +72,14 @@ def _listen(job: Job) -> socket.socket | None:
         address = str(place[0])
         if ipaddress.ip_address(address).is_loopback and not is_loopback(job.address):
             family, address = socket.AF_INET, ""  # Debian names a machine 127.0.1.1 to itself
-        return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        return socket.create_server((address, port), family=family, backlog=BACKLOG)
     except OSError as error:
         elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         if job.machine is None and (elsewhere or error.errno == errno.EADDRINUSE):
             return None
         with contextlib.suppress(OSError):
             if elsewhere:  # an address that is translated on its way here
-                return socket.create_server(("", port), backlog=_BACKLOG)
+                return socket.create_server(("", port), backlog=BACKLOG)
         what = f"{endpoint(job)} can't be listened on: {error.strerror}"
         raise machines_error(job, what, "name another --master-port, on every machine the same") from error
 

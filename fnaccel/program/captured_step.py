@@ -30,7 +30,7 @@ from fnaccel.engine.gradients import Gradients, apart
 from fnaccel.engine.step_totals import Report
 from fnaccel.errors import CapabilityError
 from fnaccel.optim import kernels
-from fnaccel.program.step_graph import StepGraph, Update
+from fnaccel.program.step_graph import StepGraph, Update, filled
 from fnaccel.program.tail import Tail
 from fnaccel.step.loss import Scalar, check_attached, check_divided, read_loss
 from fnaccel.step.settings import Compiler
@@ -99,7 +99,7 @@ class CapturedStep:
         engine, device = self._engine, self._engine.layout.mesh.world.device
         before, last = micros[:-1], micros[-1]
         hooked = self._tail is not None and (self._tail.gradients or self._tail.updates)
-        step = _filled(call.step, torch.int64, device) if hooked else None
+        step = filled(call.step, torch.int64, device) if hooked else None
 
         def body(seed: Callable[[int], None]) -> tuple[Any, Report, AuxValues]:
             if self._capture.before is not None:
@@ -107,13 +107,13 @@ class CapturedStep:
             self._agree(last.data, lent_models)
             report = Report(self._group, device, engine.agreement, call.notice)
             up_front = up_front_of(self._loss, micros, call, report, engine)
-            up_front = None if up_front is None else _filled(up_front, wide_dtype(engine), device)
+            up_front = None if up_front is None else filled(up_front, wide_dtype(engine), device)
             global_weight = packed([report.weight], device)[0] if self._loss.weight_fn is not None else None
             keeps = [self._keep(micro, report.weight_of(index)) for index, micro in enumerate(micros)]
             aux = AuxValues()
             sums, carried, weighted = self._accumulate(before, lent_models, up_front, aux, keeps, seed)
             seed(len(before))
-            sums = torch.cat([sums, _filled(report.asked, sums.dtype, device).view(1)])
+            sums = torch.cat([sums, filled(report.asked, sums.dtype, device).view(1)])
             outs = self._call(
                 self._finish, last.data, lent_models, keeps[-1], up_front, carried, sums, global_weight,
                 call.scale, rates, number, step,
@@ -229,7 +229,8 @@ class CapturedStep:
             params, run = self._capture.open()
             parts = read_loss(run(self._loss.fn, data, *lent_models), self._loss.where)
             check_attached(parts.total, self._loss.where)
-            check_divided(parts, self._loss.where)
+            if self._loss.weight_fn is None:
+                check_divided(parts, self._loss.where)
             check_aux(parts.aux)
             grads: Any = torch.autograd.grad(parts.total, params, allow_unused=True)
             self._graph.check_reached(grads)
@@ -243,7 +244,7 @@ class CapturedStep:
 
     def _keep(self, micro: Micro, weight: Scalar) -> torch.Tensor:
         """1, or 0 for a filler or a weight of 0: a tensor, since a number would be compiled in."""
-        return _filled(weight > 0 if micro.valid else 0, torch.float32, self._engine.layout.mesh.world.device)
+        return filled(weight > 0 if micro.valid else 0, torch.float32, self._engine.layout.mesh.world.device)
 
     def _shared(self, aux: AuxValues, weighted: bool) -> dict[str, Any]:
         """The aux of all ranks, in an all-reduce of its own if there is any."""
@@ -272,12 +273,3 @@ def _whole_models(lent_models: Tree) -> Any:
 
 def _sum_type(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _filled(value: Tree, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A 0-d tensor, filled on the device: a copy of a host value would wait for all work before it."""
-    return (
-        value.to(dtype)
-        if isinstance(value, torch.Tensor)
-        else torch.full((), value, dtype=dtype, device=device)
-    )

@@ -153,7 +153,7 @@ class StepGraph:
         check_aux(aux)
         if self._loss.weight_fn is None:
             total, weight = masked(total, weight)
-        counted = torch.stack([_number(total, sums), _number(weight, sums)])
+        counted = torch.stack([filled(value, sums.dtype, sums.device) for value in (total, weight)])
         # `where` and no product: 0 times an infinity of a filler would be NaN
         counted = torch.where(keep > 0, counted, torch.zeros_like(counted))
         if sums.numel() > 2:  # only `finish` has the third, and a forward does not change it
@@ -215,7 +215,8 @@ class StepGraph:
             return tail.finish(engine, gradients, {}, info)
 
 
-def _number(value: Tree, like: torch.Tensor) -> torch.Tensor:
+def filled(value: Scalar, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A 0-d tensor, filled on the device: a copy of a host value would wait for all work before it."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to(like.dtype)
-    return torch.full((), value, dtype=like.dtype, device=like.device)
+        return value.detach().to(dtype)
+    return torch.full((), value, dtype=dtype, device=device)

@@ -27,7 +27,9 @@ from fnaccel.world.launched import Ranks, first_host
 LISTENERS: list[Callable[[str], None]] = []
 """Called with "joining" before this process waits for the others, and with "joined" afterwards."""
 
-_BACKLOG = 1024
+BACKLOG = 1024
+"""Connections to a store that may wait to be accepted."""
+
 _worlds = itertools.count()
 
 
@@ -189,17 +191,28 @@ def _loopback_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> 
     if ranks.rank != 0:
         return _client_store(ranks, address, port, limit)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, port), family=family, backlog=_BACKLOG) as listener:
-        # torch closes the descriptor that it gets
-        return _torch.TCPStore(
-            address,
-            port,
-            ranks.size,
-            is_master=True,
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=os.dup(listener.fileno()),
-        )
+    with socket.create_server((address, port), family=family, backlog=BACKLOG) as listener:
+        return keep_store(listener, address, limit)
+
+
+def keep_store(listener: socket.socket, address: str, limit: timedelta) -> Any:
+    """A store that this process keeps, on the interface of a listening socket: torch's own listens on all.
+
+    Args:
+        listener: the socket. The store has a copy of it.
+        address: the address at which this process reaches the store.
+        limit: how long an operation on the store may take.
+    """
+    # libuv: one slow connection would stop the other backend, which reads whole messages
+    return _torch.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=os.dup(listener.fileno()),  # torch closes this one
+        use_libuv=True,
+    )
 
 
 def _client_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> Any:

@@ -136,3 +136,21 @@ class TestMeansThatAreDivided:
     def test_a_mean_of_weight_one_is_a_loss_of_its_own(self):
         step = program(lambda model, batch: fa.Mean((model(batch[0]) - batch[1]).square().mean(), weight=1))
         step(step.init(), batch_of(8))
+
+
+def weighted_by_the_batch(captured):
+    """The loss of one step whose weight comes from the batch: a weight of the loss counts for nothing."""
+
+    def loss(model, batch):
+        x, y = batch
+        return fa.Mean(F.mse_loss(model(x), y), weight=y.numel())
+
+    step = fa.with_weight(loss, lambda batch: len(batch[0]))
+    step = fa.compile(step, "step", backend="aot_eager") if captured else step
+    train_step = program(step, strategy="ddp")
+    return float(train_step(train_step.init(seed=0), batch_of(8))[1]["loss"])
+
+
+def test_a_weight_of_the_batch_is_treated_alike_in_a_graph(pools):
+    eager, captured = (pools.run(2, weighted_by_the_batch, captured) for captured in (False, True))
+    assert captured == pytest.approx(eager, rel=1e-6)
