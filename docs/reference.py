@@ -28,7 +28,7 @@ GROUPS = {
     ],
     "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategy", "local", "ddp", "strategies.powersgd", "fsdp", "hsdp", "deepspeed", "xla", "world.mesh.Mesh"],
     "Optimizers and schedules": [
-        "sgd", "adam", "adamw", "optim.adamw8bit", "optim.adafactor", "from_torch", "optim.from_deepspeed", "optim.deepspeed_lr", "optim.Optimizer", "schedules.constant", "schedules.linear", "schedules.cosine",
+        "sgd", "adam", "adamw", "optim.adamw8bit", "optim.adafactor", "from_torch", "optimizer_groups", "optim.OptimizerGroups", "optim.starting_at", "optim.from_deepspeed", "optim.deepspeed_lr", "optim.Optimizer", "schedules.constant", "schedules.linear", "schedules.cosine",
         "schedules.warmup_constant", "schedules.warmup_linear", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined",
         "schedules.from_torch_scheduler",
     ],

@@ -34,6 +34,7 @@ from fnaccel.loop.scanning import scan as scan
 from fnaccel.optim import adam as adam
 from fnaccel.optim import adamw as adamw
 from fnaccel.optim import from_torch as from_torch
+from fnaccel.optim import optimizer_groups as optimizer_groups
 from fnaccel.optim import schedules as schedules
 from fnaccel.optim import sgd as sgd
 from fnaccel.optim.schedules import warmup_cosine as warmup_cosine

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from fnaccel import optim
+from fnaccel.config.epochs import in_updates
 from fnaccel.config.recipe import OptimizerRecipe, Recipe
 from fnaccel.config.references import load
 from fnaccel.config.yaml import from_yaml, override
-from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest
+from fnaccel.data import Shards
+from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest, require
 from fnaccel.launch import overrides
-from fnaccel.optim import Optimizer, schedules
+from fnaccel.optim import Optimizer, OptimizerGroups, schedules
 from fnaccel.program.train_step import TrainStep, train_step
 from fnaccel.step.step import Step, as_step
 from fnaccel.strategies import distribute
@@ -58,13 +60,28 @@ def recipe(default: Recipe | str | None = None) -> Recipe:
     return override(base, overrides.take())
 
 
-def make_optimizer(described: OptimizerRecipe) -> Optimizer:
+def make_optimizer(described: OptimizerRecipe) -> Optimizer | OptimizerGroups:
     """The optimizer that a recipe describes.
 
     Raises:
         UnknownNameError: no such optimizer or schedule.
         ConfigError: options that it does not take.
     """
+    base = optim.starting_at(described.starts, _one_optimizer(described))
+    if not described.by_pattern:
+        return base
+    members = [(pattern, make_optimizer(other)) for pattern, other in described.by_pattern.items()]
+    for pattern, other in members:
+        require(
+            isinstance(other, Optimizer),
+            f"the optimizer of {pattern!r} has a by_pattern of its own",
+            "optimizer.by_pattern",
+            "write all patterns in one by_pattern",
+        )
+    return optim.optimizer_groups([*members, ("*", base)])  # pyright: ignore[reportArgumentType] - checked above
+
+
+def _one_optimizer(described: OptimizerRecipe) -> Optimizer:
     rate = _make_schedule(described)
     options: dict[str, Any] = {**described.options, "groups": described.groups or None}
     try:
@@ -128,7 +145,12 @@ def transformed(recipe_: Recipe, loss_fn: Callable[..., Any]) -> Step:
 
 
 def apply(
-    recipe_: Recipe, loss_fn: Callable[..., Any], model: object, *, world: World | None = None
+    recipe_: Recipe,
+    loss_fn: Callable[..., Any],
+    model: object,
+    *,
+    shards: Shards | None = None,
+    world: World | None = None,
 ) -> TrainStep:
     """The train step that a recipe describes.
 
@@ -136,10 +158,11 @@ def apply(
         recipe_: the choices.
         loss_fn: `loss_fn(model, batch)`, or a step with transforms of its own.
         model: a factory, a module, or a dict of them, as for `fa.distribute`.
+        shards: the data, if the recipe gives lengths in epochs: `total: "3 epochs"`.
         world: the world. By default the one that `fa.start()` set.
 
     Raises:
-        ConfigError, UnknownNameError: a choice that does not exist.
+        ConfigError, UnknownNameError: a choice that does not exist, or epochs without `shards`.
 
     Example:
         >>> train_step = fa.config.apply(fa.config.recipe(), loss_fn, GPT)
@@ -154,7 +177,7 @@ def apply(
     return train_step(
         transformed(recipe_, loss_fn),
         model=distribute(model, recipe_.strategy),
-        optimizer=make_optimizer(recipe_.optimizer),
+        optimizer=make_optimizer(in_updates(recipe_.optimizer, shards, recipe_.strategy, world)),
         world=world,
     )
 

@@ -18,9 +18,13 @@ class OptimizerRecipe:
         lr: the rate, or a schedule's peak.
         schedule: `"constant"`, or `"warmup_cosine"`, `"warmup_linear"`, `"cosine"`, ..., or a
             reference `"module:function"` to a schedule of yours.
-        schedule_options: further arguments of the schedule, such as `warmup` and `total`, in updates.
+        schedule_options: further arguments of the schedule, such as `warmup` and `total`: in updates,
+            in epochs (`"3 epochs"`), or a share of `total` (`"10%"`).
         options: further arguments of the optimizer, such as `weight_decay`.
         groups: pattern -> options.
+        by_pattern: pattern -> another optimizer for the parameters that match. The first that matches
+            holds. The optimizer itself takes the other parameters.
+        starts: updates before its first, as `fa.optim.starting_at`.
 
     Example:
         >>> optimizer = fa.config.OptimizerRecipe(
@@ -35,6 +39,8 @@ class OptimizerRecipe:
     schedule_options: dict[str, Any] = attrs.field(factory=dict)
     options: dict[str, Any] = attrs.field(factory=dict)
     groups: dict[str, dict[str, Any]] = attrs.field(factory=dict)
+    by_pattern: dict[str, OptimizerRecipe] = attrs.field(factory=dict)
+    starts: int = 0
 
 
 @attrs.frozen(kw_only=True)

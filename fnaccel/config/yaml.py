@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import attrs
 import yaml
@@ -50,15 +50,17 @@ def _plain(record: object, where: str) -> dict[str, Any]:
         if value == default:
             continue
         path = f"{where}.{field.name}"
-        if attrs.has(type(value)):
-            fields[field.name] = _plain(value, path)
-        elif isinstance(value, tuple | list):
+        if isinstance(value, tuple | list):
             fields[field.name] = [dump(item, path) for item in value]
         elif isinstance(value, dict):
-            fields[field.name] = {key: dump(item, f"{path}.{key}") for key, item in value.items()}
+            fields[field.name] = {key: _plain_value(item, f"{path}.{key}") for key, item in value.items()}
         else:
-            fields[field.name] = dump(value, path)
+            fields[field.name] = _plain_value(value, path)
     return fields
+
+
+def _plain_value(value: object, path: str) -> Any:
+    return _plain(value, path) if attrs.has(type(value)) else dump(value, path)
 
 
 def from_yaml(source: str | Path) -> Recipe:
@@ -122,12 +124,7 @@ def _mistake_in(error: BaseException) -> FnaccelError | None:
 
 
 def _check_keys(plain: Tree, cls: type, where: str) -> None:
-    if not isinstance(plain, dict):
-        raise ConfigError(
-            f"{where} holds {type(plain).__name__}, not keys and values",
-            where=where,
-            fix="write `key: value` lines",
-        )
+    _check_mapping(plain, where)
     hints = get_type_hints(cls)
     names = [field.name for field in attrs.fields(cls)]
     for key, value in plain.items():
@@ -135,6 +132,20 @@ def _check_keys(plain: Tree, cls: type, where: str) -> None:
             raise ConfigError(f"{cls.__name__} has no key {key!r}", where=where, fix=nearest(str(key), names))
         if attrs.has(hints[key]):
             _check_keys(value, hints[key], f"{where}: {key}")
+        for kind in filter(attrs.has, get_args(hints[key])):  # a mapping of records
+            inner = f"{where}: {key}"
+            _check_mapping(value, inner)
+            for name, record in value.items():
+                _check_keys(record, kind, f"{inner}: {name}")
+
+
+def _check_mapping(plain: Tree, where: str) -> None:
+    if not isinstance(plain, dict):
+        raise ConfigError(
+            f"{where} holds {type(plain).__name__}, not keys and values",
+            where=where,
+            fix="write `key: value` lines",
+        )
 
 
 def override(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:

@@ -13,9 +13,10 @@ from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim import kernels
 from fnaccel.optim.description import Bound, Optimizer, group_leaves, takes_tensors
+from fnaccel.optim.several import OptimizerGroups, assign, optimizers_of
 from fnaccel.step.loss import Scalar
 
-Optimizers = dict[str | None, Optimizer]
+Optimizers = dict[str | None, Optimizer | OptimizerGroups]
 
 
 def by_model(optimizer: object, keys: Sequence[str | None]) -> Optimizers:
@@ -38,7 +39,7 @@ def by_model(optimizer: object, keys: Sequence[str | None]) -> Optimizers:
             else "give one optimizer for each model, under the same key",
         )
     for key, description in named.items():
-        if not isinstance(description, Optimizer):
+        if not isinstance(description, Optimizer | OptimizerGroups):
             kind = (
                 f"a {type(description).__name__}"
                 if not isinstance(description, type)
@@ -55,7 +56,7 @@ def by_model(optimizer: object, keys: Sequence[str | None]) -> Optimizers:
 
 def check_own(optimizers: Optimizers) -> None:
     """Raise CapabilityError if an optimizer or a schedule belongs to a runtime of another strategy."""
-    for optimizer in optimizers.values():
+    for optimizer in (one for described in optimizers.values() for one in optimizers_of(described)):
         for part in (optimizer.kernel, optimizer.lr):
             runtime = getattr(part, "runtime", None)
             if runtime is not None:
@@ -73,14 +74,19 @@ def traceable(optimizers: Optimizers) -> bool:
 
 @attrs.frozen
 class _Part:
-    """One optimizer, the indices of its leaves, and the schedule of each of its groups."""
+    """One optimizer, the name of its rate in the metrics, its leaves, the schedule of each of its groups."""
 
-    key: str | None
+    rate: str
     bound: Bound
     indices: tuple[int, ...]
     base: Callable[[Any], Any]
     own: tuple[Callable[[Any], Any] | None, ...]
     whole: bool
+    starts: int
+
+    def since(self, updates: Scalar) -> Any:
+        """Updates since its first: below 0 until it starts. One host read if it starts later."""
+        return int(updates) - self.starts if self.starts else updates
 
 
 class Updater:
@@ -102,25 +108,24 @@ class Updater:
         self._keys = list(optimizers)
         if bound is not None:  # one optimizer over all models
             optimizers = {None: next(iter(optimizers.values()))}
-        for key, optimizer in optimizers.items():
-            indices = [i for i, leaf in enumerate(leaves) if key is None or leaf.name.startswith(f"{key}/")]
-            members: list[Leaf] = [leaves[i] for i in indices]
-            groups = group_leaves(optimizer, members) if members else []
-            binding = bound or optimizer.kernel.bind(groups)
-            _check_names(binding.slots, members, optimizer)
-            self.slots.update(binding.slots)
-            self._parts.append(
-                _Part(
-                    key,
-                    binding,
-                    tuple(indices),
-                    optimizer.lr,
-                    tuple(group.lr for group in groups),
-                    len(indices) == len(leaves),
-                )
-            )
+        for key, described in optimizers.items():
+            of_model = [i for i, leaf in enumerate(leaves) if key is None or leaf.name.startswith(f"{key}/")]
+            for each in assign(described, [leaves[i] for i in of_model]):
+                indices = [of_model[i] for i in each.indices]
+                self._add("/".join(filter(None, ("lr", key, each.label))), each.optimizer, leaves, indices)
+        self.starts_later = any(part.starts for part in self._parts)
         where = leaves[0].shard.device if leaves else device
         self._count = torch.zeros((), dtype=torch.float32, device=where)
+
+    def _add(self, rate: str, optimizer: Optimizer, leaves: Sequence[Leaf], indices: list[int]) -> None:
+        """Bind an optimizer to its parameters."""
+        members = [leaves[i] for i in indices]
+        groups = group_leaves(optimizer, members) if members else []
+        binding = self._made or optimizer.kernel.bind(groups)
+        _check_names(binding.slots, members, optimizer)
+        self.slots.update(binding.slots)
+        own, whole = tuple(group.lr for group in groups), len(indices) == len(leaves)
+        self._parts.append(_Part(rate, binding, tuple(indices), optimizer.lr, own, whole, optimizer.starts))
 
     def apply(
         self, grads: Gradients, rates: Sequence[Sequence[Any]], updates: Scalar, reported: dict[str, Any]
@@ -154,11 +159,11 @@ class Updater:
         reported: dict[str, Any] = {}
         rates: list[list[Any]] = []
         for part in self._parts:
-            base = self._rate(part.base, updates)
-            reported["lr" if part.key is None else f"lr/{part.key}"] = base
-            rates.append(
-                [base if schedule is None else self._rate(schedule, updates) for schedule in part.own]
-            )
+            since = part.since(updates)
+            waits = since < 0
+            base = 0.0 if waits else self._rate(part.base, since)
+            reported[part.rate] = base
+            rates.append([base if waits or own is None else self._rate(own, since) for own in part.own])
         return reported, rates
 
     def as_tensors(self, rates: list[list[Any]]) -> list[list[torch.Tensor]]:
@@ -171,13 +176,24 @@ class Updater:
             for each in rates
         ]
 
+    def hold(self, grads: Gradients, updates: Scalar) -> None:
+        """Drop the gradients of optimizers that start later, so that no norm counts them."""
+        for part in self._parts:
+            if part.starts and part.since(updates) < 0:
+                for index in part.indices:
+                    grads.shards[index] = None
+
     def update(self, grads: Gradients, rates: Sequence[Sequence[Any]], number: torch.Tensor) -> None:
         """Update the parameters in place."""
         for part, each in zip(self._parts, rates, strict=True):
+            if part.starts and part.since(number) <= 0:
+                continue
             shards = grads.shards if part.whole else [grads.shards[i] for i in part.indices]
             # an optimizer that reads on the host would wait for the device in each step
             skip = grads.skip if part.bound.reads_host else grads.left_out()
-            skipped = part.bound.apply(shards, each, grads.multiplier, skip, number)
+            skipped = part.bound.apply(
+                shards, each, grads.multiplier, skip, number - part.starts if part.starts else number
+            )
             if skipped is not None:
                 grads.skip = torch.tensor(skipped, device=number.device)
 

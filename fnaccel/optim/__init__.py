@@ -11,3 +11,6 @@ from fnaccel.optim.fused import adam as adam
 from fnaccel.optim.fused import adamw as adamw
 from fnaccel.optim.fused import sgd as sgd
 from fnaccel.optim.quantized import adamw8bit as adamw8bit
+from fnaccel.optim.several import OptimizerGroups as OptimizerGroups
+from fnaccel.optim.several import optimizer_groups as optimizer_groups
+from fnaccel.optim.several import starting_at as starting_at

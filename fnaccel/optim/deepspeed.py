@@ -9,8 +9,8 @@ import attrs
 
 from fnaccel.errors import CapabilityError, require
 from fnaccel.optim.description import Group, Optimizer, options_of
-from fnaccel.optim.fused import Groups
 from fnaccel.optim.schedules import Rate
+from fnaccel.optim.selection import Groups, pairs_of
 from fnaccel.step.loss import Scalar
 
 
@@ -51,7 +51,7 @@ def from_deepspeed(lr: Rate, *, groups: Groups = None, **options: Any) -> Optimi
 
     Args:
         lr: a number, or `fa.optim.deepspeed_lr(...)` if the configuration names a scheduler. Fills `"auto"`.
-        groups: `{pattern: options}`, as for `fa.adamw`.
+        groups: `{selection: options}`, as for `fa.adamw`.
         options: further parameters, which have to agree with the configuration's.
 
     Example:
@@ -61,9 +61,7 @@ def from_deepspeed(lr: Rate, *, groups: Groups = None, **options: Any) -> Optimi
         >>> train_step.plan.deepspeed["optimizer"]["params"]["lr"]
         0.0003
     """
-    group_options = dict.fromkeys(
-        name for extra in dict(groups or {}).values() for name in extra if name != "lr"
-    )
+    group_options = dict.fromkeys(name for _, extra in pairs_of(groups) for name in extra if name != "lr")
     _, checked = options_of("from_deepspeed", {**group_options, **options}, groups)
     return Optimizer(
         name="from_deepspeed", lr=lr, options=tuple(options.items()), groups=checked, kernel=DeepspeedKernel()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,10 +16,12 @@ import torch
 from fnaccel.errors import ArgumentError, ConfigError, nearest
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.schedules import Schedule, as_schedule, constant
+from fnaccel.optim.selection import Groups, Select, choose, pairs_of, refuse_unmatched, selector_name
 from fnaccel.step.loss import Scalar
 from fnaccel.step.spec import Spec
 
 Options = tuple[tuple[str, Any], ...]
+_RESERVED = ("lr", "optional")
 
 
 @attrs.frozen
@@ -86,10 +87,11 @@ class Optimizer:
         name: the name in the plan.
         lr: the schedule of the rate.
         options: options of every group, by name.
-        groups: (pattern, options) pairs. The first pattern that matches a parameter's name holds.
+        groups: (selection, options) pairs. The first that selects a parameter holds.
         kernel: how it is carried out.
         elementwise: whether an element's update depends on that element alone, so that a shard
             can be updated by itself.
+        starts: updates before its first. Until then its parameters stay as they are.
 
     Example:
         >>> optimizer = fa.adamw(3e-4)
@@ -100,20 +102,23 @@ class Optimizer:
     name: str
     lr: Schedule = attrs.field(converter=as_schedule)
     options: Options
-    groups: tuple[tuple[str, Options], ...] = ()
+    groups: tuple[tuple[Select, Options], ...] = ()
     kernel: Any
     elementwise: bool = True
+    starts: int = 0
 
     @property
     def traceable(self) -> bool:
         """Whether its update can be captured in a graph."""
-        return getattr(self.kernel, "traceable", False)
+        return getattr(self.kernel, "traceable", False) and not self.starts
 
     def plan_notes(self, spec: Spec) -> list[str]:
         """Notes for the plan: the values that each step reads on the host."""
         notes: list[str] = []
         if not spec.step.settings.skips:
             return notes
+        if self.starts:
+            notes.append(f"{self.name} starts later: one host read each step, to know the update")
         if not self.elementwise:
             notes.append(f"{self.name} reads one number on the host each step, to know whether to skip")
         if not takes_tensors(self.lr):
@@ -126,7 +131,8 @@ class Optimizer:
         named = getattr(self.lr, "__qualname__", None) or repr(self.lr)
         rate = self.lr.value if isinstance(self.lr, constant) else named
         parts = [f"lr={rate}", *(f"{name}={value!r}" for name, value in self.options)]
-        parts += [f"{pattern!r}: {dict(options)}" for pattern, options in self.groups]
+        parts += [f"{selector_name(select)}: {dict(options)}" for select, options in self.groups]
+        parts += [f"starts at update {self.starts}"] if self.starts else []
         return f"{self.name}({', '.join(parts)})"
 
 
@@ -147,55 +153,47 @@ def refuse_unknown(where: str, unknown: Mapping[str, Any], names: Iterable[str])
 
 
 def options_of(
-    where: str, defaults: Mapping[str, Any], groups: Any
-) -> tuple[Options, tuple[tuple[str, Options], ...]]:
+    where: str, defaults: Mapping[str, Any], groups: Groups
+) -> tuple[Options, tuple[tuple[Select, Options], ...]]:
     """Check the options of groups against the names an optimizer knows.
 
     Raises:
         ConfigError: an unknown option. Names the nearest.
     """
-    checked: list[tuple[str, Options]] = []
-    for pattern, options in dict(groups or {}).items():
+    checked: list[tuple[Select, Options]] = []
+    for select, options in pairs_of(groups):
         for name in options:
-            if name != "lr" and name not in defaults:
+            if name not in _RESERVED and name not in defaults:
                 raise ConfigError(
                     f"{where} has no option {name!r}",
-                    where=f"groups[{pattern!r}]",
-                    fix=nearest(name, [*defaults, "lr"]),
+                    where=f"groups[{selector_name(select)}]",
+                    fix=nearest(name, [*defaults, *_RESERVED]),
                 )
         converted = {k: as_schedule(v) if k == "lr" else v for k, v in options.items()}
-        checked.append((pattern, tuple(converted.items())))
+        checked.append((select, tuple(converted.items())))
     return tuple(defaults.items()), tuple(checked)
 
 
 def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf]) -> list[Group]:
-    """Sort leaves into groups by the first pattern that matches, then by dtype and device.
+    """Sort leaves into groups by the first selection that takes them, then by dtype and device.
 
     Raises:
-        ArgumentError: a pattern matches no parameter, or a schedule gives no rate.
+        ArgumentError: a selection takes no parameter, or a schedule gives no rate.
     """
-    unused = {pattern for pattern, _ in optimizer.groups}
-    sorted_leaves: dict[tuple[int, torch.dtype, str], list[Member]] = {}
+    selections = [select for select, _ in optimizer.groups]
     everything = list(leaves)
-    for index, leaf in enumerate(everything):
-        which = -1
-        for number, (pattern, _) in enumerate(optimizer.groups):
-            if fnmatch.fnmatchcase(leaf.name, pattern):
-                which = number
-                break
-        unused.discard(optimizer.groups[which][0] if which >= 0 else "")
+    chosen = [choose(selections, leaf) for leaf in everything]
+    optional = [select for select, options in optimizer.groups if dict(options).get("optional")]
+    names = [leaf.name for leaf in everything]
+    refuse_unmatched(selections, chosen, optional, names, f"groups of {optimizer.name}")
+    sorted_leaves: dict[tuple[int, torch.dtype, str], list[Member]] = {}
+    for index, (which, leaf) in enumerate(zip(chosen, everything, strict=True)):
         key = (which, leaf.shard.dtype, str(leaf.shard.device))
         sorted_leaves.setdefault(key, []).append(Member(index, leaf))
-    if unused:
-        pattern = min(unused)
-        raise ArgumentError(
-            f"the pattern {pattern!r} matches no trainable parameter",
-            where=f"groups of {optimizer.name}",
-            fix=nearest(pattern, [leaf.name for leaf in everything]),
-        )
     groups: list[Group] = []
     for (which, _, _), members in sorted_leaves.items():
         extra = dict(optimizer.groups[which][1]) if which >= 0 else {}
+        extra.pop("optional", None)
         lr = extra.pop("lr", None)
         first = _first_rate(lr or optimizer.lr, optimizer.name)
         groups.append(Group(tuple(members), {**dict(optimizer.options), **extra}, lr, first))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -13,10 +13,16 @@ import torch
 from fnaccel import _torch
 from fnaccel.errors import ArgumentError, CapabilityError, nearest, require
 from fnaccel.optim.description import Group, Optimizer, options_of
-from fnaccel.optim.fused import Groups
 from fnaccel.optim.schedules import Rate
+from fnaccel.optim.selection import Groups, pairs_of
 from fnaccel.step.loss import Scalar
 from fnaccel.tree import Tree
+
+if TYPE_CHECKING:
+    from fnaccel.optim.whole import BoundWhole
+
+# their updates are no sums over elements: they orthogonalise matrices, or factor them
+_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
 
 
 class _Recorder(dict[str, Any]):
@@ -34,13 +40,21 @@ class _Recorder(dict[str, Any]):
 
 @attrs.frozen
 class TorchKernel:
-    """A class of torch optimizers."""
+    """A class of torch optimizers. `whole`: its update needs whole parameters, not shards."""
 
     cls: Any
+    whole: bool = False
 
-    def bind(self, groups: Sequence[Group]) -> BoundTorch:
+    def bind(self, groups: Sequence[Group]) -> BoundTorch | BoundWhole:
         """Make the optimizer over the real parameters, with state found on clones."""
-        return BoundTorch(self.cls, groups)
+        if not (self.whole and _sharded(groups)):
+            return BoundTorch(self.cls, groups)
+        from fnaccel.optim.whole import BoundWhole  # noqa: PLC0415 - DTensor is slow to import
+
+        slots = first_slots(self.cls, groups, whole=True)
+        # the optimizer keeps its options: the parameters come later, one at a time
+        stand_ins = {m.index: _zeros(m.leaf.param, whole=True) for g in groups for m in g.members}
+        return BoundWhole(_make(self.cls, groups, stand_ins), groups, slots)
 
 
 class BoundTorch:
@@ -113,8 +127,13 @@ def _arguments(cls: type[Any]) -> set[str] | None:
     )
 
 
-def first_slots(cls: type[Any], groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
+def first_slots(cls: type[Any], groups: Sequence[Group], *, whole: bool = False) -> dict[int, dict[str, Any]]:
     """The state that an optimizer class makes for each parameter, found on clones of them.
+
+    Args:
+        cls: the class.
+        groups: the parameters.
+        whole: whether the clones are whole where the parameters are sharded.
 
     Raises:
         CapabilityError: it can't update these parameters.
@@ -122,13 +141,13 @@ def first_slots(cls: type[Any], groups: Sequence[Group]) -> dict[int, dict[str, 
     slots: dict[int, dict[str, Any]] = {}
     try:
         for group in groups:  # each by itself: its options may matter to the constructor alone
-            slots.update(_first_slots(cls, group))
+            slots.update(_first_slots(cls, group, whole=whole))
     except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise CapabilityError(
             f"{named(cls)} can't update these parameters: {str(error).splitlines()[0]}",
             where="fa.from_torch",
             fix="use fa.sgd, fa.adam or fa.adamw"
-            + (", or an unsharded strategy (local, ddp)" if _sharded(groups) else " for them"),
+            + (", or whole=True: each parameter is gathered" if _sharded(groups) else " for them"),
         ) from error
     return slots
 
@@ -151,11 +170,18 @@ def _needs_closure(cls: type[Any]) -> bool:
     return issubclass(cls, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty)
 
 
-def _first_slots(cls: type[Any], group: Group) -> dict[int, dict[str, Any]]:
+def _zeros(param: Any, *, whole: bool) -> torch.nn.Parameter:
+    """A clone without values: weight decay would make of a value a gradient, and of that a slot."""
+    zeros = (
+        torch.zeros(param.shape, dtype=param.dtype, device=param.device) if whole else torch.zeros_like(param)
+    )
+    return torch.nn.Parameter(zeros)
+
+
+def _first_slots(cls: type[Any], group: Group, *, whole: bool) -> dict[int, dict[str, Any]]:
     clones: dict[int, torch.nn.Parameter] = {}
     for member in group.members:
-        # zeros: weight decay would make of a parameter's value a gradient, and of that a slot
-        clone = torch.nn.Parameter(torch.zeros_like(member.leaf.param))
+        clone = _zeros(member.leaf.param, whole=whole)
         clone.grad = torch.zeros_like(clone)
         clones[member.index] = clone
     probe = _make(cls, [group], clones)
@@ -168,8 +194,26 @@ def _first_slots(cls: type[Any], group: Group) -> dict[int, dict[str, Any]]:
     return {index: dict(probe.state[clone].first) for index, clone in clones.items()}
 
 
+def _default_rate(cls: type[Any]) -> float:
+    """The learning rate that a class takes if none is given."""
+    parameter = inspect.signature(cls).parameters.get("lr")
+    default = None if parameter is None else parameter.default
+    require(
+        isinstance(default, float | int),
+        f"{cls.__name__} has no default learning rate",
+        "fa.from_torch",
+        f"fa.from_torch({cls.__name__}, lr=1e-3)",
+    )
+    return float(default)  # pyright: ignore[reportArgumentType] - checked above
+
+
 def from_torch(
-    cls: type[torch.optim.Optimizer], *, lr: Rate, groups: Groups = None, **options: Any
+    cls: type[torch.optim.Optimizer],
+    *,
+    lr: Rate | None = None,
+    groups: Groups = None,
+    whole: bool | None = None,
+    **options: Any,
 ) -> Optimizer:
     """Any optimizer of `torch.optim` (or one that follows its rules).
 
@@ -178,8 +222,10 @@ def from_torch(
 
     Args:
         cls: the optimizer class, not an instance: it is made after the parameters are sharded.
-        lr: a number, or a schedule `updates -> rate`.
-        groups: `{pattern: options}`, as for `fa.sgd`.
+        lr: a number, or a schedule `updates -> rate`. None: the default of the class.
+        groups: `{selection: options}`, as for `fa.sgd`.
+        whole: whether an update needs the whole parameter, so that under `fsdp` each is gathered for it, one
+            at a time. None: for `torch.optim.Muon` and `torch.optim.Adafactor`.
         options: further arguments of the class.
 
     Raises:
@@ -195,6 +241,7 @@ def from_torch(
         "fa.from_torch",
         "pass the class: fa.from_torch(torch.optim.RMSprop, lr=1e-3)",
     )
+    pairs = pairs_of(groups)
     require(
         not _needs_closure(cls),
         f"{cls.__name__} evaluates the loss several times in a step",
@@ -202,27 +249,29 @@ def from_torch(
         "choose an optimizer that needs one gradient for an update",
     )
     require(
-        not any(settings.get("dampening") for settings in (options, *dict(groups or {}).values())),
+        not any(settings.get("dampening") for settings in (options, *(extra for _, extra in pairs))),
         "dampening treats the first update apart, which a state made before step 0 can't tell",
         "fa.from_torch",
         "leave dampening at 0",
     )
+    if lr is None:
+        lr = _default_rate(cls)
     taken = _arguments(cls)
     for name in options:
         if taken is not None and name not in taken:
             raise ArgumentError(
                 f"{cls.__name__} takes no {name!r}", where="fa.from_torch", fix=nearest(name, taken)
             )
-    defaults, checked = options, {k: dict(v) for k, v in dict(groups or {}).items()}
-    for extra in checked.values():
+    defaults = options
+    for _, extra in pairs:
         defaults = {**{name: None for name in extra if name != "lr"}, **defaults}
-    _, group_options = options_of(cls.__name__, defaults, checked)
+    _, group_options = options_of(cls.__name__, defaults, pairs)
     return Optimizer(
         name=cls.__name__,
         lr=lr,
         options=tuple(options.items()),
         groups=group_options,
-        kernel=TorchKernel(cls),
+        kernel=TorchKernel(cls, issubclass(cls, _WHOLE) if whole is None else whole),
         elementwise=False,
     )
 
@@ -230,11 +279,11 @@ def from_torch(
 def adafactor(lr: Rate = 1e-2, *, groups: Groups = None, **options: Any) -> Optimizer:
     """Adafactor (Shazeer and Stern 2018), `torch.optim.Adafactor`: second moments by row and column.
 
-    Under `fsdp` it raises: torch's own can't take sharded parameters yet (seen with 2.13).
+    Under `fsdp` each parameter is gathered for its update: see `whole` of `fa.from_torch`.
 
     Args:
         lr: a number, or a schedule `updates -> rate`.
-        groups: `{pattern: options}`, as for `fa.sgd`.
+        groups: `{selection: options}`, as for `fa.sgd`.
         options: as `torch.optim.Adafactor` takes them.
 
     Example:

@@ -20,6 +20,7 @@ from fnaccel.errors import CapabilityError, require
 from fnaccel.optim import kernels
 from fnaccel.optim.description import Group, Optimizer, options_of, refuse_unknown
 from fnaccel.optim.schedules import Rate
+from fnaccel.optim.selection import Groups
 from fnaccel.step.loss import Scalar
 from fnaccel.tree import Tree
 
@@ -167,8 +168,6 @@ def _adam_like(kernel: Callable[..., Any]) -> Any:
 
 _ADAMS = {"adam": _adam_like(kernels.adam_), "adamw": _adam_like(kernels.adamw_)}
 
-Groups = Mapping[str, Mapping[str, Any]] | None
-
 
 def sgd(
     lr: Rate,
@@ -184,8 +183,9 @@ def sgd(
     Args:
         lr: a number, or a schedule `updates -> rate`.
         momentum, nesterov, weight_decay: as in torch.
-        groups: `{pattern: options}`. Patterns match parameter names as a shell does. The first that
-            matches holds, and `"lr"` may be among the options.
+        groups: `{selection: options}`, or pairs of them. A selection is a pattern of parameter names, as
+            a shell matches them, or a function `(name, parameter) -> bool`. The first that matches
+            holds. Among the options may be `"lr"`, and `"optional": True` if it may match nothing.
 
     Raises:
         ArgumentError: Nesterov without momentum, or a rate that is none.
@@ -215,7 +215,7 @@ def adam(
     Args:
         lr: a number, or a schedule `updates -> rate`.
         betas, eps, weight_decay: as in torch.
-        groups: `{pattern: options}`, as for `sgd`.
+        groups: `{selection: options}`, as for `sgd`.
 
     Example:
         >>> fa.adam(1e-3)
@@ -238,7 +238,7 @@ def adamw(
     Args:
         lr: a number, or a schedule `updates -> rate`.
         betas, eps, weight_decay: as in torch.
-        groups: `{pattern: options}`, as for `sgd`.
+        groups: `{selection: options}`, as for `sgd`.
 
     Example:
         >>> fa.adamw(3e-4, groups={"*norm*": {"weight_decay": 0.0}})

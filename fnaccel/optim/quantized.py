@@ -22,8 +22,9 @@ from fnaccel import _torch
 from fnaccel.errors import CapabilityError, MissingBackendError, UnknownNameError, nearest, require
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.description import Group, Optimizer, options_of
-from fnaccel.optim.fused import BoundFused, Groups, check_betas
+from fnaccel.optim.fused import BoundFused, check_betas
 from fnaccel.optim.schedules import Rate
+from fnaccel.optim.selection import Groups
 from fnaccel.step.loss import Scalar
 
 Backend = Literal["torchao", "bitsandbytes"]
@@ -314,7 +315,7 @@ def adamw8bit(
         backend: `"torchao"`, or `"bitsandbytes"` (8 bits in blocks of 256 only).
         betas, eps, weight_decay: as in torch.
         compiled: compile torchao's update of each shape: slow to start, then several times faster.
-        groups: `{pattern: options}`, as for `fa.sgd`.
+        groups: `{selection: options}`, as for `fa.sgd`.
 
     Raises:
         UnknownNameError: no such backend or codes.

@@ -139,6 +139,8 @@ class Stepper:
                 update = _Update(report.finish(), grads, reported, rates)
         update.idle = idle(update.metrics["weight"])
         if update.grads is not None and update.idle is not True:
+            if owned.updater.starts_later:
+                owned.updater.hold(update.grads, before.updates)
             self._change_gradients(owned, state, update.grads, update.metrics, before.transforms)
         return update
 

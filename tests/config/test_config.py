@@ -108,3 +108,82 @@ def test_shard_options_are_what_shard_takes():
     recipe = fa.config.Recipe(data=fa.config.DataRecipe(window=2, seed=5, remainder="wrap"))
     shards = fa.shard(loader, **fa.config.shard_options(recipe))
     assert (shards.window, shards.seed, shards.remainder) == (2, 5, "wrap")
+
+
+EPOCHS = """
+strategy: STRATEGY
+optimizer:
+  lr: 0.3
+  schedule: warmup_cosine
+  schedule_options: {total: 3 epochs, warmup: 10%}
+  by_pattern:
+    "*.bias": {name: sgd, lr: 0.1, schedule: linear, schedule_options: {end: 0.0, total: 0.5 epochs}}
+"""
+
+
+@pytest.mark.parametrize(("ranks", "updates"), [(1, 10), (2, 10)])
+def test_lengths_in_epochs(pools, ranks, updates):
+    """40 rows in batches of 4 are 10 updates on any number of ranks: the batch size is global."""
+    for plan in pools.run(ranks, plan_in_epochs, "fsdp" if ranks > 1 else "local"):
+        assert f"warmup_cosine(0.3, warmup=3, total={3 * updates}, end=0.0)" in plan
+        assert "linear(start=0.1, end=0.0, total=5)" in plan
+
+
+def plan_in_epochs(strategy):
+    loader = torch.utils.data.DataLoader(list(range(40)), batch_size=4)
+    recipe = fa.config.from_yaml(EPOCHS.replace("STRATEGY", strategy))
+    return str(fa.config.apply(recipe, loss_fn, Net, shards=fa.shard(loader)).plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"total": "3 epochs"}, "no data is given"),
+        ({"total": "3 eons"}, "'3 eons' is no number of updates"),
+        ({"total": "10%"}, "'10%' is no number of updates"),
+    ],
+)
+def test_lengths_that_say_nothing(options, says):
+    described = fa.config.OptimizerRecipe(schedule="cosine", schedule_options=options)
+    with fa.start(), pytest.raises(errors.ConfigError, match=says):
+        fa.config.apply(fa.config.Recipe(optimizer=described), loss_fn, Net)
+
+
+def test_optimizers_by_pattern():
+    text = """
+optimizer:
+  lr: 0.0003
+  by_pattern:
+    '*.bias':
+      name: sgd
+      lr: 0.1
+    blocks.*.weight:
+      name: torch.optim:Muon
+      lr: 0.02
+      starts: 3
+"""
+    recipe = fa.config.from_yaml(text)
+    assert fa.config.to_yaml(recipe) == text.lstrip()
+    optimizer = make_optimizer(recipe.optimizer)
+    assert isinstance(optimizer, fa.optim.OptimizerGroups)
+    assert [select for select, _ in optimizer.members] == ["*.bias", "blocks.*.weight", "*"]
+    assert [one.starts for _, one in optimizer.members] == [0, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("optimizer: {by_pattern: {a: {nam: sgd}}}", "did you mean 'name'"),
+        ("optimizer: {by_pattern: {a: 3}}", "holds int"),
+        ("optimizer: {by_pattern: 3}", "holds int"),
+    ],
+)
+def test_mistakes_in_optimizers_by_pattern(text, says):
+    with pytest.raises(errors.ConfigError, match=says):
+        fa.config.from_yaml(text)
+
+
+def test_patterns_within_patterns_are_refused():
+    nested = fa.config.OptimizerRecipe(by_pattern={"a": fa.config.OptimizerRecipe()})
+    with pytest.raises(errors.ArgumentError, match="by_pattern of its own"):
+        make_optimizer(fa.config.OptimizerRecipe(by_pattern={"b": nested}))

@@ -99,6 +99,9 @@ SETUPS = {
     ),
     "nadam": lambda: (loss_fn, fa.from_torch(torch.optim.NAdam, lr=0.05), Net, {}),
     "adafactor": lambda: (loss_fn, fa.optim.adafactor(0.05), Net, {}),
+    "sharded_adafactor": lambda: (
+        loss_fn, fa.from_torch(torch.optim.Adafactor, lr=0.05, whole=False), Net, {}
+    ),
     "module": lambda: (loss_fn, None, _module_of_this_rank(), {}),
     "noise": lambda: (_noise(loss_fn), None, Net, {}),
 }  # fmt: skip

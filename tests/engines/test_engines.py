@@ -24,7 +24,7 @@ ALIKE = [
     ("fsdp(ignore=('out.*', 'blocks.1.*'))", "plain"), ("fsdp(init='rank0')", "plain"), ("fsdp", "ema"),
     ("fsdp", "clip_value"), ("fsdp", "weight"), ("fsdp", "remat"), ("fsdp", "compiled"), ("fsdp", "method"),
     ("fsdp(methods=('encode',))", "block_method"), ("fsdp", "unused"), ("fsdp", "tied"), ("fsdp", "frozen"),
-    ("fsdp", "nadam"), ("fsdp", "noise"), ("hsdp(2, 1)", "ema"),
+    ("fsdp", "nadam"), ("fsdp", "adafactor"), ("fsdp(offload=True)", "adafactor"), ("fsdp", "noise"), ("hsdp(2, 1)", "ema"),
 ]  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def test_a_sharded_teacher_is_lent_to_a_replicated_student(pools):
         ("fsdp(init='rank0')", "module", "ArgumentError", "factory"),
         ("ddp(1, bucket_mb=3) * fsdp(2)", "plain", "CapabilityError", "no meaning"),
         ("ddp(hook='fp16')", "plain", "CapabilityError", "with_weight"),
-        ("fsdp", "adafactor", "CapabilityError", "unsharded strategy"),
+        ("fsdp", "sharded_adafactor", "CapabilityError", "whole=True"),
     ],
 )
 def test_what_cannot_be_says_why(pools, strategy, kind, error, says):

@@ -91,7 +91,7 @@ class cosine:  # noqa: N801
     """
 
     start: float
-    total: int
+    total: float
     end: float = 0.0
 
     def __attrs_post_init__(self) -> None:
@@ -105,11 +105,11 @@ class cosine:  # noqa: N801
 
 @attrs.frozen
 class inverse_sqrt:  # noqa: N801
-    """Linear warm-up to `peak`, then `peak * sqrt(warmup / updates)` (Vaswani et al. 2017).
+    """Linear warm-up from 0 to `peak`, then `peak * sqrt(warmup / updates)` (Vaswani et al. 2017).
 
     Example:
         >>> schedule = fa.schedules.inverse_sqrt(1.0, warmup=100)
-        >>> schedule(49), schedule(100), schedule(400)
+        >>> schedule(50), schedule(100), schedule(400)
         (0.5, 1.0, 0.5)
     """
 
@@ -124,7 +124,7 @@ class inverse_sqrt:  # noqa: N801
         late = _clip(updates, self.warmup, math.inf)
         return _where(
             updates < self.warmup,
-            self.peak * ((updates + 1) / self.warmup),
+            self.peak * (updates / self.warmup),
             self.peak * (self.warmup / late) ** 0.5,
         )
 
@@ -143,7 +143,7 @@ class joined:  # noqa: N801
     """
 
     parts: tuple[Schedule, ...] = attrs.field(converter=tuple)
-    boundaries: tuple[int, ...] = attrs.field(converter=tuple)
+    boundaries: tuple[float, ...] = attrs.field(converter=tuple)
     written: str = attrs.field(default="", kw_only=True, eq=False)
     """How the user wrote it, for the plan. Empty for a sequence joined by hand."""
 
@@ -171,45 +171,47 @@ class joined:  # noqa: N801
         return rate
 
 
-def _warmup(peak: float, warmup: int, after: Schedule, written: str) -> joined:
-    _check(
-        warmup > 0,
-        f"a warm-up of {warmup} updates",
-        "warmup is 1 or more; without one, use the plain schedule",
-    )
-    # the first update already has a rate above zero, and the last of the warm-up has the peak
-    rising = linear(peak / warmup, peak * (1 + 1 / warmup), warmup)
-    return joined((rising, after), (warmup,), written=written)
+def _warmup(peak: float, warmup: int, start: float, after: Schedule, written: str) -> joined:
+    _check(warmup >= 0, f"a warm-up of {warmup} updates", "warmup is 0 or more")
+    if not warmup:
+        return joined((after,), (), written=written)
+    # the first update after the warm-up is the only one at the peak
+    return joined((linear(start, peak, warmup), after), (warmup,), written=written)
 
 
-def warmup_constant(peak: float, *, warmup: int) -> joined:
-    """Linear warm-up to `peak` over `warmup` updates, then `peak`.
+def warmup_constant(peak: float, *, warmup: int, start: float = 0.0) -> joined:
+    """Linear warm-up from `start` to `peak` over `warmup` updates, then `peak`.
 
     Example:
-        >>> fa.schedules.warmup_constant(1.0, warmup=10)(4)
+        >>> fa.schedules.warmup_constant(1.0, warmup=10)(5)
         0.5
     """
-    return _warmup(peak, warmup, constant(peak), f"warmup_constant({peak}, warmup={warmup})")
+    written = f"warmup_constant({peak}, warmup={warmup}{_written_start(start)})"
+    return _warmup(peak, warmup, start, constant(peak), written)
 
 
-def warmup_linear(peak: float, *, warmup: int, total: int, end: float = 0.0) -> joined:
-    """Linear warm-up to `peak`, then linearly to `end` at update `total`.
+def warmup_linear(peak: float, *, warmup: int, total: int, end: float = 0.0, start: float = 0.0) -> joined:
+    """Linear warm-up from `start` to `peak`, then linearly to `end` at update `total`.
+
+    The rates of `get_linear_schedule_with_warmup` of transformers.
 
     Raises:
         ArgumentError: the warm-up is not shorter than `total`.
 
     Example:
         >>> schedule = fa.schedules.warmup_linear(1.0, warmup=10, total=110)
-        >>> schedule(4), schedule(9), schedule(60), schedule(110)
-        (0.5, 1.0, 0.5, 0.0)
+        >>> schedule(0), schedule(5), schedule(10), schedule(60), schedule(110)
+        (0.0, 0.5, 1.0, 0.5, 0.0)
     """
     _check_total(warmup, total)
-    written = f"warmup_linear({peak}, warmup={warmup}, total={total}, end={end})"
-    return _warmup(peak, warmup, linear(peak, end, total - warmup), written)
+    written = f"warmup_linear({peak}, warmup={warmup}, total={total}, end={end}{_written_start(start)})"
+    return _warmup(peak, warmup, start, linear(peak, end, total - warmup), written)
 
 
-def warmup_cosine(peak: float, *, warmup: int, total: int, end: float = 0.0) -> joined:
-    """Linear warm-up to `peak`, then along half a cosine to `end` at update `total`.
+def warmup_cosine(peak: float, *, warmup: int, total: int, end: float = 0.0, start: float = 0.0) -> joined:
+    """Linear warm-up from `start` to `peak`, then along half a cosine to `end` at update `total`.
+
+    The rates of `get_cosine_schedule_with_warmup` of transformers.
 
     Raises:
         ArgumentError: the warm-up is not shorter than `total`.
@@ -218,8 +220,12 @@ def warmup_cosine(peak: float, *, warmup: int, total: int, end: float = 0.0) -> 
         >>> optimizer = fa.adamw(lr=fa.warmup_cosine(3e-4, warmup=100, total=1_000))
     """
     _check_total(warmup, total)
-    written = f"warmup_cosine({peak}, warmup={warmup}, total={total}, end={end})"
-    return _warmup(peak, warmup, cosine(peak, total - warmup, end), written)
+    written = f"warmup_cosine({peak}, warmup={warmup}, total={total}, end={end}{_written_start(start)})"
+    return _warmup(peak, warmup, start, cosine(peak, total - warmup, end), written)
+
+
+def _written_start(start: float) -> str:
+    return f", start={start}" if start else ""
 
 
 def one_cycle(
@@ -227,17 +233,25 @@ def one_cycle(
 ) -> joined:
     """Up along half a cosine for a share `warmup` of `total` updates, then down (Smith and Topin 2018).
 
-    Starts at `peak / start_div` and ends at `peak / start_div / end_div`.
+    Starts at `peak / start_div` and ends at `peak / start_div / end_div`, at update `total - 1`. The rates of
+    `torch.optim.lr_scheduler.OneCycleLR`.
+
+    Raises:
+        ArgumentError: the share is no more than one update, or all of them.
 
     Example:
         >>> schedule = fa.schedules.one_cycle(1.0, total=100)
-        >>> round(schedule(0), 3), schedule(30)
+        >>> round(schedule(0), 3), round(schedule(29), 3)
         (0.04, 1.0)
     """
-    up = max(1, int(total * warmup))
-    _check_total(up, total)
+    up = total * warmup - 1  # where the peak lies, as torch counts: it may lie between two updates
+    _check(
+        0 < up < total - 1,
+        f"a warm-up of {warmup} of {total} updates has no room",
+        "warmup is a share between 0 and 1 that is more than one update",
+    )
     low = peak / start_div
-    parts = (cosine(low, up, peak), cosine(peak, total - up, low / end_div))
+    parts = (cosine(low, up, peak), cosine(peak, total - 1 - up, low / end_div))
     return joined(parts, (up,), written=f"one_cycle({peak}, total={total}, warmup={warmup})")
 
 
@@ -271,7 +285,7 @@ class piecewise:  # noqa: N801
 
 
 def _check_total(warmup: int, total: int) -> None:
-    if not 0 < warmup < total:
+    if not 0 <= warmup < total:
         raise ArgumentError(
             f"a warm-up of {warmup} updates does not fit in {total}",
             where=_WHERE,

@@ -9,6 +9,7 @@ from fnaccel.errors import CapabilityError, ConfigError
 from fnaccel.optim.deepspeed import DeepspeedKernel, DeepspeedRate
 from fnaccel.optim.description import Optimizer
 from fnaccel.optim.schedules import constant
+from fnaccel.optim.several import OptimizerGroups
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.deepspeed.draft import Draft
 from fnaccel.strategies.deepspeed.record import Deepspeed
@@ -45,7 +46,7 @@ def choose_update(spec: Spec, draft: Draft, record: Deepspeed) -> None:
                 fix="fa.deepspeed(stage=3) for inference; or give an optimizer",
             )
         return
-    optimizer = _only(cast(Iterable[Optimizer], spec.optimizers.values()))
+    optimizer = _only(cast("Iterable[Optimizer | OptimizerGroups]", spec.optimizers.values()))
     _check_types(draft)
     _check_optimizer(draft, optimizer)
     _check_schedule(draft, optimizer)
@@ -55,13 +56,19 @@ def choose_update(spec: Spec, draft: Draft, record: Deepspeed) -> None:
         _fill_schedule(draft, optimizer.lr)
 
 
-def _only(optimizers: Iterable[Optimizer]) -> Optimizer:
+def _only(optimizers: Iterable[Optimizer | OptimizerGroups]) -> Optimizer:
     first, *later = optimizers
-    if any(other != first for other in later):
+    if any(other != first for other in later) or isinstance(first, OptimizerGroups):
         raise CapabilityError(
-            "one DeepSpeed engine has one optimizer, and the models were given several",
-            where="fa.train_step(optimizer={...})",
-            fix="give one optimizer for all models, or one train step to each",
+            "one DeepSpeed engine has one optimizer, and several were given",
+            where="fa.train_step(optimizer=)",
+            fix="give one optimizer, or one train step to each model, or choose fa.fsdp()",
+        )
+    if first.starts:
+        raise CapabilityError(
+            f"fa.optim.starting_at({first.starts}, ...): a DeepSpeed engine updates from the first step",
+            where="fa.train_step(optimizer=)",
+            fix="train the first part with frozen=, or choose fa.fsdp()",
         )
     return first
 

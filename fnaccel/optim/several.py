@@ -1,0 +1,185 @@
+"""`optimizer_groups`: several optimizers for the parameters of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from fnaccel.errors import ArgumentError, require
+from fnaccel.models.parameter import Leaf
+from fnaccel.optim.description import Optimizer
+from fnaccel.optim.selection import Select, choose, refuse_unmatched, selector_name
+from fnaccel.step.spec import Spec
+
+
+@attrs.frozen
+class Assigned:
+    """One optimizer of a model, its label ("" if it is the only one), and the indices of its parameters."""
+
+    label: str
+    optimizer: Optimizer
+    indices: tuple[int, ...]
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerGroups:
+    """Several optimizers for one model. Each parameter belongs to the first that selects it.
+
+    Attributes:
+        members: (selection, optimizer) pairs.
+        optional: the selections that may match no parameter.
+
+    Example:
+        >>> both = fa.optimizer_groups([("*bias", fa.sgd(0.1)), ("*", fa.adamw(3e-4))])
+        >>> both.name
+        'sgd + adamw'
+    """
+
+    members: tuple[tuple[Select, Optimizer], ...]
+    optional: tuple[Select, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The names of its optimizers."""
+        return " + ".join(self.labels)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The name of each optimizer, numbered if two have one name: `metrics["lr/<label>"]` is its rate."""
+        names = [optimizer.name for _, optimizer in self.members]
+        return tuple(
+            name if names.count(name) == 1 else f"{name}.{names[:index].count(name)}"
+            for index, name in enumerate(names)
+        )
+
+    @property
+    def traceable(self) -> bool:
+        """Whether the updates of all of them can be captured in a graph."""
+        return all(optimizer.traceable for _, optimizer in self.members)
+
+    def plan_notes(self, spec: Spec) -> list[str]:
+        """Notes for the plan."""
+        return [note for _, optimizer in self.members for note in optimizer.plan_notes(spec)]
+
+    def describe(self) -> str:
+        """One line for the plan."""
+        return "; ".join(f"{selector_name(select)}: {one.describe()}" for select, one in self.members)
+
+
+def optimizer_groups(
+    members: Iterable[tuple[Select, Optimizer]], *, optional: Sequence[Select] = ()
+) -> OptimizerGroups:
+    """Several optimizers for one model: each parameter belongs to the first member that selects it.
+
+    Each optimizer keeps its own rate, schedule and groups. `metrics["lr/<name>"]` holds its rate.
+
+    Args:
+        members: (selection, optimizer) pairs. A selection is a pattern of parameter names, as a shell
+            matches them, or a function `(name, parameter) -> bool`. The parameter has its whole shape.
+        optional: the selections that may match no parameter.
+
+    Raises:
+        ArgumentError: no members, or one that is no optimizer. At `init`: a parameter that no member
+            selects, or a selection that matches nothing and is not optional.
+
+    Example:
+        >>> matrices = fa.from_torch(torch.optim.Muon, lr=0.02)
+        >>> optimizer = fa.optimizer_groups(
+        ...     [(lambda name, p: p.ndim == 2, matrices), ("*", fa.adamw(3e-4))]
+        ... )
+        >>> train_step = fa.train_step(loss_fn, model=fa.distribute(GPT, "local"), optimizer=optimizer)
+        >>> state, metrics = train_step(train_step.init(seed=0), batch)
+        >>> metrics["lr/Muon"], metrics["lr/adamw"]
+        (0.02, 0.0003)
+    """
+    pairs = tuple((select, optimizer) for select, optimizer in members)
+    where = "fa.optimizer_groups"
+    require(bool(pairs), "there is no optimizer", where, 'optimizer_groups([("*", fa.adamw(3e-4))])')
+    for select, optimizer in pairs:
+        require(
+            isinstance(select, str) or callable(select),
+            f"{select!r} selects no parameters",
+            where,
+            'give a pattern such as "*bias", or a function (name, parameter) -> bool',
+        )
+        require(
+            isinstance(optimizer, Optimizer),
+            f"the member of {selector_name(select)} is {type(optimizer).__name__}, and no optimizer",
+            where,
+            f"({selector_name(select)}, fa.adamw(3e-4))",
+        )
+    selections = [select for select, _ in pairs]
+    for select in optional:
+        require(
+            select in selections,
+            f"{selector_name(select)} is optional, and no member",
+            where,
+            "name a selection of a member",
+        )
+    return OptimizerGroups(members=pairs, optional=tuple(optional))
+
+
+def starting_at(updates: int, optimizer: Optimizer) -> Optimizer:
+    """An optimizer that leaves its parameters as they are for the first `updates` updates.
+
+    Its schedule and its bias correction count from there, and until then its gradients are left out of
+    `clip_norm`. So parameters train as if they had been frozen, and `requires_grad` set at that update.
+    For gradual unfreezing, as a member of `optimizer_groups`.
+
+    Args:
+        updates: updates of the train step before the first of this optimizer, 0 or more.
+        optimizer: the optimizer.
+
+    Raises:
+        ArgumentError: a negative number, or no optimizer.
+
+    Example:
+        >>> optimizer = fa.optimizer_groups([
+        ...     ("head*", fa.adamw(1e-3)),
+        ...     ("*", fa.optim.starting_at(500, fa.adamw(1e-4))),
+        ... ])
+    """
+    require(updates >= 0, f"updates={updates} is negative", "fa.optim.starting_at", "starting_at(500, ...)")
+    require(
+        isinstance(optimizer, Optimizer),
+        f"{type(optimizer).__name__} is no optimizer",
+        "fa.optim.starting_at",
+        "starting_at(500, fa.adamw(1e-4))",
+    )
+    return attrs.evolve(optimizer, starts=updates)
+
+
+def optimizers_of(described: Optimizer | OptimizerGroups) -> tuple[Optimizer, ...]:
+    """The optimizers of one model."""
+    if isinstance(described, Optimizer):
+        return (described,)
+    return tuple(optimizer for _, optimizer in described.members)
+
+
+def assign(described: Optimizer | OptimizerGroups, leaves: Sequence[Leaf]) -> list[Assigned]:
+    """Divide the parameters of one model among its optimizers.
+
+    Raises:
+        ArgumentError: a parameter that no member selects, or a selection that matches nothing.
+    """
+    if isinstance(described, Optimizer):
+        return [Assigned("", described, tuple(range(len(leaves))))]
+    selections = [select for select, _ in described.members]
+    chosen = [choose(selections, leaf) for leaf in leaves]
+    names = [leaf.name for leaf in leaves]
+    missed = [name for name, which in zip(names, chosen, strict=True) if which < 0]
+    if missed:
+        more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
+        raise ArgumentError(
+            f"no optimizer was given for {missed[0]!r}{more}",
+            where="fa.optimizer_groups",
+            fix='end with ("*", fa.adamw(3e-4)), or leave parameters out: fa.train_step(frozen=("pattern",))',
+        )
+    refuse_unmatched(selections, chosen, described.optional, names, "members of fa.optimizer_groups")
+    return [
+        Assigned(label, optimizer, tuple(i for i, which in enumerate(chosen) if which == number))
+        for number, (label, (_, optimizer)) in enumerate(
+            zip(described.labels, described.members, strict=True)
+        )
+    ]

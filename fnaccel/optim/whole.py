@@ -1,0 +1,101 @@
+"""A torch optimizer whose update needs whole parameters, over shards of them.
+
+One parameter at a time is gathered, with its gradient and slots. Each rank computes the same update,
+and keeps its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import distribute_tensor
+
+from fnaccel.models.parameter import Leaf
+from fnaccel.optim.description import Group
+from fnaccel.step.loss import Scalar
+
+
+class BoundWhole:
+    """A torch optimizer over sharded parameters that are gathered for their update.
+
+    Args:
+        optimizer: made over stand-ins of the parameters, one group for each of `groups`.
+        groups: the parameters, with their options.
+        first: the first slots of each parameter, whole, by index.
+    """
+
+    reads_host = True
+
+    def __init__(self, optimizer: Any, groups: Sequence[Group], first: dict[int, dict[str, Any]]) -> None:
+        self._optimizer = optimizer
+        self._options = [
+            {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+        ]
+        optimizer.param_groups.clear()  # the stand-ins go
+        self._groups = groups
+        self.slots: dict[str, dict[str, Any]] = {
+            member.leaf.name: {slot: _cut(value, member.leaf) for slot, value in first[member.index].items()}
+            for group in groups
+            for member in group.members
+        }
+
+    def apply(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        rates: Sequence[Any],
+        multiplier: Scalar | None,
+        skip: torch.Tensor | None,
+        updates: torch.Tensor,  # noqa: ARG002 - torch optimizers count by themselves
+    ) -> None:
+        """One update in place: see `Bound.apply`. `skip` costs one host read."""
+        if skip is not None and bool(skip):
+            return
+        for group, options, rate in zip(self._groups, self._options, rates, strict=True):
+            for member in group.members:
+                grad = grads[member.index]
+                if grad is not None:
+                    slope = _gathered(member.leaf.like(grad))
+                    if multiplier is not None:
+                        slope = slope * multiplier
+                    self._update(member.leaf, slope, {**options, "lr": float(rate)})
+
+    def _update(self, leaf: Leaf, grad: torch.Tensor, options: dict[str, Any]) -> None:
+        param = torch.nn.Parameter(_gathered(leaf.param).clone())
+        param.grad = grad.to(param.dtype)
+        slots = self.slots[leaf.name]
+        whole = {slot: _gathered(value) for slot, value in slots.items()}
+        self._optimizer.param_groups.append({**options, "params": [param]})
+        self._optimizer.state[param] = whole
+        try:
+            self._optimizer.step()
+        finally:
+            self._optimizer.param_groups.clear()
+            after = self._optimizer.state.pop(param)
+        with torch.no_grad():
+            leaf.shard.copy_(_local(_cut(param.detach(), leaf)))
+            for slot, value in slots.items():
+                if isinstance(value, torch.Tensor):
+                    _local(value).copy_(_local(_cut(after[slot], leaf)))
+                else:
+                    slots[slot] = after[slot]
+
+
+def _gathered(value: Any) -> Any:
+    """A slot or a parameter as one rank would hold it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.full_tensor() if hasattr(value, "full_tensor") else value.clone()  # pyright: ignore
+
+
+def _local(value: Any) -> torch.Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _cut(value: Any, leaf: Leaf) -> Any:
+    """A whole slot laid out as its parameter. One of another shape (a count, a factor) stays whole."""
+    if not isinstance(value, torch.Tensor) or value.shape != leaf.param.shape or not leaf.sharded:
+        return value
+    param = leaf.param
+    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
