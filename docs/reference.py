@@ -40,6 +40,7 @@ GROUPS = {
     "Collectives": [
         "gather", "gather_objects", "reduce", "broadcast", "broadcast_objects", "pad_across_processes",
         "concatenate", "split_between_processes", "any_process",
+        "print_in_order",
     ],
     "Recipes": [
         "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.CheckpointRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
@@ -58,8 +59,8 @@ CONSTRUCTORS = {
 
 METHODS = {
     "World": [
-        "is_main", "is_local_main", "print", "barrier", "main_first", "on_main", "on_local_main", "on_process",
-        "close",
+        "is_main", "is_local_main", "is_last", "print", "barrier", "main_first", "on_main", "on_local_main", "on_last",
+        "on_process", "on_local_process", "close",
     ],
     "TrainStep": ["init", "adopt", "look", "averaged", "live_state", "compilation", "engine", "close"],
     "Plan": ["deepspeed", "hash"],
@@ -117,7 +118,7 @@ def _entry(path: str, value: object) -> list[str]:
 def _members(name: str, kind: type) -> list[str]:
     parts: list[str] = []
     for member in METHODS[name]:
-        function = vars(kind)[member]
+        function = inspect.getattr_static(kind, member)
         if isinstance(function, property):
             returns = inspect.signature(function.fget).return_annotation
             parts.append(f"#### `{name}.{member}: {_bare(returns)}`\n")

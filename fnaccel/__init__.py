@@ -28,6 +28,7 @@ from fnaccel.data import Window as Window
 from fnaccel.data import set_seed as set_seed
 from fnaccel.data import shard as shard
 from fnaccel.loop.preemption import preemption as preemption
+from fnaccel.loop.printing import print_in_order as print_in_order
 from fnaccel.loop.progress import progress as progress
 from fnaccel.loop.scanning import evaluate as evaluate
 from fnaccel.loop.scanning import scan as scan

@@ -21,14 +21,17 @@ def decorated():
         world.on_main(lambda: "main")(),
         world.on_process(1)(lambda: "one")(),
         world.on_local_main(lambda: "local")(),
+        world.on_last(lambda: "last")(),
+        world.on_local_process(1)(lambda: "second here")(),
+        world.is_last,
         (world.rank, world.size, world.is_main, world.is_local_main),
     )
 
 
 def test_decorators_run_on_the_ranks_they_name(pools):
     first, second = pools.run(2, decorated)
-    assert first == ("main", None, "local", (0, 2, True, True))
-    assert second == (None, "one", None, (1, 2, False, False))
+    assert first == ("main", None, "local", None, None, False, (0, 2, True, True))
+    assert second == (None, "one", None, "last", "second here", True, (1, 2, False, False))
 
 
 def printed():
@@ -40,6 +43,17 @@ def printed():
 
 def test_print_is_the_main_ranks(pools):
     assert pools.run(2, printed) == ["hello!", ""]
+
+
+def printed_in_order(several):
+    out = io.StringIO()
+    fa.print_in_order("rank", current().rank if several else "x", sep="=", file=out)
+    return out.getvalue()
+
+
+def test_every_line_is_printed_in_the_order_of_ranks(pools):
+    assert pools.run(3, printed_in_order, True) == ["[rank 0] rank=0\n[rank 1] rank=1\n[rank 2] rank=2\n", "", ""]
+    assert pools.run(1, printed_in_order, False) == ["rank=x\n"]
 
 
 def in_turn(folder):

@@ -6,17 +6,15 @@ need a world take `world=`, or the world that `start()` set in this context.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import functools
 import gc
 import os
 import re
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -30,8 +28,8 @@ from fnaccel.world.devices import HOSTED, check_present, check_processes, open_d
 from fnaccel.world.joining import Groups, Joined, join, prefix_of
 from fnaccel.world.launched import Ranks, detect
 from fnaccel.world.peers import Peers
+from fnaccel.world.process_control import ProcessControl
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _RUNNING = "a running process group"
@@ -47,7 +45,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @attrs.frozen(kw_only=True)
-class World:
+class World(ProcessControl):
     """One process among `size`: a frozen value, and a context manager that undoes `start()`.
 
     Attributes:
@@ -84,21 +82,6 @@ class World:
     _guests: weakref.WeakSet[Any] = attrs.field(factory=weakref.WeakSet, repr=False, eq=False)
     _resources: dict[Any, Any] = attrs.field(factory=dict, repr=False, eq=False)
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
-
-    @property
-    def is_local_main(self) -> bool:
-        """Whether this is the first process of its machine."""
-        return self.local_rank == 0
-
-    def print(self, *values: object, **options: Any) -> None:
-        """Print on rank 0 only."""
-        if self.is_main:
-            builtins.print(*values, **options)
-
     def barrier(self) -> None:
         """Wait until every rank has come here.
 
@@ -109,45 +92,6 @@ class World:
             self.calls.run("world.barrier", dist.barrier, group=self.groups.barrier)
         elif self.size > 1:
             dist.barrier()
-
-    @contextlib.contextmanager
-    def main_first(self, *, local: bool = False) -> Generator[None]:
-        """Rank 0 runs the body before the others (`local=True`: the first of each machine).
-
-        Example:
-            >>> with world.main_first():  # rank 0 downloads, the others read the file
-            ...     dataset = torch.utils.data.TensorDataset(torch.ones(8, 3))
-        """
-        first = self.is_local_main if local else self.is_main
-        if not first:
-            self.barrier()
-        try:
-            yield
-        finally:
-            if first:
-                self.barrier()
-
-    def on_main(self, fn: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorator: run on rank 0 only. The other ranks get None."""
-        return self.on_process(0)(fn)
-
-    def on_local_main(self, fn: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorator: run on the first process of each machine only."""
-        return _only(fn, self.is_local_main)
-
-    def on_process(self, rank: int) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-        """Decorator: run on one rank only. The other ranks get None.
-
-        Raises:
-            WorldError: there is no such rank.
-        """
-        if not 0 <= rank < self.size:
-            raise WorldError(
-                f"there is no rank {rank} among {self.size}",
-                where="world.on_process",
-                fix=f"choose a rank from 0 to {self.size - 1}",
-            )
-        return lambda fn: _only(fn, self.rank == rank)
 
     def __enter__(self) -> World:
         return self
@@ -223,14 +167,6 @@ def _reason(error: BaseException | None) -> str:
         return f"ended with exit code {code}"
     text = str(error).splitlines()
     return f"ended with {type(error).__name__}" + (f": {text[0]}" if text else "")
-
-
-def _only(fn: Callable[P, R], here: bool) -> Callable[P, R | None]:
-    @functools.wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return fn(*args, **kwargs) if here else None
-
-    return run
 
 
 def current(world: World | None = None) -> World:

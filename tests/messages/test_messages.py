@@ -108,6 +108,7 @@ TABLE = [
     (errors.NotSerializableError, "a lambda", "module:name",
      lambda: fa.config.to_yaml(fa.config.Recipe(optimizer=fa.config.OptimizerRecipe(schedule=lambda u: 0.1)))),
     (errors.WorldError, "no rank 5", "0 to 0", lambda: fa.start().on_process(5)),
+    (errors.WorldError, "no local rank 5", "0 to 0", lambda: fa.start().on_local_process(5)),
 ]  # fmt: skip
 
 
