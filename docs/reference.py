@@ -34,8 +34,8 @@ GROUPS = {
     ],
     "Data": ["shard", "set_seed", "data.Shards", "Batch", "Window"],
     "State and checkpoints": [
-        "TrainState", "state.Position", "state.Seed", "snapshot", "save", "save_async", "checkpoint.Saving", "restore", "resume_or_init", "latest", "checkpoints",
-        "adopt", "export_hf", "export_adapter", "tree",
+        "TrainState", "state.Position", "state.Seed", "snapshot", "save", "save_async", "checkpoint.Saving", "restore", "resume_or_init", "latest", "checkpoints", "checkpoint.hooks", "checkpoint.Hooks",
+        "save_on_main", "adopt", "export_hf", "gather_state_dict", "export_adapter", "tree",
     ],
     "Collectives": [
         "gather", "gather_objects", "reduce", "broadcast", "broadcast_objects", "pad_across_processes",
@@ -69,6 +69,7 @@ METHODS = {
     "Mesh": ["batch_size", "batch_rank", "coordinate", "group"],
     "Shards": ["at", "updates_per_epoch"],
     "Mean": ["of", "of_tokens"],
+    "Hooks": ["remove"],
     "Saving": ["done", "wait", "error"],
     "Tracker": ["start", "log", "finish"],
 }  # fmt: skip

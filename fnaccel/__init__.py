@@ -82,9 +82,11 @@ if TYPE_CHECKING:
     from fnaccel.checkpoint import resume_or_init as resume_or_init
     from fnaccel.checkpoint import save as save
     from fnaccel.checkpoint import save_async as save_async
+    from fnaccel.checkpoint import save_on_main as save_on_main
     from fnaccel.interchange import adopt as adopt
     from fnaccel.interchange import export_adapter as export_adapter
     from fnaccel.interchange import export_hf as export_hf
+    from fnaccel.interchange import gather_state_dict as gather_state_dict
     from fnaccel.loop.batch_size import fit_batch_size as fit_batch_size
 
 __version__ = "0.1.0"
@@ -99,11 +101,13 @@ _LATE = {
         "resume_or_init",
         "save",
         "save_async",
+        "save_on_main",
     ),
     "fnaccel.interchange": (
         "adopt",
         "export_adapter",
         "export_hf",
+        "gather_state_dict",
     ),
 }
 _HOME = {name: module for module, names in _LATE.items() for name in names}

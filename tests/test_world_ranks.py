@@ -52,7 +52,11 @@ def printed_in_order(several):
 
 
 def test_every_line_is_printed_in_the_order_of_ranks(pools):
-    assert pools.run(3, printed_in_order, True) == ["[rank 0] rank=0\n[rank 1] rank=1\n[rank 2] rank=2\n", "", ""]
+    assert pools.run(3, printed_in_order, True) == [
+        "[rank 0] rank=0\n[rank 1] rank=1\n[rank 2] rank=2\n",
+        "",
+        "",
+    ]
     assert pools.run(1, printed_in_order, False) == ["rank=x\n"]
 
 

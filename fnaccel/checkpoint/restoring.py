@@ -24,6 +24,7 @@ from fnaccel.checkpoint.filling import Filling
 from fnaccel.checkpoint.format.boxes import part_of, whole
 from fnaccel.checkpoint.format.manifest import Manifest, Stored
 from fnaccel.checkpoint.format.values import decode
+from fnaccel.checkpoint.hooks import Registered
 from fnaccel.checkpoint.matching import match
 from fnaccel.checkpoint.reading import Files
 from fnaccel.checkpoint.selection import is_complete, select
@@ -97,10 +98,15 @@ def restore(
     chosen = _Chosen(Path(directory), step, like, only, skip, rename, verify)
     with contextlib.ExitStack() as stack, no_collection():
         opened = _open(chosen, active, stack)
+        hooks, path = active.resource(Registered), opened.files.path
+        if hooks.hooks:
+            together(active, _WHERE, lambda: hooks.run("before_restore", path, like))
         restorer = _Restorer(opened.files, active)
         restored = restorer.tree(like, opened.tree)
         if restorer.refilled and not chosen.partly:
             together(active, _WHERE, lambda: _put_back(opened.streams, restored, active))
+        if hooks.hooks:
+            together(active, _WHERE, lambda: hooks.run("after_restore", path, restored))
     return restored
 
 

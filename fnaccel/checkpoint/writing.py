@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -31,6 +32,7 @@ from fnaccel.checkpoint.format.items import of_tensors
 from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored, file_name
 from fnaccel.checkpoint.format.safetensors import widest_first, write_items
 from fnaccel.checkpoint.format.values import Encoded, encode
+from fnaccel.checkpoint.hooks import Registered
 from fnaccel.errors import ArgumentError, CheckpointError, NotSerializableError
 from fnaccel.state import TrainState
 from fnaccel.tree import Tree
@@ -111,6 +113,7 @@ class Writing:
             ranks = together(self._world, self._where, prepare)
             self._lock = lock.pop_all()
         self._staged, self._number = next(ready.place for ready in ranks if ready.place is not None)
+        self._call_hooks("before_save", self._staged, state)
         if self._world.is_main:
             for rank, ready in enumerate(ranks):
                 self.parts.update(_streams(rank, ready.streams))
@@ -124,7 +127,16 @@ class Writing:
         with self._undone(), no_collection():
             written = together(self._world, self._where, self._write, over=self.over)
             together(self._world, self._where, lambda: self._finish(written), over=self.over)
-        return self._root / commit.name_of(self._number)
+        path = self._root / commit.name_of(self._number)
+        self._call_hooks("after_save", path)
+        return path
+
+    def _call_hooks(self, name: str, *args: Any) -> None:
+        registered = self._world.resource(Registered)
+        if registered.hooks:
+            with self._undone() as lock:
+                together(self._world, self._where, lambda: registered.run(name, *args), over=self.over)
+                self._lock = lock.pop_all()
 
     @contextlib.contextmanager
     def _undone(self) -> Generator[contextlib.ExitStack]:
@@ -169,6 +181,8 @@ class Writing:
     def _finish(self, written: Sequence[_Written | None]) -> None:
         if self._world.is_main and self._staged is not None:
             text = self._describe([part for part in written if part is not None])
+            if self._world.resource(Registered).hooks:
+                durable.sync_files(self._staged)
             durable.write_file(self._staged / manifest.FILE, [memoryview(text)])
             commit.commit(self._staged, self._root, self._number, self._where)
             commit.sweep(self._root)

@@ -7,3 +7,4 @@ write become `Item`s. So each format is one small file, and none knows of strate
 from fnaccel.interchange.adapter import export_adapter as export_adapter
 from fnaccel.interchange.adopting import adopt as adopt
 from fnaccel.interchange.exporting import export_hf as export_hf
+from fnaccel.interchange.state_dict import gather_state_dict as gather_state_dict

@@ -18,6 +18,7 @@ from fnaccel.checkpoint.disk import durable, placing
 from fnaccel.checkpoint.format.found import Source, unescaped
 from fnaccel.checkpoint.format.items import Item, check_items, of_found, of_tensors, pick
 from fnaccel.checkpoint.format.safetensors import Progress, bytes_in, drain, spread, write_items
+from fnaccel.checkpoint.format.torch_file import write_torch_file
 from fnaccel.checkpoint.format.values import child
 from fnaccel.errors import ArgumentError, NoWorldError, UnleasedStateError, nearest
 from fnaccel.interchange.model_config import files_for
@@ -42,7 +43,24 @@ class Style:
     only: Patterns = None
     skip: Patterns = None
     rename: Rename = None
+    safetensors: bool = True
     where: str = _WHERE
+
+    def write(self, path: Path, items: Sequence[Item], progress: Progress | None = None) -> None:
+        """Write one file of weights."""
+        (write_items if self.safetensors else write_torch_file)(path, items, progress)
+
+    def names(self, count: int) -> list[str]:
+        """The names of that many files, as Hugging Face's libraries expect them."""
+        stem, suffix = ("model", "safetensors") if self.safetensors else ("pytorch_model", "bin")
+        if count == 1:
+            return [f"{stem}.{suffix}"]
+        return [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
+
+    @property
+    def index(self) -> str:
+        """The name of the file that says where each tensor lies."""
+        return f"{'model.safetensors' if self.safetensors else 'pytorch_model.bin'}.index.json"
 
 
 def export_hf(
@@ -58,6 +76,7 @@ def export_hf(
     skip: Patterns = None,
     rename: Rename = None,
     overwrite: bool = False,
+    safetensors: bool = True,
     world: World | None = None,
 ) -> Path:
     """Write weights as Hugging Face's libraries load them: safetensors, their index and the config.
@@ -81,6 +100,8 @@ def export_hf(
         rename: regular expressions and their replacements, in order, or a function, for names.
         overwrite: replace an earlier export: `model*.safetensors`, `pytorch_model*.bin` and their index.
             All other files, such as a tokenizer's, are kept.
+        safetensors: False writes `pytorch_model.bin` by `torch.save`. A whole file is in memory then, and
+            loading it safely needs `weights_only=True`.
         world: the world, if none was started in this context.
 
     Returns:
@@ -97,7 +118,7 @@ def export_hf(
         ['config.json', 'model.safetensors']
     """
     target = Path(directory)
-    style = Style(max_shard_size, dtype, ema, model, only, skip, rename)
+    style = Style(max_shard_size, dtype, ema, model, only, skip, rename, safetensors)
     if isinstance(source, str | os.PathLike):
         active = world_of(world)
         path: Path = Path(source)
@@ -129,10 +150,10 @@ def export_source(
     try:
         shards = spread(items, bytes_in(style.max_shard_size, style.where))
         source.verify(0, 1)
-        for name, shard in zip(_names(len(shards)), shards, strict=True):
-            write_items(staged / name, shard, progress)
+        for name, shard in zip(style.names(len(shards)), shards, strict=True):
+            style.write(staged / name, shard, progress)
         source.check_unchanged()
-        _finish(staged, target, shards, files)
+        _finish(staged, target, shards, files, style)
     except BaseException:
         placing.discard(staged)
         raise
@@ -195,9 +216,11 @@ def _export_state(
 
     try:
         together(active, _WHERE, begin)
-        for name, shard in zip(_names(len(shards)), shards, strict=True):
-            together(active, _WHERE, writer(staged[0] / name if staged else None, shard))
-        together(active, _WHERE, lambda: _finish(staged[0], place[0], shards, files) if staged else None)
+        for name, shard in zip(style.names(len(shards)), shards, strict=True):
+            together(active, _WHERE, writer(staged[0] / name if staged else None, shard, style.write))
+        together(
+            active, _WHERE, lambda: _finish(staged[0], place[0], shards, files, style) if staged else None
+        )
     except BaseException:
         for directory in staged:
             placing.discard(directory)
@@ -205,7 +228,9 @@ def _export_state(
     return target
 
 
-def writer(path: Path | None, items: Sequence[Item]) -> Callable[[], None]:
+def writer(
+    path: Path | None, items: Sequence[Item], write_file: Callable[[Path, Sequence[Item]], Any] = write_items
+) -> Callable[[], None]:
     """Writes one file on the rank that has a path. All ranks gather the same tensors, even if it fails."""
 
     def write() -> None:
@@ -222,7 +247,7 @@ def writer(path: Path | None, items: Sequence[Item]) -> Callable[[], None]:
             return attrs.evolve(item, blocks=blocks)
 
         try:
-            write_items(path, [noted(item) for item in items])
+            write_file(path, [noted(item) for item in items])
         except Exception:
             drain(items[len(started) :])
             raise
@@ -230,26 +255,22 @@ def writer(path: Path | None, items: Sequence[Item]) -> Callable[[], None]:
     return write
 
 
-def _finish(staged: Path, target: Path, shards: Sequence[Sequence[Item]], files: Mapping[str, str]) -> None:
+def _finish(
+    staged: Path, target: Path, shards: Sequence[Sequence[Item]], files: Mapping[str, str], style: Style
+) -> None:
     extra = dict(files)
     if len(shards) > 1:
-        names = _names(len(shards))
+        names = style.names(len(shards))
         index = {
             "metadata": {"total_size": sum(item.nbytes for shard in shards for item in shard)},
             "weight_map": {
                 item.name: name for name, shard in zip(names, shards, strict=True) for item in shard
             },
         }
-        extra["model.safetensors.index.json"] = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        extra[style.index] = json.dumps(index, indent=2, sort_keys=True) + "\n"
     for name, text in extra.items():
         durable.write_file(staged / name, [memoryview(text.encode())])
     placing.commit(staged, target)
-
-
-def _names(count: int) -> list[str]:
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def weights_of(

@@ -16,6 +16,7 @@ from fnaccel.errors import ArgumentError, CheckpointError, StaleStateError, Unkn
 from fnaccel.interchange.model_config import class_of
 from tests.checkpoint.training import gathered, make, train
 from tests.interchange.hf_models import IDS, logits, trained
+from tests.models import program, whole_params
 
 RANKS = [("local()", 1), ("ddp()", 2), ("fsdp()", 1), ("fsdp()", 2), ("fsdp()", 3)]
 
@@ -285,3 +286,28 @@ def test_buffers_that_a_module_does_not_save_are_left_out_from_disk_too(world, t
     for source in (state, tmp_path / "run"):
         fa.export_hf(tmp_path / "hf", source, overwrite=True)
         assert sorted(load_file(tmp_path / "hf" / "model.safetensors")) == ["inner.weight", "scale"]
+
+
+@pytest.mark.parametrize("most", ["5GB", "200B"])
+def test_torch_files_on_request(tmp_path, most):
+    """`pytorch_model.bin`, or several with their index, as transformers reads them."""
+    with fa.start():
+        train_step = program()
+        state = train_step.init(seed=0)
+        fa.export_hf(tmp_path / "a", state)
+        path = fa.export_hf(tmp_path / "a", state, max_shard_size=most, safetensors=False, overwrite=True)
+        expected = whole_params(state)
+    files = sorted(file.name for file in path.iterdir())
+    if most == "5GB":
+        assert files == ["pytorch_model.bin"]
+    else:
+        index = json.loads((path / "pytorch_model.bin.index.json").read_text())["weight_map"]
+        assert set(index.values()) == {name for name in files if name.endswith(".bin")}
+        assert len(set(index.values())) > 1
+        assert all(name in torch.load(path / file) for name, file in index.items())
+    loaded = {}
+    for file in path.glob("*.bin"):
+        loaded |= torch.load(file)
+    assert loaded.keys() == expected.keys()
+    for name, value in loaded.items():
+        torch.testing.assert_close(value, expected[name])

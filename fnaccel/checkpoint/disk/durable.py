@@ -106,6 +106,16 @@ def sync_directory(path: Path) -> None:
         os.close(file)
 
 
+def sync_files(directory: Path) -> None:
+    """Wait until the device holds files that others wrote below a directory."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_dir():
+            sync_directory(path)
+        elif path.is_file():
+            with path.open("rb") as file:
+                sync(file.fileno())
+
+
 def rename(path: Path, to: Path) -> None:
     """Give a directory another name, atomically."""
     path.rename(to)
