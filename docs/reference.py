@@ -32,7 +32,7 @@ GROUPS = {
         "schedules.warmup_constant", "schedules.warmup_linear", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined",
         "schedules.from_torch_scheduler",
     ],
-    "Data": ["shard", "set_seed", "data.Shards", "Batch", "Window"],
+    "Data": ["shard", "set_seed", "data.Shards", "Batch", "Window", "data.Rows", "data.register_batch"],
     "State and checkpoints": [
         "TrainState", "state.Position", "state.Seed", "snapshot", "save", "save_async", "checkpoint.Saving", "restore", "resume_or_init", "latest", "checkpoints", "checkpoint.hooks", "checkpoint.Hooks",
         "save_on_main", "adopt", "export_hf", "gather_state_dict", "export_adapter", "tree",

@@ -198,6 +198,13 @@ def open_node(value: Any) -> tuple[dict[str, Any], Callable[[Iterable[Any]], Any
     )
 
 
+def register_sequence(kind: type) -> None:
+    """Make a subclass of list a pytree node of its own."""
+    optree.register_pytree_node(
+        kind, lambda node: (list(node), None), lambda _, values: kind(values), namespace=NAMESPACE
+    )
+
+
 def register_mapping(kind: type) -> None:
     """Make a subclass of dict a pytree node, by sorted key. `map` pairs it with plain dicts too."""
     _learned.add(kind)

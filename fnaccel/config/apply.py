@@ -213,9 +213,12 @@ def shard_options(recipe_: Recipe) -> dict[str, Any]:
     """
     data = recipe_.data
     return {
-        "window": data.window,
+        "window": load(data.window, "data.window") if isinstance(data.window, str) else data.window,
+        "across_epochs": data.across_epochs,
         "remainder": data.remainder,
         "seed": data.seed,
         "per_rank": data.per_rank,
         "dispatch": data.dispatch,
+        "prefetch": data.prefetch,
+        "device_placement": data.device_placement,
     }

@@ -55,7 +55,10 @@ def _updates(
                 where=where,
                 fix="fa.config.apply(recipe, loss_fn, model, shards=shards)",
             )
-        return round(float(epochs[1]) * shards.updates_per_epoch(parse(strategy), world=world))
+        number = float(epochs[1])
+        if number.is_integer():
+            return shards.updates_per_epoch(parse(strategy), epochs=int(number), world=world)
+        return round(number * shards.updates_per_epoch(parse(strategy), world=world))
     if share is not None and name != "total" and isinstance(total, int):
         return round(float(share[1]) / 100 * total)
     raise ConfigError(

@@ -47,16 +47,22 @@ class OptimizerRecipe:
 class DataRecipe:
     """How loaders are shared: the arguments of `fa.shard`.
 
+    Attributes:
+        window: batches that make one update, or a reference `"module:function"` to a function of the step.
+
     Example:
         >>> recipe = fa.config.Recipe(data=fa.config.DataRecipe(remainder="drop"))
         >>> shards = fa.shard(loader, **fa.config.shard_options(recipe))
     """
 
-    window: int | None = None
+    window: int | str | None = None
+    across_epochs: bool = False
     remainder: str | None = None
     seed: int = 0
     per_rank: bool = False
     dispatch: bool = False
+    prefetch: int = 1
+    device_placement: bool = True
 
 
 @attrs.frozen(kw_only=True)
@@ -130,5 +136,5 @@ class Recipe:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches in an update: `accumulate` times `data.window`."""
-        return self.accumulate * (self.data.window or 1)
+        """Micro-batches in an update: `accumulate` times `data.window`, if that is a number."""
+        return self.accumulate * (self.data.window if isinstance(self.data.window, int) else 1)

@@ -5,10 +5,13 @@
 
 from fnaccel.data.batch import Batch as Batch
 from fnaccel.data.batch import Window as Window
+from fnaccel.data.cut import Rows as Rows
 from fnaccel.data.cut import cut as cut
 from fnaccel.data.cut import join as join
+from fnaccel.data.cut import register_batch as register_batch
 from fnaccel.data.cut import rows_of as rows_of
 from fnaccel.data.cut import split_sizes as split_sizes
+from fnaccel.data.lengths import steps_per_epoch as steps_per_epoch
 from fnaccel.data.loaders import Grouped as Grouped
 from fnaccel.data.loaders import Indexed as Indexed
 from fnaccel.data.loaders import Stream as Stream
@@ -18,4 +21,3 @@ from fnaccel.data.seeding import set_seed as set_seed
 from fnaccel.data.shard import Shards as Shards
 from fnaccel.data.shard import open_epoch as open_epoch
 from fnaccel.data.shard import shard as shard
-from fnaccel.data.shard import steps_per_epoch as steps_per_epoch

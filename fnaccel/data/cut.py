@@ -7,19 +7,93 @@ tensors* is a record of columns, as PyTorch's collate functions make it, never a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from fnaccel import tree
 from fnaccel.data.order import split_sizes as split_sizes
-from fnaccel.errors import LoaderError, MicroBatchError
+from fnaccel.errors import LoaderError, MicroBatchError, require
 from fnaccel.tree import Tree
+
+
+@attrs.frozen
+class _Kind:
+    """How batches of one class are counted, cut and joined."""
+
+    rows: Callable[[Any], int]
+    cut: Callable[[Any, int, int], Any]
+    join: Callable[[list[Any]], Any] | None
+
+
+_kinds: dict[type, _Kind] = {}
+
+
+def register_batch(
+    kind: type,
+    *,
+    cut: Callable[[Any, int, int], Any],
+    rows: Callable[[Any], int] = len,
+    join: Callable[[list[Any]], Any] | None = None,
+) -> None:
+    """Tell how batches of a class of yours are cut between ranks and in micro-batches.
+
+    It holds for a whole batch of that class, or for a part of a batch, which then counts as one column.
+    Tensors inside are moved to the device if the class is a pytree node, such as a dataclass or a mapping.
+
+    Args:
+        kind: the class. Its subclasses are not meant.
+        cut: `(batch, start, stop) -> batch` with the rows from start to stop - 1.
+        rows: `batch -> rows`.
+        join: `[batch, ...] -> batch`, needed for `remainder="wrap"` only.
+
+    Raises:
+        ArgumentError: no class, or no functions.
+
+    Example:
+        >>> class Sentences:
+        ...     def __init__(self, lines): self.lines = lines
+        >>> fa.data.register_batch(
+        ...     Sentences,
+        ...     rows=lambda batch: len(batch.lines),
+        ...     cut=lambda batch, start, stop: Sentences(batch.lines[start:stop]),
+        ... )
+        >>> fa.data.rows_of(Sentences([torch.ones(3), torch.ones(5)]))
+        2
+    """
+    require(
+        isinstance(kind, type) and callable(cut) and callable(rows) and (join is None or callable(join)),
+        f"{kind!r} is no class, or one of its functions is none",
+        "fa.data.register_batch",
+        "register_batch(MyBatch, cut=lambda batch, start, stop: batch[start:stop])",
+    )
+    _kinds[kind] = _Kind(rows, cut, join)
+
+
+class Rows(list[Any]):
+    """A list with one entry a row, such as tensors of different lengths. A collate function may return it.
+
+    Example:
+        >>> rows = fa.data.Rows([torch.ones(3), torch.ones(5), torch.ones(2)])
+        >>> [len(part) for part in fa.data.cut(rows, [2, 1])]
+        [2, 1]
+    """
+
+
+register_batch(
+    Rows,
+    cut=lambda batch, start, stop: Rows(batch[start:stop]),
+    join=lambda parts: Rows(row for part in parts for row in part),
+)
+tree.register_sequence(Rows)
 
 
 def _is_column(node: Tree) -> bool:
     """Whether a node is a list with one plain value a row, as collate makes it of strings."""
+    if type(node) in _kinds:
+        return True
     if type(node) not in (list, tuple) or not node:
         return False
     if type(node) is tuple:  # collate leaves strings as they came. A tuple of numbers is a record
@@ -33,6 +107,9 @@ def _is_nested(item: object) -> bool:
 
 def _length(leaf: Tree) -> int | None:
     """Rows of a leaf. None for one that belongs to the whole batch."""
+    kind = _kinds.get(type(leaf))
+    if kind is not None:
+        return kind.rows(leaf)
     if _is_column(leaf):
         return len(leaf)
     shape = getattr(leaf, "shape", None)
@@ -108,11 +185,13 @@ def _cut_leaf(leaf: Tree, sizes: Sequence[int]) -> Sequence[Any]:
         return [leaf] * len(sizes)
     if isinstance(leaf, torch.Tensor):
         return leaf.split(list(sizes))
+    kind = _kinds.get(type(leaf))
     cuts: list[Any] = []
     first = 0
     for size in sizes:
-        cuts.append(leaf[first : first + size])
-        first += size
+        stop = first + size
+        cuts.append(leaf[first:stop] if kind is None else kind.cut(leaf, first, stop))
+        first = stop
     return cuts
 
 
@@ -130,6 +209,16 @@ def _join_leaves(leaves: tuple[Any, ...]) -> Any:
     first = leaves[0]
     if _length(first) is None:
         return first
+    kind = _kinds.get(type(first))
+    if kind is not None:
+        if kind.join is None:
+            name = type(first).__name__
+            raise LoaderError(
+                f"remainder='wrap' joins batches of {name}, and nothing says how",
+                where="shard(loader)",
+                fix=f"fa.data.register_batch({name}, ..., join=...), or another remainder",
+            )
+        return kind.join(list(leaves))
     if isinstance(first, torch.Tensor):
         return torch.cat(leaves)
     if _is_column(first):

@@ -101,6 +101,7 @@ def classify(loader: object, *, presplit: bool = False) -> Source:
             where=_WHERE,
             fix="pass a torch DataLoader, or any iterable of batches",
         )
+    _check_no_place(loader)
     if not presplit:
         _check_whole(loader)
     if not isinstance(loader, torch_data.DataLoader) or _iterates_itself(loader):
@@ -144,6 +145,19 @@ def _check_not_empty(data: Tree) -> None:
             where=_WHERE,
             fix="check the path and the filters of the dataset; it needs one item or more",
         )
+
+
+def _check_no_place(loader: object) -> None:
+    """Raise LoaderError if `load_state_dict` gave a loader or its data a place to begin at."""
+    marks = ((loader, "next_iter_state"), (getattr(loader, "dataset", loader), "_starting_state_dict"))
+    for holder, mark in marks:  # torchdata's StatefulDataLoader, a stream of Hugging Face datasets
+        if getattr(holder, mark, None) is not None:
+            raise LoaderError(
+                f"the {type(holder).__name__} begins at a place that load_state_dict gave it, and the "
+                "position stands in the train state",
+                where=_WHERE,
+                fix="make the loader anew, and go on at shards.at(fa.state.Position(epoch, samples))",
+            )
 
 
 def _check_whole(loader: object) -> None:

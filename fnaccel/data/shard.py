@@ -7,20 +7,20 @@ group and decides which reader serves the loader. The readers are `indexed.py`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 
-from fnaccel.data import loaders, order
+from fnaccel.data import lengths, loaders, order, windows
 from fnaccel.data.batch import Batch, Window
 from fnaccel.data.dispatch import dispatch as dispatched
 from fnaccel.data.epoch import Reading
 from fnaccel.data.indexed import open_indexed
+from fnaccel.data.lengths import HasDegrees, steps_per_epoch
 from fnaccel.data.loaders import Indexed, Source, Stream
 from fnaccel.data.order import Remainder
 from fnaccel.data.placement import place
@@ -44,7 +44,9 @@ class Shards:
 
     Attributes:
         loader: the source of batches.
-        window: how many batches make one update together. None for batches one by one.
+        window: how many batches make one update together: a number, or a function of the step. None for
+            batches one by one.
+        across_epochs: whether a window may go over the end of an epoch.
         remainder: the treatment of a global batch that is not full.
         seed: the root seed of the sample order and of workers.
         per_rank: whether a batch of the loader is one rank's, not all ranks'.
@@ -52,7 +54,9 @@ class Shards:
         presplit: whether each rank's loader holds that rank's part of the data only.
         shuffle: overrides the loader's sampler. None leaves it.
         prefetch: how many batches are copied to the device ahead of the one in use.
+        device_placement: whether tensors are moved to the device at all.
         start: the position at which iteration begins.
+        step: the step of the first window.
 
     Example:
         >>> shards = fa.shard(loader)
@@ -61,7 +65,8 @@ class Shards:
     """
 
     loader: Any
-    window: int | None = None
+    window: windows.Size | None = None
+    across_epochs: bool = False
     remainder: Remainder = "keep"
     seed: int = 0
     per_rank: bool = False
@@ -69,25 +74,34 @@ class Shards:
     presplit: bool = False
     shuffle: bool | None = None
     prefetch: int = 1
+    device_placement: bool = True
     start: Position = attrs.field(factory=Position)
+    step: int = 0
     _kept: dict[str, Any] = attrs.field(factory=dict[str, Any], eq=False, repr=False)
 
-    def at(self, position: Position) -> Shards:
+    def at(self, position: Position, *, step: int = 0) -> Shards:
         """The same, beginning at a position: `shards.at(state.data)` goes on at the position of a state.
+
+        Args:
+            position: in the data.
+            step: `state.step`, if the size of a window depends on it.
 
         Example:
             >>> state, metrics = train_step(state, next(iter(fa.shard(loader))))
             >>> len(list(fa.shard(loader).at(state.data)))  # 2 of the 3 batches are left
             2
         """
-        return attrs.evolve(self, start=position)
+        return attrs.evolve(self, start=position, step=step)
 
-    def updates_per_epoch(self, strategy: HasDegrees | None = None, *, world: World | None = None) -> int:
-        """The number of updates that one epoch makes, for the `total` of a schedule. Nothing is read.
+    def updates_per_epoch(
+        self, strategy: HasDegrees | None = None, *, epochs: int = 1, world: World | None = None
+    ) -> int:
+        """The number of updates that an epoch makes, for the `total` of a schedule. Nothing is read.
 
         Args:
             strategy: of the train step, if its ranks do not all have rows of their own. By default all ranks
                 of the world share each batch.
+            epochs: count those of that many epochs, from the beginning of a run.
             world: the world, if none was started in this context.
 
         Raises:
@@ -95,12 +109,12 @@ class Shards:
             AxisProductError: the strategy does not fit the world.
 
         Example:
-            >>> updates = fa.shard(loader).updates_per_epoch()
-            >>> optimizer = fa.adamw(fa.warmup_cosine(3e-4, warmup=1, total=10 * updates))
+            >>> updates = fa.shard(loader).updates_per_epoch(epochs=10)
+            >>> optimizer = fa.adamw(fa.warmup_cosine(3e-4, warmup=1, total=updates))
         """
         there = worlds.current(world)
         ranks = there.size if strategy is None else batch_ranks(strategy.degrees(), there.size, str(strategy))
-        count = steps_per_epoch(self, ranks)
+        count = lengths.updates(self, ranks, epochs, across=self.across_epochs)
         if count is None:
             raise LoaderError(
                 "the number of batches in an epoch is not known",
@@ -116,7 +130,8 @@ class Shards:
             TypeError: the length of the data is not known, as that of a stream.
         """
         there = worlds.find_current()
-        count = steps_per_epoch(self, 1 if there is None else there.size, start=self.start.samples)
+        ranks = 1 if there is None else there.size
+        count = steps_per_epoch(self, ranks, start=self.start.samples, first=self.step)
         if count is None:
             raise TypeError("the number of batches is not known: fa.shard(...) has no length")
         return count
@@ -125,6 +140,12 @@ class Shards:
         return True  # also if the length is 0, or not known
 
     def __iter__(self) -> Iterator[Batch | Window]:
+        if self.across_epochs:
+            raise ArgumentError(
+                "windows go over the end of an epoch, and iterating ends there",
+                where="for window in shards",
+                fix="let fa.scan(train_step, state, shards, ...) read them",
+            )
         world = worlds.current()
         batches = open_epoch(self, rank=world.rank, ranks=world.size, device=world.device)
         nothing = True
@@ -142,7 +163,8 @@ class Shards:
 def shard(
     loader: object,
     *,
-    window: int | None = None,
+    window: windows.Size | None = None,
+    across_epochs: bool = False,
     remainder: Remainder | None = None,
     seed: int = 0,
     per_rank: bool = False,
@@ -150,6 +172,7 @@ def shard(
     presplit: bool = False,
     shuffle: bool | None = None,
     prefetch: int = 1,
+    device_placement: bool = True,
 ) -> Shards:
     """Describe how ranks share a loader. Nothing is read yet.
 
@@ -163,9 +186,11 @@ def shard(
             function, workers and pinning are kept. A RandomSampler gives way to our own order.
             Any other sampler is iterated on rank 0, which sends its order. Its random draws follow
             from (seed, epoch), so that an epoch can be taken up again. An iterable is read
-            whole by every rank and has to yield the same on all of them. A StatefulDataLoader's
-            own place is not used: the position stands in the train state.
-        window: yield `fa.Window`s of 1 to `window` batches, for one update of several.
+            whole by every rank and has to yield the same on all of them. A StatefulDataLoader that was
+            given a place by `load_state_dict` raises: the position stands in the train state.
+        window: yield `fa.Window`s of 1 to `window` batches, for one update of several. A function
+            `step -> batches` makes a batch size that grows: `lambda step: 1 if step < 1000 else 4`.
+        across_epochs: a window may go over the end of an epoch. Else the last of an epoch may be smaller.
         remainder: `"keep"` uses the rows of a last batch that is not full, `"drop"` leaves them
             out, `"wrap"` fills up from the beginning. By default `"drop"` if the loader has
             `drop_last=True`, else `"keep"`.
@@ -181,11 +206,13 @@ def shard(
         shuffle: True or False overrides the sampler of a map-style loader.
         prefetch: how many batches are read, and their copies to an accelerator begun, ahead of the one in
             use. 0 for none. The CPU copies nothing.
+        device_placement: False leaves tensors where the loader made them.
 
     Raises:
         UnknownNameError: no such remainder.
         ArgumentError: a window below 1, a prefetch below 0, or two of dispatch, per_rank and presplit.
-        LoaderError: not iterable, empty, split between ranks already (see presplit), or can't be shuffled.
+        LoaderError: not iterable, empty, split between ranks already (see presplit), can't be shuffled, or
+            has a place of its own.
 
     Example:
         >>> shards = fa.shard(DataLoader(dataset, batch_size=4, shuffle=True), seed=1)
@@ -195,11 +222,11 @@ def shard(
     where = "shard(loader)"
     if remainder is not None:
         order.check_remainder(remainder, where)
-    if window is not None and window < 1:
+    if window is not None:
+        windows.check(window)
+    if across_epochs and window is None:
         raise ArgumentError(
-            f"window={window} batches make no update",
-            where=where,
-            fix="pass window=1 or more, or leave it out",
+            "across_epochs=True is about windows, and there are none", where=where, fix="pass window=, too"
         )
     if prefetch < 0:
         raise ArgumentError(
@@ -235,6 +262,7 @@ def shard(
     return Shards(
         loader=loader,
         window=window,
+        across_epochs=across_epochs,
         remainder=remainder or ("drop" if source.drop_last else "keep"),
         seed=seed,
         per_rank=per_rank,
@@ -242,6 +270,7 @@ def shard(
         presplit=presplit,
         shuffle=shuffle,
         prefetch=int(prefetch),
+        device_placement=device_placement,
     )
 
 
@@ -300,8 +329,8 @@ def open_epoch(
         batches = dispatched(_lazily(shards, reading, alone) if rank == 0 else None, link)
     else:
         batches = _lazily(shards, reading, link)
-    placed = place(batches, device, prefetch=shards.prefetch)
-    return placed if shards.window is None else _windows(placed, shards.window)
+    placed = place(batches, device, prefetch=shards.prefetch) if shards.device_placement else batches
+    return placed if shards.window is None else windows.grouped(placed, shards.window, shards.step)
 
 
 def _lazily(shards: Shards, reading: Reading, link: Link) -> Iterator[Batch]:
@@ -318,82 +347,3 @@ def _lazily(shards: Shards, reading: Reading, link: Link) -> Iterator[Batch]:
 
 def _open(source: Source, reading: Reading, link: Link) -> Iterator[Batch]:
     return (open_stream if isinstance(source, Stream) else open_indexed)(source, reading, link)  # pyright: ignore[reportArgumentType]
-
-
-def _windows(batches: Iterator[Batch], size: int) -> Iterator[Window]:
-    while members := tuple(islice(batches, size)):
-        yield Window(members)
-
-
-class HasDegrees(Protocol):
-    """A strategy, as far as data is concerned."""
-
-    def degrees(self) -> Sequence[tuple[str, int]]:
-        """(axis name, degree) pairs."""
-        ...
-
-
-def steps_per_epoch(shards: Shards, ranks: int, *, start: int = 0) -> int | None:
-    """How many batches (or windows) an epoch yields, the same on each rank. None if unknown.
-
-    Asks for lengths only, so a sampler, batch sampler or dataset that misstates its own is believed.
-
-    Args:
-        shards: the data.
-        ranks: how many ranks share each batch.
-        start: samples of the epoch that were read before. If there are some, the number is known for
-            map-style data in batches of one size only.
-
-    Example:
-        >>> steps_per_epoch(fa.shard(DataLoader(range(10), batch_size=4)), ranks=2)
-        3
-    """
-    if shards.presplit and ranks > 1:  # it takes all ranks to tell
-        return None
-    source = loaders.classify(shards.loader, presplit=shards.presplit)
-    count = _batches_per_epoch(shards, source, ranks, start)
-    if count is None or shards.window is None:
-        return count
-    return -(-count // shards.window)
-
-
-def _batches_per_epoch(shards: Shards, source: Source, ranks: int, start: int) -> int | None:
-    if start and not isinstance(source, Indexed):
-        return None
-    if isinstance(source, Stream):
-        return _rounds_per_epoch(shards, source, ranks)
-    if not isinstance(source, Indexed):
-        return _dealt(loaders.length_of(source.batch_sampler), shards, ranks)
-    stock = loaders.order_of(source.sampler)
-    n = stock[0] if stock is not None else loaders.length_of(source.sampler)
-    if stock is None and shards.shuffle is not None:
-        n = len(source.loader.dataset)
-    if n is None:
-        return None
-    left = order.batches(
-        n,
-        source.batch_size,
-        ranks=ranks,
-        remainder=shards.remainder,
-        split=not shards.per_rank,
-        start=start,
-    )
-    return len(left)
-
-
-def _rounds_per_epoch(shards: Shards, source: Stream, ranks: int) -> int | None:
-    if source.sampler is not None:
-        return _dealt(loaders.length_of(source.sampler), shards, ranks)
-    if source.batch_size is None:
-        return _dealt(loaders.length_of(source.loader), shards, ranks)
-    samples = loaders.length_of(source.loader.dataset)
-    if samples is None:
-        return None
-    size = source.batch_size
-    return _dealt(samples // size if shards.remainder == "drop" else -(-samples // size), shards, ranks)
-
-
-def _dealt(count: int | None, shards: Shards, ranks: int) -> int | None:
-    if count is None or not shards.per_rank:
-        return count
-    return count // ranks if shards.remainder == "drop" else -(-count // ranks)

@@ -12,7 +12,8 @@ import attrs
 
 from fnaccel.collectives import any_process
 from fnaccel.collectives.signature import meet
-from fnaccel.data import Shards, open_epoch, steps_per_epoch
+from fnaccel.data import Shards, open_epoch, steps_per_epoch, windows
+from fnaccel.data.lengths import updates
 from fnaccel.engine.scoring import Scores
 from fnaccel.errors import ArgumentError, LoaderError, require
 from fnaccel.loop.autosave import Autosave, Steps
@@ -192,13 +193,33 @@ def _steps(
 ) -> Steps:
     while (steps is None or state.step < steps) and (epochs is None or state.data.epoch < epochs):
         started = state.step
-        for batch in _epoch(train_step, shards, state.data):
+        for batch in _run(train_step, shards, state, epochs):
             state, metrics = train_step(state, batch)
             yield state, metrics
             if steps is not None and state.step >= steps:
                 break
         if state.step == started:
             state = _next_epoch(state)
+
+
+def _run(train_step: TrainStep, shards: Shards, state: TrainState, epochs: int | None) -> Iterator[Any]:
+    """The batches or windows from a state's position to the end of the epoch, or over it."""
+    if not shards.across_epochs or shards.window is None:
+        return _epoch(train_step, shards, state.data, step=state.step)
+    batches = _epochs(train_step, attrs.evolve(shards, window=None), state.data, epochs)
+    return windows.grouped(batches, shards.window, state.step)
+
+
+def _epochs(train_step: TrainStep, shards: Shards, position: Position, epochs: int | None) -> Iterator[Any]:
+    """The batches of one epoch after the other."""
+    while epochs is None or position.epoch < epochs:
+        begun = position
+        for batch in _epoch(train_step, shards, position):
+            position = batch.position
+            yield batch
+        if position == begun:
+            _check_some(position)
+            position = Position(position.epoch + 1)
 
 
 def _until(seconds: float, steps: Steps, world: World) -> Steps:
@@ -213,20 +234,27 @@ def _until(seconds: float, steps: Steps, world: World) -> Steps:
 
 def _next_epoch(state: TrainState) -> TrainState:
     """A state that stands at the end of an epoch's data goes on with the next one."""
-    if state.data.samples == 0:
-        raise LoaderError(
-            f"epoch {state.data.epoch} of the data holds no batch",
-            where="fa.scan",
-            fix='give a loader with one item or more (with remainder="drop": one full batch or more)',
-        )
+    _check_some(state.data)
     owner = lease_of(state, "fa.scan").owner
     return owner.succeed(attrs.evolve(state, data=Position(state.data.epoch + 1)))
 
 
-def _epoch(train_step: TrainStep, shards: Shards, position: Position, **options: Any) -> Iterator[Any]:
+def _check_some(position: Position) -> None:
+    """Raise LoaderError for an epoch that yielded nothing from its beginning."""
+    if position.samples == 0:
+        raise LoaderError(
+            f"epoch {position.epoch} of the data holds no batch",
+            where="fa.scan",
+            fix='give a loader with one item or more (with remainder="drop": one full batch or more)',
+        )
+
+
+def _epoch(
+    train_step: TrainStep, shards: Shards, position: Position, *, step: int = 0, **options: Any
+) -> Iterator[Any]:
     mesh = train_step.mesh
     return open_epoch(
-        shards.at(position),
+        shards.at(position, step=step),
         rank=mesh.batch_rank,
         ranks=mesh.batch_size,
         device=mesh.world.device,
@@ -240,10 +268,11 @@ def _total(
 ) -> int | None:
     if steps is not None:
         return steps
-    each = steps_per_epoch(shards, train_step.mesh.batch_size)
-    if each is None or epochs is None or state.data.samples:
+    if epochs is None or state.data.samples:
         return None
-    return state.step + each * (epochs - state.data.epoch)
+    ranks, left = train_step.mesh.batch_size, epochs - state.data.epoch
+    more = updates(shards, ranks, left, across=shards.across_epochs, first=state.step)
+    return None if more is None else state.step + more
 
 
 @every_rank
@@ -288,7 +317,7 @@ def evaluate(
         check_ema(state, "fa.evaluate(ema=True)")
     meet("fa.evaluate", train_step.mesh.world)
     scores = Scores(train_step.mesh)
-    every = attrs.evolve(shards, window=None)
+    every = attrs.evolve(shards, window=None, across_epochs=False)
     with contextlib.ExitStack() as stack:
         if ema:
             stack.enter_context(train_step.averaged(state))

@@ -123,7 +123,7 @@ def test_what_save_on_main_refuses(tmp_path):
 
 
 def gathered():
-    train_step, state = trained("fsdp")
+    _, state = trained("fsdp")
     found = fa.gather_state_dict(state)
     half = fa.gather_state_dict(state, dtype="bf16", only="out.*")
     return found, half, whole_params(state)

@@ -1,0 +1,139 @@
+"""How many batches and updates an epoch has. Only lengths are asked for: nothing is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from fnaccel.data import loaders, order, windows
+from fnaccel.data.loaders import Indexed, Source, Stream
+from fnaccel.data.order import Remainder
+
+
+class HasDegrees(Protocol):
+    """A strategy, as far as data is concerned."""
+
+    def degrees(self) -> Sequence[tuple[str, int]]:
+        """(axis name, degree) pairs."""
+        ...
+
+
+class Counted(Protocol):
+    """A `Shards`, as far as lengths are concerned."""
+
+    @property
+    def loader(self) -> Any:
+        """The source of batches."""
+        ...
+
+    @property
+    def window(self) -> windows.Size | None:
+        """How many batches make one update."""
+        ...
+
+    @property
+    def remainder(self) -> Remainder:
+        """The treatment of a global batch that is not full."""
+        ...
+
+    @property
+    def per_rank(self) -> bool:
+        """Whether a batch of the loader is one rank's."""
+        ...
+
+    @property
+    def presplit(self) -> bool:
+        """Whether each rank has a part of the data of its own."""
+        ...
+
+    @property
+    def shuffle(self) -> bool | None:
+        """Overrides the loader's sampler."""
+        ...
+
+
+def steps_per_epoch(shards: Counted, ranks: int, *, start: int = 0, first: int = 0) -> int | None:
+    """How many batches (or windows) an epoch yields, the same on each rank. None if unknown.
+
+    Asks for lengths only, so a sampler, batch sampler or dataset that misstates its own is believed.
+
+    Args:
+        shards: the data.
+        ranks: how many ranks share each batch.
+        start: samples of the epoch that were read before. If there are some, the number is known for
+            map-style data in batches of one size only.
+        first: the step of the first window, if its size depends on the step.
+
+    Example:
+        >>> steps_per_epoch(fa.shard(DataLoader(range(10), batch_size=4)), ranks=2)
+        3
+    """
+    count = batches_per_epoch(shards, ranks, start=start)
+    return count if count is None else windows.count(shards.window, count, first)
+
+
+def batches_per_epoch(shards: Counted, ranks: int, *, start: int = 0) -> int | None:
+    """The same before batches are put together in windows."""
+    if shards.presplit and ranks > 1:  # it takes all ranks to tell
+        return None
+    source: Source = loaders.classify(shards.loader, presplit=shards.presplit)
+    if start and not isinstance(source, Indexed):
+        return None
+    if isinstance(source, Stream):
+        return _rounds_per_epoch(shards, source, ranks)
+    if not isinstance(source, Indexed):
+        return _dealt(loaders.length_of(source.batch_sampler), shards, ranks)
+    stock = loaders.order_of(source.sampler)
+    n = stock[0] if stock is not None else loaders.length_of(source.sampler)
+    if stock is None and shards.shuffle is not None:
+        n = len(source.loader.dataset)
+    if n is None:
+        return None
+    left = order.batches(
+        n,
+        source.batch_size,
+        ranks=ranks,
+        remainder=shards.remainder,
+        split=not shards.per_rank,
+        start=start,
+    )
+    return len(left)
+
+
+def _rounds_per_epoch(shards: Counted, source: Stream, ranks: int) -> int | None:
+    if source.sampler is not None:
+        return _dealt(loaders.length_of(source.sampler), shards, ranks)
+    if source.batch_size is None:
+        return _dealt(loaders.length_of(source.loader), shards, ranks)
+    samples = loaders.length_of(source.loader.dataset)
+    if samples is None:
+        return None
+    size = source.batch_size
+    return _dealt(samples // size if shards.remainder == "drop" else -(-samples // size), shards, ranks)
+
+
+def _dealt(count: int | None, shards: Counted, ranks: int) -> int | None:
+    if count is None or not shards.per_rank:
+        return count
+    return count // ranks if shards.remainder == "drop" else -(-count // ranks)
+
+
+def updates(shards: Counted, ranks: int, epochs: int, *, across: bool, first: int = 0) -> int | None:
+    """How many updates some whole epochs make. None if unknown.
+
+    Args:
+        shards: the data.
+        ranks: how many ranks share each batch.
+        epochs: how many epochs.
+        across: whether windows go over the end of an epoch.
+        first: the step of the first of them.
+    """
+    batches = batches_per_epoch(shards, ranks)
+    if batches is None:
+        return None
+    if across:
+        return windows.count(shards.window, epochs * batches, first)
+    done = first
+    for _ in range(epochs):
+        done += windows.count(shards.window, batches, done)
+    return done - first
