@@ -25,12 +25,12 @@ from fnaccel.checkpoint.disk.durable import FileRecord
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.checkpoint.format import manifest
-from fnaccel.checkpoint.format import values as grammar
 from fnaccel.checkpoint.format.boxes import Part, part_of, whole
 from fnaccel.checkpoint.format.items import of_tensors
 from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored, file_name
 from fnaccel.checkpoint.format.safetensors import widest_first, write_items
 from fnaccel.checkpoint.format.values import Encoded, encode
+from fnaccel.checkpoint.format.walk import shown
 from fnaccel.errors import ArgumentError, CheckpointError, NotSerializableError
 from fnaccel.state import TrainState
 from fnaccel.tree import Tree
@@ -216,7 +216,7 @@ def _notes(metadata: Tree, where: str) -> Encoded:
     notes = encode(metadata)
     if notes.tensors:
         raise NotSerializableError(
-            f"metadata holds a tensor: {grammar.shown(next(iter(notes.tensors)))}",
+            f"metadata holds a tensor: {shown(next(iter(notes.tensors)))}",
             where=where,
             fix="put tensors in the state, or numbers in metadata: x.tolist()",
         )
