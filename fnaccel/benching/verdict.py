@@ -1,68 +1,48 @@
-"""From measurements to a recommended scope. Pure arithmetic, no step runs here."""
+"""From measurements to a table and a recommended scope. No step runs here."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 
-from fnaccel.benching.task import EAGER, Answer, Failed, Measured
+from fnaccel.benching.answer import EAGER, Answer, Failed, Measured
 
-WORTH = 1.05
+_WORTH = 1.05
 """The speed-up from which a scope is recommended. A smaller speed-up is noise between two runs."""
-
-_TOLERANCES = {"fp32": 1e-3, "fp64": 1e-3}
-_HALF = 5e-2  # bf16 keeps 8 bits, and a fused kernel rounds elsewhere
 
 
 @attrs.frozen(kw_only=True)
 class Row:
-    """One scope of the table.
+    """One scope of the table."""
 
-    Attributes:
-        scope: `"eager"`, or one of `fa.compile`.
-        measured: the measurement, or None if the scope failed.
-        failed: the failure, or None if the scope was measured.
-        differs: whether the losses differ from eager's.
-        compared: whether the losses could be compared.
-        note: a remark for the table.
-    """
-
-    scope: str
-    measured: Measured | None = None
-    failed: Failed | None = None
-    differs: bool = False
-    compared: bool = True
+    scope: str  # "eager", or one of `compile`
+    answer: Answer
+    gain: float | None = None  # the speed-up against eager. None if this scope or eager failed
+    differs: bool = False  # whether the losses differ from eager's
+    compared: bool = True  # whether the losses could be compared
     note: str = ""
 
 
 @attrs.frozen(kw_only=True)
 class Verdict:
-    """Which scope to use, and why.
+    """Which scope to use, and why."""
 
-    Attributes:
-        scope: the recommended scope, or None if no scope could be measured.
-        why: the reason, printed after the scope's name.
-        pays_back_after: steps that save the extra seconds of the first call. None without extra seconds.
-    """
-
-    scope: str | None
-    why: str
-    pays_back_after: int | None = None
+    scope: str | None  # None if no scope could be measured
+    why: str  # printed after the scope's name
+    pays_back_after: int | None = None  # steps that save the extra seconds of the first call, if there are
 
 
 def tolerance_of(precision: str) -> float:
     """The largest allowed difference of two losses, relative to the largest loss of eager."""
-    return _TOLERANCES.get(precision, _HALF)
+    # bf16 keeps 8 bits, and a fused kernel rounds elsewhere
+    return 1e-3 if precision in ("fp32", "fp64") else 5e-2
 
 
 def judge(answers: Mapping[str, Answer], tolerance: float) -> list[Row]:
-    """A row for each scope, compared with eager.
-
-    Args:
-        answers: the answer of each scope, in the order of the rows.
-        tolerance: for the losses, as `tolerance_of` returns it.
+    """A row for each scope, in the order of `answers`, compared with eager.
 
     Example:
         >>> eager = Measured(first=1.0, seconds=0.2, peak=100.0, losses=[2.0, 1.5])
@@ -77,22 +57,25 @@ def judge(answers: Mapping[str, Answer], tolerance: float) -> list[Row]:
 
 def _row(scope: str, answer: Answer, eager: Measured | None, tolerance: float) -> Row:
     if isinstance(answer, Failed):
-        return Row(scope=scope, failed=answer, note=answer.what)
+        return Row(scope=scope, answer=answer, note=answer.what)
     notes: list[str] = []
     gap = 0.0 if eager is None else _gap(eager.losses, answer.losses)
     differs, compared = gap > tolerance, eager is not None
-    if differs and eager is not None and eager.draws:
+    if eager is None:
+        notes.append("losses not compared: eager failed")
+    elif differs and eager.draws:
         differs = compared = False
         notes.append("losses can't be compared: dropout draws other masks")
     elif differs:
         notes.append(f"losses differ from eager's by {gap:.1%}" if math.isfinite(gap) else "losses differ")
-    elif eager is None:
-        notes.append("losses not compared: eager failed")
     if not all(map(math.isfinite, answer.losses)):
         notes.append("the loss is not finite")
     if answer.cache_hits:
         notes.append("compile cache was partly warm" if answer.cache_misses else "compile cache was warm")
-    return Row(scope=scope, measured=answer, differs=differs, compared=compared, note="; ".join(notes))
+    gain = None if eager is None else eager.seconds / answer.seconds
+    return Row(
+        scope=scope, answer=answer, gain=gain, differs=differs, compared=compared, note="; ".join(notes)
+    )
 
 
 def _gap(eager: Sequence[float], other: Sequence[float]) -> float:
@@ -100,10 +83,8 @@ def _gap(eager: Sequence[float], other: Sequence[float]) -> float:
     if len(eager) != len(other):
         return math.inf
     scale = max((abs(loss) for loss in eager if math.isfinite(loss)), default=1.0) or 1.0
-    gaps = [
-        0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b) / scale
-        for a, b in zip(eager, other, strict=True)
-    ]
+    pairs = zip(eager, other, strict=True)
+    gaps = [abs(a - b) / scale for a, b in pairs if a != b and not (math.isnan(a) and math.isnan(b))]
     return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0)
 
 
@@ -119,47 +100,39 @@ def recommend(rows: Sequence[Row]) -> Verdict:
         >>> recommend(judge({"eager": eager, "block": block}, tolerance=1e-3)).why
         '2.0x eager; its first call of 9.0 s is paid back after 80 steps'
     """
-    able = {row.scope: row for row in rows if row.measured is not None and not row.differs}
-    eager = able.pop(EAGER).measured if EAGER in able else None
-    compiled = {scope: row.measured for scope, row in able.items() if row.measured is not None}
-    if not compiled:
-        return Verdict(
-            scope=EAGER if eager else None, why="no other scope can be used" if eager else "none ran"
-        )
-    fastest = min(compiled, key=lambda scope: compiled[scope].seconds)
+    able = {row.scope: row.answer for row in rows if isinstance(row.answer, Measured) and not row.differs}
+    eager = able.pop(EAGER, None)
     if eager is None:
+        if not able:
+            return Verdict(scope=None, why="none ran")
+        fastest = min(able, key=lambda scope: able[scope].seconds)
         return Verdict(scope=fastest, why="the fastest, though eager failed and nothing was compared")
-    gains = {scope: eager.seconds / measured.seconds for scope, measured in compiled.items()}
-    if gains[fastest] < WORTH:
+    if not able:
+        return Verdict(scope=EAGER, why="no other scope can be used")
+    gains = {scope: eager.seconds / measured.seconds for scope, measured in able.items()}
+    fastest = max(gains, key=lambda scope: gains[scope])
+    if gains[fastest] < _WORTH:
         speed = f"{fastest} runs at {gains[fastest]:.2f}x"
-        return Verdict(scope=EAGER, why=f"no scope is faster by {WORTH - 1:.0%} ({speed})")
-    close = [scope for scope, gain in gains.items() if gain >= WORTH and gain * WORTH >= gains[fastest]]
-    scope = min(close, key=lambda name: compiled[name].first)
-    best, gain = compiled[scope], gains[scope]
-    times = f"{gain:.1f}x" if gain >= 1.1 else f"{gain:.2f}x"
-    unsure = "" if able[scope].compared else "; compare its losses yourself"
-    steps = pays_back_after(eager, best)
+        return Verdict(scope=EAGER, why=f"no scope is faster by {_WORTH - 1:.0%} ({speed})")
+    close = [scope for scope, gain in gains.items() if gain >= _WORTH and gain * _WORTH >= gains[fastest]]
+    scope = min(close, key=lambda name: able[name].first)
+    best, gain, steps = able[scope], gains[scope], pays_back_after(eager, able[scope])
+    why = f"{gain:.1f}x eager" if gain >= 1.1 else f"{gain:.2f}x eager"
     if steps is None:
-        return Verdict(scope=scope, why=f"{times} eager, from the first call on{unsure}")
-    warm = " (with a warm compile cache)" if best.cache_hits else ""
-    why = f"{times} eager; its first call of {brief(best.first)} s{warm} is paid back after {_count(steps)}"
-    return Verdict(scope=scope, why=why + unsure, pays_back_after=steps)
-
-
-def _count(steps: int) -> str:
-    return "1 step" if steps == 1 else f"{steps:,} steps"
+        why += ", from the first call on"
+    else:
+        warm = " (with a warm compile cache)" if best.cache_hits else ""
+        many = "1 step" if steps == 1 else f"{steps:,} steps"
+        why += f"; its first call of {brief(best.first)} s{warm} is paid back after {many}"
+    if not all(row.compared for row in rows if row.scope == scope):
+        why += "; compare its losses yourself"
+    return Verdict(scope=scope, why=why, pays_back_after=steps)
 
 
 def pays_back_after(eager: Measured, other: Measured) -> int | None:
     """Steps after which a faster scope has made up for its longer first call, to two digits.
 
     None if its first call takes no longer.
-
-    Example:
-        >>> eager = Measured(first=1.0, seconds=0.100, peak=100.0, losses=[])
-        >>> block = Measured(first=15.0, seconds=0.099, peak=80.0, losses=[])
-        >>> pays_back_after(eager, block)
-        14000
     """
     extra = other.first - eager.first
     if extra <= 0:
@@ -170,10 +143,28 @@ def pays_back_after(eager: Measured, other: Measured) -> int | None:
 
 
 def brief(seconds: float) -> str:
-    """Seconds, rounded for reading.
-
-    Example:
-        >>> brief(14.3), brief(0.031)
-        ('14', '0.03')
-    """
+    """Seconds, rounded for reading."""
     return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2f}"
+
+
+def document(rows: Sequence[Row], verdict: Verdict) -> dict[str, Any]:
+    """Rows and verdict as plain values: seconds, MiB, the first losses."""
+    return {
+        "rows": [_plain(row) for row in rows],
+        "recommended": verdict.scope,
+        "why": verdict.why,
+        "pays_back_after": verdict.pays_back_after,
+    }
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    plain: dict[str, Any] = {"scope": row.scope, "note": row.note, "differs": row.differs}
+    answer = row.answer
+    if isinstance(answer, Failed):
+        return plain | {"error": {"kind": answer.kind, "text": answer.text}}
+    return plain | {
+        "first_step_seconds": answer.first, "step_seconds": answer.seconds,
+        "steps_per_second": 1 / answer.seconds, "against_eager": row.gain, "peak_mib": answer.peak,
+        "losses": list(answer.losses), "cache_hits": answer.cache_hits,
+        "cache_misses": answer.cache_misses,
+    }  # fmt: skip

@@ -13,9 +13,10 @@ import torch
 
 from fnaccel import tree
 from fnaccel.checkpoint.choosing import KEEP
+from fnaccel.checkpoint.format import walk
 from fnaccel.checkpoint.format.boxes import is_sharded, part_of, whole
 from fnaccel.checkpoint.format.manifest import Stored
-from fnaccel.checkpoint.format.values import NODES, Array, Node, Object, fields_of, is_object, plain
+from fnaccel.checkpoint.format.walk import Array, Node, Object
 from fnaccel.checkpoint.matching import comes_back
 from fnaccel.checkpoint.reading import Files, Request
 from fnaccel.errors import CheckpointError
@@ -62,7 +63,7 @@ class Filling:
     def state(self, like: TrainState, stored: TrainState, extras: Tree, *, in_place: bool) -> TrainState:
         """The stored state with these extras. If `in_place`, in the containers and tensors of `like`."""
         fields: dict[str, Any] = {}
-        for name in fields_of(stored):
+        for name in walk.fields_of(stored):
             target, source = getattr(like, name), getattr(stored, name)
             if name == "updates":
                 fields[name] = self._updates(target, source, in_place=in_place)
@@ -76,7 +77,7 @@ class Filling:
         """A tree shaped as `like`. If `in_place`, with the dicts, lists and tensors of `like`."""
         if stored is KEEP:
             return like
-        if self._own and comes_back(plain(like), stored):
+        if self._own and comes_back(walk.plain(like), stored):
             return self._alone(stored)
         if isinstance(stored, Stored):
             return self._tensor(like, stored, in_place=in_place)
@@ -91,25 +92,23 @@ class Filling:
             return rebuild([self.value(target, stored.entries[name]) for name, target in children.items()])
         if isinstance(like, ReadOnlyDict):
             return ReadOnlyDict(self.value(dict(like), stored, in_place=in_place))
-        if isinstance(stored, dict | list):
-            container = like if in_place else copy.copy(like)
-            # in stored order, which is the same on every rank
-            for key, entry in stored.items() if isinstance(stored, dict) else enumerate(stored):
-                if isinstance(like, dict) and key not in like:
-                    container[key] = self._alone(entry)
-                else:
-                    container[key] = self.value(like[key], entry, in_place=in_place)
-            return container
-        if isinstance(stored, tuple):
-            pairs = zip(like, stored, strict=True)
-            return tuple(self.value(target, entry, in_place=in_place) for target, entry in pairs)
-        if type(stored) in NODES.values():
-            names = fields_of(stored)
-            return type(stored)(**{n: self.value(getattr(like, n), getattr(stored, n)) for n in names})
-        return stored
+        entries = walk.entries_of(stored)
+        if entries is None:
+            return stored
+        targets = like if isinstance(like, dict) else walk.entries_of(like) or {}
+        values = {  # in stored order, which is the same on every rank
+            key: self.value(targets[key], entry, in_place=in_place) if key in targets else self._alone(entry)
+            for key, entry in entries.items()
+        }
+        if not isinstance(like, dict | list):
+            return walk.rebuilt(stored, values)
+        container: Any = like if in_place else copy.copy(like)
+        for key, value in values.items():
+            container[key] = value
+        return container
 
     def _object(self, like: Tree, stored: Object) -> Any:
-        if not is_object(like):
+        if not walk.is_object(like):
             return self.value(like, stored.state)
         self._objects.append((like, self._alone(stored.state)))
         return like
@@ -159,12 +158,8 @@ class Filling:
             return self._alone(stored.tensor).numpy()
         if isinstance(stored, Object):
             return self._alone(stored.state)
-        if isinstance(stored, Node):
-            return self._alone(stored.entries)
-        if isinstance(stored, dict):
-            return {key: self._alone(entry) for key, entry in stored.items()}
-        if isinstance(stored, list | tuple):
-            return type(stored)(self._alone(entry) for entry in stored)
-        if type(stored) in NODES.values():
-            return type(stored)(**{name: self._alone(getattr(stored, name)) for name in fields_of(stored)})
-        return stored
+        entries = walk.entries_of(stored)
+        if entries is None:
+            return stored
+        values = {key: self._alone(entry) for key, entry in entries.items()}
+        return values if isinstance(stored, Node) else walk.rebuilt(stored, values)

@@ -13,20 +13,10 @@ import torch
 
 from fnaccel import tree
 from fnaccel.checkpoint.choosing import KEEP
+from fnaccel.checkpoint.format import walk
 from fnaccel.checkpoint.format.dtypes import name_of
 from fnaccel.checkpoint.format.manifest import Stored
-from fnaccel.checkpoint.format.values import (
-    NODES,
-    Array,
-    Node,
-    Object,
-    child,
-    entries_of,
-    is_array,
-    is_object,
-    plain,
-    shown,
-)
+from fnaccel.checkpoint.format.walk import NODES, Array, Node, Object
 from fnaccel.errors import TreeMismatchError
 from fnaccel.state import TrainState, check_live
 from fnaccel.tree import Tree
@@ -77,7 +67,7 @@ class _Matcher:
     def node(self, path: str, like: Tree, stored: Tree) -> None:
         if stored is KEEP:
             return
-        like = plain(like)
+        like = walk.plain(like)
         if self.own and comes_back(like, stored):
             self.collect(stored)
         elif isinstance(stored, Stored):
@@ -92,26 +82,26 @@ class _Matcher:
             check_live(like)
             self.state(path, like, stored)
         elif isinstance(stored, Node) and type(like) not in (dict, list, tuple, *NODES.values()):
-            opened = None if is_object(like) else tree.open_node(like)
+            opened = None if walk.is_object(like) else tree.open_node(like)
             if opened is None:
                 self.differ(path, like, stored)
             else:
                 self.entries(path, opened[0], stored.entries)
         elif type(like) is not type(stored):
             self.differ(path, like, stored)
-        elif (inner := entries_of(like)) is not None:
-            self.entries(path, inner, entries_of(stored) or {})
+        elif (inner := walk.entries_of(like)) is not None:
+            self.entries(path, inner, walk.entries_of(stored) or {})
 
     def object(self, path: str, like: Tree, stored: Object) -> None:
         """An object loads its state itself, and raises then if the state does not fit."""
-        if is_object(like):
+        if walk.is_object(like):
             self.collect(stored.state)
         else:
             self.node(path, like, stored.state)
 
     def array(self, path: str, like: Tree, stored: Array) -> None:
         tensor: Stored = stored.tensor
-        fits = is_array(like) and (name_of(tensor.dtype), tensor.shape) == (str(like.dtype), like.shape)
+        fits = walk.is_array(like) and (name_of(tensor.dtype), tensor.shape) == (str(like.dtype), like.shape)
         if fits:
             self.pairs.append((None, tensor))
         else:
@@ -119,7 +109,7 @@ class _Matcher:
 
     def entries(self, path: str, like: dict[Any, Any], stored: dict[Any, Any]) -> None:
         for key in [*like, *(key for key in stored if key not in like)]:
-            entry_path = child(path, key)
+            entry_path = walk.child(path, key)
             if key not in stored:
                 self.only(entry_path, like[key], "like")
             elif key not in like and self.own:
@@ -130,16 +120,16 @@ class _Matcher:
                 self.node(entry_path, like[key], stored[key])
 
     def state(self, path: str, like: TrainState, stored: TrainState) -> None:
-        ours, saved = entries_of(like) or {}, entries_of(stored) or {}
+        ours, saved = walk.entries_of(like) or {}, walk.entries_of(stored) or {}
         if ours["extras"] is None:  # the user's own come back whatever they are
             del ours["extras"]
             self.collect(saved.pop("extras"))
         else:
             was_own, self.own = self.own, True
-            self.node(child(path, "extras"), ours.pop("extras"), saved.pop("extras"))
+            self.node(walk.child(path, "extras"), ours.pop("extras"), saved.pop("extras"))
             self.own = was_own
         if _counts(ours["updates"]) and _counts(saved["updates"]):
-            self.updates(child(path, "updates"), ours.pop("updates"), saved.pop("updates"))
+            self.updates(walk.child(path, "updates"), ours.pop("updates"), saved.pop("updates"))
         self.entries(path, ours, saved)
 
     def updates(self, path: str, like: Tree, stored: Tree) -> None:
@@ -158,7 +148,7 @@ class _Matcher:
         elif isinstance(stored, Object):
             self.collect(stored.state)
         else:
-            for entry in (entries_of(stored) or {}).values():
+            for entry in (walk.entries_of(stored) or {}).values():
                 self.collect(entry)
 
     def tensor(self, path: str, like: Tree, stored: Stored) -> None:
@@ -172,16 +162,16 @@ class _Matcher:
 
     def differ(self, path: str, like: Tree, stored: Tree) -> None:
         self.problems.append(
-            f"{shown(path)}: {_described(stored)} in the checkpoint, {_described(like)} in like"
+            f"{walk.shown(path)}: {_described(stored)} in the checkpoint, {_described(like)} in like"
         )
 
     def only(self, path: str, value: Tree, side: str) -> None:
         """One line for each leaf below a path that one side lacks."""
         if value is KEEP:
             return
-        inner = (None if isinstance(value, Stored | Array) else entries_of(value)) or {}
+        inner = walk.entries_of(value) or {}
         for key, entry in inner.items():
-            self.only(child(path, key), entry, side)
+            self.only(walk.child(path, key), entry, side)
         if not inner:
             self.problems.append(f"{path}: only in {side} ({_described(value)})")
 
@@ -196,9 +186,9 @@ def comes_back(like: Tree, stored: Tree) -> bool:
             isinstance(like, torch.Tensor) and (like.dtype, tuple(like.shape)) == (stored.dtype, stored.shape)
         )
     if isinstance(stored, Object):
-        return not is_object(like)
+        return not walk.is_object(like)
     if isinstance(stored, Node):
-        opened = None if is_object(like) else tree.open_node(like)
+        opened = None if walk.is_object(like) else tree.open_node(like)
         return opened is None or opened[0].keys() != stored.entries.keys()
     if isinstance(stored, dict):
         return not isinstance(like, dict)
@@ -219,7 +209,7 @@ def _described(value: Tree) -> str:
         return f"{name_of(value.dtype)} {list(value.shape)}"
     if isinstance(value, Stored):
         return str(value)
-    if isinstance(value, Array) or is_array(value):
+    if isinstance(value, Array) or walk.is_array(value):
         leaf = value.tensor if isinstance(value, Array) else value
         return f"an array {name_of(leaf.dtype)} {list(leaf.shape)}"
     if value is None or isinstance(value, bool | int | float):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fnaccel.checkpoint.choosing import KEEP, Kept, Patterns, Rename, choose, renamed
-from fnaccel.checkpoint.format.manifest import Stored
-from fnaccel.checkpoint.format.values import NODES, Array, Node, Object, child, entries_of, is_object
+from fnaccel.checkpoint.choosing import KEEP, Patterns, Rename, choose, renamed
+from fnaccel.checkpoint.format.walk import child, entries_of, rebuilt
 from fnaccel.state import TrainState, check_live
 from fnaccel.tree import Tree
 
@@ -40,7 +39,7 @@ def select(like: Tree, stored: Tree, only: Patterns, skip: Patterns, rename: Ren
 
 def is_complete(selected: Tree) -> bool:
     """Whether nothing below a node is kept."""
-    return selected is not KEEP and all(is_complete(inner) for inner in (_inner(selected) or {}).values())
+    return selected is not KEEP and all(is_complete(inner) for inner in (entries_of(selected) or {}).values())
 
 
 class _Selection:
@@ -67,27 +66,17 @@ class _Selection:
 
     def over(self, path: str, like: Tree) -> Any:
         """The chosen part of the checkpoint, shaped as `like`."""
-        inner = _inner(like)
+        inner = entries_of(like)
         if not inner:
             return self.theirs[path] if path in self.chosen and path in self.theirs else KEEP
         selected = {key: self.over(child(path, key), entry) for key, entry in inner.items()}
-        if isinstance(like, dict):
-            return selected
-        if type(like) in (list, tuple):
-            return type(like)(selected.values())
-        return type(like)(**selected) if type(like) in NODES.values() else Node(selected)
+        return rebuilt(like, selected)
 
 
 def _leaves(path: str, value: Tree) -> Any:
-    inner = _inner(value)
+    inner = entries_of(value)
     if inner is None:
         yield path, value
         return
     for key, entry in inner.items():
         yield from _leaves(child(path, key), entry)
-
-
-def _inner(value: Tree) -> dict[Any, Any] | None:
-    if isinstance(value, Stored | Array | Object | Kept) or is_object(value):
-        return None
-    return entries_of(value)

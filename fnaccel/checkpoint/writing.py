@@ -26,12 +26,12 @@ from fnaccel.checkpoint.disk.durable import FileRecord
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.checkpoint.format import manifest
-from fnaccel.checkpoint.format import values as grammar
 from fnaccel.checkpoint.format.boxes import Part, part_of, whole
 from fnaccel.checkpoint.format.items import of_tensors
 from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored, file_name
 from fnaccel.checkpoint.format.safetensors import widest_first, write_items
 from fnaccel.checkpoint.format.values import Encoded, encode
+from fnaccel.checkpoint.format.walk import shown
 from fnaccel.checkpoint.hooks import Registered
 from fnaccel.errors import ArgumentError, CheckpointError, NotSerializableError
 from fnaccel.state import TrainState
@@ -230,7 +230,7 @@ def _notes(metadata: Tree, where: str) -> Encoded:
     notes = encode(metadata)
     if notes.tensors:
         raise NotSerializableError(
-            f"metadata holds a tensor: {grammar.shown(next(iter(notes.tensors)))}",
+            f"metadata holds a tensor: {shown(next(iter(notes.tensors)))}",
             where=where,
             fix="put tensors in the state, or numbers in metadata: x.tolist()",
         )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -14,6 +12,7 @@ from fnaccel.checkpoint.disk import placing
 from fnaccel.checkpoint.format.found import Source
 from fnaccel.checkpoint.format.items import Item
 from fnaccel.checkpoint.format.safetensors import Progress, write_items
+from fnaccel.cli.terminal import Parser
 from fnaccel.errors import ArgumentError, CheckpointError
 from fnaccel.interchange.converting import own_items, write_own
 from fnaccel.interchange.exporting import Style, export_source, items_of
@@ -27,19 +26,9 @@ SOURCE is of fa.save, Accelerate, DeepSpeed, torch.distributed.checkpoint, torch
 `params/encoder.weight` and `opt/encoder.weight/exp_avg` in fnaccel. All of them may be repeated."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ArgumentError(message, where=self.prog, fix=f"{self.prog} --help shows the options")
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The options of `fnaccel convert`."""
-    options = _Parser(
-        prog=_WHERE,
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    options = Parser(_WHERE, _HELP)
     options.add_argument("source", type=Path, metavar="SOURCE", help="a file or directory")
     options.add_argument(
         "target", type=Path, metavar="TARGET", help="a new directory, or with --to safetensors a new file"

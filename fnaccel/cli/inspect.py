@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import attrs
 
@@ -18,7 +17,7 @@ from fnaccel.checkpoint.disk.finding import open_checkpoint
 from fnaccel.checkpoint.format.dtypes import name_of
 from fnaccel.checkpoint.format.manifest import Manifest
 from fnaccel.checkpoint.format.values import decode
-from fnaccel.cli.printable import printable
+from fnaccel.cli.terminal import Parser, columns, printable
 from fnaccel.errors import ArgumentError, CheckpointError
 from fnaccel.interchange.sources.detect import detect, opened
 from fnaccel.interchange.sources.safetensors_files import files_of
@@ -61,14 +60,9 @@ class _Report:
         return totals
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ArgumentError(message, where=self.prog, fix=f"{self.prog} --help shows the options")
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The options of `fnaccel inspect`."""
-    options = _Parser(prog=_PROG, description=__doc__, allow_abbrev=False)
+    options = Parser(_PROG, str(__doc__))
     options.add_argument(
         "path", type=Path, metavar="PATH", help="of fa.save, or safetensors: a file or directory"
     )
@@ -212,12 +206,9 @@ def _print(report: _Report) -> None:
     cells = [("path", "dtype", "shape", "size", "layout")]
     for row in sorted(report.rows, key=lambda row: row.path):
         layout = f"{row.pieces} pieces in {row.files} files" if row.pieces != 1 else "whole"
-        cells.append((printable(row.path), row.dtype, str(list(row.shape)), _size(row.bytes), layout))
-    widths = [max(len(line[column]) for line in cells) for column in range(4)]
+        cells.append((row.path, row.dtype, str(list(row.shape)), _size(row.bytes), layout))
     print()
-    for path, dtype, shape, size, layout in cells:
-        start = f"{path:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}"
-        print(f"{start}  {size:>{widths[3]}}  {layout}")
+    print(columns(cells, "<<<>"))
     print()
     for group, (count, size) in sorted(report.totals.items()):
         print(f"{printable(group)}: {count} tensors, {_size(size)}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fnaccel.cli.overriding import check_overrides, gather_overrides
+from fnaccel.cli.terminal import Parser
 from fnaccel.errors import LaunchError, nearest
 from fnaccel.launch import Job, launch, tpu
 from fnaccel.launch.accelerators import count_accelerators
@@ -35,22 +36,14 @@ def _searching(folder: Path) -> Generator[None]:
         sys.path.pop(0)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are a `LaunchError`."""
-
-    def error(self, message: str) -> NoReturn:
-        raise LaunchError(message, where=self.prog, fix=f"{self.prog} --help shows the options")
+class _Parser(Parser):
+    failure = LaunchError
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The options of `fnaccel launch`."""
-    options = _Parser(
-        prog="fnaccel launch",
-        usage="fnaccel launch [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENT ...]",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    usage = "fnaccel launch [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+    options = _Parser("fnaccel launch", _HELP, usage)
     options.add_argument("-m", "--module", nargs=argparse.REMAINDER, help="run a module, as python -m does")
     options.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options.add_argument(

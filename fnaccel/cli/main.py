@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from fnaccel import __version__
-from fnaccel.cli.printable import printable
+from fnaccel.cli.terminal import printable
 from fnaccel.errors import FnaccelError, UnknownNameError, nearest
 
 COMMANDS = {

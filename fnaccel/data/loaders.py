@@ -162,32 +162,27 @@ def _check_no_place(loader: object) -> None:
 
 def _check_whole(loader: object) -> None:
     """Raise LoaderError if a loader says of itself that it holds one rank's part of the data."""
-    for sampler in _samplers(loader):
-        if splits(sampler):
-            raise LoaderError(
-                f"the loader has a {type(sampler).__name__}, so each rank would see a part of a part",
-                where=_WHERE,
-                fix="give the loader the whole data: remove sampler=, and set shuffle=True if it shuffled; "
-                "or let each rank read its own part: fa.shard(loader, presplit=True)",
+    for holder, _ in _parts(loader):
+        kind = type(holder).__name__
+        if _stream_part(holder) is None:
+            what = f"the loader has a {kind}"
+            fix = (
+                "give the loader the whole data: remove sampler=, and set shuffle=True if it shuffled; "
+                "or let each rank read its own part: fa.shard(loader, presplit=True)"
             )
-    for data in (loader, getattr(loader, "dataset", None)):
-        if is_split_stream(data):
-            raise LoaderError(
-                f"the {type(data).__name__} is split between ranks already (split_dataset_by_node), "
-                "so each rank would see a part of a part",
-                where=_WHERE,
-                fix="let each rank read its own part: fa.shard(loader, presplit=True); or split nothing, "
-                "and let fa.shard do it",
+        else:
+            what = f"the {kind} is split between ranks already (split_dataset_by_node)"
+            fix = (
+                "let each rank read its own part: fa.shard(loader, presplit=True); or split nothing, "
+                "and let fa.shard do it"
             )
+        raise LoaderError(f"{what}, so each rank would see a part of a part", where=_WHERE, fix=fix)
 
 
 def check_part(loader: object, rank: int, ranks: int) -> None:
     """Raise LoaderError if a loader says of itself that it holds the part of another rank."""
-    data: Any = getattr(loader, "dataset", None)
-    parts = [(sampler, _part_of(sampler)) for sampler in _samplers(loader)]
-    parts += [(each, _stream_part(each)) for each in (loader, data)]
-    for holder, part in parts:
-        if part is not None and part != (rank, ranks):
+    for holder, part in _parts(loader):
+        if part != (rank, ranks):
             raise LoaderError(
                 f"the {type(holder).__name__} gives part {part[0]} of {part[1]} to rank {rank} of {ranks}, "
                 "so samples would be lost or read twice",
@@ -199,6 +194,13 @@ def check_part(loader: object, rank: int, ranks: int) -> None:
 def splits(sampler: object) -> bool:
     """Whether a sampler gives one rank its part: torch's DistributedSampler, or one with its attributes."""
     return _part_of(sampler) is not None
+
+
+def _parts(loader: object) -> list[tuple[Any, tuple[int, int]]]:
+    """The samplers and streams of a loader that hold one rank's part of the data, with (rank, ranks)."""
+    parts = [(sampler, _part_of(sampler)) for sampler in _samplers(loader)]
+    parts += [(data, _stream_part(data)) for data in (loader, getattr(loader, "dataset", None))]
+    return [(holder, part) for holder, part in parts if part is not None]
 
 
 def _samplers(loader: object) -> list[Any]:
@@ -218,12 +220,8 @@ def _part_of(sampler: object) -> tuple[int, int] | None:
     return None
 
 
-def is_split_stream(data: Tree) -> bool:
-    """Whether `split_dataset_by_node` has split a stream of Hugging Face datasets between ranks."""
-    return _stream_part(data) is not None
-
-
 def _stream_part(data: Tree) -> tuple[int, int] | None:
+    """(rank, ranks) of a stream that `split_dataset_by_node` has split. None for others."""
     split = getattr(data, "_distributed", None)
     ranks = getattr(split, "world_size", 1)
     return (split.rank, ranks) if split is not None and ranks > 1 else None
@@ -258,15 +256,8 @@ def _is_stock(sampler: object, name: str) -> bool:
 def announce(source: Source, epoch: int) -> None:
     """Tell samplers and datasets that shuffle by epoch (`set_epoch`) which one begins."""
     loader = source.loader
-    batching = getattr(loader, "batch_sampler", None)
-    listeners = [
-        getattr(loader, "sampler", None),
-        batching,
-        getattr(batching, "sampler", None),
-        getattr(loader, "dataset", loader),
-    ]
     informed: set[int] = set()
-    for listener in listeners:
+    for listener in [*_samplers(loader), getattr(loader, "dataset", loader)]:
         set_epoch = getattr(listener, "set_epoch", None)
         if callable(set_epoch) and id(listener) not in informed:
             informed.add(id(listener))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fnaccel.errors import LossError
 from fnaccel.step.loss import Concat, Mean, Scalar, Sum, is_combinable, is_zero, parts_of, readable
 from fnaccel.tree import Tree
 
+_WHERE = "the loss function's aux"
 RESERVED = frozenset({"loss", "weight", "lr", "grad_norm", "skipped", "loss_scale", "recompilations"})
 """Metrics that a step reports by itself."""
 
@@ -73,23 +74,15 @@ def _check_leaf(value: Tree) -> None:
         for inner in value:
             _check_leaf(inner)
     elif isinstance(value, (torch.Tensor, str)):
-        parts_of(value, 1, "the loss function's aux")
+        parts_of(value, 1, _WHERE)
     elif isinstance(value, Concat):
-        rows_of_concat(value, "the loss function's aux")
-
-
-def _no_metric(value: Tree) -> LossError:
-    return LossError(
-        f"aux holds {type(value).__name__}, which can't be added up over micro-batches and ranks",
-        where="the loss function's aux",
-        fix="return numbers, tensors, fa.Mean, fa.Sum or fa.Concat; print or log the rest",
-    )
+        rows_of_concat(value, _WHERE)
 
 
 def _taken(names: list[str]) -> LossError:
     return LossError(
         f"aux holds {', '.join(map(repr, sorted(names)))}, which the step itself reports",
-        where="the loss function's aux",
+        where=_WHERE,
         fix="give it another name",
     )
 
@@ -146,45 +139,91 @@ class Agreement:
             )
 
 
-class AuxValues:
-    """The aux of one step: added up over micro-batches, then over ranks."""
+class Accumulation:
+    """The leaves of a pytree, added up over batches: a total and a weight each, or the rows of a `Concat`."""
 
     __slots__ = ("_concats", "_pairs", "_structure")
+    name: str
+    per: str
+    where: str
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Any, Any]] = []
         self._concats: list[list[Rows]] = []
         self._structure: Any = None
 
-    def take(self, aux: Tree, *, valid: bool) -> None:
-        """Add the aux of one micro-batch. A filler's counts for nothing but gives its structure."""
-        if aux is None:
-            return
-        leaves, structure = tree.flatten(aux, is_leaf=is_combinable)
+    def pair(self, leaf: Tree, rows: int) -> tuple[Any, Any]:
+        """The total and the weight of a leaf, as they are added up."""
+        raise NotImplementedError
+
+    def rows(self, leaf: Concat) -> Rows:
+        """The rows of a leaf, as they are kept."""
+        return rows_of_concat(leaf, self.where)
+
+    def add(self, values: Tree, rows: int) -> None:
+        """Add the values of one batch. Those of a filler (0 rows) only give the structure."""
+        leaves, structure = tree.flatten(values, is_leaf=is_combinable)
         if self._structure is None:
             self._structure = [leaf if isinstance(leaf, Concat) else type(leaf) for leaf in leaves], structure
             self._pairs = [(0.0, 0.0)] * len(leaves)
             self._concats = [[] for _ in leaves]
         elif structure != self._structure[1]:
             raise LossError(
-                f"aux changed its structure between micro-batches: {structure} after {self._structure[1]}",
-                where="the loss function's aux",
-                fix="return the same keys for every micro-batch",
+                f"{self.name} changed structure between {self.per}: {structure} after {self._structure[1]}",
+                where=self.where,
+                fix=f"return the same keys for all {self.per}",
             )
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Concat):
-                rows: Any = rows_of_concat(leaf, "the loss function's aux")
-                rows = [plain(row) for row in rows] if isinstance(rows, list) else plain(rows)
-                self._concats[index].append(rows if valid else rows[:0])
-            elif valid:
-                total, weight = parts_of(leaf, 1, "the loss function's aux")
-                if is_zero(weight):  # a mean over nothing may be NaN
-                    total = 0.0
+                # no rows of a filler, but of their shape: ranks without rows send it
+                batch = self.rows(leaf)
+                self._concats[index].append(batch if rows else batch[:0])
+            elif rows:
+                total, weight = self.pair(leaf, rows)
                 old_total, old_weight = self._pairs[index]
                 try:
-                    self._pairs[index] = (old_total + plain(total), old_weight + plain(weight))
+                    self._pairs[index] = (old_total + total, old_weight + weight)
                 except TypeError as error:
-                    raise _no_metric(total) from error
+                    raise LossError(
+                        f"{self.name}: {type(total).__name__} can't be added up over {self.per} and ranks",
+                        where=self.where,
+                        fix="return numbers, tensors, fa.Mean, fa.Sum or fa.Concat; print or log the rest",
+                    ) from error
+
+    def combined(self, mean: Callable[..., Any], group: dist.ProcessGroup | None, **order: bool) -> Any:
+        """The pytree that totals, weights and rows make. Rows are put together by `concatenated`."""
+        kinds, structure = self._structure
+        values: list[Any] = []
+        for kind, (total, weight), rows in zip(kinds, self._pairs, self._concats, strict=True):
+            if isinstance(kind, Concat):
+                values.append(concatenated(rows, kind.pad, group, where=self.where, **order))
+            else:
+                values.append(total if kind is Sum else mean(total, weight))
+        return tree.unflatten(structure, values)
+
+
+class AuxValues(Accumulation):
+    """The aux of one step: added up over micro-batches, then over ranks."""
+
+    __slots__ = ()
+    name = "aux"
+    per = "micro-batches"
+    where = _WHERE
+
+    def take(self, aux: Tree, *, valid: bool) -> None:
+        """Add the aux of one micro-batch. A filler's counts for nothing but gives its structure."""
+        if aux is not None:
+            self.add(aux, int(valid))
+
+    def pair(self, leaf: Tree, rows: int) -> tuple[Any, Any]:
+        """Totals and weights without their graphs. A total of weight 0 is 0, because it may be NaN."""
+        total, weight = parts_of(leaf, rows, self.where)
+        return 0.0 if is_zero(weight) else plain(total), plain(weight)
+
+    def rows(self, leaf: Concat) -> Rows:
+        """Rows without their graphs."""
+        rows: Any = super().rows(leaf)
+        return [plain(row) for row in rows] if isinstance(rows, list) else plain(rows)
 
     @property
     def shape(self) -> str:
@@ -208,21 +247,11 @@ class AuxValues:
         """The metrics they make, as device tensors."""
         if self._structure is None:
             return {}
-        kinds, structure = self._structure
-        values: list[Any] = []
-        for index, kind in enumerate(kinds):
-            total, weight = self._pairs[index]
-            if isinstance(kind, Concat):
-                where = "the loss function's aux"
-                parts = self._concats[index]
-                values.append(
-                    concatenated(parts, kind.pad, group, where=where, by_batch=False, compared=False)
-                )
-            elif kind is Sum:
-                values.append(total)
-            else:
-                values.append(divide(total, weight, device).float())
-        aux = tree.unflatten(structure, values)
+
+        def mean(total: Any, weight: Any) -> torch.Tensor:
+            return divide(total, weight, device).float()
+
+        aux = self.combined(mean, group, by_batch=False, compared=False)
         if not isinstance(aux, dict):
             return {"aux": aux}
         taken = RESERVED & aux.keys()

@@ -18,7 +18,7 @@ from fnaccel.checkpoint.disk.directory import attempts
 from fnaccel.checkpoint.format.boxes import is_sharded, part_of
 from fnaccel.checkpoint.format.dtypes import name_of
 from fnaccel.checkpoint.format.found import Found, Source
-from fnaccel.checkpoint.format.values import child
+from fnaccel.checkpoint.format.walk import child
 from fnaccel.errors import CheckpointError, UnleasedStateError
 from fnaccel.interchange.fitting import Choice, Fit, fit, mismatch
 from fnaccel.interchange.sources.detect import opened as open_source

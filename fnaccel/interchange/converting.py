@@ -22,7 +22,7 @@ from fnaccel.checkpoint.format.found import Found, Source, unescaped
 from fnaccel.checkpoint.format.items import Item, check_items, of_found, pick
 from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored, file_name
 from fnaccel.checkpoint.format.safetensors import Progress, bytes_in, spread, write_items
-from fnaccel.checkpoint.format.values import child
+from fnaccel.checkpoint.format.walk import child
 from fnaccel.errors import ArgumentError, CheckpointError
 from fnaccel.interchange.exporting import Style, dtype_in
 

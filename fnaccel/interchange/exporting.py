@@ -19,7 +19,7 @@ from fnaccel.checkpoint.format.found import Source, unescaped
 from fnaccel.checkpoint.format.items import Item, check_items, of_found, of_tensors, pick
 from fnaccel.checkpoint.format.safetensors import Progress, bytes_in, drain, spread, write_items
 from fnaccel.checkpoint.format.torch_file import write_torch_file
-from fnaccel.checkpoint.format.values import child
+from fnaccel.checkpoint.format.walk import child
 from fnaccel.errors import ArgumentError, NoWorldError, UnleasedStateError, nearest
 from fnaccel.interchange.model_config import files_for
 from fnaccel.interchange.sources.detect import opened

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fnaccel.checkpoint.format.found import unescaped
-from fnaccel.checkpoint.format.values import child, shown
+from fnaccel.checkpoint.format.walk import child, shown
 from fnaccel.errors import ArgumentError, UnleasedStateError
 from fnaccel.state import TrainState, check_live, lease_of
 from fnaccel.tree import Tree

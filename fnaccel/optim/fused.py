@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -43,26 +43,29 @@ class FusedKernel:
 class _Work:
     """One group, as the fused kernel takes it. Shards without elements are left out."""
 
-    __slots__ = ("first", "indices", "options", "second", "shards", "whole")
+    __slots__ = ("indices", "moments", "numbers", "shards", "whole")
 
     def __init__(self, name: str, group: Group, total: int, slots: dict[str, dict[str, Any]]) -> None:
-        self.options = dict(group.options)
         members = [m for m in group.members if m.leaf.shard.numel()]
         self.indices = [m.index for m in members]
         self.whole = self.indices == list(range(total))
         self.shards = [m.leaf.shard for m in members]
-        kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+        options = group.options
         if name == "sgd":
-            kinds = ("momentum_buffer",) if self.options["momentum"] else ()
-        lists: list[list[torch.Tensor]] = [[], []]
+            kinds = ("momentum_buffer",) if options["momentum"] else ()
+            self.moments: list[list[torch.Tensor]] = [[]]
+            self.numbers = options["momentum"], options["weight_decay"], options["nesterov"]
+        else:
+            kinds = ("exp_avg", "exp_avg_sq")
+            self.moments = [[], []]
+            self.numbers = *options["betas"], options["weight_decay"], options["eps"]
         for member in group.members:
             moments = slots.setdefault(member.leaf.name, {})
             for place, kind in enumerate(kinds):
                 zeros = torch.zeros_like(member.leaf.shard)
                 moments[kind] = member.leaf.like(zeros)
                 if zeros.numel():
-                    lists[place].append(zeros)
-        self.first, self.second = lists
+                    self.moments[place].append(zeros)
 
 
 class BoundFused:
@@ -74,7 +77,8 @@ class BoundFused:
         self.slots: dict[str, dict[str, Any]] = {}
         total = sum(len(group.members) for group in groups)
         self._work = [_Work(name, group, total, self.slots) for group in groups]
-        self._run = _sgd if name == "sgd" else _ADAMS[name]
+        self._run = {"sgd": kernels.sgd_, "adam": kernels.adam_, "adamw": kernels.adamw_}[name]
+        self._counts = name != "sgd"  # its kernel depends on the number of updates
         for work in self._work:
             for shard in work.shards:
                 if shard.device.type not in _DEVICES:
@@ -111,62 +115,25 @@ class BoundFused:
                     chosen = None
             if not taken:
                 continue
-            shards, first, second = work.shards, work.first, work.second
+            shards, moments = work.shards, work.moments
             if chosen is not None:
                 shards = [shards[i] for i in chosen]
-                first = [first[i] for i in chosen] if first else first
-                second = [second[i] for i in chosen] if second else second
+                moments = [[moment[i] for i in chosen] if moment else moment for moment in moments]
             # the multiplier and skip are on the device, and offloaded parameters are not
             where = shards[0].device
-            scale, off, count = _at(divisor, where), _at(skip, where), _at(updates, where)
+            scale, off = _at(divisor, where), _at(skip, where)
+            count = [_at(updates, where)] if self._counts else []
             if scale is not None and shards[0].dtype is torch.float64:
                 exact = multiplier.to(where) if isinstance(multiplier, torch.Tensor) else multiplier
                 taken, scale = _torch.foreach_mul(taken, exact), None
             elif scale is not None and torch.compiler.is_compiling():
                 taken, scale = _torch.foreach_div(taken, scale), None
-            self._run(shards, taken, first, second, count, rate, work.options, scale, off)
+            self._run(shards, taken, *moments, *count, rate, *work.numbers, scale, off)
 
 
 def _at(value: Tree, device: torch.device) -> Any:
     """A tensor on a device. `to` would take 0.6 us if it is there already."""
     return value if value is None or value.device == device else value.to(device)
-
-
-def _sgd(
-    shards: list[torch.Tensor],
-    grads: Sequence[Any],
-    first: list[torch.Tensor],
-    second: list[torch.Tensor],  # noqa: ARG001 - one signature for all kernels
-    updates: torch.Tensor,  # noqa: ARG001
-    rate: Scalar,
-    options: Mapping[str, Any],
-    scale: torch.Tensor | None,
-    skip: torch.Tensor | None,
-) -> None:
-    momentum, decay, nesterov = options["momentum"], options["weight_decay"], options["nesterov"]
-    kernels.sgd_(shards, grads, first, rate, momentum, decay, nesterov, scale, skip)
-
-
-def _adam_like(kernel: Callable[..., Any]) -> Any:
-    def run(
-        shards: list[torch.Tensor],
-        grads: Sequence[Any],
-        first: list[torch.Tensor],
-        second: list[torch.Tensor],
-        updates: torch.Tensor,
-        rate: Scalar,
-        options: Mapping[str, Any],
-        scale: torch.Tensor | None,
-        skip: torch.Tensor | None,
-    ) -> None:
-        beta1, beta2 = options["betas"]
-        decay, eps = options["weight_decay"], options["eps"]
-        kernel(shards, grads, first, second, updates, rate, beta1, beta2, decay, eps, scale, skip)
-
-    return run
-
-
-_ADAMS = {"adam": _adam_like(kernels.adam_), "adamw": _adam_like(kernels.adamw_)}
 
 
 def sgd(

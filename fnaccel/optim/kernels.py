@@ -241,11 +241,6 @@ def _dispatched(name: str, fused: Callable[..., None], plain: Callable[..., None
     return apply
 
 
-_fused_adam, _fused_adamw = (
-    functools.partial(_run_adam, f) for f in (_torch.fused_adam_, _torch.fused_adamw_)
-)
-_plain_adam, _plain_adamw = (functools.partial(_adam, apart=apart) for apart in (False, True))
-
 plain_adam_ = functools.partial(_adam, apart=False)
 plain_adamw_ = functools.partial(_adam, apart=True)
 adam_ = _dispatched("adam_", functools.partial(_run_adam, _torch.fused_adam_), plain_adam_)

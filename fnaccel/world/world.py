@@ -231,7 +231,12 @@ def start(
         joined = join(ranks, chosen, backend, timeout, os.environ)
     if chosen.type not in HOSTED:
         torch.accelerator.set_device_index(chosen.index or 0)
-    calls, peers = _watched(ranks, joined)
+    outer = _current.get() if joined is None else None
+    if outer is not None and outer.size == ranks.size:  # a world inside of another one, with the same ranks
+        calls, peers, groups = outer.calls, None, outer.groups
+    else:
+        calls, peers = _watched(ranks, joined)
+        groups = Groups() if joined is None else joined.groups
     world = World(
         rank=ranks.rank,
         size=ranks.size,
@@ -243,7 +248,7 @@ def start(
         backend=str(dist.get_backend()) if dist.is_initialized() else "none",
         source=ranks.source,
         calls=calls,
-        groups=_groups_of(ranks, joined),
+        groups=groups,
         peers=peers,
         owns_group=joined is not None,
     )
@@ -292,15 +297,6 @@ def _choose_device(device: torch.device | str | None, ranks: Ranks) -> torch.dev
     return torch.device(chosen.type, index)
 
 
-def _groups_of(ranks: Ranks, joined: Joined | None) -> Groups:
-    if joined is not None:
-        return joined.groups
-    outer = _current.get()
-    if outer is None or outer.size != ranks.size:
-        return Groups()
-    return outer.groups  # a world inside of another one, with the same ranks
-
-
 _worlds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -313,9 +309,6 @@ def _watched(ranks: Ranks, joined: Joined | None) -> tuple[CallLog | None, Peers
         or not {"gloo", "nccl"} & {*re.split("[:,]", str(dist.get_backend_config()))}
     ):
         return None, None
-    outer = _current.get()
-    if outer is not None and outer.calls is not None and joined is None:
-        return outer.calls, None  # a world inside of another one, with the same ranks
     number = _worlds[group] = _worlds.get(group, 0) + 1
     store = _torch.PrefixStore(prefix_of(number), _torch.default_store() if joined is None else joined.store)
     log = CallLog()

@@ -19,16 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fnaccel as fa
-from fnaccel.benching.isolated import run_isolated
-from fnaccel.benching.measuring import measure
-from fnaccel.benching.memory import Memory
-from fnaccel.benching.subject import Subject, find_subject, first_batch
-from fnaccel.benching.table import document, table
-from fnaccel.benching.task import Failed, Measured, Task
-from fnaccel.benching.task import read as answer_in
-from fnaccel.benching.task import write as leave_answer
-from fnaccel.benching.verdict import judge, pays_back_after, recommend, tolerance_of
-from fnaccel.cli.bench import read
+from fnaccel.benching.answer import Failed, Measured, Task, answer_in, write_answer
+from fnaccel.benching.measuring import Memory, Subject, find_subject, first_batch, measure
+from fnaccel.benching.verdict import document, judge, pays_back_after, recommend, tolerance_of
+from fnaccel.cli.bench import read, run_isolated, table
 from fnaccel.cli.main import main
 from fnaccel.config.references import load
 from fnaccel.errors import ArgumentError, ConfigError
@@ -405,7 +399,7 @@ def test_dropout_is_found_whether_it_is_a_module_or_a_function():
 
 
 def test_memory_counts_from_where_it_is_watched():
-    watched = Memory.watch(torch.device("cpu"))
+    watched = Memory(torch.device("cpu"))
     held = torch.ones(2**24)  # 64 MiB
     peak = watched.peak()
     del held
@@ -415,10 +409,10 @@ def test_memory_counts_from_where_it_is_watched():
 
 def test_the_answer_is_the_failure_that_came_first(tmp_path):
     assert answer_in(tmp_path) is None
-    leave_answer(tmp_path, EAGER, 0)
+    write_answer(tmp_path, EAGER, 0)
     assert answer_in(tmp_path) == EAGER
-    leave_answer(tmp_path, attrs.evolve(FAILED, follows=True), 0)
-    leave_answer(tmp_path, FAILED, 1)
+    write_answer(tmp_path, attrs.evolve(FAILED, follows=True), 0)
+    write_answer(tmp_path, FAILED, 1)
     assert answer_in(tmp_path) == FAILED
 
 
@@ -470,7 +464,7 @@ def test_a_reference_that_names_nothing_ends_it_at_once(folder, capfd):
 
 @pytest.mark.launcher
 def test_processes_that_are_killed_say_by_what(folder):
-    found = run_isolated(task(loss="subject:killed"), ranks=1, cpu=True, environ=os.environ)
+    found = run_isolated(task(loss="subject:killed"), ranks=1, cpu=True, cold=False)
     assert found.what == "ended by SIGKILL (memory ran out, if nobody sent it)"
     assert "was ended by SIGKILL" in found.text
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import fnaccel as fa
 from fnaccel.cli.main import main
-from fnaccel.cli.printable import printable
+from fnaccel.cli.terminal import printable
 from tests.checkpoint.training import make, train
 from tests.interchange.test_adopt import net_state
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -31,92 +30,17 @@ import attrs
 import torch
 
 from fnaccel import _torch, tree
+from fnaccel.checkpoint.format import walk
 from fnaccel.checkpoint.format.boxes import is_sharded
 from fnaccel.checkpoint.format.dtypes import CODES
+from fnaccel.checkpoint.format.walk import NODES, Array, Node, Object
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import CheckpointError, NotSerializableError
-from fnaccel.state import Position, ReadOnlyDict, Seed, TrainState, check_trained
-
-NODES: dict[str, type[Any]] = {"TrainState": TrainState, "Position": Position, "Seed": Seed}
-"""The classes of the library that a checkpoint may hold."""
-
-
-@attrs.frozen
-class Array:
-    """A stored NumPy array: the tensor that holds its values."""
-
-    tensor: Any
-
-
-@attrs.frozen
-class Node:
-    """A stored pytree node of a class that reading does not build: its entries by name."""
-
-    entries: dict[str, Any]
-
-
-@attrs.frozen
-class Object:
-    """A stored object: the result of its `state_dict()`."""
-
-    state: Any
-
+from fnaccel.state import ReadOnlyDict, TrainState, check_trained
 
 _NO_ARRAY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _RESERVED = "__metadata__"  # reserved in a safetensors header
-
-
-def child(path: str, key: str | int) -> str:
-    """The path of one entry of the node at `path` (the root is `""`)."""
-    escaped = str(key).replace("~", "~0").replace("/", "~1")
-    return f"{path}/{escaped}" if path else escaped
-
-
-def shown(path: str) -> str:
-    """A path as messages print it."""
-    return path or "(the root)"
-
-
-def fields_of(node: tree.Tree) -> list[str]:
-    """The fields of a node of the library that a checkpoint keeps."""
-    return [field.name for field in attrs.fields(type(node)) if field.init]
-
-
-def entries_of(value: tree.Tree) -> dict[Any, Any] | None:
-    """The children of a node by key, or None for a leaf. For trees in memory and decoded trees."""
-    if isinstance(value, dict):
-        return value
-    if type(value) in (list, tuple):
-        return dict(enumerate(value))
-    if type(value) in NODES.values():
-        return {name: getattr(value, name) for name in fields_of(value)}
-    if isinstance(value, Node):
-        return value.entries
-    opened = None if value is None or is_object(value) else tree.open_node(value)
-    return None if opened is None else opened[0]
-
-
-def is_object(value: tree.Tree) -> bool:
-    """Whether a value keeps a state of its own, which it gives out and takes back."""
-    return not isinstance(value, type | torch.Tensor) and all(
-        callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
-    )
-
-
-def plain(value: tree.Tree) -> Any:
-    """A NumPy number as a Python number, the form that is stored. Other values are returned unchanged."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
-        number = value.item()
-        return value if isinstance(number, numpy.generic) else number  # a long double has no equal
-    return value
-
-
-def is_array(value: tree.Tree) -> bool:
-    """Whether a value is a NumPy array."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray
 
 
 @attrs.frozen
@@ -165,9 +89,9 @@ class _Encoder:
             return {"bytes": base64.b64encode(value).decode("ascii")}
         if isinstance(value, torch.Tensor):
             return {"tensor": self._tensor(path, value)}
-        if is_array(value):
+        if walk.is_array(value):
             return {"array": self._tensor(path, _from_array(path, value))}
-        if (number := plain(value)) is not value:
+        if (number := walk.plain(value)) is not value:
             return self.value(path, number)
         return self._container(path, value)
 
@@ -177,7 +101,7 @@ class _Encoder:
         self._open.add(id(value))
         try:
             if type(value) in (list, tuple):
-                entries = [self.value(child(path, i), entry) for i, entry in enumerate(value)]
+                entries = [self.value(walk.child(path, i), entry) for i, entry in enumerate(value)]
                 return entries if type(value) is list else {"tuple": entries}
             if type(value) in (dict, OrderedDict, defaultdict, ReadOnlyDict):
                 return self._dict(path, value)
@@ -187,9 +111,9 @@ class _Encoder:
                 check_trained(value, "fa.save")
                 if (wrong := _not_counted(value)) is not None:
                     what = f"is {getattr(value, wrong)!r}"
-                    raise _refused(child(path, wrong), what, "give a whole number from 0 on")
-                return {name: self._entries(path, entries_of(value))}
-            if is_object(value):
+                    raise _refused(walk.child(path, wrong), what, "give a whole number from 0 on")
+                return {name: self._entries(path, walk.entries_of(value))}
+            if walk.is_object(value):
                 return {"state_dict": self.value(path, _state_of(path, value))}
             opened = tree.open_node(value)
             if opened is not None:
@@ -204,7 +128,7 @@ class _Encoder:
         )
 
     def _entries(self, path: str, entries: Any) -> dict[str, Any]:
-        return {_text(path, key): self.value(child(path, key), entry) for key, entry in entries.items()}
+        return {_text(path, key): self.value(walk.child(path, key), entry) for key, entry in entries.items()}
 
     def _dict(self, path: str, value: dict[Any, Any]) -> Any:
         if all(type(key) is str for key in value):
@@ -212,8 +136,8 @@ class _Encoder:
         for key in value:
             if key is not None and type(key) not in (str, bool, int, float, bytes):
                 raise _refused(path, f"has the key {key!r}", "use str(key), or a number")
-        pairs = [[self.value(path, key), self.value(child(path, key), entry)] for key, entry in value.items()]
-        return {"items": pairs}
+        entries = [(walk.child(path, key), key, entry) for key, entry in value.items()]
+        return {"items": [[self.value(path, key), self.value(inner, entry)] for inner, key, entry in entries]}
 
     def _tensor(self, path: str, value: torch.Tensor) -> str:
         problem = _unfit(value)
@@ -295,7 +219,7 @@ def _identity(value: torch.Tensor) -> Any:
 
 def _refused(path: str, why: str, fix: str) -> NotSerializableError:
     return NotSerializableError(
-        f"{shown(path)} {why}, and has no place in a checkpoint", where="fa.save", fix=fix
+        f"{walk.shown(path)} {why}, and has no place in a checkpoint", where="fa.save", fix=fix
     )
 
 
@@ -384,7 +308,7 @@ _COUNTS = {"TrainState": ("step", "updates"), "Position": ("epoch", "samples"), 
 def _not_counted(node: tree.Tree) -> str | None:
     """The first field of a node of the library that has to be a whole number from 0 on, and is not."""
     for name in _COUNTS[type(node).__name__]:
-        value = plain(getattr(node, name))
+        value = walk.plain(getattr(node, name))
         on_device = name == "updates" and not isinstance(value, bool | int | float | str | None)
         if not on_device and (type(value) is not int or value < 0):
             return name

@@ -19,7 +19,8 @@ from fnaccel.checkpoint.format.boxes import Box, overlap
 from fnaccel.checkpoint.format.found import Found, Source, damaged, read_all, unescaped
 from fnaccel.checkpoint.format.manifest import Manifest, Stored
 from fnaccel.checkpoint.format.mapped import Block, Mapped
-from fnaccel.checkpoint.format.values import child, decode
+from fnaccel.checkpoint.format.values import decode
+from fnaccel.checkpoint.format.walk import child
 from fnaccel.state import TrainState
 from fnaccel.tree import Tree
 

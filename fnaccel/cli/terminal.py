@@ -1,0 +1,59 @@
+"""What commands share: options whose errors have three parts, and text that is safe for a terminal."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fnaccel.errors import ArgumentError, FnaccelError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser without abbreviations of options. Its errors are of the class `failure`."""
+
+    failure: type[FnaccelError] = ArgumentError
+
+    def __init__(self, prog: str, description: str, usage: str | None = None) -> None:
+        # the description keeps its lines
+        style = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, usage, description, formatter_class=style, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error instead of an exit."""
+        raise self.failure(message, where=self.prog, fix=f"{self.prog} --help shows the options")
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""`text` with control characters written out, such as `\x1b[31m`.
+
+    Args:
+        text: anything.
+        keep: characters that stay, such as `"\n"`.
+
+    Example:
+        >>> printable("a\x1b[2J")
+        'a\\x1b[2J'
+    """
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
+
+
+def columns(lines: Sequence[Sequence[str]], alignment: str) -> str:
+    """Cells in columns, safe for a terminal. The last column is neither aligned nor padded.
+
+    Args:
+        lines: cells, as many in each line.
+        alignment: `"<"` or `">"` for each column but the last.
+
+    Example:
+        >>> print(columns([("a", "1", "one"), ("bcd", "20", "twenty")], "<>"))
+        a     1  one
+        bcd  20  twenty
+    """
+    safe = [[*map(printable, line)] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*safe, strict=True)][:-1]
+    shape = "  ".join(f"{{:{side}{width}}}" for side, width in zip(alignment, widths, strict=True))
+    return "\n".join(f"{shape}  {{}}".format(*line).rstrip() for line in safe)
