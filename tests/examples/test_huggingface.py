@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import math
 
 import pytest
 import torch
+import transformers
 
 import fnaccel as fa
 from tests.examples.running import ROOT, result
@@ -42,11 +44,10 @@ def raw_losses(build_model, loader, rate, updates):
     return losses
 
 
-def losses_of(example, loader, rate, updates):
+def losses_of(loss_fn, build_model, loader, rate, updates):
     with fa.start(device="cpu"):
-        train_step = fa.train_step(
-            example.loss_fn, model=fa.distribute(example.build_model, "local"), optimizer=fa.adamw(rate)
-        )
+        model = fa.distribute(build_model, "local")
+        train_step = fa.train_step(loss_fn, model=model, optimizer=fa.adamw(rate))
         scan = fa.scan(train_step, train_step.init(seed=0), fa.shard(loader), steps=updates)
         return [float(metrics["loss"]) for _, metrics in scan]
 
@@ -67,5 +68,41 @@ def test_nlp_classification_learns_and_its_curve_is_one(tmp_path):
 def test_nlp_classification_is_the_loop_in_pytorch(example):
     nlp = example("nlp_classification")
     loader, _ = nlp.data(rows=320, batch=32)
-    found = losses_of(nlp, loader, 1e-3, 8)
+    found = losses_of(nlp.loss_fn, nlp.build_model, loader, 1e-3, 8)
     assert found == pytest.approx(raw_losses(nlp.build_model, loader, 1e-3, 8), abs=1e-5)
+
+
+def test_causal_lm_has_one_curve_exports_and_resumes_on_other_ranks(tmp_path, example):
+    common = ("--global-batch", "8")
+    directory, exported = tmp_path / "run", tmp_path / "hf"
+    expected = result(tmp_path / "a.json", "causal_lm", *common, "--steps", "12")
+    found = result(
+        tmp_path / "b.json", "causal_lm", *common, "--steps", "12", "--accumulate", "2",
+        "--dir", str(directory), "--export", str(exported), "--sample", "5", ranks=2, strategy="fsdp",
+    )  # fmt: skip
+    assert len(found["losses"]) == 12
+    assert found["losses"][-1] < found["losses"][0] - 0.2
+    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-4)
+    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-4)
+    resumed = result(tmp_path / "c.json", "causal_lm", *common, "--steps", "14", "--dir", str(directory))
+    assert (resumed["first"], len(resumed["losses"])) == (13, 2)
+
+    clm = example("causal_lm")
+    model = clm.GPT2LMHeadModel.from_pretrained(exported).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    _, loader = clm.data(tokenizer, 8)
+    nats, tokens = 0.0, 0
+    with torch.no_grad():
+        for batch in loader:
+            count = (batch["labels"][:, 1:] != -100).sum()
+            nats, tokens = nats + model(**batch).loss * count, tokens + count
+    assert math.exp(nats / tokens) == pytest.approx(found["perplexity"], rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_causal_lm_is_the_loop_in_pytorch(example, family):
+    clm = example("causal_lm")
+    loader, _ = clm.data(clm.build_tokenizer(), 8, files=4)
+    build = clm.MODELS[family]
+    found = losses_of(clm.loss_fn, build, loader, 3e-3, 6)
+    assert found == pytest.approx(raw_losses(build, loader, 3e-3, 6), abs=1e-5)
