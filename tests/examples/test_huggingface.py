@@ -106,3 +106,15 @@ def test_causal_lm_is_the_loop_in_pytorch(example, family):
     build = clm.MODELS[family]
     found = losses_of(clm.loss_fn, build, loader, 3e-3, 6)
     assert found == pytest.approx(raw_losses(build, loader, 3e-3, 6), abs=1e-5)
+
+
+def test_lora_has_one_curve_and_peft_computes_the_same(tmp_path):
+    flags = ("--base-steps", "10", "--steps", "30")
+    runs = [
+        result(tmp_path / "run.json", "lora", *flags, ranks=ranks, strategy=strategy)
+        for ranks, strategy in LAYOUTS
+    ]
+    for found in runs:
+        assert found["difference"] < 1e-5
+        assert found["losses"][-1] < found["losses"][0] - 0.1
+        assert found["losses"] == pytest.approx(runs[0]["losses"], abs=1e-4)
