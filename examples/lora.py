@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import warnings
 from pathlib import Path
 
 import python_sources  # before transformers: nothing is asked for over the network
@@ -24,8 +23,6 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorForLanguageModeling, LlamaForCausalLM
 
 import fnaccel as fa
-
-warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft 0.21, transformers 5
 
 
 def data(kind: int, batch: int) -> DataLoader:
