@@ -118,3 +118,25 @@ def test_lora_has_one_curve_and_peft_computes_the_same(tmp_path):
         assert found["difference"] < 1e-5
         assert found["losses"][-1] < found["losses"][0] - 0.1
         assert found["losses"] == pytest.approx(runs[0]["losses"], abs=1e-4)
+
+
+def test_vision_learns_and_its_curve_is_one(tmp_path):
+    runs = [
+        result(tmp_path / "run.json", "vision", "--epochs", "4", ranks=ranks, strategy=strategy)
+        for ranks, strategy in LAYOUTS
+    ]
+    for found in runs:
+        assert found["accuracy"] > 0.7
+        # 88 updates at a high rate: rounding differs, and grows
+        assert found["losses"][:20] == pytest.approx(runs[0]["losses"][:20], abs=1e-4)
+
+
+def test_masked_lm_learns_on_one_and_two_ranks(tmp_path):
+    flags = ("--steps", "30", "--global-batch", "8")
+    runs = [
+        result(tmp_path / "run.json", "masked_lm", *flags, ranks=ranks, strategy=strategy)["held_out"]
+        for ranks, strategy in LAYOUTS
+    ]
+    assert runs[0][0] == pytest.approx(runs[1][0], abs=1e-5)  # the same model and masks, before training
+    for before, after in runs:
+        assert after < before - 0.5
