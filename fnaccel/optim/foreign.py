@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -54,7 +55,8 @@ class TorchKernel:
         slots = first_slots(self.cls, groups, whole=True)
         # the optimizer keeps its options: the parameters come later, one at a time
         stand_ins = {m.index: _zeros(m.leaf.param, whole=True) for g in groups for m in g.members}
-        return BoundWhole(_make(self.cls, groups, stand_ins), groups, slots)
+        copied = {index: names for group in groups for index, names in copied_slots(self.cls, group).items()}
+        return BoundWhole(_make(self.cls, groups, stand_ins), groups, slots, copied)
 
 
 class BoundTorch:
@@ -64,15 +66,24 @@ class BoundTorch:
 
     def __init__(self, cls: type[Any], groups: Sequence[Group]) -> None:
         self._leaves = {m.index: m.leaf for group in groups for m in group.members}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # slots that begin at a parameter's value
         self.slots: dict[str, dict[str, Any]] = {}
         initial = first_slots(cls, groups)
         self._optimizer = _make(cls, groups, {m.index: m.leaf.param for g in groups for m in g.members})
         for group in groups:
+            copied = copied_slots(cls, group)
             for member in group.members:
                 state = initial[member.index]
+                self._copies += [(state[slot], member.leaf.param) for slot in copied[member.index]]
                 if state:
                     self._optimizer.state[member.leaf.param] = state
                 self.slots[member.leaf.name] = state
+        self._copy_parameters()
+
+    @torch.no_grad()
+    def _copy_parameters(self) -> None:
+        for slot, parameter in self._copies:
+            slot.copy_(parameter)
 
     def apply(
         self,
@@ -80,11 +91,13 @@ class BoundTorch:
         rates: Sequence[Any],
         multiplier: Scalar | None,
         skip: torch.Tensor | None,
-        updates: torch.Tensor,  # noqa: ARG002 - torch optimizers count by themselves
+        updates: torch.Tensor,
     ) -> None:
-        """One update in place: see `Bound.apply`. `skip` costs one host read."""
+        """One update in place: see `Bound.apply`. `skip` and copied slots cost one host read each."""
         if skip is not None and bool(skip):
             return
+        if self._copies and int(updates) == 1:  # weights may have been adopted or restored since `bind`
+            self._copy_parameters()
         for index, leaf in self._leaves.items():
             grad = grads[index]
             if grad is not None and _torch.local_of(leaf.param.grad) is not grad:
@@ -139,9 +152,17 @@ def first_slots(cls: type[Any], groups: Sequence[Group], *, whole: bool = False)
         CapabilityError: it can't update these parameters.
     """
     slots: dict[int, dict[str, Any]] = {}
-    try:
+    with _explained(cls, groups):
         for group in groups:  # each by itself: its options may matter to the constructor alone
             slots.update(_first_slots(cls, group, whole=whole))
+    return slots
+
+
+@contextlib.contextmanager
+def _explained(cls: type[Any], groups: Sequence[Group]) -> Generator[None]:
+    """Errors of an optimizer class that is tried on clones, as CapabilityError."""
+    try:
+        yield
     except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise CapabilityError(
             f"{named(cls)} can't update these parameters: {str(error).splitlines()[0]}",
@@ -149,7 +170,6 @@ def first_slots(cls: type[Any], groups: Sequence[Group], *, whole: bool = False)
             fix="use fa.sgd, fa.adam or fa.adamw"
             + (", or whole=True: each parameter is gathered" if _sharded(groups) else " for them"),
         ) from error
-    return slots
 
 
 def named(cls: type) -> str:
@@ -184,14 +204,54 @@ def _first_slots(cls: type[Any], group: Group, *, whole: bool) -> dict[int, dict
         clone = _zeros(member.leaf.param, whole=whole)
         clone.grad = torch.zeros_like(clone)
         clones[member.index] = clone
-    probe = _make(cls, [group], clones)
+    return _slots_of(cls, group, clones, {})
+
+
+def _slots_of(
+    cls: type[Any], group: Group, params: dict[int, torch.nn.Parameter], changes: dict[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """The first value of each slot after one step on `params`, with some options of the group changed."""
+    probe = _make(cls, [group], params)
+    for options in probe.param_groups:
+        options.update({name: value for name, value in changes.items() if name in options})
     first_state = probe.state  # Adagrad makes its state as it is constructed
     probe.state = defaultdict(_Recorder)
-    for clone, slots in first_state.items():
+    for param, slots in first_state.items():
         for slot, value in slots.items():
-            probe.state[clone][slot] = value
+            probe.state[param][slot] = value
     probe.step()
-    return {index: dict(probe.state[clone].first) for index, clone in clones.items()}
+    return {index: dict(probe.state[param].first) for index, param in params.items()}
+
+
+_PROBED = -0.5
+"""A value that no slot begins with by itself, that every floating-point dtype holds, and that is no size."""
+
+
+def copied_slots(cls: type[Any], group: Group) -> dict[int, list[str]]:
+    """For each parameter, the slots that begin as a copy of it, as z of a schedule-free optimizer does.
+
+    Found on tensors of at most 2 elements in each dimension. Without weight decay and gradient nothing but a
+    copy has the value of the parameter.
+    """
+    probes: dict[int, torch.nn.Parameter] = {}
+    for member in group.members:
+        param = member.leaf.param
+        sizes = [min(size, 2) for size in param.shape]
+        probe = torch.nn.Parameter(torch.full(sizes, _PROBED, dtype=param.dtype, device=param.device))
+        probe.grad = torch.zeros_like(probe)
+        probes[member.index] = probe
+    with _explained(cls, [group]):
+        slots = _slots_of(cls, group, probes, {"weight_decay": 0.0})
+    return {
+        index: [name for name, value in slots[index].items() if _is_copy(value, probe)]
+        for index, probe in probes.items()
+    }
+
+
+def _is_copy(value: object, probe: torch.Tensor) -> bool:
+    if not isinstance(value, torch.Tensor) or value.shape != probe.shape or not probe.numel():
+        return False
+    return bool(torch.all(value == _PROBED))
 
 
 def _default_rate(cls: type[Any]) -> float:
@@ -218,7 +278,8 @@ def from_torch(
     """Any optimizer of `torch.optim` (or one that follows its rules).
 
     Its state is found on clones of the parameters before step 0, so that consecutive states have
-    one structure. Under `skip_nonfinite` or fp16 each step reads one number on the host.
+    one structure. Under `skip_nonfinite` or fp16 each step reads one number on the host. If a slot begins as
+    a copy of its parameter, it has the parameter's value at the first update, even if weights were adopted.
 
     Args:
         cls: the optimizer class, not an instance: it is made after the parameters are sharded.

@@ -24,11 +24,18 @@ class BoundWhole:
         optimizer: made over stand-ins of the parameters, one group for each of `groups`.
         groups: the parameters, with their options.
         first: the first slots of each parameter, whole, by index.
+        copied: the names of the slots that begin as a copy of their parameter, by index.
     """
 
     reads_host = True
 
-    def __init__(self, optimizer: Any, groups: Sequence[Group], first: dict[int, dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        groups: Sequence[Group],
+        first: dict[int, dict[str, Any]],
+        copied: dict[int, list[str]],
+    ) -> None:
         self._optimizer = optimizer
         self._options = [
             {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
@@ -40,6 +47,18 @@ class BoundWhole:
             for group in groups
             for member in group.members
         }
+        self._copies = [
+            (_local(self.slots[member.leaf.name][slot]), member.leaf.shard)
+            for group in groups
+            for member in group.members
+            for slot in copied[member.index]
+        ]
+        self._copy_parameters()
+
+    @torch.no_grad()
+    def _copy_parameters(self) -> None:
+        for slot, shard in self._copies:
+            slot.copy_(shard)
 
     def apply(
         self,
@@ -47,11 +66,13 @@ class BoundWhole:
         rates: Sequence[Any],
         multiplier: Scalar | None,
         skip: torch.Tensor | None,
-        updates: torch.Tensor,  # noqa: ARG002 - torch optimizers count by themselves
+        updates: torch.Tensor,
     ) -> None:
-        """One update in place: see `Bound.apply`. `skip` costs one host read."""
+        """One update in place: see `Bound.apply`. `skip` and copied slots cost one host read each."""
         if skip is not None and bool(skip):
             return
+        if self._copies and int(updates) == 1:  # weights may have been adopted or restored since `bind`
+            self._copy_parameters()
         for group, options, rate in zip(self._groups, self._options, rates, strict=True):
             for member in group.members:
                 grad = grads[member.index]

@@ -22,11 +22,12 @@ from fnaccel.models.building import Built, construct
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp_buckets import MIB, Buckets, bucket_bytes, lay_out
-from fnaccel.strategies.ddp_hooks import HOOKS, Hook, register
+from fnaccel.strategies.ddp_hooks import HOOKS, Hook, powersgd, register
 from fnaccel.strategies.local import capture_whole, place, whole_engine
-from fnaccel.strategies.strategy import Axis, Strategy, check_degree, maker
+from fnaccel.strategies.strategy import ARGUMENT_MAKERS, Axis, Strategy, check_degree, maker
 from fnaccel.world.mesh import ensure_group
 
+ARGUMENT_MAKERS["powersgd"] = powersgd
 _REDUCE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SENT = {name: dtype for dtype, name in _REDUCE.items()}
 

@@ -23,12 +23,20 @@ HOOKS = (
 )
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Hook:
     """A hook by name, and for PowerSGD its settings."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
+
+    def __repr__(self) -> str:
+        """The hook as an argument of `ddp` in the text of a strategy."""
+        if not self.options:
+            return repr(self.name)
+        wrap, _, name = self.name.rpartition("+")
+        first = [("batched", True)] * name.startswith("batched") + [("wrap", wrap)] * bool(wrap)
+        return f"powersgd({', '.join(f'{key}={value!r}' for key, value in (*first, *self.options))})"
 
     @property
     def casts_only(self) -> bool:

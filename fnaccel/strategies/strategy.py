@@ -104,6 +104,9 @@ def _value(value: Tree) -> str:
 MAKERS: dict[str, Callable[..., Strategy]] = {}
 """Functions that a strategy's text may call, by name. User code may add to it with `maker`."""
 
+ARGUMENT_MAKERS: dict[str, Callable[..., Any]] = {}
+"""Functions that an argument of a strategy's text may call, such as `powersgd` for `ddp(hook=...)`."""
+
 PRESETS: dict[str, str] = {
     "local": "local()",
     "ddp": "ddp()",
@@ -169,7 +172,8 @@ def _import_makers(text: str) -> tuple[str, dict[str, str]]:
 def strategy(text: str | Strategy) -> Strategy:
     """A strategy from its name or text: `"fsdp"`, `"zero2"`, `"ddp(2) * fsdp(2)"`.
 
-    Only calls of known strategies with literal arguments are read. Nothing is evaluated.
+    Only calls of known strategies with literal arguments are read, and `powersgd(...)` for a hook. Nothing
+    is evaluated.
 
     Raises:
         UnknownNameError: no such strategy. Names the nearest.
@@ -220,11 +224,8 @@ def _evaluate(node: ast.expr, text: str, meanings: Mapping[str, str]) -> Strateg
             fix=nearest(name, {*MAKERS, *PRESETS}),
         )
     try:
-        args = [ast.literal_eval(arg) for arg in node.args] if isinstance(node, ast.Call) else []
-        keywords = node.keywords if isinstance(node, ast.Call) else []
-        product = MAKERS[name](
-            *args, **{k.arg: ast.literal_eval(k.value) for k in keywords if k.arg is not None}
-        )
+        args, options = _arguments(node) if isinstance(node, ast.Call) else ([], {})
+        product = MAKERS[name](*args, **options)
     except (ValueError, TypeError) as error:
         if isinstance(error, ArgumentError | UnknownNameError):
             raise
@@ -240,6 +241,19 @@ def _evaluate(node: ast.expr, text: str, meanings: Mapping[str, str]) -> Strateg
             fix="return fa.strategies.Strategy((axis,))",
         )
     return product
+
+
+def _arguments(call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
+    options = {keyword.arg: _argument(keyword.value) for keyword in call.keywords if keyword.arg is not None}
+    return [_argument(node) for node in call.args], options
+
+
+def _argument(node: ast.expr) -> Any:
+    """A literal, or a call of one of `ARGUMENT_MAKERS` with literals."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ARGUMENT_MAKERS:
+        args, options = _arguments(node)
+        return ARGUMENT_MAKERS[node.func.id](*args, **options)
+    return ast.literal_eval(node)
 
 
 def check_degree(degree: int, where: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import fnaccel as fa
 from tests.deepspeed.training import (
     adopt_and_export,
     break_backward,
@@ -19,6 +20,8 @@ from tests.deepspeed.training import (
     two_models,
     wrong_rows,
 )
+from tests.optim.test_optimizers import Anchored
+from tests.parity.rows import Net, loss_fn
 
 ADAGRAD = {"lr_decay": 0.1, "initial_accumulator_value": 0.3}
 FOREIGN = [
@@ -117,6 +120,19 @@ def test_other_optimizers_of_torch(pools, stage, ours, options, why_not):
         assert losses == ([] if why_not else pytest.approx(expected, abs=1e-6))
         assert why_not in refused
         assert bool(refused) is bool(why_not)
+
+
+def anchored():
+    optimizer = fa.from_torch(Anchored, lr=0.1)
+    train_step = fa.train_step(loss_fn, model=fa.distribute(Net, fa.deepspeed(2)), optimizer=optimizer)
+    with pytest.raises(fa.errors.CapabilityError) as caught:
+        train_step.init(seed=0)
+    return str(caught.value)
+
+
+def test_slots_that_begin_as_a_copy_of_the_parameter_are_refused(pools):
+    (text,) = pools.run(1, anchored)
+    assert "begins anchor at the parameter's value" in text
 
 
 @pytest.mark.parametrize("scope", ["loss", "block"])

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.examples.running import run
+
 pytestmark = pytest.mark.launcher
-
-
-def run(name, *args, ranks=None, launch=()):
-    script = [str(ROOT / "examples" / f"{name}.py"), *args]
-    start = (
-        [sys.executable]
-        if ranks is None
-        else [sys.executable, "-m", "fnaccel", "launch", "-n", str(ranks), *launch]
-    )
-    done = subprocess.run(
-        [*start, *script], capture_output=True, text=True, timeout=240, cwd=ROOT, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
 
 
 def test_train_digits_is_above_97_percent():

@@ -16,8 +16,6 @@ from tests.checkpoint.training import make
 from tests.interchange.hf_models import IDS, MODELS, logits, loss
 
 peft = pytest.importorskip("peft")
-# peft 0.21 asks transformers 5 under an old name
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 RANKS = [("local()", 1), ("ddp()", 2), ("fsdp()", 2)]
 CONFIGS = {

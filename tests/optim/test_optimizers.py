@@ -204,3 +204,74 @@ def test_a_foreign_sgd_with_momentum_and_decay_starts_from_nothing():
     options = {"momentum": 0.9, "weight_decay": 0.1}
     expected = raw(lambda net: torch.optim.SGD(net.parameters(), lr=0.05, **options))
     assert_close(ours(fa.from_torch(torch.optim.SGD, lr=0.05, **options)), expected)
+
+
+class Anchored(torch.optim.Optimizer):
+    """SGD that is pulled back to the first value of a parameter, and counts its updates."""
+
+    def __init__(self, params, lr=0.1, pull=0.5, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "pull": pull, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                grad = param.grad + group["weight_decay"] * param
+                slots = self.state[param]
+                if not slots:
+                    slots["anchor"], slots["sum"], slots["step"] = (
+                        param.clone(),
+                        grad.clone(),
+                        torch.tensor(0.0),
+                    )
+                slots["step"] += 1
+                slots["sum"] += grad
+                param.add_(grad + group["pull"] * (param - slots["anchor"]), alpha=-group["lr"])
+
+
+OPTIONS = {"lr": 0.05, "pull": 0.7, "weight_decay": 1.0}
+
+
+def test_a_slot_that_begins_as_a_copy_of_the_parameter():
+    """Such as z of schedule-free optimizers. It began at zero, and training went on from there."""
+    optimizer = fa.from_torch(Anchored, **OPTIONS)
+    assert_close(ours(optimizer), raw(lambda net: Anchored(net.parameters(), **OPTIONS)))
+    state = program(optimizer=optimizer).init(seed=0)
+    first = whole_params(state)
+    for name, slots in state.opt.items():
+        assert torch.equal(slots["anchor"], first[name])
+        assert not slots["sum"].any()
+
+
+def test_such_a_slot_follows_weights_that_were_adopted_before_the_first_update(tmp_path):
+    torch.manual_seed(5)
+    net = Net()
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    expected = raw(lambda net: Anchored(net.parameters(), **OPTIONS), nets=net)
+    train_step = program(optimizer=fa.from_torch(Anchored, **OPTIONS))
+    state = fa.adopt(tmp_path / "net.pt", like=train_step.init(seed=0))
+    for step in range(4):
+        state, _ = train_step(state, batch_of(5, step))
+    assert_close(whole_params(state), expected)
+    # later the slot is part of the state, as any other
+    fa.save(tmp_path / "run", state)
+    anchors = {name: slots["anchor"].clone() for name, slots in state.opt.items()}
+    state = fa.restore(
+        tmp_path / "run", like=program(optimizer=fa.from_torch(Anchored, **OPTIONS)).init(seed=9)
+    )
+    assert all(torch.equal(slots["anchor"], anchors[name]) for name, slots in state.opt.items())
+
+
+def anchored(strategy):
+    train_step = program(strategy=strategy, optimizer=fa.from_torch(Anchored, **OPTIONS))
+    state = train_step.init(seed=0)
+    for step in range(4):
+        x, y = batch_of(6, step)
+        rank = train_step.mesh.batch_rank
+        state, _ = train_step(state, (x[3 * rank : 3 * rank + 3], y[3 * rank : 3 * rank + 3]))
+    return whole_params(state)
+
+
+def test_such_a_slot_is_equal_on_shards(pools):
+    replicated, sharded = (pools.run(2, anchored, strategy)[0] for strategy in ("ddp", "fsdp"))
+    assert_close(sharded, replicated)

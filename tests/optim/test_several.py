@@ -244,3 +244,37 @@ def test_a_late_start_under_a_captured_step(world):
     straight, _ = train(UNFREEZING, steps=6)
     captured, _ = train(UNFREEZING, step=fa.compile(loss_fn, scope="step", backend="eager"), steps=6)
     assert_close(captured, straight)
+
+
+class Anchored(torch.optim.Optimizer):
+    """Pulls each parameter back to its first value, which a slot keeps."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    slots = self.state[p]
+                    if "first" not in slots:
+                        slots["first"] = p.clone()
+                    p.sub_(group["lr"] * (p.grad + 0.5 * (p - slots["first"])))
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_slots_that_begin_as_a_copy(pools, gathered, tmp_path):
+    optimizer = fa.from_torch(Anchored, lr=0.1, whole=gathered)
+    expected = pools.run(1, train, fa.from_torch(Anchored, lr=0.1))[0][0]
+    torch.manual_seed(0)
+    net = Net()
+    rule = Anchored(net.parameters(), lr=0.1)
+    for number in range(4):
+        net.zero_grad()
+        loss = loss_fn(net, batch_of(12, number))
+        (loss.total / loss.weight).backward()
+        rule.step()
+    assert_close(expected, {name: value.detach() for name, value in net.named_parameters()})
+    for params, _ in pools.run(2, train, optimizer, "fsdp", loss_fn, 4, tmp_path):
+        assert_close(params, expected)

@@ -18,7 +18,7 @@ from fnaccel.models.building import Built, check_alike, construct
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.deepspeed import DeepspeedKernel
 from fnaccel.optim.description import Group, Member, Optimizer, group_leaves
-from fnaccel.optim.foreign import TorchKernel, first_slots, shared_options
+from fnaccel.optim.foreign import TorchKernel, copied_slots, first_slots, shared_options
 from fnaccel.optim.fused import FusedKernel
 from fnaccel.strategies.axis import Build, finisher, same, whole_leaves
 from fnaccel.strategies.deepspeed.comm import begin, part_of_package, quiet
@@ -180,8 +180,11 @@ def _check_foreign(optimizer: Optimizer, groups: int, level: int) -> None:
     matrix = nn.Parameter(torch.zeros(2, 3))
     member = Member(0, Leaf("", matrix, matrix.data, same))
 
+    def group_at(rate: float) -> Group:
+        return Group((member,), dict(optimizer.options), None, rate)
+
     def slots_at(rate: float) -> dict[str, Any]:
-        return first_slots(kernel.cls, [Group((member,), dict(optimizer.options), None, rate)])[0]
+        return first_slots(kernel.cls, [group_at(rate)])[0]
 
     slots, halved = slots_at(1.0), slots_at(0.5)
     of_rate = [
@@ -192,6 +195,13 @@ def _check_foreign(optimizer: Optimizer, groups: int, level: int) -> None:
             f"{optimizer.name} begins {', '.join(of_rate)} at the learning rate, which DeepSpeed sets later",
             where="fa.train_step(optimizer=)",
             fix="fa.sgd, fa.adam, fa.adamw, RMSprop, Adagrad; or fa.ddp()",
+        )
+    copies = copied_slots(kernel.cls, group_at(1.0))[0]
+    if copies:
+        raise CapabilityError(
+            f"{optimizer.name} begins {', '.join(copies)} at the parameter's value, and DeepSpeed at 0",
+            where="fa.train_step(optimizer=)",
+            fix="fa.sgd, fa.adam, fa.adamw, RMSprop, Adagrad; or fa.ddp() or fa.fsdp()",
         )
     if not level:
         return
