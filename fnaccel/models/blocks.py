@@ -13,7 +13,7 @@ from torch import nn
 from fnaccel.errors import ArgumentError, nearest
 
 Units = Any
-"""`"block"`, class names, an int (fewest parameters), `fn(name, module) -> bool`, or None for no units."""
+"""`"block"`, `"no_split"`, class names, an int (fewest parameters), `fn(name, module) -> bool`, or None."""
 
 
 def find_units(model: nn.Module, units: Units, where: str) -> list[tuple[str, nn.Module]]:
@@ -22,8 +22,9 @@ def find_units(model: nn.Module, units: Units, where: str) -> list[tuple[str, nn
     Args:
         model: the model, which is never one of its own units.
         units: `"block"` takes the repeated members of the outermost ModuleList or Sequential.
-            Other strings are class names. An int takes the largest modules of at least that many
-            parameters which hold no smaller such module. A function chooses by name and module.
+            `"no_split"` takes the classes that the model names in `_no_split_modules`, as models of
+            transformers do. Other strings are class names. An int takes the largest modules of at least
+            that many parameters which hold no smaller such module. A function chooses by name and module.
         where: the location in the error message.
 
     Raises:
@@ -33,11 +34,13 @@ def find_units(model: nn.Module, units: Units, where: str) -> list[tuple[str, nn
         return []
     if units == "block":
         return blocks(model)
+    if units == "no_split":
+        return _not_split(model, where)
     if not (isinstance(units, int | str | tuple | list | set | frozenset) or callable(units)):
         raise ArgumentError(
             f"units={units!r} names no modules",
             where=where,
-            fix='"block", class names, a least number of parameters, a function, or None for no units',
+            fix='"block", "no_split", class names, a least number of parameters, a function, or None',
         )
     named = [(name, module) for name, module in model.named_modules() if name]
     if isinstance(units, int):
@@ -51,6 +54,20 @@ def find_units(model: nn.Module, units: Units, where: str) -> list[tuple[str, nn
             f"the model has no module of class {name!r}", where=where, fix=nearest(name, classes)
         )
     return [(name, module) for name, module in named if type(module).__name__ in names]
+
+
+def _not_split(model: nn.Module, where: str) -> list[tuple[str, nn.Module]]:
+    """The modules of the classes in `_no_split_modules`, of the model or of a model inside of it (peft)."""
+    lists = [getattr(module, "_no_split_modules", None) for module in model.modules()]
+    names = {name for listed in lists for name in listed or ()}
+    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in names]
+    if not found:
+        raise ArgumentError(
+            f"{type(model).__name__} has no _no_split_modules that name its modules",
+            where=where,
+            fix='units="block", or class names: units=("BertLayer",)',
+        )
+    return [(name, module) for name, module in found if name]
 
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

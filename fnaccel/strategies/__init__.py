@@ -5,6 +5,7 @@ from fnaccel.strategies import local as _local
 from fnaccel.strategies.axis import Build as Build
 from fnaccel.strategies.axis import finisher as finisher
 from fnaccel.strategies.ddp import ddp as ddp
+from fnaccel.strategies.ddp_hooks import comm_hook as comm_hook
 from fnaccel.strategies.ddp_hooks import powersgd as powersgd
 from fnaccel.strategies.deepspeed import deepspeed as deepspeed
 from fnaccel.strategies.distribute import Distributed as Distributed

@@ -22,7 +22,7 @@ from fnaccel.models.building import Built, construct
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp_buckets import MIB, Buckets, bucket_bytes, lay_out
-from fnaccel.strategies.ddp_hooks import HOOKS, Hook, powersgd, register
+from fnaccel.strategies.ddp_hooks import HOOKS, Hook, comm_hook, powersgd, register
 from fnaccel.strategies.local import capture_whole, place, whole_engine
 from fnaccel.strategies.strategy import ARGUMENT_MAKERS, Axis, Strategy, check_degree, maker
 from fnaccel.world.mesh import ensure_group
@@ -45,12 +45,14 @@ class Ddp(Axis):
     unused_parameters: bool = False
     sync_buffers: bool = True
     hook: Hook | None = None
+    gradient_as_bucket_view: bool = True
 
     def check(self, spec: Spec) -> None:
         """Raise CapabilityError if sums over a batch would be sent in fp16, which ends at 65,504."""
         settings = spec.step.settings
         named = "" if self.hook is None else self.hook.name
-        half = named.startswith("fp16") or settings.precision.reduce is torch.float16
+        own = self.hook is not None and self.hook.function is not None
+        half = (named.startswith("fp16") and not own) or settings.precision.reduce is torch.float16
         if half and settings.weight_fn is None:
             raise CapabilityError(
                 "gradients of a total, not yet divided by its weight, would be sent in fp16 and overflow",
@@ -76,7 +78,8 @@ def ddp(
     static_graph: bool = False,
     unused_parameters: bool = False,
     sync_buffers: bool = True,
-    hook: str | Hook | None = None,
+    hook: str | Hook | Callable[[Any, Any], Any] | None = None,
+    gradient_as_bucket_view: bool = True,
 ) -> Strategy:
     """Replicate the model and average gradients (Li et al. 2020).
 
@@ -87,7 +90,9 @@ def ddp(
         unused_parameters: search each step for parameters that get no gradient.
         sync_buffers: broadcast buffers from the first replica before each forward.
         hook: communication hook: `"fp16"`, `"bf16"`, `"powersgd"`, `"batched_powersgd"`, a wrapper
-            such as `"fp16+powersgd"`, or `fa.strategies.powersgd(...)` with its settings.
+            such as `"fp16+powersgd"`, or `fa.strategies.powersgd(...)` with its settings. Or a function
+            `(group, bucket) -> Future` of yours: see `fa.strategies.comm_hook`.
+        gradient_as_bucket_view: gradients are views of the buckets, which saves a copy of them in memory.
 
     Raises:
         ArgumentError: a degree or bucket size that can't be.
@@ -107,13 +112,27 @@ def ddp(
         if hook not in HOOKS:
             raise UnknownNameError(f"no hook is called {hook!r}", where="fa.ddp", fix=nearest(hook, HOOKS))
         hook = Hook(hook)
+    elif callable(hook):
+        hook = comm_hook(hook)
     require(
         hook is None or isinstance(hook, Hook),
         f"a hook is not {type(hook).__name__}",
         "fa.ddp",
         'hook="bf16"',
     )
-    return Strategy((Ddp(degree, bucket_mb, static_graph, unused_parameters, sync_buffers, hook),))
+    return Strategy(
+        (
+            Ddp(
+                degree,
+                bucket_mb,
+                static_graph,
+                unused_parameters,
+                sync_buffers,
+                hook,
+                gradient_as_bucket_view,
+            ),
+        )
+    )
 
 
 @finisher(Ddp)
@@ -141,7 +160,7 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
         static_graph=options.static_graph,
         find_unused_parameters=options.unused_parameters,
         **_torch.buffer_sync(options.sync_buffers),
-        gradient_as_bucket_view=True,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
     )
     if hook is not None:
         register(hook, wrapped)

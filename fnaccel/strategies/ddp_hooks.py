@@ -1,6 +1,7 @@
 """Communication hooks of ddp, by name: how a gradient is compressed for the all-reduce."""
 
 # no `from __future__ import annotations` here: torch checks the annotations of hooks themselves
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -9,7 +10,7 @@ from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportU
 from torch.nn.parallel import DistributedDataParallel
 
 from fnaccel import _torch
-from fnaccel.errors import UnknownNameError, nearest
+from fnaccel.errors import UnknownNameError, nearest, require
 
 HOOKS = (
     "fp16",
@@ -25,13 +26,17 @@ HOOKS = (
 
 @attrs.frozen(repr=False)
 class Hook:
-    """A hook by name, and for PowerSGD its settings."""
+    """A hook by name, and for PowerSGD its settings. Or a function of the user's, and its state."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
+    function: Callable[[Any, Any], Any] | None = None
+    state: Any = None
 
     def __repr__(self) -> str:
         """The hook as an argument of `ddp` in the text of a strategy."""
+        if self.function is not None:
+            return self.name
         if not self.options:
             return repr(self.name)
         wrap, _, name = self.name.rpartition("+")
@@ -41,7 +46,36 @@ class Hook:
     @property
     def casts_only(self) -> bool:
         """Whether it sends the gradient itself, in another dtype."""
-        return self.name in ("fp16", "bf16")
+        return self.function is None and self.name in ("fp16", "bf16")
+
+
+def comm_hook(function: Callable[[Any, Any], Any], state: object = None) -> Hook:
+    """A communication hook of your own for `fa.ddp(hook=...)`.
+
+    Args:
+        function: `(state, bucket) -> torch.futures.Future`, as torch's `register_comm_hook` takes it. The
+            future holds the gradients of `bucket.buffer()`, averaged over the ranks.
+            https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
+        state: its first argument. None: the process group of the replicas.
+
+    Raises:
+        ArgumentError: not a function.
+
+    Example:
+        >>> def average(group, bucket):
+        ...     tensor = bucket.buffer().div_(torch.distributed.get_world_size(group))
+        ...     work = torch.distributed.all_reduce(tensor, group=group, async_op=True)
+        ...     return work.get_future().then(lambda done: done.value()[0])
+        >>> fa.distribute(GPT, fa.ddp(hook=average))  # as fa.strategies.comm_hook(average)
+    """
+    require(
+        callable(function),
+        f"{function!r} is no function",
+        "fa.strategies.comm_hook",
+        "comm_hook(lambda state, bucket: ...)",
+    )
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return Hook(name, function=function, state=state)
 
 
 def powersgd(*, batched: bool = False, wrap: str | None = None, **options: Any) -> Hook:
@@ -71,6 +105,14 @@ def powersgd(*, batched: bool = False, wrap: str | None = None, **options: Any) 
 
 def register(hook: Hook, wrapped: DistributedDataParallel) -> None:
     """Register a hook on torch's DistributedDataParallel."""
+    if hook.function is not None:
+        function = hook.function
+        # without annotations: torch compares them with its classes, and they may be text
+        wrapped.register_comm_hook(
+            wrapped.process_group if hook.state is None else hook.state,
+            lambda state, bucket: function(state, bucket),
+        )
+        return
     from torch.distributed.algorithms.ddp_comm_hooks import (  # noqa: PLC0415 - slow to import
         default_hooks,
         powerSGD_hook,

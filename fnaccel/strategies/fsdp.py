@@ -34,6 +34,8 @@ class Fsdp(Axis):
     ignore: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     init: Init = "seeded"
     methods: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    forward_prefetch: int = 0
+    backward_prefetch: int = 1
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -52,6 +54,8 @@ class Fsdp(Axis):
         """Options that hooks carry out."""
         lacking = [name for name in ("policy", "offload", "ignore") if getattr(self, name)]
         lacking += [] if self.init == "seeded" else ["init"]
+        lacking += ["forward_prefetch"] * (self.forward_prefetch != 0)
+        lacking += ["backward_prefetch"] * (self.backward_prefetch != 1)
         return f"fsdp({lacking[0]}=...) is carried out by hooks" if lacking else ""
 
 
@@ -66,13 +70,16 @@ def fsdp(
     ignore: str | Iterable[str] = (),
     init: Init = "seeded",
     methods: str | Iterable[str] = (),
+    forward_prefetch: int = 0,
+    backward_prefetch: int = 1,
 ) -> Strategy:
     """Shard parameters, gradients and optimizer slots over ranks with FSDP2 (Zhao et al. 2023).
 
     Args:
         degree: over how many ranks. -1 takes the ranks that are left.
-        units: modules that are gathered together: `"block"`, class names, a least size in parameters, or a
-            function. See `fnaccel.models.blocks`. Parameters in no unit are gathered with the root.
+        units: modules that are gathered together: `"block"`, `"no_split"` (the classes that a model of
+            transformers names), class names, a least size in parameters, or a function. See
+            `fnaccel.models.blocks`. Parameters in no unit are gathered with the root.
         reshard_after_forward: True frees a unit's parameters after its forward (ZeRO-3), False
             keeps them until backward (ZeRO-2), an int reshards over that many ranks.
         policy: a `torch.distributed.fsdp.MixedPrecisionPolicy` for all units, instead of the one
@@ -83,6 +90,10 @@ def fsdp(
             strategy's. `"rank0"` builds it on rank 0 only and sends the parts (needs a factory).
             `"meta"` makes no values at all: restore or adopt a state before the first step.
         methods: names of methods other than `forward` that the loss calls on units.
+        forward_prefetch: how many units are gathered ahead of the one that runs forward, in the order of
+            `named_modules()`. 0: gathering one unit overlaps with the one before as far as the device allows.
+        backward_prefetch: the same in backward. 1 follows the order of the forward that was run. More follow
+            the order of `named_modules()`.
 
     Raises:
         ArgumentError: a degree that can't be.
@@ -106,8 +117,29 @@ def fsdp(
         "fa.fsdp",
         "True, False, or a number of ranks",
     )
+    require(
+        forward_prefetch >= 0 and backward_prefetch >= 1,
+        f"forward_prefetch={forward_prefetch!r}, backward_prefetch={backward_prefetch!r}",
+        "fa.fsdp",
+        "forward_prefetch is 0 or more units, backward_prefetch 1 or more: FSDP2 always gathers one ahead",
+    )
     chosen = tuple(units) if isinstance(units, list | tuple) else units
-    return Strategy((Fsdp(degree, chosen, reshard_after_forward, policy, offload, ignore, init, methods),))
+    return Strategy(
+        (
+            Fsdp(
+                degree,
+                chosen,
+                reshard_after_forward,
+                policy,
+                offload,
+                ignore,
+                init,
+                methods,
+                forward_prefetch,
+                backward_prefetch,
+            ),
+        )
+    )
 
 
 @maker

@@ -125,6 +125,7 @@ def _ignored(built: Built, patterns: tuple[str, ...]) -> set[Any]:
 def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None:
     from torch.distributed.fsdp import (  # noqa: PLC0415 - slow to import
         CPUOffloadPolicy,
+        FSDPModule,
         fully_shard,
         register_fsdp_forward_method,
     )
@@ -138,12 +139,14 @@ def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None
     }
     if options.offload:
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.world.device.type != "cpu")
+    in_order: list[Any] = []
     for module in built.modules.values():
         units = find_units(module, options.units, "fa.fsdp(units=...)")
         _check_tied(units, ignored)
         for _, unit in reversed(units):
             if any(p not in ignored for p in unit.parameters()):
                 fully_shard(unit, **shared, mp_policy=options.policy or _policy(build.settings.precision))
+        in_order += [unit for _, unit in units if isinstance(unit, FSDPModule)]
         for _, unit in units:
             for method in options.methods:
                 if hasattr(unit, method):
@@ -151,6 +154,18 @@ def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None
     root = options.policy or _policy(build.settings.precision, root=built.host, ignored=ignored)
     # backward begins with the root: freed after forward, it would be gathered again at once
     fully_shard(built.host, **shared | {"reshard_after_forward": False}, mp_policy=root)
+    _prefetch(built.host, in_order, options)
+
+
+def _prefetch(root: Any, units: Sequence[Any], options: Fsdp) -> None:
+    """Let each unit gather the next ones ahead of their turn."""
+    ahead, behind = options.forward_prefetch, options.backward_prefetch
+    if ahead:
+        for index, unit in enumerate([root, *units]):
+            unit.set_modules_to_forward_prefetch(list(units[index : index + ahead]))
+    if behind > 1:
+        for index, unit in enumerate([*units, root]):
+            unit.set_modules_to_backward_prefetch(list(units[max(0, index - behind) : index])[::-1])
 
 
 def _check_tied(units: Sequence[tuple[str, nn.Module]], ignored: set[Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -351,3 +353,46 @@ def different_plans():
     world = current()
     train_step = program(fa.accumulate(loss_fn, 2 + world.rank), strategy="ddp")
     train_step.init()
+
+
+def averaging(group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    tensor = bucket.buffer().div_(dist.get_world_size(group))
+    return dist.all_reduce(tensor, group=group, async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+class Averaging:
+    """A state of its own: it counts the buckets."""
+
+    def __init__(self):
+        self.buckets = 0
+
+    @staticmethod
+    def run(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        state.buckets += 1
+        return averaging(dist.group.WORLD, bucket)
+
+
+def prefetched(strategy):
+    """The names of the units that each unit gathers ahead, in forward and in backward."""
+    from torch.distributed.fsdp import FSDPModule
+
+    calls = {"forward": [], "backward": []}
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, seen in calls.items():
+            patch.setattr(
+                FSDPModule, f"set_modules_to_{kind}_prefetch", lambda _, units, seen=seen: seen.append(units)
+            )
+        train_step = program(strategy=strategy)
+        state = train_step.init(seed=0)
+        names = train_step.look(state, lambda model: {id(m): name for name, m in model.named_modules()})
+    return tuple([[names[id(unit)] for unit in units] for units in seen] for seen in calls.values())
+
+
+def units_of_gpt2():
+    import transformers
+    from torch.distributed.fsdp import FSDPModule
+
+    config = transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=11, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    program(model=lambda: model, strategy="fsdp(units='no_split')").init(seed=0)
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]

@@ -17,6 +17,7 @@ from tests.models import batch_of, program
 
 ALIKE = [
     ("ddp(bucket_mb=0.0001)", "plain"), ("ddp(static_graph=True)", "plain"), ("ddp(sync_buffers=False)", "plain"),
+    ("ddp(gradient_as_bucket_view=False)", "plain"), ("fsdp(forward_prefetch=1, backward_prefetch=2)", "plain"),
     ("ddp(unused_parameters=True)", "unused"), ("ddp", "ema"), ("ddp", "clip_value"), ("ddp", "weight"),
     ("ddp", "remat"), ("ddp", "compiled"), ("ddp", "method"), ("ddp", "tied"), ("ddp", "frozen"),
     ("ddp", "nadam"), ("ddp", "adafactor"), ("ddp", "noise"),
@@ -50,6 +51,25 @@ def test_options_change_the_layout_and_not_the_values(pools, strategy, kind):
         assert_close(result["params"], expected["params"])
         if "ema" in expected:
             assert_close(result["ema"], expected["ema"])
+
+
+def test_a_hook_of_ones_own_averages_as_the_default_does(pools):
+    expected = single(pools, "plain")
+    for hook in (runs.averaging, fa.strategies.comm_hook(runs.Averaging.run, runs.Averaging())):
+        for result in pools.run(2, runs.trained, fa.ddp(hook=hook), "plain"):
+            assert_close(result["params"], expected["params"])
+    assert "averaging" in str(fa.ddp(hook=runs.averaging))
+
+
+def test_units_are_gathered_ahead_in_order(pools):
+    forward, backward = pools.run(2, runs.prefetched, "fsdp(forward_prefetch=2, backward_prefetch=2)")[0]
+    assert forward == [["blocks.0", "blocks.1"], ["blocks.1"], []]
+    assert backward == [[], ["blocks.0"], ["blocks.1", "blocks.0"]]
+    assert pools.run(2, runs.prefetched, "fsdp")[0] == ([], [])
+
+
+def test_the_classes_that_a_model_does_not_split(pools):
+    assert pools.run(2, runs.units_of_gpt2)[0] == ["transformer.h.0", "transformer.h.1"]
 
 
 POWERSGD = [
@@ -166,6 +186,8 @@ def test_a_sharded_teacher_is_lent_to_a_replicated_student(pools):
         ("fsdp(units=('Blok',))", "plain", "ArgumentError", "'Block'"),
         ("fsdp(ignore=('outt.*',))", "plain", "ArgumentError", "matches no parameter"),
         ("ddp(3)", "plain", "AxisProductError", "3"),
+        ("fsdp(units='no_split')", "plain", "ArgumentError", "_no_split_modules"),
+        ("fsdp(backward_prefetch=0)", "plain", "ArgumentError", "always gathers one ahead"),
         ("fsdp(init='rank0')", "module", "ArgumentError", "factory"),
         ("ddp(1, bucket_mb=3) * fsdp(2)", "plain", "CapabilityError", "no meaning"),
         ("ddp(hook='fp16')", "plain", "CapabilityError", "with_weight"),
