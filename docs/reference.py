@@ -24,7 +24,7 @@ GROUPS = {
     "Losses": ["Mean", "Sum", "Concat"],
     "Transforms": [
         "with_precision", "Precision", "Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite",
-        "with_ema", "remat", "compile",
+        "with_ema", "remat", "attention", "compile",
     ],
     "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "deepspeed", "xla", "world.mesh.Mesh"],
     "Optimizers and schedules": [

@@ -62,6 +62,7 @@ from fnaccel.track.tracker import Tracker as Tracker
 from fnaccel.transforms import Float8 as Float8
 from fnaccel.transforms import Precision as Precision
 from fnaccel.transforms import accumulate as accumulate
+from fnaccel.transforms import attention as attention
 from fnaccel.transforms import clip_norm as clip_norm
 from fnaccel.transforms import clip_value as clip_value
 from fnaccel.transforms import compile as compile  # noqa: A004 - jax.jit's place, torch.compile's name

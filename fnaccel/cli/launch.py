@@ -74,6 +74,11 @@ def parser() -> Parser:
     recipe.add_argument("--accumulate", type=int, help="micro-batches in an update")
     recipe.add_argument("--clip-norm", type=float, help="the largest norm of the gradient")
     recipe.add_argument("--compile", metavar="SCOPE", help="auto, block, loss or step")
+    recipe.add_argument("--compile-backend", metavar="NAME", help="of torch.compile (default: inductor)")
+    recipe.add_argument("--compile-mode", metavar="MODE", help="such as reduce-overhead or max-autotune")
+    recipe.add_argument("--attention", metavar="KERNEL", help="flash, efficient, cudnn or math")
+    recipe.add_argument("--fp8-backend", metavar="NAME", help="torchao or transformer_engine")
+    recipe.add_argument("--fp8-recipe", metavar="NAME", help="such as tensorwise or rowwise, hybrid or mxfp8")
     recipe.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="fields",
         help="any field of the recipe, such as optimizer.lr=1e-4. May be repeated",

@@ -17,8 +17,15 @@ from fnaccel.errors import LaunchError
 from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
 
-FLAGS = ("strategy", "precision", "accumulate", "clip_norm", "compile")
+FLAGS = ("strategy", "precision", "accumulate", "clip_norm", "compile", "attention")
 """Options with the name of the recipe's field that they set."""
+INNER_FLAGS = {
+    "compile_backend": "compile_options.backend",
+    "compile_mode": "compile_options.mode",
+    "fp8_backend": "fp8.backend",
+    "fp8_recipe": "fp8.recipe",
+}
+"""Options that set a part of a field."""
 
 
 def gather_overrides(options: argparse.Namespace) -> dict[str, Any]:
@@ -32,6 +39,11 @@ def gather_overrides(options: argparse.Namespace) -> dict[str, Any]:
     if options.config is not None:
         overrides |= _fields_of(Path(options.config))
     overrides |= {name: getattr(options, name) for name in FLAGS if getattr(options, name) is not None}
+    overrides |= {
+        field: getattr(options, name)
+        for name, field in INNER_FLAGS.items()
+        if getattr(options, name) is not None
+    }
     for text in options.fields:
         field, equals, value = text.partition("=")
         if not equals or not field:

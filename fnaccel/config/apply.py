@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from fnaccel import optim
 from fnaccel.config.epochs import in_updates
@@ -18,7 +19,9 @@ from fnaccel.program.train_step import TrainStep, train_step
 from fnaccel.step.step import Step, as_step
 from fnaccel.strategies import distribute
 from fnaccel.transforms import (
+    Float8,
     accumulate,
+    attention,
     clip_norm,
     clip_value,
     compile,  # noqa: A004
@@ -114,6 +117,19 @@ def _make_schedule(described: OptimizerRecipe) -> Any:
         raise _wrong_options("optimizer.schedule_options", name, error) from error
 
 
+def _made(make: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Any:
+    """Call `make` with options of a recipe.
+
+    Raises:
+        ConfigError: an option that it does not take.
+    """
+    try:
+        return make(**options)
+    except TypeError as error:
+        function = {"fp8": "Float8"}.get(name, name)
+        raise _wrong_options(f"{name}_options" if name == "compile" else name, function, error) from error
+
+
 def _wrong_options(where: str, name: str, error: TypeError) -> ConfigError:
     return ConfigError(
         f"{name} can't take these options: {error}", where=where, fix="see the options of fa." + name
@@ -123,7 +139,16 @@ def _wrong_options(where: str, name: str, error: TypeError) -> ConfigError:
 def transformed(recipe_: Recipe, loss_fn: Callable[..., Any]) -> Step:
     """The loss function under the transforms that a recipe names, in the recipe's order."""
     step: Any = as_step(loss_fn, "fa.config.apply")
-    if recipe_.precision != "fp32":
+    for options, wanted, field, fix in (
+        (recipe_.compile_options, recipe_.compile is not None, "compile_options", "compile: auto"),
+        (recipe_.fp8, recipe_.precision == "fp8", "fp8", "precision: fp8"),
+    ):
+        require(
+            wanted or not options, f"{field}={options} has no effect", "Recipe", f"{fix}, or leave it out"
+        )
+    if recipe_.precision == "fp8":
+        step = with_precision(step, _made(Float8, "fp8", recipe_.fp8))
+    elif recipe_.precision != "fp32":
         step = with_precision(step, recipe_.precision)
     if recipe_.accumulate > 1:
         step = accumulate(step, recipe_.accumulate)
@@ -137,8 +162,12 @@ def transformed(recipe_: Recipe, loss_fn: Callable[..., Any]) -> Step:
         step = with_ema(step, recipe_.ema)
     if recipe_.remat:
         step = remat(step)
+    if recipe_.attention:
+        step = attention(step, *recipe_.attention)  # pyright: ignore[reportArgumentType]
     if recipe_.compile is not None:
-        step = compile(step, recipe_.compile)  # pyright: ignore[reportArgumentType]
+        step = _made(
+            functools.partial(compile, step, cast(Any, recipe_.compile)), "compile", recipe_.compile_options
+        )
     for reference in recipe_.transforms:
         step = load(reference, "transforms")(step)
     return step

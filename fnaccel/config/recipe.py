@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from fnaccel.errors import ConfigError, require
+from fnaccel.errors import ConfigError, as_names, require
 
 
 @attrs.frozen(kw_only=True)
@@ -103,6 +103,9 @@ class Recipe:
         ema: decay of the average of parameters, or None.
         remat: whether blocks are recomputed in backward.
         compile: `"auto"`, `"block"`, `"loss"`, `"step"`, or None.
+        compile_options: further arguments of `fa.compile`, such as `backend` and `mode`.
+        attention: names of kernels for `fa.attention`. Empty: torch chooses.
+        fp8: arguments of `fa.Float8`, if the precision is `"fp8"`.
         transforms: references `"module:name"` to transforms of yours (`Step -> Step`), applied last.
         optimizer, data, checkpoint: see there.
 
@@ -120,6 +123,9 @@ class Recipe:
     ema: float | None = None
     remat: bool = False
     compile: str | None = None
+    compile_options: dict[str, Any] = attrs.field(factory=dict)
+    attention: Any = attrs.field(default=(), converter=as_names)
+    fp8: dict[str, Any] = attrs.field(factory=dict)
     transforms: tuple[Any, ...] = attrs.field(default=(), converter=tuple)
     optimizer: OptimizerRecipe = attrs.field(factory=OptimizerRecipe)
     data: DataRecipe = attrs.field(factory=DataRecipe)

@@ -4,6 +4,7 @@ from fnaccel.step.precision_policy import Precision as Precision
 from fnaccel.step.step import Capability as Capability
 from fnaccel.step.step import Info as Info
 from fnaccel.transforms.accumulation import accumulate as accumulate
+from fnaccel.transforms.attention import attention as attention
 from fnaccel.transforms.averaging import with_ema as with_ema
 from fnaccel.transforms.clipping import clip_norm as clip_norm
 from fnaccel.transforms.clipping import clip_value as clip_value

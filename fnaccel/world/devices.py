@@ -68,6 +68,20 @@ KINDS: dict[str, Kind] = {
             install="pip install habana-torch-plugin, with the torch that it was built for",
         ),
         Kind(
+            name="mlu",
+            backend="cncl",
+            precisions=("fp32", "bf16", "fp16"),
+            package="torch_mlu",
+            install="Cambricon's wheel of torch_mlu, of the same release as torch",
+        ),
+        Kind(
+            name="musa",
+            backend="mccl",
+            precisions=("fp32", "bf16", "fp16"),
+            package="torch_musa",
+            install="Moore Threads' wheel of torch_musa, of the same release as torch",
+        ),
+        Kind(
             name="xla",
             backend=None,
             precisions=("fp32", "bf16"),

@@ -141,3 +141,16 @@ def test_more_processes_than_accelerators(monkeypatch, capsys):
     monkeypatch.setattr(launch, "count_accelerators", lambda: 1)
     assert main(["launch", "-n", "2", "t.py"]) == 2
     assert "2 processes need an accelerator each, and there are 1" in capsys.readouterr().err
+
+
+def test_flags_of_the_compiler_attention_and_fp8():
+    text = "--compile step --compile-backend aot_eager --compile-mode max-autotune --attention flash"
+    job = read([*text.split(), "--fp8-backend", "torchao", "--fp8-recipe", "rowwise", "t.py"])
+    assert job.overrides == {
+        "compile": "step",
+        "attention": "flash",
+        "compile_options.backend": "aot_eager",
+        "compile_options.mode": "max-autotune",
+        "fp8.backend": "torchao",
+        "fp8.recipe": "rowwise",
+    }

@@ -187,3 +187,33 @@ def test_patterns_within_patterns_are_refused():
     nested = fa.config.OptimizerRecipe(by_pattern={"a": fa.config.OptimizerRecipe()})
     with pytest.raises(errors.ArgumentError, match="by_pattern of its own"):
         make_optimizer(fa.config.OptimizerRecipe(by_pattern={"b": nested}))
+
+
+def test_options_of_the_compiler_attention_and_fp8():
+    recipe = fa.config.from_yaml("""
+precision: fp8
+fp8: {recipe: rowwise, skip: "*head*", emulate: true}
+attention: flash
+compile: loss
+compile_options: {backend: aot_eager, limit: 2}
+""")
+    records = {t.name: t.apply for t in transformed(recipe, loss_fn).transforms}
+    assert records["float8"] == fa.Float8(recipe="rowwise", skip="*head*", emulate=True)
+    assert records["attention"].kernels == ("flash",)
+    assert (records["compile"].backend, records["compile"].limit) == ("aot_eager", 2)
+    assert fa.config.from_yaml(fa.config.to_yaml(recipe)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"compile_options": {"mode": "default"}}, errors.ArgumentError, "no effect"),
+        ({"fp8": {"recipe": "rowwise"}}, errors.ArgumentError, "no effect"),
+        ({"precision": "fp8", "fp8": {"recipee": "rowwise"}}, errors.ConfigError, "can't take"),
+        ({"compile": "auto", "compile_options": {"nope": 1}}, errors.ConfigError, "can't take"),
+        ({"attention": "flsh"}, errors.UnknownNameError, "no attention"),
+    ],
+)
+def test_options_that_can_not_be(options, error, says):
+    with pytest.raises(error, match=says):
+        transformed(fa.config.Recipe(**options), loss_fn)

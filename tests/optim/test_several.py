@@ -9,6 +9,7 @@ import fnaccel as fa
 from fnaccel import errors
 from fnaccel.testing import assert_close
 from tests.models import Net, batch_of, loss_fn, program, whole_params
+from tests.optim.test_optimizers import Anchored
 
 RATE = fa.schedules.linear(0.05, end=0.0, total=10)
 
@@ -244,23 +245,6 @@ def test_a_late_start_under_a_captured_step(world):
     straight, _ = train(UNFREEZING, steps=6)
     captured, _ = train(UNFREEZING, step=fa.compile(loss_fn, scope="step", backend="eager"), steps=6)
     assert_close(captured, straight)
-
-
-class Anchored(torch.optim.Optimizer):
-    """Pulls each parameter back to its first value, which a slot keeps."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    slots = self.state[p]
-                    if "first" not in slots:
-                        slots["first"] = p.clone()
-                    p.sub_(group["lr"] * (p.grad + 0.5 * (p - slots["first"])))
 
 
 @pytest.mark.parametrize("gathered", [False, True])

@@ -15,10 +15,8 @@ from torch import nn
 import fnaccel as fa
 from fnaccel import _torch, errors
 from fnaccel.models.layers import folded
-from fnaccel.step.spec import Spec
 from fnaccel.testing import assert_close
 from fnaccel.transforms.float8.record import check_device
-from fnaccel.world.mesh import build
 from fnaccel.world.world import current
 
 pytest.importorskip("torchao")
@@ -393,15 +391,6 @@ def test_hooks_of_a_layer_are_not_lost(world):
     with pytest.raises(errors.CapabilityError, match="hooks of its own"):
         train_step.init()
     assert made(fp8(skip="blocks.0"), model=hooked).init().step == 0
-
-
-def test_runtimes_are_refused(world):
-    spec = Spec(
-        step=fa.Step(loss_fn), model=Net, strategy=fa.local(), optimizers=None,
-        mesh=build(world, {}), runtime="deepspeed",
-    )  # fmt: skip
-    with pytest.raises(errors.CapabilityError, match="not tried on deepspeed"):
-        fp8().plan_notes(spec)
 
 
 def test_a_captured_step_does_not_send_fp8(world, monkeypatch):

@@ -231,12 +231,6 @@ class Float8:
 
     def _check_surroundings(self, spec: Spec) -> None:
         where = f"strategy {spec.strategy}"
-        if spec.runtime:
-            raise CapabilityError(
-                f"fp8 layers were not tried on {spec.runtime}, which casts by itself",
-                where=where,
-                fix='fa.with_precision(step, "bf16"), or ddp or fsdp as the strategy',
-            )
         if not self.all_gather:
             return
         if all(axis.mesh_axis != "dp_shard" for axis in spec.strategy.axes):
