@@ -4,79 +4,19 @@ Write one pure function `loss_fn(model, batch)`; transform it; distribute a mode
 get `train_step(state, batch) -> (state, metrics)`, which runs unchanged on one process or many.
 """
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
-
-from fnaccel import data as data
-from fnaccel import errors as errors
-from fnaccel import optim as optim
-from fnaccel import state as state
-from fnaccel import strategies as strategies
-from fnaccel import transforms as transforms
-from fnaccel import tree as tree
-from fnaccel.collectives import any_process as any_process
-from fnaccel.collectives import broadcast as broadcast
-from fnaccel.collectives import broadcast_objects as broadcast_objects
-from fnaccel.collectives import concatenate as concatenate
-from fnaccel.collectives import gather as gather
-from fnaccel.collectives import gather_objects as gather_objects
-from fnaccel.collectives import pad_across_processes as pad_across_processes
-from fnaccel.collectives import reduce as reduce
-from fnaccel.collectives import split_between_processes as split_between_processes
-from fnaccel.data import Batch as Batch
-from fnaccel.data import Window as Window
-from fnaccel.data import set_seed as set_seed
-from fnaccel.data import shard as shard
-from fnaccel.loop.preemption import preemption as preemption
-from fnaccel.loop.printing import print_in_order as print_in_order
-from fnaccel.loop.progress import progress as progress
-from fnaccel.loop.scanning import evaluate as evaluate
-from fnaccel.loop.scanning import scan as scan
-from fnaccel.optim import adam as adam
-from fnaccel.optim import adamw as adamw
-from fnaccel.optim import from_torch as from_torch
-from fnaccel.optim import optimizer_groups as optimizer_groups
-from fnaccel.optim import schedules as schedules
-from fnaccel.optim import sgd as sgd
-from fnaccel.optim.schedules import warmup_cosine as warmup_cosine
-from fnaccel.program.plan import Plan as Plan
-from fnaccel.program.train_step import TrainStep as TrainStep
-from fnaccel.program.train_step import train_step as train_step
-from fnaccel.state import TrainState as TrainState
-from fnaccel.state import snapshot as snapshot
-from fnaccel.step.loss import Concat as Concat
-from fnaccel.step.loss import Mean as Mean
-from fnaccel.step.loss import Sum as Sum
-from fnaccel.step.step import Phase as Phase
-from fnaccel.step.step import Step as Step
-from fnaccel.step.step import Transform as Transform
-from fnaccel.strategies import ddp as ddp
-from fnaccel.strategies import deepspeed as deepspeed
-from fnaccel.strategies import distribute as distribute
-from fnaccel.strategies import fsdp as fsdp
-from fnaccel.strategies import hsdp as hsdp
-from fnaccel.strategies import local as local
-from fnaccel.strategies import strategy as strategy
-from fnaccel.strategies import xla as xla
-from fnaccel.track.tracker import Tracker as Tracker
-from fnaccel.transforms import Float8 as Float8
-from fnaccel.transforms import Precision as Precision
-from fnaccel.transforms import accumulate as accumulate
-from fnaccel.transforms import attention as attention
-from fnaccel.transforms import clip_norm as clip_norm
-from fnaccel.transforms import clip_value as clip_value
-from fnaccel.transforms import compile as compile  # noqa: A004 - jax.jit's place, torch.compile's name
-from fnaccel.transforms import remat as remat
-from fnaccel.transforms import skip_nonfinite as skip_nonfinite
-from fnaccel.transforms import with_ema as with_ema
-from fnaccel.transforms import with_precision as with_precision
-from fnaccel.transforms import with_weight as with_weight
-from fnaccel.world.world import World as World
-from fnaccel.world.world import start as start
 
 if TYPE_CHECKING:
     from fnaccel import checkpoint as checkpoint
     from fnaccel import config as config
+    from fnaccel import data as data
+    from fnaccel import errors as errors
+    from fnaccel import optim as optim
+    from fnaccel import state as state
+    from fnaccel import strategies as strategies
+    from fnaccel import transforms as transforms
+    from fnaccel import tree as tree
     from fnaccel.checkpoint import checkpoints as checkpoints
     from fnaccel.checkpoint import latest as latest
     from fnaccel.checkpoint import restore as restore
@@ -84,44 +24,110 @@ if TYPE_CHECKING:
     from fnaccel.checkpoint import save as save
     from fnaccel.checkpoint import save_async as save_async
     from fnaccel.checkpoint import save_on_main as save_on_main
+    from fnaccel.collectives import any_process as any_process
+    from fnaccel.collectives import broadcast as broadcast
+    from fnaccel.collectives import broadcast_objects as broadcast_objects
+    from fnaccel.collectives import concatenate as concatenate
+    from fnaccel.collectives import gather as gather
+    from fnaccel.collectives import gather_objects as gather_objects
+    from fnaccel.collectives import pad_across_processes as pad_across_processes
+    from fnaccel.collectives import reduce as reduce
+    from fnaccel.collectives import split_between_processes as split_between_processes
+    from fnaccel.data import Batch as Batch
+    from fnaccel.data import Window as Window
+    from fnaccel.data import set_seed as set_seed
+    from fnaccel.data import shard as shard
     from fnaccel.interchange import adopt as adopt
     from fnaccel.interchange import export_adapter as export_adapter
     from fnaccel.interchange import export_hf as export_hf
     from fnaccel.interchange import gather_state_dict as gather_state_dict
     from fnaccel.loop.batch_size import fit_batch_size as fit_batch_size
+    from fnaccel.loop.preemption import preemption as preemption
+    from fnaccel.loop.printing import print_in_order as print_in_order
+    from fnaccel.loop.progress import progress as progress
+    from fnaccel.loop.scanning import evaluate as evaluate
+    from fnaccel.loop.scanning import scan as scan
+    from fnaccel.optim import adam as adam
+    from fnaccel.optim import adamw as adamw
+    from fnaccel.optim import from_torch as from_torch
+    from fnaccel.optim import optimizer_groups as optimizer_groups
+    from fnaccel.optim import schedules as schedules
+    from fnaccel.optim import sgd as sgd
+    from fnaccel.optim.schedules import warmup_cosine as warmup_cosine
+    from fnaccel.program.plan import Plan as Plan
+    from fnaccel.program.train_step import TrainStep as TrainStep
+    from fnaccel.program.train_step import train_step as train_step
+    from fnaccel.state import TrainState as TrainState
+    from fnaccel.state import snapshot as snapshot
+    from fnaccel.step.loss import Concat as Concat
+    from fnaccel.step.loss import Mean as Mean
+    from fnaccel.step.loss import Sum as Sum
+    from fnaccel.step.step import Phase as Phase
+    from fnaccel.step.step import Step as Step
+    from fnaccel.step.step import Transform as Transform
+    from fnaccel.strategies import ddp as ddp
+    from fnaccel.strategies import deepspeed as deepspeed
+    from fnaccel.strategies import distribute as distribute
+    from fnaccel.strategies import fsdp as fsdp
+    from fnaccel.strategies import hsdp as hsdp
+    from fnaccel.strategies import local as local
+    from fnaccel.strategies import strategy as strategy
+    from fnaccel.strategies import xla as xla
+    from fnaccel.track.tracker import Tracker as Tracker
+    from fnaccel.transforms import Float8 as Float8
+    from fnaccel.transforms import Precision as Precision
+    from fnaccel.transforms import accumulate as accumulate
+    from fnaccel.transforms import attention as attention
+    from fnaccel.transforms import clip_norm as clip_norm
+    from fnaccel.transforms import clip_value as clip_value
+    from fnaccel.transforms import compile as compile  # noqa: A004 - jax.jit's place, torch.compile's name
+    from fnaccel.transforms import remat as remat
+    from fnaccel.transforms import skip_nonfinite as skip_nonfinite
+    from fnaccel.transforms import with_ema as with_ema
+    from fnaccel.transforms import with_precision as with_precision
+    from fnaccel.transforms import with_weight as with_weight
+    from fnaccel.world.world import World as World
+    from fnaccel.world.world import start as start
 
 __version__ = "0.1.0"
 
-# what a training step does not need is imported when it is first used: YAML, checkpoints, the search
-_LATE = {
-    "fnaccel.loop.batch_size": ("fit_batch_size",),
-    "fnaccel.checkpoint": (
-        "checkpoints",
-        "latest",
-        "restore",
-        "resume_or_init",
-        "save",
-        "save_async",
-        "save_on_main",
-    ),
-    "fnaccel.interchange": (
-        "adopt",
-        "export_adapter",
-        "export_hf",
-        "gather_state_dict",
-    ),
+# a name is imported when it is first used
+_NAMESPACES = ("checkpoint", "config", "data", "errors", "optim", "state", "strategies", "transforms", "tree")
+_NAMES = {
+    "fnaccel.checkpoint": "checkpoints latest restore resume_or_init save save_async save_on_main",
+    "fnaccel.collectives": "any_process broadcast broadcast_objects concatenate gather gather_objects "
+    "pad_across_processes reduce split_between_processes",
+    "fnaccel.data": "Batch Window set_seed shard",
+    "fnaccel.interchange": "adopt export_adapter export_hf gather_state_dict",
+    "fnaccel.loop.batch_size": "fit_batch_size",
+    "fnaccel.loop.preemption": "preemption",
+    "fnaccel.loop.printing": "print_in_order",
+    "fnaccel.loop.progress": "progress",
+    "fnaccel.loop.scanning": "evaluate scan",
+    "fnaccel.optim": "adam adamw from_torch optimizer_groups schedules sgd",
+    "fnaccel.optim.schedules": "warmup_cosine",
+    "fnaccel.program.plan": "Plan",
+    "fnaccel.program.train_step": "TrainStep train_step",
+    "fnaccel.state": "TrainState snapshot",
+    "fnaccel.step.loss": "Concat Mean Sum",
+    "fnaccel.step.step": "Phase Step Transform",
+    "fnaccel.strategies": "ddp deepspeed distribute fsdp hsdp local strategy xla",
+    "fnaccel.track.tracker": "Tracker",
+    "fnaccel.transforms": "Float8 Precision accumulate attention clip_norm clip_value compile remat "
+    "skip_nonfinite with_ema with_precision with_weight",
+    "fnaccel.world.world": "World start",
 }
-_HOME = {name: module for module, names in _LATE.items() for name in names}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("checkpoint", "config"):
+    if name in _HOME:
+        value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+        return value
+    if not name.startswith("_") and importlib.util.find_spec(f"fnaccel.{name}") is not None:
         return importlib.import_module(f"fnaccel.{name}")  # sets the attribute
-    if name not in _HOME:
-        raise AttributeError(f"module 'fnaccel' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
-    return value
+    raise AttributeError(f"module 'fnaccel' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME} - {"Any", "TYPE_CHECKING", "importlib"})
+    return sorted({*globals(), *_HOME, *_NAMESPACES} - {"Any", "TYPE_CHECKING", "importlib"})

@@ -15,6 +15,7 @@ import torch
 
 from fnaccel import tree
 from fnaccel.errors import ArgumentError, AveragedError, ReadOnlyError, StaleStateError, UnleasedStateError
+from fnaccel.step.html_table import folded, size_of, table
 from fnaccel.tree import Tree
 from fnaccel.world.devices import run_recorded
 
@@ -168,6 +169,23 @@ class TrainState:
             return f"TrainState(step={self.step}, donated)"
         count = sum(1 for leaf in tree.leaves(self.params) if isinstance(leaf, torch.Tensor))
         return f"TrainState(step={self.step}, updates={self.updates}, {count} parameter tensors, {self.data})"
+
+    def _repr_html_(self) -> str:
+        if is_stale(self):
+            return table(repr(self), [])
+        rows: list[tuple[object, ...]] = [("step", self.step), ("updates", self.updates), ("data", self.data)]
+        for name in ("params", "buffers", "opt", "ema"):
+            tensors = [leaf for leaf in tree.leaves(getattr(self, name)) if isinstance(leaf, torch.Tensor)]
+            if tensors:
+                elements = sum(tensor.numel() for tensor in tensors)
+                size = size_of(sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors))
+                rows.append((name, f"{len(tensors)} tensors, {elements:,} elements, {size}"))
+        named = [
+            (path, list(leaf.shape), leaf.dtype)
+            for path, leaf in tree.items(self.params)
+            if isinstance(leaf, torch.Tensor)
+        ]
+        return table("TrainState", rows) + folded("parameters", table("", named))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # pickle and deepcopy take the values. A copy is not leased, as a snapshot is not

@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import fnaccel
 from fnaccel.cli.overriding import check_overrides, gather_overrides
 from fnaccel.cli.terminal import Parser
 from fnaccel.errors import LaunchError, nearest
@@ -168,6 +169,8 @@ def run(arguments: Sequence[str]) -> NoReturn:
     job = read(arguments)
     command = _elsewhere(arguments)
     if command is None:
+        for name in dir(fnaccel):  # the ranks are forks: all of them use these modules
+            getattr(fnaccel, name)
         leave(launch(job))
     try:
         leave(subprocess.run(command, check=False).returncode)

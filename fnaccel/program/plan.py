@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from fnaccel.errors import CapabilityError, PlanMismatchError, RepeatedTransformError
+from fnaccel.step.html_table import table
 from fnaccel.step.spec import Spec, check, plan_notes
 from fnaccel.step.step import Phase, Step, Transform
 from fnaccel.strategies.runtime import Delegation
@@ -70,6 +71,10 @@ class Plan:
             lines.append(f"  {row.phase:<9}{row.what:<{width}}  {row.detail}{by}".rstrip())
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = [(row.phase, row.what, row.detail, row.by) for row in self.rows]
+        return table(f"train step of {self.title} on {self.layout}", rows, self.notes)
 
     @property
     def hash(self) -> str:

@@ -26,6 +26,7 @@ from fnaccel.program.state_owner import StateOwner
 from fnaccel.program.update import Stepper
 from fnaccel.program.whole_parameters import explain, whole_parameters
 from fnaccel.state import TrainState, check_ema, lease_of
+from fnaccel.step.html_table import table
 from fnaccel.step.spec import Rng, Spec, resolve
 from fnaccel.step.step import StepLike, as_step
 from fnaccel.strategies.axis import finishing_axis
@@ -73,6 +74,11 @@ class TrainStep:
 
     def __repr__(self) -> str:
         return f"TrainStep({self.plan.title}, {self._spec.strategy})"
+
+    def _repr_html_(self) -> str:
+        live = self.live_state
+        state = "no live state" if live is None else f"live state: step {live.step}, {live.data}"
+        return table(repr(self), [(state,)]) + self.plan._repr_html_()  # pyright: ignore[reportPrivateUsage]
 
     @property
     def engine(self) -> Engine:

@@ -26,6 +26,7 @@ from fnaccel.checkpoint.disk import durable, locking
 from fnaccel.checkpoint.format import manifest
 from fnaccel.checkpoint.format.manifest import OWN_NAME
 from fnaccel.errors import CheckpointError
+from fnaccel.step.html_table import size_of, table
 
 _COMMITTED = re.compile(r"step-(\d{10,19})(\.old)?")
 _UNFINISHED = ".saving-"
@@ -42,6 +43,10 @@ class Checkpoint:
 
     step: int
     path: Path
+
+    def _repr_html_(self) -> str:
+        rows = [(file.name, size_of(file.stat().st_size)) for file in sorted(self.path.glob("*"))]
+        return table(f"checkpoint of step {self.step} in {self.path}", rows)
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[Checkpoint]:

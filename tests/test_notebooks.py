@@ -1,0 +1,55 @@
+"""What a notebook shows of plans, train steps, states and checkpoints."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+import fnaccel as fa
+from fnaccel.loop.progress import open_bar
+from fnaccel.step.html_table import size_of, table
+from tests.models import batch_of, program
+
+
+def shown(value):
+    return value._repr_html_()  # the method that IPython looks for
+
+
+def test_what_is_shown(tmp_path):
+    with fa.start():
+        train_step = program(optimizer=fa.adamw(0.1))
+        assert "no live state" in shown(train_step)
+        before = train_step.init(seed=0)
+        state, _ = train_step(before, batch_of(4))
+        path = fa.save(tmp_path, state)
+        assert "adamw" in shown(train_step.plan)
+        assert "live state: step 1" in shown(train_step)
+        text = shown(state)
+        assert "8 tensors, 115 elements, 460 B" in text
+        assert "16 tensors" in text
+        assert "blocks.0.mix.weight" in text
+        assert "donated" in shown(before)
+        html = shown(fa.checkpoints(tmp_path)[0])
+        assert "manifest.json" in html
+        assert str(path) in html
+
+
+def test_text_is_escaped():
+    assert table("<b>", [("<i>",)], ["<u>"]).count("&lt;") == 3
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1_500, "1.5 kB"), (2 * 10**12, "2 TB")]
+)
+def test_sizes(count, text):
+    assert size_of(count) == text
+
+
+def test_the_bar_of_a_notebook_moves_often(monkeypatch):
+    monkeypatch.setattr("tqdm.auto.tqdm", lambda **options: options)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert open_bar(3, 0)["mininterval"] == 5.0
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert open_bar(3, 0)["mininterval"] == 0.1
