@@ -5,7 +5,8 @@ by_feature/memory.py and by_feature/automatic_gradient_accumulation.py.
     fnaccel launch -n 2 --strategy fsdp examples/by_feature/memory.py --pretend-limit 48
 
 If memory runs out, the next attempt has smaller micro-batches and more of them. The update stays the same, so
-the losses do too. A CPU has enough memory for this model: `--pretend-limit` raises as a GPU would.
+the losses do too. All ranks need batches of one shape, so that memory runs out on all of them. A CPU has
+enough memory for this model: `--pretend-limit` raises as a GPU would.
 """
 
 from __future__ import annotations

@@ -185,7 +185,8 @@ def sgd(
         lr: a number, or a schedule `updates -> rate`.
         momentum, nesterov, weight_decay: as in torch.
         groups: `{pattern: options}`. Patterns match parameter names as a shell does. The first that
-            matches holds, and `"lr"` may be among the options.
+            matches holds, and `"lr"` may be among the options. A pattern that matches no trained parameter
+            raises ArgumentError at `init`, and the message lists the names.
 
     Raises:
         ArgumentError: Nesterov without momentum, or a rate that is none.
