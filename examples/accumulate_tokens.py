@@ -1,10 +1,16 @@
 """A token-weighted loss is the same however the batch is split.
 
-Sentences differ in length, so micro-batches differ in tokens. A mean of means would depend on
-the split; a total and its weight do not.
+    python examples/accumulate_tokens.py
+    fnaccel launch -n 2 --strategy ddp examples/accumulate_tokens.py
+
+Sentences differ in length, so micro-batches and ranks differ in tokens. A mean of means would depend on the
+split. A total and its weight do not. It takes the place of two scripts of Accelerate:
+by_feature/gradient_accumulation.py and by_feature/gradient_accumulation_for_autoregressive_models.py.
 """
 
 from __future__ import annotations
+
+import argparse
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +21,7 @@ import fnaccel as fa
 PAD = 0
 
 
-def sentences(rows: int = 12, longest: int = 9) -> dict[str, torch.Tensor]:
+def sentences(rows: int = 48, longest: int = 9) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, longest + 1, (rows,), generator=generator)
     tokens = torch.randint(1, 20, (rows, longest + 1), generator=generator)
@@ -33,19 +39,23 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
 
 
-def train(splits: int) -> float:
+def train(splits: int, strategy: str) -> float:
     train_step = fa.train_step(
-        fa.accumulate(loss_fn, splits), model=fa.distribute(model, "local"), optimizer=fa.sgd(0.5)
+        fa.accumulate(loss_fn, splits), model=fa.distribute(model, strategy), optimizer=fa.sgd(0.5)
     )
     state = train_step.init(seed=0)
+    batch = fa.split_between_processes(sentences())  # without fa.shard a batch is this rank's
     for _ in range(20):
-        state, metrics = train_step(state, sentences())
+        state, metrics = train_step(state, batch)
     return float(metrics["loss"])
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--strategy", default="local", help='such as "ddp", "fsdp", "hsdp(2, 2)"')
+    strategy = fa.config.recipe(fa.config.Recipe(strategy=parser.parse_args().strategy)).strategy
     with fa.start() as world:
-        losses = {splits: train(splits) for splits in (1, 2, 3, 5, 12)}
+        losses = {splits: train(splits, strategy) for splits in (1, 2, 3, 5, 12)}
         for splits, loss in losses.items():
             world.print(f"{splits:>2} micro-batches: loss {loss:.6f}")
         spread = max(losses.values()) - min(losses.values())

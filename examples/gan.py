@@ -1,5 +1,8 @@
 """Two models, two programs in one loop: a GAN on scikit-learn's digits.
 
+    python examples/gan.py
+    fnaccel launch -n 2 --strategy ddp examples/gan.py
+
 Each program has its own model, optimizer and accumulation, and borrows the other's model for a
 call: `given=` lends it without donating its state or training it.
 """

@@ -152,7 +152,8 @@ def sgd(
         momentum, nesterov, weight_decay: as in torch.
         groups: `{selection: options}`, or pairs of them. A selection is a pattern of parameter names, as
             a shell matches them, or a function `(name, parameter) -> bool`. The first that matches
-            holds. Among the options may be `"lr"`, and `"optional": True` if it may match nothing.
+            holds. Among the options may be `"lr"`, and `"optional": True` if it may match nothing. Else a
+            selection that matches nothing raises.
 
     Raises:
         ArgumentError: Nesterov without momentum, or a rate that is none.

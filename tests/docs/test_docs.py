@@ -58,7 +58,10 @@ def _same(shown, printed):
     return doctest.OutputChecker().check_output(shown, printed, doctest.ELLIPSIS)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+LINKED = [*PAGES, ROOT / "examples" / "README.md"]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 
 import pytest
 
-from tests.examples.running import run
+from tests.examples.running import ROOT, run
 
 pytestmark = pytest.mark.launcher
+
+HELPERS = {"digits.py", "python_sources.py"}
+SCRIPTS = sorted(path for path in (ROOT / "examples").glob("**/*.py") if path.name not in HELPERS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_says_how_to_start_it_and_is_listed(script):
+    name = str(script.relative_to(ROOT / "examples"))
+    docstring = ast.get_docstring(ast.parse(script.read_text()))
+    assert f"examples/{name}" in docstring
+    assert f"]({name})" in (ROOT / "examples" / "README.md").read_text()
 
 
 def test_train_digits_is_above_97_percent():
@@ -38,15 +50,28 @@ def test_distill_with_a_sharded_teacher_and_a_replicated_student():
     assert scores["student"] > 0.8
 
 
-def test_own_transform():
-    out = run("own_transform").stdout
+def test_distill_with_one_strategy_by_a_flag():
+    out = run("distill", "--epochs", "3", ranks=2, launch=("--strategy", "fsdp")).stdout
+    assert len(re.findall(r"(teacher|student): accuracy 0.[5-9]", out)) == 2
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_own_transform(ranks):
+    out = run("own_transform", ranks=ranks, launch=("--strategy", "fsdp") if ranks else ()).stdout
     assert "calls counted by the transform: 100" in out
     assert "GRADS    gradient_noise" in out
 
 
-def test_accumulate_tokens():
-    out = run("accumulate_tokens").stdout
-    assert float(re.search(r"largest difference: ([\d.e+-]+)", out)[1]) < 1e-6
+def test_accumulate_tokens_on_one_rank_and_on_two():
+    texts = [
+        run("accumulate_tokens").stdout,
+        run("accumulate_tokens", ranks=2, launch=("--strategy", "fsdp")).stdout,
+    ]
+    losses = [float(loss) for text in texts for loss in re.findall(r"micro-batches: loss ([\d.]+)", text)]
+    assert len(losses) == 10
+    assert losses == pytest.approx(losses[:1] * 10, abs=2e-6)
+    for text in texts:
+        assert float(re.search(r"largest difference: ([\d.e+-]+)", text)[1]) < 1e-6
 
 
 SWAPS = [(1, "fsdp"), (2, "ddp"), (2, "fsdp"), (4, "ddp"), (4, "hsdp(2, 2)")]

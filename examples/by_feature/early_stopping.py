@@ -1,0 +1,47 @@
+"""Stop if the held-out loss no longer falls. It takes the place of Accelerate's by_feature/early_stopping.py.
+
+    python examples/by_feature/early_stopping.py --patience 2
+    fnaccel launch -n 2 --strategy fsdp examples/by_feature/early_stopping.py
+
+All ranks must stop at the same step. The result of `fa.evaluate` is equal on all ranks, so they agree. If
+only one rank has a reason to stop, `fa.any_process` tells all: here a file STOP on the machine of the rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from digits import build_model, loaders, loss_fn, metrics_fn, parser, recipe
+
+import fnaccel as fa
+
+
+def main() -> None:
+    arguments = parser(__doc__, epochs=40)
+    arguments.add_argument("--patience", type=int, default=2, help="epochs without a lower loss")
+    args = arguments.parse_args()
+    chosen = recipe(args.strategy)
+    train_loader, test_loader = loaders()
+    with fa.start() as world:
+        train_step = fa.config.apply(chosen, loss_fn, build_model)
+        state = train_step.init(seed=0)
+        lowest, best, waited = float("inf"), fa.snapshot(state), 0
+        while state.data.epoch < args.epochs and waited < args.patience:
+            for state, _ in fa.scan(train_step, state, fa.shard(train_loader)):  # one epoch
+                pass
+            held_out = float(fa.evaluate(train_step, state, metrics_fn, fa.shard(test_loader))["loss"])
+            waited += 1
+            if held_out < lowest:
+                lowest, best, waited = held_out, fa.snapshot(state), 0
+            world.print(f"epoch {state.data.epoch}: held-out loss {held_out:.4f}")
+            if fa.any_process(Path("STOP").exists()):
+                break
+        stopped = state.data.epoch
+        state = train_step.adopt(best)  # the best state is live again
+        scores = fa.evaluate(train_step, state, metrics_fn, fa.shard(test_loader))
+        world.print(f"stopped after epoch {stopped}, back to epoch {state.data.epoch}")
+        world.print(f"accuracy {float(scores['accuracy']):.4f}")
+
+
+if __name__ == "__main__":
+    main()

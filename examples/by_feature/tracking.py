@@ -1,0 +1,55 @@
+"""Log metrics while training. It takes the place of Accelerate's by_feature/tracking.py.
+
+    python examples/by_feature/tracking.py --log runs/digits.jsonl
+    python examples/by_feature/tracking.py --wandb digits
+
+A tracker is any object with the methods `start`, `log` and `finish`. Only rank 0 calls them.
+"""
+
+from __future__ import annotations
+
+from digits import build_model, loaders, loss_fn, metrics_fn, parser, recipe
+
+import fnaccel as fa
+from fnaccel.track import JsonlTracker, WandbTracker, read_jsonl
+
+
+class LargestGradient:
+    """A tracker of your own: remember the step with the largest norm of the gradient."""
+
+    def start(self, config):  # noqa: ARG002 - shown by trackers that keep it
+        self.step, self.norm = 0, 0.0
+
+    def log(self, step, metrics):
+        if metrics["grad_norm"] > self.norm:
+            self.step, self.norm = step, metrics["grad_norm"]
+
+    def finish(self):
+        print(f"largest gradient: norm {self.norm:.2f} at step {self.step}")
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--log", default="runs/digits.jsonl", help="the file for JSON lines")
+    arguments.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
+    args = arguments.parse_args()
+    chosen = recipe(args.strategy, clip_norm=1.0)  # clip_norm reports metrics["grad_norm"]
+    trackers = [JsonlTracker(args.log), LargestGradient()]
+    if args.wandb:
+        trackers.append(WandbTracker(project=args.wandb))
+    train_loader, test_loader = loaders()
+    with fa.start() as world:
+        train_step = fa.config.apply(chosen, loss_fn, build_model)
+        state = train_step.init(seed=0)
+        options = {"trackers": trackers, "log_every": 5, "config": vars(args)}
+        for state, _ in fa.scan(train_step, state, fa.shard(train_loader), epochs=args.epochs, **options):
+            pass
+        scores = fa.evaluate(train_step, state, metrics_fn, fa.shard(test_loader))
+        world.print(f"accuracy {float(scores['accuracy']):.4f}")
+        if world.is_main:
+            rows = [record for record in read_jsonl(args.log) if "step" in record]
+            print(f"{len(rows)} rows in {args.log}, the last of step {rows[-1]['step']}")
+
+
+if __name__ == "__main__":
+    main()

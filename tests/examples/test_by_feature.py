@@ -1,0 +1,119 @@
+"""The examples of one feature each, as a user starts them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.examples.running import run
+
+pytestmark = pytest.mark.launcher
+
+
+def output(name, *args, ranks=2, strategy="ddp"):
+    """The output of an example, alone (`ranks=None`) or by the launcher under a strategy (None: its own)."""
+    launch = ("--strategy", strategy) if ranks and strategy else ()
+    return run(f"by_feature/{name}", *args, ranks=ranks, launch=launch).stdout
+
+
+def number(pattern, text):
+    """The last number that stands in the place of the brackets."""
+    return float(re.findall(pattern, text)[-1])
+
+
+def test_tracking(tmp_path):
+    log = tmp_path / "digits.jsonl"
+    text = output("tracking", "--log", str(log), "--epochs", "2", strategy="fsdp")
+    assert f"8 rows in {log}, the last of step 40" in text  # 44 steps, one row for each 5
+    assert text.count("largest gradient: norm") == 1
+    assert number(r"accuracy ([\d.]+)", text) > 0.6
+
+
+def test_checkpointing_goes_on_in_the_middle_of_an_epoch_on_other_ranks(tmp_path):
+    directory = str(tmp_path / "run")
+    common = ("--dir", directory, "--epochs", "2", "--save-every", "10")
+    first = output("checkpointing", *common, "--stop-at", "35", ranks=None)
+    assert "begins at step 0" in first
+    assert "ends at step 35" in first
+    assert "checkpoints: [20, 30]" in first
+    best = number(r"best accuracy ([\d.]+)", first)
+    second = output("checkpointing", *common, strategy="fsdp")
+    assert f"begins at step 30, Position(epoch=1, samples=512), best {best:.4f}" in second
+    assert "ends at step 44" in second
+    assert number(r"best accuracy ([\d.]+)", second) > max(best, 0.6)
+
+
+def test_early_stopping_goes_back_to_the_best_state():
+    text = output("early_stopping", "--patience", "1", "--epochs", "25", strategy="ddp")
+    losses = [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", text)]
+    stopped, best = re.search(r"stopped after epoch (\d+), back to epoch (\d+)", text).groups()
+    assert losses[-1] > losses[-2]
+    assert (int(stopped), int(best)) == (len(losses), losses.index(min(losses)) + 1)
+
+
+def test_cross_validation_averages_the_folds():
+    text = output("cross_validation", "--folds", "2", "--epochs", "4")
+    assert len(re.findall(r"fold \d: accuracy", text)) == 2
+    assert number(r"average of 2 models: accuracy ([\d.]+)", text) > 0.6
+
+
+def test_multi_process_metrics_are_those_of_one_process():
+    texts = [output("multi_process_metrics", "--epochs", "3", ranks=ranks) for ranks in (None, 3)]
+    scores = [number(r"macro F1 ([\d.]+) on 397 rows", text) for text in texts]
+    assert scores[0] > 0.8
+    assert scores[1] == pytest.approx(scores[0], abs=0.01)
+    assert all("a loop by hand gathers the same rows: True" in text for text in texts)
+
+
+def test_memory_raises_the_number_of_micro_batches_and_keeps_the_update():
+    flags = ("--epochs", "1", "--pretend-limit")
+    whole = output("memory", *flags, "1000", ranks=None)
+    split = output("memory", *flags, "20", strategy="fsdp")
+    assert "128 rows fit: 1 micro-batches in an update of 128 rows" in whole
+    assert "16 rows fit: 4 micro-batches in an update of 128 rows" in split
+    losses = [number(r"loss ([\d.]+)", text) for text in (whole, split)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
+def test_schedule_free_is_above_90_percent_on_shards():
+    text = output("schedule_free", "--epochs", "5", "--lr", "2", strategy="fsdp")
+    assert number(r"accuracy ([\d.]+) at x", text) > 0.9
+
+
+HOOKS = [("powersgd(start_powerSGD_iter=5)", ()), ("'bf16'", ("--hook", "bf16"))]
+
+
+@pytest.mark.parametrize(("hook", "flags"), HOOKS, ids=["by the launcher", "by a flag of the script"])
+def test_ddp_comm_hook(hook, flags):
+    text = output("ddp_comm_hook", *flags, "--epochs", "3", strategy=None if flags else f"ddp(hook={hook})")
+    assert f"on ddp(hook={hook})" in text
+    assert number(r"accuracy ([\d.]+)", text) > 0.6
+
+
+def test_fsdp_holds_half_of_the_parameters_and_moments():
+    text = output("fsdp_with_peak_memory", "--epochs", "1", strategy="fsdp")
+    held = {}
+    for name in ("parameters", "moments", "peak"):
+        ranks = re.search(rf"epoch 1: {name} in MiB by rank: \[([\d.]+), ([\d.]+)\]", text)
+        held[name] = [float(size) for size in ranks.groups()]
+    assert held["parameters"] == pytest.approx([3.05, 3.05], abs=0.1)  # of 6.1 MiB
+    assert held["moments"] == pytest.approx([6.1, 6.1], abs=0.1)
+    assert min(held["peak"]) > 100
+
+
+def test_deepspeed_with_a_config_file():
+    text = output("deepspeed_with_config_file", "--epochs", "4", strategy=None)
+    assert "BACKWARD accumulate      n=2" in text
+    assert "clip_norm       max_norm=1.0  [by deepspeed]" in text
+    assert number(r"accuracy ([\d.]+)", text) > 0.7
+
+
+def test_distributed_inference_keeps_the_order_of_the_prompts():
+    one, two = (
+        output("distributed_inference", "--length", "4", ranks=ranks, strategy=None) for ranks in (None, 2)
+    )
+    texts = [re.findall(r"^('.*') -> ('.*')$", text, re.MULTILINE) for text in (one, two)]
+    assert len(texts[0]) == 5
+    assert texts[0] == texts[1]
+    assert "prompts by rank: [3, 2]" in two
