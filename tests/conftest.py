@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo  # 800 modules that every train step imports: here once, and not in each forked rank
 from hypothesis import Phase, settings
 
 from fnaccel.testing import RankPools

@@ -22,7 +22,7 @@ from fnaccel.checkpoint.disk.finding import check_step, find
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.filling import Filling
 from fnaccel.checkpoint.format.boxes import part_of, whole
-from fnaccel.checkpoint.format.manifest import Manifest, Stored
+from fnaccel.checkpoint.format.manifest import Manifest
 from fnaccel.checkpoint.format.values import decode
 from fnaccel.checkpoint.hooks import Registered
 from fnaccel.checkpoint.matching import match
@@ -178,7 +178,7 @@ def _read(
     check_step(chosen.root, directory.path, described, chosen.step, _WHERE)
     if chosen.verify:
         reading.verify(directory, described, sorted(described.files)[world.rank :: world.size])
-    stored = decode(described.tree, lambda name: _stored(described, name, directory.path))
+    stored = decode(described.tree, described.reader(f"{_WHERE} of {directory.path}"))
     if isinstance(stored, TrainState) and "ranks" in described.written_by:
         world.saved_by[stored.data.epoch, stored.data.samples] = described.written_by["ranks"]
     problems: list[str] = []
@@ -231,16 +231,6 @@ def _put_back(rank_streams: dict[str, torch.Tensor], restored: Tree, world: Worl
         streams.put_back(rank_streams, world.device)
     elif isinstance(restored, TrainState):
         streams.begin_anew(fold(restored.rng.root, restored.step, world.rank), world.device)
-
-
-def _stored(manifest: Manifest, name: str, path: Path) -> Stored:
-    if name not in manifest.tensors:
-        raise CheckpointError(
-            f"the tree in the manifest holds the tensor {name}, which is stored nowhere",
-            where=f"{_WHERE} of {path}",
-            fix="the checkpoint is damaged: restore another of fa.checkpoints(directory)",
-        )
-    return manifest.tensors[name]
 
 
 @attrs.define

@@ -13,7 +13,7 @@ import pytest
 from fnaccel.launch.failure import Failure
 from fnaccel.launch.job import Job
 from fnaccel.launch.watch import Watch
-from tests.launch.conftest import LIMIT, buffered, gone
+from tests.launch.conftest import LIMIT, Launcher, buffered, gone
 
 pytestmark = pytest.mark.launcher
 
@@ -65,15 +65,11 @@ def run(launcher, plan, *flags, ranks=2, steps=6):
     return ended, json.loads(path.read_text()) if path.exists() else None
 
 
-@pytest.fixture
-def undisturbed(launcher):
-    ended, done = run(launcher, {})
+@pytest.fixture(scope="module")
+def undisturbed(preloaded, tmp_path_factory):
+    """What a run without a fault writes: ranks, the first step, losses, the weight."""
+    ended, done = run(Launcher(preloaded, tmp_path_factory.mktemp("undisturbed")), {})
     assert ended.code == 0, ended.err
-    for path in (launcher.folder / "run").rglob("*"):
-        if path.is_file():
-            path.unlink()
-    for path in sorted((launcher.folder / "run").iterdir()):
-        path.rmdir()
     return done
 
 

@@ -166,18 +166,19 @@ def late():
     with fa.start(device="cpu") as world:
         fa.gather(torch.ones(1))
         if world.rank == 0:
-            time.sleep(2.0)
+            time.sleep(1.0)
         world.barrier()
         if world.rank == 1:
-            time.sleep(2.0)  # the others wait in a clean end
+            time.sleep(1.0)  # the others wait in a clean end
         total = fa.reduce(torch.ones(1))
         if world.rank == 2:
-            time.sleep(1.5)
+            time.sleep(0.75)
     return total
 
 
 def test_a_slow_rank_is_no_fault(run, monkeypatch):
-    monkeypatch.setattr(peers, "DEPARTURE", 0.5)
+    for name, seconds in (("INTERVAL", 0.1), ("PATIENCE", 0.25), ("DEPARTURE", 0.25)):
+        monkeypatch.setattr(peers, name, seconds)
     assert [outcome.error for outcome in run(late)] == ["returned"] * 3
 
 

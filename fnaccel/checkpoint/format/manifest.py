@@ -11,7 +11,7 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import attrs
@@ -86,6 +86,20 @@ class Manifest:
     files: Mapping[str, FileRecord]
     written_by: Mapping[str, Any]
     digest: str = ""
+
+    def reader(self, where: str) -> Callable[[str], Stored]:
+        """A function that returns the tensor at a path. It raises CheckpointError if there is none."""
+
+        def read(path: str) -> Stored:
+            if path not in self.tensors:
+                raise CheckpointError(
+                    f"the tree in the manifest holds the tensor {path}, which is stored nowhere",
+                    where=where,
+                    fix="the checkpoint is damaged: restore another of fa.checkpoints(directory)",
+                )
+            return self.tensors[path]
+
+        return read
 
 
 def dump(manifest: Manifest) -> bytes:

@@ -16,8 +16,8 @@ from fnaccel.checkpoint import reading
 from fnaccel.checkpoint.disk import publish as commit
 from fnaccel.checkpoint.disk.finding import open_checkpoint
 from fnaccel.checkpoint.format.boxes import Box, overlap
-from fnaccel.checkpoint.format.found import Found, Source, damaged, read_all, unescaped
-from fnaccel.checkpoint.format.manifest import Manifest, Stored
+from fnaccel.checkpoint.format.found import Found, Source, read_all, unescaped
+from fnaccel.checkpoint.format.manifest import Stored
 from fnaccel.checkpoint.format.mapped import Block, Mapped
 from fnaccel.checkpoint.format.values import decode
 from fnaccel.checkpoint.format.walk import child
@@ -40,7 +40,7 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
     """
     directory, manifest = open_checkpoint(path, step, f"reading {path}", stack)
     chosen = directory.path
-    root = decode(manifest.tree, lambda name: _stored(manifest, name, chosen))
+    root = decode(manifest.tree, manifest.reader(f"reading {chosen}"))
     tree: Mapping[str, Any] = _sections(root)
     reader = _Reader(chosen, Mapped(lambda file, opener: directory.open(file.name, opener)))
     stack.callback(reader.mapped.close)
@@ -121,9 +121,3 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
         return int(value) if math.isfinite(value) and value >= 0 else None
-
-
-def _stored(manifest: Manifest, name: str, path: Path) -> Stored:
-    if name not in manifest.tensors:
-        raise damaged(f"the manifest holds the tensor {name}, which is stored nowhere", path)
-    return manifest.tensors[name]
