@@ -49,14 +49,20 @@ def read_manifest(directory: Directory) -> Manifest:
         return manifest.parse(data, str(directory.path / manifest.FILE))
 
 
-def open_manifest(directory: Directory) -> Manifest:
+def open_manifest(directory: Directory, *, partial: bool = False) -> Manifest:
     """Read and check the manifest of a checkpoint, and check that its files are there with all their bytes.
+
+    Args:
+        directory: the checkpoint.
+        partial: whether files may be missing, which lie on other machines.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
     described = read_manifest(directory)
     for name in described.files:
+        if partial and directory.size_of(name) is None:
+            continue
         damage = damage_of(directory, described, name)
         if damage is not None:
             raise _damaged(damage, directory.path)

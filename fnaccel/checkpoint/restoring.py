@@ -20,14 +20,17 @@ from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.disk.directory import Directory, attempt, attempts
 from fnaccel.checkpoint.disk.finding import check_step, find
 from fnaccel.checkpoint.disk.garbage import no_collection
+from fnaccel.checkpoint.disk.publish import committed
 from fnaccel.checkpoint.filling import Filling
 from fnaccel.checkpoint.format.boxes import part_of, whole
 from fnaccel.checkpoint.format.manifest import Manifest
 from fnaccel.checkpoint.format.values import decode
 from fnaccel.checkpoint.hooks import Registered
+from fnaccel.checkpoint.machines import check_present, common_steps
 from fnaccel.checkpoint.matching import match
 from fnaccel.checkpoint.reading import Files
 from fnaccel.checkpoint.selection import is_complete, select
+from fnaccel.collectives import gather_objects
 from fnaccel.errors import CheckpointError, UnleasedStateError
 from fnaccel.state import TrainState, fold, lease_of
 from fnaccel.tree import Tree
@@ -47,6 +50,7 @@ def restore(
     skip: Patterns = None,
     rename: Rename = None,
     verify: bool = False,
+    each_machine: bool = False,
     world: World | None = None,
 ) -> Any:
     """Read a checkpoint into a tree like the one saved: any strategy, any number of ranks.
@@ -69,6 +73,8 @@ def restore(
         rename: the paths in `like` of stored paths: regular expressions and the text to put in their
             place, in order, or a function of the path.
         verify: also read every file and compare its checksum (their sizes always are).
+        each_machine: each machine has a directory of its own, as `fa.save(each_machine=True)` wrote it. The
+            step is the newest that all machines have. Ranks need the pieces that they had.
         world: the world, if none was started in this context.
 
     Returns:
@@ -95,7 +101,7 @@ def restore(
     """
     active = current(world)
     active.resource(Background).settle()
-    chosen = _Chosen(Path(directory), step, like, only, skip, rename, verify)
+    chosen = _Chosen(Path(directory), step, like, only, skip, rename, verify, each_machine)
     with contextlib.ExitStack() as stack, no_collection():
         opened = _open(chosen, active, stack)
         hooks, path = active.resource(Registered), opened.files.path
@@ -121,6 +127,7 @@ class _Chosen:
     skip: Patterns
     rename: Rename
     verify: bool
+    each_machine: bool
 
     @property
     def partly(self) -> bool:
@@ -144,7 +151,8 @@ def _open(chosen: _Chosen, world: World, stack: contextlib.ExitStack) -> _Opened
         CheckpointError, TreeMismatchError, StaleStateError, ArgumentError: see `restore`.
     """
     for last in attempts():
-        path = together(world, _WHERE, functools.partial(_find, chosen, world))[0]
+        paths = together(world, _WHERE, functools.partial(_find, chosen, world, _step(chosen, world)))
+        path = paths[world.rank if chosen.each_machine else 0]
         opened: list[_Opened] = []  # not a return value: those are pickled and sent to the other ranks
         with contextlib.ExitStack() as attempt_stack:
             read = functools.partial(_read, chosen, world, attempt_stack, opened)
@@ -162,8 +170,17 @@ def _open(chosen: _Chosen, world: World, stack: contextlib.ExitStack) -> _Opened
     )
 
 
-def _find(chosen: _Chosen, world: World) -> Path:
-    return find(chosen.root, chosen.step, _WHERE) if world.is_main else chosen.root
+def _step(chosen: _Chosen, world: World) -> int | None:
+    """The step to read: with a directory on each machine, the newest that all have."""
+    if not chosen.each_machine or chosen.step is not None:
+        return chosen.step
+    if any(gather_objects(committed(chosen.root) is not None, world=world)):  # the path of one checkpoint
+        return None
+    return next(iter(common_steps(chosen.root, world, _WHERE)), None)
+
+
+def _find(chosen: _Chosen, world: World, step: int | None) -> Path:
+    return find(chosen.root, step, _WHERE) if world.is_main or chosen.each_machine else chosen.root
 
 
 def _read(
@@ -174,9 +191,12 @@ def _read(
     directory: Directory,
 ) -> str:
     """Check a checkpoint against `like`. Returns the digest of its manifest."""
-    described = reading.open_manifest(directory)
+    described = reading.open_manifest(directory, partial=chosen.each_machine)
     check_step(chosen.root, directory.path, described, chosen.step, _WHERE)
-    if chosen.verify:
+    if chosen.verify and chosen.each_machine:
+        there = [name for name in sorted(described.files) if directory.size_of(name) is not None]
+        reading.verify(directory, described, there[world.local_rank :: world.local_size])
+    elif chosen.verify:
         reading.verify(directory, described, sorted(described.files)[world.rank :: world.size])
     stored = decode(described.tree, described.reader(f"{_WHERE} of {directory.path}"))
     if isinstance(stored, TrainState) and "ranks" in described.written_by:
@@ -186,20 +206,24 @@ def _read(
         stored, problems = select(chosen.like, stored, chosen.only, chosen.skip, chosen.rename)
     pairs = match(chosen.like, stored, problems).pairs
     files = stack.enter_context(Files(directory))
-    files.check(
-        [
-            (
-                tensor,
-                whole(tensor.shape)
-                if target is None or type(target) is torch.Tensor
-                else part_of(target, world.rank).box,
-            )
-            for target, tensor in pairs
-        ]
-    )
+    wanted = [
+        (
+            tensor,
+            whole(tensor.shape)
+            if target is None or type(target) is torch.Tensor
+            else part_of(target, world.rank).box,
+        )
+        for target, tensor in pairs
+    ]
+    if chosen.each_machine:
+        check_present(directory, wanted, world.machine, _WHERE)
+    files.check(wanted)
     own_streams = {} if chosen.partly else _streams(described, files, world)
     opened.append(_Opened(files, stored, own_streams))
-    return described.digest
+    # the manifests of machines differ: they are of one save
+    return (
+        str(described.written_by.get("save", described.digest)) if chosen.each_machine else described.digest
+    )
 
 
 def _streams(manifest: Manifest, files: Files, world: World) -> dict[str, torch.Tensor]:

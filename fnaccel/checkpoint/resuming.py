@@ -11,6 +11,7 @@ from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.background import Background
 from fnaccel.checkpoint.disk import publish as commit
 from fnaccel.checkpoint.disk.directory import attempts
+from fnaccel.checkpoint.machines import common_steps
 from fnaccel.checkpoint.restoring import restore
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import CheckpointError, FnaccelError
@@ -32,6 +33,7 @@ def resume_or_init(
     extras: Tree = None,
     verify: bool = True,
     fallback: bool = False,
+    each_machine: bool = False,
 ) -> TrainState:
     """The state of the newest checkpoint under a root, or a first state if there is none yet.
 
@@ -48,6 +50,7 @@ def resume_or_init(
         verify: compare the checksums of all files before anything is changed. Ranks share the files. False
             saves that reading of a large checkpoint.
         fallback: if the newest checkpoint is damaged, warn and take the newest that is not.
+        each_machine: see `fa.restore`.
 
     Returns:
         The live state: at step 0, or at the step that was saved.
@@ -67,17 +70,25 @@ def resume_or_init(
     world = train_step.mesh.world
     world.resource(Background).settle()
     state = train_step.init(seed, extras=extras)
+
+    def steps_now() -> list[int]:
+        if each_machine:
+            return common_steps(root, world, _WHERE, _steps(root))
+        return together(world, _WHERE, lambda: _steps(root) if world.is_main else [])[0]
+
     for _ in attempts():
-        steps = together(world, _WHERE, lambda: _steps(root) if world.is_main else [])[0]
+        steps = steps_now()
         for at, step in enumerate(steps):
             try:
-                return restore(root, like=state, step=step, verify=verify, world=world)
+                return restore(
+                    root, like=state, step=step, verify=verify, each_machine=each_machine, world=world
+                )
             except FnaccelError as error:  # which restore raises on all ranks, or on none
                 failed = error
             damaged = gather_objects(isinstance(failed, CheckpointError), world=world)
             if not all(damaged):  # to one rank the trees differ: no older checkpoint would help
                 raise failed
-            there = together(world, _WHERE, lambda: _steps(root) if world.is_main else [])[0]
+            there = steps_now()
             if step not in there and not is_stale(state):  # a job beside this one keeps newer ones only
                 break
             _go_on(failed, root, steps[at:], may=fallback and not is_stale(state))

@@ -23,6 +23,7 @@ def save(
     metadata: Tree = None,
     keep: int | None = None,
     keep_every: int | None = None,
+    each_machine: bool = False,
     world: World | None = None,
 ) -> Path:
     """Write a checkpoint that any strategy on any number of ranks can restore.
@@ -41,6 +42,8 @@ def save(
         keep: how many of the newest checkpoints stay. Older ones are removed once this one is committed,
             but for those that someone is reading. None: all.
         keep_every: checkpoints whose step is a multiple of this stay besides.
+        each_machine: the machines do not share `directory`. Each writes what its own ranks need into its own,
+            and `fa.restore(each_machine=True)` reads it there.
         world: the world, if none was started in this context.
 
     Returns:
@@ -61,7 +64,7 @@ def save(
     """
     where, active = "fa.save", current(world)
     retention = Retention(keep, keep_every)
-    return _begun(where, directory, state, step, metadata, retention, active).run()
+    return _begun(where, directory, state, step, metadata, retention, active, each_machine=each_machine).run()
 
 
 @every_rank
@@ -73,6 +76,7 @@ def save_async(
     metadata: Tree = None,
     keep: int | None = None,
     keep_every: int | None = None,
+    each_machine: bool = False,
     world: World | None = None,
 ) -> Saving:
     """Like `save`, while training goes on: the call copies the state to the host, a thread does the rest.
@@ -90,6 +94,7 @@ def save_async(
         metadata: see `save`.
         keep: see `save`.
         keep_every: see `save`.
+        each_machine: see `save`.
         world: see `save`.
 
     Returns:
@@ -107,8 +112,9 @@ def save_async(
     where, active = "fa.save_async", current(world)
     retention = Retention(keep, keep_every)
     background = active.resource(Background)
+    hold = background.copies.of
     return background.go(
-        _begun(where, directory, state, step, metadata, retention, active, background.copies.of)
+        _begun(where, directory, state, step, metadata, retention, active, hold, each_machine=each_machine)
     )
 
 
@@ -121,12 +127,14 @@ def _begun(
     retention: Retention,
     world: World,
     hold: Hold | None = None,
+    *,
+    each_machine: bool,
 ) -> Writing:
     """A save that is ready to run, once the one before it has ended."""
     retention.check(where)
     world.resource(Background).settle()
     # absolute: a thread may write after the script has changed its directory
-    writing = Writing(Path(directory).absolute(), retention, world, where)
+    writing = Writing(Path(directory).absolute(), retention, world, where, each_machine=each_machine)
     with no_collection():
         writing.begin(state, step, metadata, hold=hold)
     return writing

@@ -26,13 +26,14 @@ from fnaccel.checkpoint.disk.durable import FileRecord
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.checkpoint.format import manifest
-from fnaccel.checkpoint.format.boxes import Part, part_of, whole
+from fnaccel.checkpoint.format.boxes import Part, whole
 from fnaccel.checkpoint.format.items import of_tensors
 from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored, file_name
 from fnaccel.checkpoint.format.safetensors import widest_first, write_items
 from fnaccel.checkpoint.format.values import Encoded, encode
 from fnaccel.checkpoint.format.walk import shown
 from fnaccel.checkpoint.hooks import Registered
+from fnaccel.checkpoint.machines import Machines
 from fnaccel.errors import ArgumentError, CheckpointError, NotSerializableError
 from fnaccel.state import TrainState
 from fnaccel.tree import Tree
@@ -67,19 +68,23 @@ class Writing:
         retention: which of them stay.
         world: the ranks.
         where: the public function, for messages.
+        each_machine: whether machines do not share the directory.
 
     Attributes:
         parts: the parts that this rank writes, by path.
         over: the group in which ranks meet after `begin`. None: the world's group.
     """
 
-    def __init__(self, root: Path, retention: Retention, world: World, where: str) -> None:
+    def __init__(
+        self, root: Path, retention: Retention, world: World, where: str, *, each_machine: bool = False
+    ) -> None:
         self.parts: dict[str, Part] = {}
         self.over: dist.ProcessGroup | None = None
         self._root = root
         self._retention = retention
         self._world = world
         self._where = where
+        self._machines = Machines.found(world, apart=each_machine)
         self._lock = contextlib.ExitStack()
         self._staged: Path | None = None
         self._number = 0
@@ -100,23 +105,33 @@ class Writing:
             ready = _Ready(streams=self._note(tree, notes, state))
             if hold is not None:
                 self.parts = hold(self.parts)
-            if not self._world.is_main:
+            if not self._machines.leads:
                 return ready
-            number = _number(self._root, state, step, self._where)
+            number = _number(self._root, state, step, self._where) if numbers is None else numbers[0]
             commit.check_free(self._root, number, self._where)
             self._staged = commit.stage(self._root, number)
             self._lock.enter_context(commit.held(self._staged))
             commit.check_alone(self._staged, self._where)
             return attrs.evolve(ready, place=(self._staged, number))
 
+        machines = self._machines
+        numbers = None
+        if machines.several:  # rank 0's, and not one of each machine
+            numbers = together(
+                self._world, self._where, lambda: _number(self._root, state, step, self._where)
+            )
         with self._undone() as lock:
             ranks = together(self._world, self._where, prepare)
             self._lock = lock.pop_all()
-        self._staged, self._number = next(ready.place for ready in ranks if ready.place is not None)
+        place = ranks[machines.lead()].place
+        assert place is not None
+        self._staged, self._number = place
+        self._save = ranks[0].place[0].name if ranks[0].place is not None else ""
         self._call_hooks("before_save", self._staged, state)
-        if self._world.is_main:
+        if machines.leads:
             for rank, ready in enumerate(ranks):
-                self.parts.update(_streams(rank, ready.streams))
+                if machines.lead(rank) == machines.rank:
+                    self.parts.update(_streams(rank, ready.streams))
 
     def run(self) -> Path:
         """Write, commit and remove old checkpoints. Returns the directory of the checkpoint.
@@ -127,6 +142,8 @@ class Writing:
         with self._undone(), no_collection():
             written = together(self._world, self._where, self._write, over=self.over)
             together(self._world, self._where, lambda: self._finish(written), over=self.over)
+            if self._machines.several:
+                together(self._world, self._where, self._retain, over=self.over)
         path = self._root / commit.name_of(self._number)
         self._call_hooks("after_save", path)
         return path
@@ -145,20 +162,20 @@ class Writing:
             try:
                 yield lock
             except Exception:
-                if self._world.is_main and self._staged is not None:
+                if self._machines.leads and self._staged is not None:
                     with contextlib.suppress(OSError):
                         durable.remove(self._staged)
                 raise
 
     def _note(self, tree: Encoded, notes: Encoded, state: Tree) -> dict[str, torch.Tensor]:
         """Note the parts to write. Returns this rank's random streams if it has no file for them."""
-        parts = {path: part_of(value, self._world.rank) for path, value in tree.tensors.items()}
+        parts = {path: self._machines.part_of(value) for path, value in tree.tensors.items()}
         self.parts = {path: part for path, part in parts.items() if part.writes and part.box.numel}
         # the tensors themselves are not kept: a state may be donated while it is written
         self._tensors = {path: _stored(path, value) for path, value in tree.tensors.items()}
         self._tree, self._metadata = tree.structure, notes.structure
-        # only rank 0 writes it, so the other ranks do not format the plan or walk the modules
-        self._written_by = provenance.describe(state, self._world.size) if self._world.is_main else {}
+        # one rank writes it, so the other ranks do not format the plan or walk the modules
+        self._written_by = provenance.describe(state, self._world.size) if self._machines.leads else {}
         captured = streams.capture(self._world.device) if tree.has_state else {}
         if not self.parts:
             return captured
@@ -179,18 +196,26 @@ class Writing:
         return _Written(name, record, tuple(pieces))
 
     def _finish(self, written: Sequence[_Written | None]) -> None:
-        if self._world.is_main and self._staged is not None:
-            text = self._describe([part for part in written if part is not None])
+        if self._machines.leads and self._staged is not None:
+            text = self._describe(written)
             if self._world.resource(Registered).hooks:
                 durable.sync_files(self._staged)
             durable.write_file(self._staged / manifest.FILE, [memoryview(text)])
             commit.commit(self._staged, self._root, self._number, self._where)
             commit.sweep(self._root)
+            if not self._machines.several:
+                self._retention.apply(self._root, self._number)
+
+    def _retain(self) -> None:
+        """Remove old checkpoints, once all machines have the new one."""
+        if self._machines.leads:
             self._retention.apply(self._root, self._number)
 
-    def _describe(self, written: Sequence[_Written]) -> bytes:
+    def _describe(self, written: Sequence[_Written | None]) -> bytes:
         tensors = dict(self._tensors)
-        for piece in (stored for part in written for stored in part.tensors):
+        wrote = [(rank, part) for rank, part in enumerate(written) if part is not None]
+        writer = {part.file: rank for rank, part in wrote}
+        for piece in (stored for _, part in wrote for stored in part.tensors):
             tensor = tensors.get(piece.path)
             if tensor is None and piece.path.startswith(f"{streams.ROOT}/"):
                 tensor = attrs.evolve(piece, pieces=())
@@ -201,14 +226,29 @@ class Writing:
                     fix="save the same tree on every rank",
                 )
             tensors[piece.path] = Stored(piece.path, tensor.dtype, tensor.shape, tensor.pieces + piece.pieces)
+        own: dict[str, Any] = {}
+        if self._machines.several:
+            own = {
+                "machine": self._machines.here,
+                "machines": len(set(self._machines.of)),
+                "save": self._save,
+            }
+            tensors = {
+                path: attrs.evolve(
+                    stored,
+                    pieces=self._machines.own_copies((writer[piece.file], piece) for piece in stored.pieces),
+                )
+                for path, stored in tensors.items()
+            }
+        named = {piece.file for stored in tensors.values() for piece in stored.pieces}
         text = manifest.dump(
             Manifest(
                 step=self._number,
                 tree=self._tree,
                 metadata=self._metadata,
                 tensors=tensors,
-                files={part.file: part.record for part in written},
-                written_by={**self._written_by, "git": provenance.commit_of_program()},
+                files={part.file: part.record for _, part in wrote if part.file in named},
+                written_by={**self._written_by, "git": provenance.commit_of_program(), **own},
             )
         )
         manifest.parse(text, self._where)  # a manifest that a reader would refuse is not committed

@@ -230,6 +230,7 @@ def scan_options(recipe_: Recipe) -> dict[str, Any]:
         "save_every": plan.every,
         "keep": plan.keep,
         "keep_every": plan.keep_every,
+        "each_machine": plan.each_machine,
         "background": plan.background,
     }
 

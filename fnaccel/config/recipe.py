@@ -74,6 +74,7 @@ class CheckpointRecipe:
         every: steps between two saves. None: at the end only.
         keep: how many of the newest stay. None: all.
         keep_every: steps that are multiples of this always stay.
+        each_machine: whether machines do not share the directory.
         background: whether training goes on while a state is written.
 
     Example:
@@ -87,6 +88,7 @@ class CheckpointRecipe:
     every: int | None = None
     keep: int | None = None
     keep_every: int | None = None
+    each_machine: bool = False
     background: bool = False
 
 

@@ -28,7 +28,7 @@ class Autosave:
     Attributes:
         directory: the root of the checkpoints.
         every: steps between two saves. None: at the end only.
-        keep, keep_every: arguments of `fa.save`.
+        keep, keep_every, each_machine: arguments of `fa.save`.
         background: whether training goes on while a state is written.
         signals: the signals that let the run save and end.
     """
@@ -37,6 +37,7 @@ class Autosave:
     every: int | None = None
     keep: int | None = None
     keep_every: int | None = None
+    each_machine: bool = False
     background: bool = False
     signals: tuple[str, ...] = attrs.field(default=SIGNALS, converter=tuple[str, ...])
 
@@ -85,10 +86,15 @@ class _Saver:
         if state.step == self.step:
             return
         plan = self.plan
+        options: dict[str, Any] = {
+            "keep": plan.keep,
+            "keep_every": plan.keep_every,
+            "each_machine": plan.each_machine,
+        }
         if plan.background:
-            self.pending = save_async(plan.directory, state, keep=plan.keep, keep_every=plan.keep_every)
+            self.pending = save_async(plan.directory, state, **options)
         else:
-            self.path = save(plan.directory, state, keep=plan.keep, keep_every=plan.keep_every)
+            self.path = save(plan.directory, state, **options)
         self.step = state.step
 
     def wait(self) -> Path | None:

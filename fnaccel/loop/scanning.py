@@ -51,6 +51,7 @@ def scan(
     save_every: int | None = None,
     keep: int | None = None,
     keep_every: int | None = None,
+    each_machine: bool = False,
     background: bool = False,
     signals: Iterable[str] = SIGNALS,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
@@ -78,6 +79,7 @@ def scan(
             loop that is left by `break` or by an error saves nothing more.
         save_every: None saves at the end only.
         keep, keep_every: how many of the newest checkpoints stay, and of which steps all: see `fa.save`.
+        each_machine: machines do not share the directory: see `fa.save`.
         background: train on while a state is written. The end of the loop waits for it.
         signals: names of the signals that let a run with a directory save and end. `()` leaves signals alone.
             The handlers of before are back when the loop ends. Only the main thread can catch any.
@@ -119,8 +121,10 @@ def scan(
         "give a directory, and save_every of 1 or more",
     )
     require(
-        directory is not None or (keep is None and keep_every is None and not background),
-        f"keep={keep!r}, keep_every={keep_every!r}, background={background!r} with nothing to save",
+        directory is not None
+        or (keep is None and keep_every is None and not background and not each_machine),
+        f"keep={keep!r}, keep_every={keep_every!r}, each_machine={each_machine!r}, background={background!r} "
+        "with nothing to save",
         "fa.scan",
         "give a directory",
     )
@@ -136,6 +140,7 @@ def scan(
             every=save_every,
             keep=keep,
             keep_every=keep_every,
+            each_machine=each_machine,
             background=background,
             signals=signals,
         )

@@ -155,10 +155,10 @@ def hidden_from_one(root, fallback):
     if current().rank == 1:
         real = reading.open_manifest
 
-        def refuse(directory):
+        def refuse(directory, **options):
             if directory.path.name.endswith("2"):
                 raise CheckpointError("not here", where="test", fix="none")
-            return real(directory)
+            return real(directory, **options)
 
         reading.open_manifest = refuse
     try:
