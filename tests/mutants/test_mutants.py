@@ -35,6 +35,25 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "matrices orthogonalised by shards", "optim/foreign.py", "if not (self.whole and _sharded(groups)):",
+        "if True:", ("tests/optim/test_several.py", "-k", "muon_works"),
+    ),
+    Mutant(
+        "bias correction that counts updates before a late start", "engine/updater.py",
+        "number - part.starts if part.starts else number", "number",
+        ("tests/optim/test_several.py", "-k", "late_start_equals and local"),
+    ),
+    Mutant(
+        "a resumed run that forgets the size of its windows", "loop/scanning.py",
+        "windows.grouped(batches, shards.window, state.step)", "windows.grouped(batches, shards.window, 0)",
+        ("tests/data/test_windows.py", "-k", "resumed"),
+    ),
+    Mutant(
+        "a machine that reads the copy of another", "checkpoint/machines.py",
+        "lambda entry: (self.of[entry[0]] != self.here, entry[0])", "lambda entry: entry[0]",
+        ("tests/checkpoint/test_machines.py", "-k", "layout_go_on and ddp"),
+    ),
+    Mutant(
         "gradients scaled by 1/1.01", "engine/eager.py", "multiplier = _ratio(engine, weight)",
         "multiplier = _ratio(engine, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
     ),
