@@ -67,7 +67,7 @@ METHODS = {
     "Notice": ["asked", "stopping", "ask"],
     "Float8": ["layers"],
     "Mesh": ["batch_size", "batch_rank", "coordinate", "group"],
-    "Shards": ["at", "updates_per_epoch"],
+    "Shards": ["at", "on", "updates_per_epoch"],
     "Mean": ["of", "of_tokens"],
     "Hooks": ["remove"],
     "Saving": ["done", "wait", "error"],

@@ -37,6 +37,13 @@ def test_nearest_layouts_are_named():
         resolve([("dp_replicate", 2), ("dp_shard", 4)], 6, "ddp(2) * fsdp(4)")
 
 
+def test_nearest_layouts_of_three_axes_are_named():
+    degrees = [("dp_replicate", 2), ("dp_shard", 3), ("tp", 2)]
+    with pytest.raises(errors.AxisProductError) as caught:
+        resolve(degrees, 8, "ddp(2) * fsdp(3) * tensor(2)")
+    assert "dp_replicate=2 * dp_shard=2 * tp=2" in str(caught.value)
+
+
 def coordinates():
     mesh = build(current(), {"dp_replicate": 2, "dp_shard": 2})
     batch = mesh["batch"]

@@ -20,4 +20,5 @@ from fnaccel.data.loaders import reader as reader
 from fnaccel.data.seeding import set_seed as set_seed
 from fnaccel.data.shard import Shards as Shards
 from fnaccel.data.shard import open_epoch as open_epoch
+from fnaccel.data.shard import open_on as open_on
 from fnaccel.data.shard import shard as shard

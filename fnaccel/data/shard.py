@@ -31,7 +31,7 @@ from fnaccel.data.stream import open_stream
 from fnaccel.errors import ArgumentError, LoaderError
 from fnaccel.state import Position
 from fnaccel.world import world as worlds
-from fnaccel.world.mesh import batch_ranks
+from fnaccel.world.mesh import Mesh, batch_ranks
 from fnaccel.world.world import World
 
 
@@ -57,6 +57,7 @@ class Shards:
         device_placement: whether tensors are moved to the device at all.
         start: the position at which iteration begins.
         step: the step of the first window.
+        mesh: whose `batch` axis shares the rows. None: all ranks of the world.
 
     Example:
         >>> shards = fa.shard(loader)
@@ -77,6 +78,7 @@ class Shards:
     device_placement: bool = True
     start: Position = attrs.field(factory=Position)
     step: int = 0
+    mesh: Mesh | None = None
     _kept: dict[str, Any] = attrs.field(factory=dict[str, Any], eq=False, repr=False)
 
     def at(self, position: Position, *, step: int = 0) -> Shards:
@@ -92,6 +94,17 @@ class Shards:
             2
         """
         return attrs.evolve(self, start=position, step=step)
+
+    def on(self, mesh: Mesh) -> Shards:
+        """The same, shared as a train step shares rows: `shards.on(train_step.mesh)` in a loop of your own.
+
+        If ranks along an axis read the same rows, only this is right, and iterating without it raises.
+
+        Example:
+            >>> for batch in fa.shard(loader).on(train_step.mesh):
+            ...     state, metrics = train_step(state, batch)
+        """
+        return attrs.evolve(self, mesh=mesh)
 
     def updates_per_epoch(
         self, strategy: HasDegrees | None = None, *, epochs: int = 1, world: World | None = None
@@ -131,6 +144,7 @@ class Shards:
         """
         there = worlds.find_current()
         ranks = 1 if there is None else there.size
+        ranks = ranks if self.mesh is None else self.mesh.batch_size
         count = steps_per_epoch(self, ranks, start=self.start.samples, first=self.step)
         if count is None:
             raise TypeError("the number of batches is not known: fa.shard(...) has no length")
@@ -146,8 +160,12 @@ class Shards:
                 where="for window in shards",
                 fix="let fa.scan(train_step, state, shards, ...) read them",
             )
-        world = worlds.current()
-        batches = open_epoch(self, rank=world.rank, ranks=world.size, device=world.device)
+        if self.mesh is None:
+            world = worlds.current()
+            _check_all_differ(world)
+            batches = open_epoch(self, rank=world.rank, ranks=world.size, device=world.device)
+        else:
+            batches = open_on(self, self.mesh)
         nothing = True
         for batch in batches:
             nothing = False
@@ -271,6 +289,30 @@ def shard(
         shuffle=shuffle,
         prefetch=int(prefetch),
         device_placement=device_placement,
+    )
+
+
+def _check_all_differ(world: World) -> None:
+    """Raise ArgumentError if ranks of a train step are to read the same rows."""
+    for mesh in world.open_meshes():
+        if mesh.batch_size != world.size:
+            raise ArgumentError(
+                f"a train step of {world.size} ranks shares the rows in {mesh.batch_size} parts "
+                f"({mesh.degrees}), and this loop would give each rank other rows",
+                where="for batch in shards",
+                fix="for batch in shards.on(train_step.mesh), or fa.scan(train_step, state, shards)",
+            )
+
+
+def open_on(shards: Shards, mesh: Mesh, *, remainder: Remainder | None = None) -> Iterator[Batch | Window]:
+    """Read this rank's part, as the `batch` axis of a mesh shares rows. See `open_epoch`."""
+    return open_epoch(
+        shards,
+        rank=mesh.batch_rank,
+        ranks=mesh.batch_size,
+        device=mesh.world.device,
+        group=mesh.group("batch"),
+        remainder=remainder,
     )
 
 

@@ -12,7 +12,7 @@ import attrs
 
 from fnaccel.collectives import any_process
 from fnaccel.collectives.signature import meet
-from fnaccel.data import Shards, open_epoch, steps_per_epoch, windows
+from fnaccel.data import Shards, open_on, steps_per_epoch, windows
 from fnaccel.data.lengths import updates
 from fnaccel.engine.scoring import Scores
 from fnaccel.errors import ArgumentError, LoaderError, require
@@ -257,15 +257,7 @@ def _check_some(position: Position) -> None:
 def _epoch(
     train_step: TrainStep, shards: Shards, position: Position, *, step: int = 0, **options: Any
 ) -> Iterator[Any]:
-    mesh = train_step.mesh
-    return open_epoch(
-        shards.at(position, step=step),
-        rank=mesh.batch_rank,
-        ranks=mesh.batch_size,
-        device=mesh.world.device,
-        group=mesh.group("batch"),
-        **options,
-    )
+    return open_on(shards.at(position, step=step), train_step.mesh, **options)
 
 
 def _total(

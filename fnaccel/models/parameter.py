@@ -17,7 +17,7 @@ class Leaf:
         name: its canonical name.
         param: the parameter itself (a DTensor if it is sharded).
         shard: this rank's part of it, the tensor that updates are written to.
-        like: lays a local tensor out over ranks as the parameter is.
+        like: lays a local tensor out over ranks as states show the parameter: over all axes of the mesh.
     """
 
     name: str
@@ -29,3 +29,23 @@ class Leaf:
     def sharded(self) -> bool:
         """Whether ranks hold different parts."""
         return hasattr(self.param, "placements")
+
+    @property
+    def shown_otherwise(self) -> bool:
+        """Whether states show it over more axes than those over which it is sharded."""
+        return self.sharded and self.like(self.shard).device_mesh != self.param.device_mesh
+
+    def own(self, local: torch.Tensor) -> Any:
+        """A local tensor laid out as the parameter itself is, such as its gradient."""
+        if not self.sharded:
+            return local
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
+
+        return DTensor.from_local(
+            local,
+            self.param.device_mesh,
+            self.param.placements,
+            run_check=False,
+            shape=self.param.shape,
+            stride=self.param.stride(),
+        )

@@ -13,6 +13,7 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.errors import ArgumentError, CapabilityError, nearest, require
+from fnaccel.models.parameter import Leaf
 from fnaccel.optim.description import Group, Optimizer, options_of
 from fnaccel.optim.schedules import Rate
 from fnaccel.optim.selection import Groups, pairs_of
@@ -77,7 +78,7 @@ class BoundTorch:
                 self._copies += [(state[slot], member.leaf.param) for slot in copied[member.index]]
                 if state:
                     self._optimizer.state[member.leaf.param] = state
-                self.slots[member.leaf.name] = state
+                self.slots[member.leaf.name] = _shown(state, member.leaf)
         self._copy_parameters()
 
     @torch.no_grad()
@@ -101,13 +102,34 @@ class BoundTorch:
         for index, leaf in self._leaves.items():
             grad = grads[index]
             if grad is not None and _torch.local_of(leaf.param.grad) is not grad:
-                leaf.param.grad = leaf.like(grad)  # a transform put another in its place
+                leaf.param.grad = leaf.own(grad)  # a transform put another in its place
         present = [g for g in grads if g is not None]
         if multiplier is not None and present:
             _torch.foreach_mul_(present, multiplier)
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = float(rate)
         self._optimizer.step()
+
+
+def _shown(state: dict[str, Any], leaf: Leaf) -> dict[str, Any]:
+    """The slots of a parameter as states show them: the same dict, unless the parameter is shown otherwise.
+
+    Raises:
+        CapabilityError: a slot is no tensor, so that what is shown would not follow it.
+    """
+    if not leaf.shown_otherwise:
+        return state
+    odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if odd:
+        raise CapabilityError(
+            f"the slot {odd[0]!r} is no tensor, and shards beside other axes show tensors only",
+            where="fa.from_torch",
+            fix="fa.fsdp() alone, or an optimizer whose slots are tensors",
+        )
+    return {
+        name: leaf.like(_torch.local_of(value)) if hasattr(value, "placements") else value
+        for name, value in state.items()
+    }
 
 
 def _make(cls: type[Any], groups: Sequence[Group], params: dict[int, Any]) -> Any:

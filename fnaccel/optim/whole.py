@@ -43,7 +43,7 @@ class BoundWhole:
         optimizer.param_groups.clear()  # the stand-ins go
         self._groups = groups
         self.slots: dict[str, dict[str, Any]] = {
-            member.leaf.name: {slot: _cut(value, member.leaf) for slot, value in first[member.index].items()}
+            member.leaf.name: {slot: _slot(value, member.leaf) for slot, value in first[member.index].items()}
             for group in groups
             for member in group.members
         }
@@ -95,10 +95,10 @@ class BoundWhole:
             self._optimizer.param_groups.clear()
             after = self._optimizer.state.pop(param)
         with torch.no_grad():
-            leaf.shard.copy_(_local(_cut(param.detach(), leaf)))
+            leaf.shard.copy_(_part(param.detach(), leaf))
             for slot, value in slots.items():
                 if isinstance(value, torch.Tensor):
-                    _local(value).copy_(_local(_cut(after[slot], leaf)))
+                    _local(value).copy_(_part(after[slot], leaf))
                 else:
                     slots[slot] = after[slot]
 
@@ -114,9 +114,19 @@ def _local(value: Any) -> torch.Tensor:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def _cut(value: Any, leaf: Leaf) -> Any:
-    """A whole slot laid out as its parameter. One of another shape (a count, a factor) stays whole."""
-    if not isinstance(value, torch.Tensor) or value.shape != leaf.param.shape or not leaf.sharded:
+def _fits(value: Any, leaf: Leaf) -> bool:
+    """Whether a slot is laid out as its parameter. One of another shape (a count, a factor) stays whole."""
+    return isinstance(value, torch.Tensor) and leaf.sharded and value.shape == leaf.param.shape
+
+
+def _slot(value: Any, leaf: Leaf) -> Any:
+    """A whole slot as states show it."""
+    return leaf.like(_part(value, leaf)) if _fits(value, leaf) else value
+
+
+def _part(value: Any, leaf: Leaf) -> Any:
+    """This rank's part of a whole slot or parameter."""
+    if not _fits(value, leaf):
         return value
     param = leaf.param
-    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None).to_local()

@@ -44,6 +44,11 @@ class StateOwner:
         self._closed = False
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
     def owned(self) -> Owned:
         """The engine and optimizers.
 

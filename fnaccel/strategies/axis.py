@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 import torch
 
+from fnaccel import _torch
 from fnaccel.engine.engine import Engine
 from fnaccel.errors import CapabilityError
 from fnaccel.models.building import Built
@@ -132,21 +133,32 @@ def same(local: Any) -> Any:
     return local
 
 
+def shown_over(mesh: Mesh, param: Any) -> Any:
+    """A sharded parameter as states show it: over all axes of the mesh, with copies along those it lacks.
+
+    So exactly one rank writes each of its pieces to a checkpoint. The tensor of this rank is the same one.
+    """
+    names = getattr(param, "device_mesh", None) and param.device_mesh.mesh_dim_names
+    if not names or set(names) == set(mesh.degrees):
+        return param
+    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415 - slow to import
+
+    placements = [
+        param.placements[names.index(axis)] if axis in names else Replicate() for axis in mesh.degrees
+    ]
+    return DTensor.from_local(
+        _torch.local_of(param).detach(),
+        mesh.device,
+        placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
 def laid_out_as(param: Tree) -> Callable[[torch.Tensor], Any]:
     """A function that lays a local tensor out over ranks as a DTensor parameter is laid out."""
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
-
-    def like(local: torch.Tensor) -> Any:
-        return DTensor.from_local(
-            local,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
-
-    return like
+    return Leaf("", param, _torch.local_of(param), same).own
 
 
 def whole_leaves(built: Built) -> tuple[Leaf, ...]:

@@ -141,7 +141,6 @@ def _cut(name: str, hosted: str, param: torch.Tensor, build: Build) -> _Piece:
 
     mesh = build.spec.mesh
     axis = mesh["dp_shard"]
-    replicas = mesh.degrees.get("dp_replicate", 1) > 1
     if not param.dim():
         raise CapabilityError(
             f"{name} is a single number, which has no rows to shard",
@@ -153,8 +152,8 @@ def _cut(name: str, hosted: str, param: torch.Tensor, build: Build) -> _Piece:
     part = full[axis.rank * chunk : (axis.rank + 1) * chunk].to(mesh.world.device, copy=True)
     sharded = DTensor.from_local(
         part,
-        mesh.device if replicas else mesh.device["dp_shard"],
-        [Replicate(), Shard(0)] if replicas else [Shard(0)],
+        mesh.device,
+        [Shard(0) if name == "dp_shard" else Replicate() for name in mesh.degrees],
         run_check=False,
         shape=full.shape,
         stride=full.stride(),

@@ -23,7 +23,7 @@ from fnaccel.models.blocks import find_units
 from fnaccel.models.building import Built, check_alike, construct
 from fnaccel.models.parameter import Leaf
 from fnaccel.step.precision_policy import Precision
-from fnaccel.strategies.axis import Build, finisher, laid_out_as, same
+from fnaccel.strategies.axis import Build, finisher, laid_out_as, same, shown_over
 from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_captured import build_captured
@@ -66,8 +66,8 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
         layout=Layout(
             mesh=mesh,
             model=built.model,
-            leaves=tuple(_leaf(name, p) for name, p in parameters.items() if p.requires_grad),
-            parameters=parameters,
+            leaves=tuple(_leaf(name, p, mesh) for name, p in parameters.items() if p.requires_grad),
+            parameters={name: shown_over(mesh, p) for name, p in parameters.items()},
             buffers=dict(built.named("buffers")),
             norm_axes=(mesh["dp_shard"],),
         ),
@@ -133,7 +133,9 @@ def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None
     mesh = build.spec.mesh
     shared: Any = {
         # one replica has nobody to average with: on both axes FSDP2 would talk to itself
-        "mesh": mesh.device if mesh.degrees.get("dp_replicate", 1) > 1 else mesh.device["dp_shard"],
+        "mesh": mesh.device[
+            ("dp_replicate", "dp_shard") if mesh.degrees.get("dp_replicate", 1) > 1 else "dp_shard"
+        ],
         "reshard_after_forward": options.reshard_after_forward,
         "ignored_params": ignored or None,
     }
@@ -228,10 +230,10 @@ def _fill(built: Built, mesh: Mesh, options: Fsdp, values: dict[str, Any]) -> No
     set_model_state_dict(built.host, values, options=how)
 
 
-def _leaf(name: str, param: torch.Tensor) -> Leaf:
+def _leaf(name: str, param: torch.Tensor, mesh: Mesh) -> Leaf:
     if not hasattr(param, "placements"):
         return Leaf(name, param, param.detach(), same)
-    return Leaf(name, param, _torch.local_of(param).detach(), laid_out_as(param))
+    return Leaf(name, param, _torch.local_of(param).detach(), laid_out_as(shown_over(mesh, param)))
 
 
 def _runner(host: nn.Module) -> Callable[..., Any]:

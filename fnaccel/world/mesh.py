@@ -71,13 +71,26 @@ def _suggest(degrees: Sequence[tuple[str, int]], size: int) -> str:
         return f"start one process, or distribute over {size} with ddp() or fsdp()"
     if len(degrees) == 1:
         return f"use degree {size}, or -1 for all ranks, or start {abs(degrees[0][1])} processes"
-    first = degrees[0][1]
-    pairs = [(d, size // d) for d in range(1, size + 1) if size % d == 0]
-    pairs.sort(key=lambda pair: (abs(pair[0] - first), pair))
-    if len(degrees) == 2:
-        layouts = ", ".join(f"{degrees[0][0]}={a} * {degrees[1][0]}={b}" for a, b in pairs[:3])
-        return f"nearest layouts of {size} ranks: {layouts}"
-    return f"make one degree -1, or choose degrees whose product is {size}"
+    wanted = [degree for _, degree in degrees]
+
+    def distance(layout: Sequence[int]) -> tuple[float, Sequence[int]]:
+        pairs = [(have, want) for have, want in zip(layout, wanted, strict=True) if want > 0]
+        return sum(abs(math.log(have / want)) for have, want in pairs), layout
+
+    nearest = sorted(_layouts(size, len(degrees)), key=distance)[:3]
+    shown = (
+        " * ".join(f"{name}={degree}" for (name, _), degree in zip(degrees, layout, strict=True))
+        for layout in nearest
+    )
+    return f"nearest layouts of {size} ranks: {', '.join(shown)}"
+
+
+def _layouts(size: int, axes: int) -> list[tuple[int, ...]]:
+    """All degrees of that many axes whose product is `size`."""
+    if axes == 1:
+        return [(size,)]
+    divisors = [degree for degree in range(1, size + 1) if size % degree == 0]
+    return [(degree, *rest) for degree in divisors for rest in _layouts(size // degree, axes - 1)]
 
 
 @attrs.frozen(kw_only=True)

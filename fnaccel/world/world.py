@@ -109,6 +109,10 @@ class World(ProcessControl):
         """Call `guest.close()` before the process group ends: the guest communicates over it."""
         self._guests.add(guest)
 
+    def open_meshes(self) -> list[Any]:
+        """The meshes of the train steps of this world that are not closed."""
+        return [guest.mesh for guest in self._guests if not getattr(guest, "closed", False)]
+
     def resource(self, kind: Callable[[World], R]) -> R:
         """The one `kind(self)` of this world, made when it is first asked for.
 

@@ -13,7 +13,6 @@ from fnaccel.errors import (
     ArgumentError,
     AxisProductError,
     CapabilityError,
-    CheckpointError,
     ConfigError,
     LoaderError,
     UnknownNameError,
@@ -27,6 +26,7 @@ STEPS = 3
 ROWS = [(strategy, ranks) for strategy, ranks in [
     ("extending_page:summed()", 1), ("extending_page:summed()", 2), ("extending_page:copies(2)", 2),
     ("ddp(2) * extending_page:copies(2)", 4), ("fsdp(2) * extending_page:copies(2)", 4), ("extending_page:clipper()", 1),
+    ("hsdp(2, 2) * extending_page:copies(2)", 8),
 ]]  # fmt: skip
 ids = [f"{strategy.replace('extending_page:', '')}-{ranks}" for strategy, ranks in ROWS]
 
@@ -78,7 +78,7 @@ def test_an_axis_or_a_runtime_trains_as_the_oracle(pools, strategy, ranks):
         agrees(found, expected(parts, lr=0.1))
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [row for row in ROWS if "fsdp" not in row[0]])
+@pytest.mark.parametrize(("strategy", "ranks"), ROWS, ids=ids)
 def test_checkpoints_go_both_ways(pools, tmp_path, strategy, ranks):
     _, params, _ = pools.run(ranks, trained, strategy, None, tmp_path / "theirs")[0]
     _, restored, _ = pools.run(1, trained, "local", None, None, tmp_path / "theirs")[0]
@@ -88,11 +88,74 @@ def test_checkpoints_go_both_ways(pools, tmp_path, strategy, ranks):
         assert fa.tree.allclose(restored, params)
 
 
-def test_shards_beside_copies_are_not_saved_twice(pools, tmp_path):
-    """Two ranks hold each shard, and neither knows of the other: nothing is committed."""
-    with pytest.raises(CheckpointError, match="covers 36 of the 18 elements"):
-        pools.run(4, trained, "fsdp(2) * extending_page:copies(2)", None, tmp_path)
-    assert fa.latest(tmp_path) is None
+@pytest.mark.parametrize("make", [
+    lambda: fa.adamw(0.05), lambda: fa.from_torch(torch.optim.NAdam, lr=0.05), lambda: fa.optim.adafactor(0.05),
+], ids=["adamw", "nadam", "adafactor"])  # fmt: skip
+@pytest.mark.parametrize("other", ["fsdp(3)", "ddp(2) * extending_page:copies(2)"])
+def test_slots_beside_copies_go_to_any_layout(pools, tmp_path, make, other):
+    """Moments are sharded over two ranks, and each shard lies on two more. One of each is written."""
+    optimizer = make()
+    _, params, slots = pools.run(4, trained, "fsdp(2) * extending_page:copies(2)", optimizer, tmp_path / "a")[
+        0
+    ]
+    ranks = 3 if other == "fsdp(3)" else 4
+    for _, restored, found in pools.run(ranks, trained, other, optimizer, None, tmp_path / "a"):
+        assert fa.tree.allclose(restored, params, rtol=0, atol=0)
+        assert fa.tree.allclose(found, slots, rtol=0, atol=0)
+    _, params, slots = pools.run(ranks, trained, other, optimizer, tmp_path / "b")[0]
+    beside = "fsdp(2) * extending_page:copies(2)"
+    for _, restored, found in pools.run(4, trained, beside, optimizer, None, tmp_path / "b"):
+        assert fa.tree.allclose(restored, params, rtol=0, atol=0)
+        assert fa.tree.allclose(found, slots, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scope", ["block", "step"])
+def test_compiled_beside_copies(pools, scope, tmp_path):
+    for found in pools.run(4, compiled, "fsdp(2) * extending_page:copies(2)", scope, tmp_path):
+        agrees(found, expected(2, lr=0.1))
+    _, restored, _ = pools.run(1, trained, "local", None, None, tmp_path)[0]
+    assert fa.tree.allclose(restored, found[1])
+
+
+def compiled(strategy, scope, folder):
+    step = fa.compile(fa.clip_norm(loss_fn, 0.5), scope, backend="aot_eager")
+    train_step = program(step, strategy=strategy)
+    state, losses = train_step.init(seed=0), []
+    for batch in batches(train_step.mesh.batch_rank):
+        state, metrics = train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    fa.save(folder, state)
+    return losses, whole_params(state), None
+
+
+def by_hand(bound):
+    """The rows of each batch that this rank reads in a loop of its own, or what that loop raises."""
+    train_step = made("ddp(2) * extending_page:copies(2)")
+    state = train_step.init(seed=0)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch_of(8)), batch_size=4)
+    shards = fa.shard(loader)
+    if bound:
+        shards = shards.on(train_step.mesh)
+        assert len(shards) == 2
+    try:
+        rows = [batch.data[0].tolist() for batch in shards]
+    except ArgumentError as error:
+        train_step.close()
+        assert len(list(shards)) == 2  # a train step that is closed reads nothing
+        return str(error)
+    for batch in shards:
+        state, _ = train_step(state, batch)
+    return rows
+
+
+def test_a_loop_by_hand_gives_copies_the_same_rows_or_raises(pools):
+    found = pools.run(4, by_hand, True)
+    x = batch_of(8)[0]
+    assert found[0] == found[1] == [x[:2].tolist(), x[4:6].tolist()]
+    assert found[2] == found[3] == [x[2:4].tolist(), x[6:].tolist()]
+    for text in pools.run(4, by_hand, False):
+        assert "shares the rows in 2 parts" in text
+        assert "shards.on(train_step.mesh)" in text
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("local", 1), ("ddp", 2), ("fsdp", 2)])
