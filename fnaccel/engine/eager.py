@@ -95,7 +95,7 @@ def attempt(engine: Engine, call: Call, body: Callable[[Callable[[int], None]], 
     generators = [] if call.root is None else generators_of(mesh.world.device)
     # a data set may draw from the same generators, and has to find them as it left them (1 us)
     states = [generator.get_state() for generator in generators]
-    rank = mesh.batch_rank if generators else 0
+    rank = mesh.loss_rank if generators else 0
 
     def seed(micro_batch: int) -> None:
         for generator in generators:
@@ -144,7 +144,7 @@ def _run_micro_batches(
     engine: Engine, loss: Loss, micros: Sequence[Micro], call: Call, seed: Callable[[int], None]
 ) -> tuple[Gradients, Report]:
     mesh = engine.layout.mesh
-    group = mesh.group("batch")
+    group = mesh.group("loss")
     device = mesh.world.device
     odd = _odd_rows(engine, micros)
     report = Report(group, device, engine.agreement, call.notice, odd=None if odd is None else bool(odd))

@@ -48,7 +48,7 @@ class Scores(Accumulation):
         """
         if self._structure is None:
             raise LoaderError("the data holds no batch", where=self.where, fix="give one item or more")
-        group, world = self._mesh.group("batch"), self._mesh.world
+        group, world = self._mesh.group("loss"), self._mesh.world
         if self._pairs:
             totals, weights = zip(*self._pairs, strict=True)
             sums = packed([*totals, *weights], world.device)

@@ -50,7 +50,7 @@ def preemption(*train_steps: TrainStep, signals: Iterable[str] = SIGNALS) -> Gen
         ...             raise fa.errors.Preempted(state.step, fa.save("runs/gpt", state))
     """
     numbers = [_number(name) for name in signals]
-    beyond = any(train_step.mesh.batch_size != train_step.mesh.world.size for train_step in train_steps)
+    beyond = any(train_step.mesh.loss_size != train_step.mesh.world.size for train_step in train_steps)
     notice = Notice(dist.group.WORLD if beyond else None)
     before = [train_step.notice for train_step in train_steps]
     for train_step in train_steps:

@@ -73,7 +73,7 @@ class CapturedStep:
         self._capture = capture
         self._loss = loss
         self._tail = tail
-        self._group = engine.layout.mesh.group("batch")
+        self._group = engine.layout.mesh.group("loss")
         self._replays = settings.mode in ("reduce-overhead", "max-autotune")
         kernels.register()
         self._graph = StepGraph(engine, capture, loss, tail, update, params)

@@ -55,7 +55,7 @@ class StepGraph:
         self._params = params
         # hooks find the very tensors that the graph changes
         self._traced = attrs.evolve(engine, layout=attrs.evolve(engine.layout, leaves=capture.leaves))
-        self._group = engine.layout.mesh.group("batch")
+        self._group = engine.layout.mesh.group("loss")
 
     def add(
         self,

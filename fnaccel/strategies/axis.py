@@ -117,6 +117,8 @@ def _check_plain(axis: Axis, by: Axis, strategy: Axes) -> None:
 def make_engine(build: Build) -> tuple[Engine, Built]:
     """The engine of a train step: axes that rewrite modules have their turn in `build.prepare`."""
     axis = finishing_axis(build.spec.strategy)
+    if axis is None and build.spec.mesh.loss_size > 1:
+        axis = _averaging()
     finish, _ = _finishers[None if axis is None else type(axis)]
     result = finish(build, axis)
     if not isinstance(result, tuple) or [type(part) for part in result] != [Engine, Built]:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -126,6 +128,14 @@ def make_engine(build: Build) -> tuple[Engine, Built]:
             fix="return two values: the engine, and the Built of construct(...)",
         )
     return result
+
+
+def _averaging() -> Axis:
+    """The axis that averages gradients over ranks which hold the whole model, of degree 1."""
+    kind = next(
+        kind for kind in _finishers if kind is not None and getattr(kind, "mesh_axis", "") == "dp_replicate"
+    )
+    return kind(1)
 
 
 def same(local: Any) -> Any:

@@ -145,17 +145,17 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
     if hook is None and build.settings.precision.reduce in _REDUCE:
         hook = Hook(_REDUCE[build.settings.precision.reduce])
     trainable = any(p.requires_grad for _, p in built.named("parameters"))
-    if not trainable or (mesh.batch_size == 1 and hook is None):
+    if not trainable or (mesh.loss_size == 1 and hook is None):
         alone = capture_whole(built) if build.settings.captured and trainable else None
         return whole_engine("ddp", built, build, capture=alone), built
     ensure_group(mesh.world)
     if build.settings.captured:
         return _captured(built, build, options, hook), built
-    _send_small(built, mesh.group("batch") or dist.group.WORLD)
+    _send_small(built, mesh.group("loss") or dist.group.WORLD)
     size = sum(p.numel() * p.element_size() for _, p in built.named("parameters") if p.requires_grad)
     wrapped = _torch.FixedBuckets(
         built.host,
-        process_group=mesh.group("batch") or dist.group.WORLD,
+        process_group=mesh.group("loss") or dist.group.WORLD,
         bucket_cap_mb=bucket_bytes(size) / MIB if options.bucket_mb is None else options.bucket_mb,
         static_graph=options.static_graph,
         find_unused_parameters=options.unused_parameters,
@@ -172,7 +172,7 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
         run=_guarded(wrapped, torn),
         hooks=Hooks(recover=lambda: torn.append(True)),
         sync=_syncer(wrapped, options.static_graph),
-        averaged=mesh.batch_size,
+        averaged=mesh.loss_size,
     )
     return engine, built
 
@@ -180,7 +180,7 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
 def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> Engine:
     """The engine without hooks: the wrapper's broadcasts and all-reduces are part of the graph."""
     mesh = build.spec.mesh
-    group: Any = mesh.group("batch") or dist.group.WORLD
+    group: Any = mesh.group("loss") or dist.group.WORLD
     with torch.no_grad():
         _share([value for kind in ("parameters", "buffers") for _, value in built.named(kind)], group)
     slots = [
@@ -199,11 +199,11 @@ def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> En
     buckets = Buckets(
         members=lay_out([leaf.param for leaf in capture.leaves], options.bucket_mb),
         group=group,
-        size=mesh.batch_size,
+        size=mesh.loss_size,
         dtype=None if hook is None else _SENT[hook.name],
     )
-    capture = attrs.evolve(capture, average=buckets.average, complete=mesh.batch_size > 1)
-    return whole_engine("ddp", built, build, averaged=mesh.batch_size, capture=capture)
+    capture = attrs.evolve(capture, average=buckets.average, complete=mesh.loss_size > 1)
+    return whole_engine("ddp", built, build, averaged=mesh.loss_size, capture=capture)
 
 
 def _send_small(built: Built, group: Any) -> None:

@@ -37,6 +37,12 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     """The engine of shards. With `ddp` beside it, FSDP2 on a mesh of two axes."""
     mesh = build.spec.mesh
     ensure_group(mesh.world)
+    if mesh.loss_size != mesh.batch_size:
+        raise CapabilityError(
+            "shards are averaged over the ranks with other rows, and the loss is split over more",
+            where=f"strategy {build.spec.strategy}",
+            fix="fa.ddp() beside an axis of sequence parts",
+        )
     built, values = _construct(build, options)
     if build.settings.captured:
         return build_captured(built, build, options), built

@@ -1,7 +1,8 @@
 """Axis arithmetic: from the degrees of a strategy and a number of ranks to a mesh of ranks.
 
-Axes are named as torchtitan names them. The data is split over the derived axis `batch`: `dp_replicate` and
-`dp_shard` together.
+Axes are named as torchtitan names them. Two axes are derived. `dp_replicate` and `dp_shard` together are
+`batch`, over which rows are split. With `cp`, along which ranks have parts of each sequence, they are `loss`:
+gradients are averaged, and totals and weights are added, over it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 BATCH_AXES = ("dp_replicate", "dp_shard")
 """The axes over which the rows of a batch are split."""
+
+LOSS_AXES = (*BATCH_AXES, "cp")
+"""The axes over which the loss of a batch is split: ranks along them compute other parts of it."""
+
+_DERIVED = {"batch": BATCH_AXES, "loss": LOSS_AXES}
 
 
 def resolve(degrees: Sequence[tuple[str, int]], size: int, described: str) -> dict[str, int]:
@@ -120,15 +126,31 @@ class Mesh:
     @property
     def batch_size(self) -> int:
         """How many parts the rows of a batch are split in."""
-        return math.prod(self.degrees.get(axis, 1) for axis in BATCH_AXES)
+        return self._size(BATCH_AXES)
 
     @property
     def batch_rank(self) -> int:
         """Which of those parts is this rank's."""
+        return self._rank(BATCH_AXES)
+
+    @property
+    def loss_size(self) -> int:
+        """How many parts the loss is split in."""
+        return self._size(LOSS_AXES)
+
+    @property
+    def loss_rank(self) -> int:
+        """Which of those parts is this rank's. Ranks with other parts draw other random numbers."""
+        return self._rank(LOSS_AXES)
+
+    def _size(self, axes: Sequence[str]) -> int:
+        return math.prod(self.degrees.get(axis, 1) for axis in axes)
+
+    def _rank(self, axes: Sequence[str]) -> int:
         rank = 0
         if self.world.size == 1:
             return rank
-        for axis in BATCH_AXES:
+        for axis in axes:
             if axis in self.degrees:
                 rank = rank * self.degrees[axis] + self.coordinate(axis)
         return rank
@@ -140,36 +162,39 @@ class Mesh:
         return int(self.device.get_local_rank(axis))
 
     def __getitem__(self, axis: str) -> MeshAxis:
-        """One axis (or `"batch"`), for `fa.gather(x, over=train_step.mesh["dp_shard"])`."""
-        batch = axis == "batch"
-        group = self.group(axis)
+        """One axis (or `"batch"`, or `"loss"`), for `fa.gather(x, over=train_step.mesh["dp_shard"])`."""
+        group, derived = self.group(axis), _DERIVED.get(axis)
         return MeshAxis(
             name=axis,
-            size=self.batch_size if batch else self.degrees[axis],
-            rank=self.batch_rank if batch else self.coordinate(axis),
+            size=self.degrees[axis] if derived is None else self._size(derived),
+            rank=self.coordinate(axis) if derived is None else self._rank(derived),
             group=group,
         )
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group along one axis, or along the derived axis `"batch"`.
+        """The process group along one axis, or along a derived axis: `"batch"` or `"loss"`.
 
         None if that axis has one rank.
 
         Raises:
             AxisProductError: there is no such axis.
         """
-        if axis == "batch":
-            if self.world.size == 1 or self.batch_size == 1:
+        derived = _DERIVED.get(axis)
+        if derived is not None:
+            size = self._size(derived)
+            if self.world.size == 1 or size == 1:
                 return None
-            if self.batch_size == self.world.size:
+            if size == self.world.size:
                 return dist.group.WORLD
-            names = tuple(name for name in BATCH_AXES if name in self.degrees)
-            return self.device[names]._flatten("batch").get_group()  # noqa: SLF001
+            names = tuple(name for name in self.degrees if name in derived)
+            if len(names) == 1:
+                return self.device.get_group(names[0])
+            return self.device[names]._flatten("_".join(names)).get_group()  # noqa: SLF001
         if axis not in self.degrees:
             raise AxisProductError(
                 f"the mesh has no axis {axis!r}",
                 where=f"mesh {self.degrees}",
-                fix=f"choose one of: {', '.join([*self.degrees, 'batch'])}",
+                fix=f"choose one of: {', '.join([*self.degrees, *_DERIVED])}",
             )
         return None if self.degrees[axis] == 1 else self.device.get_group(axis)
 

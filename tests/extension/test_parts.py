@@ -1,0 +1,163 @@
+"""An axis whose ranks compute parts of one loss, as context parallelism does: the ground under it.
+
+Ranks along `cp` read the same rows and hold the same parameters. The loss function takes this rank's part of
+each row.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fnaccel as fa
+from fnaccel import errors
+from fnaccel.strategies import Axis, maker
+from fnaccel.testing import oracle_run
+from fnaccel.world.world import current
+
+STEPS, LENGTH = 3, 6
+
+
+@attrs.frozen
+class Parts(Axis):
+    mesh_axis: ClassVar[str] = "cp"
+    maker: ClassVar[str] = "tests.extension.test_parts:parts"
+    degree: int = -1
+
+    def apply(self, built, mesh):
+        """The loss function does it all."""
+
+
+@maker
+def parts(degree=-1):
+    return fa.strategies.Strategy((Parts(degree),))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(3, 6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.inp(x)))
+
+
+def batch_of(step, rank, rows=None):
+    """Sequences of `LENGTH` tokens. Ragged: another number of rows on each part of the batch."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.randn(rows or 2 + rank, LENGTH, 3, generator=generator)
+    return x, x.sum(-1, keepdim=True).sin()
+
+
+def whole_loss(model, batch):
+    x, y = batch
+    return fa.Mean(F.mse_loss(model(x), y, reduction="sum"), weight=y.shape[0] * y.shape[1])
+
+
+class Cut:
+    """The loss of this rank's tokens. Uneven parts: the first has 4 of 6."""
+
+    def __init__(self, mesh=None):
+        self.mesh = mesh
+        self.draws = []
+
+    def __call__(self, model, batch):
+        place = slice(0, 4) if self.mesh[0].coordinate("cp") == 0 else slice(4, 6)
+        self.draws.append(float(torch.rand(())))
+        return whole_loss(model, tuple(part[:, place] for part in batch))
+
+
+def trained(strategy, clip=0.1, weigh=False, compiled=False):
+    holder = []
+    cut = Cut(holder)
+
+    def loss_fn(model, batch):
+        return cut(model, batch)
+
+    step = loss_fn
+    if weigh:  # the weight of this rank's part, known before the forward
+        step = fa.with_weight(step, lambda b: b[0].shape[0] * (4 if holder[0].coordinate("cp") == 0 else 2))
+    step = fa.clip_norm(fa.accumulate(step, 2), clip)
+    if compiled:
+        step = fa.compile(step, "step", backend="aot_eager")
+    train_step = fa.train_step(step, model=fa.distribute(Net, strategy), optimizer=fa.sgd(0.3))
+    mesh = train_step.mesh
+    holder.append(mesh)
+    state = train_step.init(seed=0)
+    losses, norms = [], []
+    for number in range(STEPS):
+        state, metrics = train_step(state, batch_of(number, mesh.batch_rank))
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+        assert float(metrics["weight"]) == sum(2 + rank for rank in range(mesh.batch_size)) * LENGTH
+    loader = [batch_of(9, 0, rows=4)]
+    score = fa.evaluate(train_step, state, lambda m, b: cut(m, b), fa.shard(loader))
+    params = {name: value.detach().clone() for name, value in state.params.items()}
+    return losses, norms, params, float(score), cut.draws[:2], (mesh.batch_rank, mesh.coordinate("cp"))
+
+
+ROWS = [
+    ("parts(2)", 2, {}), ("parts(2)", 2, {"weigh": True}), ("parts(2)", 2, {"compiled": True}),
+    ("ddp(2) * parts(2)", 4, {}), ("ddp(2) * parts(2)", 4, {"weigh": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "options"), ROWS)
+def test_parts_of_a_loss_are_one_loss(pools, strategy, ranks, options):
+    """Losses, norms that clip, weights, scores and parameters are those of one process."""
+    full = strategy.replace("parts", "tests.extension.test_parts:parts")
+    copies = ranks // 2
+    expected = oracle_run(
+        Net, whole_loss, [[batch_of(number, rank) for rank in range(copies)] for number in range(STEPS)],
+        lr=0.3, clip=0.1,
+    )  # fmt: skip
+    model = Net()
+    for losses, norms, params, score, draws, (batch, part) in pools.run(ranks, trained, full, **options):
+        assert losses == pytest.approx(expected.losses, abs=1e-5)
+        assert norms == pytest.approx(expected.grad_norms, abs=1e-5)
+        for name, value in expected.params.items():
+            torch.testing.assert_close(params[name], value, atol=1e-5, rtol=1e-5)
+        model.load_state_dict(params)
+        with torch.no_grad():
+            whole = whole_loss(model, batch_of(9, 0, rows=4))
+        assert score == pytest.approx(float(whole.total / whole.weight), abs=1e-5)
+        assert (batch, part) in {(b, p) for b in range(copies) for p in range(2)}
+
+
+def test_ranks_of_other_parts_draw_other_numbers(pools):
+    found = pools.run(4, trained, "ddp(2) * tests.extension.test_parts:parts(2)")
+    assert len({tuple(draws) for *_, draws, _ in found}) == 4
+
+
+def refused():
+    try:
+        trained("fsdp(2) * tests.extension.test_parts:parts(2)")
+    except errors.CapabilityError as error:
+        return str(error)
+    return None
+
+
+def test_shards_beside_parts_raise_until_they_are_averaged_over_both(pools):
+    assert all("the loss is split over more" in text for text in pools.run(4, refused))
+
+
+def axes():
+    mesh = fa.train_step(
+        whole_loss,
+        model=fa.distribute(Net, "ddp(2) * tests.extension.test_parts:parts(2)"),
+        optimizer=fa.sgd(0.1),
+    ).mesh
+    loss, batch = mesh["loss"], mesh["batch"]
+    return current().rank, (loss.size, loss.rank), (batch.size, batch.rank), fa.gather_objects(1, over=batch)
+
+
+def test_the_derived_axes(pools):
+    for rank, loss, batch, ones in pools.run(4, axes):
+        assert loss == (4, rank)
+        assert batch == (2, rank // 2)
+        assert ones == [1, 1]
