@@ -101,6 +101,7 @@ SETUPS = {
     ),
     "nadam": lambda: (loss_fn, fa.from_torch(torch.optim.NAdam, lr=0.05), Net, {}),
     "adafactor": lambda: (loss_fn, fa.optim.adafactor(0.05), Net, {}),
+    "skipped": lambda: (fa.accumulate(loss_fn, 2), None, Skipping, {}),
     "sharded_adafactor": lambda: (
         loss_fn, fa.from_torch(torch.optim.Adafactor, lr=0.05, whole=False), Net, {}
     ),
@@ -353,6 +354,22 @@ def different_plans():
     world = current()
     train_step = program(fa.accumulate(loss_fn, 2 + world.rank), strategy="ddp")
     train_step.init()
+
+
+class Skipping(Net):
+    """Leaves a block out in every second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.inp(x)
+        for number, block in enumerate(self.blocks):
+            if number == 0 or self.calls % 2:
+                x = block(x)
+        return self.out(x)
 
 
 def averaging(group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
