@@ -161,7 +161,7 @@ def transformed(recipe_: Recipe, loss_fn: Callable[..., Any]) -> Step:
     if recipe_.ema is not None:
         step = with_ema(step, recipe_.ema)
     if recipe_.remat:
-        step = remat(step)
+        step = remat(step, save=cast(Any, recipe_.remat if isinstance(recipe_.remat, str) else "nothing"))
     if recipe_.attention:
         step = attention(step, *recipe_.attention)  # pyright: ignore[reportArgumentType]
     if recipe_.compile is not None:

@@ -103,7 +103,7 @@ class Recipe:
         clip_norm, clip_value: bounds of the gradient, or None.
         skip_nonfinite: whether updates with NaN or infinite gradients are skipped.
         ema: decay of the average of parameters, or None.
-        remat: whether blocks are recomputed in backward.
+        remat: whether blocks are recomputed in backward, or what is kept: `"attention"`, `"matmuls"`.
         compile: `"auto"`, `"block"`, `"loss"`, `"step"`, or None.
         compile_options: further arguments of `fa.compile`, such as `backend` and `mode`.
         attention: names of kernels for `fa.attention`. Empty: torch chooses.
@@ -123,7 +123,7 @@ class Recipe:
     clip_value: float | None = None
     skip_nonfinite: bool = False
     ema: float | None = None
-    remat: bool = False
+    remat: bool | str = False
     compile: str | None = None
     compile_options: dict[str, Any] = attrs.field(factory=dict)
     attention: Any = attrs.field(default=(), converter=as_names)

@@ -5,25 +5,45 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import attrs
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fnaccel.errors import CapabilityError
+from fnaccel.errors import CapabilityError, UnknownNameError, nearest
 from fnaccel.models.blocks import Units, find_units
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import Capability, Phase, Step, StepLike, Transform, append
 from fnaccel.tree import Tree
 
+Kept = Literal["nothing", "attention", "matmuls"]
+
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", *_ATTENTION)
+_NAMES: dict[str, tuple[str, ...]] = {"nothing": (), "attention": _ATTENTION, "matmuls": _PRODUCTS}
+
+
+@functools.cache
+def _kept_operations(save: Kept) -> list[Any]:
+    """The operations whose results are kept, as far as this torch has them."""
+    packets = [getattr(torch.ops.aten, name, None) for name in _NAMES[save]]
+    return [packet.default for packet in packets if packet is not None]
+
 
 @attrs.frozen
 class Remat:
-    """Which modules run under activation checkpointing."""
+    """The modules that run under activation checkpointing, and the results that are kept."""
 
     units: Units = "block"
+    save: Kept = "nothing"
 
     def obstacle_to_capture(self, spec: Spec) -> str:  # noqa: ARG002
         """Forward and backward of one graph share their activations."""
@@ -43,14 +63,20 @@ class Remat:
             forward: Any = unit.forward
             plain = getattr(forward, "__func__", None)
             if plain is None:
-                unit.forward = types.MethodType(
-                    _recomputing(lambda _, *a, run=forward, **k: run(*a, **k)), unit
-                )
+                alone = _recomputing(lambda _, *a, run=forward, **k: run(*a, **k), self.save)
+                unit.forward = types.MethodType(alone, unit)
             else:  # one function for equal blocks, so that one compilation may serve them
-                unit.forward = types.MethodType(functions.setdefault(plain, _recomputing(plain)), unit)
+                shared = functions.setdefault(plain, _recomputing(plain, self.save))
+                unit.forward = types.MethodType(shared, unit)
 
 
-def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputing(forward: Callable[..., Any], save: Kept) -> Callable[..., Any]:
+    options: dict[str, Any] = {}
+    if save != "nothing":
+        options["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, _kept_operations(save)
+        )
+
     def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             # the second run of a block would append its keys and values a second time
@@ -58,7 +84,7 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
             kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
             if kwargs.get("use_cache"):
                 kwargs["use_cache"] = False
-        return checkpoint(functools.partial(forward, module), *args, use_reentrant=False, **kwargs)
+        return checkpoint(functools.partial(forward, module), *args, use_reentrant=False, **options, **kwargs)
 
     return recomputed
 
@@ -68,8 +94,12 @@ def _is_cache(value: Tree) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-def remat(step: StepLike, units: Units = "block") -> Step:
+def remat(step: StepLike, units: Units = "block", *, save: Kept = "nothing") -> Step:
     """Trade compute for memory: run each block again in backward (Chen et al. 2016).
+
+    With `save` the results of some operations are kept, and the rest is computed again (selective activation
+    checkpointing, Korthikanti et al. 2022), by torch's `create_selective_checkpoint_contexts`:
+    https://docs.pytorch.org/docs/stable/checkpoint.html
 
     A cache of keys and values that a transformers model passes to its blocks is left out while it trains, as
     `gradient_checkpointing_enable` does: a block that runs twice would append to it twice.
@@ -77,15 +107,25 @@ def remat(step: StepLike, units: Units = "block") -> Step:
     Args:
         step: a step or a loss function.
         units: `"block"`, class names, a least size, or a function: see `fnaccel.models.blocks`.
+        save: the results that are kept: `"nothing"`, `"attention"` (scaled_dot_product_attention), or `"matmuls"`
+            (matrix products and convolutions as well).
 
     Raises:
+        UnknownNameError: no such `save`.
         CapabilityError: at `init`, if no module matches.
 
     Example:
         >>> step = fa.remat(loss_fn)
+        >>> step = fa.remat(loss_fn, save="attention")
     """
+    if save not in get_args(Kept):
+        raise UnknownNameError(
+            f"nothing called {save!r} is kept",
+            where="fa.remat(save=)",
+            fix=nearest(str(save), get_args(Kept)),
+        )
     chosen = tuple(units) if isinstance(units, list) else units
     return append(
         step,
-        Transform("remat", Phase.MODULE, apply=Remat(chosen), needs=frozenset({Capability.MODULES})),
+        Transform("remat", Phase.MODULE, apply=Remat(chosen, save), needs=frozenset({Capability.MODULES})),
     )
