@@ -174,7 +174,8 @@ def main() -> None:
     )
     loader = DataLoader(Sources(), batch_size=args.global_batch, shuffle=True)
     with fa.start(compile_cache=args.compile_cache) as world:
-        train_step = fa.config.apply(recipe, loss_fn, GPT)
+        shards = fa.shard(loader, **fa.config.shard_options(recipe))
+        train_step = fa.config.apply(recipe, loss_fn, GPT, shards=shards)
         world.print(train_step.plan)
         directory = recipe.checkpoint.directory
         if directory:
@@ -182,7 +183,6 @@ def main() -> None:
         else:
             state = train_step.init(seed=args.seed)
         first, losses = state.step + 1, []
-        shards = fa.shard(loader, **fa.config.shard_options(recipe))
         options = {"steps": args.steps, "progress": not args.quiet, **fa.config.scan_options(recipe)}
         for state, metrics in fa.scan(train_step, state, shards, **options):
             losses.append(metrics["loss"])

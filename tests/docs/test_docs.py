@@ -58,7 +58,7 @@ def _same(shown, printed):
     return doctest.OutputChecker().check_output(shown, printed, doctest.ELLIPSIS)
 
 
-LINKED = [*PAGES, ROOT / "examples" / "README.md"]
+LINKED = [*PAGES, *sorted((ROOT / "examples").rglob("README.md"))]
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))

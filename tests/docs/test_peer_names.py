@@ -1,0 +1,252 @@
+"""docs/from-accelerate.md against the names of Accelerate's documents, and against the names of fnaccel.
+
+`peer_names.json` is made by `docs/peer_names.py` from the documents, which are not part of this repository.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import io
+import json
+import re
+import runpy
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from torch.utils.data import DataLoader, TensorDataset
+
+import fnaccel as fa
+import fnaccel.testing
+import fnaccel.track
+from fnaccel.cli.main import main
+from tests.models import Net, batch_of, loss_fn
+
+ROOT = Path(__file__).parents[2]
+NAMES = json.loads((Path(__file__).parent / "peer_names.json").read_text())
+SPAN = re.compile(r"`([^`]+)`")
+STATUS = re.compile(r"here(, not run on hardware)?|planned|none, because \S.+")
+VALUES = ("world", "train_step", "state", "shards", "batch")
+DESCRIPTIONS = {
+    "ddp",
+    "fsdp",
+    "hsdp",
+    "xla",
+    "local",
+    "Precision",
+    "Float8",
+    "warmup_cosine",
+    "deepspeed_lr",
+    "from_deepspeed",
+    "powersgd",
+    "Recipe",
+}  # fmt: skip - they can be called without a world or a file
+
+
+@pytest.fixture(scope="module")
+def things():
+    """The modules and values that the page writes names of."""
+    with fa.start() as world:
+        train_step = fa.train_step(loss_fn, model=fa.distribute(Net, "local"), optimizer=fa.sgd(0.1))
+        shards = fa.shard(DataLoader(TensorDataset(*batch_of(8)), batch_size=4))
+        values = (world, train_step, train_step.init(), shards, next(iter(shards)))
+        yield {"fa": fa, "fnaccel": fa, **dict(zip(VALUES, values, strict=True))}
+
+
+@attrs.frozen
+class Row:
+    """A row of the page, with the headings of its section."""
+
+    heading: str
+    peer: str
+    here: str
+    status: str
+
+    @property
+    def tokens(self) -> set[str]:
+        """Names in the first column."""
+        return {
+            token for span in SPAN.findall(self.peer) for token in re.findall(r"--\w+(?:-\w+)*|\w+", span)
+        }
+
+
+def rows_of(text: str) -> list[Row]:
+    """All rows of the tables that end in a status."""
+    rows, heading, status = [], "", False
+    for line in text.splitlines():
+        if line.startswith("#"):
+            heading, status = line, False
+        elif not line.startswith("|"):
+            status = False
+        else:
+            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+            if cells[-1] == "status":
+                status = True
+            elif status and set(line) - set("|- "):
+                assert len(cells) == 3, line
+                rows.append(Row(heading, *cells))
+    return rows
+
+
+PAGE = (ROOT / "docs" / "from-accelerate.md").read_text()
+ROWS = rows_of(PAGE)
+
+
+def missing(rows: list[Row]) -> list[str]:
+    """The names without a row."""
+    tokens = {token for row in rows for token in row.tokens}
+    by_owner: dict[str, set[str]] = defaultdict(set)  # `owner(argument=)`, and the section of a class
+    for row in rows:
+        for owner in re.findall(r"`(\w+)`", row.heading):
+            by_owner[owner] |= row.tokens
+        for owner, arguments in re.findall(r"(\w+)\(([^`)]*)\)", " ".join(SPAN.findall(row.peer))):
+            by_owner[owner] |= set(re.findall(r"(\w+)=", arguments))
+    flat = ("objects", "flags", "environment variables", "values", "words")
+    absent = [name for kind in flat for name in NAMES[kind] if name not in tokens]
+    absent += [key for key in NAMES["keys of configuration files"] if not {key, f"--{key}"} & tokens]
+    absent += [
+        f"accelerate {name}" for name in NAMES["commands"] if not any(_says(row, name) for row in rows)
+    ]
+    for owner, arguments in NAMES["arguments"].items():
+        absent += [f"{owner}({name}=)" for name in arguments if name not in by_owner[owner]]
+    for owner, members in NAMES["members"].items():
+        scope = tokens if owner == "Accelerator" else by_owner[owner]
+        absent += [f"{owner}.{name}" for name in members if name not in scope]
+    return absent
+
+
+def _says(row: Row, command: str) -> bool:
+    return f"accelerate {command}" in SPAN.findall(row.peer)
+
+
+def test_every_name_has_a_row():
+    assert sum(len(NAMES[kind]) for kind in ("objects", "flags")) > 200
+    assert not missing(ROWS)
+
+
+@pytest.mark.parametrize("name", ["AlignDevicesHook", "--gpu_ids", "check_reduction", "write_basic_config"])
+def test_a_row_that_is_left_out_is_found(name):
+    assert any(name in absent for absent in missing([row for row in ROWS if name not in row.tokens]))
+
+
+def test_every_row_has_one_of_three_statuses():
+    assert len(ROWS) > 200
+    assert [row for row in ROWS if not STATUS.fullmatch(row.status)] == []
+    assert [row.peer for row in ROWS if row.status.startswith("here") and not row.here] == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.peer[:50])
+def test_the_form_here_exists(row, things):
+    for span in SPAN.findall(row.here):
+        check(span, things)
+
+
+def check(span: str, things: dict[str, Any]) -> None:
+    """Raise if a name of fnaccel in a code span does not exist."""
+    if span.split()[0] == "fnaccel" or " fnaccel " in span:
+        command, *rest = span[span.index("fnaccel ") :].split()[1:]
+        if not command.startswith("-"):
+            options = help_of(command)
+            before_script = rest[
+                : next((i for i, word in enumerate(rest) if word.endswith(".py")), len(rest))
+            ]
+            for flag in before_script:
+                assert not flag.startswith("-") or flag in options, f"{span}: {flag}"
+        return
+    for chain in re.findall(rf"(?<![.\w])(?:{'|'.join(things)})(?:\.\w+)+", span):
+        resolve(chain, things)
+    for call in calls(span):
+        name = ast.unparse(call.func)
+        if name.split(".")[0] in things:
+            check_call(name, call, things)
+
+
+@functools.cache
+def help_of(command: str) -> set[str]:
+    """The options of a command of `fnaccel`."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0, command
+    return set(re.findall(r"--?[a-z][\w-]*", out.getvalue()))
+
+
+def resolve(chain: str, things: dict[str, Any]) -> Any:
+    """The object that a chain of names leads to."""
+    first, *rest = chain.split(".")
+    return functools.reduce(getattr, rest, things[first])
+
+
+def calls(span: str) -> list[ast.Call]:
+    """The calls in a code span, if it is Python."""
+    source = span.removeprefix("@")
+    try:
+        tree = ast.parse(source + " pass" if source.endswith(":") else source)
+    except SyntaxError:
+        return []
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def check_call(name: str, call: ast.Call, things: dict[str, Any]) -> None:
+    """Raise if a function has no such argument, or refuses its values."""
+    function = resolve(name, things)
+    parameters = inspect.signature(function).parameters
+    named = {word.arg for word in call.keywords if word.arg}
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        assert named <= parameters.keys(), f"{name} has no {named - parameters.keys()}"
+    names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
+    if name.split(".")[-1] in DESCRIPTIONS and names == {"fa"} and "..." not in ast.unparse(call):
+        eval(compile(ast.Expression(call), name, "eval"), {"fa": fa})
+
+
+@pytest.mark.parametrize(
+    "span", ["fa.fsdp(unit=3)", "fa.nothing", "fnaccel launch --gpus 2", "world.ranks", "fa.ddp(hook='fp8')"]
+)
+def test_a_name_that_does_not_exist_is_found(span, things):
+    with pytest.raises((AssertionError, AttributeError, fa.errors.FnaccelError)):
+        check(span, things)
+
+
+def test_the_names_are_read_from_documents(tmp_path):
+    """The script on a small document: names of every kind, and no prose."""
+    pytest.importorskip("accelerate")
+    (tmp_path / "guide.md").write_text(DOCUMENT)
+    things = runpy.run_path(str(ROOT / "docs" / "peer_names.py"))["names"](tmp_path)
+    assert things["objects"] == ["ProfileKwargs", "get_logger"]
+    assert things["flags"] == ["--fsdp_offload_params", "--num_processes"]
+    assert things["commands"] == ["launch"]
+    assert things["keys of configuration files"] == ["distributed_type", "machine_rank"]
+    assert things["environment variables"] == ["ACCELERATE_DEBUG_MODE"]
+    assert things["values"] == ["FSDP", "NO_SHARD"]
+    assert things["words"] == ["in_order"]
+    assert things["arguments"]["ProfileKwargs"].count("with_stack") == 1
+    assert "gather_for_metrics" in things["members"]["Accelerator"]
+
+
+DOCUMENT = """
+Set `ACCELERATE_DEBUG_MODE`, or `--fsdp_offload_params`. `NO_SHARD` is a strategy, `from_pretrained` is not ours.
+
+[[autodoc]] utils.ProfileKwargs
+
+```python
+from accelerate.logging import get_logger
+log = get_logger(__name__, log_level="DEBUG")
+accelerator.gather_for_metrics(x)
+```
+
+Pass `in_order=True`.
+
+```bash
+accelerate launch --num_processes 2 train.py --lr 3
+```
+
+```yaml
+distributed_type: FSDP
+machine_rank: 0
+```
+"""
