@@ -107,8 +107,8 @@ def remat(step: StepLike, units: Units = "block", *, save: Kept = "nothing") -> 
     Args:
         step: a step or a loss function.
         units: `"block"`, class names, a least size, or a function: see `fnaccel.models.blocks`.
-        save: the results that are kept: `"nothing"`, `"attention"` (scaled_dot_product_attention), or `"matmuls"`
-            (matrix products and convolutions as well).
+        save: the results that are kept: `"nothing"`, `"attention"` (scaled_dot_product_attention), or
+            `"matmuls"` (matrix products and convolutions as well).
 
     Raises:
         UnknownNameError: no such `save`.
