@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from types import CodeType
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 import attrs
@@ -186,6 +186,9 @@ def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = Non
     functions = [
         ("loss", step.loss_fn),
         *((t.name, t.apply) for t in ordered if not attrs.has(type(t.apply))),
+        *(pair for t in ordered for pair in _functions_in(t.name, t.apply)),
+        *(pair for axis in strategy.axes for pair in _functions_in(type(axis).__name__, axis)),
+        *(pair for one in (spec.optimizers or {}).values() for pair in _functions_in(one.name, one)),
     ]
     world = mesh.world
     axes = ", ".join(f"{name}={degree}" for name, degree in mesh.degrees.items())
@@ -201,6 +204,18 @@ def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = Non
         ),
         runtime=config,
     )
+
+
+def _functions_in(name: str, value: object) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The user's functions in a record: selections, units, schedules. Plans show them by name only."""
+    if attrs.has(type(value)):
+        for field in attrs.fields(type(value)):
+            yield from _functions_in(f"{name}.{field.name}", getattr(value, field.name))
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from _functions_in(f"{name}.{index}", item)
+    elif isinstance(value, FunctionType):
+        yield name, value
 
 
 def _optimizer_rows(optimizer: object, frozen: tuple[str, ...], by: str) -> list[Row]:

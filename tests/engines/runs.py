@@ -356,6 +356,28 @@ def different_plans():
     train_step.init()
 
 
+def different_functions(kind):
+    """Ranks whose functions have one name and do different things."""
+    first = current().rank == 0
+
+    def choose(name, module):
+        return isinstance(module, Block) if first else False
+
+    def other(name, module):
+        return False if first else isinstance(module, Block)
+
+    other.__qualname__, chosen = choose.__qualname__, choose if first else other
+    rate = (lambda updates: 0.1) if first else (lambda updates: 0.2)
+    if kind == "units":
+        program(strategy=fa.fsdp(units=chosen)).init()
+    elif kind == "remat":
+        program(fa.remat(loss_fn, units=chosen), strategy="ddp").init()
+    elif kind == "rate":
+        program(strategy="ddp", optimizer=fa.sgd(rate)).init()
+    else:
+        program(strategy="ddp", optimizer=fa.sgd(0.1, groups=[(chosen, {"optional": True})])).init()
+
+
 class Skipping(Net):
     """Leaves a block out in every second forward."""
 

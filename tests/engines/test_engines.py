@@ -216,6 +216,12 @@ def test_ranks_with_different_plans_raise_instead_of_hanging(pools):
         pools.run(2, runs.different_plans)
 
 
+@pytest.mark.parametrize("kind", ["units", "remat", "rate", "selection"])
+def test_ranks_with_different_functions_raise_too(pools, kind):
+    with pytest.raises(errors.PlanMismatchError, match="ranks hold different plans"):
+        pools.run(2, runs.different_functions, kind)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp(reshard_after_forward=False)"])
 def test_a_micro_batch_that_fails_leaves_nothing_behind(pools, strategy):
     expected = pools.run(2, runs.trained, "ddp", "plain", steps=1)[0]["params"]
