@@ -149,16 +149,15 @@ def shown_over(mesh: Mesh, param: Any) -> Any:
     So exactly one rank writes each of its pieces to a checkpoint. The tensor of this rank is the same one.
     """
     names = getattr(param, "device_mesh", None) and param.device_mesh.mesh_dim_names
-    if not names or set(names) == set(mesh.degrees):
+    axes = mesh.shown.mesh_dim_names if names else ()
+    if not names or set(names) == set(axes):
         return param
     from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415 - slow to import
 
-    placements = [
-        param.placements[names.index(axis)] if axis in names else Replicate() for axis in mesh.degrees
-    ]
+    placements = [param.placements[names.index(axis)] if axis in names else Replicate() for axis in axes]
     return DTensor.from_local(
         _torch.local_of(param).detach(),
-        mesh.device,
+        mesh.shown,
         placements,
         run_check=False,
         shape=param.shape,

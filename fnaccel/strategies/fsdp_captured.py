@@ -101,9 +101,9 @@ def build_captured(built: Built, build: Build, options: Fsdp) -> Engine:
             leaves=leaves,
             parameters={name: pieces[name].param for name in order},
             buffers=dict(built.named("buffers")),
-            norm_axes=(mesh["dp_shard"],),
+            norm_axes=(mesh["shard"],),
         ),
-        forward=Forward(run=run, lend=run, averaged=mesh.batch_size, capture=capture),
+        forward=Forward(run=run, lend=run, averaged=mesh.loss_size, capture=capture),
     )
 
 
@@ -140,7 +140,7 @@ def _cut(name: str, hosted: str, param: torch.Tensor, build: Build) -> _Piece:
     from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415 - slow to import
 
     mesh = build.spec.mesh
-    axis = mesh["dp_shard"]
+    axis = mesh["shard"]
     if not param.dim():
         raise CapabilityError(
             f"{name} is a single number, which has no rows to shard",
@@ -152,8 +152,8 @@ def _cut(name: str, hosted: str, param: torch.Tensor, build: Build) -> _Piece:
     part = full[axis.rank * chunk : (axis.rank + 1) * chunk].to(mesh.world.device, copy=True)
     sharded = DTensor.from_local(
         part,
-        mesh.device,
-        [Shard(0) if name == "dp_shard" else Replicate() for name in mesh.degrees],
+        mesh.shown,
+        [Shard(0) if name.startswith("dp_shard") else Replicate() for name in mesh.shown.mesh_dim_names],
         run_check=False,
         shape=full.shape,
         stride=full.stride(),
@@ -169,10 +169,10 @@ class _Shards:
 
     def __init__(self, units: Sequence[_Unit], trained: Sequence[_Piece], build: Build) -> None:
         mesh = build.spec.mesh
-        self._axis = mesh["dp_shard"]
+        self._axis = mesh["shard"]
         self._replicas = mesh.group("dp_replicate") if mesh.degrees.get("dp_replicate", 1) > 1 else None
         self._reduce = build.settings.precision.reduce
-        self._ranks = mesh.batch_size
+        self._ranks = mesh.loss_size
         self._units = units
         place = {piece.name: index for index, piece in enumerate(trained)}
         # the last units' gradients come first

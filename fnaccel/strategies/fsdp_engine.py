@@ -37,12 +37,6 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     """The engine of shards. With `ddp` beside it, FSDP2 on a mesh of two axes."""
     mesh = build.spec.mesh
     ensure_group(mesh.world)
-    if mesh.loss_size != mesh.batch_size:
-        raise CapabilityError(
-            "shards are averaged over the ranks with other rows, and the loss is split over more",
-            where=f"strategy {build.spec.strategy}",
-            fix="fa.ddp() beside an axis of sequence parts",
-        )
     built, values = _construct(build, options)
     if build.settings.captured:
         return build_captured(built, build, options), built
@@ -75,9 +69,9 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
             leaves=tuple(_leaf(name, p, mesh) for name, p in parameters.items() if p.requires_grad),
             parameters={name: shown_over(mesh, p) for name, p in parameters.items()},
             buffers=dict(built.named("buffers")),
-            norm_axes=(mesh["dp_shard"],),
+            norm_axes=(mesh["shard"],),
         ),
-        forward=Forward(run=_runner(host), lend=_runner(host), sync=_syncer(host), averaged=mesh.batch_size),
+        forward=Forward(run=_runner(host), lend=_runner(host), sync=_syncer(host), averaged=mesh.loss_size),
         hooks=Hooks(
             settle=_settler(host),
             recover=lambda: _torch.reset_shards(host),
@@ -137,11 +131,10 @@ def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None
     )
 
     mesh = build.spec.mesh
+    shards = next(axis for axis in mesh.shown.mesh_dim_names if axis.startswith("dp_shard"))
     shared: Any = {
         # one replica has nobody to average with: on both axes FSDP2 would talk to itself
-        "mesh": mesh.device[
-            ("dp_replicate", "dp_shard") if mesh.degrees.get("dp_replicate", 1) > 1 else "dp_shard"
-        ],
+        "mesh": mesh.shown[("dp_replicate", shards) if mesh.degrees.get("dp_replicate", 1) > 1 else shards],
         "reshard_after_forward": options.reshard_after_forward,
         "ignored_params": ignored or None,
     }
@@ -289,7 +282,7 @@ def _syncer(host: Any) -> Callable[[bool], contextlib.AbstractContextManager[Any
 
 
 def _averager(params: list[Any], mesh: Mesh) -> Callable[[], None]:
-    group = mesh.group("batch")
+    group = mesh.group("loss")
 
     def average() -> None:
         if group is None:
@@ -298,7 +291,7 @@ def _averager(params: list[Any], mesh: Mesh) -> Callable[[], None]:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         flat = torch.cat([g.flatten() for g in grads])
         dist.all_reduce(flat, group=group)
-        flat /= mesh.batch_size
+        flat /= mesh.loss_size
         for param, grad, part in zip(params, grads, flat.split([g.numel() for g in grads]), strict=True):
             param.grad = grad.copy_(part.view_as(grad))
 

@@ -1,8 +1,8 @@
 """Axis arithmetic: from the degrees of a strategy and a number of ranks to a mesh of ranks.
 
-Axes are named as torchtitan names them. Two axes are derived. `dp_replicate` and `dp_shard` together are
-`batch`, over which rows are split. With `cp`, along which ranks have parts of each sequence, they are `loss`:
-gradients are averaged, and totals and weights are added, over it.
+Axes are named as torchtitan names them. Three are derived. `dp_replicate` and `dp_shard` together are `batch`,
+over which rows are split. With `cp`, along which ranks have parts of each sequence, they are `loss`: gradients
+are averaged, and totals and weights are added, over it. `dp_shard` and `cp` are `shard`, for parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ BATCH_AXES = ("dp_replicate", "dp_shard")
 LOSS_AXES = (*BATCH_AXES, "cp")
 """The axes over which the loss of a batch is split: ranks along them compute other parts of it."""
 
-_DERIVED = {"batch": BATCH_AXES, "loss": LOSS_AXES}
+SHARD_AXES = ("dp_shard", "cp")
+"""The axes over which parameters are sharded: ranks with parts of one sequence share the shards, too."""
+
+_DERIVED = {"batch": BATCH_AXES, "loss": LOSS_AXES, "shard": SHARD_AXES}
 
 
 def resolve(degrees: Sequence[tuple[str, int]], size: int, described: str) -> dict[str, int]:
@@ -111,7 +114,13 @@ class MeshAxis:
 
 @attrs.frozen(kw_only=True)
 class Mesh:
-    """Ranks laid out over named axes. `device` is torch's DeviceMesh, or None without axes.
+    """Ranks laid out over named axes.
+
+    Attributes:
+        world: the ranks.
+        degrees: the number of ranks along each axis.
+        device: torch's DeviceMesh of these axes, or None without axes.
+        shown: the DeviceMesh of the tensors in states: the same, with `dp_shard` and `cp` as one axis.
 
     Example, on 2 ranks:
         >>> train_step = fa.train_step(loss_fn, model=fa.distribute(GPT, "hsdp(2, 1)"), optimizer=fa.sgd(0.1))
@@ -122,6 +131,7 @@ class Mesh:
     world: World
     degrees: dict[str, int] = attrs.field(eq=lambda degrees: tuple(degrees.items()))
     device: Any = attrs.field(default=None, eq=False, repr=False)
+    shown: Any = attrs.field(default=None, eq=False, repr=False)
 
     @property
     def batch_size(self) -> int:
@@ -187,9 +197,11 @@ class Mesh:
             if size == self.world.size:
                 return dist.group.WORLD
             names = tuple(name for name in self.degrees if name in derived)
+            if _joined(names) in self.shown.mesh_dim_names:
+                return self.shown.get_group(_joined(names))
             if len(names) == 1:
                 return self.device.get_group(names[0])
-            return self.device[names]._flatten("_".join(names)).get_group()  # noqa: SLF001
+            return self.device[names]._flatten(_joined(names)).get_group()  # noqa: SLF001
         if axis not in self.degrees:
             raise AxisProductError(
                 f"the mesh has no axis {axis!r}",
@@ -233,8 +245,26 @@ def build(world: World, degrees: Mapping[str, int], follows: Mapping[str, str] |
 
     ensure_group(world)
     _torch.forget_old_meshes()
-    device = init_device_mesh(world.device.type, tuple(ordered.values()), mesh_dim_names=tuple(ordered))
-    return Mesh(world=world, degrees=ordered, device=device)
+
+    def laid_out(axes: Mapping[str, int]) -> Any:
+        return init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    device = laid_out(ordered)
+    sharing = tuple(name for name in ordered if name in SHARD_AXES)
+    if len(sharing) < 2:
+        return Mesh(world=world, degrees=ordered, device=device, shown=device)
+    shards = math.prod(ordered[name] for name in sharing)
+    first = sharing[0]
+    merged = {
+        _joined(sharing) if name == first else name: shards if name == first else degree
+        for name, degree in ordered.items()
+        if name not in sharing[1:]
+    }
+    return Mesh(world=world, degrees=ordered, device=device, shown=laid_out(merged))
+
+
+def _joined(names: Sequence[str]) -> str:
+    return "_".join(names)
 
 
 def ensure_group(world: World) -> None:

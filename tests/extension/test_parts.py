@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fnaccel as fa
-from fnaccel import errors
 from fnaccel.strategies import Axis, maker
 from fnaccel.testing import oracle_run
 from fnaccel.world.world import current
+from tests.models import whole_params
 
 STEPS, LENGTH = 3, 6
 
@@ -97,13 +97,15 @@ def trained(strategy, clip=0.1, weigh=False, compiled=False):
         assert float(metrics["weight"]) == sum(2 + rank for rank in range(mesh.batch_size)) * LENGTH
     loader = [batch_of(9, 0, rows=4)]
     score = fa.evaluate(train_step, state, lambda m, b: cut(m, b), fa.shard(loader))
-    params = {name: value.detach().clone() for name, value in state.params.items()}
+    params = whole_params(state)
     return losses, norms, params, float(score), cut.draws[:2], (mesh.batch_rank, mesh.coordinate("cp"))
 
 
 ROWS = [
     ("parts(2)", 2, {}), ("parts(2)", 2, {"weigh": True}), ("parts(2)", 2, {"compiled": True}),
     ("ddp(2) * parts(2)", 4, {}), ("ddp(2) * parts(2)", 4, {"weigh": True}),
+    ("fsdp(2) * parts(2)", 4, {}), ("fsdp(2) * parts(2)", 4, {"weigh": True}), ("fsdp(1) * parts(2)", 2, {"compiled": True}),
+    ("hsdp(2, 2) * parts(2)", 8, {}),
 ]  # fmt: skip
 
 
@@ -134,18 +136,6 @@ def test_ranks_of_other_parts_draw_other_numbers(pools):
     assert len({tuple(draws) for *_, draws, _ in found}) == 4
 
 
-def refused():
-    try:
-        trained("fsdp(2) * tests.extension.test_parts:parts(2)")
-    except errors.CapabilityError as error:
-        return str(error)
-    return None
-
-
-def test_shards_beside_parts_raise_until_they_are_averaged_over_both(pools):
-    assert all("the loss is split over more" in text for text in pools.run(4, refused))
-
-
 def axes():
     mesh = fa.train_step(
         whole_loss,
@@ -161,3 +151,31 @@ def test_the_derived_axes(pools):
         assert loss == (4, rank)
         assert batch == (2, rank // 2)
         assert ones == [1, 1]
+
+
+def saved(strategy, folder, optimizer, like=None):
+    train_step = fa.train_step(whole_loss, model=fa.distribute(Net, strategy), optimizer=optimizer)
+    state = train_step.init(seed=0)
+    if like is not None:
+        state = fa.restore(like, like=state)
+    else:
+        state, _ = train_step(state, batch_of(0, 0))
+        fa.save(folder, state)
+    slots = fa.tree.map_tensors(
+        lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t, dict(state.opt)
+    )
+    return whole_params(state), slots
+
+
+@pytest.mark.parametrize("other", ["local", "fsdp(3)"])
+def test_shards_over_both_go_to_any_layout(pools, tmp_path, other):
+    strategy, optimizer = "fsdp(2) * tests.extension.test_parts:parts(2)", fa.adamw(0.1)
+    params, slots = pools.run(4, saved, strategy, tmp_path / "a", optimizer)[0]
+    ranks = 3 if "3" in other else 1
+    for restored, found in pools.run(ranks, saved, other, None, optimizer, tmp_path / "a"):
+        assert fa.tree.allclose(restored, params, rtol=0, atol=0)
+        assert fa.tree.allclose(found, slots, rtol=0, atol=0)
+    params, slots = pools.run(ranks, saved, other, tmp_path / "b", optimizer)[0]
+    for restored, found in pools.run(4, saved, strategy, None, optimizer, tmp_path / "b"):
+        assert fa.tree.allclose(restored, params, rtol=0, atol=0)
+        assert fa.tree.allclose(found, slots, rtol=0, atol=0)
