@@ -1,8 +1,8 @@
 """Axis arithmetic: from the degrees of a strategy and a number of ranks to a mesh of ranks.
 
-Axes are named as torchtitan names them. Three are derived. `dp_replicate` and `dp_shard` together are `batch`,
-over which rows are split. With `cp`, along which ranks have parts of each sequence, they are `loss`: gradients
-are averaged, and totals and weights are added, over it. `dp_shard` and `cp` are `shard`, for parameters.
+Axes are named as torchtitan names them. Three are derived. Rows are split over `batch`: `dp_replicate` and
+`dp_shard` together. With `cp`, along which ranks have parts of each sequence, they are `loss`: gradients are
+averaged, and totals and weights are added, over it. `dp_shard` and `cp` are `shard`, for parameters.
 """
 
 from __future__ import annotations
