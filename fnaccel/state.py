@@ -162,7 +162,7 @@ class TrainState:
                 fix="use the state that was returned, which train_step.live_state is too: "
                 "state, metrics = train_step(state, batch); fa.snapshot(state) before the call keeps a copy",
             )
-        raise AttributeError(name)
+        raise AttributeError(f"a TrainState has no {name!r}")
 
     def __repr__(self) -> str:
         if is_stale(self):

@@ -52,6 +52,16 @@ def test_a_rank_that_left_for_another_one_is_not_to_blame():
     assert "rank 2" in find_fault(me, [follower, culprit])
 
 
+def test_a_rank_whose_memory_ran_out_in_a_call_counts_if_this_rank_only_waits_there():
+    other = record(1, ["step", "step", "fit"], inside=True, abandoned=2)
+    me = record(0, ["step", "step"], inside=True)
+    assert "rank 0 waits in call 2, step, for rank 1, whose memory ran out in it" in find_fault(me, [other])
+    assert find_fault(me, [other], idle=False) is None, "its own memory may run out, too"
+    assert find_fault(record(0, ["step", "step"]), [other]) is None, "it has raised, too"
+    assert find_fault(record(0, ["step"], inside=True), [other]) is None
+    assert find_fault(record(0, [], inside=True), [record(1, [])]) is None
+
+
 def test_records_survive_a_store():
     whole = record(3, ["a", "b"], inside=True, place="train.py:3", left="left", failed=True, ports=(4, 5))
     assert Record.of(whole.text()) == whole

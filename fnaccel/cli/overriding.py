@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import yaml
 
 from fnaccel.config import Recipe, from_yaml
-from fnaccel.config.yaml import override
+from fnaccel.config.yaml import load, override
 from fnaccel.errors import LaunchError
 from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
@@ -91,7 +90,7 @@ def check_overrides(overrides: dict[str, Any]) -> None:
 def _fields_of(path: Path) -> dict[str, Any]:
     from_yaml(path)
     # the text and not the recipe: a field that the file sets to its default is an override too
-    plain: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    plain: dict[str, Any] = load(path.read_text(encoding="utf-8"))
     defaults = Recipe()
     fields: dict[str, Any] = {}
     for name, value in plain.items():

@@ -16,7 +16,7 @@ from fnaccel.collectives.over import Over, Scope, carrier_of, scope
 from fnaccel.collectives.scratch import spare
 from fnaccel.collectives.signature import Call, agree, fits, tensor_leaves
 from fnaccel.errors import ArgumentError, FnaccelError, UnknownNameError, nearest
-from fnaccel.world.every_rank import every_rank
+from fnaccel.world.every_rank import every_rank, outer_call
 from fnaccel.world.world import World
 
 _ONE_PHASE = 2**18  # bytes. Above it gloo's reduction, which overlaps its phases, is faster
@@ -137,7 +137,8 @@ def any_process(flag: bool, *, over: Over = None, world: World | None = None) ->
         True
     """
     where = scope(over, world, "any_process")
-    return any(agree(where, Call("any_process"), number=int(bool(flag))).numbers)
+    call = Call("any_process", outer_call(world, "fa.any_process"))
+    return any(agree(where, call, number=int(bool(flag))).numbers)
 
 
 def _wire(dtype: torch.dtype) -> torch.dtype:

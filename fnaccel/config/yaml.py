@@ -22,7 +22,47 @@ def _converter() -> Any:
 
     converter = cattrs.Converter(forbid_extra_keys=True)
     configure_union_passthrough(int | float | str | bool | None, converter)
+    # cattrs would call bool("no") and int(2.7)
+    converter.register_structure_hook(bool, _truth)
+    converter.register_structure_hook(int, _whole)
     return converter
+
+
+def _truth(value: object, _: type) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false", value)
+    return value
+
+
+def _whole(value: object, _: type) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("a whole number", value)
+    number = int(value)
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError("a whole number", value)
+    return number
+
+
+class _Loader(yaml.SafeLoader):
+    """yaml's own loader takes the last of two equal keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"two keys {key.value!r}", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def load(text: str) -> Any:
+    """Plain values of YAML text. No text at all is a mapping without keys.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML, or a mapping has a key twice.
+    """
+    plain = yaml.load(text, _Loader)
+    return {} if plain is None else plain
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -84,7 +124,7 @@ def from_yaml(source: str | Path) -> Recipe:
             raise ConfigError(f"there is no file {text}", where="fa.config.from_yaml", fix="check the path")
         text = path.read_text(encoding="utf-8")
     try:
-        plain = yaml.safe_load(text) or {}
+        plain = load(text)
     except yaml.YAMLError as error:
         raise ConfigError(
             f"this is not YAML: {' '.join(str(error).split())}", where=where, fix="correct the line it names"

@@ -19,6 +19,8 @@ from fnaccel.launch.network import check_port
 
 STATIC_PORT = 29_500
 """The default port for several machines: all launchers must agree on it without communication."""
+PER_CORE = 64
+"""More processes than this for each core are a slip of the finger, and would stop the machine."""
 
 
 @attrs.frozen(kw_only=True)
@@ -101,6 +103,12 @@ def check(job: Job) -> None:
         LaunchError: the job can't be started. Nothing was started.
     """
     _require(job.processes >= 1, f"{job.processes} processes were asked for", "-n 1, or more")
+    cores = os.cpu_count() or 1
+    _require(
+        job.processes <= PER_CORE * cores,
+        f"{job.processes} processes were asked for, and this machine has {cores} cores",
+        f"at most {PER_CORE} for a core: -n {PER_CORE * cores}, or more machines",
+    )
     _require(
         job.threads is None or job.threads >= 1,
         f"a process can't compute with {job.threads} threads",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fnaccel.collectives import any_process
-from fnaccel.errors import ArgumentError, require
+from fnaccel.errors import ArgumentError, FnaccelError, PeerLostError, require
 from fnaccel.world.world import World, current
 
 _SAYINGS = (
@@ -24,6 +24,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on the host or on a device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    if isinstance(error, FnaccelError):  # it may quote the error of another rank
+        return False
     return isinstance(error, RuntimeError) and any(saying in str(error) for saying in _SAYINGS)
 
 
@@ -32,7 +34,8 @@ def fit_batch_size(
 ) -> tuple[int, Any]:
     """Call `attempt(batch_size)` with smaller and smaller sizes until it fits in memory.
 
-    Only errors that say memory ran out are tried again. All ranks use the same size.
+    Only errors that say memory ran out are tried again. All ranks use the same size. If memory runs out on
+    one rank alone in the middle of a step, the others wait for it there, and all ranks raise within seconds.
 
     Args:
         attempt: builds and runs the code that has to fit, such as one step. Called from scratch each time.
@@ -44,6 +47,7 @@ def fit_batch_size(
 
     Raises:
         ArgumentError: not even a batch of 1 fits, or the arguments make no sense.
+        PeerLostError: memory ran out on one rank alone, in the middle of a step.
 
     Example:
         >>> def one_step(size):
@@ -66,7 +70,7 @@ def fit_batch_size(
             if not is_out_of_memory(error):
                 raise
             failed = True
-        if not any_process(failed, world=active):
+        if not _any_failed(failed, active, size):
             return size, result
         del result
         gc.collect()
@@ -78,3 +82,26 @@ def fit_batch_size(
         where=f"fa.fit_batch_size(start={start})",
         fix="shard the model (fa.fsdp), recompute activations (fa.remat), or offload",
     )
+
+
+def _any_failed(failed: bool, world: World, size: int) -> bool:
+    """Whether memory ran out on any rank.
+
+    Raises:
+        PeerLostError: it ran out on this rank in the middle of a call, and another rank waits there.
+    """
+    log = world.calls
+    if log is None:
+        return any_process(failed, world=world)
+    log.abandoned = log.count if failed and log.failed == log.count else 0
+    try:
+        return log.run("fa.fit_batch_size", any_process, failed, world=world)
+    except FnaccelError as error:
+        if not log.abandoned:
+            raise
+        name = dict(log.newest)[log.abandoned]
+        raise PeerLostError(
+            f"memory ran out on rank {world.rank} alone, in {name}, where other ranks wait for it",
+            where=f"fa.fit_batch_size, with a batch of {size}",
+            fix="give all ranks batches of one shape (pad to the longest), or begin with a smaller start=",
+        ) from error

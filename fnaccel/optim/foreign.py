@@ -189,8 +189,9 @@ def _explained(cls: type[Any], groups: Sequence[Group]) -> Generator[None]:
         raise CapabilityError(
             f"{named(cls)} can't update these parameters: {str(error).splitlines()[0]}",
             where="fa.from_torch",
-            fix="use fa.sgd, fa.adam or fa.adamw"
-            + (", or whole=True: each parameter is gathered" if _sharded(groups) else " for them"),
+            fix="give them to another optimizer: fa.optimizer_groups([(selection, fa.from_torch(...)), "
+            '("*", fa.adamw(3e-4))])'
+            + ("; or whole=True: each parameter is gathered" if _sharded(groups) else ""),
         ) from error
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -68,15 +69,18 @@ class OptimizerGroups:
 
 
 def optimizer_groups(
-    members: Iterable[tuple[Select, Optimizer]], *, optional: Sequence[Select] = ()
+    members: Mapping[Select, Optimizer] | Iterable[tuple[Select, Optimizer]],
+    *,
+    optional: Sequence[Select] = (),
 ) -> OptimizerGroups:
     """Several optimizers for one model: each parameter belongs to the first member that selects it.
 
     Each optimizer keeps its own rate, schedule and groups. `metrics["lr/<name>"]` holds its rate.
 
     Args:
-        members: (selection, optimizer) pairs. A selection is a pattern of parameter names, as a shell
-            matches them, or a function `(name, parameter) -> bool`. The parameter has its whole shape.
+        members: (selection, optimizer) pairs, or a mapping of them. A selection is a pattern of parameter
+            names, as a shell matches them, or a function `(name, parameter) -> bool`. The parameter has its
+            whole shape.
         optional: the selections that may match no parameter.
 
     Raises:
@@ -93,9 +97,16 @@ def optimizer_groups(
         >>> metrics["lr/Muon"], metrics["lr/adamw"]
         (0.02, 0.0003)
     """
-    pairs = tuple((select, optimizer) for select, optimizer in members)
-    where = "fa.optimizer_groups"
-    require(bool(pairs), "there is no optimizer", where, 'optimizer_groups([("*", fa.adamw(3e-4))])')
+    where, fix = "fa.optimizer_groups", 'optimizer_groups([("*", fa.adamw(3e-4))])'
+    require(not isinstance(members, Optimizer), "one optimizer is no list of pairs", where, fix)
+    listed: list[Any] = list(members.items() if isinstance(members, Mapping) else members)
+    for one in listed:
+        pair = isinstance(one, tuple | list) and len(one) == 2
+        require(
+            pair, f"a member is {type(one).__name__}, not a pair of a selection and an optimizer", where, fix
+        )
+    pairs: tuple[tuple[Select, Optimizer], ...] = tuple((select, optimizer) for select, optimizer in listed)
+    require(bool(pairs), "there is no optimizer", where, fix)
     for select, optimizer in pairs:
         require(
             isinstance(select, str) or callable(select),
@@ -132,7 +143,7 @@ def starting_at(updates: int, optimizer: Optimizer) -> Optimizer:
         optimizer: the optimizer.
 
     Raises:
-        ArgumentError: a negative number, or no optimizer.
+        ArgumentError: a negative number, no whole number, no optimizer, or one that starts later already.
 
     Example:
         >>> optimizer = fa.optimizer_groups([
@@ -140,12 +151,15 @@ def starting_at(updates: int, optimizer: Optimizer) -> Optimizer:
         ...     ("*", fa.optim.starting_at(500, fa.adamw(1e-4))),
         ... ])
     """
-    require(updates >= 0, f"updates={updates} is negative", "fa.optim.starting_at", "starting_at(500, ...)")
+    where, fix = "fa.optim.starting_at", "starting_at(500, fa.adamw(1e-4))"
+    whole = isinstance(updates, int) and not isinstance(updates, bool)
+    require(whole, f"{type(updates).__name__} is no number of updates", where, fix)
+    require(updates >= 0, f"updates={updates} is negative", where, fix)
+    if isinstance(optimizer, OptimizerGroups):
+        fix = "give each member its own: (pattern, starting_at(500, fa.adamw(1e-4)))"
+    require(isinstance(optimizer, Optimizer), f"{type(optimizer).__name__} is no optimizer", where, fix)
     require(
-        isinstance(optimizer, Optimizer),
-        f"{type(optimizer).__name__} is no optimizer",
-        "fa.optim.starting_at",
-        "starting_at(500, fa.adamw(1e-4))",
+        optimizer.starts == 0, f"this one starts at update {optimizer.starts} already", where, "say it once"
     )
     return attrs.evolve(optimizer, starts=updates)
 

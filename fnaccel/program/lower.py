@@ -180,5 +180,5 @@ def _check_rows(rows: int, n: int) -> None:
         raise MicroBatchError(
             f"a batch of {rows} rows on this rank can't be cut in {n} micro-batches",
             where=f"accumulate(step, {n})",
-            fix=f"give at least {n} rows a rank, or accumulate over {rows} or fewer",
+            fix=f"give at least {n} rows a rank, or fewer micro-batches",
         )

@@ -48,8 +48,8 @@ class Attention:
                     f"{self.describe()} attention can't compute this: the device, the dtype or the mask "
                     "does not fit",
                     where="fa.attention",
-                    fix='let torch fall back: fa.attention(step, "flash", "math"); flash takes no mask and '
-                    "half precision on GPUs",
+                    fix="let torch fall back: fa.attention(step, 'flash', 'math'); on GPUs flash "
+                    "takes no mask, and half precision only",
                 ) from error
 
         return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import attrs
@@ -76,7 +77,8 @@ def clip_norm(step: StepLike, max_norm: float) -> Step:
     Example:
         >>> step = fa.clip_norm(loss_fn, 1.0)
     """
-    require(max_norm > 0, f"a norm can't be clipped to {max_norm}", "fa.clip_norm", "max_norm is positive")
+    positive = isinstance(max_norm, Real) and max_norm > 0
+    require(positive, f"a norm can't be clipped to {max_norm}", "fa.clip_norm", "max_norm is positive")
     return append(step, Transform("clip_norm", Phase.GRADS, apply=ClipNorm(float(max_norm)), needs=_NEEDS))
 
 
@@ -94,6 +96,9 @@ def clip_value(step: StepLike, max_value: float) -> Step:
         >>> step = fa.clip_value(loss_fn, 0.5)
     """
     require(
-        max_value > 0, f"values can't be clipped to {max_value}", "fa.clip_value", "max_value is positive"
+        isinstance(max_value, Real) and max_value > 0,
+        f"values can't be clipped to {max_value}",
+        "fa.clip_value",
+        "max_value is positive",
     )
     return append(step, Transform("clip_value", Phase.GRADS, apply=ClipValue(float(max_value)), needs=_NEEDS))

@@ -39,10 +39,12 @@ class CallLog:
         thread: the thread that is inside a call, or None between calls.
         failed: the number of the newest call that raised, or 0.
         failed_at: the line of the script that made that call.
+        abandoned: the number of the newest call that raised in its middle on this rank alone, as far as it
+            knows, or 0. A rank that waits in it waits for nothing.
         explain: says which error to raise if a collective fails.
     """
 
-    __slots__ = ("count", "explain", "failed", "failed_at", "newest", "thread")
+    __slots__ = ("abandoned", "count", "explain", "failed", "failed_at", "newest", "thread")
 
     def __init__(self) -> None:
         self.count = 0
@@ -50,6 +52,7 @@ class CallLog:
         self.thread: int | None = None
         self.failed = 0
         self.failed_at = ""
+        self.abandoned = 0
         self.explain: Explain | None = None
 
     def run(self, name: str, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -25,6 +25,7 @@ class Record:
         left: why the rank left the world, as the predicate of a sentence, or None if it has not left.
         failed: whether it left because call number `count` raised.
         follows: whether it left because it had lost another rank.
+        abandoned: the number of the newest call in whose middle its memory ran out, or 0.
         ports: the TCP ports of its gloo groups.
         answers: the number of the newest roll call that it answers.
     """
@@ -37,6 +38,7 @@ class Record:
     left: str | None = None
     failed: bool = False
     follows: bool = False
+    abandoned: int = 0
     ports: tuple[int, ...] = attrs.field(default=(), converter=tuple[int, ...])
     answers: int = 0
 
@@ -74,8 +76,14 @@ class Record:
         return f"{self.left}, after call {self.count}, {self.call}"
 
 
-def find_fault(me: Record, peers: Collection[Record]) -> str | None:
+def find_fault(me: Record, peers: Collection[Record], *, idle: bool = True) -> str | None:
     """The reason why this rank's newest call will never end, if that is certain. Else None.
+
+    Args:
+        me: the record of this rank.
+        peers: the records of the others.
+        idle: whether this rank only waits. If it still computes, its own memory may run out too, and then
+            all ranks can try again.
 
     Example:
         >>> me = Record(rank=0, count=1, names=("fa.gather",))
@@ -97,6 +105,11 @@ def find_fault(me: Record, peers: Collection[Record]) -> str | None:
             return (
                 f"rank {me.rank} waits in call {me.count}, {me.call}, for rank {other.rank}, "
                 f"which {other.departure}"
+            )
+        if idle and me.inside and other.abandoned == me.count > 0:
+            return (
+                f"rank {me.rank} waits in call {me.count}, {me.call}, for rank {other.rank}, "
+                "whose memory ran out in it: batches of one shape let memory run out on all ranks"
             )
     return None
 

@@ -38,6 +38,9 @@ ANSWER = 3.0
 DEPARTURE = 5.0
 """Seconds for which a rank that leaves waits for ranks that still compute."""
 
+IDLE = 0.2
+"""The share of a processor below which a rank counts as waiting."""
+
 LAST_WORDS = 1.0
 """Seconds for which the rank that keeps the store stays, so that the others can read why it leaves."""
 
@@ -231,6 +234,7 @@ class Peers:
             names=[name for _, name in calls],
             inside=self._log.thread is not None,
             place=self._log.place(),
+            abandoned=self._log.abandoned,
             ports=tuple(sorted(listening_ports() - self._keep)),
             answers=answers,
         )
@@ -259,12 +263,16 @@ class Peers:
     def _watch_others(self) -> None:
         store, answered = self._watched, 0
         count, since, last_asked = 0, time.monotonic(), 0
+        looked, used, idle = since, time.process_time(), False
         while not self._stop.is_set():
             self._wake.wait(INTERVAL)
             self._wake.clear()
             if self._stop.is_set():
                 return
             inside, now = self._log.thread is not None, time.monotonic()
+            if now - looked >= INTERVAL / 2:
+                idle = time.process_time() - used < IDLE * (now - looked)
+                looked, used = now, time.process_time()
             if self._log.count != count:
                 count, since = self._log.count, now
             # not sooner: all ranks may be about to raise the same error, and one of them has left already
@@ -280,7 +288,7 @@ class Peers:
                 answered = number
             elif waits and inside:
                 self._read(store)
-            if waits and self._records and self._judge():
+            if waits and self._records and self._judge(idle=idle):
                 # the others judge by this record
                 store.set(f"record/{self._rank}", self._record(answers=int(store.get("roll"))).text())
                 self.cut()
@@ -315,10 +323,10 @@ class Peers:
                 self._heard.wait([f"asked/{number}"], timedelta(days=1))
                 self._wake.set()
 
-    def _judge(self) -> bool:
+    def _judge(self, *, idle: bool = True) -> bool:
         """Check whether a fault is certain from the records of the other ranks."""
         if self._left is None:
-            self._fault = self._find_fault()
+            self._fault = find_fault(self._record(), self._peers(), idle=idle)
         return self._fault is not None
 
 

@@ -68,6 +68,16 @@ def test_functions_by_reference():
         ),
         (lambda: fa.config.from_yaml("missing.yaml"), errors.ConfigError, "no file"),
         (lambda: fa.config.from_yaml("optimizer: 3"), errors.ConfigError, "not keys and values"),
+        (lambda: fa.config.from_yaml("[]"), errors.ConfigError, "holds list, not keys and values"),
+        (lambda: fa.config.from_yaml("remat: 'no'"), errors.ConfigError, "expected bool @ recipe.remat"),
+        (lambda: fa.config.from_yaml("accumulate: 2.7"), errors.ConfigError, "expected int @ recipe.acc"),
+        (lambda: fa.config.from_yaml("accumulate: true"), errors.ConfigError, "expected int @ recipe.acc"),
+        (
+            lambda: fa.config.from_yaml("strategy: ddp\nremat: true\nstrategy: fsdp"),
+            errors.ConfigError,
+            "two keys 'strategy' .*line 3",
+        ),
+        (lambda: override(fa.config.Recipe(), {"remat": "no"}), errors.ConfigError, "expected bool"),
         (lambda: override(fa.config.Recipe(), {"optimiser.lr": 1.0}), errors.ConfigError, "'optimizer'"),
         (lambda: fa.config.apply("fsdp", loss_fn, Net), errors.ArgumentError, "a recipe is not str"),
     ],
@@ -75,6 +85,13 @@ def test_functions_by_reference():
 def test_mistakes(made, error, says):
     with fa.start(), pytest.raises(error, match=says):
         made()
+
+
+def test_values_that_say_the_same_in_another_way():
+    recipe = fa.config.from_yaml("accumulate: 2.0\nremat: yes\noptimizer: {lr: 1e-3}\ndata: {window: 'm:f'}")
+    assert (recipe.accumulate, recipe.remat, recipe.optimizer.lr) == (2, True, 1e-3)
+    assert recipe.data.window == "m:f"
+    assert fa.config.from_yaml("# nothing") == fa.config.Recipe()
 
 
 def test_a_closure_is_not_yaml():

@@ -27,6 +27,7 @@ HERE = Job(script=__file__)
     [
         ({"processes": 0}, "0 processes were asked for"),
         ({"processes": -1}, "-1 processes were asked for"),
+        ({"processes": 1_000_000}, "1000000 processes were asked for, and this machine has"),
         ({"threads": 0}, "compute with 0 threads"),
         ({"grace": -1.0}, "-1 seconds is in the past"),
         ({"restarts": -1}, "-1 restarts"),

@@ -81,6 +81,8 @@ TABLE = [
     (errors.ArgumentError, "which can't be called", "function", lambda: fa.with_weight(loss_fn, 3)),
     (errors.ArgumentError, "not int", "loss function itself", lambda: fa.clip_norm(3, 1.0)),
     (errors.ArgumentError, "clipped to -1", "positive", lambda: fa.clip_norm(loss_fn, -1)),
+    (errors.ArgumentError, "norm can't be clipped to <function", "positive", lambda: fa.clip_norm(1.0, loss_fn)),
+    (errors.ArgumentError, "values can't be clipped to <function", "positive", lambda: fa.clip_value(1.0, loss_fn)),
     (errors.ArgumentError, "nothing says how it lies", "fa.distribute",
      lambda: fa.train_step(loss_fn, model=Net, optimizer=fa.sgd(0.1))),
     (errors.LossError, "returned nothing", "scalar", lambda: one_step(lambda m, b: None)),

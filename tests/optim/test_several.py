@@ -144,7 +144,7 @@ MISTAKES = {
         lambda: fa.optimizer_groups([(lambda n, p: p.mean(), fa.sgd(0.1)), ("*", fa.sgd(0.1))]),
         "for 'inp.weight'",
     ),
-    "on vectors": (lambda: fa.from_torch(torch.optim.Muon), "Muon can't update these parameters"),
+    "on vectors": (lambda: fa.from_torch(torch.optim.Muon), "Muon can't update these(.|\n)*fix: .*optimizer_groups"),
 }  # fmt: skip
 
 
@@ -180,7 +180,13 @@ REFUSED = {
     "an instance": lambda: fa.optimizer_groups([("*", torch.optim.SGD([torch.zeros(1)], lr=0.1))]),
     "a number": lambda: fa.optimizer_groups([(3, fa.sgd(0.1))]),
     "optional, no member": lambda: fa.optimizer_groups([("*", fa.sgd(0.1))], optional=["x"]),
+    "optimizers without a selection": lambda: fa.optimizer_groups([fa.sgd(0.1), fa.adamw(0.1)]),
+    "one optimizer": lambda: fa.optimizer_groups(fa.sgd(0.1)),
     "a negative start": lambda: fa.optim.starting_at(-1, fa.sgd(0.1)),
+    "half a start": lambda: fa.optim.starting_at(2.5, fa.sgd(0.1)),
+    "a start in the wrong order": lambda: fa.optim.starting_at(fa.sgd(0.1), 3),
+    "a second start": lambda: fa.optim.starting_at(2, fa.optim.starting_at(3, fa.sgd(0.1))),
+    "a start of several": lambda: fa.optim.starting_at(2, muon_and_adamw()),
     "no rate": lambda: fa.from_torch(NoDefault),
 }
 
@@ -194,6 +200,11 @@ class NoDefault(torch.optim.SGD):
 def test_refused_as_it_is_written(name):
     with pytest.raises(errors.ArgumentError):
         REFUSED[name]()
+
+
+def test_a_mapping_is_a_list_of_pairs():
+    pairs = [("out*", fa.sgd(0.1)), ("*", fa.adamw(0.1))]
+    assert fa.optimizer_groups(dict(pairs)) == fa.optimizer_groups(pairs)
 
 
 def test_deepspeed_has_one_optimizer(world):
