@@ -8,7 +8,7 @@ import pytest
 
 from tests.examples.running import run
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.long]
 
 
 def output(name, *args, ranks=2, strategy="ddp"):

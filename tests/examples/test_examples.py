@@ -43,6 +43,7 @@ def test_gan():
     assert len(re.findall(r"epoch \d+: discriminator [\d.]+, generator [\d.]+", out)) == 2
 
 
+@pytest.mark.long
 def test_distill_with_a_sharded_teacher_and_a_replicated_student():
     out = run("distill", "--teacher", "fsdp", "--student", "ddp", "--epochs", "6", ranks=2).stdout
     scores = {name: float(score) for name, score in re.findall(r"(\w+): accuracy ([\d.]+)", out)}
@@ -77,6 +78,7 @@ def test_accumulate_tokens_on_one_rank_and_on_two():
 SWAPS = [(1, "fsdp"), (2, "ddp"), (2, "fsdp"), (4, "ddp"), (4, "hsdp(2, 2)")]
 
 
+@pytest.mark.long
 def test_the_one_line_swap_gives_one_loss_curve(tmp_path):
     """The same loss curve under every strategy and number of processes, for one global batch."""
 

@@ -76,6 +76,7 @@ def test_nlp_classification_is_the_loop_in_pytorch(example):
     assert found == pytest.approx(raw_losses(nlp.build_model, loader, 1e-3, 8), abs=1e-5)
 
 
+@pytest.mark.long
 def test_causal_lm_has_one_curve_exports_and_resumes_on_other_ranks(tmp_path, example):
     common = ("--global-batch", "8")
     directory, exported = tmp_path / "run", tmp_path / "hf"
@@ -112,6 +113,7 @@ def test_causal_lm_is_the_loop_in_pytorch(example, family):
     assert found == pytest.approx(raw_losses(build, loader, 3e-3, 6), abs=1e-5)
 
 
+@pytest.mark.long
 @STARTS
 def test_lora_has_one_curve_and_peft_computes_the_same(tmp_path, layouts):
     flags = ("--base-steps", "10", "--steps", "30")
@@ -125,6 +127,7 @@ def test_lora_has_one_curve_and_peft_computes_the_same(tmp_path, layouts):
         assert found["losses"] == pytest.approx(runs[0]["losses"], abs=1e-4)
 
 
+@pytest.mark.long
 @STARTS
 def test_vision_learns_and_its_curve_is_one(tmp_path, layouts):
     runs = [
@@ -137,6 +140,7 @@ def test_vision_learns_and_its_curve_is_one(tmp_path, layouts):
         assert found["losses"][:20] == pytest.approx(runs[0]["losses"][:20], abs=1e-4)
 
 
+@pytest.mark.long
 @STARTS
 def test_masked_lm_learns_on_one_and_two_ranks(tmp_path, layouts):
     flags = ("--steps", "30", "--global-batch", "8")
