@@ -14,7 +14,7 @@ from fnaccel.checkpoint.disk.directory import attempts
 from fnaccel.checkpoint.machines import common_steps
 from fnaccel.checkpoint.restoring import restore
 from fnaccel.collectives import gather_objects
-from fnaccel.errors import CheckpointError, FnaccelError
+from fnaccel.errors import CheckpointError, FnaccelError, require
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import TrainState, is_stale
 from fnaccel.tree import Tree
@@ -66,6 +66,12 @@ def resume_or_init(
         >>> fa.resume_or_init("runs/gpt", train_step, seed=0).step
         1
     """
+    require(
+        isinstance(train_step, TrainStep),  # pyright: ignore[reportUnnecessaryIsInstance]
+        f"train_step is a {type(train_step).__name__}",
+        _WHERE,
+        "fa.resume_or_init(directory, train_step): it calls train_step.init by itself",
+    )
     root = Path(directory)
     world = train_step.mesh.world
     world.resource(Background).settle()

@@ -152,8 +152,19 @@ class Writing:
         registered = self._world.resource(Registered)
         if registered.hooks:
             with self._undone() as lock:
-                together(self._world, self._where, lambda: registered.run(name, *args), over=self.over)
+                together(self._world, self._where, lambda: self._run_hooks(name, *args), over=self.over)
                 self._lock = lock.pop_all()
+
+    def _run_hooks(self, name: str, *args: Any) -> None:
+        self._world.resource(Registered).run(name, *args)
+        if name == "before_save" and self._staged is not None:
+            taken = commit.taken_names(self._staged)
+            if taken:
+                raise CheckpointError(
+                    f"a before_save hook wrote or removed {taken[0]}, which belongs to the save",
+                    where=self._where,
+                    fix="let the hook write files with other names into the directory",
+                )
 
     @contextlib.contextmanager
     def _undone(self) -> Generator[contextlib.ExitStack]:

@@ -88,7 +88,7 @@ def run(arguments: Sequence[str]) -> int:
     Example:
         >>> path = fa.save("runs/gpt", state)
         >>> run(["runs/gpt", "--verify"])
-        fnaccel checkpoint runs/gpt/step-0000000000
+        fnaccel checkpoint ...runs/gpt/step-0000000000
         ...
         verified: 1 files are what was written
         0

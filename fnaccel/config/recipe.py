@@ -8,6 +8,8 @@ import attrs
 
 from fnaccel.errors import ConfigError, as_names, require
 
+_KEPT = ("nothing", "attention", "matmuls")
+
 
 @attrs.frozen(kw_only=True)
 class OptimizerRecipe:
@@ -91,6 +93,16 @@ class CheckpointRecipe:
     each_machine: bool = False
     background: bool = False
 
+    def __attrs_post_init__(self) -> None:
+        for name in ("every", "keep", "keep_every"):
+            count = getattr(self, name)
+            require(
+                count is None or count >= 1,
+                f"{name}={count}",
+                "CheckpointRecipe",
+                f"{name} is 1 or more, or null",
+            )
+
 
 @attrs.frozen(kw_only=True)
 class Recipe:
@@ -134,6 +146,12 @@ class Recipe:
     checkpoint: CheckpointRecipe = attrs.field(factory=CheckpointRecipe)
 
     def __attrs_post_init__(self) -> None:
+        if self.remat not in (True, False, *_KEPT):
+            raise ConfigError(
+                f"remat={self.remat!r} names nothing that is kept",
+                where="Recipe",
+                fix=f"true, false, or one of: {', '.join(_KEPT)}",
+            )
         require(self.accumulate >= 1, f"accumulate={self.accumulate}", "Recipe", "accumulate is 1 or more")
         if self.compile not in (None, "auto", "block", "loss", "step"):
             raise ConfigError(

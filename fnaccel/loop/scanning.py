@@ -128,6 +128,13 @@ def scan(
         "fa.scan",
         "give a directory",
     )
+    for name, count in (("keep", keep), ("keep_every", keep_every)):
+        require(
+            count is None or (type(count) is int and count >= 1),
+            f"{name}={count!r}",
+            "fa.scan",
+            f"{name} is 1 or more, or None for all",
+        )
     world = train_step.mesh.world
     if epochs is None and steps is None:
         epochs = state.data.epoch + 1

@@ -37,7 +37,7 @@ def choose(selections: Sequence[Select], leaf: Leaf) -> int:
         if isinstance(select, str):
             taken: object = fnmatch.fnmatchcase(leaf.name, select)
         else:
-            taken = select(leaf.name, leaf.param)
+            taken = _asked(select, leaf)
         if not isinstance(taken, bool):
             raise ArgumentError(
                 f"{selector_name(select)} gave {taken!r} for {leaf.name!r}",
@@ -47,6 +47,17 @@ def choose(selections: Sequence[Select], leaf: Leaf) -> int:
         if taken:
             return number
     return -1
+
+
+def _asked(select: Callable[[str, Any], bool], leaf: Leaf) -> object:
+    try:
+        return select(leaf.name, leaf.param)
+    except TypeError as error:
+        raise ArgumentError(
+            f"{selector_name(select)} can't select parameters: {error}",
+            where="the selection of parameters",
+            fix="take two arguments: lambda name, parameter: parameter.ndim == 2",
+        ) from error
 
 
 def refuse_unmatched(

@@ -152,3 +152,43 @@ def test_a_state_dict_loads_into_a_module():
         other.load_state_dict(found)  # strict
         with pytest.raises(errors.ArgumentError, match="give the state"):
             fa.gather_state_dict({"a": torch.ones(1)})
+
+
+def misplaced(name):
+    def hook(directory, state):
+        if name:
+            (directory / name).write_text("{}")
+        else:
+            directory.rmdir()
+
+    return hook
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "shard-00000-of-00001.safetensors", "shard-00001-of-00004.safetensors", ""]
+)
+def test_a_hook_that_takes_the_names_of_the_save_is_named(tmp_path, name):
+    with fa.start():
+        _, state = trained()
+        with (
+            fa.checkpoint.hooks(before_save=misplaced(name)),
+            pytest.raises(errors.CheckpointError, match="before_save hook wrote or removed"),
+        ):
+            fa.save(tmp_path, state)
+        assert fa.latest(tmp_path) is None
+        assert fa.save(tmp_path, state) == fa.latest(tmp_path)
+
+
+def test_paths_are_absolute_and_counts_are_checked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with fa.start():
+        train_step, state = trained()
+        assert fa.save("runs", state) == fa.latest("runs") == fa.checkpoints("runs")[0].path
+        with pytest.raises(errors.ArgumentError, match="train_step is a TrainState"):
+            fa.resume_or_init("runs", state)
+        with pytest.raises(errors.ArgumentError, match="keep=0"):
+            fa.scan(train_step, state, fa.shard([batch_of(4)]), directory="runs", keep=0)
+        with pytest.raises(errors.ArgumentError, match="keep=0"):
+            fa.config.CheckpointRecipe(directory="runs", keep=0)
+        with pytest.raises(errors.CheckpointError, match="overwrite=True"):
+            fa.save_on_main([1], fa.save_on_main([1], "x.pt"), overwrite=False)

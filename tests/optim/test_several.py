@@ -144,6 +144,9 @@ MISTAKES = {
         lambda: fa.optimizer_groups([(lambda n, p: p.mean(), fa.sgd(0.1)), ("*", fa.sgd(0.1))]),
         "for 'inp.weight'",
     ),
+    "one argument": (
+        lambda: fa.sgd(0.1, groups=[(lambda p: p.ndim == 2, {"lr": 1.0})]), "can't select parameters",
+    ),
     "on vectors": (lambda: fa.from_torch(torch.optim.Muon), "Muon can't update these(.|\n)*fix: .*optimizer_groups"),
 }  # fmt: skip
 

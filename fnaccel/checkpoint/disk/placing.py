@@ -49,7 +49,9 @@ def _check_file(place: Path, target: Path, *, overwrite: bool, where: str) -> No
             f"{target} is {what}, and a file is to be written", where=where, fix="give the path of a file"
         )
     if not overwrite:
-        raise CheckpointError(f"{target} exists", where=where, fix="give a new file, or --overwrite")
+        raise CheckpointError(
+            f"{target} exists", where=where, fix="give a new file, or overwrite=True (--overwrite)"
+        )
 
 
 def _check_directory(place: Path, target: Path, *, overwrite: bool, where: str) -> None:

@@ -64,7 +64,7 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Checkpoint]:
         >>> [checkpoint.step for checkpoint in fa.checkpoints("runs/gpt")]
         [1, 2]
     """
-    root = Path(directory)
+    root = Path(directory).absolute()  # as fa.save returns it
     listing = _listed(root)
     # A directory that is renamed while the names are read may be missed under both of its names.
     for _ in range(_LISTINGS):
@@ -188,6 +188,14 @@ def _strange(path: Path) -> str | None:
         return "no files, since it is a file"
     # the files of a damaged checkpoint may be replaced
     return next((entry.name for entry in sorted(path.iterdir()) if not OWN_NAME.fullmatch(entry.name)), None)
+
+
+def taken_names(staged: Path) -> list[str]:
+    """The names in a directory to fill that only the save may give, or the directory's own if it is gone."""
+    if not staged.is_dir():
+        return [staged.name]
+    names = sorted(path.name for path in staged.iterdir())
+    return [name for name in names if name == manifest.FILE or OWN_NAME.fullmatch(name)]
 
 
 def sweep(root: Path) -> None:
