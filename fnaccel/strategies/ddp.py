@@ -22,7 +22,7 @@ from fnaccel.models.building import Built, construct
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp_buckets import MIB, Buckets, bucket_bytes, lay_out
-from fnaccel.strategies.ddp_hooks import HOOKS, Hook, comm_hook, powersgd, register
+from fnaccel.strategies.ddp_hooks import HOOKS, Hook, comm_hook, named_hook, powersgd, register
 from fnaccel.strategies.local import capture_whole, place, whole_engine
 from fnaccel.strategies.strategy import ARGUMENT_MAKERS, Axis, Strategy, check_degree, maker
 from fnaccel.world.mesh import ensure_group
@@ -91,7 +91,8 @@ def ddp(
         sync_buffers: broadcast buffers from the first replica before each forward.
         hook: communication hook: `"fp16"`, `"bf16"`, `"powersgd"`, `"batched_powersgd"`, a wrapper
             such as `"fp16+powersgd"`, or `fa.strategies.powersgd(...)` with its settings. Or a function
-            `(group, bucket) -> Future` of yours: see `fa.strategies.comm_hook`.
+            `(group, bucket) -> Future` of yours: see `fa.strategies.comm_hook`. In the text of a strategy
+            it is `"module:function"`.
         gradient_as_bucket_view: gradients are views of the buckets, which saves a copy of them in memory.
 
     Raises:
@@ -108,7 +109,9 @@ def ddp(
         "fa.ddp",
         "bucket_mb is positive, or None",
     )
-    if isinstance(hook, str):
+    if isinstance(hook, str) and ":" in hook:
+        hook = named_hook(hook)
+    elif isinstance(hook, str):
         if hook not in HOOKS:
             raise UnknownNameError(f"no hook is called {hook!r}", where="fa.ddp", fix=nearest(hook, HOOKS))
         hook = Hook(hook)

@@ -1,6 +1,7 @@
 """Communication hooks of ddp, by name: how a gradient is compressed for the all-reduce."""
 
 # no `from __future__ import annotations` here: torch checks the annotations of hooks themselves
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,24 @@ def comm_hook(function: Callable[[Any, Any], Any], state: object = None) -> Hook
     )
     name = getattr(function, "__qualname__", type(function).__name__)
     return Hook(name, function=function, state=state)
+
+
+def named_hook(reference: str) -> Hook:
+    """The hook that `"module:function"` names.
+
+    Raises:
+        UnknownNameError: the module can't be imported, or has no such function.
+    """
+    module, _, name = reference.partition(":")
+    try:
+        function: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UnknownNameError(
+            f"the hook {reference!r} can't be imported: {error}",
+            where="fa.ddp(hook=)",
+            fix="write module:function, of a module that can be imported",
+        ) from error
+    return attrs.evolve(comm_hook(function), name=repr(reference))
 
 
 def powersgd(*, batched: bool = False, wrap: str | None = None, **options: Any) -> Hook:

@@ -59,6 +59,12 @@ def test_a_hook_of_ones_own_averages_as_the_default_does(pools):
         for result in pools.run(2, runs.trained, fa.ddp(hook=hook), "plain"):
             assert_close(result["params"], expected["params"])
     assert "averaging" in str(fa.ddp(hook=runs.averaging))
+    text = "ddp(hook='tests.engines.runs:averaging')"
+    assert str(fa.strategy(text)) == text
+    for result in pools.run(2, runs.trained, text, "plain"):
+        assert_close(result["params"], expected["params"])
+    with pytest.raises(errors.UnknownNameError, match="can't be imported"):
+        fa.strategy("ddp(hook='tests.engines.runs:nothing')")
 
 
 def test_units_are_gathered_ahead_in_order(pools):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from tests.examples.running import run
 
@@ -81,10 +82,15 @@ def test_schedule_free_is_above_90_percent_on_shards():
     assert number(r"accuracy ([\d.]+) at x", text) > 0.9
 
 
-HOOKS = [("powersgd(start_powerSGD_iter=5)", ()), ("'bf16'", ("--hook", "bf16"))]
+HOOKS = [
+    ("powersgd(start_powerSGD_iter=5)", ()), ("'bf16'", ("--hook", "bf16")),
+    ("'ddp_comm_hook:rounded'", ("--hook", "own")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("hook", "flags"), HOOKS, ids=["by the launcher", "by a flag of the script"])
+@pytest.mark.parametrize(
+    ("hook", "flags"), HOOKS, ids=["by the launcher", "by a flag of the script", "of ones own"]
+)
 def test_ddp_comm_hook(hook, flags):
     text = output("ddp_comm_hook", *flags, "--epochs", "3", strategy=None if flags else f"ddp(hook={hook})")
     assert f"on ddp(hook={hook})" in text
@@ -117,3 +123,50 @@ def test_distributed_inference_keeps_the_order_of_the_prompts():
     assert len(texts[0]) == 5
     assert texts[0] == texts[1]
     assert "prompts by rank: [3, 2]" in two
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_process_control(tmp_path, ranks):
+    text = output(
+        "process_control", "--weights", str(tmp_path / "new" / "digits.pt"), "--epochs", "1", ranks=ranks
+    )
+    assert "22 batches in an epoch" in text
+    assert "8 tensors in" in text
+    assert f"says rank {0 if ranks is None else 1}" in text
+    if ranks == 2:
+        assert text.index("[rank 0] 704 rows, and not the last rank") < text.index(
+            "[rank 1] 696 rows, and the last"
+        )
+    assert len(torch.load(tmp_path / "new" / "digits.pt")) == 8
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_optimizer_groups(ranks):
+    text = output("optimizer_groups", "--epochs", "4", ranks=ranks, strategy="fsdp")
+    assert "epoch 1: {'lr/Muon': '0.0200', 'lr/adamw.0': '0.0000'" in text
+    assert "epoch 2: {'lr/Muon': '0.0200', 'lr/adamw.0': '0.0010'" in text
+    assert number(r"accuracy ([\d.]+)", text) > 0.9
+
+
+def test_growing_batches_go_on_after_a_limit_of_time(tmp_path):
+    directory = ("--dir", str(tmp_path / "run"))
+    output("growing_batches", *directory, "--max-seconds", "0.0001", ranks=None)
+    text = output("growing_batches", *directory, "--epochs", "4")
+    assert "step 40: 64 rows" in text
+    assert "step 60: 128 rows" in text
+    assert number(r"accuracy ([\d.]+)", text) > 0.8
+
+
+@pytest.mark.parametrize("flags", [(), ("--each-machine",)])
+def test_checkpoint_hooks(tmp_path, flags):
+    text = output("checkpoint_hooks", "--dir", str(tmp_path / "run"), *flags, strategy="fsdp")
+    assert "saved step-0000000022" in text
+    assert "10 labels beside step 22" in text
+    assert "exported ['pytorch_model.bin']" in text
+
+
+def test_ragged_rows_have_one_curve():
+    alone, both = (output("ragged_rows", "--epochs", "3", ranks=ranks) for ranks in (None, 2))
+    losses = [number(r"epoch 3: loss ([\d.]+)", text) for text in (alone, both)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert losses[0] < 1.5
