@@ -7,6 +7,8 @@ import os
 import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share two cores
+# ranks are forks: threads of a pool of compilers that this process began would not exist in them
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 from collections.abc import Iterator
 
