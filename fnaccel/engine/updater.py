@@ -72,7 +72,7 @@ def traceable(optimizers: Optimizers) -> bool:
     return all(optimizer.traceable for optimizer in optimizers.values())
 
 
-@attrs.frozen
+@attrs.define
 class _Part:
     """One optimizer, the name of its rate in the metrics, its leaves, the schedule of each of its groups."""
 
@@ -83,6 +83,7 @@ class _Part:
     own: tuple[Callable[[Any], Any] | None, ...]
     whole: bool
     starts: int
+    waits: bool = False
 
     def since(self, updates: Scalar) -> Any:
         """Updates since its first: below 0 until it starts. One host read if it starts later."""
@@ -155,12 +156,13 @@ class Updater:
         return self._count.fill_(updates + 1)
 
     def rates(self, updates: Scalar) -> tuple[dict[str, Any], list[list[Any]]]:
-        """The rates as metrics, and those of each optimizer's groups."""
+        """The rates as metrics, and those of each optimizer's groups. Notes which optimizers start later."""
         reported: dict[str, Any] = {}
         rates: list[list[Any]] = []
         for part in self._parts:
             since = part.since(updates)
-            waits = since < 0
+            # of a part that starts at once nothing is read on the host
+            part.waits = waits = bool(part.starts) and since < 0
             base = 0.0 if waits else self._rate(part.base, since)
             reported[part.rate] = base
             rates.append([base if waits or own is None else self._rate(own, since) for own in part.own])
@@ -176,17 +178,17 @@ class Updater:
             for each in rates
         ]
 
-    def hold(self, grads: Gradients, updates: Scalar) -> None:
-        """Drop the gradients of optimizers that start later, so that no norm counts them."""
+    def hold(self, grads: Gradients) -> None:
+        """Drop the gradients of optimizers that start later, so that no norm counts them. After `rates`."""
         for part in self._parts:
-            if part.starts and part.since(updates) < 0:
+            if part.waits:
                 for index in part.indices:
                     grads.shards[index] = None
 
     def update(self, grads: Gradients, rates: Sequence[Sequence[Any]], number: torch.Tensor) -> None:
         """Update the parameters in place."""
         for part, each in zip(self._parts, rates, strict=True):
-            if part.starts and part.since(number) <= 0:
+            if part.waits:
                 continue
             shards = grads.shards if part.whole else [grads.shards[i] for i in part.indices]
             # an optimizer that reads on the host would wait for the device in each step

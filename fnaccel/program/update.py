@@ -140,7 +140,7 @@ class Stepper:
         update.idle = idle(update.metrics["weight"])
         if update.grads is not None and update.idle is not True:
             if owned.updater.starts_later:
-                owned.updater.hold(update.grads, before.updates)
+                owned.updater.hold(update.grads)
             self._change_gradients(owned, state, update.grads, update.metrics, before.transforms)
         return update
 

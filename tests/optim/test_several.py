@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnaccel as fa
 from fnaccel import errors
@@ -276,3 +277,35 @@ def test_slots_that_begin_as_a_copy(pools, gathered, tmp_path):
     assert_close(expected, {name: value.detach() for name, value in net.named_parameters()})
     for params, _ in pools.run(2, train, optimizer, "fsdp", loss_fn, 4, tmp_path):
         assert_close(params, expected)
+
+
+class HostReads(TorchDispatchMode):
+    """How often a tensor's value was read on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def host_reads(optimizer):
+    """(reads of the rates, reads of a whole step), and what the plan says of them."""
+    train_step = program(fa.skip_nonfinite(loss_fn), optimizer=optimizer)
+    state, _ = train_step(train_step.init(seed=0), batch_of(4))
+    with HostReads() as of_rates:
+        train_step._owner.owned.updater.rates(state.updates)
+    with HostReads() as of_step:
+        train_step(state, batch_of(4))
+    return of_rates.count, of_step.count, str(train_step.plan).count("one host read")
+
+
+def test_the_host_reads_no_more_than_the_plan_says(world):
+    """Under skip_nonfinite updates are counted on the device, and a read waits for it."""
+    two = fa.optimizer_groups([("out*", fa.sgd(RATE)), ("*", fa.adamw(0.01))])
+    (first, step, said), several, late = map(host_reads, (fa.adamw(RATE), two, UNFREEZING))
+    assert (first, said) == (0, 0)
+    assert several == (0, step, 0)
+    assert late == (1, step + 1, 1)
