@@ -164,9 +164,9 @@ def mark_static(values: Sequence[Any]) -> None:
         mark_static_address(value, guard=False)
 
 
-def begin_all_reduce(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Start to sum a tensor over ranks, in a graph. `end_collective` gives the result. (2.11, 2.13)"""
-    return torch.ops._c10d_functional.all_reduce(value, "sum", group.group_name)
+def begin_all_reduce(value: torch.Tensor, group: dist.ProcessGroup, by: str = "sum") -> torch.Tensor:
+    """Start to reduce a tensor over ranks, in a graph. `end_collective` gives the result. (2.11, 2.13)"""
+    return torch.ops._c10d_functional.all_reduce(value, by, group.group_name)
 
 
 def end_collective(value: torch.Tensor) -> torch.Tensor:

@@ -198,14 +198,20 @@ def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> En
         buffers = (_torch.buffers_of(module)[name] for module, name in slots)
         _share([value for value in buffers if value is not None], group)
 
-    capture = capture_whole(built, build, before=share_buffers if options.sync_buffers and slots else None)
+    trained = [param for _, param in built.named("parameters") if param.requires_grad]
     buckets = Buckets(
-        members=lay_out([leaf.param for leaf in capture.leaves], options.bucket_mb),
+        members=lay_out(trained, options.bucket_mb),
         group=group,
         size=mesh.loss_size,
         dtype=None if hook is None else _SENT[hook.name],
     )
-    capture = attrs.evolve(capture, average=buckets.average, complete=mesh.loss_size > 1)
+    capture = capture_whole(
+        built,
+        build,
+        before=share_buffers if options.sync_buffers and slots else None,
+        average=buckets.average,
+        complete=mesh.loss_size > 1,
+    )
     return whole_engine("ddp", built, build, averaged=mesh.loss_size, capture=capture)
 
 

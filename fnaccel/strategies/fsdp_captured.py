@@ -27,6 +27,7 @@ from fnaccel.strategies.axis import Build
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_regather import zero3_pass
 from fnaccel.strategies.layout import copies_of, fsdp_dim, strides_of
+from fnaccel.strategies.partial_gradients import with_sums_in_graph
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that may be sent in another precision
 # autocast casts the weights of these by itself: gathered in the compute dtype, they come out the same
@@ -119,6 +120,7 @@ def build_captured(built: Built, build: Build, options: Fsdp) -> Engine:
         average=shards.average,
         graph_pass=zero3_pass() if options.reshard_after_forward else None,
     )
+    capture = with_sums_in_graph(capture, built, mesh)
     return Engine(
         name="fsdp",
         layout=Layout(

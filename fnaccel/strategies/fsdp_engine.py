@@ -27,6 +27,7 @@ from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_captured import build_captured
 from fnaccel.strategies.layout import fsdp_dim, leaves_of, parameters_shown
+from fnaccel.strategies.partial_gradients import with_sums
 from fnaccel.world.mesh import Mesh, ensure_group
 
 _CAST_SAFE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -61,6 +62,11 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     parameters = dict(built.named("parameters"))
     # by name, not as the set has them: ranks must agree on the order
     whole = [p for p in parameters.values() if p in ignored and p.requires_grad]
+    hooks = Hooks(
+        settle=_settler(host),
+        recover=lambda: _torch.reset_shards(host),
+        finish=_averager(whole, mesh) if whole else None,
+    )
     engine = Engine(
         name="fsdp",
         layout=Layout(
@@ -72,11 +78,7 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
             held_by=mesh["model"],
         ),
         forward=Forward(run=_runner(host), lend=_runner(host), sync=_syncer(host), averaged=mesh.loss_size),
-        hooks=Hooks(
-            settle=_settler(host),
-            recover=lambda: _torch.reset_shards(host),
-            finish=_averager(whole, mesh) if whole else None,
-        ),
+        hooks=with_sums(hooks, built, mesh),
     )
     return engine, attrs.evolve(built, empty=options.init == "meta")
 

@@ -13,6 +13,7 @@ from fnaccel.engine.engine import Engine, Forward, Hooks, Layout, Runtime
 from fnaccel.models.building import Built, check_alike, construct
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.layout import held_by, leaves_of, parameters_shown
+from fnaccel.strategies.partial_gradients import with_sums, with_sums_in_graph
 from fnaccel.strategies.strategy import Strategy, maker
 
 
@@ -59,12 +60,13 @@ def capture_whole(built: Built, build: Build, **fields: Any) -> Capture:
     def run(fn: Callable[..., Any], *args: Any) -> Any:
         return fn(model, *args)
 
-    return Capture(
+    capture = Capture(
         leaves=leaves,
         open=lambda: (params, run),
         blank=lambda: [torch.zeros_like(param) for param in params],
         **fields,
     )
+    return with_sums_in_graph(capture, built, build.spec.mesh)
 
 
 def whole_engine(
@@ -103,6 +105,6 @@ def whole_engine(
             held_by=held_by(built, mesh),
         ),
         forward=Forward(run=run or direct, lend=direct, **forward),
-        hooks=hooks or Hooks(),
+        hooks=with_sums(hooks or Hooks(), built, mesh),
         runtime=runtime or Runtime(),
     )

@@ -127,6 +127,7 @@ class Mesh:
         device: torch's DeviceMesh of these axes, or None without axes. `tp` is its first dimension, since
             parameters are cut over `tp` first, and their parts are sharded. Ranks along `tp` are neighbours.
         shown: the DeviceMesh of the tensors in states: the same, with `dp_shard` and `cp` as one axis.
+        model: the group of the derived axis `model`, if no other group is the same.
 
     Example, on 2 ranks:
         >>> train_step = fa.train_step(loss_fn, model=fa.distribute(GPT, "hsdp(2, 1)"), optimizer=fa.sgd(0.1))
@@ -138,6 +139,7 @@ class Mesh:
     degrees: dict[str, int] = attrs.field(eq=lambda degrees: tuple(degrees.items()))
     device: Any = attrs.field(default=None, eq=False, repr=False)
     shown: Any = attrs.field(default=None, eq=False, repr=False)
+    model: dist.ProcessGroup | None = attrs.field(default=None, eq=False, repr=False)
 
     @property
     def batch_size(self) -> int:
@@ -202,6 +204,8 @@ class Mesh:
                 return None
             if size == self.world.size:
                 return dist.group.WORLD
+            if axis == "model" and self.model is not None:
+                return self.model
             order = self.device.mesh_dim_names
             names = tuple(name for name in order if name in derived and self.degrees[name] > 1)
             if _joined(names) in self.shown.mesh_dim_names:
@@ -264,7 +268,9 @@ def build(world: World, degrees: Mapping[str, int], follows: Mapping[str, str] |
     device = laid_out(ordered)
     sharing = tuple(name for name in ordered if name in SHARD_AXES)
     if len(sharing) < 2:
-        return Mesh(world=world, degrees=ordered, device=device, shown=device)
+        return Mesh(
+            world=world, degrees=ordered, device=device, shown=device, model=_model_group(world, ordered)
+        )
     shards = math.prod(ordered[name] for name in sharing)
     first = sharing[0]
     merged = {
@@ -272,7 +278,24 @@ def build(world: World, degrees: Mapping[str, int], follows: Mapping[str, str] |
         for name, degree in ordered.items()
         if name not in sharing[1:]
     }
-    return Mesh(world=world, degrees=ordered, device=device, shown=laid_out(merged))
+    model = _model_group(world, ordered)
+    return Mesh(world=world, degrees=ordered, device=device, shown=laid_out(merged), model=model)
+
+
+def _model_group(world: World, degrees: Mapping[str, int]) -> dist.ProcessGroup | None:
+    """The group of the axis `model`, if `tp` and shards make it, and others do, too.
+
+    DTensor takes a flattened mesh for a gather over its axes. With `tp` first it would join parts in a wrong
+    order (2.13). So the group is made beside the mesh.
+    """
+    within = [number for number, name in enumerate(degrees) if name in MODEL_AXES]
+    size = math.prod(list(degrees.values())[number] for number in within)
+    if "tp" not in degrees or size in (degrees["tp"], world.size):
+        return None
+    ranks = torch.arange(world.size).view(tuple(degrees.values()))
+    rows = ranks.movedim(within, list(range(-len(within), 0))).reshape(-1, size)
+    own: Any = dist.new_subgroups_by_enumeration(rows.tolist())[0]
+    return own
 
 
 def _joined(names: Sequence[str]) -> str:
