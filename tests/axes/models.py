@@ -55,8 +55,8 @@ PLAN = {
     "head": "colwise_gather",
 }
 SEQUENCE = {
-    "blocks.0": "scatter",
-    "blocks.1": "gather",
+    "blocks.0": "scatter_input",
+    "blocks.1": "gather_output",
     "blocks.*.norm?": "sequence",
 } | PLAN
 CUT_LOGITS = PLAN | {"head": "vocab"}

@@ -23,12 +23,14 @@ class Ready:
         heads: names of the configuration's fields that the number of ranks has to divide.
         blocks: the pattern of the blocks, without their number. With `sequence=True` activations are cut at
             the input of the first, and joined at the output of the last.
-        norms: patterns of the modules in blocks that then compute with a part of the sequence.
+        attention: patterns of the modules that take the whole sequence, if their forward knows its length.
+        norms: patterns of the modules in blocks that compute with a part of the sequence.
     """
 
     styles: Mapping[str, str]
     heads: tuple[str, ...]
     blocks: str = ""
+    attention: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
 
 
@@ -46,6 +48,7 @@ READY: dict[str, Ready] = {
         },
         heads=("num_attention_heads",),
         blocks="*h",
+        attention=("*h.*.attn",),
         norms=("*h.*.ln_1", "*h.*.ln_2"),
     ),
     "llama": Ready(
@@ -60,6 +63,7 @@ READY: dict[str, Ready] = {
         },
         heads=("num_attention_heads", "num_key_value_heads"),
         blocks="*layers",
+        attention=("*layers.*.self_attn",),
         norms=("*layers.*.input_layernorm", "*layers.*.post_attention_layernorm"),
     ),
     "bert": Ready(
@@ -75,6 +79,7 @@ READY: dict[str, Ready] = {
         },
         heads=("num_attention_heads",),
         blocks="*encoder.layer",
+        attention=("*layer.*.attention.self",),
         norms=("*layer.*.attention.output.LayerNorm", "*layer.*.output.LayerNorm"),
     ),
     "t5": Ready(
@@ -166,12 +171,14 @@ def _sequence_pairs(model: nn.Module, ready: Ready, name: str) -> list[tuple[str
         raise ArgumentError(
             f"the plan {name!r} can't cut the sequences of this model",
             where="fa.tensor(sequence=True)",
-            fix="sequence=False; or a plan of your own with the styles scatter, gather and sequence",
+            fix="sequence=False; or a plan of yours with scatter_input, gather_output and sequence",
         )
     count = sum(path.rpartition(".")[0] == stacks[0] for path in paths)
     first, last = f"{stacks[0]}.0", f"{stacks[0]}.{count - 1}"
-    ends = [(first, "scatter+gather")] if count == 1 else [(first, "scatter"), (last, "gather")]
-    return [*ends, *((norm, "sequence") for norm in ready.norms)]
+    both = [(first, "scatter_input+gather_output")]
+    ends = both if count == 1 else [(first, "scatter_input"), (last, "gather_output")]
+    inputs = [(attention, "gather_input") for attention in ready.attention]
+    return [*ends, *inputs, *((norm, "sequence") for norm in ready.norms)]
 
 
 def _own(model: Any, config: object, kind: str, *, sequence: bool) -> Plan:
@@ -195,7 +202,7 @@ def _own(model: Any, config: object, kind: str, *, sequence: bool) -> Plan:
         raise ArgumentError(
             f"the plan of {type(model).__name__} does not say where sequences are cut",
             where='fa.tensor(plan="auto", sequence=True)',
-            fix="a plan of your own with the styles scatter, gather and sequence",
+            fix="a plan of your own with the styles scatter_input, gather_output, sequence",
         )
     pairs = tuple((str(pattern), _THEIRS[style]) for pattern, style in theirs.items())
     return Plan(pairs=pairs, optional=True, heads=_numbers(config, _HEADS))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fnaccel import _torch
-from fnaccel.errors import ArgumentError, CapabilityError, nearest
+from fnaccel.errors import ArgumentError, CapabilityError, nearest, require
 from fnaccel.models.building import Built, mark_cut
 from fnaccel.models.parameter import Cut
 from fnaccel.step.spec import Spec
@@ -115,9 +115,10 @@ def tensor(
             - `"replicate"`: whole, for a module that a later pattern matches too. `"replicate_partial"`:
               whole, between column and row layers, so that ranks add their gradients.
             - `"/"`: the pattern names an attribute, such as `"*.attention.heads"`, which is divided.
-            - with `sequence=True`: `"scatter"` cuts the first input of a module along the sequence,
-              `"gather"` joins the output of a module, `"sequence"` marks modules in between, such as norms,
-              whose gradients ranks add.
+            - with `sequence=True`: `"scatter_input"` and `"gather_output"` are for the first and the last
+              block, between which activations are cut along the sequence. `"sequence"` marks modules in
+              between, such as norms, whose gradients ranks add. `"gather_input"` is for an attention module
+              whose own forward reads the length of its input.
         sequence: cut activations outside of column and row layers along dimension 1 (Korthikanti et al.
             2022, https://arxiv.org/abs/2205.05198).
 
@@ -138,8 +139,15 @@ def tensor(
             f"no plan is called {plan!r}", where="fa.tensor(plan=)", fix=nearest(plan, [*READY, "auto"])
         )
     if not isinstance(plan, str):
-        for _, style in _as_pairs(plan):
-            parse(style)
+        styles = {part for _, style in _as_pairs(plan) for part in parse(style)}
+        lacking = {"scatter_input", "gather_output"} - styles if sequence else {"scatter_input"} & styles
+        has = "lacks" if sequence else "has"
+        require(
+            not lacking,
+            f"sequence={bool(sequence)}, and the plan {has} {', '.join(sorted(lacking))}",
+            "fa.tensor(plan=)",
+            'sequence=True, with "scatter_input" for the first block and "gather_output" for the last',
+        )
     return Strategy((Tensor(degree, plan, bool(sequence)),))
 
 

@@ -51,6 +51,8 @@ class Region:
         if self._opened_by is layer:
             self.end()  # a forward that failed did not reach its row layer
         entered = self._entered
+        if entered is not None and value is entered:
+            return entered  # the module around this layer has entered
         if entered is None or self._source is not value:
             if self.sequence:
                 entered = gathered_for_parts(value, self.group, SEQUENCE_DIM)

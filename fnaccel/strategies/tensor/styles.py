@@ -25,9 +25,12 @@ from fnaccel.world.mesh import MeshAxis
 
 STYLES = (
     "colwise", "rowwise", "colwise_gather", "packed_colwise:N", "vocab", "replicate", "replicate_partial",
-    "sequence", "scatter", "gather", "/",
+    "sequence", "scatter_input", "gather_input", "gather_output", "/",
 )  # fmt: skip
-"""The styles of a plan. Two are joined by "+", such as "scatter+gather"."""
+"""The styles of a plan. Two are joined by "+", such as "scatter_input+gather_output"."""
+
+_ENDS = ("scatter_input", "gather_input", "gather_output")
+"""Styles of modules whose parameters stay as they are."""
 
 _PACKED = re.compile(r"packed_colwise:(\d+)")
 
@@ -100,7 +103,7 @@ def cuts_of(layer: Layer, style: str, size: int, *, sequence: bool) -> dict[str,
         ArgumentError: the style does not fit the layer, or a size does not divide.
     """
     params: dict[str, Any] = dict(layer.module.named_parameters(recurse=False))
-    if style in ("replicate", "scatter", "gather"):
+    if style in ("replicate", *_ENDS):
         return {}
     if style in ("replicate_partial", "sequence"):
         if style == "sequence" and not sequence:
@@ -194,10 +197,16 @@ def patch(layer: Layer, styles: Iterable[str], axis: MeshAxis, region: Region) -
                 where="fa.tensor(plan=)",
                 fix="give a factory that builds an ordinary module",
             )
+        if type(module).__name__ == "Conv1D" and style not in _ENDS:
+            plain = _conv1d  # its own forward knows the whole number of features
         module.forward = types.MethodType(make(layer, plain, axis, region), module)
 
 
 Forward = Callable[..., Any]
+
+
+def _conv1d(module: Any, value: torch.Tensor) -> torch.Tensor:
+    return F.linear(value, module.weight.t(), module.bias)
 
 
 def _column(layer: Layer, plain: Forward, axis: MeshAxis, region: Region) -> Forward:  # noqa: ARG001
@@ -266,7 +275,7 @@ def _check_parts(module: Any, dim: int, length: int) -> None:
 
 
 def _scattering(layer: Layer, plain: Forward, axis: MeshAxis, region: Region) -> Forward:
-    def first(module: nn.Module, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def scatter(value: torch.Tensor) -> torch.Tensor:
         length = value.shape[SEQUENCE_DIM]
         if length % axis.size:
             raise CapabilityError(
@@ -274,9 +283,30 @@ def _scattering(layer: Layer, plain: Forward, axis: MeshAxis, region: Region) ->
                 where=f"{layer.path}, under fa.tensor({axis.size}, sequence=True)",
                 fix=f"pad sequences to a multiple of {axis.size}; or sequence=False, for generation",
             )
-        return plain(module, scattered(value, region.group, SEQUENCE_DIM), *args, **kwargs)
+        return scattered(value, region.group, SEQUENCE_DIM)
+
+    def first(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_input(args, kwargs, scatter)
+        return plain(module, *args, **kwargs)
 
     return first
+
+
+def _entering(layer: Layer, plain: Forward, axis: MeshAxis, region: Region) -> Forward:  # noqa: ARG001
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_input(args, kwargs, lambda value: region.enter(value, module))
+        return plain(module, *args, **kwargs)
+
+    return attention
+
+
+def _with_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a forward, with its input changed: the first one, or `hidden_states`."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
 def _joining(layer: Layer, plain: Forward, axis: MeshAxis, region: Region) -> Forward:  # noqa: ARG001
@@ -295,6 +325,7 @@ _FORWARDS = {
     "rowwise": _row,
     "colwise_gather": _gathering,
     "vocab": _vocabulary,
-    "scatter": _scattering,
-    "gather": _joining,
+    "scatter_input": _scattering,
+    "gather_input": _entering,
+    "gather_output": _joining,
 }
