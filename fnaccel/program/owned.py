@@ -12,6 +12,7 @@ from fnaccel import _torch, tree
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.exchange import Exchange
 from fnaccel.engine.runtime_tensor import Remote
+from fnaccel.engine.same_rows import SameRows
 from fnaccel.engine.updater import Optimizers, Updater, traceable
 from fnaccel.errors import ArgumentError, CapabilityError, TreeMismatchError
 from fnaccel.models.building import Built, claim, freeze, release
@@ -61,6 +62,7 @@ class Owned:
             if (full := name if key is None else f"{key}/{name}") in engine.layout.buffers
         ]
         self.buffers = self._show(engine.layout.buffers)
+        self.same_rows = SameRows(engine.layout.mesh)
         self.sharded = is_sharded(engine.layout.parameters.values())
         self._watched = TrainedModules(built.modules, leaves if bound is None else ())
         self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in self._buffer_slots])
@@ -245,6 +247,7 @@ class Owned:
     def restored(self) -> None:
         """Note that the parameters hold values now."""
         self._empty = False
+        self.same_rows.reset()
         if self.engine.hooks.end is not None:
             self.engine.hooks.end()
 
