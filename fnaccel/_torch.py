@@ -229,11 +229,11 @@ no_torch_function = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a subclass: operations return plain tensors. (2.9 to 2.13)"""
 
 
-def part_of_whole(whole: torch.Tensor, like: Any) -> Any:
-    """This rank's part of a tensor that every rank has whole, laid out as a DTensor is. (2.9 to 2.13)"""
-    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - slow to import
+def packed_shard(dim: int, matrices: int) -> Any:
+    """The placement that cuts each of several matrices packed in one dimension. (2.13)"""
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415 - slow to import
 
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return _StridedShard(dim, split_factor=matrices)
 
 
 def version_of(tensor: torch.Tensor) -> int:

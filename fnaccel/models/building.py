@@ -17,6 +17,7 @@ from torch import nn
 
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import ArgumentError, OwnershipError, PlanMismatchError, nearest
+from fnaccel.models.parameter import Cut
 from fnaccel.world.world import World
 
 Init = Literal["seeded", "rank0", "meta"]
@@ -100,15 +101,21 @@ class Host(nn.Module):
 
 @attrs.frozen(kw_only=True)
 class Built:
-    """Modules ready for a strategy: `model` as the loss sees it, and by key (`None`: only one).
+    """Modules ready for a strategy.
 
-    `empty` says that parameters have no values yet.
+    Attributes:
+        model: as the loss sees it.
+        modules: by key. `None` if there is only one.
+        host: the module that runs functions of the model.
+        empty: whether parameters have no values yet.
+        cuts: by canonical name, how an axis cut a parameter of which the modules have this rank's part.
     """
 
     model: Any
     modules: dict[str | None, nn.Module]
     host: Host
     empty: bool = False
+    cuts: dict[str, Cut] = attrs.field(factory=dict)
 
     def named(self, what: str) -> Iterator[tuple[str, Any]]:
         """(canonical name, tensor) of `"parameters"` or `"buffers"`, the model's key first.
@@ -214,7 +221,7 @@ def check_alike(built: Built, world: World) -> None:
     if world.size == 1:
         return
     signature = {
-        name: f"{list(value.shape)} {value.dtype}"
+        name: f"{list(built.cuts[name].shape if name in built.cuts else value.shape)} {value.dtype}"
         for what in ("parameters", "buffers")
         for name, value in built.named(what)
     }
