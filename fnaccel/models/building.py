@@ -17,6 +17,7 @@ from torch import nn
 
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import ArgumentError, OwnershipError, PlanMismatchError, nearest
+from fnaccel.models.blocks import NamedUnits
 from fnaccel.models.parameter import Cut
 from fnaccel.world.world import World
 
@@ -108,6 +109,7 @@ class Built:
         modules: by key. `None` if there is only one.
         host: the module that runs functions of the model.
         empty: whether parameters have no values yet.
+        units: by key, the units of fsdp if they were found before an axis changed the modules.
         cuts: by canonical name, how an axis cut a parameter of which the modules have this rank's part.
     """
 
@@ -116,6 +118,7 @@ class Built:
     host: Host
     empty: bool = False
     cuts: dict[str, Cut] = attrs.field(factory=dict)
+    units: dict[str | None, NamedUnits] = attrs.field(factory=dict)
 
     def named(self, what: str) -> Iterator[tuple[str, Any]]:
         """(canonical name, tensor) of `"parameters"` or `"buffers"`, the model's key first.

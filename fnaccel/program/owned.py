@@ -18,13 +18,14 @@ from fnaccel.errors import ArgumentError, CapabilityError, TreeMismatchError
 from fnaccel.models.building import Built, claim, freeze, release
 from fnaccel.models.moving_buffers import MovingBuffers
 from fnaccel.models.trained_modules import TrainedModules
+from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.captured_step import CapturedStep
 from fnaccel.program.lower import Lowered
 from fnaccel.program.whole_parameters import is_sharded
 from fnaccel.state import ReadOnlyDict, Seed, TrainState
 from fnaccel.step.loss import Scalar, readable
 from fnaccel.step.spec import Spec
-from fnaccel.strategies.axis import Build, Rewrites, make_engine
+from fnaccel.strategies.axis import Build, make_engine
 from fnaccel.strategies.runtime import Delegation
 from fnaccel.tree import Tree
 
@@ -335,11 +336,9 @@ def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | N
         if settings.casts:
             for module in built.modules.values():
                 module.to(settings.precision.param)
-        for axis in spec.strategy.axes:
-            if isinstance(axis, Rewrites):
-                axis.apply(built, spec.mesh)
-        for module in built.modules.values():
-            for name, hook in lowered.modules:
+        hooks = apply_axes(built, spec, lowered.modules)
+        for key, module in built.modules.items():
+            for name, hook in hooks[key]:
                 hook.on_module(module, f"transform {name}")
 
     try:

@@ -152,8 +152,8 @@ def _owners(built: Built, options: Fsdp) -> dict[int, int]:
     """The number of the innermost unit of each parameter, without the root's parameters."""
     units = [
         unit
-        for module in built.modules.values()
-        for _, unit in find_units(module, options.units, "fa.fsdp(units=...)")
+        for key, module in built.modules.items()
+        for _, unit in find_units(module, built.units.get(key, options.units), "fa.fsdp(units=...)")
     ]
     owners: dict[int, int] = {}
     for number, unit in reversed(list(enumerate(units))):
