@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fnaccel import _torch
+from fnaccel import _torch, tree
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import CapabilityError
 
@@ -45,7 +45,7 @@ def whole_parameters(modules: Iterable[nn.Module], parameters: Iterable[Any]) ->
     for _, _, param in slots:
         sharded: Any = param
         if id(param) not in whole:
-            full = sharded.detach().full_tensor()
+            full = tree.whole(sharded)
             whole[id(param)] = nn.Parameter(full, requires_grad=sharded.requires_grad)
     try:
         for slot, name, param in slots:
