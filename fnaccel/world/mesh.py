@@ -162,6 +162,11 @@ class Mesh:
         """Which of those parts is this rank's. Ranks with other parts draw other random numbers."""
         return self._rank(LOSS_AXES)
 
+    @property
+    def partial_rows(self) -> bool:
+        """Whether several ranks compute parts of the loss of one row, as along `cp`."""
+        return self.loss_size != self.batch_size
+
     def _size(self, axes: Sequence[str]) -> int:
         return math.prod(self.degrees.get(axis, 1) for axis in axes)
 
