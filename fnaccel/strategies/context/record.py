@@ -12,6 +12,7 @@ from fnaccel.errors import CapabilityError, UnknownNameError, nearest
 from fnaccel.models.building import Built
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.context.attention import attention_over, check_modules
+from fnaccel.strategies.context.huggingface import prepare_models
 from fnaccel.strategies.context.leaves import Dims, as_dims, cut_leaves
 from fnaccel.strategies.context.order import Chunks
 from fnaccel.strategies.context.split import Split
@@ -67,6 +68,7 @@ class Context(Axis):
         if mesh.degrees[self.mesh_axis] > 1:
             for module in built.modules.values():
                 check_modules(module)
+                prepare_models(module)
 
     def part_of(self, spec: Spec) -> SequencePart | None:
         """This rank's part of the loss. None if one rank has all tokens."""
