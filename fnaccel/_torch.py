@@ -189,6 +189,39 @@ def begin_reduce_scatter(value: torch.Tensor, size: int, group: dist.ProcessGrou
     return torch.ops._c10d_functional.reduce_scatter_tensor(value, "sum", size, group.group_name)
 
 
+def all_to_all_in_graph(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Part i of dim 0 goes to rank i, and part i of the result is from rank i. (2.11, 2.13)"""
+    sizes = [1] * parts.shape[0]
+    sent = torch.ops._c10d_functional.all_to_all_single(parts, sizes, sizes, group.group_name)
+    return torch.ops._c10d_functional.wait_tensor(sent)
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """The process group whose `group_name` it is: operations of torch take no group. (2.13)"""
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    return resolve(name)
+
+
+def flash_block_cpu(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and its log-sum-exp on a CPU. (2.13)"""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args, **options)
+
+
+def flash_block_cpu_backward(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of `flash_block_cpu`. (2.13)"""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, **options)
+
+
+def flash_block_cuda(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and its log-sum-exp on a GPU, in half precision. (2.13, read)"""
+    return torch.ops.aten._scaled_dot_product_flash_attention(*args, **options)[:2]
+
+
+def flash_block_cuda_backward(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of `flash_block_cuda`. (2.13, read)"""
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(*args, **options)
+
+
 def replace_parameters(root: torch.nn.Module, make: Callable[[Any], Any]) -> None:
     """Replace each parameter by another. A tied parameter stays tied. (2.9 to 2.13)"""
     replacements: dict[int, Any] = {}

@@ -55,10 +55,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, mask: str = "causal", dropout: float = 0.0) -> None:
+    def __init__(self, mask: str = "causal", dropout: float = 0.0, layers: int = LAYERS) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(WORDS, WIDTH), nn.Embedding(max(LENGTHS), WIDTH)
-        self.blocks = nn.ModuleList(Block(mask, dropout) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(mask, dropout) for _ in range(layers))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, batch):
@@ -108,10 +108,12 @@ def make_step(clip=None, precision=None, accumulate=1, remat=False, weigh=False,
     return step
 
 
-def trained(strategy, mask="causal", save=None, lengths=LENGTHS, **options):
+def trained(strategy, mask="causal", save=None, lengths=LENGTHS, layers=LAYERS, **options):
     """Losses, norms, parameters, score, and the collectives of the last step."""
     train_step = fa.train_step(
-        make_step(**options), model=fa.distribute(lambda: Net(mask), strategy), optimizer=fa.sgd(0.3)
+        make_step(**options),
+        model=fa.distribute(lambda: Net(mask, layers=layers), strategy),
+        optimizer=fa.sgd(0.3),
     )
     state = train_step.init(seed=0)
     losses, norms, counts = [], [], {}

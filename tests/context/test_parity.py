@@ -14,10 +14,21 @@ def text(strategy, **options):
     return strategy.replace("context(2)", str(fa.context(2, cut=CUT, **options)))
 
 
-def check(results, copies, mask="causal", clip=None, precision="fp32", tolerance=1e-5, lengths=LENGTHS):
+def check(
+    results,
+    copies,
+    mask="causal",
+    clip=None,
+    precision="fp32",
+    tolerance=1e-5,
+    lengths=LENGTHS,
+    layers=LAYERS,
+):
     batches = [[batch_of(step, rank, lengths) for rank in range(copies)] for step in range(STEPS)]
-    expected = oracle_run(lambda: Net(mask), loss_fn, batches, lr=0.3, clip=clip, precision=precision)
-    whole = Net(mask)
+    expected = oracle_run(
+        lambda: Net(mask, layers=layers), loss_fn, batches, lr=0.3, clip=clip, precision=precision
+    )
+    whole = Net(mask, layers=layers)
     for losses, norms, params, score, _ in results:
         assert losses == pytest.approx(expected.losses, abs=tolerance)
         if clip:
@@ -43,15 +54,38 @@ ROWS = [
 ]
 
 
+ROWS += [
+    (mask, {"method": method, "balance": balance}, step)
+    for method in ("ring", "heads")
+    for mask, balance, step in [
+        ("causal", True, {"clip": 0.1}),
+        ("causal", False, {"accumulate": 2}),
+        ("none", True, {}),
+        ("keys", True, {"remat": True}),
+        ("added", False, {}),
+        ("rows", True, {"clip": 0.1}),
+    ]
+]
+
+
 @pytest.mark.parametrize(("mask", "options", "step"), ROWS)
 def test_two_ranks_share_a_sequence(pools, mask, options, step):
     results = pools.run(2, trained, text("context(2)", **options), mask, **step)
     check(results, 1, mask, step.get("clip"))
 
 
-def test_bf16(pools):
-    results = pools.run(2, trained, text("context(2)"), precision="bf16")
+@pytest.mark.parametrize("method", ["gather", "ring", "heads"])
+def test_bf16(pools, method):
+    results = pools.run(2, trained, text("context(2)", method=method), precision="bf16")
     check(results, 1, precision="bf16", tolerance=0.02)
+
+
+@pytest.mark.parametrize("method", ["gather", "ring", "heads"])
+@pytest.mark.parametrize("mask", ["causal", "keys"])
+def test_four_ranks_share_a_sequence(pools, method, mask):
+    """More ranks than heads of keys, which are repeated, and rings of more than a pair."""
+    strategy = str(fa.context(4, cut=CUT, method=method))
+    check(pools.run(4, trained, strategy, mask, layers=1), 1, mask, layers=1)
 
 
 PRODUCTS = [
@@ -67,23 +101,33 @@ def test_products(pools, strategy, ranks, step):
 
 
 COMPILED = [
-    ("context(2)", "step", "aot_eager", "causal"),
-    ("context(2)", "loss", "eager", "causal"),  # runs the traced graph under the replaced names again
-    ("context(2)", "block", "aot_eager", "keys"),
-    ("fsdp(1) * context(2)", "step", "aot_eager", "keys"),
+    ("context(2)", "step", "aot_eager", {}),
+    ("context(2)", "loss", "eager", {}),  # runs the traced graph under the replaced names again
+    ("context(2)", "block", "aot_eager", {"method": "ring"}),
+    ("fsdp(1) * context(2)", "step", "aot_eager", {"method": "ring"}),
+    ("context(2)", "step", "aot_eager", {"method": "heads"}),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "scope", "backend", "mask"), COMPILED)
-def test_compiled(pools, strategy, scope, backend, mask):
-    options = {"clip": 0.1, "lengths": (8,)}
-    check(
-        pools.run(2, trained, text(strategy), mask, compiled=(scope, backend), **options), 1, mask, **options
-    )
+@pytest.mark.parametrize(("strategy", "scope", "backend", "options"), COMPILED)
+def test_compiled(pools, strategy, scope, backend, options):
+    step = {"clip": 0.1, "lengths": (8,), "layers": 2 if scope == "block" else 1}
+    results = pools.run(2, trained, text(strategy, **options), compiled=(scope, backend), **step)
+    check(results, 1, **step)
 
 
-@pytest.mark.parametrize(("remat", "gathers"), [(False, LAYERS), (True, 2 * LAYERS)])
-def test_collectives_of_a_step(pools, remat, gathers):
-    for *_, counts in pools.run(2, trained, text("context(2)"), remat=remat):
-        # gradients and the report: one all-reduce each
-        assert counts == {"all_gather": gathers, "reduce_scatter": LAYERS, "all_reduce": 2}
+COUNTS = [
+    ("gather", False, {"all_gather": 1, "reduce_scatter": 1}),
+    ("gather", True, {"all_gather": 2, "reduce_scatter": 1}),
+    ("ring", False, {"send": 4, "recv": 4}),
+    ("ring", True, {"send": 5, "recv": 5}),
+    ("heads", False, {"all_to_all": 4}),
+    ("heads", True, {"all_to_all": 6}),
+]
+
+
+@pytest.mark.parametrize(("method", "remat", "each"), COUNTS)
+def test_collectives_of_a_step(pools, method, remat, each):
+    """One layer's, with two ranks, and one all-reduce each for gradients and the report."""
+    for *_, counts in pools.run(2, trained, text("context(2)", method=method), remat=remat):
+        assert counts == {kind: LAYERS * number for kind, number in each.items()} | {"all_reduce": 2}

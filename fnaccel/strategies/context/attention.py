@@ -20,15 +20,21 @@ from torch import nn
 
 from fnaccel.errors import CapabilityError
 from fnaccel.strategies.context.gather import gather_attention
+from fnaccel.strategies.context.heads import heads_attention
 from fnaccel.strategies.context.kernels import scaled_dot_product
 from fnaccel.strategies.context.masks import over_all_keys
+from fnaccel.strategies.context.ring import ring_attention
 from fnaccel.strategies.context.split import Split
 
 _WHERE = "scaled_dot_product_attention under fa.context"
 _torch_attention: Any = F.scaled_dot_product_attention
 _torch_multi_head: Any = F.multi_head_attention_forward
 
-METHODS: Mapping[str, Callable[..., torch.Tensor]] = {"gather": gather_attention}
+METHODS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "gather": gather_attention,
+    "ring": ring_attention,
+    "heads": heads_attention,
+}
 """How attention reaches the keys of other ranks, by name."""
 
 # recomputation may run in a thread of autograd's: a thread-local variable would be empty there

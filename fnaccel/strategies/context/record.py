@@ -15,17 +15,19 @@ from fnaccel.strategies.context.attention import attention_over, check_modules
 from fnaccel.strategies.context.huggingface import prepare_models
 from fnaccel.strategies.context.leaves import Dims, as_dims, cut_leaves
 from fnaccel.strategies.context.order import Chunks
+from fnaccel.strategies.context.ring import register_ring
 from fnaccel.strategies.context.split import Split
 from fnaccel.strategies.context.weights import check_weight, weighs_tokens
 from fnaccel.strategies.strategy import Axis, Strategy, check_degree, maker
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 
-Method = Literal["gather"]
+Method = Literal["gather", "ring", "heads"]
 
 _COSTS: dict[str, str] = {
-    "gather": "1 all-gather of keys and values in the forward, 1 reduce-scatter of their gradients in "
-    "the backward",
+    "gather": "1 all-gather of keys and values, and 1 reduce-scatter in the backward",
+    "ring": "n - 1 sends of keys and values, and 2n - 1 in the backward",
+    "heads": "2 all-to-alls, and 2 in the backward",
 }
 
 
@@ -61,7 +63,8 @@ class Context(Axis):
             if self.balance
             else "a contiguous part of each sequence"
         )
-        return [f"context: each of {ranks} ranks has {order}; each attention takes {_COSTS[self.method]}"]
+        costs = _COSTS[self.method].replace("2n - 1", str(2 * ranks - 1)).replace("n - 1", str(ranks - 1))
+        return [f"context: each of {ranks} ranks has {order}; an attention takes {costs}"]
 
     def apply(self, built: Built, mesh: Mesh) -> None:
         """Check that attention can be replaced. Modules stay as they are."""
@@ -75,6 +78,8 @@ class Context(Axis):
         axis = spec.mesh[self.mesh_axis]
         if axis.group is None:
             return None
+        if self.method == "ring":
+            register_ring()
         split = Split(Chunks(axis.size, axis.rank, self.balance), axis.group, self.method)
         return SequencePart(split, self.cut)
 
@@ -139,7 +144,9 @@ def context(
             None as dimension: every rank needs the leaf whole. The names of transformers' batches
             (`input_ids`, `labels`, `shift_labels`, `position_ids`, `token_type_ids`, `attention_mask`) are
             known. Lengths must divide by twice the degree.
-        method: `"gather"`: each rank gathers the keys and values of all ranks, layer by layer.
+        method: `"gather"`: each rank gathers the keys and values of all ranks, layer by layer. `"ring"`:
+            keys and values go from rank to rank, so that no rank ever has all of them (without dropout).
+            `"heads"`: each rank has all tokens of some heads. Their number must divide by the degree.
         balance: each rank has one chunk from each end of a sequence, so that causal attention costs all ranks
             the same. False: contiguous parts, whose lengths must divide by the degree only.
 
