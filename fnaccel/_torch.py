@@ -34,6 +34,12 @@ EXACT_STRIDES: tuple[Any, ...] = tuple(
     getattr(torch.Tag, name) for name in ("needs_exact_strides",) if hasattr(torch.Tag, name)
 )
 
+# attention kernels that return their log-sum-exp, and their gradients (2.13; those of GPUs were not run)
+flash_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_cuda: Any = torch.ops.aten._scaled_dot_product_flash_attention
+flash_cuda_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
 # stores, which torch's stubs leave out of torch.distributed (2.9 to 2.13)
 TCPStore: Any = dist.TCPStore
 PrefixStore: Any = dist.PrefixStore
@@ -200,26 +206,6 @@ def group_of_name(name: str) -> dist.ProcessGroup:
     """The process group whose `group_name` it is: operations of torch take no group. (2.13)"""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     return resolve(name)
-
-
-def flash_block_cpu(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and its log-sum-exp on a CPU. (2.13)"""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args, **options)
-
-
-def flash_block_cpu_backward(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `flash_block_cpu`. (2.13)"""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, **options)
-
-
-def flash_block_cuda(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and its log-sum-exp on a GPU, in half precision. (2.13, read)"""
-    return torch.ops.aten._scaled_dot_product_flash_attention(*args, **options)[:2]
-
-
-def flash_block_cuda_backward(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `flash_block_cuda`. (2.13, read)"""
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward(*args, **options)
 
 
 def replace_parameters(root: torch.nn.Module, make: Callable[[Any], Any]) -> None:

@@ -41,9 +41,9 @@ def block_attention(
     """
     flash = _flash(query, value, mask)
     if flash == "cpu":
-        out, total = _torch.flash_block_cpu(query, key, value, 0.0, causal, scale=scale)
+        out, total = _torch.flash_cpu(query, key, value, 0.0, causal, scale=scale)
     elif flash == "cuda":
-        out, total = _torch.flash_block_cuda(query, key, value, 0.0, causal, False, scale=scale)
+        out, total = _torch.flash_cuda(query, key, value, 0.0, causal, False, scale=scale)[:2]
     else:
         tiles = [
             _plain(rows, key, value, _rows_of(mask, start), causal, start, scale)
@@ -88,13 +88,13 @@ def block_gradients(
     """
     flash = _flash(query, value, mask)
     if flash == "cpu":
-        return _torch.flash_block_cpu_backward(
+        return _torch.flash_cpu_backward(
             grad, query, key, value, out, total.contiguous(), 0.0, causal, scale=scale
         )
     if flash == "cuda":
         # without dropout no random numbers are drawn
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
-        return _torch.flash_block_cuda_backward(
+        return _torch.flash_cuda_backward(
             grad, query, key, value, out, total.contiguous(), None, None, query.shape[-2], key.shape[-2],
             0.0, causal, state, state, scale=scale,
         )  # fmt: skip
