@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from fnaccel.strategies import hsdp as hsdp
     from fnaccel.strategies import local as local
     from fnaccel.strategies import strategy as strategy
+    from fnaccel.strategies import tensor as tensor
     from fnaccel.strategies import xla as xla
     from fnaccel.track.tracker import Tracker as Tracker
     from fnaccel.transforms import Float8 as Float8
@@ -112,7 +113,7 @@ _NAMES = {
     "fnaccel.state": "TrainState snapshot",
     "fnaccel.step.loss": "Concat Mean Sum",
     "fnaccel.step.step": "Phase Step Transform",
-    "fnaccel.strategies": "context ddp deepspeed distribute fsdp hsdp local strategy xla",
+    "fnaccel.strategies": "context ddp deepspeed distribute fsdp hsdp local strategy tensor xla",
     "fnaccel.track.tracker": "Tracker",
     "fnaccel.transforms": "Float8 Precision accumulate attention clip_norm clip_value compile remat "
     "skip_nonfinite with_ema with_precision with_weight",

@@ -34,12 +34,6 @@ EXACT_STRIDES: tuple[Any, ...] = tuple(
     getattr(torch.Tag, name) for name in ("needs_exact_strides",) if hasattr(torch.Tag, name)
 )
 
-# attention kernels that return their log-sum-exp, and their gradients (2.13; those of GPUs were not run)
-flash_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-flash_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-flash_cuda: Any = torch.ops.aten._scaled_dot_product_flash_attention
-flash_cuda_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
-
 # stores, which torch's stubs leave out of torch.distributed (2.9 to 2.13)
 TCPStore: Any = dist.TCPStore
 PrefixStore: Any = dist.PrefixStore
@@ -105,9 +99,7 @@ _LOGGING = ("debug", "info", "warning", "error", "log", "warning_once", "info_on
 
 
 def compiling(limit: int) -> Any:
-    """Context in which torch.compile captures `torch.autograd.grad`, and compiles `limit` times more than
-    once. (2.11, 2.13)
-    """
+    """Context in which torch.compile takes `autograd.grad`, and compiles again `limit` times. (2.11, 2.13)"""
     from torch._dynamo import config  # noqa: PLC0415 - slow to import
 
     changes: dict[str, Any] = {"recompile_limit": limit + 2}
@@ -115,9 +107,7 @@ def compiling(limit: int) -> Any:
     for name in ("ignore_logging_functions", "ignore_logger_methods"):
         if hasattr(config, name):
             logger = vars(logging.Logger)
-            changes[name] = getattr(config, name) | {
-                logger[method] for method in _LOGGING if method in logger
-            }
+            changes[name] = getattr(config, name) | {logger[key] for key in _LOGGING if key in logger}
             break
     if hasattr(config, "trace_autograd_ops"):
         changes["trace_autograd_ops"] = True
@@ -133,10 +123,7 @@ def compile_errors() -> tuple[type[Exception], ...]:
 
 def graph_pass(change: Callable[[Any], None], file: str) -> Any:
     """A change of a graph as inductor takes it. The text of `file` keys its cache. (2.13)"""
-    from torch._inductor.custom_graph_pass import (  # noqa: PLC0415 - slow to import
-        CustomGraphPass,
-        get_hash_for_files,
-    )
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # noqa: PLC0415
 
     class Pass(CustomGraphPass):
         def __call__(self, graph: object) -> None:
@@ -170,9 +157,9 @@ def mark_static(values: Sequence[Any]) -> None:
         mark_static_address(value, guard=False)
 
 
-def begin_all_reduce(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Start to sum a tensor over ranks, in a graph. `end_collective` gives the result. (2.11, 2.13)"""
-    return torch.ops._c10d_functional.all_reduce(value, "sum", group.group_name)
+def begin_all_reduce(value: torch.Tensor, group: dist.ProcessGroup, by: str = "sum") -> torch.Tensor:
+    """Start to reduce a tensor over ranks, in a graph. `end_collective` gives the result. (2.11, 2.13)"""
+    return torch.ops._c10d_functional.all_reduce(value, by, group.group_name)
 
 
 def end_collective(value: torch.Tensor) -> torch.Tensor:
@@ -196,16 +183,9 @@ def begin_reduce_scatter(value: torch.Tensor, size: int, group: dist.ProcessGrou
 
 
 def all_to_all_in_graph(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Part i of dim 0 goes to rank i, and part i of the result is from rank i. (2.11, 2.13)"""
-    sizes = [1] * parts.shape[0]
-    sent = torch.ops._c10d_functional.all_to_all_single(parts, sizes, sizes, group.group_name)
-    return torch.ops._c10d_functional.wait_tensor(sent)
-
-
-def group_of_name(name: str) -> dist.ProcessGroup:
-    """The process group whose `group_name` it is: operations of torch take no group. (2.13)"""
-    resolve: Any = dist.distributed_c10d._resolve_process_group
-    return resolve(name)
+    """Part i of dim 0 goes to rank i, and part i of the result is from rank i. (2.13)"""
+    sizes = [1] * len(parts)
+    return end_collective(torch.ops._c10d_functional.all_to_all_single(parts, sizes, sizes, group.group_name))
 
 
 def replace_parameters(root: torch.nn.Module, make: Callable[[Any], Any]) -> None:
@@ -248,11 +228,11 @@ no_torch_function = torch._C._disabled_torch_function_impl
 """As `__torch_function__` of a subclass: operations return plain tensors. (2.9 to 2.13)"""
 
 
-def part_of_whole(whole: torch.Tensor, like: Any) -> Any:
-    """This rank's part of a tensor that every rank has whole, laid out as a DTensor is. (2.9 to 2.13)"""
-    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - slow to import
+def packed_shard(dim: int, matrices: int) -> Any:
+    """The placement that cuts each of several matrices packed in one dimension. (2.13)"""
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415 - slow to import
 
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return _StridedShard(dim, split_factor=matrices)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ import torch
 from fnaccel import tree
 from fnaccel.checkpoint.choosing import KEEP
 from fnaccel.checkpoint.format import walk
-from fnaccel.checkpoint.format.boxes import is_sharded, part_of, whole
+from fnaccel.checkpoint.format.boxes import is_sharded, parts_of, whole
 from fnaccel.checkpoint.format.manifest import Stored
 from fnaccel.checkpoint.format.walk import Array, Node, Object
 from fnaccel.checkpoint.matching import comes_back
@@ -118,8 +118,8 @@ class Filling:
         if key not in self._made:
             device = self._world.device if like.is_meta and not is_sharded(like) else like.device
             tensor = like if in_place else torch.empty_like(like.detach(), device=device)
-            part = part_of(tensor, self._world.rank)
-            self._requests.append(Request(stored, part.box, part.local))
+            for part in parts_of(tensor, self._world.rank):
+                self._requests.append(Request(stored, part.box, part.local))
             self._made[key] = tensor
         return self._made[key]
 

@@ -17,7 +17,7 @@ import torch
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.disk.directory import Directory
 from fnaccel.checkpoint.disk.publish import checkpoints
-from fnaccel.checkpoint.format.boxes import Box, Part, is_sharded, overlap, part_of
+from fnaccel.checkpoint.format.boxes import Box, Part, is_sharded, overlap, parts_of
 from fnaccel.checkpoint.format.manifest import Piece, Stored
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.runtime_tensor import Remote
@@ -67,24 +67,28 @@ class Machines:
         """Whether this rank is the first on its machine among some ranks, of which it is one."""
         return self.rank == min(other for other in ranks if self.of[other] == self.here)
 
-    def part_of(self, value: torch.Tensor) -> Part:
-        """The part of a tensor on this rank. Of copies, one on each machine is written."""
-        part = part_of(value, self.rank)
-        if not self.several:
-            return part
+    def parts_of(self, value: torch.Tensor) -> tuple[Part, ...]:
+        """The blocks of a tensor on this rank. Of copies, one on each machine is written."""
+        parts = parts_of(value, self.rank)
+        if self.several:
+            writes = self._writes(value, parts[0])
+            parts = tuple(attrs.evolve(part, writes=writes) for part in parts)
+        return parts
+
+    def _writes(self, value: torch.Tensor, part: Part) -> bool:
         if isinstance(value, Remote):
-            return part if value.dim() else attrs.evolve(part, writes=self.leads)
+            return part.writes if value.dim() else self.leads
         if not is_sharded(value):
-            return attrs.evolve(part, writes=self.leads)
+            return self.leads
         spread: Any = value
         coordinate = spread.device_mesh.get_coordinate()
         if coordinate is None:
-            return part
+            return part.writes
         pairs = zip(spread.placements, coordinate, strict=True)
         holders = spread.device_mesh.mesh[
             tuple(slice(None) if placement.is_replicate() else at for placement, at in pairs)
         ]
-        return attrs.evolve(part, writes=self.first_of(holders.flatten().tolist()))
+        return self.first_of(holders.flatten().tolist())
 
     def own_copies(self, pieces: Iterable[tuple[int, Piece]]) -> tuple[Piece, ...]:
         """One of each piece of a tensor: this machine's, or else that of the first rank that wrote one.

@@ -143,7 +143,7 @@ class Files:
                 with self._opened(name) as file:
                     for piece, request in entries:
                         self._check_header(file, request.stored, piece)
-                        _copy(file, request.stored.path, piece.box, request)
+                        _copy(file, piece.name or request.stored.path, piece.box, request)
 
     def read_whole(self, stored: Stored) -> torch.Tensor:
         """All of one tensor, on the CPU."""
@@ -153,14 +153,15 @@ class Files:
 
     def _check_header(self, file: safe_open, stored: Stored, piece: Piece) -> None:
         """Compare an entry of a file's header with the manifest, once."""
-        entry = piece.file, stored.path
+        name = piece.name or stored.path
+        entry = piece.file, name
         if entry in self._checked:
             return
-        header = file.get_slice(stored.path)  # raises SafetensorError if the file lacks it
+        header = file.get_slice(name)  # raises SafetensorError if the file lacks it
         in_file = header.get_dtype(), tuple(header.get_shape())
         if in_file != (CODES[stored.dtype], piece.box.shape):
             raise _damaged(
-                f"{piece.file} holds {stored.path} as {in_file[0]} {list(in_file[1])}, "
+                f"{piece.file} holds {name} as {in_file[0]} {list(in_file[1])}, "
                 f"and the manifest says {CODES[stored.dtype]} {list(piece.box.shape)}",
                 self.path,
             )

@@ -22,7 +22,7 @@ from fnaccel.checkpoint.disk.finding import check_step, find
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.publish import committed
 from fnaccel.checkpoint.filling import Filling
-from fnaccel.checkpoint.format.boxes import part_of, whole
+from fnaccel.checkpoint.format.boxes import blocks_of, whole
 from fnaccel.checkpoint.format.manifest import Manifest
 from fnaccel.checkpoint.format.values import decode
 from fnaccel.checkpoint.hooks import Registered
@@ -207,13 +207,13 @@ def _read(
     pairs = match(chosen.like, stored, problems).pairs
     files = stack.enter_context(Files(directory))
     wanted = [
-        (
-            tensor,
-            whole(tensor.shape)
-            if target is None or type(target) is torch.Tensor
-            else part_of(target, world.rank).box,
-        )
+        (tensor, box)
         for target, tensor in pairs
+        for box in (
+            (whole(tensor.shape),)
+            if target is None or type(target) is torch.Tensor
+            else blocks_of(target, world.rank)
+        )
     ]
     if chosen.each_machine:
         check_present(directory, wanted, world.machine, _WHERE)

@@ -9,7 +9,7 @@ Ranks meet after each. A failure on one rank fails on all ranks, and nothing bec
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ Hold = Callable[[dict[str, Part]], dict[str, Part]]
 
 @attrs.frozen
 class _Written:
-    """The contents of one rank's file: one piece of each tensor."""
+    """The contents of one rank's file: pieces of tensors."""
 
     file: str
     record: FileRecord
@@ -71,7 +71,7 @@ class Writing:
         each_machine: whether machines do not share the directory.
 
     Attributes:
-        parts: the parts that this rank writes, by path.
+        parts: the blocks of tensors that this rank writes, by their names in its file.
         over: the group in which ranks meet after `begin`. None: the world's group.
     """
 
@@ -79,6 +79,7 @@ class Writing:
         self, root: Path, retention: Retention, world: World, where: str, *, each_machine: bool = False
     ) -> None:
         self.parts: dict[str, Part] = {}
+        self._paths: dict[str, str] = {}
         self.over: dist.ProcessGroup | None = None
         self._root = root
         self._retention = retention
@@ -180,8 +181,12 @@ class Writing:
 
     def _note(self, tree: Encoded, notes: Encoded, state: Tree) -> dict[str, torch.Tensor]:
         """Note the parts to write. Returns this rank's random streams if it has no file for them."""
-        parts = {path: self._machines.part_of(value) for path, value in tree.tensors.items()}
-        self.parts = {path: part for path, part in parts.items() if part.writes and part.box.numel}
+        self.parts, self._paths = {}, {}
+        for path, value in tree.tensors.items():
+            for number, part in enumerate(self._machines.parts_of(value)):
+                if part.writes and part.box.numel:
+                    name = path if number == 0 else _free_name(path, number, tree.tensors)
+                    self.parts[name], self._paths[name] = part, path
         # the tensors themselves are not kept: a state may be donated while it is written
         self._tensors = {path: _stored(path, value) for path, value in tree.tensors.items()}
         self._tree, self._metadata = tree.structure, notes.structure
@@ -198,12 +203,14 @@ class Writing:
         if not self.parts or self._staged is None:
             return None
         name = file_name(self._world.rank, self._world.size)
-        items = of_tensors({path: self.parts[path].local for path in sorted(self.parts)}, None, keep=True)
+        items = of_tensors({entry: self.parts[entry].local for entry in sorted(self.parts)}, None, keep=True)
         record = write_items(self._staged / name, widest_first(items))
         pieces: list[Stored] = []
-        for path, part in self.parts.items():
+        for entry, part in self.parts.items():
+            path = self._paths.get(entry, entry)
             tensor = self._tensors.get(path) or _stored(path, part.local)
-            pieces.append(Stored(path, tensor.dtype, tensor.shape, (Piece(name, part.box),)))
+            piece = Piece(name, part.box, "" if entry == path else entry)
+            pieces.append(Stored(path, tensor.dtype, tensor.shape, (piece,)))
         return _Written(name, record, tuple(pieces))
 
     def _finish(self, written: Sequence[_Written | None]) -> None:
@@ -271,6 +278,12 @@ def _streams(rank: int, captured: dict[str, torch.Tensor]) -> dict[str, Part]:
         f"{streams.ROOT}/{rank}/{kind}": Part(whole(tuple(value.shape)), value, True)
         for kind, value in captured.items()
     }
+
+
+def _free_name(path: str, number: int, taken: Container[str]) -> str:
+    """The name in a file of a further block of one tensor."""
+    name = f"{path}#{number}"
+    return name if name not in taken else _free_name(f"{path}#", number, taken)
 
 
 def _stored(path: str, value: torch.Tensor) -> Stored:

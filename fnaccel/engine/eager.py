@@ -167,13 +167,13 @@ def _run_micro_batches(
         for leaf in engine.layout.leaves
     ]
     # a runtime may keep gradients to itself
-    if engine.runtime.bound is None and not engine.layout.norm_axes and (not grads or grads[0] is None):
+    if engine.runtime.bound is None and engine.layout.held_by is None and (not grads or grads[0] is None):
         check_reached(grads, loss.where)
     report.wait()
     if odd is not None and report.any_odd():
         raise _wrong_rows(engine, odd)
     multiplier = multiplier_of(loss, engine, report.weight, call.scale, up_front)
-    return Gradients(engine.layout.leaves, grads, multiplier, engine.layout.norm_axes, device), report
+    return Gradients(engine.layout.leaves, grads, multiplier, engine.layout.held_by, device), report
 
 
 def _odd_rows(engine: Engine, micros: Sequence[Micro]) -> list[int] | None:

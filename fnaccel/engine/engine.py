@@ -29,7 +29,8 @@ class Layout:
         model: a module, or a dict of modules, as the loss sees it.
         leaves: the trainable parameters.
         parameters, buffers: by canonical name, as the state shows them.
-        norm_axes: the axes over which `leaves` are sharded, for norms.
+        held_by: the ranks that together hold the leaves, in parts: norms are added over them. None if each
+            rank holds all of them.
     """
 
     mesh: Mesh
@@ -37,7 +38,7 @@ class Layout:
     leaves: tuple[Leaf, ...]
     parameters: dict[str, Any]
     buffers: dict[str, torch.Tensor]
-    norm_axes: tuple[MeshAxis, ...] = ()
+    held_by: MeshAxis | None = None
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:

@@ -21,18 +21,18 @@ from fnaccel.world.mesh import MeshAxis
 class Gradients:
     """Local gradients of each leaf (None if it got none) and their multiplier."""
 
-    __slots__ = ("_axes", "_device", "_leaves", "_norm", "idle", "multiplier", "shards", "skip")
+    __slots__ = ("_device", "_leaves", "_norm", "_over", "idle", "multiplier", "shards", "skip")
 
     def __init__(
         self,
         leaves: Sequence[Any],
         shards: list[torch.Tensor | None],
         multiplier: Scalar | None,
-        axes: tuple[MeshAxis, ...],
+        over: MeshAxis | None,
         device: torch.device,
     ) -> None:
         self._leaves = leaves
-        self._axes = axes
+        self._over = over
         self._device = device
         self._norm: torch.Tensor | None = None
         self.shards = shards
@@ -53,21 +53,28 @@ class Gradients:
         return norm
 
     def _raw_norm(self) -> torch.Tensor:
-        if not self._axes:
+        if self._over is None:
             return self._local_norm(self.present())
-        sharded: list[torch.Tensor] = []
-        whole: list[torch.Tensor] = []
+        by_copies: dict[int, list[torch.Tensor]] = {1: []}
         for leaf, grad in zip(self._leaves, self.shards, strict=True):
             if grad is not None and grad.numel():
-                (sharded if leaf.sharded else whole).append(grad)
-        norm = self._local_norm(sharded)
-        square = (norm if norm.dtype is torch.float64 else norm.float()).square().to(self._device)
-        for axis in self._axes:
-            if axis.group is not None:
-                square = _torch.summed_over(square, axis.group)
+                by_copies.setdefault(leaf.copies, []).append(grad)
+        whole = by_copies.pop(self._over.size, []) if self._over.size > 1 else []
+        square: torch.Tensor | None = None
+        for copies, grads in by_copies.items():
+            # each rank with the same part adds its share of it
+            part = self._square(grads) / copies if copies > 1 else self._square(grads)
+            square = part if square is None else square + part
+        assert square is not None
+        if self._over.group is not None:
+            square = _torch.summed_over(square, self._over.group)
         if whole:
-            square = square + self._local_norm(whole).square().to(self._device)
+            square = square + self._square(whole)
         return square.sqrt()
+
+    def _square(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        norm = self._local_norm(grads)
+        return (norm if norm.dtype is torch.float64 else norm.float()).square().to(self._device)
 
     def _local_norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
         if not grads:
@@ -146,10 +153,11 @@ def _unlike(value: Tree, leaf: Tree) -> str:
     """How a gradient differs from its parameter in kind: empty if it does not."""
     if not isinstance(value, torch.Tensor):
         return f"is {type(value).__name__}, not a tensor"
-    if value.shape != leaf.param.shape:
-        return f"has shape {list(value.shape)}, not {list(leaf.param.shape)}"
-    if getattr(value, "placements", None) != getattr(leaf.param, "placements", None):
-        return f"is laid out as {getattr(value, 'placements', 'a plain tensor')}, not {leaf.param.placements}"
+    if value.shape != leaf.shown.shape:
+        return f"has shape {list(value.shape)}, not {list(leaf.shown.shape)}"
+    expected = getattr(leaf.shown, "placements", None)
+    if getattr(value, "placements", None) != expected:
+        return f"is laid out as {getattr(value, 'placements', 'a plain tensor')}, not {expected}"
     return ""
 
 

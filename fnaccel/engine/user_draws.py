@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from fnaccel import _torch
 from fnaccel.errors import CapabilityError
+from fnaccel.models.parameter import part_of_whole
 from fnaccel.state import fold
 
 _LIKE = (torch.rand_like, torch.randn_like, torch.randint_like)
@@ -82,7 +83,7 @@ def _drawn(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, 
     like: Any = args[0]
     whole = torch.empty(like.shape, dtype=like.dtype, device=_torch.local_of(like).device)
     whole = func(whole, *args[1:], **options)
-    part = _torch.part_of_whole(whole, like)
+    part = part_of_whole(whole, like)
     return like.copy_(part) if func in _IN_PLACE else part
 
 

@@ -15,7 +15,7 @@ import torch
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.disk.directory import attempts
-from fnaccel.checkpoint.format.boxes import is_sharded, part_of
+from fnaccel.checkpoint.format.boxes import blocks_of, is_sharded, parts_of
 from fnaccel.checkpoint.format.dtypes import name_of
 from fnaccel.checkpoint.format.found import Found, Source
 from fnaccel.checkpoint.format.walk import child
@@ -130,11 +130,11 @@ def _check_readable(fitted: Fit, tensors: Mapping[str, torch.Tensor], world: Wor
         CheckpointError: a file is damaged.
     """
     for path, source in fitted.pairs.items():
-        box = part_of(tensors[path], world.rank).box
-        if source.check is not None:
-            source.check(box)
-        elif box.numel:
-            source.read(box, torch.empty(box.shape, dtype=source.dtype))
+        for box in blocks_of(tensors[path], world.rank):
+            if source.check is not None:
+                source.check(box)
+            elif box.numel:
+                source.read(box, torch.empty(box.shape, dtype=source.dtype))
 
 
 def _check_doubled(fitted: Fit, source: Source, tensors: Mapping[str, torch.Tensor], world: World) -> None:
@@ -160,28 +160,34 @@ def _check_ranges(fitted: Fit, source: Source, tensors: Mapping[str, torch.Tenso
     """
     problems: list[str] = []
     for path, tensor in fitted.pairs.items():
-        dtype, box = tensors[path].dtype, part_of(tensors[path], world.rank).box
-        if not (box.numel and dtype.is_floating_point and tensor.dtype.is_floating_point):
+        dtype = tensors[path].dtype
+        if not (dtype.is_floating_point and tensor.dtype.is_floating_point):
             continue
         most = torch.finfo(dtype).max
         if most > _WIDE or torch.finfo(tensor.dtype).max <= most:  # bf16 reaches nearly as far as fp32
             continue
-        value = torch.empty(box.shape, dtype=torch.float32)
-        tensor.read(box, value)
-        largest = float(value.abs().max())
-        if most < largest < float("inf"):
-            problems.append(f"{path}: holds {largest:g}, and {name_of(dtype)} ends at {most:g}")
+        for box in blocks_of(tensors[path], world.rank):
+            if not box.numel:
+                continue
+            value = torch.empty(box.shape, dtype=torch.float32)
+            tensor.read(box, value)
+            largest = float(value.abs().max())
+            if most < largest < float("inf"):
+                problems.append(f"{path}: holds {largest:g}, and {name_of(dtype)} ends at {most:g}")
+                break
     if problems:
         raise mismatch(problems, source, _WHERE, "store these in a wider dtype. Nothing was changed")
 
 
 def _same(first: Found, second: Found, tensor: torch.Tensor, world: World) -> bool:
-    box = part_of(tensor, world.rank).box
-    values = [torch.empty(box.shape, dtype=tensor.dtype) for _ in range(2)]
-    if box.numel:
-        first.read(box, values[0])
-        second.read(box, values[1])
-    return torch.equal(*values)
+    for box in blocks_of(tensor, world.rank):
+        values = [torch.empty(box.shape, dtype=tensor.dtype) for _ in range(2)]
+        if box.numel:
+            first.read(box, values[0])
+            second.read(box, values[1])
+        if not torch.equal(*values):
+            return False
+    return True
 
 
 def _filled(like: Tree, fitted: Fit, source: Source, world: World) -> Any:
@@ -250,9 +256,9 @@ def _empty(tensor: torch.Tensor, world: World) -> torch.Tensor:
 def _read(tensors: Mapping[str, torch.Tensor], fitted: Fit, world: World) -> None:
     with torch.no_grad():
         for path, source in fitted.pairs.items():
-            part = part_of(tensors[path], world.rank)
-            if part.box.numel:
-                source.read(part.box, part.local)
+            for part in parts_of(tensors[path], world.rank):
+                if part.box.numel:
+                    source.read(part.box, part.local)
 
 
 def _rebuilt(node: Tree, path: str, filled: Mapping[str, torch.Tensor]) -> Any:

@@ -8,7 +8,7 @@ import gc
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Literal
 
 import attrs
@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from fnaccel.collectives import gather_objects
-from fnaccel.errors import ArgumentError, OwnershipError, PlanMismatchError, nearest
+from fnaccel.errors import ArgumentError, CapabilityError, OwnershipError, PlanMismatchError, nearest
+from fnaccel.models.parameter import Cut
 from fnaccel.world.world import World
 
 Init = Literal["seeded", "rank0", "meta"]
@@ -41,7 +42,7 @@ class Ownership:
         return any(reference() is param for reference, _ in self._flags)
 
     def end(self) -> None:
-        """Undo the marks of frozen parameters and the patches of forwards."""
+        """Undo the marks of frozen parameters and the patches of forwards. A cut module stays cut."""
         for reference, flag in self._flags:
             param = reference()
             if param is not None:
@@ -56,6 +57,7 @@ class Ownership:
 
 
 _owned: weakref.WeakKeyDictionary[nn.Module, Ownership] = weakref.WeakKeyDictionary()
+_cut: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _is_owned(module: nn.Module) -> bool:
@@ -100,15 +102,25 @@ class Host(nn.Module):
 
 @attrs.frozen(kw_only=True)
 class Built:
-    """Modules ready for a strategy: `model` as the loss sees it, and by key (`None`: only one).
+    """Modules ready for a strategy.
 
-    `empty` says that parameters have no values yet.
+    Attributes:
+        model: as the loss sees it.
+        modules: by key. `None` if there is only one.
+        host: the module that runs functions of the model.
+        empty: whether parameters have no values yet.
+        prebuilt: whether a built module was given, whose values may differ between ranks.
+        cuts: by canonical name, how an axis cut a parameter of which the modules have this rank's part.
+        patched: the layers whose forward an axis patched.
     """
 
     model: Any
     modules: dict[str | None, nn.Module]
     host: Host
     empty: bool = False
+    prebuilt: bool = False
+    cuts: dict[str, Cut] = attrs.field(factory=dict)
+    patched: list[nn.Module] = attrs.field(factory=list)
 
     def named(self, what: str) -> Iterator[tuple[str, Any]]:
         """(canonical name, tensor) of `"parameters"` or `"buffers"`, the model's key first.
@@ -146,7 +158,7 @@ def construct(model: object, seed: int, *, empty: bool = False) -> Built:
     seen: set[int] = set()
     for module in modules.values():
         _check_sizes(module)
-        if any(hasattr(param, "placements") for param in module.parameters()):
+        if module in _cut or any(hasattr(param, "placements") for param in module.parameters()):
             raise OwnershipError(
                 f"this {type(module).__name__} is sharded already",
                 where="train_step.init",
@@ -164,7 +176,8 @@ def construct(model: object, seed: int, *, empty: bool = False) -> Built:
     host = Host(whole)
     for module in modules.values():
         _owned[module] = Ownership(module, host)
-    return Built(model=whole, modules=modules, host=host, empty=empty)
+    prebuilt = any(isinstance(source, nn.Module) for source in parts.values())
+    return Built(model=whole, modules=modules, host=host, empty=empty, prebuilt=prebuilt)
 
 
 def _check_sizes(module: nn.Module) -> None:
@@ -214,7 +227,7 @@ def check_alike(built: Built, world: World) -> None:
     if world.size == 1:
         return
     signature = {
-        name: f"{list(value.shape)} {value.dtype}"
+        name: f"{list(built.cuts[name].shape if name in built.cuts else value.shape)} {value.dtype}"
         for what in ("parameters", "buffers")
         for name, value in built.named(what)
     }
@@ -285,6 +298,24 @@ def freeze(built: Built, patterns: tuple[str, ...]) -> None:
             )
         for name in matched:
             named[name].requires_grad_(False)
+
+
+def mark_cut(built: Built, patched: Iterable[nn.Module]) -> None:
+    """Note that modules hold parts of parameters, which no other train step can train."""
+    _cut.update(built.modules.values())
+    built.patched.extend(patched)
+
+
+def check_patched(built: Built, where: str) -> None:
+    """Raise CapabilityError if a layer whose forward an axis patched is no longer part of the model."""
+    present = {id(module) for root in built.modules.values() for module in root.modules()}
+    for module in built.patched:
+        if id(module) not in present:
+            raise CapabilityError(
+                f"{where} replaced a {type(module).__name__} whose parameters a model axis has cut",
+                where=where,
+                fix="leave these layers out of the transform, or the layers out of the plan of the axis",
+            )
 
 
 def release(built: Built) -> None:

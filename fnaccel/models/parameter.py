@@ -1,4 +1,4 @@
-"""A trainable parameter as engines hand it to optimizers and transforms."""
+"""A trainable parameter as engines hand it to optimizers and transforms, and how axes cut parameters."""
 
 from __future__ import annotations
 
@@ -8,6 +8,36 @@ from typing import Any
 import attrs
 import torch
 
+from fnaccel import _torch
+
+
+@attrs.frozen(kw_only=True)
+class Cut:
+    """How an axis lays a parameter out over its ranks, while the module holds this rank's part.
+
+    Attributes:
+        shape: the shape of the whole parameter.
+        dim: the dimension that is cut, or None if each rank holds all of it.
+        matrices: how many matrices are packed in that dimension. Each of them is cut.
+        partial: whether a rank's gradient is one summand of the whole gradient.
+        axis: the mesh axis.
+    """
+
+    shape: torch.Size
+    dim: int | None = None
+    matrices: int = 1
+    partial: bool = False
+    axis: str = "tp"
+
+    @property
+    def placement(self) -> Any:
+        """The placement of a DTensor along the axis."""
+        from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - slow to import
+
+        if self.dim is None:
+            return Replicate()
+        return Shard(self.dim) if self.matrices == 1 else _torch.packed_shard(self.dim, self.matrices)
+
 
 @attrs.frozen
 class Leaf:
@@ -15,37 +45,52 @@ class Leaf:
 
     Attributes:
         name: its canonical name.
-        param: the parameter itself (a DTensor if it is sharded).
+        param: the parameter itself, as its module has it (a DTensor under fsdp).
         shard: this rank's part of it, the tensor that updates are written to.
-        like: lays a local tensor out over ranks as states show the parameter: over all axes of the mesh.
+        shown: the parameter as states show it: a DTensor over all axes of the mesh if ranks hold parts.
+        copies: the number of ranks with this part, among those which together hold the whole model.
+        keep: notes a tensor with the layout of the parameter, if a runtime lays tensors out.
     """
 
     name: str
     param: Any
     shard: torch.Tensor
-    like: Callable[[torch.Tensor], Any]
+    shown: Any
+    copies: int = 1
+    keep: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def sharded(self) -> bool:
         """Whether ranks hold different parts."""
-        return hasattr(self.param, "placements")
+        return hasattr(self.shown, "placements")
 
     @property
     def shown_otherwise(self) -> bool:
-        """Whether states show it over more axes than those over which it is sharded."""
-        return self.sharded and self.like(self.shard).device_mesh != self.param.device_mesh
+        """Whether states show another layout than that of the parameter itself."""
+        return self.sharded and getattr(self.param, "device_mesh", None) != self.shown.device_mesh
+
+    def like(self, local: torch.Tensor) -> Any:
+        """A local tensor laid out as states show the parameter."""
+        return laid_out_as(self.shown, local) if self.keep is None else self.keep(local)
 
     def own(self, local: torch.Tensor) -> Any:
         """A local tensor laid out as the parameter itself is, such as its gradient."""
-        if not self.sharded:
-            return local
-        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
+        return laid_out_as(self.param, local)
 
-        return DTensor.from_local(
-            local,
-            self.param.device_mesh,
-            self.param.placements,
-            run_check=False,
-            shape=self.param.shape,
-            stride=self.param.stride(),
-        )
+
+def laid_out_as(like: Any, local: torch.Tensor) -> Any:
+    """A DTensor with the layout of `like`, of this rank's part. The part itself if `like` is no DTensor."""
+    if not hasattr(like, "placements"):
+        return local
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
+
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def part_of_whole(whole: torch.Tensor, like: Any) -> Any:
+    """This rank's part of a tensor that every rank has whole, laid out as a DTensor is."""
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - slow to import
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -61,7 +61,11 @@ class TrainedModules:
         self._names = self._named()
         self._buffers = self._saved_buffers()
         self._identities = {name: id(value) for name, value in self._names.items()}
-        whole = [leaf for leaf in leaves if leaf.param.device.type in ("cpu", "cuda") and not leaf.sharded]
+        whole = [
+            leaf
+            for leaf in leaves
+            if leaf.param.device.type in ("cpu", "cuda") and not hasattr(leaf.param, "placements")
+        ]
         # a strategy may keep empty parameters in the modules, and show others
         self._plain = [leaf for leaf in whole if leaf.shard.data_ptr() == leaf.param.data_ptr()]
         self._addresses = [leaf.shard.data_ptr() for leaf in self._plain]

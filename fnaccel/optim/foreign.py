@@ -55,7 +55,7 @@ class TorchKernel:
 
         slots = first_slots(self.cls, groups, whole=True)
         # the optimizer keeps its options: the parameters come later, one at a time
-        stand_ins = {m.index: _zeros(m.leaf.param, whole=True) for g in groups for m in g.members}
+        stand_ins = {m.index: _zeros(m.leaf.shown, whole=True) for g in groups for m in g.members}
         copied = {index: names for group in groups for index, names in copied_slots(self.cls, group).items()}
         return BoundWhole(_make(self.cls, groups, stand_ins), groups, slots, copied)
 
@@ -127,7 +127,7 @@ def _shown(state: dict[str, Any], leaf: Leaf) -> dict[str, Any]:
             fix="fa.fsdp() alone, or an optimizer whose slots are tensors",
         )
     return {
-        name: leaf.like(_torch.local_of(value)) if hasattr(value, "placements") else value
+        name: leaf.like(_torch.local_of(value)) if value.shape == leaf.param.shape else value
         for name, value in state.items()
     }
 
@@ -224,7 +224,7 @@ def _zeros(param: Any, *, whole: bool) -> torch.nn.Parameter:
 def _first_slots(cls: type[Any], group: Group, *, whole: bool) -> dict[int, dict[str, Any]]:
     clones: dict[int, torch.nn.Parameter] = {}
     for member in group.members:
-        clone = _zeros(member.leaf.param, whole=whole)
+        clone = _zeros(member.leaf.shown if whole else member.leaf.param, whole=whole)
         clone.grad = torch.zeros_like(clone)
         clones[member.index] = clone
     return _slots_of(cls, group, clones, {})

@@ -98,14 +98,14 @@ class BoundEightBit:
         small: list[Group] = []
         for number, group in enumerate(groups):
             for member in group.members:
-                block = kernel.block_of(member.leaf.param.shape)
+                block = kernel.block_of(member.leaf.shown.shape)
                 if block:
                     _check_rows(member.leaf)
                     moments = make(kernel, member.leaf, block, group.options)
                     self.slots[member.leaf.name] = moments.slots
                     if member.leaf.shard.numel():
                         self._work.append((number, member.index, member.leaf, moments))
-            unquantized = [m for m in group.members if not kernel.block_of(m.leaf.param.shape)]
+            unquantized = [m for m in group.members if not kernel.block_of(m.leaf.shown.shape)]
             small.append(attrs.evolve(group, members=tuple(unquantized)))
         if groups and not self.slots:
             raise CapabilityError(
@@ -148,7 +148,7 @@ def _check_rows(leaf: Leaf) -> None:
     Raises:
         CapabilityError: the parameter is cut along another dimension.
     """
-    placements: Any = getattr(leaf.param, "placements", ())
+    placements: Any = getattr(leaf.shown, "placements", ())
     odd = [
         placement
         for placement in placements
@@ -168,9 +168,9 @@ def _laid_out(leaf: Leaf, local: torch.Tensor) -> Any:
         return local
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
 
-    shape = torch.Size((leaf.param.shape[0], *local.shape[1:]))
+    shape = torch.Size((leaf.shown.shape[0], *local.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    spread: Any = leaf.param
+    spread: Any = leaf.shown
     return DTensor.from_local(
         local, spread.device_mesh, spread.placements, run_check=False, shape=shape, stride=stride
     )

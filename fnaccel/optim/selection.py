@@ -51,7 +51,7 @@ def choose(selections: Sequence[Select], leaf: Leaf) -> int:
 
 def _asked(select: Callable[[str, Any], bool], leaf: Leaf) -> object:
     try:
-        return select(leaf.name, leaf.param)
+        return select(leaf.name, leaf.shown)
     except TypeError as error:
         raise ArgumentError(
             f"{selector_name(select)} can't select parameters: {error}",

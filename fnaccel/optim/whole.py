@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import distribute_tensor
 
-from fnaccel.models.parameter import Leaf
+from fnaccel.models.parameter import Leaf, part_of_whole
 from fnaccel.optim.description import Group
 from fnaccel.step.loss import Scalar
 
@@ -83,7 +82,7 @@ class BoundWhole:
                     self._update(member.leaf, slope, {**options, "lr": float(rate)})
 
     def _update(self, leaf: Leaf, grad: torch.Tensor, options: dict[str, Any]) -> None:
-        param = torch.nn.Parameter(_gathered(leaf.param).clone())
+        param = torch.nn.Parameter(_gathered(leaf.shown).clone())
         param.grad = grad.to(param.dtype)
         slots = self.slots[leaf.name]
         whole = {slot: _gathered(value) for slot, value in slots.items()}
@@ -116,7 +115,7 @@ def _local(value: Any) -> torch.Tensor:
 
 def _fits(value: Any, leaf: Leaf) -> bool:
     """Whether a slot is laid out as its parameter. One of another shape (a count, a factor) stays whole."""
-    return isinstance(value, torch.Tensor) and leaf.sharded and value.shape == leaf.param.shape
+    return isinstance(value, torch.Tensor) and leaf.sharded and value.shape == leaf.shown.shape
 
 
 def _slot(value: Any, leaf: Leaf) -> Any:
@@ -128,5 +127,4 @@ def _part(value: Any, leaf: Leaf) -> Any:
     """This rank's part of a whole slot or parameter."""
     if not _fits(value, leaf):
         return value
-    param = leaf.param
-    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None).to_local()
+    return part_of_whole(value, leaf.shown).to_local()

@@ -132,9 +132,7 @@ class CapturedStep:
         metrics.update(self._shared(aux, weighted))
         pending = None
         if self._tail is None:
-            pending = Gradients(
-                engine.layout.leaves, apart(grads), multiplier, engine.layout.norm_axes, device
-            )
+            pending = Gradients(engine.layout.leaves, apart(grads), multiplier, engine.layout.held_by, device)
         return Found(metrics=metrics, grads=pending, skip=skip)
 
     def _check_kinds(self, weighted: set[bool]) -> None:

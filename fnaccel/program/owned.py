@@ -14,7 +14,7 @@ from fnaccel.engine.exchange import Exchange
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.engine.updater import Optimizers, Updater, traceable
 from fnaccel.errors import ArgumentError, CapabilityError, TreeMismatchError
-from fnaccel.models.building import Built, claim, freeze, release
+from fnaccel.models.building import Built, check_patched, claim, freeze, release
 from fnaccel.models.moving_buffers import MovingBuffers
 from fnaccel.models.trained_modules import TrainedModules
 from fnaccel.program.captured_step import CapturedStep
@@ -338,6 +338,7 @@ def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | N
         for module in built.modules.values():
             for name, hook in lowered.modules:
                 hook.on_module(module, f"transform {name}")
+                check_patched(built, f"transform {name}")
 
     try:
         engine, built = make_engine(

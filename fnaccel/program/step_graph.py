@@ -143,7 +143,7 @@ class StepGraph:
 
     def check_reached(self, grads: Sequence[Any]) -> None:
         """Raise LossError if no parameter got a gradient, unless another rank may have some."""
-        if self._group is None and not self._engine.layout.norm_axes:
+        if self._group is None and self._engine.layout.held_by is None:
             check_reached(grads, self._loss.where)
 
     def _forward(self, data: Tree, lent_models: Tree, keep: torch.Tensor, sums: torch.Tensor) -> Any:
@@ -205,7 +205,7 @@ class StepGraph:
         with torch.no_grad():
             layout = engine.layout
             device = layout.mesh.world.device
-            gradients = Gradients(layout.leaves, list(grads), multiplier, layout.norm_axes, device)
+            gradients = Gradients(layout.leaves, list(grads), multiplier, layout.held_by, device)
             gradients.idle = idle(metrics["weight"])
             info = Info(
                 step=0 if step is None else step, updates=number - 1, params=self._params, record=record

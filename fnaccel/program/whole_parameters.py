@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,38 +15,43 @@ from fnaccel.errors import CapabilityError
 
 
 @contextlib.contextmanager
-def whole_parameters(modules: Iterable[nn.Module], parameters: Iterable[Any]) -> Generator[None]:
-    """In the body the parameters of modules are whole, ordinary tensors. Every rank must enter it.
+def whole_parameters(model: Any, parameters: Mapping[str, Any]) -> Generator[None]:
+    """In the body the parameters of a model are whole, ordinary tensors. Every rank must enter it.
 
     A forward in the body gathers its units as always, and leaves their parts behind.
 
     Args:
-        modules: the modules.
-        parameters: the parameters as a state shows them.
+        model: a module, or a dict of modules.
+        parameters: the parameters by canonical name, as a state shows them.
 
     Raises:
         CapabilityError: a runtime keeps the parameters, so that they can't be shown in the modules.
     """
-    if any(isinstance(value, Remote) for value in parameters):
+    if any(isinstance(value, Remote) for value in parameters.values()):
         raise CapabilityError(
             "the runtime keeps the parameters in parts of its own",
             where="train_step.look(state, fn, whole=True)",
             fix="fa.export_hf(directory, state), or read state.params, whose tensors are fetched whole",
         )
+    roots = model if isinstance(model, dict) else {"": model}
+    shown = {
+        id(param): parameters.get(f"{key}/{name}" if key else name)
+        for key, root in roots.items()
+        for name, param in root.named_parameters()
+    }
     slots = [
         (slot, name, param)
-        for root in modules
+        for root in roots.values()
         for module in root.modules()
         for slot in (_torch.parameters_of(module),)
         for name, param in slot.items()
-        if hasattr(param, "placements")
+        if param is not None and hasattr(shown.get(id(param)), "placements")
     ]
     whole: dict[int, nn.Parameter] = {}  # by identity, so that tied parameters stay tied
     for _, _, param in slots:
-        sharded: Any = param
         if id(param) not in whole:
-            full = sharded.detach().full_tensor()
-            whole[id(param)] = nn.Parameter(full, requires_grad=sharded.requires_grad)
+            sharded: Any = shown[id(param)]
+            whole[id(param)] = nn.Parameter(sharded.detach().full_tensor(), requires_grad=param.requires_grad)
     try:
         for slot, name, param in slots:
             slot[name] = whole[id(param)]

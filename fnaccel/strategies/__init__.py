@@ -22,6 +22,7 @@ from fnaccel.strategies.strategy import Axis as Axis
 from fnaccel.strategies.strategy import Strategy as Strategy
 from fnaccel.strategies.strategy import maker as maker
 from fnaccel.strategies.strategy import strategy as strategy
+from fnaccel.strategies.tensor import tensor as tensor
 from fnaccel.strategies.xla import xla as xla
 
 _INTERPRETERS = (_local, _fsdp_engine)  # importing them registers them

@@ -6,18 +6,14 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
-import torch
 
-from fnaccel import _torch
 from fnaccel.engine.engine import Engine
 from fnaccel.errors import CapabilityError
 from fnaccel.models.building import Built
-from fnaccel.models.parameter import Leaf
 from fnaccel.step.settings import Settings
 from fnaccel.step.spec import Axes, Spec
 from fnaccel.strategies.runtime import Delegation
 from fnaccel.strategies.strategy import Axis
-from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 
 
@@ -136,44 +132,3 @@ def _averaging() -> Axis:
         kind for kind in _finishers if kind is not None and getattr(kind, "mesh_axis", "") == "dp_replicate"
     )
     return kind(1)
-
-
-def same(local: Any) -> Any:
-    """The layout of a parameter that every rank holds whole: the local tensor itself."""
-    return local
-
-
-def shown_over(mesh: Mesh, param: Any) -> Any:
-    """A sharded parameter as states show it: over all axes of the mesh, with copies along those it lacks.
-
-    So exactly one rank writes each of its pieces to a checkpoint. The tensor of this rank is the same one.
-    """
-    names = getattr(param, "device_mesh", None) and param.device_mesh.mesh_dim_names
-    axes = mesh.shown.mesh_dim_names if names else ()
-    if not names or set(names) == set(axes):
-        return param
-    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415 - slow to import
-
-    placements = [param.placements[names.index(axis)] if axis in names else Replicate() for axis in axes]
-    return DTensor.from_local(
-        _torch.local_of(param).detach(),
-        mesh.shown,
-        placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
-
-
-def laid_out_as(param: Tree) -> Callable[[torch.Tensor], Any]:
-    """A function that lays a local tensor out over ranks as a DTensor parameter is laid out."""
-    return Leaf("", param, _torch.local_of(param), same).own
-
-
-def whole_leaves(built: Built) -> tuple[Leaf, ...]:
-    """Leaves of an unsharded model: the shard is the parameter."""
-    return tuple(
-        Leaf(name, param, param.detach(), same)
-        for name, param in built.named("parameters")
-        if param.requires_grad
-    )

@@ -149,7 +149,7 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
         hook = Hook(_REDUCE[build.settings.precision.reduce])
     trainable = any(p.requires_grad for _, p in built.named("parameters"))
     if not trainable or (mesh.loss_size == 1 and hook is None):
-        alone = capture_whole(built) if build.settings.captured and trainable else None
+        alone = capture_whole(built, build) if build.settings.captured and trainable else None
         return whole_engine("ddp", built, build, capture=alone), built
     ensure_group(mesh.world)
     if build.settings.captured:
@@ -198,14 +198,20 @@ def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> En
         buffers = (_torch.buffers_of(module)[name] for module, name in slots)
         _share([value for value in buffers if value is not None], group)
 
-    capture = capture_whole(built, before=share_buffers if options.sync_buffers and slots else None)
+    trained = [param for _, param in built.named("parameters") if param.requires_grad]
     buckets = Buckets(
-        members=lay_out([leaf.param for leaf in capture.leaves], options.bucket_mb),
+        members=lay_out(trained, options.bucket_mb),
         group=group,
         size=mesh.loss_size,
         dtype=None if hook is None else _SENT[hook.name],
     )
-    capture = attrs.evolve(capture, average=buckets.average, complete=mesh.loss_size > 1)
+    capture = capture_whole(
+        built,
+        build,
+        before=share_buffers if options.sync_buffers and slots else None,
+        average=buckets.average,
+        complete=mesh.loss_size > 1,
+    )
     return whole_engine("ddp", built, build, averaged=mesh.loss_size, capture=capture)
 
 

@@ -151,7 +151,7 @@ def register(hook: Hook, wrapped: DistributedDataParallel) -> None:
 
     plain = {"fp16": default_hooks.fp16_compress_hook, "bf16": bf16}
     if hook.name in plain:
-        wrapped.register_comm_hook(None, plain[hook.name])
+        wrapped.register_comm_hook(wrapped.process_group, plain[hook.name])
         return
     wrapper, _, name = hook.name.rpartition("+")
     inner: Any = powerSGD_hook.powerSGD_hook

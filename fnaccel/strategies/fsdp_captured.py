@@ -22,10 +22,12 @@ from fnaccel.engine.engine import Engine, Forward, Layout
 from fnaccel.errors import CapabilityError
 from fnaccel.models.blocks import find_units
 from fnaccel.models.building import Built
-from fnaccel.models.parameter import Leaf
-from fnaccel.strategies.axis import Build, laid_out_as
+from fnaccel.models.parameter import Cut, Leaf
+from fnaccel.strategies.axis import Build
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_regather import zero3_pass
+from fnaccel.strategies.layout import copies_of, fsdp_dim, strides_of
+from fnaccel.strategies.partial_gradients import with_sums_in_graph
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that may be sent in another precision
 # autocast casts the weights of these by itself: gathered in the compute dtype, they come out the same
@@ -34,20 +36,45 @@ _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @attrs.frozen
 class _Piece:
-    """A parameter: its names, its rows over the ranks, and this rank's part as the graph takes it."""
+    """A parameter: its names, its slices over the ranks, and this rank's part as the graph takes it.
+
+    Attributes:
+        name: its canonical name.
+        hosted: its name in the host module.
+        param: as states show it.
+        shape: of the tensor that modules compute with, which model axes may have cut.
+        dim: the dimension that is sharded. None if each rank has all of it.
+        chunk: the slices of each rank but the last ones.
+        local: this rank's slices.
+        trained: whether it has a gradient.
+        copies: see `Leaf`.
+    """
 
     name: str
     hosted: str
     param: Any
     shape: torch.Size
+    dim: int | None
     chunk: int
     local: torch.Tensor
     trained: bool
+    copies: int
 
     @property
     def width(self) -> int:
-        """Elements that every rank sends: the last ranks' rows are padded."""
-        return self.chunk * math.prod(self.shape[1:])
+        """Elements that every rank sends: the last ranks' slices are padded."""
+        return self.chunk * math.prod(self.shape) // self.shape[self.dim or 0]
+
+    def sliced(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of it with the sharded dimension first."""
+        return value.movedim(self.dim, 0) if self.dim else value
+
+    def joined(self, slices: torch.Tensor) -> torch.Tensor:
+        """The inverse of `sliced`, of flat slices."""
+        if not self.dim:
+            return slices.reshape(-1, *self.shape[1:])
+        others = (size for number, size in enumerate(self.shape) if number != self.dim)
+        return slices.reshape(-1, *others).movedim(0, self.dim)
 
 
 @attrs.frozen
@@ -85,7 +112,7 @@ def build_captured(built: Built, build: Build, options: Fsdp) -> Engine:
 
         return [whole[piece.hosted] for piece in trained], run_opened
 
-    leaves = tuple(Leaf(p.name, p.param, p.local, laid_out_as(p.param)) for p in trained)
+    leaves = tuple(Leaf(p.name, p.param, p.local, p.param, p.copies) for p in trained)
     capture = Capture(
         leaves=leaves,
         open=opened,
@@ -93,6 +120,7 @@ def build_captured(built: Built, build: Build, options: Fsdp) -> Engine:
         average=shards.average,
         graph_pass=zero3_pass() if options.reshard_after_forward else None,
     )
+    capture = with_sums_in_graph(capture, built, mesh)
     return Engine(
         name="fsdp",
         layout=Layout(
@@ -101,7 +129,7 @@ def build_captured(built: Built, build: Build, options: Fsdp) -> Engine:
             leaves=leaves,
             parameters={name: pieces[name].param for name in order},
             buffers=dict(built.named("buffers")),
-            norm_axes=(mesh["shard"],),
+            held_by=mesh["model"],
         ),
         forward=Forward(run=run, lend=run, averaged=mesh.loss_size, capture=capture),
     )
@@ -117,7 +145,7 @@ def _units(built: Built, build: Build, options: Fsdp) -> list[_Unit]:
     for name, param in built.named("parameters"):
         dtype = cast if cast is not None and id(param) in safe else param.dtype
         key = (owners.get(id(param), -1), param.requires_grad, dtype)
-        groups.setdefault(key, []).append(_cut(name, names[id(param)], param, build))
+        groups.setdefault(key, []).append(_cut(name, names[id(param)], param, build, built.cuts.get(name)))
     ordered = sorted(groups.items(), key=lambda item: item[0][0] % (len(owners) + 1))
     return [_Unit(tuple(pieces), dtype, trained) for (_, trained, dtype), pieces in ordered]
 
@@ -136,7 +164,7 @@ def _owners(built: Built, options: Fsdp) -> dict[int, int]:
     return owners
 
 
-def _cut(name: str, hosted: str, param: torch.Tensor, build: Build) -> _Piece:
+def _cut(name: str, hosted: str, param: torch.Tensor, build: Build, cut: Cut | None) -> _Piece:
     from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415 - slow to import
 
     mesh = build.spec.mesh
@@ -148,20 +176,29 @@ def _cut(name: str, hosted: str, param: torch.Tensor, build: Build) -> _Piece:
             fix="give it the shape [1]",
         )
     full = param.detach()
-    chunk = -(-full.shape[0] // axis.size)
-    part = full[axis.rank * chunk : (axis.rank + 1) * chunk].to(mesh.world.device, copy=True)
-    sharded = DTensor.from_local(
-        part,
-        mesh.shown,
-        [Shard(0) if name.startswith("dp_shard") else Replicate() for name in mesh.shown.mesh_dim_names],
-        run_check=False,
-        shape=full.shape,
-        stride=full.stride(),
+    dim = fsdp_dim(full.shape, cut, axis.size)
+    if dim is None:
+        chunk, part = full.shape[0], full.to(mesh.world.device, copy=True)
+    else:
+        chunk = -(-full.shape[dim] // axis.size)
+        start = min(axis.rank * chunk, full.shape[dim])
+        part = full.narrow(dim, start, min(chunk, full.shape[dim] - start)).contiguous()
+        part = part.to(mesh.world.device, copy=True)
+    names = mesh.shown.mesh_dim_names
+    shards = next(number for number, name in enumerate(names) if name.startswith("dp_shard"))
+    placements: list[Any] = [Replicate()] * len(names)
+    if dim is not None:
+        placements[shards] = Shard(dim)
+    if cut is not None:
+        placements[names.index(cut.axis)] = cut.placement
+    shape = full.shape if cut is None else cut.shape
+    shown = DTensor.from_local(
+        part, mesh.shown, placements, run_check=False, shape=shape, stride=strides_of(shape, full)
     )
-    shard = nn.Parameter(sharded, requires_grad=param.requires_grad)
-    return _Piece(
-        name, hosted, shard, param.shape, chunk, _torch.local_of(shard).detach(), param.requires_grad
-    )
+    shard = nn.Parameter(shown, requires_grad=param.requires_grad)
+    local = _torch.local_of(shard).detach()
+    copies = copies_of(mesh, shard)
+    return _Piece(name, hosted, shard, param.shape, dim, chunk, local, param.requires_grad, copies)
 
 
 class _Shards:
@@ -176,9 +213,14 @@ class _Shards:
         self._units = units
         place = {piece.name: index for index, piece in enumerate(trained)}
         # the last units' gradients come first
-        self._members = [
-            [(place[piece.name], piece) for piece in unit.pieces] for unit in reversed(units) if unit.trained
+        members = [
+            [(place[piece.name], piece) for piece in unit.pieces if piece.dim is not None]
+            for unit in reversed(units)
+            if unit.trained
         ]
+        self._members = [unit for unit in members if unit]
+        self._whole = [(place[piece.name], piece) for piece in trained if piece.dim is None]
+        self._loss_group = mesh.group("loss")
 
     def gather(self) -> dict[str, torch.Tensor]:
         """All parameters whole, by their names in the host module. No gradient flows through this."""
@@ -186,12 +228,16 @@ class _Shards:
         size = self._axis.size
         with torch.no_grad():
             for unit in self._units:
-                flat = torch.cat([_padded(piece) for piece in unit.pieces]).to(unit.dtype)
+                pieces = [piece for piece in unit.pieces if piece.dim is not None]
+                whole |= {p.hosted: p.local.to(unit.dtype) for p in unit.pieces if p.dim is None}
+                if not pieces:
+                    continue
+                flat = torch.cat([_padded(piece) for piece in pieces]).to(unit.dtype)
                 rows = _torch.all_gather_in_graph(flat, size, self._axis.group).view(size, -1)
-                parts = rows.split([piece.width for piece in unit.pieces], dim=1)
-                for piece, part in zip(unit.pieces, parts, strict=True):
-                    padded = part.reshape(size * piece.chunk, *piece.shape[1:])
-                    whole[piece.hosted] = padded[: piece.shape[0]]
+                parts = rows.split([piece.width for piece in pieces], dim=1)
+                for piece, part in zip(pieces, parts, strict=True):
+                    elements = math.prod(piece.shape)
+                    whole[piece.hosted] = piece.joined(part.reshape(-1)[:elements])
         return whole
 
     def average(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -203,16 +249,21 @@ class _Shards:
             if self._replicas is not None:
                 part = _torch.end_collective(_torch.begin_all_reduce(part, self._replicas))
             for (index, piece), rows in zip(unit, part.split([p.width for _, p in unit]), strict=True):
-                local = rows[: piece.local.numel()].view(piece.local.shape)
+                local = piece.joined(rows[: piece.local.numel()])
                 averaged[index] = local.to(piece.local.dtype)
+        for index, piece in self._whole:
+            grad = (grads[index].to(self._reduce) / self._ranks).contiguous()
+            if self._loss_group is not None:
+                grad = _torch.end_collective(_torch.begin_all_reduce(grad, self._loss_group))
+            averaged[index] = grad.to(piece.local.dtype)
         return averaged
 
     def _begin(self, unit: list[tuple[torch.Tensor, _Piece]]) -> torch.Tensor:
         size = self._axis.size
         rows = [
-            F.pad(grad.reshape(-1), (0, size * piece.width - grad.numel())).view(size, -1)
+            F.pad(piece.sliced(grad).reshape(-1), (0, size * piece.width - grad.numel())).view(size, -1)
             if size * piece.width > grad.numel()
-            else grad.reshape(size, -1)
+            else piece.sliced(grad).reshape(size, -1)
             for grad, piece in unit
         ]
         flat = torch.cat(rows, dim=1).reshape(-1)
@@ -221,6 +272,6 @@ class _Shards:
 
 
 def _padded(piece: _Piece) -> torch.Tensor:
-    flat = piece.local.reshape(-1)
+    flat = piece.sliced(piece.local).reshape(-1)
     missing = piece.width - flat.numel()
     return F.pad(flat, (0, missing)) if missing else flat

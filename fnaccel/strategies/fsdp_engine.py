@@ -21,12 +21,13 @@ from fnaccel.engine.engine import Engine, Forward, Hooks, Layout
 from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, nearest
 from fnaccel.models.blocks import find_units
 from fnaccel.models.building import Built, check_alike, construct
-from fnaccel.models.parameter import Leaf
 from fnaccel.step.precision_policy import Precision
-from fnaccel.strategies.axis import Build, finisher, laid_out_as, same, shown_over
+from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_captured import build_captured
+from fnaccel.strategies.layout import fsdp_dim, leaves_of, parameters_shown
+from fnaccel.strategies.partial_gradients import with_sums
 from fnaccel.world.mesh import Mesh, ensure_group
 
 _CAST_SAFE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -40,7 +41,7 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     built, values = _construct(build, options)
     if build.settings.captured:
         return build_captured(built, build, options), built
-    ignored = _ignored(built, options.ignore)
+    ignored = _ignored(built, options.ignore) | _indivisible(built, mesh)
     # FSDP2 does not move ignored parameters: they live on the device like all others
     for param in ignored:
         param.data = param.data.to(mesh.world.device)
@@ -61,22 +62,23 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     parameters = dict(built.named("parameters"))
     # by name, not as the set has them: ranks must agree on the order
     whole = [p for p in parameters.values() if p in ignored and p.requires_grad]
+    hooks = Hooks(
+        settle=_settler(host),
+        recover=lambda: _torch.reset_shards(host),
+        finish=_averager(whole, mesh) if whole else None,
+    )
     engine = Engine(
         name="fsdp",
         layout=Layout(
             mesh=mesh,
             model=built.model,
-            leaves=tuple(_leaf(name, p, mesh) for name, p in parameters.items() if p.requires_grad),
-            parameters={name: shown_over(mesh, p) for name, p in parameters.items()},
+            leaves=leaves_of(built, mesh),
+            parameters=parameters_shown(built, mesh),
             buffers=dict(built.named("buffers")),
-            norm_axes=(mesh["shard"],),
+            held_by=mesh["model"],
         ),
         forward=Forward(run=_runner(host), lend=_runner(host), sync=_syncer(host), averaged=mesh.loss_size),
-        hooks=Hooks(
-            settle=_settler(host),
-            recover=lambda: _torch.reset_shards(host),
-            finish=_averager(whole, mesh) if whole else None,
-        ),
+        hooks=with_sums(hooks, built, mesh),
     )
     return engine, attrs.evolve(built, empty=options.init == "meta")
 
@@ -100,12 +102,13 @@ def _construct(build: Build, options: Fsdp) -> tuple[Built, dict[str, Any]]:
     built = construct(build.spec.model, build.seed, empty=options.init != "seeded")
     build.prepare(built)
     check_alike(built, world)
-    if prebuilt and world.size > 1:
-        # the ranks' own copies may differ: rank 0's counts, as under ddp
+    group = build.spec.mesh.group("loss")
+    if prebuilt and group is not None:
+        # the ranks' own copies may differ: those of the first rank count, as under ddp
         with torch.no_grad():
             for _, value in [*built.named("parameters"), *built.named("buffers")]:
                 copy = value.detach().to(world.device)
-                dist.broadcast(copy, 0)
+                dist.broadcast(copy, group=group, group_src=0)
                 value.copy_(copy)
     return built, values
 
@@ -122,6 +125,13 @@ def _ignored(built: Built, patterns: tuple[str, ...]) -> set[Any]:
     return {p for name, p in named.items() if any(fnmatch.fnmatchcase(name, glob) for glob in patterns)}
 
 
+def _indivisible(built: Built, mesh: Mesh) -> set[Any]:
+    """Parameters, cut by a model axis, of which no dimension is left to shard."""
+    size = mesh["shard"].size
+    named = built.named("parameters")
+    return {param for name, param in named if fsdp_dim(param.shape, built.cuts.get(name), size) is None}
+
+
 def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None:
     from torch.distributed.fsdp import (  # noqa: PLC0415 - slow to import
         CPUOffloadPolicy,
@@ -129,6 +139,7 @@ def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None
         fully_shard,
         register_fsdp_forward_method,
     )
+    from torch.distributed.tensor import Shard  # noqa: PLC0415 - slow to import
 
     mesh = build.spec.mesh
     shards = next(axis for axis in mesh.shown.mesh_dim_names if axis.startswith("dp_shard"))
@@ -138,6 +149,10 @@ def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None
         "reshard_after_forward": options.reshard_after_forward,
         "ignored_params": ignored or None,
     }
+    if built.cuts:
+        shards_of = {id(p): (p.shape, built.cuts.get(name)) for name, p in built.named("parameters")}
+        size = mesh["shard"].size
+        shared["shard_placement_fn"] = lambda p: Shard(fsdp_dim(*shards_of[id(p)], size) or 0)
     if options.offload:
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.world.device.type != "cpu")
     in_order: list[Any] = []
@@ -227,12 +242,6 @@ def _fill(built: Built, mesh: Mesh, options: Fsdp, values: dict[str, Any]) -> No
 
     how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=options.offload)
     set_model_state_dict(built.host, values, options=how)
-
-
-def _leaf(name: str, param: torch.Tensor, mesh: Mesh) -> Leaf:
-    if not hasattr(param, "placements"):
-        return Leaf(name, param, param.detach(), same)
-    return Leaf(name, param, _torch.local_of(param).detach(), laid_out_as(shown_over(mesh, param)))
 
 
 def _runner(host: nn.Module) -> Callable[..., Any]:

@@ -11,7 +11,9 @@ import torch
 from fnaccel.engine.capture import Capture
 from fnaccel.engine.engine import Engine, Forward, Hooks, Layout, Runtime
 from fnaccel.models.building import Built, check_alike, construct
-from fnaccel.strategies.axis import Build, finisher, whole_leaves
+from fnaccel.strategies.axis import Build, finisher
+from fnaccel.strategies.layout import held_by, leaves_of, parameters_shown
+from fnaccel.strategies.partial_gradients import with_sums, with_sums_in_graph
 from fnaccel.strategies.strategy import Strategy, maker
 
 
@@ -39,30 +41,32 @@ def build_local(build: Build, options: None) -> tuple[Engine, Built]:  # noqa: A
     built = construct(build.spec.model, build.seed)
     place(built, build)
     return whole_engine(
-        "local", built, build, capture=capture_whole(built) if build.settings.captured else None
+        "local", built, build, capture=capture_whole(built, build) if build.settings.captured else None
     ), built
 
 
-def capture_whole(built: Built, **fields: Any) -> Capture:
-    """How to capture a step of a model that every rank holds whole.
+def capture_whole(built: Built, build: Build, **fields: Any) -> Capture:
+    """How to capture a step of a model whose modules have all that a rank computes with.
 
     Args:
         built: the modules.
+        build: the train step.
         fields: how gradients are averaged, if there are several ranks.
     """
     model = built.model
-    leaves = tuple(attrs.evolve(leaf, shard=leaf.param) for leaf in whole_leaves(built))
+    leaves = tuple(attrs.evolve(leaf, shard=leaf.param) for leaf in leaves_of(built, build.spec.mesh))
     params = [leaf.param for leaf in leaves]
 
     def run(fn: Callable[..., Any], *args: Any) -> Any:
         return fn(model, *args)
 
-    return Capture(
+    capture = Capture(
         leaves=leaves,
         open=lambda: (params, run),
         blank=lambda: [torch.zeros_like(param) for param in params],
         **fields,
     )
+    return with_sums_in_graph(capture, built, build.spec.mesh)
 
 
 def whole_engine(
@@ -75,7 +79,7 @@ def whole_engine(
     runtime: Runtime | None = None,
     **forward: Any,
 ) -> Engine:
-    """An engine whose every rank holds the whole model. By itself it averages nothing.
+    """An engine whose modules have all that a rank computes with. By itself it averages nothing.
 
     Args:
         name: of the strategy.
@@ -85,7 +89,7 @@ def whole_engine(
         hooks, runtime: as `Engine` has them.
         forward: further fields of `Forward`.
     """
-    model = built.model
+    model, mesh = built.model, build.spec.mesh
 
     def direct(fn: Callable[..., Any], *args: Any) -> Any:
         return fn(model, *args)
@@ -93,13 +97,14 @@ def whole_engine(
     return Engine(
         name=name,
         layout=Layout(
-            mesh=build.spec.mesh,
+            mesh=mesh,
             model=model,
-            leaves=whole_leaves(built),
-            parameters=dict(built.named("parameters")),
+            leaves=leaves_of(built, mesh),
+            parameters=parameters_shown(built, mesh),
             buffers=dict(built.named("buffers")),
+            held_by=held_by(built, mesh),
         ),
         forward=Forward(run=run or direct, lend=direct, **forward),
-        hooks=hooks or Hooks(),
+        hooks=with_sums(hooks or Hooks(), built, mesh),
         runtime=runtime or Runtime(),
     )

@@ -1,8 +1,9 @@
 """Axis arithmetic: from the degrees of a strategy and a number of ranks to a mesh of ranks.
 
-Axes are named as torchtitan names them. Three are derived. Rows are split over `batch`: `dp_replicate` and
+Axes are named as torchtitan names them. Four are derived. Rows are split over `batch`: `dp_replicate` and
 `dp_shard` together. With `cp`, along which ranks have parts of each sequence, they are `loss`: gradients are
-averaged, and totals and weights are added, over it. `dp_shard` and `cp` are `shard`, for parameters.
+averaged, and totals and weights are added, over it. `dp_shard` and `cp` are `shard`, for parameters. With
+`tp`, along which parameters are cut, they are `model`: its ranks together hold the whole model, in parts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 import torch.distributed as dist
 
 from fnaccel import _torch
@@ -30,7 +32,10 @@ LOSS_AXES = (*BATCH_AXES, "cp")
 SHARD_AXES = ("dp_shard", "cp")
 """The axes over which parameters are sharded: ranks with parts of one sequence share the shards, too."""
 
-_DERIVED = {"batch": BATCH_AXES, "loss": LOSS_AXES, "shard": SHARD_AXES}
+MODEL_AXES = (*SHARD_AXES, "tp")
+"""The axes along which ranks may hold different parts of the model."""
+
+_DERIVED = {"batch": BATCH_AXES, "loss": LOSS_AXES, "shard": SHARD_AXES, "model": MODEL_AXES}
 
 
 def resolve(degrees: Sequence[tuple[str, int]], size: int, described: str) -> dict[str, int]:
@@ -119,8 +124,10 @@ class Mesh:
     Attributes:
         world: the ranks.
         degrees: the number of ranks along each axis.
-        device: torch's DeviceMesh of these axes, or None without axes.
+        device: torch's DeviceMesh of these axes, or None without axes. `tp` is its first dimension, since
+            parameters are cut over `tp` first, and their parts are sharded. Ranks along `tp` are neighbours.
         shown: the DeviceMesh of the tensors in states: the same, with `dp_shard` and `cp` as one axis.
+        model: the group of the derived axis `model`, if no other group is the same.
 
     Example, on 2 ranks:
         >>> train_step = fa.train_step(loss_fn, model=fa.distribute(GPT, "hsdp(2, 1)"), optimizer=fa.sgd(0.1))
@@ -132,6 +139,7 @@ class Mesh:
     degrees: dict[str, int] = attrs.field(eq=lambda degrees: tuple(degrees.items()))
     device: Any = attrs.field(default=None, eq=False, repr=False)
     shown: Any = attrs.field(default=None, eq=False, repr=False)
+    model: dist.ProcessGroup | None = attrs.field(default=None, eq=False, repr=False)
 
     @property
     def batch_size(self) -> int:
@@ -196,7 +204,10 @@ class Mesh:
                 return None
             if size == self.world.size:
                 return dist.group.WORLD
-            names = tuple(name for name in self.degrees if name in derived)
+            if axis == "model" and self.model is not None:
+                return self.model
+            order = self.device.mesh_dim_names
+            names = tuple(name for name in order if name in derived and self.degrees[name] > 1)
             if _joined(names) in self.shown.mesh_dim_names:
                 return self.shown.get_group(_joined(names))
             if len(names) == 1:
@@ -241,18 +252,25 @@ def build(world: World, degrees: Mapping[str, int], follows: Mapping[str, str] |
     ordered = {name: degrees[name] for name in order if name in degrees}
     if not ordered:
         return Mesh(world=world, degrees={})
-    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: PLC0415 - slow to import
 
     ensure_group(world)
     _torch.forget_old_meshes()
 
     def laid_out(axes: Mapping[str, int]) -> Any:
-        return init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        names = tuple(axes)
+        if "tp" not in names[1:]:
+            return init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=names)
+        ranks = torch.arange(world.size).view(tuple(axes.values())).movedim(names.index("tp"), 0)
+        first = ("tp", *(name for name in names if name != "tp"))
+        return DeviceMesh(world.device.type, ranks, mesh_dim_names=first)
 
     device = laid_out(ordered)
     sharing = tuple(name for name in ordered if name in SHARD_AXES)
     if len(sharing) < 2:
-        return Mesh(world=world, degrees=ordered, device=device, shown=device)
+        return Mesh(
+            world=world, degrees=ordered, device=device, shown=device, model=_model_group(world, ordered)
+        )
     shards = math.prod(ordered[name] for name in sharing)
     first = sharing[0]
     merged = {
@@ -260,7 +278,24 @@ def build(world: World, degrees: Mapping[str, int], follows: Mapping[str, str] |
         for name, degree in ordered.items()
         if name not in sharing[1:]
     }
-    return Mesh(world=world, degrees=ordered, device=device, shown=laid_out(merged))
+    model = _model_group(world, ordered)
+    return Mesh(world=world, degrees=ordered, device=device, shown=laid_out(merged), model=model)
+
+
+def _model_group(world: World, degrees: Mapping[str, int]) -> dist.ProcessGroup | None:
+    """The group of the axis `model`, if `tp` and shards make it, and others do, too.
+
+    DTensor takes a flattened mesh for a gather over its axes. With `tp` first it would join parts in a wrong
+    order (2.13). So the group is made beside the mesh.
+    """
+    within = [number for number, name in enumerate(degrees) if name in MODEL_AXES]
+    size = math.prod(list(degrees.values())[number] for number in within)
+    if "tp" not in degrees or size in (degrees["tp"], world.size):
+        return None
+    ranks = torch.arange(world.size).view(tuple(degrees.values()))
+    rows = ranks.movedim(within, list(range(-len(within), 0))).reshape(-1, size)
+    own: Any = dist.new_subgroups_by_enumeration(rows.tolist())[0]
+    return own
 
 
 def _joined(names: Sequence[str]) -> str:

@@ -99,7 +99,7 @@ MUTANTS = [
         "with sync(False):", (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
     ),
     Mutant(
-        "norm of one shard", "engine/gradients.py", "square = _torch.summed_over(square, axis.group)", "pass",
+        "norm of one shard", "engine/gradients.py", "square = _torch.summed_over(square, self._over.group)", "pass",
         (MATRIX, "-k", "fsdp-fp32-acc1-clip-2"),
     ),
     Mutant(

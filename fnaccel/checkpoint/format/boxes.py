@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -94,37 +94,62 @@ _PRIME = (1 << 61) - 1
 
 @attrs.frozen
 class Part:
-    """This rank's part of a tensor: its place, its values, whether this rank writes it."""
+    """A block of a tensor on this rank: its place, its values, whether this rank writes it."""
 
     box: Box
     local: torch.Tensor
     writes: bool
 
 
-def part_of(value: torch.Tensor, rank: int) -> Part:
-    """The part of `value` on this rank.
+def parts_of(value: torch.Tensor, rank: int) -> tuple[Part, ...]:
+    """The blocks of `value` on this rank: one, or one of each matrix of a packed parameter that is cut.
 
     Of copies, one is written: a plain tensor by rank 0, a replicated shard by the ranks with
     coordinate 0 on every replicated mesh dimension.
     """
     if type(value) is torch.Tensor:  # the rest is looked at for every tensor of a state
         plain = value.detach()
-        return Part(whole(tuple(plain.shape)), plain, rank == 0)
+        return (Part(whole(tuple(plain.shape)), plain, rank == 0),)
     if isinstance(value, Remote):
         offset, rows, writes = value.part()
-        return Part(Box(offset, tuple(rows.shape)), rows, writes)
+        return (Part(Box(offset, tuple(rows.shape)), rows, writes),)
     if not is_sharded(value):
         plain = value.detach()
-        return Part(whole(tuple(plain.shape)), plain, rank == 0)
+        return (Part(whole(tuple(plain.shape)), plain, rank == 0),)
     spread: Any = value
     local = _torch.local_of(value).detach()
     coordinate = spread.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is not in the mesh
         dims = value.dim()
-        return Part(Box((0,) * dims, (0,) * dims), local, False)
+        return (Part(Box((0,) * dims, (0,) * dims), local, False),)
     pairs = zip(spread.placements, coordinate, strict=True)
     writes = all(at == 0 for placement, at in pairs if placement.is_replicate())
-    return Part(Box(_torch.local_offset(value), tuple(local.shape)), local, writes)
+    part = Part(Box(_torch.local_offset(value), tuple(local.shape)), local, writes)
+    for placement, at in zip(spread.placements, coordinate, strict=True):
+        if is_packed(placement):
+            return tuple(_packed(part, placement, at, value.shape[placement.dim]))
+    return (part,)
+
+
+def _packed(part: Part, placement: Any, coordinate: int, length: int) -> Iterator[Part]:
+    """The blocks of a dimension of `length` that holds several matrices, of which each is cut alike."""
+    dim, matrices = placement.dim, placement.split_factor
+    size = part.local.shape[dim] // matrices
+    for number in range(matrices):
+        start = number * (length // matrices) + coordinate * size
+        offset = (*part.box.offset[:dim], start, *part.box.offset[dim + 1 :])
+        shape = (*part.box.shape[:dim], size, *part.box.shape[dim + 1 :])
+        yield Part(Box(offset, shape), part.local.narrow(dim, number * size, size), part.writes)
+
+
+def blocks_of(value: torch.Tensor, rank: int) -> tuple[Box, ...]:
+    """The places of the blocks of `value` on this rank."""
+    return tuple(part.box for part in parts_of(value, rank))
+
+
+def is_packed(placement: Any) -> bool:
+    """Whether a placement of a DTensor cuts each of several matrices that are packed in one dimension."""
+    return type(placement).__name__ == "_StridedShard"
 
 
 def is_sharded(value: torch.Tensor) -> bool:

@@ -46,10 +46,11 @@ def file_name(rank: int, ranks: int) -> str:
 
 @attrs.frozen
 class Piece:
-    """A block of a tensor, and the file that holds it under the tensor's path."""
+    """A block of a tensor, and the file that holds it: under the tensor's path, or under `name`."""
 
     file: str
     box: Box
+    name: str = ""
 
 
 @attrs.frozen
@@ -117,6 +118,7 @@ def dump(manifest: Manifest) -> bytes:
                 "shape": stored.shape,
                 "pieces": [
                     {"file": piece.file, "offset": piece.box.offset, "shape": piece.box.shape}
+                    | ({"name": piece.name} if piece.name else {})
                     for piece in stored.pieces
                 ],
             }
@@ -261,7 +263,10 @@ class _Reader:
         if not isinstance(entry, dict) or not isinstance(entry.get("file"), str):
             self.fail(f"has a piece of {path} without a file")
         offset = self.counts(entry.get("offset"), "an offset in", path)
-        return Piece(entry["file"], Box(offset, self.counts(entry.get("shape"), "a piece of", path)))
+        name = entry.get("name", "")
+        if not isinstance(name, str):
+            self.fail(f"names a piece of {path} {name!r}")
+        return Piece(entry["file"], Box(offset, self.counts(entry.get("shape"), "a piece of", path)), name)
 
     def check_cover(self, stored: Stored) -> None:
         """The pieces make up the tensor: each within it, no two overlapping, none missing."""
@@ -285,6 +290,6 @@ class _Reader:
     def check_apart(self, stored: Stored, everything: Box) -> None:
         if not make_up([piece.box for piece in stored.pieces], everything):
             self.fail(f"has two pieces of {stored.path} that overlap")
-        # a file holds one entry for each path: its values would be read twice
-        if len({piece.file for piece in stored.pieces}) != len(stored.pieces):
-            self.fail(f"has two pieces of {stored.path} in one file, which can hold one")
+        # the values of one entry of a file would be read twice
+        if len({(piece.file, piece.name) for piece in stored.pieces}) != len(stored.pieces):
+            self.fail(f"has two pieces of {stored.path} in one entry of a file, which can hold one")

@@ -23,7 +23,7 @@ import base64
 import binascii
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -31,7 +31,7 @@ import torch
 
 from fnaccel import _torch, tree
 from fnaccel.checkpoint.format import walk
-from fnaccel.checkpoint.format.boxes import is_sharded
+from fnaccel.checkpoint.format.boxes import is_packed, is_sharded
 from fnaccel.checkpoint.format.dtypes import CODES
 from fnaccel.checkpoint.format.walk import NODES, Array, Node, Object
 from fnaccel.engine.runtime_tensor import Remote
@@ -190,8 +190,7 @@ def _unfit(value: torch.Tensor) -> tuple[str, str] | None:
         return f"has dtype {value.dtype}", "convert it, for complex128: torch.view_as_real(x)"
     if is_sharded(value):
         spread: Any = value
-        # by exact class: a strided shard's place is not one block
-        odd = [place for place in spread.placements if type(place).__name__ not in ("Shard", "Replicate")]
+        odd = [place for place in spread.placements if not _is_stored(place, spread.placements)]
         if odd:
             return f"is a DTensor placed {odd[0]}", "redistribute it to Shard(dim) or Replicate() placements"
         local: Any = _torch.local_of(value)
@@ -204,6 +203,13 @@ def _unfit(value: torch.Tensor) -> tuple[str, str] | None:
     if value.layout is not torch.strided or value.is_quantized:
         return f"is stored as {value.layout}", "x.to_dense() (or x.dequantize()) before saving"
     return None
+
+
+def _is_stored(placement: Any, all_of_them: Sequence[Any]) -> bool:
+    """Whether a DTensor's part along one mesh dimension is made of blocks. By exact class."""
+    if is_packed(placement):  # with another shard of the same dimension it is none
+        return sum(getattr(place, "dim", None) == placement.dim for place in all_of_them) == 1
+    return type(placement).__name__ in ("Shard", "Replicate")
 
 
 def _identity(value: torch.Tensor) -> Any:

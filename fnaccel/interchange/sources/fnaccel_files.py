@@ -104,13 +104,14 @@ class _Reader:
 
         def read(box: Box, out: torch.Tensor) -> None:
             for piece in stored.pieces:
-                block = Block(stored.path, stored.dtype, piece.box)
+                block = Block(piece.name or stored.path, stored.dtype, piece.box)
                 self.mapped.copy(self.path / piece.file, block, box, out)
 
         def check(box: Box) -> None:
             for piece in stored.pieces:
                 if overlap(piece.box, box):
-                    self.mapped.check(self.path / piece.file, Block(stored.path, stored.dtype, piece.box))
+                    block = Block(piece.name or stored.path, stored.dtype, piece.box)
+                    self.mapped.check(self.path / piece.file, block)
 
         return Found(stored.dtype, stored.shape, read, check=check)
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from fnaccel import _torch
-
 _ROWS = 512  # rows at a time: the scores of a block are never all in memory
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -41,9 +39,9 @@ def block_attention(
     """
     flash = _flash(query, value, mask)
     if flash == "cpu":
-        out, total = _torch.flash_cpu(query, key, value, 0.0, causal, scale=scale)
+        out, total = _kernel("flash_attention_for_cpu")(query, key, value, 0.0, causal, scale=scale)
     elif flash == "cuda":
-        out, total = _torch.flash_cuda(query, key, value, 0.0, causal, False, scale=scale)[:2]
+        out, total = _kernel("flash_attention")(query, key, value, 0.0, causal, False, scale=scale)[:2]
     else:
         tiles = [
             _plain(rows, key, value, _rows_of(mask, start), causal, start, scale)
@@ -88,13 +86,13 @@ def block_gradients(
     """
     flash = _flash(query, value, mask)
     if flash == "cpu":
-        return _torch.flash_cpu_backward(
+        return _kernel("flash_attention_for_cpu_backward")(
             grad, query, key, value, out, total.contiguous(), 0.0, causal, scale=scale
         )
     if flash == "cuda":
         # without dropout no random numbers are drawn
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
-        return _torch.flash_cuda_backward(
+        return _kernel("flash_attention_backward")(
             grad, query, key, value, out, total.contiguous(), None, None, query.shape[-2], key.shape[-2],
             0.0, causal, state, state, scale=scale,
         )  # fmt: skip
@@ -115,6 +113,11 @@ def block_gradients(
         of_query.append(of_scores @ key)
         of_key += of_scores.transpose(-2, -1) @ rows
     return torch.cat(of_query, -2), of_key, of_value
+
+
+def _kernel(name: str) -> Any:
+    """One of torch's kernels that return the log-sum-exp. (2.13. Those of GPUs were not run)"""
+    return getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
 
 
 def _flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> str:

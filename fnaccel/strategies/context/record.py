@@ -79,7 +79,7 @@ class Context(Axis):
         if axis.group is None:
             return None
         if self.method == "ring":
-            register_ring()
+            register_ring(axis.group)
         split = Split(Chunks(axis.size, axis.rank, self.balance), axis.group, self.method)
         return SequencePart(split, self.cut)
 

@@ -8,13 +8,13 @@ the gradients of keys and values go round with them. All of it is one operation,
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fnaccel import _torch
 from fnaccel.errors import CapabilityError
 from fnaccel.strategies.context.blocks import block_attention, block_gradients, merged
 from fnaccel.strategies.context.order import Chunks
@@ -26,6 +26,9 @@ _BACKWARD = (
     f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor total, {_ARGUMENTS}) "
     "-> (Tensor, Tensor, Tensor)"
 )
+
+# operations of torch take the name of a group
+_groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
 
 
 def ring_attention(
@@ -62,9 +65,14 @@ def _learned(mask: torch.Tensor | None) -> bool:
     return mask is not None and mask.requires_grad and torch.is_grad_enabled()
 
 
+def register_ring(group: dist.ProcessGroup) -> None:
+    """Register the ring as operations of torch, and a group that is to use them."""
+    _groups[group.group_name] = group
+    _register_operations()
+
+
 @functools.cache
-def register_ring() -> None:
-    """Register the ring as operations of torch, once."""
+def _register_operations() -> None:
     forward = torch.library.custom_op("fnaccel::ring_attention", _forward, mutates_args=(), schema=_FORWARD)
     backward = torch.library.custom_op(
         "fnaccel::ring_attention_backward", _backward, mutates_args=(), schema=_BACKWARD
@@ -227,7 +235,7 @@ class _Ring:
     """Sends tensors to the next rank, and gets those of the rank before."""
 
     def __init__(self, group: str, rank: int, ranks: int) -> None:
-        self._group = _torch.group_of_name(group)
+        self._group = _groups[group]
         self._following = dist.get_global_rank(self._group, (rank + 1) % ranks)
         self._preceding = dist.get_global_rank(self._group, (rank - 1) % ranks)
 

@@ -20,12 +20,13 @@ from fnaccel.optim.deepspeed import DeepspeedKernel
 from fnaccel.optim.description import Group, Member, Optimizer, group_leaves
 from fnaccel.optim.foreign import TorchKernel, copied_slots, first_slots, shared_options
 from fnaccel.optim.fused import FusedKernel
-from fnaccel.strategies.axis import Build, finisher, same, whole_leaves
+from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.deepspeed.comm import begin, part_of_package, quiet
 from fnaccel.strategies.deepspeed.partitioned_init import check_partitioned, partitioned_init
 from fnaccel.strategies.deepspeed.parts import Native, Parts
 from fnaccel.strategies.deepspeed.record import Deepspeed
 from fnaccel.strategies.deepspeed.update import BoundDeepspeed
+from fnaccel.strategies.layout import leaves_of
 from fnaccel.world.mesh import Mesh
 
 _FIRST_MICRO_STEP = -1  # deepspeed.runtime.zero.stage_1_and_2.INITIAL_MICRO_STEP_ID
@@ -60,7 +61,7 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
     )
     optimizers = cast("dict[str | None, Optimizer] | None", build.spec.optimizers)
     optimizer = None if optimizers is None else next(iter(optimizers.values()))
-    groups = [] if optimizer is None else group_leaves(optimizer, whole_leaves(built))
+    groups = [] if optimizer is None else group_leaves(optimizer, leaves_of(built, mesh))
     if optimizer is not None:
         _check_foreign(optimizer, len(groups), record.level)
     engine = _initialise(package, built, optimizer, groups, config)
@@ -84,7 +85,7 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
         layout=Layout(
             mesh=mesh,
             model=built.model,
-            leaves=tuple(Leaf(n, p, p.data, same) for n, p in named.items() if p.requires_grad),
+            leaves=tuple(Leaf(n, p, p.data, p) for n, p in named.items() if p.requires_grad),
             parameters={n: _remote(mesh, parts, p, f"params/{n}") for n, p in named.items()},
             buffers=dict(built.named("buffers")),
         ),
@@ -178,7 +179,7 @@ def _check_foreign(optimizer: Optimizer, groups: int, level: int) -> None:
     if not isinstance(kernel, TorchKernel):
         return
     matrix = nn.Parameter(torch.zeros(2, 3))
-    member = Member(0, Leaf("", matrix, matrix.data, same))
+    member = Member(0, Leaf("", matrix, matrix.data, matrix))
 
     def group_at(rate: float) -> Group:
         return Group((member,), dict(optimizer.options), None, rate)

@@ -45,7 +45,7 @@ def build_xla(build: Build, options: Xla) -> tuple[Engine, Built]:
             mesh=build.spec.mesh,
             model=model,
             leaves=tuple(
-                Leaf(name, param, layout.alias(param.detach()), layout.keep)
+                Leaf(name, param, layout.alias(param.detach()), param, keep=layout.keep)
                 for name, param in built.named("parameters")
                 if param.requires_grad
             ),

@@ -1,0 +1,213 @@
+"""Plans: which style cuts which modules. Some are ready, and models of transformers bring their own."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from torch import nn
+
+from fnaccel.errors import ArgumentError, nearest
+
+Pairs = tuple[tuple[str, str], ...]
+
+
+@attrs.frozen(kw_only=True)
+class Ready:
+    """A ready plan.
+
+    Attributes:
+        styles: patterns of module paths and their styles.
+        heads: names of the configuration's fields that the number of ranks has to divide.
+        blocks: the pattern of the blocks, without their number. With `sequence=True` activations are cut at
+            the input of the first, and joined at the output of the last.
+        attention: patterns of the modules that take the whole sequence, if their forward knows its length.
+        norms: patterns of the modules in blocks that compute with a part of the sequence.
+    """
+
+    styles: Mapping[str, str]
+    heads: tuple[str, ...]
+    blocks: str = ""
+    attention: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+
+
+READY: dict[str, Ready] = {
+    "gpt2": Ready(
+        styles={
+            "*h.*.attn.c_attn": "packed_colwise:3",
+            "*h.*.attn.c_proj": "rowwise",
+            "*h.*.attn.num_heads": "/",
+            "*h.*.attn.split_size": "/",
+            "*h.*.mlp.c_fc": "colwise",
+            "*h.*.mlp.c_proj": "rowwise",
+            "*wte": "vocab",
+            "lm_head": "colwise_gather",
+        },
+        heads=("num_attention_heads",),
+        blocks="*h",
+        attention=("*h.*.attn",),
+        norms=("*h.*.ln_1", "*h.*.ln_2"),
+    ),
+    "llama": Ready(
+        styles={
+            "*layers.*.self_attn.[qkv]_proj": "colwise",
+            "*layers.*.self_attn.o_proj": "rowwise",
+            "*layers.*.mlp.gate_proj": "colwise",
+            "*layers.*.mlp.up_proj": "colwise",
+            "*layers.*.mlp.down_proj": "rowwise",
+            "*embed_tokens": "vocab",
+            "lm_head": "colwise_gather",
+        },
+        heads=("num_attention_heads", "num_key_value_heads"),
+        blocks="*layers",
+        attention=("*layers.*.self_attn",),
+        norms=("*layers.*.input_layernorm", "*layers.*.post_attention_layernorm"),
+    ),
+    "bert": Ready(
+        styles={
+            "*layer.*.attention.self.query": "colwise",
+            "*layer.*.attention.self.key": "colwise",
+            "*layer.*.attention.self.value": "colwise",
+            "*layer.*.attention.self.num_attention_heads": "/",
+            "*layer.*.attention.self.all_head_size": "/",
+            "*layer.*.attention.output.dense": "rowwise",
+            "*layer.*.intermediate.dense": "colwise",
+            "*layer.*.output.dense": "rowwise",
+        },
+        heads=("num_attention_heads",),
+        blocks="*encoder.layer",
+        attention=("*layer.*.attention.self",),
+        norms=("*layer.*.attention.output.LayerNorm", "*layer.*.output.LayerNorm"),
+    ),
+    "t5": Ready(
+        styles={
+            "*Attention.[qkv]": "colwise",
+            "*Attention.o": "rowwise",
+            "*Attention.relative_attention_bias": "colwise",
+            "*Attention.n_heads": "/",
+            "*Attention.inner_dim": "/",
+            "*DenseReluDense.wi": "colwise",
+            "*DenseReluDense.wi_[01]": "colwise",
+            "*DenseReluDense.wo": "rowwise",
+            "shared": "vocab",
+            "*embed_tokens": "vocab",
+            "lm_head": "colwise_gather",
+        },
+        heads=("num_heads",),
+    ),
+}
+"""Ready plans for models of transformers, by name."""
+
+_THEIRS = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "colwise_gather_output": "colwise_gather",
+    "colwise_rep": "colwise_gather",
+    "embedding_rowwise": "vocab",
+    "embedding_colwise": "colwise_gather",
+    "packed_colwise": "packed_colwise:2",
+    "replicate": "replicate",
+    "replicated_with_grad_allreduce": "replicate_partial",
+}
+"""The styles of transformers' `tp_plan`, as ours."""
+
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """A plan for one model: (pattern, style) pairs, of which the first that matches counts.
+
+    Attributes:
+        pairs: the pairs. A pattern may also name an attribute of a module, whose style is "/".
+        optional: whether a pattern may match nothing.
+        heads: numbers of heads by name, which the number of ranks has to divide.
+    """
+
+    pairs: Pairs
+    optional: bool = False
+    heads: Mapping[str, int] = attrs.field(factory=dict)
+
+
+def plan_for(model: nn.Module, plan: str | Pairs, *, sequence: bool) -> Plan:
+    """The plan of one model.
+
+    Args:
+        model: the whole model.
+        plan: pairs, the name of a ready plan, or "auto" for the model's own.
+        sequence: whether activations outside of column and row layers are cut along the sequence.
+
+    Raises:
+        ArgumentError: there is no such plan, or it can't cut sequences.
+    """
+    if not isinstance(plan, str):
+        return Plan(pairs=plan)
+    config = getattr(model, "config", None)
+    name = plan
+    if plan == "auto":
+        kind = str(getattr(config, "model_type", ""))
+        if kind not in READY:
+            return _own(model, config, kind, sequence=sequence)
+        name = kind
+    if name not in READY:
+        raise ArgumentError(
+            f"no plan is called {name!r}", where="fa.tensor(plan=)", fix=nearest(name, [*READY, "auto"])
+        )
+    ready = READY[name]
+    pairs = [*ready.styles.items()]
+    if sequence:
+        pairs = [*_sequence_pairs(model, ready, name), *pairs]
+    return Plan(pairs=tuple(pairs), optional=True, heads=_numbers(config, ready.heads))
+
+
+def _sequence_pairs(model: nn.Module, ready: Ready, name: str) -> list[tuple[str, str]]:
+    paths = [path for path, _ in model.named_modules()]
+    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    stacks = fnmatch.filter(lists, ready.blocks) if ready.blocks else []
+    if len(stacks) != 1:
+        raise ArgumentError(
+            f"the plan {name!r} can't cut the sequences of this model",
+            where="fa.tensor(sequence=True)",
+            fix="sequence=False; or a plan of yours with scatter_input, gather_output and sequence",
+        )
+    count = sum(path.rpartition(".")[0] == stacks[0] for path in paths)
+    first, last = f"{stacks[0]}.0", f"{stacks[0]}.{count - 1}"
+    both = [(first, "scatter_input+gather_output")]
+    ends = both if count == 1 else [(first, "scatter_input"), (last, "gather_output")]
+    inputs = [(attention, "gather_input") for attention in ready.attention]
+    return [*ends, *inputs, *((norm, "sequence") for norm in ready.norms)]
+
+
+def _own(model: Any, config: object, kind: str, *, sequence: bool) -> Plan:
+    """The plan that a model of transformers brings."""
+    theirs: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    fix = "plan={pattern: style, ...}: see docs/parallelism.md"
+    if not isinstance(theirs, Mapping) or not theirs:
+        raise ArgumentError(
+            f"{type(model).__name__} {f'({kind}) ' if kind else ''}brings no plan",
+            where='fa.tensor(plan="auto")',
+            fix=fix,
+        )
+    foreign = sorted({str(style) for style in theirs.values() if style not in _THEIRS})
+    if foreign:
+        raise ArgumentError(
+            f"the plan of {type(model).__name__} has the style {foreign[0]!r}, which is unknown here",
+            where='fa.tensor(plan="auto")',
+            fix=fix,
+        )
+    if sequence:
+        raise ArgumentError(
+            f"the plan of {type(model).__name__} does not say where sequences are cut",
+            where='fa.tensor(plan="auto", sequence=True)',
+            fix="a plan of your own with the styles scatter_input, gather_output, sequence",
+        )
+    pairs = tuple((str(pattern), _THEIRS[style]) for pattern, style in theirs.items())
+    return Plan(pairs=pairs, optional=True, heads=_numbers(config, _HEADS))
+
+
+def _numbers(config: object, names: tuple[str, ...]) -> dict[str, int]:
+    values = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in values.items() if isinstance(value, int)}

@@ -1,0 +1,304 @@
+"""`tensor()`: the options of the axis `tp`, and the cutting of a model over it."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import attrs
+import torch.distributed as dist
+from torch import nn
+
+from fnaccel import _torch
+from fnaccel.errors import ArgumentError, CapabilityError, nearest, require
+from fnaccel.models.building import Built, mark_cut
+from fnaccel.models.parameter import Cut
+from fnaccel.step.spec import Spec
+from fnaccel.strategies.strategy import Axis, Strategy, check_degree, maker
+from fnaccel.strategies.tensor.plans import READY, Pairs, Plan, plan_for
+from fnaccel.strategies.tensor.region import Region
+from fnaccel.strategies.tensor.styles import Layer, cuts_of, divisors, parse, part_of, patch
+from fnaccel.world.mesh import Mesh, MeshAxis
+
+
+def _as_pairs(plan: Any) -> str | Pairs:
+    if isinstance(plan, str):
+        return plan
+    entries = plan.items() if isinstance(plan, Mapping) else plan
+    return tuple((pattern, style) for pattern, style in entries)
+
+
+@attrs.frozen
+class Tensor(Axis):
+    """The axis `tp`: see `tensor`."""
+
+    mesh_axis: ClassVar[str] = "tp"
+    maker: ClassVar[str] = "tensor"
+
+    degree: int = -1
+    plan: str | Pairs = attrs.field(default="auto", converter=_as_pairs)
+    sequence: bool = False
+
+    def check(self, spec: Spec) -> None:
+        """Raise for runtimes beside it, and for initial values that one rank sends to all."""
+        for axis in spec.strategy.axes:
+            if spec.runtime or (axis.mesh_axis is None and axis is not self):
+                raise CapabilityError(
+                    f"{axis.maker} lays models out itself, and tensor cuts their parameters",
+                    where=f"strategy {spec.strategy}",
+                    fix="multiply tensor with ddp, fsdp or hsdp",
+                )
+            if getattr(axis, "init", "seeded") == "rank0":
+                raise CapabilityError(
+                    'init="rank0" sends whole parameters, and ranks of tensor have parts',
+                    where=f"strategy {spec.strategy}",
+                    fix='init="seeded"; or "meta", and restore or adopt a state',
+                )
+
+    def plan_notes(self, spec: Spec) -> list[str]:
+        """What ranks along `tp` share, and whether their group crosses machines."""
+        size = spec.mesh.degrees.get("tp", 1)
+        world = spec.mesh.world
+        notes = [f"tensor: {size} ranks read the same rows, and each has a part of every layer in the plan"]
+        if size > world.local_size or world.local_size % size:
+            notes.append("tensor: a group crosses machines, and it communicates in every layer")
+        return notes
+
+    def apply(self, built: Built, mesh: Mesh) -> None:
+        """Cut the layers of the plan, and patch their forwards."""
+        axis = mesh["tp"]
+        layers = _layers(built, self)
+        if axis.group is None:
+            return
+        _check_dtensors(built)
+        draws = any(_draws(module) for root in built.modules.values() for module in root.modules())
+        region = Region(axis, mesh.world.device, sequence=self.sequence, draws=draws)
+        cuts = _all_cuts(built, layers, axis, self)
+        mark_cut(built, (layer.module for layer, _ in layers))
+        for layer, styles in layers:
+            if styles == ("/",):
+                continue
+            patch(layer, styles, axis, region)
+        _share_values(built, axis)
+        _cut_parameters(built, cuts, axis)
+        for layer, styles in layers:
+            if styles == ("/",):
+                path, _, attribute = layer.path.rpartition(".")
+                setattr(layer.module, attribute, _divided(layer, path, attribute, axis.size))
+
+
+@maker
+def tensor(
+    degree: int = -1, plan: str | Mapping[str, str] | Pairs = "auto", sequence: bool = False
+) -> Strategy:
+    """Cut layers over ranks that read the same rows (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053).
+
+    A column layer has a part of its output features, and the row layer after it the same part of its input
+    features: one all-reduce in forward and one in backward for each such pair. Parameters are this rank's
+    parts, and states show them as DTensors of the whole shape. Values are those of the whole seeded model.
+
+    Multiply it with `ddp`, `fsdp` or `hsdp`. It stands innermost: neighbouring ranks form a group.
+
+    Args:
+        degree: over how many ranks. -1 takes the ranks that are left.
+        plan: `{pattern: style}` with patterns of module paths, of which the first that matches counts. Or a
+            ready plan: `"gpt2"`, `"llama"`, `"bert"`, `"t5"`. `"auto"` takes the one for the model's type, or
+            the `tp_plan` that a model of transformers brings. Styles:
+
+            - `"colwise"`, `"rowwise"`: a Linear, or transformers' Conv1D, is cut along its output or input
+              features. The input of column layers is whole, and so is the output of row layers.
+            - `"packed_colwise:3"`: as colwise, for 3 matrices side by side, such as query, key, value.
+            - `"colwise_gather"`: the outputs are gathered, such as logits.
+            - `"vocab"`: an Embedding is cut along its rows. A Linear keeps its part of the logits, and
+              `cross_entropy` takes them without a gather.
+            - `"replicate"`: whole, for a module that a later pattern matches too. `"replicate_partial"`:
+              whole, between column and row layers, so that ranks add their gradients.
+            - `"/"`: the pattern names an attribute, such as `"*.attention.heads"`, which is divided.
+            - with `sequence=True`: `"scatter_input"` and `"gather_output"` are for the first and the last
+              block, between which activations are cut along the sequence. `"sequence"` marks modules in
+              between, such as norms, whose gradients ranks add. `"gather_input"` is for an attention module
+              whose own forward reads the length of its input.
+        sequence: cut activations outside of column and row layers along dimension 1 (Korthikanti et al.
+            2022, https://arxiv.org/abs/2205.05198).
+
+    Raises:
+        ArgumentError: no such plan or style. At `init`: a pattern that matches nothing, a size or a number of
+            heads that does not divide, a tied weight that is cut in one place only.
+
+    Example, on 2 ranks:
+        >>> plan = {"*.up": "colwise", "*.down": "rowwise", "lm_head": "colwise_gather"}
+        >>> model = fa.distribute(GPT, fa.tensor(2, plan))
+        >>> state = fa.train_step(loss_fn, model=model, optimizer=fa.sgd(0.1)).init()
+        >>> state.params["lm_head.weight"].shape, state.params["lm_head.weight"].to_local().shape
+        (torch.Size([16, 32]), torch.Size([8, 32]))
+    """
+    check_degree(degree, "fa.tensor")
+    if isinstance(plan, str) and plan not in (*READY, "auto"):
+        raise ArgumentError(
+            f"no plan is called {plan!r}", where="fa.tensor(plan=)", fix=nearest(plan, [*READY, "auto"])
+        )
+    if not isinstance(plan, str):
+        styles = {part for _, style in _as_pairs(plan) for part in parse(style)}
+        lacking = {"scatter_input", "gather_output"} - styles if sequence else {"scatter_input"} & styles
+        has = "lacks" if sequence else "has"
+        require(
+            not lacking,
+            f"sequence={bool(sequence)}, and the plan {has} {', '.join(sorted(lacking))}",
+            "fa.tensor(plan=)",
+            'sequence=True, with "scatter_input" for the first block and "gather_output" for the last',
+        )
+    return Strategy((Tensor(degree, plan, bool(sequence)),))
+
+
+def _layers(built: Built, options: Tensor) -> list[tuple[Layer, tuple[str, ...]]]:
+    """The modules and attributes that the plan names, with their styles.
+
+    Raises:
+        ArgumentError: a pattern matches nothing, or heads do not divide.
+    """
+    chosen: list[tuple[Layer, tuple[str, ...]]] = []
+    matched: set[str] = set()
+    pairs: Pairs = ()
+    optional = True
+    for key, root in built.modules.items():
+        plan = plan_for(root, options.plan, sequence=options.sequence)
+        pairs, optional = plan.pairs, optional and plan.optional
+        start = len(chosen)
+        prefix = "" if key is None else f"{key}/"
+        for path, module in root.named_modules():
+            full = f"{prefix}{path}"
+            style = _first(plan, full, matched)
+            if style is not None:
+                chosen.append((Layer(full, module), parse(style)))
+            for pattern, each in plan.pairs:
+                owner, _, attribute = pattern.rpartition(".")
+                if each == "/" and fnmatch.fnmatchcase(full, owner) and hasattr(module, attribute):
+                    matched.add(pattern)
+                    chosen.append((Layer(f"{full}.{attribute}", module), ("/",)))
+        if len(chosen) > start:
+            _check_heads(plan, options)
+    lacking = [pattern for pattern, _ in pairs if pattern not in matched]
+    if (lacking and not optional) or not chosen:
+        paths = [path for root in built.modules.values() for path, _ in root.named_modules() if path]
+        raise ArgumentError(
+            f"the pattern {lacking[0]!r} matches no module",
+            where="fa.tensor(plan=)",
+            fix=nearest(lacking[0], paths),
+        )
+    return chosen
+
+
+def _first(plan: Plan, path: str, matched: set[str]) -> str | None:
+    found: str | None = None
+    for pattern, style in plan.pairs:
+        if style != "/" and fnmatch.fnmatchcase(path, pattern):
+            matched.add(pattern)
+            found = found or style
+    return found
+
+
+def _check_heads(plan: Plan, options: Tensor) -> None:
+    size = options.degree
+    for name, heads in plan.heads.items():
+        if size > 0 and heads % size:
+            raise ArgumentError(
+                f"config.{name} is {heads}, which {size} ranks can't divide",
+                where=f"fa.tensor({size})",
+                fix=f"a degree among {', '.join(map(str, divisors(heads)))}",
+            )
+
+
+def _divided(layer: Layer, path: str, attribute: str, size: int) -> int:
+    value = getattr(layer.module, attribute)
+    if not isinstance(value, int) or value % size:
+        raise ArgumentError(
+            f"{path}.{attribute} is {value!r}, which {size} ranks can't divide",
+            where=f"fa.tensor({size})",
+            fix=f"a degree among {', '.join(map(str, divisors(value)))}"
+            if isinstance(value, int)
+            else 'the style "/" is for numbers of heads and features',
+        )
+    return value // size
+
+
+def _check_dtensors(built: Built) -> None:
+    for name, param in built.named("parameters"):
+        if hasattr(param, "placements"):
+            raise CapabilityError(
+                f"{name} is a DTensor already",
+                where="fa.tensor",
+                fix="give the model without parallelize_module or fully_shard",
+            )
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module may draw random numbers between column and row layers."""
+    values = (value for name, value in vars(module).items() if "drop" in name or name == "p")
+    return any(isinstance(value, float) and value > 0 for value in values)
+
+
+def _all_cuts(
+    built: Built, layers: list[tuple[Layer, tuple[str, ...]]], axis: MeshAxis, options: Tensor
+) -> dict[int, Cut]:
+    """The cuts of all parameters by identity, checked before anything changes.
+
+    Raises:
+        ArgumentError: a size does not divide, or a tied weight is cut otherwise elsewhere.
+    """
+    cuts: dict[int, Cut] = {}
+    owners: dict[int, str] = {}
+    planned: set[tuple[int, str]] = set()
+    for layer, styles in layers:
+        if styles == ("/",):
+            attribute = layer.path.rpartition(".")
+            _divided(layer, attribute[0], attribute[2], axis.size)
+            continue
+        for style in styles:
+            for name, cut in cuts_of(layer, style, axis.size, sequence=options.sequence).items():
+                param = layer.module.get_parameter(name)
+                path = f"{layer.path}.{name}"
+                if cuts.setdefault(id(param), cut) != cut:
+                    raise ArgumentError(
+                        f"{owners[id(param)]} and {path} are one parameter, cut in two ways",
+                        where="fa.tensor(plan=)",
+                        fix='give both styles that cut it alike, such as "vocab" and "colwise_gather"',
+                    )
+                owners[id(param)] = path
+                owner, _, last = name.rpartition(".")
+                planned.add((id(layer.module.get_submodule(owner)), last))
+    for root in built.modules.values():
+        for path, module in root.named_modules():
+            for name, param in _torch.parameters_of(module).items():
+                cut = cuts.get(id(param))
+                if cut is not None and cut.dim is not None and (id(module), name) not in planned:
+                    raise ArgumentError(
+                        f"{path}.{name} and {owners[id(param)]} are one parameter, of which the plan has one",
+                        where="fa.tensor(plan=)",
+                        fix='give both modules a style, such as "vocab" and "colwise_gather"',
+                    )
+    return cuts
+
+
+def _share_values(built: Built, axis: MeshAxis) -> None:
+    """Let all ranks cut the values of the first one, if a built module was given: theirs may differ."""
+    if not built.prebuilt or axis.group is None:
+        return
+    for kind in ("parameters", "buffers"):
+        for _, value in built.named(kind):
+            dist.broadcast(value.detach(), group=axis.group, group_src=0)
+
+
+def _cut_parameters(built: Built, cuts: dict[int, Cut], axis: MeshAxis) -> None:
+    built.cuts.update(
+        (name, cuts[id(param)]) for name, param in built.named("parameters") if id(param) in cuts
+    )
+
+    def parted(param: nn.Parameter) -> nn.Parameter:
+        cut = cuts.get(id(param))
+        if cut is None or cut.dim is None:
+            return param
+        part = part_of(param.detach(), cut, axis.rank, axis.size)
+        return nn.Parameter(part, requires_grad=param.requires_grad)
+
+    _torch.replace_parameters(built.host, parted)

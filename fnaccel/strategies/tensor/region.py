@@ -1,0 +1,87 @@
+"""The part of a forward between column and row layers, in which ranks compute with different features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fnaccel.state import fold
+from fnaccel.strategies.tensor.collectives import (
+    Group,
+    copied,
+    gathered_for_parts,
+    summed,
+    summed_and_cut,
+)
+from fnaccel.world.devices import generators_of
+from fnaccel.world.mesh import MeshAxis
+
+SEQUENCE_DIM = 1
+
+
+class Region:
+    """Where column layers begin, and row layers end.
+
+    The copy of one activation is shared by the column layers that take it, such as query, key and value. So
+    backward adds the gradients in one all-reduce, not in one for each of them.
+
+    Args:
+        axis: the ranks along the tensor axis.
+        device: on which the model computes.
+        sequence: whether activations outside of the region are cut along the sequence, dimension 1
+            (Korthikanti et al. 2022).
+        draws: whether modules draw random numbers within the region: ranks then draw different ones.
+    """
+
+    def __init__(self, axis: MeshAxis, device: torch.device, *, sequence: bool, draws: bool) -> None:
+        assert axis.group is not None
+        self.group: Group = axis.group
+        self.sequence = sequence
+        self._rank = axis.rank
+        self._device = device
+        self._draws = draws
+        self._source: torch.Tensor | None = None
+        self._entered: torch.Tensor | None = None
+        self._generators: list[tuple[torch.Generator, Any]] = []
+        self._opened_by: torch.nn.Module | None = None
+
+    def enter(self, value: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
+        """The input of a column layer."""
+        if self._opened_by is layer:
+            self.end()  # a forward that failed did not reach its row layer
+        entered = self._entered
+        if entered is not None and value is entered:
+            return entered  # the module around this layer has entered
+        if entered is None or self._source is not value:
+            if self.sequence:
+                entered = gathered_for_parts(value, self.group, SEQUENCE_DIM)
+            else:
+                entered = copied(value, self.group)
+            self._source, self._entered = value, entered
+        if self._draws and layer.training and not self._generators and not torch.compiler.is_compiling():
+            self._opened_by = layer
+            self._draw_apart()
+        return entered
+
+    def leave(self, value: torch.Tensor) -> torch.Tensor:
+        """The output of a row layer, from this rank's summand of it."""
+        self.end()
+        if self.sequence:
+            return summed_and_cut(value, self.group, SEQUENCE_DIM)
+        return summed(value, self.group)
+
+    def end(self) -> None:
+        """Forget the shared activation, and go on with the random numbers that all ranks share."""
+        self._source = self._entered = None
+        if self._generators:
+            for generator, state in self._generators:
+                generator.set_state(state)
+            self._generators.clear()
+            self._opened_by = None
+
+    def _draw_apart(self) -> None:
+        number = int(torch.randint(1 << 62, ()))  # on the host. The same number on all ranks
+        for generator in generators_of(self._device):
+            self._generators.append((generator, generator.get_state()))
+            generator.manual_seed(fold(number, self._rank, 0, 0))

@@ -1,0 +1,1 @@
+"""Axes that cut the model or its activations."""
