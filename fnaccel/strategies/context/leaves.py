@@ -104,19 +104,20 @@ def cut_leaves(batch: Tree, dims: Dims | None, chunks: Chunks) -> Cut:
             where=_WHERE,
             fix='name the dimension of tokens of each leaf: fa.context(2, cut={"tokens": 1, "labels": 1})',
         )
-    whole_lengths: set[int] = set()
-    for path, leaf in zip(paths, leaves, strict=True):
-        if path in cut_dims:
-            whole_lengths.add(_checked_length(path, leaf, cut_dims[path], chunks))
+    sizes = {
+        (cut_dims[path], _checked_length(path, leaf, cut_dims[path], chunks))
+        for path, leaf in zip(paths, leaves, strict=True)
+        if path in cut_dims
+    }
     uncut: set[int] = set()
     parts: list[Any] = []
     for path, leaf in zip(paths, leaves, strict=True):
         dim, named = found[path]
         if dim is None and isinstance(leaf, torch.Tensor):
-            _check_unnamed(path, leaf, named, whole_lengths)
+            _check_unnamed(path, leaf, named, sizes)
             uncut.update(leaf.shape[1:])
         parts.append(leaf if dim is None else chunks.cut(leaf, dim))
-    lengths = frozenset(length // chunks.ranks for length in whole_lengths)
+    lengths = frozenset(length // chunks.ranks for _, length in sizes)
     return Cut(tree.unflatten(structure, parts), lengths, frozenset(uncut) - lengths)
 
 
@@ -159,8 +160,8 @@ def _checked_length(path: str, leaf: torch.Tensor, dim: int, chunks: Chunks) -> 
     return length
 
 
-def _check_unnamed(path: str, leaf: torch.Tensor, named: bool, lengths: set[int]) -> None:
-    dims = [dim for dim in range(1, leaf.dim()) if leaf.shape[dim] in lengths]
+def _check_unnamed(path: str, leaf: torch.Tensor, named: bool, sizes: set[tuple[int, int]]) -> None:
+    dims = [dim for dim in range(1, leaf.dim()) if (dim, leaf.shape[dim]) in sizes]
     if dims and not named:
         raise MicroBatchError(
             f"{path or 'the batch'} of shape {list(leaf.shape)} is as long as the leaves that are cut, and "
