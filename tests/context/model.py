@@ -14,6 +14,12 @@ STEPS, WIDTH, HEADS, WORDS = 3, 8, 4, 11
 LENGTHS = (8, 16, 8)
 CUT = {"tokens": 1, "labels": 1, "positions": 1, "keys": None}
 LAYERS = 2
+PLAN = {
+    "blocks.*.attention.query": "colwise",
+    "blocks.*.attention.key_value": "packed_colwise:2",
+    "blocks.*.attention.heads": "/",
+    "blocks.*.attention.out": "rowwise",
+}
 
 
 class Attention(nn.Module):
@@ -21,14 +27,14 @@ class Attention(nn.Module):
 
     def __init__(self, mask: str, dropout: float = 0.0) -> None:
         super().__init__()
-        self.mask, self.dropout = mask, dropout
+        self.mask, self.dropout, self.heads = mask, dropout, HEADS
         self.query = nn.Linear(WIDTH, WIDTH, bias=False)
         self.key_value = nn.Linear(WIDTH, WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x, batch):
-        query = self.query(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        key, value = self.key_value(x).unflatten(-1, (2, HEADS // 2, -1)).permute(2, 0, 3, 1, 4)
+        query = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        key, value = self.key_value(x).unflatten(-1, (2, self.heads // 2, -1)).permute(2, 0, 3, 1, 4)
         visible = None
         if self.mask == "keys":
             visible = batch["keys"][:, None, None, :]
@@ -128,3 +134,9 @@ def trained(strategy, mask="causal", save=None, lengths=LENGTHS, layers=LAYERS, 
         fa.save(save, state)
     score = fa.evaluate(train_step, state, loss_fn, fa.shard([batch_of(9, 0, lengths, rows=4)]))
     return losses, norms, whole_params(state), float(score), counts
+
+
+def restored(strategy, path):
+    """The parameters of a checkpoint under another strategy."""
+    train_step = fa.train_step(loss_fn, model=fa.distribute(Net, strategy), optimizer=fa.sgd(0.3))
+    return whole_params(fa.restore(path, like=train_step.init(seed=1)))

@@ -7,7 +7,7 @@ import torch
 
 import fnaccel as fa
 from fnaccel.testing import oracle_run
-from tests.context.model import CUT, LAYERS, LENGTHS, STEPS, Net, batch_of, loss_fn, trained
+from tests.context.model import CUT, LAYERS, LENGTHS, PLAN, STEPS, Net, batch_of, loss_fn, restored, trained
 
 
 def text(strategy, **options):
@@ -92,12 +92,23 @@ PRODUCTS = [
     ("fsdp(2) * context(2)", 4, {"clip": 0.1}),
     ("ddp(2) * context(2)", 4, {"clip": 0.1, "accumulate": 2}),
     ("hsdp(1, 2) * context(2)", 4, {}),
+    (f"{fa.tensor(2, PLAN)} * context(2)", 4, {"clip": 0.1, "accumulate": 2}),
 ]
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "step"), PRODUCTS)
 def test_products(pools, strategy, ranks, step):
-    check(pools.run(ranks, trained, text(strategy), **step), 2, clip=step.get("clip"))
+    copies = 1 if "tensor" in strategy else 2
+    check(pools.run(ranks, trained, text(strategy), **step), copies, clip=step.get("clip"))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp(2) * context(2)", f"{fa.tensor(2, PLAN)} * context(2)"])
+def test_a_checkpoint_goes_to_one_process(pools, tmp_path, strategy):
+    params = pools.run(4, trained, text(strategy), save=tmp_path / "a")[0][2]
+    for found in pools.run(1, restored, "local", tmp_path / "a"):
+        assert fa.tree.allclose(found, params, rtol=0, atol=0)
+    for found in pools.run(2, restored, text("context(2)"), tmp_path / "a"):
+        assert fa.tree.allclose(found, params, rtol=0, atol=0)
 
 
 COMPILED = [
