@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from fnaccel.step.step import Phase as Phase
     from fnaccel.step.step import Step as Step
     from fnaccel.step.step import Transform as Transform
+    from fnaccel.strategies import context as context
     from fnaccel.strategies import ddp as ddp
     from fnaccel.strategies import deepspeed as deepspeed
     from fnaccel.strategies import distribute as distribute
@@ -112,7 +113,7 @@ _NAMES = {
     "fnaccel.state": "TrainState snapshot",
     "fnaccel.step.loss": "Concat Mean Sum",
     "fnaccel.step.step": "Phase Step Transform",
-    "fnaccel.strategies": "ddp deepspeed distribute fsdp hsdp local strategy tensor xla",
+    "fnaccel.strategies": "context ddp deepspeed distribute fsdp hsdp local strategy tensor xla",
     "fnaccel.track.tracker": "Tracker",
     "fnaccel.transforms": "Float8 Precision accumulate attention clip_norm clip_value compile remat "
     "skip_nonfinite with_ema with_precision with_weight",

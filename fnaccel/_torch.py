@@ -99,9 +99,7 @@ _LOGGING = ("debug", "info", "warning", "error", "log", "warning_once", "info_on
 
 
 def compiling(limit: int) -> Any:
-    """Context in which torch.compile captures `torch.autograd.grad`, and compiles `limit` times more than
-    once. (2.11, 2.13)
-    """
+    """Context in which torch.compile takes `autograd.grad`, and compiles again `limit` times. (2.11, 2.13)"""
     from torch._dynamo import config  # noqa: PLC0415 - slow to import
 
     changes: dict[str, Any] = {"recompile_limit": limit + 2}
@@ -109,9 +107,7 @@ def compiling(limit: int) -> Any:
     for name in ("ignore_logging_functions", "ignore_logger_methods"):
         if hasattr(config, name):
             logger = vars(logging.Logger)
-            changes[name] = getattr(config, name) | {
-                logger[method] for method in _LOGGING if method in logger
-            }
+            changes[name] = getattr(config, name) | {logger[key] for key in _LOGGING if key in logger}
             break
     if hasattr(config, "trace_autograd_ops"):
         changes["trace_autograd_ops"] = True
@@ -127,10 +123,7 @@ def compile_errors() -> tuple[type[Exception], ...]:
 
 def graph_pass(change: Callable[[Any], None], file: str, key: str = "") -> Any:
     """A change of a graph as inductor takes it. The text of `file`, and `key`, key its cache. (2.13)"""
-    from torch._inductor.custom_graph_pass import (  # noqa: PLC0415 - slow to import
-        CustomGraphPass,
-        get_hash_for_files,
-    )
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # noqa: PLC0415
 
     class Pass(CustomGraphPass):
         def __call__(self, graph: object) -> None:
@@ -187,6 +180,12 @@ def begin_reduce_scatter(value: torch.Tensor, size: int, group: dist.ProcessGrou
     if group is None:
         return value
     return torch.ops._c10d_functional.reduce_scatter_tensor(value, "sum", size, group.group_name)
+
+
+def all_to_all_in_graph(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Part i of dim 0 goes to rank i, and part i of the result is from rank i. (2.13)"""
+    sizes = [1] * len(parts)
+    return end_collective(torch.ops._c10d_functional.all_to_all_single(parts, sizes, sizes, group.group_name))
 
 
 def replace_parameters(root: torch.nn.Module, make: Callable[[Any], Any]) -> None:

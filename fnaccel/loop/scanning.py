@@ -322,6 +322,7 @@ def evaluate(
         check_ema(state, "fa.evaluate(ema=True)")
     meet("fa.evaluate", train_step.mesh.world)
     scores = Scores(train_step.mesh)
+    scored = train_step.as_loss(metric_fn)
     every = attrs.evolve(shards, window=None, across_epochs=False)
     with contextlib.ExitStack() as stack:
         if ema:
@@ -331,5 +332,5 @@ def evaluate(
             bar = stack.enter_context(open_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))
             batches = ticking(batches, bar)
         for batch in batches:
-            scores.take(train_step.look(state, metric_fn, batch.data), batch)
+            scores.take(train_step.look(state, scored, batch.data), batch)
     return scores.finish()

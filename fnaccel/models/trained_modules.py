@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -27,6 +28,10 @@ _hooks: list[Any] = []
 
 
 def _on_registration(module: nn.Module, name: str, value: Tree) -> None:  # noqa: ARG001 - torch's signature
+    # a slice of a ModuleList makes a new one in each forward of Llama. A graph that read the dictionary would
+    # be guarded by all of its keys, and can't be compiled if a module among them is freed meanwhile
+    if torch.compiler.is_compiling():
+        return
     watcher = _watched.get(module)
     owner = None if watcher is None else watcher()
     if owner is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from fnaccel.program.plan import order, title
 from fnaccel.program.tail import Tail
 from fnaccel.state import Position
 from fnaccel.step.settings import Settings
+from fnaccel.step.spec import LossPart
 from fnaccel.step.step import GradientHook, Info, ModuleHook, Phase, Step, StepGradients, Trained, UpdateHook
 from fnaccel.tree import Tree
 
@@ -66,7 +68,10 @@ class UserUpdate:
 
 @attrs.frozen(kw_only=True)
 class Lowered:
-    """A step, ready for an engine: its loss, its settings, and its hooks in order."""
+    """A step, ready for an engine: its loss, its settings, and its hooks in order.
+
+    `part` is this rank's part of the loss, or None.
+    """
 
     loss: Loss
     settings: Settings
@@ -74,6 +79,7 @@ class Lowered:
     tail: Tail
     calls: tuple[Callable[..., Any], ...]
     inits: tuple[tuple[str, Callable[[Any], Any]], ...]
+    part: LossPart | None = None
 
     @property
     def own_hooks(self) -> bool:
@@ -83,12 +89,13 @@ class Lowered:
         return not any(isinstance(hook, users) or name in stateful for name, hook in hooks)
 
 
-def lower(step: Step, delegated: Container[str] = ()) -> Lowered:
+def lower(step: Step, delegated: Container[str] = (), part: LossPart | None = None) -> Lowered:
     """Sort the transforms of a step into hooks, and compile its loss if the step asks for it.
 
     Args:
         step: the step.
         delegated: names of transforms that a runtime carries out, so that they hook nothing here.
+        part: this rank's part of the loss, if ranks split it.
     """
     ordered = order(step)
     settings = step.settings
@@ -96,6 +103,10 @@ def lower(step: Step, delegated: Container[str] = ()) -> Lowered:
     compiler = settings.compiler
     if compiler is not None and compiler.scope == "loss":
         fn = compiler.of_loss(fn)
+    weight_fn = settings.weight_fn
+    if part is not None:
+        fn = part.checked(fn)
+        weight_fn = None if weight_fn is None else part.checked_weight(weight_fn)
     modules: list[tuple[str, ModuleHook]] = []
     gradients: list[tuple[str, GradientHook]] = []
     updates: list[tuple[str, UpdateHook]] = []
@@ -117,7 +128,7 @@ def lower(step: Step, delegated: Container[str] = ()) -> Lowered:
         loss=Loss(
             fn=fn,
             where=title(step.loss_fn),
-            weight_fn=settings.weight_fn,
+            weight_fn=weight_fn,
             sync_each=settings.sync_each,
         ),
         settings=settings,
@@ -125,6 +136,7 @@ def lower(step: Step, delegated: Container[str] = ()) -> Lowered:
         tail=Tail(skips=settings.skips, gradients=tuple(gradients), updates=tuple(updates)),
         calls=tuple(calls),
         inits=tuple((t.name, t.init) for t in ordered if t.init is not None),
+        part=part,
     )
 
 
@@ -146,6 +158,20 @@ def micro_batches(batch: Tree, n: int, device: torch.device) -> tuple[list[Micro
     rows = rows_of(batch)
     _check_rows(rows, n)
     return [Micro(data=part, valid=1) for part in cut(batch, split_sizes(rows, n))], None
+
+
+def parts_of(
+    micros: Sequence[Micro], part: LossPart | None
+) -> tuple[Sequence[Micro], contextlib.AbstractContextManager[Any]]:
+    """This rank's parts of the micro-batches, and the context of the forward and backward passes.
+
+    Raises:
+        MicroBatchError: a micro-batch can't be cut in parts.
+    """
+    if part is None:
+        return micros, contextlib.nullcontext()
+    datas, around = part.cut([micro.data for micro in micros])
+    return [Micro(data=data, valid=micro.valid) for data, micro in zip(datas, micros, strict=True)], around
 
 
 def _of_window(window: Sequence[Any], n: int, device: torch.device) -> tuple[list[Micro], Position | None]:

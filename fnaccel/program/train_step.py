@@ -19,7 +19,7 @@ from fnaccel.errors import ArgumentError, UnleasedStateError, as_names
 from fnaccel.models.building import check_factories
 from fnaccel.program.compile_meter import Compilation
 from fnaccel.program.lent_models import lend
-from fnaccel.program.lower import Lowered, lower, micro_batches
+from fnaccel.program.lower import Lowered, lower, micro_batches, parts_of
 from fnaccel.program.owned import assemble
 from fnaccel.program.plan import Plan, compare, make_plan
 from fnaccel.program.state_owner import StateOwner
@@ -27,7 +27,7 @@ from fnaccel.program.update import Stepper
 from fnaccel.program.whole_parameters import explain, whole_parameters
 from fnaccel.state import TrainState, check_ema, lease_of
 from fnaccel.step.html_table import table
-from fnaccel.step.spec import Rng, Spec, resolve
+from fnaccel.step.spec import Rng, Spec, loss_part, resolve
 from fnaccel.step.step import StepLike, as_step
 from fnaccel.strategies.axis import finishing_axis
 from fnaccel.strategies.distribute import Distributed
@@ -191,8 +191,10 @@ class TrainStep:
         owned.check_ready()
         micros, position = micro_batches(batch, self._lowered.settings.micro_batches, self.mesh.world.device)
         owned.same_rows.check(state.data.epoch, [micro.data for micro in micros])
+        micros, around = parts_of(micros, self._lowered.part)
         models = None if given is None else lend(given, self._owner)
-        return self._stepper.move(owned, state, micros, position, models, self.notice, self._owner.lease)
+        notice, lease = self.notice, self._owner.lease
+        return self._stepper.move(owned, state, micros, position, models, notice, lease, around)
 
     def look(
         self, state: TrainState, fn: Callable[..., Any], *args: Any, train: bool = False, whole: bool = False
@@ -236,6 +238,30 @@ class TrainStep:
             if explained is not None:
                 raise explained from error
             raise
+
+    def as_loss(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn(model, batch, *args)`, called as the loss function is: on this rank's part of a whole batch.
+
+        Under `fa.context` the part is some tokens of each row, and attention reaches the tokens of all ranks.
+        On other strategies it is `fn` itself. `fa.evaluate` calls metric functions so.
+
+        Args:
+            fn: a function of the model and a batch, for `look`.
+
+        Example:
+            >>> loss = train_step.look(state, train_step.as_loss(loss_fn), batch)
+        """
+        part = self._lowered.part
+        if part is None:
+            return fn
+        checked = part.checked(fn)
+
+        def run(model: object, batch: Tree, *args: Any) -> Any:
+            (data,), around = part.cut([batch])
+            with around:
+                return checked(model, data, *args)
+
+        return run
 
     @contextlib.contextmanager
     def averaged(self, state: TrainState) -> Generator[None]:
@@ -355,7 +381,7 @@ def train_step(
         spec = attrs.evolve(spec, step=delegation.step, runtime=delegation.by)
     else:
         check_own(optimizers or {})
-    lowered = lower(spec.step, () if delegation is None else delegation.names)
+    lowered = lower(spec.step, () if delegation is None else delegation.names, loss_part(spec))
     check_precision(joined.device, lowered.settings.precision.compute)
     described = optimizers if optimizers and None not in optimizers else optimizer
     result = TrainStep(spec, lowered, make_plan(spec, described, delegation), delegation)

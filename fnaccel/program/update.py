@@ -80,11 +80,13 @@ class Stepper:
         models: Given | None,
         notice: Notice | None,
         to: Lease,
+        around: contextlib.AbstractContextManager[Any] = _NOTHING,
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state, leased in the place of `state`, and the metrics.
 
         `state` is donated before the first change of a parameter. A failure before that leaves it live, and
-        its buffers as they were. From there on a Ctrl-C waits until the next state is leased.
+        its buffers as they were. From there on a Ctrl-C waits until the next state is leased. Everything
+        before an eager update runs in the context `around`.
         """
         meter = self._meter
         if meter is not None:
@@ -101,11 +103,13 @@ class Stepper:
         buffers.begin()
         try:
             if owned.whole is None or not self._moved:  # a first call may compile for minutes
-                update = self._until_update(owned, state, micros, models, notice, before)
+                with around:
+                    update = self._until_update(owned, state, micros, models, notice, before)
                 with SigintHeld():
                     return self._finish(owned, state, before, update, position, to)
             with SigintHeld():
-                update = self._until_update(owned, state, micros, models, notice, before)
+                with around:
+                    update = self._until_update(owned, state, micros, models, notice, before)
                 return self._finish(owned, state, before, update, position, to)
         except BaseException:
             torch.set_grad_enabled(grad_mode)  # an interrupt may have cut off the end of a context

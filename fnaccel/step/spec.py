@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 
+from fnaccel.errors import CapabilityError
 from fnaccel.step.step import Capability, Step, Transform
+from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 
 Rng = Literal["fold", "stream"]
@@ -107,6 +110,47 @@ class ObstructsCapture(Protocol):
     def obstacle_to_capture(self, spec: Spec) -> str:
         """The obstacle as a clause, or "" without one."""
         ...
+
+
+class LossPart(Protocol):
+    """This rank's part of a loss that several ranks compute together."""
+
+    def cut(self, batches: Sequence[Tree]) -> tuple[list[Any], contextlib.AbstractContextManager[Any]]:
+        """This rank's part of each batch, and the context of the forward and backward passes."""
+        ...
+
+    def checked(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A loss or metric function that raises if its weight counts parts of the loss more than once."""
+        ...
+
+    def checked_weight(self, weight_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The same for a function of `fa.with_weight`."""
+        ...
+
+
+@runtime_checkable
+class SplitsLoss(Protocol):
+    """An axis along which ranks compute parts of one loss, each from its part of every batch."""
+
+    def part_of(self, spec: Spec) -> LossPart | None:
+        """This rank's part. None if one rank computes all of it."""
+        ...
+
+
+def loss_part(spec: Spec) -> LossPart | None:
+    """This rank's part of the loss. None if no axis splits it.
+
+    Raises:
+        CapabilityError: several axes split it.
+    """
+    axes: list[Any] = [axis for axis in spec.strategy.axes if isinstance(axis, SplitsLoss)]
+    if len(axes) > 1:
+        raise CapabilityError(
+            f"{' and '.join(axis.maker for axis in axes)} both split the loss",
+            where=f"strategy {spec.strategy}",
+            fix="use one of the two",
+        )
+    return axes[0].part_of(spec) if axes else None
 
 
 def resolve(spec: Spec) -> Spec:

@@ -4,6 +4,7 @@ from fnaccel.strategies import fsdp_engine as _fsdp_engine
 from fnaccel.strategies import local as _local
 from fnaccel.strategies.axis import Build as Build
 from fnaccel.strategies.axis import finisher as finisher
+from fnaccel.strategies.context import context as context
 from fnaccel.strategies.ddp import ddp as ddp
 from fnaccel.strategies.ddp_hooks import comm_hook as comm_hook
 from fnaccel.strategies.ddp_hooks import powersgd as powersgd
