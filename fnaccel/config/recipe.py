@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from fnaccel.errors import ConfigError, as_names, require
+from fnaccel.errors import ConfigError, as_names, require, require_counts
 
 _KEPT = ("nothing", "attention", "matmuls")
 
@@ -94,14 +94,7 @@ class CheckpointRecipe:
     background: bool = False
 
     def __attrs_post_init__(self) -> None:
-        for name in ("every", "keep", "keep_every"):
-            count = getattr(self, name)
-            require(
-                count is None or count >= 1,
-                f"{name}={count}",
-                "CheckpointRecipe",
-                f"{name} is 1 or more, or null",
-            )
+        require_counts("CheckpointRecipe", every=self.every, keep=self.keep, keep_every=self.keep_every)
 
 
 @attrs.frozen(kw_only=True)
