@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.collectives import any_process
 from fnaccel.collectives.signature import meet
 from fnaccel.data import Shards, open_on, steps_per_epoch, windows
@@ -131,13 +132,7 @@ def scan(
         "fa.scan",
         "give a directory",
     )
-    for name, count in (("keep", keep), ("keep_every", keep_every)):
-        require(
-            count is None or (type(count) is int and count >= 1),
-            f"{name}={count!r}",
-            "fa.scan",
-            f"{name} is 1 or more, or None for all",
-        )
+    Retention(keep, keep_every).check("fa.scan")
     world = train_step.mesh.world
     if epochs is None and steps is None:
         epochs = state.data.epoch + 1
