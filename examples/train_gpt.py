@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -58,15 +59,24 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads)
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).reshape(rows, length, width))
+        x = x + self.project(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
+    tp_plan: ClassVar = {  # how fa.tensor cuts it
+        "embed": "vocab",
+        "blocks.*.qkv": "packed_colwise:3",
+        "blocks.*.heads": "/",
+        "blocks.*.project": "rowwise",
+        "blocks.*.up": "colwise",
+        "blocks.*.down": "rowwise",
+        "head": "colwise_gather",
+    }
+
     def __init__(self, width: int = 96, layers: int = 3, heads: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)
@@ -79,7 +89,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.08)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

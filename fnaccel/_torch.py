@@ -121,8 +121,8 @@ def compile_errors() -> tuple[type[Exception], ...]:
     return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 
 
-def graph_pass(change: Callable[[Any], None], file: str) -> Any:
-    """A change of a graph as inductor takes it. The text of `file` keys its cache. (2.13)"""
+def graph_pass(change: Callable[[Any], None], file: str, key: str = "") -> Any:
+    """A change of a graph as inductor takes it. The text of `file`, and `key`, key its cache. (2.13)"""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # noqa: PLC0415
 
     class Pass(CustomGraphPass):
@@ -130,7 +130,7 @@ def graph_pass(change: Callable[[Any], None], file: str) -> Any:
             change(graph)
 
         def uuid(self) -> Any:
-            return get_hash_for_files((file,))
+            return get_hash_for_files((file,), key)
 
     return Pass()
 

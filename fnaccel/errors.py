@@ -188,7 +188,7 @@ class LoaderError(FnaccelError, ValueError):
 
 
 class RankMismatchError(FnaccelError, ValueError):
-    """Ranks passed different structures, shapes or dtypes to one collective.
+    """Ranks passed different structures, shapes or dtypes to one collective, or different rows of one batch.
 
     Fails, on 2 ranks:
         >>> fa.gather(torch.ones(2, 3 + world.rank))

@@ -141,7 +141,7 @@ def allclose(first: Tree, second: Tree, *, rtol: float = 1e-5, atol: float = 1e-
         return False
     for a, b in zip(leaves(first), leaves(second), strict=True):
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            a, b = _whole(a), _whole(b)
+            a, b = whole(a), whole(b)
             if a.shape != b.shape or not torch.allclose(a, b, rtol=rtol, atol=atol):
                 return False
         elif a != b:
@@ -149,8 +149,14 @@ def allclose(first: Tree, second: Tree, *, rtol: float = 1e-5, atol: float = 1e-
     return True
 
 
-def _whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
+def whole(leaf: Any) -> Any:
+    """A sharded tensor gathered from all ranks, each of which has to call it. Any other leaf as it is.
+
+    Example:
+        >>> fa.tree.whole(state.params["lm_head.bias"]).shape
+        torch.Size([16])
+    """
+    return leaf.detach().full_tensor() if hasattr(leaf, "full_tensor") else leaf
 
 
 def register(

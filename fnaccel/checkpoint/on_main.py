@@ -57,7 +57,12 @@ def save_on_main(
     """
     active, target = current(world), Path(path)
     writes = active.is_local_main if each_machine else active.is_main
-    whole = tree.map(_whole, value)
+
+    def gathered(leaf: Any) -> Any:
+        whole = tree.whole(leaf)
+        return whole if writes else None  # the other ranks only take part in gathering
+
+    whole = tree.map(gathered, value)
 
     def write() -> None:
         if not writes:
@@ -74,10 +79,6 @@ def save_on_main(
 
     together(active, _WHERE, write)
     return target
-
-
-def _whole(leaf: Any) -> Any:
-    return leaf.detach().full_tensor() if hasattr(leaf, "full_tensor") else leaf
 
 
 def _write(path: Path, suffix: str, value: Tree) -> None:

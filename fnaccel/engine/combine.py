@@ -140,14 +140,19 @@ class Agreement:
 
 
 class Accumulation:
-    """The leaves of a pytree, added up over batches: a total and a weight each, or the rows of a `Concat`."""
+    """The leaves of a pytree, added up over batches: a total and a weight each, or the rows of a `Concat`.
 
-    __slots__ = ("_concats", "_pairs", "_structure")
+    Args:
+        partial_rows: whether each rank has a part of each row, so that no rank can return whole rows.
+    """
+
+    __slots__ = ("_concats", "_pairs", "_partial_rows", "_structure")
     name: str
     per: str
     where: str
 
-    def __init__(self) -> None:
+    def __init__(self, *, partial_rows: bool = False) -> None:
+        self._partial_rows = partial_rows
         self._pairs: list[tuple[Any, Any]] = []
         self._concats: list[list[Rows]] = []
         self._structure: Any = None
@@ -161,8 +166,19 @@ class Accumulation:
         return rows_of_concat(leaf, self.where)
 
     def add(self, values: Tree, rows: int) -> None:
-        """Add the values of one batch. Those of a filler (0 rows) only give the structure."""
+        """Add the values of one batch. Those of a filler (0 rows) only give the structure.
+
+        Raises:
+            LossError: the structure changed, a leaf can't be added up, or rows of which ranks have parts.
+        """
         leaves, structure = tree.flatten(values, is_leaf=is_combinable)
+        if self._partial_rows and any(isinstance(leaf, Concat) for leaf in leaves):
+            raise LossError(
+                f"{self.name} holds fa.Concat, and each row is split over ranks beyond the batch axis",
+                where=self.where,
+                fix="return fa.Sum or fa.Mean, which all ranks add up; or gather the parts of a row by hand, "
+                "with fa.gather(x, over=train_step.mesh[axis]), and keep them yourself",
+            )
         if self._structure is None:
             self._structure = [leaf if isinstance(leaf, Concat) else type(leaf) for leaf in leaves], structure
             self._pairs = [(0.0, 0.0)] * len(leaves)

@@ -147,7 +147,14 @@ def _run_micro_batches(
     group = mesh.group("loss")
     device = mesh.world.device
     odd = _odd_rows(engine, micros)
-    report = Report(group, device, engine.agreement, call.notice, odd=None if odd is None else bool(odd))
+    report = Report(
+        group,
+        device,
+        engine.agreement,
+        call.notice,
+        odd=None if odd is None else bool(odd),
+        partial_rows=mesh.partial_rows,
+    )
     up_front = up_front_of(loss, micros, call, report, engine)
     last, sync = len(micros) - 1, engine.forward.sync
     for index, micro in enumerate(micros):

@@ -27,7 +27,7 @@ class Scores(Accumulation):
     where = "fa.evaluate"
 
     def __init__(self, mesh: Mesh) -> None:
-        super().__init__()
+        super().__init__(partial_rows=mesh.partial_rows)
         self._mesh = mesh
 
     def take(self, metrics: Tree, batch: Batch) -> None:

@@ -24,6 +24,7 @@ class Report:
         agreement: the structure that the losses of all ranks agree on.
         notice: whether this process was asked to stop.
         odd: whether a micro-batch of this rank has other rows than declared. None if none are declared.
+        partial_rows: whether each rank has a part of each row. Then aux may hold no `fa.Concat`.
 
     Attributes:
         weight: of all micro-batches so far, and of all ranks after `wait()`.
@@ -43,6 +44,7 @@ class Report:
         notice: Notice | None = None,
         *,
         odd: bool | None = None,
+        partial_rows: bool = False,
     ) -> None:
         self._group = group
         self._agreement = agreement
@@ -50,7 +52,7 @@ class Report:
         self._odd: Any = odd
         self._device = device
         self._total: Any = 0.0
-        self._aux = AuxValues()
+        self._aux = AuxValues(partial_rows=partial_rows)
         self._sent: tuple[torch.Tensor, Any] | None = None
         self._dtype = torch.float32
         self._known: list[Any] | None = None

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fnaccel import tree
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.format.items import pick
@@ -71,9 +72,7 @@ def gather_state_dict(
     target = dtype_in(style)
     gathered: dict[str, torch.Tensor] = {}
     for name, value in picked.items():
-        whole = value.detach()
-        if hasattr(whole, "full_tensor"):
-            whole = whole.full_tensor()
+        whole = tree.whole(value.detach())
         if active.is_main:
             chosen = target if target is not None and whole.is_floating_point() else whole.dtype
             gathered[name] = whole.to("cpu", chosen, copy=True)

@@ -306,6 +306,7 @@ def evaluate(
     Raises:
         LoaderError: no data.
         ArgumentError: `ema` without `with_ema`, or not shards.
+        LossError: `fa.Concat`, if the ranks of one row each have a part of it.
 
     Example:
         >>> def score(model, batch):

@@ -6,14 +6,41 @@ Used by `remat`, `compile` and `fsdp`, so that one word means the same in all th
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import attrs
 from torch import nn
 
 from fnaccel.errors import ArgumentError, nearest
 
 Units = Any
 """`"block"`, `"no_split"`, class names, an int (fewest parameters), `fn(name, module) -> bool`, or None."""
+
+
+@attrs.frozen
+class NamedUnits:
+    """Units that were found on another copy of the model, such as the whole model before an axis cut it."""
+
+    names: tuple[str, ...]
+
+    def find(self, model: nn.Module, where: str) -> list[tuple[str, nn.Module]]:
+        """The modules with these names."""
+        named = dict(model.named_modules())
+        for name in self.names:
+            if name not in named:
+                raise ArgumentError(
+                    f"an axis of the strategy took the module {name!r} away, which is a unit",
+                    where=where,
+                    fix="keep the names of modules in the axis' apply(built, mesh), or choose other units",
+                )
+        return [(name, named[name]) for name in self.names]
+
+
+@runtime_checkable
+class HasUnits(Protocol):
+    """A record that is about the units of a model: an axis or a MODULE transform."""
+
+    units: Units
 
 
 def find_units(model: nn.Module, units: Units, where: str) -> list[tuple[str, nn.Module]]:
@@ -32,6 +59,8 @@ def find_units(model: nn.Module, units: Units, where: str) -> list[tuple[str, nn
     """
     if units is None:
         return []
+    if isinstance(units, NamedUnits):
+        return units.find(model, where)
     if units == "block":
         return blocks(model)
     if units == "no_split":

@@ -17,6 +17,7 @@ from torch import nn
 
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import ArgumentError, CapabilityError, OwnershipError, PlanMismatchError, nearest
+from fnaccel.models.blocks import NamedUnits
 from fnaccel.models.parameter import Cut
 from fnaccel.world.world import World
 
@@ -110,6 +111,7 @@ class Built:
         host: the module that runs functions of the model.
         empty: whether parameters have no values yet.
         prebuilt: whether a built module was given, whose values may differ between ranks.
+        units: by key, the units of fsdp if they were found before an axis changed the modules.
         cuts: by canonical name, how an axis cut a parameter of which the modules have this rank's part.
         patched: the layers whose forward an axis patched.
     """
@@ -121,6 +123,7 @@ class Built:
     prebuilt: bool = False
     cuts: dict[str, Cut] = attrs.field(factory=dict)
     patched: list[nn.Module] = attrs.field(factory=list)
+    units: dict[str | None, NamedUnits] = attrs.field(factory=dict)
 
     def named(self, what: str) -> Iterator[tuple[str, Any]]:
         """(canonical name, tensor) of `"parameters"` or `"buffers"`, the model's key first.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fnaccel import tree
 from fnaccel.models.parameter import Leaf, part_of_whole
 from fnaccel.optim.description import Group
 from fnaccel.step.loss import Scalar
@@ -104,9 +105,8 @@ class BoundWhole:
 
 def _gathered(value: Any) -> Any:
     """A slot or a parameter as one rank would hold it."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.full_tensor() if hasattr(value, "full_tensor") else value.clone()  # pyright: ignore
+    whole = tree.whole(value)
+    return whole.clone() if whole is value and isinstance(value, torch.Tensor) else whole
 
 
 def _local(value: Any) -> torch.Tensor:

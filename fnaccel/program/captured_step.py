@@ -110,7 +110,7 @@ class CapturedStep:
             up_front = None if up_front is None else filled(up_front, wide_dtype(engine), device)
             global_weight = packed([report.weight], device)[0] if self._loss.weight_fn is not None else None
             keeps = [self._keep(micro, report.weight_of(index)) for index, micro in enumerate(micros)]
-            aux = AuxValues()
+            aux = AuxValues(partial_rows=engine.layout.mesh.partial_rows)
             sums, carried, weighted = self._accumulate(before, lent_models, up_front, aux, keeps, seed)
             seed(len(before))
             sums = torch.cat([sums, filled(report.asked, sums.dtype, device).view(1)])
@@ -188,7 +188,7 @@ class CapturedStep:
         if self._group is None or self._graph.used is not None:
             return
         aux, weighted, reached = self._eagerly(data, lent_models)
-        values = AuxValues()
+        values = AuxValues(partial_rows=self._engine.layout.mesh.partial_rows)
         values.take(detached(aux), valid=False)
         self._engine.agreement.check(structure(values, self._kind(weighted)), self._group)
         used = tuple(map(any, zip(*gather_objects(reached, over=self._group), strict=True)))

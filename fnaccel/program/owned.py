@@ -12,18 +12,20 @@ from fnaccel import _torch, tree
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.exchange import Exchange
 from fnaccel.engine.runtime_tensor import Remote
+from fnaccel.engine.same_rows import SameRows
 from fnaccel.engine.updater import Optimizers, Updater, traceable
 from fnaccel.errors import ArgumentError, CapabilityError, TreeMismatchError
 from fnaccel.models.building import Built, check_patched, claim, freeze, release
 from fnaccel.models.moving_buffers import MovingBuffers
 from fnaccel.models.trained_modules import TrainedModules
+from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.captured_step import CapturedStep
 from fnaccel.program.lower import Lowered
 from fnaccel.program.whole_parameters import is_sharded
 from fnaccel.state import ReadOnlyDict, Seed, TrainState
 from fnaccel.step.loss import Scalar, readable
 from fnaccel.step.spec import Spec
-from fnaccel.strategies.axis import Build, Rewrites, make_engine
+from fnaccel.strategies.axis import Build, make_engine
 from fnaccel.strategies.runtime import Delegation
 from fnaccel.tree import Tree
 
@@ -61,6 +63,7 @@ class Owned:
             if (full := name if key is None else f"{key}/{name}") in engine.layout.buffers
         ]
         self.buffers = self._show(engine.layout.buffers)
+        self.same_rows = SameRows(engine.layout.mesh)
         self.sharded = is_sharded(engine.layout.parameters.values())
         self._watched = TrainedModules(built.modules, leaves if bound is None else ())
         self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in self._buffer_slots])
@@ -245,6 +248,7 @@ class Owned:
     def restored(self) -> None:
         """Note that the parameters hold values now."""
         self._empty = False
+        self.same_rows.reset()
         if self.engine.hooks.end is not None:
             self.engine.hooks.end()
 
@@ -332,11 +336,9 @@ def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | N
         if settings.casts:
             for module in built.modules.values():
                 module.to(settings.precision.param)
-        for axis in spec.strategy.axes:
-            if isinstance(axis, Rewrites):
-                axis.apply(built, spec.mesh)
-        for module in built.modules.values():
-            for name, hook in lowered.modules:
+        hooks = apply_axes(built, spec, lowered.modules)
+        for key, module in built.modules.items():
+            for name, hook in hooks[key]:
                 hook.on_module(module, f"transform {name}")
                 check_patched(built, f"transform {name}")
 

@@ -172,6 +172,8 @@ class TrainStep:
         Raises:
             StaleStateError, UnleasedStateError: not the live state.
             MicroBatchError, LossError: see there. The state stays live.
+            RankMismatchError: ranks that share the rows of a batch, such as those along a tensor axis, got
+                different rows in the first batch of an epoch.
             PeerLostError: another rank left, exited or made another call. The message names it.
         """
         return self._call(state, batch, given=given)
@@ -188,6 +190,7 @@ class TrainStep:
             )
         owned.check_ready()
         micros, position = micro_batches(batch, self._lowered.settings.micro_batches, self.mesh.world.device)
+        owned.same_rows.check(state.data.epoch, [micro.data for micro in micros])
         micros, around = parts_of(micros, self._lowered.part)
         models = None if given is None else lend(given, self._owner)
         notice, lease = self.notice, self._owner.lease

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fnaccel import _torch
+from fnaccel import _torch, tree
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import CapabilityError
 
@@ -50,8 +50,8 @@ def whole_parameters(model: Any, parameters: Mapping[str, Any]) -> Generator[Non
     whole: dict[int, nn.Parameter] = {}  # by identity, so that tied parameters stay tied
     for _, _, param in slots:
         if id(param) not in whole:
-            sharded: Any = shown[id(param)]
-            whole[id(param)] = nn.Parameter(sharded.detach().full_tensor(), requires_grad=param.requires_grad)
+            full = tree.whole(shown[id(param)])
+            whole[id(param)] = nn.Parameter(full, requires_grad=param.requires_grad)
     try:
         for slot, name, param in slots:
             slot[name] = whole[id(param)]

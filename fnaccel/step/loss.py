@@ -108,6 +108,9 @@ class Concat:
         pad: the value that fills up narrower rows, if batches or ranks differ in the width of their rows. All
             rows get the largest width. None: they must be equally wide.
 
+    Raises:
+        LossError: when it is returned, if ranks along an axis such as `cp` each have a part of every row.
+
     Example:
         >>> def predict(model, batch):
         ...     return fa.Concat(model(batch["tokens"]).argmax(-1), pad=-100)

@@ -25,7 +25,7 @@ from fnaccel.models.building import Built
 from fnaccel.models.parameter import Cut, Leaf
 from fnaccel.strategies.axis import Build
 from fnaccel.strategies.fsdp import Fsdp
-from fnaccel.strategies.fsdp_regather import zero3_pass
+from fnaccel.strategies.fsdp_regather import GatheredShards, gathered_shards, zero3_pass
 from fnaccel.strategies.layout import copies_of, fsdp_dim, strides_of
 from fnaccel.strategies.partial_gradients import with_sums_in_graph
 
@@ -118,7 +118,7 @@ def build_captured(built: Built, build: Build, options: Fsdp) -> Engine:
         open=opened,
         blank=lambda: [torch.zeros(p.shape, dtype=p.local.dtype, device=p.local.device) for p in trained],
         average=shards.average,
-        graph_pass=zero3_pass() if options.reshard_after_forward else None,
+        graph_pass=zero3_pass(shards.gathered()) if options.reshard_after_forward else None,
     )
     capture = with_sums_in_graph(capture, built, mesh)
     return Engine(
@@ -154,8 +154,8 @@ def _owners(built: Built, options: Fsdp) -> dict[int, int]:
     """The number of the innermost unit of each parameter, without the root's parameters."""
     units = [
         unit
-        for module in built.modules.values()
-        for _, unit in find_units(module, options.units, "fa.fsdp(units=...)")
+        for key, module in built.modules.items()
+        for _, unit in find_units(module, built.units.get(key, options.units), "fa.fsdp(units=...)")
     ]
     owners: dict[int, int] = {}
     for number, unit in reversed(list(enumerate(units))):
@@ -239,6 +239,13 @@ class _Shards:
                     elements = math.prod(piece.shape)
                     whole[piece.hosted] = piece.joined(part.reshape(-1)[:elements])
         return whole
+
+    def gathered(self) -> list[GatheredShards]:
+        """What each all-gather of `gather` takes."""
+        if self._axis.group is None:
+            return []
+        units = [[piece.local for piece in unit.pieces if piece.dim is not None] for unit in self._units]
+        return [gathered_shards(self._axis.group.group_name, shards) for shards in units if shards]
 
     def average(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's rows of the mean over ranks of whole gradients."""

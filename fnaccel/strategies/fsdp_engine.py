@@ -156,8 +156,8 @@ def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None
     if options.offload:
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.world.device.type != "cpu")
     in_order: list[Any] = []
-    for module in built.modules.values():
-        units = find_units(module, options.units, "fa.fsdp(units=...)")
+    for key, module in built.modules.items():
+        units = find_units(module, built.units.get(key, options.units), "fa.fsdp(units=...)")
         _check_tied(units, ignored)
         for _, unit in reversed(units):
             if any(p not in ignored for p in unit.parameters()):

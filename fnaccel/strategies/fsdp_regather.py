@@ -3,19 +3,42 @@
 A pass over the graph that inductor is about to lower. As written, a step gathers all parameters first and
 keeps them until backward has used them. This pass moves each all-gather to one unit before its first use,
 so that it runs beside the previous unit. Parameters that backward needs are gathered again, except for
-those that backward needs first: they stay.
+those that backward needs first: they stay. An all-gather of the model's own, such as one of activations,
+stays in its place.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import attrs
+import torch
 from torch import fx
 
 from fnaccel import _torch
 
 _GATHER = "all_gather_into_tensor"
+
+
+@attrs.frozen
+class GatheredShards:
+    """The shards that one all-gather of parameters takes, as a graph shows them.
+
+    Attributes:
+        group: the name of the process group.
+        shards: shape and dtype of each shard, as text, sorted.
+    """
+
+    group: str
+    shards: tuple[str, ...]
+
+
+def gathered_shards(group: str, shards: Iterable[torch.Tensor]) -> GatheredShards:
+    """The all-gather of these shards over the process group with this name."""
+    return GatheredShards(group, tuple(sorted(map(_shown, shards))))
 
 
 class _Gather:
@@ -36,8 +59,13 @@ class _Gather:
         self.late = sorted((user for user in users if place[user] >= boundary), key=place.__getitem__)
 
 
-def regather(graph: fx.Graph) -> None:
-    """Change the graph of one step in place. A graph without a backward pass is left alone."""
+def regather(graph: fx.Graph, units: Sequence[GatheredShards]) -> None:
+    """Change the graph of one step in place. A graph without a backward pass is left alone.
+
+    Args:
+        graph: the graph.
+        units: the all-gathers of parameters. All others stay in their places.
+    """
     place = {node: index for index, node in enumerate(graph.nodes)}
     boundary = next((index for node, index in place.items() if _is_backward(node)), None)
     if boundary is None:
@@ -45,11 +73,36 @@ def regather(graph: fx.Graph) -> None:
     gathers = [
         _Gather(node, place, boundary)
         for node, index in place.items()
-        if index < boundary and _GATHER in str(node.target)
+        if index < boundary and _GATHER in str(node.target) and _taken_by(node) in units
     ]
     _regather_late(graph, [gather for gather in gathers if gather.late], place)
     _gather_when_needed([gather for gather in gathers if gather.early is not None], place)
     graph.lint()
+
+
+def _taken_by(gather: fx.Node) -> GatheredShards | None:
+    """The shards that an all-gather takes, if it takes inputs of the graph. None if it takes results.
+
+    Activations are results of parameters that were gathered before. The shapes tell parameters from a batch.
+    """
+    inputs: list[str] = []
+    seen: set[fx.Node] = set()
+    waiting = list(gather.all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            inputs.append(_shown(node.meta["val"]))
+        elif node.op != "call_function" or _GATHER in str(node.target):
+            return None
+        waiting.extend(node.all_input_nodes)
+    return GatheredShards(str(gather.args[-1]), tuple(sorted(inputs)))
+
+
+def _shown(value: Any) -> str:
+    return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else "a number"
 
 
 def _is_backward(node: fx.Node) -> bool:
@@ -99,6 +152,6 @@ def _early(gather: _Gather) -> Any:
     return gather.early
 
 
-def zero3_pass() -> Any:
-    """The pass as inductor takes it. Its text is part of the key of the compile cache."""
-    return _torch.graph_pass(regather, __file__)
+def zero3_pass(units: Sequence[GatheredShards]) -> Any:
+    """The pass as inductor takes it. Its text and the units are part of the key of the compile cache."""
+    return _torch.graph_pass(functools.partial(regather, units=tuple(units)), __file__, repr(units))

@@ -79,8 +79,8 @@ def _check_copies(built: Built, mesh: Mesh, axis: str = "tp") -> None:
             f"ranks along {axis} compute different gradients of {names[0]}{more} "
             "which each of them has whole",
             where="the first train_step(state, batch)",
-            fix='mark the module as "sequence" or "replicate_partial" in the plan, so that gradients are added; or '
-            'end the column layers before it with a "rowwise" layer; or build equal values on all ranks',
+            fix='mark the module as "sequence" or "replicate_partial" in the plan, so that gradients are '
+            'added; or end column layers with a "rowwise" layer; or build equal values on all ranks',
         )
 
 

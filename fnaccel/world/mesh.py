@@ -8,6 +8,7 @@ averaged, and totals and weights are added, over it. `dp_shard` and `cp` are `sh
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -161,6 +162,11 @@ class Mesh:
         """Which of those parts is this rank's. Ranks with other parts draw other random numbers."""
         return self._rank(LOSS_AXES)
 
+    @property
+    def partial_rows(self) -> bool:
+        """Whether several ranks compute parts of the loss of one row, as along `cp`."""
+        return self.loss_size != self.batch_size
+
     def _size(self, axes: Sequence[str]) -> int:
         return math.prod(self.degrees.get(axis, 1) for axis in axes)
 
@@ -290,12 +296,19 @@ def _model_group(world: World, degrees: Mapping[str, int]) -> dist.ProcessGroup 
     """
     within = [number for number, name in enumerate(degrees) if name in MODEL_AXES]
     size = math.prod(list(degrees.values())[number] for number in within)
+    if "tp" in degrees and size > degrees["tp"]:
+        logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_not_of_flattening)
     if "tp" not in degrees or size in (degrees["tp"], world.size):
         return None
     ranks = torch.arange(world.size).view(tuple(degrees.values()))
     rows = ranks.movedim(within, list(range(-len(within), 0))).reshape(-1, size)
     own: Any = dist.new_subgroups_by_enumeration(rows.tolist())[0]
     return own
+
+
+def _not_of_flattening(record: logging.LogRecord) -> bool:
+    """Drop torch's advice to flatten the two axes, which would give wrong values."""
+    return "sequential all_gather operations" not in record.getMessage()
 
 
 def _joined(names: Sequence[str]) -> str:

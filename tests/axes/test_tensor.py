@@ -44,6 +44,7 @@ ROWS = {
     "tensor": (2, one(2), {}),
     "cut logits": (2, one(2, CUT_LOGITS), {}),
     "sequence": (2, one(2, SEQUENCE, sequence=True), {}),
+    "the plan of sequences, whole": (2, one(2, SEQUENCE), {}),
     "bf16": (2, one(2), {"precision": "bf16"}),
     "remat": (2, one(2), {"remat": "nothing"}),
     "sequence, remat of all but attention": (2, one(2, SEQUENCE, sequence=True), {"remat": "attention"}),

@@ -72,8 +72,6 @@ def test_where_sequences_are_cut():
     """Without the ends, column layers would join whole sequences."""
     with pytest.raises(errors.ArgumentError, match="lacks gather_output, scatter_input"):
         fa.tensor(2, PLAN, sequence=True)
-    with pytest.raises(errors.ArgumentError, match="has scatter_input"):
-        fa.tensor(2, SEQUENCE)
     with pytest.raises(errors.ArgumentError, match="can't have degree"):
         fa.tensor(0, PLAN)
 

@@ -43,6 +43,19 @@ def test_gan():
     assert len(re.findall(r"epoch \d+: discriminator [\d.]+, generator [\d.]+", out)) == 2
 
 
+def test_train_parallel_goes_on_under_another_strategy(tmp_path):
+    losses = r"step (\d+): ([\d.]+) nats"
+    first = run(
+        "train_parallel", "--dir", str(tmp_path), "--steps", "3", "--strategy", "fsdp(2) * tensor(2)", ranks=4
+    )
+    then = run("train_parallel", "--dir", str(tmp_path), "--steps", "5")
+    alone = run("train_parallel", "--steps", "5")
+    found = re.findall(losses, first.stdout) + re.findall(losses, then.stdout)
+    expected = re.findall(losses, alone.stdout)
+    assert [step for step, _ in found] == [step for step, _ in expected] == ["1", "2", "3", "4", "5"]
+    assert [float(loss) for _, loss in found] == pytest.approx([float(x) for _, x in expected], abs=2e-3)
+
+
 @pytest.mark.long
 def test_distill_with_a_sharded_teacher_and_a_replicated_student():
     out = run("distill", "--teacher", "fsdp", "--student", "ddp", "--epochs", "6", ranks=2).stdout

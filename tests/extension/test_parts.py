@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fnaccel as fa
+from fnaccel.errors import LossError
 from fnaccel.strategies import Axis, maker
 from fnaccel.testing import oracle_run
 from fnaccel.world.world import current
@@ -134,6 +135,50 @@ def test_parts_of_a_loss_are_one_loss(pools, strategy, ranks, options):
 def test_ranks_of_other_parts_draw_other_numbers(pools):
     found = pools.run(4, trained, "ddp(2) * tests.extension.test_parts:parts(2)")
     assert len({tuple(draws) for *_, draws, _ in found}) == 4
+
+
+def rows_returned(compiled):
+    """The errors of a step and of `fa.evaluate` that return rows, and the results of those that add up."""
+    holder = []
+    cut = Cut(holder)
+
+    def returning(kind):
+        def loss_fn(model, batch):
+            loss = cut(model, batch)
+            return fa.Mean(loss.total, loss.weight, aux={"seen": kind(loss.total.detach().view(1))})
+
+        return loss_fn
+
+    def made(kind):
+        step = returning(kind)
+        step = fa.compile(step, "step", backend="aot_eager") if compiled else step
+        model = fa.distribute(Net, "ddp(2) * tests.extension.test_parts:parts(2)")
+        train_step = fa.train_step(step, model=model, optimizer=fa.sgd(0.1))
+        holder[:] = [train_step.mesh]
+        return train_step, train_step.init(seed=0)
+
+    batch = batch_of(0, 0)
+    train_step, state = made(fa.Concat)
+    with pytest.raises(LossError) as training:
+        train_step(state, batch)
+    score = returning(fa.Concat)
+    with pytest.raises(LossError) as scoring:
+        fa.evaluate(train_step, state, lambda m, b: score(m, b).aux, fa.shard([batch_of(9, 0, rows=4)]))
+    train_step, state = made(lambda rows: fa.Sum(rows.sum()))
+    _, metrics = train_step(state, batch)
+    sums = float(metrics["seen"]) - float(metrics["loss"] * metrics["weight"])
+    return str(training.value), str(scoring.value), sums
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_of_which_ranks_have_parts_are_not_put_together(pools, compiled):
+    """A rank has some tokens of each row, so `fa.Concat` would return each row twice, cut short."""
+    for training, scoring, difference in pools.run(4, rows_returned, compiled):
+        assert training.startswith("aux holds fa.Concat, and each row is split over ranks")
+        assert scoring.startswith("the result of the metric function holds fa.Concat")
+        assert "where: fa.evaluate" in scoring
+        assert "return fa.Sum or fa.Mean" in training
+        assert difference == pytest.approx(0, abs=1e-4)
 
 
 def axes():

@@ -12,25 +12,16 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import attrs
 import pytest
+
+from tests.mutants import axes
+from tests.mutants.mutant import Mutant
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 COMPILED = "tests/parity/test_compiled.py"
 MATRIX = "tests/parity/test_matrix.py"
 ENGINES = "tests/engines/test_engines.py"
-
-
-@attrs.frozen
-class Mutant:
-    """One bug: replace `old` by `new` in `file`; `tests` (pytest arguments) must fail."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
 
 
 MUTANTS = [
@@ -299,6 +290,7 @@ MUTANTS = [
         'if all(ended) or (remainder == "drop" and any(ended)):', "if any(ended):",
         ("tests/data/test_presplit.py", "-k", "own_part_whole"),
     ),
+    *axes.MUTANTS,
 ]  # fmt: skip
 
 
@@ -307,6 +299,8 @@ def outcome(mutant: Mutant, where: Path) -> tuple[int, str]:
     for part in ("fnaccel", "tests"):
         shutil.copytree(ROOT / part, where / part, ignore=shutil.ignore_patterns("__pycache__", "mutants"))
     shutil.copy(ROOT / "pyproject.toml", where)
+    (where / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "extending.md", where / "docs")  # tests/extension runs its code
     path = where / "fnaccel" / mutant.file
     text = path.read_text()
     assert text.count(mutant.old) == 1, (
@@ -335,10 +329,11 @@ def outcome(mutant: Mutant, where: Path) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(request, tmp_path_factory):
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = [item.callspec.params["mutant"] for item in items]
     with ThreadPoolExecutor(2) as pool:
-        started = {m.name: pool.submit(outcome, m, tmp_path_factory.mktemp("mutant")) for m in MUTANTS}
-        yield started
+        yield {m.name: pool.submit(outcome, m, tmp_path_factory.mktemp("mutant")) for m in chosen}
 
 
 @pytest.mark.timeout(600)

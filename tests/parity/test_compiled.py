@@ -109,18 +109,21 @@ def gathers(strategy):
     """How often a captured step of two blocks and a root gathers: as written, and as it is run."""
     counts = []
 
-    def counting(graph):
+    def counting(graph, units):
         def count():
             return sum("all_gather_into_tensor" in str(node.target) for node in graph.nodes)
 
         before = count()
-        regather.regather(graph)
+        regather.regather(graph, units)
         counts.append((before, count()))
 
     with tempfile.NamedTemporaryFile() as file:
         file.write(secrets.token_bytes())  # another key in the compile cache, or the pass runs once ever
         file.flush()
-        own = mock.Mock(return_value=_torch.graph_pass(counting, file.name))
+
+        def own(units):
+            return _torch.graph_pass(functools.partial(counting, units=units), file.name)
+
         with mock.patch.object(fsdp_captured, "zero3_pass", own):
             run_kind("plain", strategy, "step", "inductor")
     return counts

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 
+from fnaccel import tree
 from fnaccel.checkpoint.choosing import Patterns, Rename, choose, renamed
 from fnaccel.checkpoint.format.boxes import Box
 from fnaccel.checkpoint.format.dtypes import CODES, name_of
@@ -106,9 +107,7 @@ def bytes_of(block: torch.Tensor) -> memoryview:
 
 def _gathering(value: torch.Tensor, dtype: torch.dtype | None, *, keep: bool) -> Callable[[], Iterator[Any]]:
     def blocks() -> Iterator[torch.Tensor]:
-        whole: Any = value.detach()
-        if hasattr(whole, "full_tensor"):
-            whole = whole.full_tensor()  # sharded, or kept by a runtime: every rank takes part
+        whole = tree.whole(value.detach())  # if it is sharded, every rank takes part
         if keep and whole.numel():
             plain = whole.resolve_conj().resolve_neg()
             yield plain.to("cpu", cast_of(value.dtype, dtype)).contiguous()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 from torch import nn
 
 from fnaccel.errors import ArgumentError, nearest
+from fnaccel.strategies.tensor.styles import parse
 
 Pairs = tuple[tuple[str, str], ...]
 
@@ -182,30 +183,35 @@ def _sequence_pairs(model: nn.Module, ready: Ready, name: str) -> list[tuple[str
 
 
 def _own(model: Any, config: object, kind: str, *, sequence: bool) -> Plan:
-    """The plan that a model of transformers brings."""
+    """The plan that a model brings: in our styles, or in those of transformers."""
     theirs: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-    fix = "plan={pattern: style, ...}: see docs/parallelism.md"
     if not isinstance(theirs, Mapping) or not theirs:
         raise ArgumentError(
             f"{type(model).__name__} {f'({kind}) ' if kind else ''}brings no plan",
             where='fa.tensor(plan="auto")',
-            fix=fix,
+            fix="plan={pattern: style, ...}, or an attribute tp_plan of the model: see docs/parallelism.md",
         )
-    foreign = sorted({str(style) for style in theirs.values() if style not in _THEIRS})
-    if foreign:
-        raise ArgumentError(
-            f"the plan of {type(model).__name__} has the style {foreign[0]!r}, which is unknown here",
-            where='fa.tensor(plan="auto")',
-            fix=fix,
-        )
+    pairs: list[tuple[str, str]] = []
+    for pattern, style in theirs.items():
+        pairs.append((str(pattern), _THEIRS.get(style) or "+".join(parse(style))))
     if sequence:
+        check_ends([style for _, style in pairs], f"the plan of {type(model).__name__}")
+    return Plan(pairs=tuple(pairs), optional=config is not None, heads=_numbers(config, _HEADS))
+
+
+def check_ends(styles: Iterable[str], described: str) -> None:
+    """Check that a plan says where sequences are cut and joined.
+
+    Raises:
+        ArgumentError: it does not.
+    """
+    lacking = {"scatter_input", "gather_output"} - {part for style in styles for part in parse(style)}
+    if lacking:
         raise ArgumentError(
-            f"the plan of {type(model).__name__} does not say where sequences are cut",
-            where='fa.tensor(plan="auto", sequence=True)',
-            fix="a plan of your own with the styles scatter_input, gather_output, sequence",
+            f"{described} cuts no sequences: it lacks {', '.join(sorted(lacking))}",
+            where="fa.tensor(sequence=True)",
+            fix='"scatter_input" for the first block, "gather_output" for the last; or sequence=False',
         )
-    pairs = tuple((str(pattern), _THEIRS[style]) for pattern, style in theirs.items())
-    return Plan(pairs=pairs, optional=True, heads=_numbers(config, _HEADS))
 
 
 def _numbers(config: object, names: tuple[str, ...]) -> dict[str, int]:

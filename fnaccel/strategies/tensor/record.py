@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from fnaccel import _torch
-from fnaccel.errors import ArgumentError, CapabilityError, nearest, require
+from fnaccel.errors import ArgumentError, CapabilityError, nearest
 from fnaccel.models.building import Built, mark_cut
 from fnaccel.models.parameter import Cut
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.strategy import Axis, Strategy, check_degree, maker
-from fnaccel.strategies.tensor.plans import READY, Pairs, Plan, plan_for
+from fnaccel.strategies.tensor.plans import READY, Pairs, Plan, check_ends, plan_for
 from fnaccel.strategies.tensor.region import Region
-from fnaccel.strategies.tensor.styles import Layer, cuts_of, divisors, parse, part_of, patch
+from fnaccel.strategies.tensor.styles import ENDS, Layer, cuts_of, divisors, parse, part_of, patch
 from fnaccel.world.mesh import Mesh, MeshAxis
 
 
@@ -77,9 +77,8 @@ class Tensor(Axis):
         cuts = _all_cuts(built, layers, axis, self)
         mark_cut(built, (layer.module for layer, _ in layers))
         for layer, styles in layers:
-            if styles == ("/",):
-                continue
-            patch(layer, styles, axis, region)
+            if styles != ("/",):
+                patch(layer, [style for style in styles if self.sequence or style not in ENDS], axis, region)
         _share_values(built, axis)
         _cut_parameters(built, cuts, axis)
         for layer, styles in layers:
@@ -103,8 +102,8 @@ def tensor(
     Args:
         degree: over how many ranks. -1 takes the ranks that are left.
         plan: `{pattern: style}` with patterns of module paths, of which the first that matches counts. Or a
-            ready plan: `"gpt2"`, `"llama"`, `"bert"`, `"t5"`. `"auto"` takes the one for the model's type, or
-            the `tp_plan` that a model of transformers brings. Styles:
+            ready plan: `"gpt2"`, `"llama"`, `"bert"`, `"t5"`. `"auto"` takes the ready plan for the model's
+            type, or the `tp_plan` that the model brings, in these styles or in those of transformers. Styles:
 
             - `"colwise"`, `"rowwise"`: a Linear, or transformers' Conv1D, is cut along its output or input
               features. The input of column layers is whole, and so is the output of row layers.
@@ -139,15 +138,11 @@ def tensor(
             f"no plan is called {plan!r}", where="fa.tensor(plan=)", fix=nearest(plan, [*READY, "auto"])
         )
     if not isinstance(plan, str):
-        styles = {part for _, style in _as_pairs(plan) for part in parse(style)}
-        lacking = {"scatter_input", "gather_output"} - styles if sequence else {"scatter_input"} & styles
-        has = "lacks" if sequence else "has"
-        require(
-            not lacking,
-            f"sequence={bool(sequence)}, and the plan {has} {', '.join(sorted(lacking))}",
-            "fa.tensor(plan=)",
-            'sequence=True, with "scatter_input" for the first block and "gather_output" for the last',
-        )
+        styles = [style for _, style in _as_pairs(plan)]
+        for style in styles:
+            parse(style)
+        if sequence:
+            check_ends(styles, "the plan")
     return Strategy((Tensor(degree, plan, bool(sequence)),))
 
 

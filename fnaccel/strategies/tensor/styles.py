@@ -29,8 +29,8 @@ STYLES = (
 )  # fmt: skip
 """The styles of a plan. Two are joined by "+", such as "scatter_input+gather_output"."""
 
-_ENDS = ("scatter_input", "gather_input", "gather_output")
-"""Styles of modules whose parameters stay as they are."""
+ENDS = ("scatter_input", "gather_input", "gather_output")
+"""Styles of modules whose parameters stay as they are. Without `sequence=True` they have no effect."""
 
 _PACKED = re.compile(r"packed_colwise:(\d+)")
 
@@ -103,7 +103,7 @@ def cuts_of(layer: Layer, style: str, size: int, *, sequence: bool) -> dict[str,
         ArgumentError: the style does not fit the layer, or a size does not divide.
     """
     params: dict[str, Any] = dict(layer.module.named_parameters(recurse=False))
-    if style in ("replicate", *_ENDS):
+    if style in ("replicate", *ENDS):
         return {}
     if style in ("replicate_partial", "sequence"):
         if style == "sequence" and not sequence:
@@ -197,7 +197,7 @@ def patch(layer: Layer, styles: Iterable[str], axis: MeshAxis, region: Region) -
                 where="fa.tensor(plan=)",
                 fix="give a factory that builds an ordinary module",
             )
-        if type(module).__name__ == "Conv1D" and style not in _ENDS:
+        if type(module).__name__ == "Conv1D" and style not in ENDS:
             plain = _conv1d  # its own forward knows the whole number of features
         module.forward = types.MethodType(make(layer, plain, axis, region), module)
 

@@ -1,0 +1,162 @@
+"""The cost of a train step whose model, or whose sequences, are cut over two ranks.
+
+    OMP_NUM_THREADS=1 python benchmarks/axes.py [--only tensor,context] [--quick]
+
+Tensor parallelism is compared with torch's `parallelize_module` by hand, on the same GPT of 6 layers and
+width 256. All contestants must reach the same losses first. The slope is the cost of each further layer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.nn.functional as F
+from interleave import race_steps, slope
+from models import VOCABULARY, our_loss, peer_loss, tokens
+from options import begin
+from report import Row, compare, publish
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fnaccel as fa
+from fnaccel.testing import RankPool
+
+PARTS = ("tensor", "context")
+RANKS, ROWS, WIDTH, HEADS, LAYERS, RATE = 2, 8, 256, 8, 6, 1e-3
+SWEPT = (2, 4, 6)
+HAND = "parallelize_module by hand"
+
+
+class Block(nn.Module):
+    """One transformer block with query, key and value apart, as torch's own plans expect it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.o = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm1(x)
+        q, k, v = (
+            part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for part in (self.q(h), self.k(h), self.v(h))
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A GPT of 4.9 million parameters with 6 layers."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.embed(text) + self.position(torch.arange(text.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+PLAN = {
+    "embed": "vocab",
+    "blocks.*.[qkv]": "colwise",
+    "blocks.*.o": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "head": "colwise_gather",
+}
+
+
+def ours(strategy: Any, layers: int = LAYERS) -> Iterator[torch.Tensor]:
+    """fnaccel under a strategy."""
+    train_step = fa.train_step(
+        our_loss, model=fa.distribute(lambda: GPT(layers), strategy), optimizer=fa.adamw(RATE)
+    )
+    state = train_step.init(seed=0)
+    shards = fa.shard(DataLoader(tokens(), batch_size=ROWS))
+    for state, metrics in fa.scan(train_step, state, shards, epochs=1_000_000):  # noqa: B007, B020
+        yield metrics["loss"]
+
+
+def by_hand(*, fused: bool, layers: int = LAYERS) -> Iterator[torch.Tensor]:
+    """torch's `parallelize_module`: parameters are DTensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    model = GPT(layers)
+    plan: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for number in range(layers):
+        for name in ("q", "k", "v", "up"):
+            plan[f"blocks.{number}.{name}"] = ColwiseParallel()
+        for name in ("o", "down"):
+            plan[f"blocks.{number}.{name}"] = RowwiseParallel()
+    parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+    params = list(model.parameters())
+    cut = [param for param in params if hasattr(param, "placements")]
+    whole = [param for param in params if not hasattr(param, "placements")]
+    # lists of DTensors and plain tensors can't be mixed
+    optimizer = torch.optim.AdamW([{"params": cut}, {"params": whole}], lr=RATE, fused=fused or None)
+    while True:
+        for x, y in DataLoader(tokens(), batch_size=ROWS):
+            optimizer.zero_grad(set_to_none=True)
+            loss = peer_loss(model, x, y)
+            loss.backward()
+            optimizer.step()
+            yield loss.detach()
+
+
+def measure_tensor(blocks: int, layers: int) -> dict[str, float]:
+    """Seconds per update on this rank."""
+    loops = {
+        "fnaccel": ours(fa.tensor(RANKS, PLAN), layers),
+        HAND: by_hand(fused=True, layers=layers),
+        f"{HAND}, AdamW's default": by_hand(fused=False, layers=layers),
+        "fnaccel, ddp": ours(fa.ddp(RANKS), layers),
+    }
+    return race_steps(loops, check=4, blocks=blocks, calls=3)
+
+
+def tensor_rows(pool: RankPool, blocks: int) -> list[Row]:
+    """A step at 2, 4 and 6 layers, and the slope."""
+    rows: list[Row] = []
+    taken: dict[str, list[float]] = {}
+    for layers in SWEPT:
+        seconds = pool.run(measure_tensor, blocks, layers)[0]
+        goals = {HAND: 1.0} if layers == LAYERS else {}
+        rows += compare(f"tensor(2), {layers} layers, {ROWS} x 64 tokens", seconds, goals, "ms")
+        for name, value in seconds.items():
+            taken.setdefault(name, []).append(value)
+    slopes = {name: slope(list(SWEPT), values) for name, values in taken.items()}
+    return rows + compare("slope: tensor(2), each further layer", slopes, unit="ms")
+
+
+def main() -> None:
+    options = begin(__doc__, PARTS)
+    with RankPool(RANKS, timeout=600.0) as pool:
+        rows = tensor_rows(pool, 3 if options.quick else 15) if "tensor" in options.parts else []
+    publish("quick" if options.quick else "axes", rows, merge=not options.whole)
+
+
+if __name__ == "__main__":
+    main()

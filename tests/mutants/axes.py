@@ -1,0 +1,68 @@
+"""Deliberate bugs of axes whose ranks share rows, or have parts of the model or of the loss.
+
+Each would train wrongly without an error.
+"""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PARTS = "tests/extension/test_parts.py"
+SAME_ROWS = "tests/extension/test_same_rows.py"
+WHOLE_MODEL = "tests/extension/test_whole_model.py"
+
+MUTANTS = [
+    Mutant(
+        "totals of the batch axis alone", "engine/eager.py", 'group = mesh.group("loss")', 'group = mesh.group("batch")',
+        (PARTS, "-k", "one_loss and options0"),
+    ),
+    Mutant(
+        "captured totals of the batch axis alone", "program/step_graph.py",
+        'self._group = engine.layout.mesh.group("loss")', 'self._group = engine.layout.mesh.group("batch")',
+        (PARTS, "-k", "one_loss and options2"),
+    ),
+    Mutant(
+        "weights known ahead are those of one rank", "engine/step_totals.py",
+        "dist.all_reduce(total, group=self._group)", "pass", (PARTS, "-k", "one_loss and options1"),
+    ),
+    Mutant(
+        "a norm that counts copies of a parameter", "engine/gradients.py", "self._square(grads) / copies if copies > 1 else", "",
+        (WHOLE_MODEL, "-k", "patterns and fsdp and False"),
+    ),
+    Mutant(
+        "parts of a sequence draw the same numbers", "engine/eager.py", "rank = mesh.loss_rank if", "rank = mesh.batch_rank if",
+        (PARTS, "-k", "draw_other"),
+    ),
+    Mutant(
+        "a loop by hand splits rows over all ranks", "data/shard.py", "            _check_all_differ(world)\n", "",
+        ("tests/extension/test_extension.py", "-k", "by_hand"),
+    ),
+    Mutant(
+        "ranks that share rows are not compared", "engine/same_rows.py", "if len(versions) > 1:", "if False:",
+        (SAME_ROWS, "-k", "by_hand"),
+    ),
+    Mutant(
+        "rows are compared in the first epoch alone", "engine/same_rows.py", "or self._compared == epoch:", "or self._compared >= 0:",
+        (SAME_ROWS, "-k", "each_epoch"),
+    ),
+    Mutant(
+        "ddp averages over the batch axis alone", "strategies/ddp.py",
+        'process_group=mesh.group("loss")', 'process_group=mesh.group("batch")', (PARTS, "-k", "one_loss and ddp and options3"),
+    ),
+    Mutant(
+        "fsdp divides by the parts of the rows", "strategies/fsdp_engine.py", "averaged=mesh.loss_size", "averaged=mesh.batch_size",
+        (PARTS, "-k", "one_loss and fsdp and options5"),
+    ),
+    Mutant(
+        "units of a part of the model", "program/axes_applied.py", '_named(hook, module, f"transform {name}")', "hook",
+        (WHOLE_MODEL, "-k", "remat and size"),
+    ),
+    Mutant(
+        "a parameter that an axis made is not frozen", "program/axes_applied.py",
+        "param.requires_grad_(trained.get(name, param.requires_grad))", "pass", (WHOLE_MODEL, "-k", "patterns and ddp"),
+    ),
+    Mutant(
+        "all gathers of a forward are moved", "strategies/fsdp_regather.py", " and _taken_by(node) in units", "",
+        ("tests/parity/test_regather.py", "-k", "activations"),
+    ),
+]  # fmt: skip
