@@ -145,7 +145,7 @@ def test_dropout_in_attention(pools, method):
 
 def untouched():
     """Whether torch's functions are its own again, after a loss that failed and one that did not."""
-    own = (
+    before = (
         F.scaled_dot_product_attention,
         F.multi_head_attention_forward,
         torch.backends.mha.get_fastpath_enabled(),
@@ -153,7 +153,7 @@ def untouched():
     seen = []
 
     def loss(model, batch):
-        seen.append(F.scaled_dot_product_attention is own[0])
+        seen.append(F.scaled_dot_product_attention is before[0])
         if fail:
             raise ValueError("on purpose")
         return loss_fn(model, batch)
@@ -170,7 +170,7 @@ def untouched():
         F.multi_head_attention_forward,
         torch.backends.mha.get_fastpath_enabled(),
     )
-    return now == own, seen
+    return now == before, seen
 
 
 def test_torch_is_left_as_it_was(pools):
@@ -183,8 +183,8 @@ def lent():
     """A loss that borrows a model: its attention reaches the tokens of all ranks as well."""
 
     def imitate(model, batch, given):
-        own, other = model(batch), given["teacher"](batch)
-        return fa.Mean((own - other).square().sum(), weight=own.shape[0] * own.shape[1])
+        output, target = model(batch), given["teacher"](batch)
+        return fa.Mean((output - target).square().sum(), weight=output.shape[0] * output.shape[1])
 
     results = []
     for strategy in ("ddp(2)", str(fa.context(2, cut=CUT))):

@@ -227,5 +227,5 @@ def test_the_plan(pools):
     assert first == second
     assert (
         "note: context: each of 2 ranks has 2 chunks of each sequence, one from each end; an attention takes "
-        "1 sends of keys and values, and 3 in the backward" in first
+        "the keys and values of 1 other ranks one by one, in the backward with their gradients" in first
     )

@@ -58,11 +58,11 @@ def prepare_models(root: nn.Module) -> None:
 
 
 def _outermost(root: nn.Module, base: type) -> Iterator[tuple[str, Any]]:
-    found: list[str] = []
+    outer_names: list[str] = []
     for name, module in root.named_modules():
-        inside = any(name.startswith(f"{outer}.") or not outer for outer in found)
+        inside = any(name.startswith(f"{outer}.") or not outer for outer in outer_names)
         if isinstance(module, base) and not inside:
-            found.append(name)
+            outer_names.append(name)
             yield name, module
 
 
@@ -164,26 +164,26 @@ def _patch(model: nn.Module) -> None:
         split = current()
         if split is None:
             return plain(*args, **kwargs)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        _check_arguments(given, split, shifts)
-        if given.get("attention_mask") is not None or "attention_mask" not in names:
-            return plain(**given)
-        return _unmasked(plain, given, split, _caches(model, given))
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        _check_arguments(arguments, split, shifts)
+        if arguments.get("attention_mask") is not None or "attention_mask" not in names:
+            return plain(**arguments)
+        return _unmasked(plain, arguments, split, _caches(model, arguments))
 
     model.forward = forward
 
 
-def _caches(model: Any, given: dict[str, Any]) -> bool:
-    if given.get("past_key_values") is not None:
+def _caches(model: Any, arguments: dict[str, Any]) -> bool:
+    if arguments.get("past_key_values") is not None:
         return True
     if model.training and getattr(model, "is_gradient_checkpointing", False):
         return False
-    wanted = given.get("use_cache")
-    return bool(getattr(model.config, "use_cache", False) if wanted is None else wanted)
+    use_cache = arguments.get("use_cache")
+    return bool(getattr(model.config, "use_cache", False) if use_cache is None else use_cache)
 
 
-def _check_arguments(given: dict[str, Any], split: Split, shifts: bool) -> None:
-    positions, mask = given.get("position_ids"), given.get("attention_mask")
+def _check_arguments(arguments: dict[str, Any], split: Split, shifts: bool) -> None:
+    positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     if positions is None or positions.shape[-1] not in split.lengths:
         shape = "no position_ids" if positions is None else f"position_ids of shape {list(positions.shape)}"
         raise CapabilityError(
@@ -192,7 +192,7 @@ def _check_arguments(given: dict[str, Any], split: Split, shifts: bool) -> None:
             fix="put the positions of whole rows into the batch, which is cut: "
             "position_ids=torch.arange(length).expand(rows, -1)",
         )
-    if shifts and given.get("labels") is not None and given.get("shift_labels") is None:
+    if shifts and arguments.get("labels") is not None and arguments.get("shift_labels") is None:
         raise CapabilityError(
             "the model would shift the labels of each part, and lose those where two parts meet",
             where=_WHERE,
@@ -208,7 +208,7 @@ def _check_arguments(given: dict[str, Any], split: Split, shifts: bool) -> None:
         )
 
 
-def _unmasked(plain: Callable[..., Any], given: dict[str, Any], split: Split, caches: bool) -> Any:
+def _unmasked(plain: Callable[..., Any], arguments: dict[str, Any], split: Split, caches: bool) -> Any:
     """A call without a mask, whose rows may be packed: several sequences, each with positions from 0.
 
     transformers finds packed rows by jumps in the positions, and the parts of a balanced order jump. So the
@@ -216,18 +216,20 @@ def _unmasked(plain: Callable[..., Any], given: dict[str, Any], split: Split, ca
     which models make unless `use_cache=False`, transformers doesn't look for packed rows.
     """
     global _packing
-    source = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    source = (
+        arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
+    )
     assert source is not None
     rows, length = source.shape[:2]
     packing = None
     if not caches:
-        positions = split.gather(given["position_ids"], -1).expand(rows, -1)
+        positions = split.gather(arguments["position_ids"], -1).expand(rows, -1)
         sequences = (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
         if torch.compiler.is_compiling() or bool(sequences[:, -1].any()):
             packing = positions, sequences
     before, _packing = _packing, packing
     try:
         mask = torch.ones(rows, length * split.chunks.ranks, dtype=torch.bool, device=source.device)
-        return plain(**given | {"attention_mask": mask})
+        return plain(**arguments | {"attention_mask": mask})
     finally:
         _packing = before

@@ -1,7 +1,7 @@
 """torch's attention kernels, called so that no other interception sees the call.
 
-`F.scaled_dot_product_attention` is what models call, and what `attention.py` intercepts. The operator below
-it is not intercepted a second time, also if `torch.compile(backend="eager")` runs a traced graph in the loss.
+Models call `F.scaled_dot_product_attention`, which `attention.py` replaces. The operator below it is not
+replaced, so a graph that `torch.compile(backend="eager")` traced may run under the replaced name.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _KNOWN: Mapping[str, int | None] = {
 
 
 class Dims(tuple[tuple[str, int | None], ...]):
-    """Pairs of a pattern and a dimension, hashable, that print as the dict that they were given as."""
+    """Pairs of a pattern and a dimension, hashable, that print as a dict."""
 
     __slots__ = ()
 
@@ -44,8 +44,8 @@ def as_dims(cut: Mapping[Any, int | None] | Sequence[tuple[str, int | None]] | N
     """
     if cut is None:
         return None
-    given: Any = cut.items() if isinstance(cut, Mapping) else cut
-    dims = Dims((str(name), dim) for name, dim in given)
+    pairs: Any = cut.items() if isinstance(cut, Mapping) else cut
+    dims = Dims((str(name), dim) for name, dim in pairs)
     require(
         bool(dims) and all(dim is None or (type(dim) is int and dim > 0) for _, dim in dims),
         f"cut={cut!r} does not say along which dimension a leaf of the batch has its tokens",
@@ -81,20 +81,20 @@ def cut_leaves(batch: Tree, dims: Dims | None, chunks: Chunks) -> Cut:
         chunks: which tokens are this rank's.
 
     Raises:
-        MicroBatchError: a length does not divide; nothing has tokens to cut; or a leaf that is as long as one
+        MicroBatchError: a length does not divide, no leaf has tokens, or a leaf that is as long as one
             that is cut is not named.
         ArgumentError: a pattern of `cut=` fits no leaf.
     """
     tree.learn(batch)
     leaves, structure = tree.flatten(batch)
     paths = tree.paths(batch)
-    found = {path: _dim_of(path, leaf, dims) for path, leaf in zip(paths, leaves, strict=True)}
+    choices = {path: _dim_of(path, leaf, dims) for path, leaf in zip(paths, leaves, strict=True)}
     for pattern, _ in dims or ():
         if not fnmatch.filter(paths, pattern):
             raise ArgumentError(
                 f"{pattern!r} fits no leaf of the batch", where=_WHERE, fix=nearest(pattern, paths)
             )
-    cut_dims = {path: dim for path, (dim, _) in found.items() if dim is not None}
+    cut_dims = {path: dim for path, (dim, _) in choices.items() if dim is not None}
     if not cut_dims:
         listed = ", ".join(
             f"{path or 'the batch'}: {_shape(leaf)}" for path, leaf in zip(paths, leaves, strict=True)
@@ -112,7 +112,7 @@ def cut_leaves(batch: Tree, dims: Dims | None, chunks: Chunks) -> Cut:
     uncut: set[int] = set()
     parts: list[Any] = []
     for path, leaf in zip(paths, leaves, strict=True):
-        dim, named = found[path]
+        dim, named = choices[path]
         if dim is None and isinstance(leaf, torch.Tensor):
             _check_unnamed(path, leaf, named, sizes)
             uncut.update(leaf.shape[1:])

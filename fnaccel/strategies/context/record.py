@@ -26,7 +26,7 @@ Method = Literal["gather", "ring", "heads"]
 
 _COSTS: dict[str, str] = {
     "gather": "1 all-gather of keys and values, and 1 reduce-scatter in the backward",
-    "ring": "n - 1 sends of keys and values, and 2n - 1 in the backward",
+    "ring": "the keys and values of n - 1 other ranks one by one, in the backward with their gradients",
     "heads": "2 all-to-alls, and 2 in the backward",
 }
 
@@ -56,15 +56,18 @@ class Context(Axis):
             )
 
     def plan_notes(self, spec: Spec) -> list[str]:
-        """Who has which tokens, and what each attention sends."""
+        """The tokens of a rank, and the communication of an attention."""
         ranks = spec.mesh.degrees[self.mesh_axis]
         order = (
             "2 chunks of each sequence, one from each end"
             if self.balance
             else "a contiguous part of each sequence"
         )
-        costs = _COSTS[self.method].replace("2n - 1", str(2 * ranks - 1)).replace("n - 1", str(ranks - 1))
-        return [f"context: each of {ranks} ranks has {order}; an attention takes {costs}"]
+        costs = _COSTS[self.method].replace("n - 1", str(ranks - 1))
+        notes = [f"context: each of {ranks} ranks has {order}; an attention takes {costs}"]
+        if self.method == "ring" and any(t.name == "attention" for t in spec.step.transforms):
+            notes.append("context: a ring computes blocks of attention itself, whatever fa.attention names")
+        return notes
 
     def apply(self, built: Built, mesh: Mesh) -> None:
         """Check that attention can be replaced. Modules stay as they are."""
