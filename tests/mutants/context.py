@@ -38,7 +38,7 @@ MUTANTS = [
     ),
     Mutant(
         "masks of other heads", f"{FOLDER}/heads.py", "mask = split.gather(numbers, -2).to(mask.dtype)", "mask = mask.repeat(1, 1, 2, 1)",
-        (PARITY, "-k", "share and rows-options20"),
+        (PARITY, "-k", "share and rows-options21"),
     ),
     Mutant(
         "a mask over keys in the order of the ranks", f"{FOLDER}/ring.py", "mask = chunks.cut(mask, -1, source)",
