@@ -7,6 +7,7 @@ code that raises the error, and code that works. Nothing here imports torch, so 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,7 @@ class FnaccelError(Exception):
         self.fix = fix
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.what, self.where, self.fix))
-
-
-def _rebuild(kind: type[FnaccelError], what: str, where: str, fix: str) -> FnaccelError:
-    return kind(what, where=where, fix=fix)
+        return functools.partial(type(self), where=self.where, fix=self.fix), (self.what,)
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
@@ -389,6 +386,13 @@ def require(condition: bool, what: str, where: str, fix: str) -> None:
     """Raise ArgumentError unless `condition` holds."""
     if not condition:
         raise ArgumentError(what, where=where, fix=fix)
+
+
+def require_counts(where: str, **counts: object) -> None:
+    """Raise ArgumentError for a count that is neither None nor an integer of 1 or more."""
+    for name, count in counts.items():
+        positive = count is None or (type(count) is int and count >= 1)
+        require(positive, f"{name}={count!r}", where, f"{name} is 1 or more, or None")
 
 
 def as_names(names: Iterable[str] | str) -> tuple[str, ...]:

@@ -41,7 +41,8 @@ def test_text_is_escaped():
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1_500, "1.5 kB"), (2 * 10**12, "2 TB")]
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1_500, "1.5 kB"), (999_600, "1 MB"), (2 * 10**12, "2 TB")],
 )
 def test_sizes(count, text):
     assert size_of(count) == text

@@ -22,6 +22,7 @@ from fnaccel.errors import ArgumentError, CheckpointError
 from fnaccel.interchange.sources.detect import detect, opened
 from fnaccel.interchange.sources.safetensors_files import files_of
 from fnaccel.state import TrainState
+from fnaccel.step.html_table import size_of
 
 _PROG = "fnaccel inspect"
 
@@ -206,13 +207,13 @@ def _print(report: _Report) -> None:
     cells = [("path", "dtype", "shape", "size", "layout")]
     for row in sorted(report.rows, key=lambda row: row.path):
         layout = f"{row.pieces} pieces in {row.files} files" if row.pieces != 1 else "whole"
-        cells.append((row.path, row.dtype, str(list(row.shape)), _size(row.bytes), layout))
+        cells.append((row.path, row.dtype, str(list(row.shape)), size_of(row.bytes), layout))
     print()
     print(columns(cells, "<<<>"))
     print()
     for group, (count, size) in sorted(report.totals.items()):
-        print(f"{printable(group)}: {count} tensors, {_size(size)}")
-    size = _size(sum(row.bytes for row in report.rows))
+        print(f"{printable(group)}: {count} tensors, {size_of(size)}")
+    size = size_of(sum(row.bytes for row in report.rows))
     many = "file" if len(report.files) == 1 else "files"
     print(f"in all: {len(report.rows)} tensors, {size}, {len(report.files)} {many}")
 
@@ -225,12 +226,3 @@ def _print_json(report: _Report, damage: Sequence[str], *, verified: bool) -> No
     }
     del document["rows"]
     print(json.dumps(document, indent=1, default=str))
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

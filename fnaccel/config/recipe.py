@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 
-from fnaccel.errors import ConfigError, as_names, require
-
-_KEPT = ("nothing", "attention", "matmuls")
+from fnaccel.errors import ConfigError, as_names, require, require_counts
+from fnaccel.transforms.rematerialisation import Kept
 
 
 @attrs.frozen(kw_only=True)
@@ -94,14 +93,7 @@ class CheckpointRecipe:
     background: bool = False
 
     def __attrs_post_init__(self) -> None:
-        for name in ("every", "keep", "keep_every"):
-            count = getattr(self, name)
-            require(
-                count is None or count >= 1,
-                f"{name}={count}",
-                "CheckpointRecipe",
-                f"{name} is 1 or more, or null",
-            )
+        require_counts("CheckpointRecipe", every=self.every, keep=self.keep, keep_every=self.keep_every)
 
 
 @attrs.frozen(kw_only=True)
@@ -146,11 +138,12 @@ class Recipe:
     checkpoint: CheckpointRecipe = attrs.field(factory=CheckpointRecipe)
 
     def __attrs_post_init__(self) -> None:
-        if self.remat not in (True, False, *_KEPT):
+        kept = get_args(Kept)
+        if self.remat not in (True, False, *kept):
             raise ConfigError(
                 f"remat={self.remat!r} names nothing that is kept",
                 where="Recipe",
-                fix=f"true, false, or one of: {', '.join(_KEPT)}",
+                fix=f"true, false, or one of: {', '.join(kept)}",
             )
         require(self.accumulate >= 1, f"accumulate={self.accumulate}", "Recipe", "accumulate is 1 or more")
         if self.compile not in (None, "auto", "block", "loss", "step"):

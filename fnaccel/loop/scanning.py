@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.collectives import any_process
 from fnaccel.collectives.signature import meet
 from fnaccel.data import Shards, open_on, steps_per_epoch, windows
@@ -60,6 +61,9 @@ def scan(
     With a directory, a signal to any rank (schedulers send one before they end a job) lets all ranks
     finish the same step, save and end: `Preempted` is raised, a SystemExit with code 75. Started again
     with `fa.resume_or_init(directory, train_step)`, the run goes on from there.
+
+    Before step 0 a model that `fa.tensor` or `fa.context` cuts is compared with the whole one, if that fits
+    in half of the free memory: see `train_step.probe`.
 
     Args:
         train_step: the result of `fa.train_step`.
@@ -128,13 +132,7 @@ def scan(
         "fa.scan",
         "give a directory",
     )
-    for name, count in (("keep", keep), ("keep_every", keep_every)):
-        require(
-            count is None or (type(count) is int and count >= 1),
-            f"{name}={count!r}",
-            "fa.scan",
-            f"{name} is 1 or more, or None for all",
-        )
+    Retention(keep, keep_every).check("fa.scan")
     world = train_step.mesh.world
     if epochs is None and steps is None:
         epochs = state.data.epoch + 1
@@ -206,6 +204,8 @@ def _steps(
     while (steps is None or state.step < steps) and (epochs is None or state.data.epoch < epochs):
         started = state.step
         for batch in _run(train_step, shards, state, epochs):
+            if state.step == 0 and train_step.can_probe():
+                train_step.probe(batch)
             state, metrics = train_step(state, batch)
             yield state, metrics
             if steps is not None and state.step >= steps:

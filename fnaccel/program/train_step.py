@@ -8,10 +8,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import attrs
-import torch
 
 from fnaccel.collectives import gather_objects
-from fnaccel.collectives.signature import meet
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
 from fnaccel.engine.updater import by_model, check_own
@@ -19,12 +17,13 @@ from fnaccel.errors import ArgumentError, UnleasedStateError, as_names
 from fnaccel.models.building import check_factories
 from fnaccel.program.compile_meter import Compilation
 from fnaccel.program.lent_models import lend
+from fnaccel.program.look import LOOK, look_at
 from fnaccel.program.lower import Lowered, lower, micro_batches, parts_of
 from fnaccel.program.owned import assemble
 from fnaccel.program.plan import Plan, compare, make_plan
+from fnaccel.program.probe import Probed, check_forward, fits, is_split, short
 from fnaccel.program.state_owner import StateOwner
 from fnaccel.program.update import Stepper
-from fnaccel.program.whole_parameters import explain, whole_parameters
 from fnaccel.state import TrainState, check_ema, lease_of
 from fnaccel.step.html_table import table
 from fnaccel.step.spec import Rng, Spec, loss_part, resolve
@@ -38,8 +37,6 @@ from fnaccel.world.every_rank import every_rank
 from fnaccel.world.mesh import build
 from fnaccel.world.mesh import resolve as resolve_degrees
 from fnaccel.world.world import World, current
-
-_LOOK = "train_step.look(state, fn)"
 
 
 class TrainStep:
@@ -221,23 +218,10 @@ class TrainStep:
             True
         """
         owned = self._owner.owned
-        lease_of(state, _LOOK, averaged=True)
+        lease_of(state, LOOK, averaged=True)
         owned.check_modules()
         owned.train(train)
-        engine = owned.engine
-        fn = self._lowered.settings.precision(fn)
-        if not owned.sharded:
-            return engine.look(fn, *args)
-        look = functools.partial(_look_whole if whole else _look, engine)
-        calls = engine.layout.mesh.world.calls
-        look = look if calls is None else calls.wrap(_LOOK, look)
-        try:
-            return look(fn, *args)
-        except Exception as error:
-            explained = explain(error)
-            if explained is not None:
-                raise explained from error
-            raise
+        return look_at(owned, self._lowered.settings.precision(fn), *args, whole=whole)
 
     def as_loss(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn(model, batch, *args)`, called as the loss function is: on this rank's part of a whole batch.
@@ -262,6 +246,45 @@ class TrainStep:
                 return checked(model, data, *args)
 
         return run
+
+    def can_probe(self) -> bool:
+        """Whether `probe` has anything to compare, and half of the free memory holds the whole model."""
+        layout = self._owner.engine.layout
+        return is_split(self.mesh) and fits(self._spec.model, layout.parameters, self.mesh)
+
+    def probe(self, batch: Tree) -> Probed:
+        """Compare the cut model's loss of one row with that of the whole model, gathered on every rank.
+
+        For strategies with `fa.tensor` or `fa.context`, after `init`. `fa.scan` calls it before step 0 if
+        `can_probe()`. Modules are in evaluation mode, nothing is differentiated, and the state stays.
+
+        Args:
+            batch: this rank's batch. Its first row is taken.
+
+        Raises:
+            CapabilityError: the two differ, on any rank. Names the usual causes.
+            ArgumentError: a built module was given, which can't be built a second time.
+
+        Example:
+            >>> round(train_step.probe(batch).difference, 6)
+            0.0
+        """
+        owned = self._owner.owned
+        settings, loss = self._lowered.settings, self._spec.step.forward()
+        owned.train(False)
+        try:
+            return check_forward(
+                settings.precision(loss),
+                lambda fn, row: look_at(owned, self.as_loss(fn), row, whole=False),
+                self._spec.model,
+                owned.engine.layout.parameters,
+                owned.engine.layout.buffers,
+                self.mesh,
+                short(batch),
+                low=settings.precision.autocast or settings.casts or bool(self._lowered.modules),
+            )
+        finally:
+            owned.train()
 
     @contextlib.contextmanager
     def averaged(self, state: TrainState) -> Generator[None]:
@@ -299,23 +322,6 @@ class TrainStep:
     def close(self) -> None:
         """Free everything: the live state is donated, gradients and hooks go, modules are released."""
         self._owner.close()
-
-
-def _look(engine: Engine, fn: Callable[..., Any], *args: Any) -> Any:
-    _meet_to_look(engine)
-    return engine.look(fn, *args)
-
-
-def _look_whole(engine: Engine, fn: Callable[..., Any], *args: Any) -> Any:
-    _meet_to_look(engine)
-    with torch.no_grad(), whole_parameters(engine.layout.model, engine.layout.parameters):
-        return fn(engine.layout.model, *args)
-
-
-def _meet_to_look(engine: Engine) -> None:
-    world = engine.layout.mesh.world
-    if world.calls is not None and world.calls.outer() == _LOOK:  # fa.evaluate has met before its first look
-        meet(_LOOK, world)
 
 
 def train_step(

@@ -39,7 +39,7 @@ def size_of(count: int) -> str:
     """
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
+        if size < 999.5:  # three digits: 999.6 kB is shown as 1 MB
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"

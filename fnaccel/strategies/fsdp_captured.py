@@ -185,10 +185,9 @@ def _cut(name: str, hosted: str, param: torch.Tensor, build: Build, cut: Cut | N
         part = full.narrow(dim, start, min(chunk, full.shape[dim] - start)).contiguous()
         part = part.to(mesh.world.device, copy=True)
     names = mesh.shown.mesh_dim_names
-    shards = next(number for number, name in enumerate(names) if name.startswith("dp_shard"))
     placements: list[Any] = [Replicate()] * len(names)
     if dim is not None:
-        placements[shards] = Shard(dim)
+        placements[names.index(mesh.shard_dim)] = Shard(dim)
     if cut is not None:
         placements[names.index(cut.axis)] = cut.placement
     shape = full.shape if cut is None else cut.shape

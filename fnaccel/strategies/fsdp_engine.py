@@ -142,7 +142,7 @@ def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None
     from torch.distributed.tensor import Shard  # noqa: PLC0415 - slow to import
 
     mesh = build.spec.mesh
-    shards = next(axis for axis in mesh.shown.mesh_dim_names if axis.startswith("dp_shard"))
+    shards = mesh.shard_dim
     shared: Any = {
         # one replica has nobody to average with: on both axes FSDP2 would talk to itself
         "mesh": mesh.shown[("dp_replicate", shards) if mesh.degrees.get("dp_replicate", 1) > 1 else shards],

@@ -163,6 +163,11 @@ class Mesh:
         return self._rank(LOSS_AXES)
 
     @property
+    def shard_dim(self) -> str:
+        """The dimension of `shown` along which parameters are sharded: `dp_shard`, or `dp_shard_cp`."""
+        return next(name for name in self.shown.mesh_dim_names if name.startswith("dp_shard"))
+
+    @property
     def partial_rows(self) -> bool:
         """Whether several ranks compute parts of the loss of one row, as along `cp`."""
         return self.loss_size != self.batch_size

@@ -4,53 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnaccel as fa
 from fnaccel import errors
-
-# the operations that torch calls on the CPU
-OPS = {"flash": "_scaled_dot_product_flash_attention_for_cpu", "math": "_scaled_dot_product_attention_math"}
-
-
-class Attend(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Attend() for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def loss_fn(model, x):
-    return fa.Mean(model(x).square().sum(), weight=x.numel())
-
-
-class Seen(TorchDispatchMode):
-    """The names of the operations that ran."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+from tests.transforms.attending import FLASH, Model, Seen, loss_fn
 
 
 def run(step):
@@ -77,8 +35,8 @@ def test_the_kernel_that_was_chosen_runs_each_time(remat):
     *_, flash, by_flash = run(fa.attention(step, "flash"))
     *_, math, by_math = run(fa.attention(step, "math"))
     calls = 4 if remat else 2
-    assert plain.count(OPS["flash"]) == by_flash.count(OPS["flash"]) == calls
-    assert by_math.count(OPS["flash"]) == 0
+    assert plain.count(FLASH) == by_flash.count(FLASH) == calls
+    assert by_math.count(FLASH) == 0
     assert by_math.count("bmm") > by_flash.count("bmm")
     assert flash == expected
     assert math == pytest.approx(expected, rel=1e-5)
@@ -96,7 +54,7 @@ def test_compiled_too(scope):
         with torch.profiler.profile() as seen:
             train_step(state, x)
         names = [event.name for event in seen.events()]
-        assert names.count(f"aten::{OPS['flash']}") == count
+        assert names.count(f"aten::{FLASH}") == count
         assert float(first["loss"]) == pytest.approx(run(loss_fn)[2], rel=1e-5)
 
 

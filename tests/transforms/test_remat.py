@@ -6,60 +6,34 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.testing import assert_close
 from fnaccel.world.world import current
 from tests.models import whole_params
+from tests.transforms.attending import FLASH, Attend, Model, Seen, loss_fn
 
-ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
-
-class Block(nn.Module):
+class Block(Attend):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.mix = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.mix = nn.Linear(8, 8)
 
     def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = super().forward(x)
         return F.dropout(x + torch.tanh(self.mix(x)), 0.1, self.training)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def loss_fn(model, x):
-    return fa.Mean(model(x).square().sum(), weight=x.numel())
-
-
-class Seen(TorchDispatchMode):
-    """The names of the operations that ran."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+class Net(Model):
+    block = Block
 
 
 def trained(strategy, save, compiled=""):
     step = loss_fn if save is None else fa.remat(loss_fn, save=save)
     if compiled:
         step = fa.compile(step, compiled, backend="aot_eager")
-    train_step = fa.train_step(step, model=fa.distribute(Model, strategy), optimizer=fa.sgd(0.1))
+    train_step = fa.train_step(step, model=fa.distribute(Net, strategy), optimizer=fa.sgd(0.1))
     state = train_step.init(seed=0)
     generator = torch.Generator().manual_seed(current().rank)
     for _ in range(2):
@@ -68,16 +42,16 @@ def trained(strategy, save, compiled=""):
         return whole_params(state), {}
     with Seen() as seen:
         state, _ = train_step(state, torch.randn(2, 5, 8, generator=generator))
-    names = ("addmm", ATTENTION, "tanh")
+    names = ("addmm", FLASH, "tanh")
     return whole_params(state), {name: seen.names.count(name) for name in names}
 
 
 # two blocks, two linear layers in each
 COUNTS = {
-    None: {"addmm": 4, ATTENTION: 2, "tanh": 2},
-    "nothing": {"addmm": 8, ATTENTION: 4, "tanh": 4},
-    "attention": {"addmm": 8, ATTENTION: 2, "tanh": 4},
-    "matmuls": {"addmm": 4, ATTENTION: 2, "tanh": 4},
+    None: {"addmm": 4, FLASH: 2, "tanh": 2},
+    "nothing": {"addmm": 8, FLASH: 4, "tanh": 4},
+    "attention": {"addmm": 8, FLASH: 2, "tanh": 4},
+    "matmuls": {"addmm": 4, FLASH: 2, "tanh": 4},
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 
 from fnaccel.checkpoint.disk import publish as commit
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, require_counts
 
 
 @attrs.frozen
@@ -20,11 +20,7 @@ class Retention:
 
     def check(self, where: str) -> None:
         """Raise ArgumentError for numbers that keep nothing."""
-        for name, count in (("keep", self.keep), ("keep_every", self.keep_every)):
-            if count is not None and (type(count) is not int or count < 1):
-                raise ArgumentError(
-                    f"{name}={count!r}", where=where, fix=f"{name} is 1 or more, or None for all"
-                )
+        require_counts(where, keep=self.keep, keep_every=self.keep_every)
         if self.keep_every is not None and self.keep is None:
             raise ArgumentError(
                 f"keep_every={self.keep_every} without keep=, which keeps all",

@@ -1,0 +1,179 @@
+"""A check of a cut model before it trains: its forward on a short batch, against the whole model's.
+
+The model is built a second time without values, and takes the gathered parameters. So this needs a factory,
+and memory for the whole model on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fnaccel import tree
+from fnaccel.collectives import gather_objects
+from fnaccel.data.batch import Batch, Window
+from fnaccel.data.cut import cut, rows_of
+from fnaccel.errors import ArgumentError, CapabilityError
+from fnaccel.models.building import construct, release
+from fnaccel.step.loss import read_loss
+from fnaccel.tree import Tree
+from fnaccel.world.mesh import Mesh
+
+_TOLERANCE, _LOW_TOLERANCE = 1e-3, 5e-2
+_WHERE = "train_step.probe(batch)"
+_CAUSES = (
+    "usual causes: a weight of the plan is read outside of its module; a size that the model computes "
+    'with is not in the plan ("*.heads": "/"); column layers without a row layer; under fa.context, '
+    "positions or labels that the model makes itself"
+)
+_logger = logging.getLogger("fnaccel")
+
+
+@attrs.frozen(kw_only=True)
+class Probed:
+    """The loss of one batch under two forwards.
+
+    Attributes:
+        cut: by the model as the strategy cuts it.
+        whole: by the whole model on one rank.
+    """
+
+    cut: float
+    whole: float
+
+    @property
+    def difference(self) -> float:
+        """The relative difference."""
+        return abs(self.cut - self.whole) / max(abs(self.whole), 1e-6)
+
+
+def is_split(mesh: Mesh) -> bool:
+    """Whether several ranks compute with the same rows, so that a forward could be cut wrongly."""
+    return mesh.world.size != mesh.batch_size
+
+
+def fits(model: object, parameters: Mapping[str, Any], mesh: Mesh) -> bool:
+    """Whether each rank can build the whole model again in half of its free memory. All ranks call it."""
+    size = sum(value.numel() * value.element_size() for value in parameters.values())
+    own = has_factories(model) and 2 * size < _free_bytes(mesh)
+    fit = all(gather_objects(own, world=mesh.world))
+    if not fit and mesh.world.is_main:
+        _logger.info("the cut model is not compared with the whole one: no factory, or no memory for it")
+    return fit
+
+
+def has_factories(model: object) -> bool:
+    """Whether no built module was given, which can't be built a second time."""
+    sources = model.values() if isinstance(model, dict) else (model,)
+    return not any(isinstance(source, nn.Module) for source in sources)
+
+
+def _free_bytes(mesh: Mesh) -> int:
+    device = mesh.world.device
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    names = ("SC_AVPHYS_PAGES", "SC_PAGE_SIZE")
+    if device.type != "cpu" or any(name not in os.sysconf_names for name in names):
+        return 0
+    pages, size = (os.sysconf(name) for name in names)
+    return pages * size // mesh.world.local_size
+
+
+def short(batch: Tree) -> Any:
+    """The first row of a batch, or of the first batch of a window."""
+    while isinstance(batch, Window | Batch):
+        batch = batch[0] if isinstance(batch, Window) else batch.data
+    rows = rows_of(batch)
+    return cut(batch, [1, rows - 1])[0] if rows > 1 else batch
+
+
+def check_forward(
+    loss_fn: Callable[..., Any],
+    look: Callable[[Callable[..., Any], Tree], Any],
+    model: object,
+    parameters: Mapping[str, Any],
+    buffers: Mapping[str, torch.Tensor],
+    mesh: Mesh,
+    batch: Tree,
+    *,
+    low: bool,
+) -> Probed:
+    """Compare the two forwards. Every rank calls it.
+
+    Args:
+        loss_fn: the loss under its FORWARD transforms and its precision.
+        look: calls a function of the cut model with this rank's part of a batch.
+        model: the factory, or a dict of factories.
+        parameters, buffers: by canonical name, as the state shows them.
+        mesh: of the train step.
+        batch: as the loss takes it.
+        low: whether the forward runs in a low precision.
+
+    Raises:
+        CapabilityError: they differ on some rank. Raised on every rank, with the usual causes.
+        ArgumentError: a built module was given.
+    """
+    if not has_factories(model):
+        raise ArgumentError(
+            "a built module was given, and the whole model can't be built a second time",
+            where=_WHERE,
+            fix="give a factory: fa.distribute(lambda: GPT(config), strategy)",
+        )
+    batch = tree.to(batch, mesh.world.device)
+    try:
+        sums = _sums(look(loss_fn, batch), mesh)
+    except Exception as error:
+        error.add_note(f"in {_WHERE}, the first forward of a model that is cut. {_CAUSES}")
+        raise
+    group = mesh.group("cp") if "cp" in mesh.degrees else None
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    whole = _sums(_whole_loss(loss_fn, model, parameters, buffers, batch), mesh)
+    result = Probed(cut=float(sums[0] / sums[1]), whole=float(whole[0] / whole[1]))
+    every: list[Probed] = gather_objects(result, world=mesh.world)
+    limit = _LOW_TOLERANCE if low else _TOLERANCE
+    rank = next((rank for rank, each in enumerate(every) if not each.difference <= limit), None)
+    if rank is not None:
+        raise CapabilityError(
+            f"on rank {rank} the cut model has the loss {every[rank].cut:.6g}, and the whole model "
+            f"{every[rank].whole:.6g}",
+            where=_WHERE,
+            fix=_CAUSES,
+        )
+    return result
+
+
+def _sums(output: Tree, mesh: Mesh) -> torch.Tensor:
+    parts = read_loss(output, _WHERE)
+    values = (parts.total, parts.weight)
+    return torch.stack(
+        [torch.as_tensor(value, device=mesh.world.device).detach().double().reshape(()) for value in values]
+    )
+
+
+def _whole_loss(
+    loss_fn: Callable[..., Any],
+    model: object,
+    parameters: Mapping[str, Any],
+    buffers: Mapping[str, torch.Tensor],
+    batch: Tree,
+) -> Any:
+    gathered = {name: tree.whole(value).detach() for name, value in parameters.items()}
+    built = construct(model, 0, empty=True)
+    try:
+        values: dict[str, torch.Tensor] = {}
+        for kind, found in (("parameters", gathered), ("buffers", buffers)):
+            hosted = {id(value): name for name, value in getattr(built.host, f"named_{kind}")()}
+            values |= {hosted[id(value)]: found[name] for name, value in built.named(kind) if name in found}
+        built.host.eval()
+        with torch.no_grad():
+            return torch.func.functional_call(built.host, values, (loss_fn, batch))
+    finally:
+        release(built)
