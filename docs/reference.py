@@ -26,7 +26,7 @@ GROUPS = {
         "with_precision", "Precision", "Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite",
         "with_ema", "remat", "attention", "compile",
     ],
-    "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "tensor", "context", "deepspeed", "xla", "world.mesh.Mesh"],
+    "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategies.footprint", "strategies.Footprint", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "tensor", "context", "deepspeed", "xla", "world.mesh.Mesh"],
     "Optimizers and schedules": [
         "sgd", "adam", "adamw", "optim.adamw8bit", "optim.adafactor", "from_torch", "optimizer_groups", "optim.OptimizerGroups", "optim.starting_at", "optim.from_deepspeed", "optim.deepspeed_lr", "optim.Optimizer", "schedules.constant", "schedules.linear", "schedules.cosine",
         "schedules.warmup_constant", "schedules.warmup_linear", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined",

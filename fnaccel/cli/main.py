@@ -16,6 +16,7 @@ COMMANDS = {
     "launch": "run a script as one process per accelerator, on one machine or several",
     "inspect": "the contents of a checkpoint, and whether its files are intact",
     "convert": "a checkpoint of one tool as that of another",
+    "plan": "what a train step would do, and a rank's memory and collectives, for any number of ranks",
     "bench": "the cost and gain of each scope of fa.compile on your loss function",
     "env": "versions, devices and variables that matter, to put into a bug report",
 }

@@ -29,6 +29,13 @@ class Cut:
     partial: bool = False
     axis: str = "tp"
 
+    def part_shape(self, size: int) -> tuple[int, ...]:
+        """The shape of the first rank's part, of `size` ranks. No other part is larger."""
+        shape = list(self.shape)
+        if self.dim is not None:
+            shape[self.dim] = -(-shape[self.dim] // size)
+        return tuple(shape)
+
     @property
     def placement(self) -> Any:
         """The placement of a DTensor along the axis."""

@@ -25,7 +25,8 @@ from fnaccel.step.loss import Scalar
 from fnaccel.tree import Tree
 
 _exists = functools.partial(operator.is_not, None)
-_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps", "xla"})
+# on "meta" slots are counted, and never updated
+_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps", "xla", "meta"})
 
 
 @attrs.frozen

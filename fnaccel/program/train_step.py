@@ -7,32 +7,28 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
-import attrs
-
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
-from fnaccel.engine.updater import by_model, check_own
-from fnaccel.errors import ArgumentError, UnleasedStateError, as_names
+from fnaccel.errors import UnleasedStateError
 from fnaccel.models.building import check_factories
 from fnaccel.program.compile_meter import Compilation
 from fnaccel.program.lent_models import lend
 from fnaccel.program.look import LOOK, look_at
-from fnaccel.program.lower import Lowered, lower, micro_batches, parts_of
+from fnaccel.program.lower import Lowered, micro_batches, parts_of
 from fnaccel.program.owned import assemble
-from fnaccel.program.plan import Plan, compare, make_plan
+from fnaccel.program.plan import Plan, compare
+from fnaccel.program.planned import check_distributed, planned
 from fnaccel.program.probe import Probed, check_forward, fits, is_split, short
 from fnaccel.program.state_owner import StateOwner
 from fnaccel.program.update import Stepper
 from fnaccel.state import TrainState, check_ema, lease_of
 from fnaccel.step.html_table import table
-from fnaccel.step.spec import Rng, Spec, loss_part, resolve
-from fnaccel.step.step import StepLike, as_step
-from fnaccel.strategies.axis import finishing_axis
+from fnaccel.step.spec import Rng, Spec, loss_part
+from fnaccel.step.step import StepLike
 from fnaccel.strategies.distribute import Distributed
-from fnaccel.strategies.runtime import Delegation, check_device, delegate
+from fnaccel.strategies.runtime import Delegation
 from fnaccel.tree import Tree
-from fnaccel.world.devices import check_precision
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.mesh import build
 from fnaccel.world.mesh import resolve as resolve_degrees
@@ -358,38 +354,10 @@ def train_step(
         >>> sorted(metrics)
         ['grad_norm', 'loss', 'lr', 'weight']
     """
-    if not isinstance(model, Distributed):
-        raise ArgumentError(
-            f"model= is {type(model).__name__}, and nothing says how it lies over the ranks",
-            where="fa.train_step",
-            fix="model=fa.distribute(model, fa.local())",
-        )
-    joined = current(world)
-    strategy = model.strategy
-    finishing_axis(strategy)
+    check_distributed(model)
+    joined, strategy = current(world), model.strategy
     mesh = build(joined, resolve_degrees(strategy.degrees(), joined.size, str(strategy)), strategy.follows())
-    keys: list[str | None] = list(model.model) if isinstance(model.model, dict) else [None]
-    optimizers = None if optimizer is None else by_model(optimizer, keys)
-    spec = resolve(
-        Spec(
-            step=as_step(step, "fa.train_step"),
-            model=model.model,
-            strategy=strategy,
-            optimizers=optimizers,
-            frozen=as_names(frozen),
-            rng=rng,
-            mesh=mesh,
-        )
-    )
-    check_device(spec)
-    delegation = delegate(spec)
-    if delegation is not None:
-        spec = attrs.evolve(spec, step=delegation.step, runtime=delegation.by)
-    else:
-        check_own(optimizers or {})
-    lowered = lower(spec.step, () if delegation is None else delegation.names, loss_part(spec))
-    check_precision(joined.device, lowered.settings.precision.compute)
-    described = optimizers if optimizers and None not in optimizers else optimizer
-    result = TrainStep(spec, lowered, make_plan(spec, described, delegation), delegation)
+    made = planned(step, model, optimizer, mesh, frozen=frozen, rng=rng)
+    result = TrainStep(made.spec, made.lowered(loss_part(made.spec)), made.plan, made.delegation)
     result.close_with(joined)
     return result

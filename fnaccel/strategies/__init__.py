@@ -11,6 +11,8 @@ from fnaccel.strategies.ddp_hooks import powersgd as powersgd
 from fnaccel.strategies.deepspeed import deepspeed as deepspeed
 from fnaccel.strategies.distribute import Distributed as Distributed
 from fnaccel.strategies.distribute import distribute as distribute
+from fnaccel.strategies.footprint import Footprint as Footprint
+from fnaccel.strategies.footprint import footprint as footprint
 from fnaccel.strategies.fsdp import fsdp as fsdp
 from fnaccel.strategies.fsdp import hsdp as hsdp
 from fnaccel.strategies.local import local as local

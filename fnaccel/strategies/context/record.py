@@ -19,6 +19,7 @@ from fnaccel.strategies.context.order import Chunks
 from fnaccel.strategies.context.ring import register_ring
 from fnaccel.strategies.context.split import Split
 from fnaccel.strategies.context.weights import check_weight, weighs_tokens
+from fnaccel.strategies.footprint import Traffic
 from fnaccel.strategies.strategy import Axis, Strategy, check_degree, maker
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
@@ -30,6 +31,14 @@ _COSTS: dict[str, str] = {
     "ring": "the keys and values of n - 1 other ranks one by one, in the backward with their gradients",
     "heads": "2 all-to-alls, and 2 in the backward",
 }
+
+
+def _cost(method: Method, ranks: int) -> str:
+    """The collectives of one attention over so many ranks."""
+    return _COSTS[method].replace("2n - 1", str(2 * ranks - 1)).replace("n - 1", str(ranks - 1))
+
+
+_KINDS = {"gather": "all_gather", "ring": "send", "heads": "all_to_all"}
 
 
 @attrs.frozen
@@ -78,6 +87,11 @@ class Context(Axis):
             for module in built.modules.values():
                 check_modules(module)
                 prepare_models(module)
+
+    def traffic(self, built: Built, size: int) -> list[Traffic]:  # noqa: ARG002
+        """The collectives of one attention. Their bytes depend on its keys and values."""
+        what = _cost(self.method, size)
+        return [Traffic(axis="cp", kind=_KINDS[self.method], count=0, size=0, per="attention", what=what)]
 
     def part_of(self, spec: Spec) -> SequencePart | None:
         """This rank's part of the loss. None if one rank has all tokens."""

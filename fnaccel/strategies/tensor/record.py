@@ -15,10 +15,12 @@ from fnaccel.errors import ArgumentError, CapabilityError, nearest
 from fnaccel.models.building import Built, mark_cut
 from fnaccel.models.parameter import Cut
 from fnaccel.step.spec import Spec
+from fnaccel.strategies.footprint import Traffic
 from fnaccel.strategies.strategy import Axis, Strategy, check_degree, maker
 from fnaccel.strategies.tensor.plans import READY, Pairs, Plan, check_ends, plan_for
 from fnaccel.strategies.tensor.region import Region
 from fnaccel.strategies.tensor.styles import ENDS, Layer, cuts_of, divisors, parse, part_of, patch
+from fnaccel.strategies.tensor.traffic import traffic_of
 from fnaccel.world.mesh import Mesh, MeshAxis
 
 
@@ -65,6 +67,24 @@ class Tensor(Axis):
             notes.append("tensor: a group crosses machines, and it communicates in every layer")
         return notes
 
+    def cuts(self, built: Built, size: int) -> dict[str, Cut]:
+        """The cuts of the plan over `size` ranks, by canonical name. Changes nothing."""
+        of = _all_cuts(built, _layers(built, attrs.evolve(self, degree=size)), size, self)
+        return {name: of[id(param)] for name, param in built.named("parameters") if id(param) in of}
+
+    def traffic(self, built: Built, size: int) -> list[Traffic]:
+        """The collectives of a micro-batch, with the bytes of one token, and those of a step."""
+        rows = traffic_of(_layers(built, attrs.evolve(self, degree=size)), sequence=self.sequence)
+        cuts, named = self.cuts(built, size), dict(built.named("parameters"))
+        added = [named[name] for name, cut in cuts.items() if cut.partial and named[name].requires_grad]
+        if added:
+            bytes_added = sum(param.numel() * param.element_size() for param in added)
+            what = "gradients of which ranks have summands"
+            rows.append(
+                Traffic(axis="tp", kind="all_reduce", count=1, size=bytes_added, per="step", what=what)
+            )
+        return rows
+
     def apply(self, built: Built, mesh: Mesh) -> None:
         """Cut the layers of the plan, and patch their forwards."""
         axis = mesh["tp"]
@@ -74,7 +94,7 @@ class Tensor(Axis):
         _check_dtensors(built)
         draws = any(_draws(module) for root in built.modules.values() for module in root.modules())
         region = Region(axis, mesh.world.device, sequence=self.sequence, draws=draws)
-        cuts = _all_cuts(built, layers, axis, self)
+        cuts = _all_cuts(built, layers, axis.size, self)
         mark_cut(built, (layer.module for layer, _ in layers))
         for layer, styles in layers:
             if styles != ("/",):
@@ -234,7 +254,7 @@ def _draws(module: nn.Module) -> bool:
 
 
 def _all_cuts(
-    built: Built, layers: list[tuple[Layer, tuple[str, ...]]], axis: MeshAxis, options: Tensor
+    built: Built, layers: list[tuple[Layer, tuple[str, ...]]], size: int, options: Tensor
 ) -> dict[int, Cut]:
     """The cuts of all parameters by identity, checked before anything changes.
 
@@ -247,10 +267,10 @@ def _all_cuts(
     for layer, styles in layers:
         if styles == ("/",):
             attribute = layer.path.rpartition(".")
-            _divided(layer, attribute[0], attribute[2], axis.size)
+            _divided(layer, attribute[0], attribute[2], size)
             continue
         for style in styles:
-            for name, cut in cuts_of(layer, style, axis.size, sequence=options.sequence).items():
+            for name, cut in cuts_of(layer, style, size, sequence=options.sequence).items():
                 param = layer.module.get_parameter(name)
                 path = f"{layer.path}.{name}"
                 if cuts.setdefault(id(param), cut) != cut:

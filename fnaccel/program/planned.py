@@ -1,0 +1,78 @@
+"""From the arguments of `fa.train_step` to a spec and a plan: all checks, and nothing built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import attrs
+
+from fnaccel.engine.updater import by_model, check_own
+from fnaccel.errors import ArgumentError, as_names
+from fnaccel.program.lower import Lowered, lower
+from fnaccel.program.plan import Plan, make_plan
+from fnaccel.step.spec import LossPart, Rng, Spec, resolve
+from fnaccel.step.step import StepLike, as_step
+from fnaccel.strategies.axis import finishing_axis
+from fnaccel.strategies.distribute import Distributed
+from fnaccel.strategies.runtime import Delegation, check_device, delegate
+from fnaccel.world.devices import check_precision
+from fnaccel.world.mesh import Mesh
+
+
+@attrs.frozen(kw_only=True)
+class Planned:
+    """A train step that has passed all checks, and the work that a runtime carries out."""
+
+    spec: Spec
+    plan: Plan
+    delegation: Delegation | None
+
+    def lowered(self, part: LossPart | None) -> Lowered:
+        """Its step, ready for an engine."""
+        lowered = lower(self.spec.step, () if self.delegation is None else self.delegation.names, part)
+        check_precision(self.spec.mesh.world.device, lowered.settings.precision.compute)
+        return lowered
+
+
+def check_distributed(model: object) -> None:
+    """Raise ArgumentError unless `fa.distribute` made it, CapabilityError if no engine runs its strategy."""
+    if not isinstance(model, Distributed):
+        raise ArgumentError(
+            f"model= is {type(model).__name__}, and nothing says how it lies over the ranks",
+            where="fa.train_step",
+            fix="model=fa.distribute(model, fa.local())",
+        )
+    finishing_axis(model.strategy)
+
+
+def planned(
+    step: StepLike,
+    model: Distributed,
+    optimizer: object,
+    mesh: Mesh,
+    *,
+    frozen: str | Iterable[str] = (),
+    rng: Rng = "fold",
+) -> Planned:
+    """Validate the arguments of `fa.train_step` on a mesh, which need not have ranks. Raises as it does."""
+    keys: list[str | None] = list(model.model) if isinstance(model.model, dict) else [None]
+    optimizers = None if optimizer is None else by_model(optimizer, keys)
+    spec = resolve(
+        Spec(
+            step=as_step(step, "fa.train_step"),
+            model=model.model,
+            strategy=model.strategy,
+            optimizers=optimizers,
+            frozen=as_names(frozen),
+            rng=rng,
+            mesh=mesh,
+        )
+    )
+    check_device(spec)
+    delegation = delegate(spec)
+    if delegation is not None:
+        spec = attrs.evolve(spec, step=delegation.step, runtime=delegation.by)
+    else:
+        check_own(optimizers or {})
+    described = optimizers if optimizers and None not in optimizers else optimizer
+    return Planned(spec=spec, plan=make_plan(spec, described, delegation), delegation=delegation)

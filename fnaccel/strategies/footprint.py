@@ -1,0 +1,323 @@
+"""The memory and the collectives of one rank under a strategy, from the shapes of a model. Nothing runs.
+
+The layout is that of the engines: cuts of model axes first, then shards of `fsdp_dim`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+import torch
+from torch import nn
+
+from fnaccel import tree
+from fnaccel.engine.updater import Updater, by_model
+from fnaccel.errors import ArgumentError, FnaccelError
+from fnaccel.models.blocks import HasUnits, find_units
+from fnaccel.models.building import Built, construct, freeze, release
+from fnaccel.models.parameter import Cut, Leaf
+from fnaccel.step.html_table import size_of
+from fnaccel.strategies.ddp_buckets import lay_out
+from fnaccel.strategies.layout import fsdp_dim
+from fnaccel.strategies.strategy import Strategy, strategy
+from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, resolve
+
+
+@attrs.frozen(kw_only=True)
+class Placed:
+    """A parameter on the rank with the largest part.
+
+    Attributes:
+        name: its canonical name.
+        shape: of the whole parameter.
+        cut: the shape that modules compute with, after model axes have cut it.
+        part: the shape that this rank keeps.
+        dtype: its dtype.
+        trained: whether it has a gradient.
+        unit: the unit that fsdp gathers it with, "" for the root.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cut: tuple[int, ...]
+    part: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+    unit: str
+
+    def bytes_of(self, shape: tuple[int, ...]) -> int:
+        """The bytes of one of its shapes."""
+        return math.prod(shape) * self.dtype.itemsize
+
+
+@attrs.frozen(kw_only=True)
+class Traffic:
+    """Collectives of one kind in a step.
+
+    Attributes:
+        axis: the mesh axis, or the derived axis, along which ranks talk.
+        kind: of collective.
+        count: how many.
+        size: the bytes of all of them together, as this rank hands them over.
+        per: the unit of `count` and `size`: "step", "micro-batch", "token" (`count` is for a micro-batch, and
+            `size` for each of its tokens), or "attention", of which a forward has as many as it calls.
+        what: the tensors.
+    """
+
+    axis: str
+    kind: str
+    count: int
+    size: int
+    per: str
+    what: str
+
+    def __str__(self) -> str:
+        if self.per == "attention":
+            return f"{self.kind} in each attention: {self.what}"
+        if self.per == "token":
+            return f"{self.count} {self.kind} a micro-batch, {size_of(self.size)} for each token: {self.what}"
+        return f"{self.count} {self.kind} a {self.per}, {size_of(self.size)}: {self.what}"
+
+
+@runtime_checkable
+class CutsParameters(Protocol):
+    """A model axis that cuts parameters."""
+
+    def cuts(self, built: Built, size: int) -> Mapping[str, Cut]:
+        """The cuts over `size` ranks, by canonical name. Changes nothing."""
+        ...
+
+
+@runtime_checkable
+class Talks(Protocol):
+    """A model axis whose ranks talk within a forward."""
+
+    def traffic(self, built: Built, size: int) -> list[Traffic]:
+        """The collectives of a micro-batch. Changes nothing."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class Footprint:
+    """The largest rank under a strategy. Print it.
+
+    Attributes:
+        layout: the strategy and its axes.
+        placed: the parameters.
+        slots: bytes of the optimizer's slots, or None if its slots are made by running it.
+        traffic: the collectives.
+    """
+
+    layout: str
+    placed: tuple[Placed, ...]
+    slots: int | None
+    traffic: tuple[Traffic, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Bytes of parameters."""
+        return sum(each.bytes_of(each.part) for each in self.placed)
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradients after they were reduced."""
+        return sum(each.bytes_of(each.part) for each in self.placed if each.trained)
+
+    @property
+    def largest_unit(self) -> int:
+        """Bytes of the unit of fsdp with the most parameters, gathered. 0 without fsdp."""
+        units: dict[str, int] = {}
+        for each in self.placed:
+            if each.part != each.cut:
+                units[each.unit] = units.get(each.unit, 0) + each.bytes_of(each.cut)
+        return max(units.values(), default=0)
+
+    def __str__(self) -> str:
+        whole = sum(each.bytes_of(each.shape) for each in self.placed)
+        lines = [
+            self.layout,
+            f"  {sum(math.prod(each.shape) for each in self.placed):,} parameters, {size_of(whole)} in all",
+            "  memory of the largest rank, without activations:",
+            f"    parameters  {size_of(self.parameters)}",
+            f"    gradients   {size_of(self.gradients)}",
+            f"    optimizer   {'unknown' if self.slots is None else size_of(self.slots)}",
+        ]
+        if self.largest_unit:
+            lines.append(f"    gathered    {size_of(self.largest_unit)} (the largest unit)")
+        lines.append("  collectives:" if self.traffic else "  no collectives")
+        lines += [f"    {each.axis:<13}{each}" for each in self.traffic]
+        units = dict.fromkeys(each.unit or "the root" for each in self.placed)
+        if len(units) > 1:
+            lines.append(f"  units: {', '.join(units)}")
+        return "\n".join(lines)
+
+
+def footprint(
+    model: Callable[[], nn.Module] | Mapping[str, Callable[[], nn.Module]],
+    over: str | Strategy,
+    ranks: int,
+    *,
+    optimizer: object = None,
+    frozen: tuple[str, ...] = (),
+) -> Footprint:
+    """The memory and the collectives of a rank, for any number of ranks, without starting them.
+
+    Parameters are built without values. Activations are not counted.
+
+    Args:
+        model: a factory, or a dict of factories.
+        over: the strategy, or its text.
+        ranks: how many ranks there would be.
+        optimizer: a description such as `fa.adamw(3e-4)`, or a dict of them for a dict of models. Without one
+            there are no slots.
+        frozen: patterns of the parameters that are not trained.
+
+    Raises:
+        AxisProductError: the strategy does not fit the ranks.
+        ArgumentError: a plan that does not fit the model, or a built module in the place of a factory.
+
+    Example:
+        >>> sizes = fa.strategies.footprint(GPT, "fsdp(8)", 8, optimizer=fa.adamw(3e-4))
+        >>> sizes.slots == 2 * sizes.parameters
+        True
+    """
+    axes = strategy(over)
+    degrees = resolve(axes.degrees(), ranks, str(axes))
+    sources = model.values() if isinstance(model, Mapping) else (model,)
+    if any(isinstance(source, nn.Module) for source in sources):
+        raise ArgumentError(
+            "a built module was given", where="fa.strategies.footprint", fix="give its factory"
+        )
+    built = construct(dict(model) if isinstance(model, Mapping) else model, 0, empty=True)
+    try:
+        freeze(built, frozen)
+        return _of(built, axes, degrees, optimizer, f"{axes}: {_axes(degrees, ranks)}")
+    finally:
+        release(built)
+
+
+def _axes(degrees: Mapping[str, int], ranks: int) -> str:
+    listed = "".join(f", {name}={degree}" for name, degree in degrees.items())
+    return f"{ranks} rank{'s' if ranks > 1 else ''}{listed}"
+
+
+def _of(
+    built: Built, axes: Strategy, degrees: Mapping[str, int], optimizer: object, layout: str
+) -> Footprint:
+    units = _units(built, axes) if "dp_shard" in degrees else {}
+    cuts: dict[str, Cut] = {}
+    talks: list[Traffic] = []
+    for axis in axes.axes:
+        size = degrees.get(axis.mesh_axis, 1)
+        if isinstance(axis, CutsParameters) and size > 1:
+            cuts.update(axis.cuts(built, size))
+        if isinstance(axis, Talks) and size > 1:
+            talks += axis.traffic(built, size)
+    shards = math.prod(degrees.get(axis, 1) for axis in SHARD_AXES) if "dp_shard" in degrees else 1
+    placed = tuple(
+        _placed(name, param, cuts.get(name), degrees, shards, units.get(name, ""))
+        for name, param in built.named("parameters")
+    )
+    return Footprint(
+        layout=layout,
+        placed=placed,
+        slots=0 if optimizer is None else _slots(built, placed, optimizer),
+        traffic=(*talks, *_data_parallel(placed, axes, degrees)),
+    )
+
+
+def _units(built: Built, axes: Strategy) -> dict[str, str]:
+    """The innermost unit of each parameter, by canonical names."""
+    chosen = next(axis.units for axis in axes.axes if isinstance(axis, HasUnits))
+    owners: dict[str, str] = {}
+    for key, module in built.modules.items():
+        prefix = "" if key is None else f"{key}/"
+        for unit, inner in reversed(find_units(module, chosen, "fa.fsdp(units=...)")):
+            for name, _ in inner.named_parameters():
+                owners.setdefault(f"{prefix}{unit}.{name}", f"{prefix}{unit}")
+    return owners
+
+
+def _placed(
+    name: str, param: Any, cut: Cut | None, degrees: Mapping[str, int], shards: int, unit: str
+) -> Placed:
+    local = tuple(param.shape) if cut is None else cut.part_shape(degrees[cut.axis])
+    part = list(local)
+    dim = fsdp_dim(local, cut, shards) if shards > 1 and local else None
+    if dim is not None:
+        part[dim] = -(-part[dim] // shards)
+    return Placed(
+        name=name,
+        shape=tuple(param.shape),
+        cut=local,
+        part=tuple(part),
+        dtype=param.dtype,
+        trained=param.requires_grad,
+        unit=unit,
+    )
+
+
+def _slots(built: Built, placed: tuple[Placed, ...], optimizer: object) -> int | None:
+    """The bytes of an optimizer's slots on the rank: it makes them over tensors without memory."""
+    leaves = [
+        Leaf(each.name, param, param.detach(), param)
+        for each in placed
+        if each.trained
+        for param in (nn.Parameter(torch.empty(each.part, dtype=each.dtype, device="meta")),)
+    ]
+    optimizers = by_model(optimizer, list(built.modules))
+    try:
+        updater = Updater(leaves, optimizers, torch.device("meta"), on_device=False)
+    except FnaccelError:
+        raise
+    except Exception:
+        return None
+    tensors = [value for value in tree.leaves(updater.slots) if isinstance(value, torch.Tensor)]
+    return sum(value.numel() * value.element_size() for value in tensors)
+
+
+def _data_parallel(placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[str, int]) -> list[Traffic]:
+    trained = [each for each in placed if each.trained]
+    grads = sum(each.bytes_of(each.part) for each in trained)
+    if "dp_shard" not in degrees:
+        size = math.prod(degrees.get(axis, 1) for axis in LOSS_AXES)
+        if size == 1:
+            return []
+        buckets = lay_out([torch.empty(each.part, dtype=each.dtype, device="meta") for each in trained], None)
+        return [
+            Traffic(
+                axis="loss", kind="all_reduce", count=len(buckets), size=grads, per="step", what="gradients"
+            ),
+            _report(),
+        ]
+    units = len({each.unit for each in placed})
+    gathered = sum(each.bytes_of(each.cut) for each in placed)
+    again = any(getattr(axis, "reshard_after_forward", False) for axis in axes.axes)
+    rounds = (2 * units - 1 if again else units, 2 if again else 1)
+    rows = [
+        Traffic(
+            axis="shard", kind="all_gather", count=rounds[0], size=rounds[1] * gathered, per="micro-batch",
+            what="parameters, in forward and backward" if again else "parameters",
+        ),
+        Traffic(
+            axis="shard", kind="reduce_scatter", count=units,
+            size=sum(each.bytes_of(each.cut) for each in trained), per="step", what="gradients",
+        ),
+    ]  # fmt: skip
+    if degrees.get("dp_replicate", 1) > 1:
+        rows.append(
+            Traffic(
+                axis="dp_replicate", kind="all_reduce", count=units, size=grads, per="step",
+                what="gradients of shards",
+            )
+        )  # fmt: skip
+    return [*rows, _report()]
+
+
+def _report() -> Traffic:
+    return Traffic(
+        axis="loss", kind="all_reduce", count=1, size=16, per="step", what="the loss and its weight"
+    )
