@@ -3,7 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/axes.py [--only tensor,context] [--quick]
 
 Tensor parallelism is compared with torch's `parallelize_module` by hand, on the same GPT of 6 layers and
-width 256. All contestants must reach the same losses first. The slope is the cost of each further layer.
+width 256. Context parallelism is compared with the whole model on every rank, each with half of the rows
+(`ddp`): the same tokens for each update. All contestants must reach the same losses first. The slope is the
+cost of each further layer.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from fnaccel.testing import RankPool
 PARTS = ("tensor", "context")
 RANKS, ROWS, WIDTH, HEADS, LAYERS, RATE = 2, 8, 256, 8, 6, 1e-3
 SWEPT = (2, 4, 6)
+LONG = 512  # tokens of a row that ranks share
 HAND = "parallelize_module by hand"
 
 
@@ -58,12 +61,13 @@ class GPT(nn.Module):
 
     def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
-        self.embed, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(64, WIDTH)
+        self.embed, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LONG, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, text: torch.Tensor) -> torch.Tensor:
-        x = self.embed(text) + self.position(torch.arange(text.shape[1]))
+    def forward(self, text: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        positions = torch.arange(text.shape[1]) if positions is None else positions
+        x = self.embed(text) + self.position(positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -151,10 +155,57 @@ def tensor_rows(pool: RankPool, blocks: int) -> list[Row]:
     return rows + compare("slope: tensor(2), each further layer", slopes, unit="ms")
 
 
+def long_rows(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rows with the positions of their tokens."""
+    text = torch.stack(rows)
+    return {
+        "text": text[:, :-1].contiguous(),
+        "labels": text[:, 1:].contiguous(),
+        "positions": torch.arange(LONG).repeat(len(rows), 1),
+    }
+
+
+def long_loss(model: Any, batch: Any) -> fa.Mean:
+    """The loss of each token."""
+    logits, labels = model(batch["text"], batch["positions"]).flatten(0, 1), batch["labels"].flatten()
+    return fa.Mean(F.cross_entropy(logits, labels, reduction="sum"), weight=labels.numel())
+
+
+def on_long_rows(strategy: Any) -> Iterator[torch.Tensor]:
+    """fnaccel on rows of 512 tokens."""
+    train_step = fa.train_step(long_loss, model=fa.distribute(GPT, strategy), optimizer=fa.adamw(RATE))
+    state = train_step.init(seed=0)
+    text = torch.randint(VOCABULARY, (64, LONG + 1), generator=torch.Generator().manual_seed(1))
+    shards = fa.shard(DataLoader(list(text), batch_size=2, collate_fn=long_rows))
+    for state, metrics in fa.scan(train_step, state, shards, epochs=1_000_000):  # noqa: B007, B020
+        yield metrics["loss"]
+
+
+def measure_context(blocks: int) -> dict[str, float]:
+    """Seconds per update on this rank."""
+    cut = {"text": 1, "labels": 1, "positions": 1}
+    loops = {
+        "fnaccel": on_long_rows(fa.context(RANKS, cut)),
+        "fnaccel, ring": on_long_rows(fa.context(RANKS, cut, "ring")),
+        "fnaccel, heads": on_long_rows(fa.context(RANKS, cut, "heads")),
+        "fnaccel, ddp on whole rows": on_long_rows(fa.ddp(RANKS)),
+    }
+    return race_steps(loops, check=4, blocks=blocks, calls=1)
+
+
+def context_rows(pool: RankPool, blocks: int) -> list[Row]:
+    """A step of 2 rows, whose tokens two ranks share."""
+    seconds = pool.run(measure_context, blocks)[0]
+    return compare(
+        f"context(2), {LAYERS} layers, 2 x {LONG} tokens", seconds, {"fnaccel, ddp on whole rows": 1.25}, "ms"
+    )
+
+
 def main() -> None:
     options = begin(__doc__, PARTS)
     with RankPool(RANKS, timeout=600.0) as pool:
         rows = tensor_rows(pool, 3 if options.quick else 15) if "tensor" in options.parts else []
+        rows += context_rows(pool, 3 if options.quick else 15) if "context" in options.parts else []
     publish("quick" if options.quick else "axes", rows, merge=not options.whole)
 
 

@@ -108,7 +108,7 @@ def make_step(clip=None, precision=None, accumulate=1, remat=False, weigh=False,
     if clip:
         step = fa.clip_norm(step, clip)
     if remat:
-        step = fa.remat(step)
+        step = fa.remat(step, save=remat if isinstance(remat, str) else "nothing")
     if compiled:
         step = fa.compile(step, compiled[0], backend=compiled[1])
     return step

@@ -202,3 +202,42 @@ def test_a_lent_model(pools):
     for (loss, params), (same, others) in pools.run(2, lent):
         assert same == pytest.approx(loss, abs=1e-6)
         assert fa.tree.allclose(params, others, atol=1e-6)
+
+
+def of_pair(model, batch):
+    x, y = batch
+    return fa.Mean((model(x) - y).square().sum(), weight=y.numel())
+
+
+def of_tensor(model, x):
+    return fa.Mean(model(x).square().sum(), weight=x.shape[0] * x.shape[1])
+
+
+def of_nested(model, batch):
+    return of_tensor(model, batch["in"]["x"])
+
+
+def step_of(loss, strategy, batch):
+    train_step = fa.train_step(
+        fa.accumulate(loss, 2),
+        model=fa.distribute(lambda: nn.Linear(WIDTH, 1), strategy),
+        optimizer=fa.sgd(0.1),
+    )
+    state, metrics = train_step(train_step.init(seed=0), batch)
+    return float(metrics["loss"]), whole_params(state)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "tensor", "nested"])
+def test_batches_of_many_kinds(pools, kind):
+    x = data(0)["x"]
+    y = x.sum(-1, keepdim=True)
+    batch, cut, loss = {
+        "tuple": ((x, y), {0: 1, 1: 1}, of_pair),
+        "list": ([x, y], {"*": 1}, of_pair),
+        "tensor": (x, {"": 1}, of_tensor),
+        "nested": ({"in": {"x": x}, "scale": 0.5}, {"in/*": 1}, of_nested),
+    }[kind]
+    expected = pools.run(1, step_of, loss, "local", batch)[0]
+    for value, params in pools.run(2, step_of, loss, str(fa.context(2, cut=cut)), batch):
+        assert value == pytest.approx(expected[0], abs=1e-5)
+        assert fa.tree.allclose(params, expected[1], atol=1e-6)

@@ -185,11 +185,20 @@ def test_arguments(arguments, message):
     assert message in str(raised.value)
 
 
-def test_two_axes_of_one_kind_and_runtimes():
-    with fa.start() as world, pytest.raises(fa.errors.AxisProductError, match="stands twice"):
-        fa.train_step(
-            loss_fn, model=fa.distribute(Net, "context(1) * context(1)"), optimizer=fa.sgd(0.1), world=world
-        )
+def products():
+    messages = []
+    for strategy in ("context(1) * context(2)", "deepspeed(1) * context(2)"):
+        with pytest.raises(fa.errors.FnaccelError) as raised:
+            fa.train_step(loss_fn, model=fa.distribute(Net, strategy), optimizer=fa.sgd(0.1))
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_products_that_make_no_sense(pools):
+    for twice, runtime in pools.run(2, products):
+        assert "axis 'cp' stands twice" in twice
+        assert "deepspeed runs the step by itself" in runtime
+        assert "multiply context with ddp, fsdp or hsdp" in runtime
 
 
 @pytest.mark.parametrize(

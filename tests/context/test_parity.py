@@ -11,7 +11,8 @@ from tests.context.model import CUT, LAYERS, LENGTHS, PLAN, STEPS, Net, batch_of
 
 
 def text(strategy, **options):
-    return strategy.replace("context(2)", str(fa.context(2, cut=CUT, **options)))
+    strategy = strategy.replace("context(2)", str(fa.context(2, cut=CUT, **options)))
+    return strategy.replace("context(2, method='ring')", str(fa.context(2, cut=CUT, method="ring")))
 
 
 def check(
@@ -64,6 +65,7 @@ ROWS += [
         ("keys", True, {"remat": True}),
         ("added", False, {}),
         ("rows", True, {"clip": 0.1}),
+        ("causal", True, {"remat": "attention"}),
     ]
 ]
 
@@ -90,6 +92,7 @@ def test_four_ranks_share_a_sequence(pools, method, mask):
 
 PRODUCTS = [
     ("fsdp(2) * context(2)", 4, {"clip": 0.1}),
+    ("fsdp(2) * context(2, method='ring')", 4, {"remat": True}),
     ("ddp(2) * context(2)", 4, {"clip": 0.1, "accumulate": 2}),
     ("hsdp(1, 2) * context(2)", 4, {}),
     (f"{fa.tensor(2, PLAN)} * context(2)", 4, {"clip": 0.1, "accumulate": 2}),

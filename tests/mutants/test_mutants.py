@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import axes
+from tests.mutants import axes, context
 from tests.mutants.mutant import Mutant
 
 pytestmark = pytest.mark.long
@@ -291,6 +291,7 @@ MUTANTS = [
         ("tests/data/test_presplit.py", "-k", "own_part_whole"),
     ),
     *axes.MUTANTS,
+    *context.MUTANTS,
 ]  # fmt: skip
 
 

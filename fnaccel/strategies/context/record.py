@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import attrs
+import torch.distributed as dist
 
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest
 from fnaccel.models.building import Built
@@ -54,12 +55,11 @@ class Context(Axis):
 
     def check(self, spec: Spec) -> None:
         """Raise CapabilityError beside a runtime that cuts or averages on its own."""
-        alone = [
-            axis.maker for axis in spec.strategy.axes if axis.mesh_axis is None or spec.runtime == axis.maker
-        ]
-        if alone:
+        runtimes = [axis.maker for axis in spec.strategy.axes if axis.mesh_axis is None]
+        runtimes += [spec.runtime] if spec.runtime else []
+        if runtimes:
             raise CapabilityError(
-                f"{alone[0]} runs the step by itself, and knows nothing of parts of a sequence",
+                f"{runtimes[0]} runs the step by itself, and knows nothing of parts of a sequence",
                 where=f"strategy {spec.strategy}",
                 fix="multiply context with ddp, fsdp or hsdp",
             )
@@ -74,6 +74,9 @@ class Context(Axis):
         )
         costs = _COSTS[self.method].replace("n - 1", str(ranks - 1))
         notes = [f"context: each of {ranks} ranks has {order}; an attention takes {costs}"]
+        group, machine = spec.mesh.group(self.mesh_axis), max(spec.mesh.world.local_size, 1)
+        if group is not None and len({rank // machine for rank in dist.get_process_group_ranks(group)}) > 1:
+            notes.append("context: a group crosses machines, and it communicates in every attention")
         if self.method == "ring" and any(t.name == "attention" for t in spec.step.transforms):
             notes.append("context: a ring computes blocks of attention itself, whatever fa.attention names")
         return notes
