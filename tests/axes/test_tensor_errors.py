@@ -84,6 +84,12 @@ def tried(plan, model):
         return type(error).__name__, str(error)
 
 
+@pytest.mark.parametrize("plan", [None, 3, ("up", "colwise"), {3: "colwise"}, [("up",)]])
+def test_plans_of_another_type(plan):
+    with pytest.raises(errors.ArgumentError, match=r"is no plan(.|\n)*fix: .*colwise"):
+        fa.tensor(2, plan)
+
+
 def test_where_sequences_are_cut():
     """Without the ends, column layers would join whole sequences."""
     with pytest.raises(errors.ArgumentError, match="lacks gather_output, scatter_input"):
@@ -294,4 +300,4 @@ def test_tokens_outside_of_the_vocabulary(pools):
     """Raise as torch's functions do: no rank has their row."""
     for token, target in pools.run(2, out_of_range, CUT_LOGITS):
         assert token == "a token is outside of the vocabulary of 31: from 1 to 31"
-        assert target == "a target is outside of the vocabulary of 31: from 0 to 31"
+        assert target == "a target is outside of the vocabulary of 31: from 1 to 31"
