@@ -54,7 +54,7 @@ WRONG = {
     "no style": ({"embed": "columns"}, GPT, "no style is called 'columns'", "colwise"),
     "no plan": ("gtp2", GPT, "no plan is called 'gtp2'", "gpt2"),
     "no plan of its own": ("auto", GPT, "GPT brings no plan", "plan={pattern: style"),
-    "a norm": (PLAN | {"norm": "colwise"}, GPT, "norm is a LayerNorm", "torch.nn.Linear"),
+    "a norm": (PLAN | {"norm": "colwise"}, GPT, "norm is a torch.nn.modules.normalization.LayerNorm", "torch.nn.Linear"),
     "tied, one cut": ({"embed": "vocab"}, Tied, "are one parameter, of which the plan has one", "both"),
     "tied, cut in two ways": (
         {"embed": "colwise", "head": "colwise_gather"}, Tied, "are one parameter, cut in two ways", "alike",
@@ -146,11 +146,14 @@ def test_products_that_can_not_be(pools):
         assert "lays models out itself, and tensor cuts their parameters" in text
     for _, text in pools.run(2, planned, "fsdp(1, init='rank0') * tensor(2, {'up': 'colwise'})"):
         assert "sends whole parameters" in text
+    for _, text in pools.run(2, planned, "tensor(2, {'up': 'colwise'})", fp8=True):
+        assert "fp8 replaces linear layers, and tensor cuts them" in text
 
 
-def planned(strategy):
+def planned(strategy, *, fp8=False):
+    step = fa.with_precision(loss_fn, fa.Float8(recipe="tensorwise", emulate=True)) if fp8 else loss_fn
     try:
-        fa.train_step(loss_fn, model=fa.distribute(GPT, strategy), optimizer=fa.sgd(0.1))
+        fa.train_step(step, model=fa.distribute(GPT, strategy), optimizer=fa.sgd(0.1))
     except errors.FnaccelError as error:
         return type(error).__name__, str(error)
     return "", ""

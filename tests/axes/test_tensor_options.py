@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,10 +12,11 @@ from torch import nn
 import fnaccel as fa
 from fnaccel import errors
 from tests.axes.models import GPT, HEADS, PLAN, SEQUENCE, VOCABULARY, WIDTH, Block, loss_fn, rows_of
-from tests.axes.test_tensor_transformers import gpt2
+from tests.axes.test_tensor_transformers import gpt2, llama
 from tests.models import whole
 
 STEPS = 2
+WHOLE, CUT = fa.tensor(2, PLAN), fa.tensor(2, SEQUENCE, sequence=True)
 BOTH = fa.fsdp(2) * fa.tensor(2, PLAN)
 
 
@@ -68,6 +71,74 @@ def test_blocks_that_run_again_drop_the_same_features(pools, save):
     torch.testing.assert_close(again, first, rtol=0, atol=0)
 
 
+class Failing(DropoutGPT):
+    """Raises between a column and a row layer if `fails` is set."""
+
+    fails = False
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].drop.register_forward_pre_hook(self.check)
+
+    def check(self, *_):
+        if Failing.fails:
+            Failing.fails = False
+            raise RuntimeError("no memory")
+
+
+def trained_again():
+    """Losses of a run in which a step raised and was called again, and of one that did not."""
+    runs = []
+    for fails in (False, True):
+        train_step = fa.train_step(loss_fn, model=fa.distribute(Failing, WHOLE), optimizer=fa.sgd(0.1))
+        state, losses = train_step.init(seed=0), []
+        for number in range(STEPS):
+            rows = rows_of(number, 0)
+            Failing.fails = fails and number == 1
+            with contextlib.suppress(RuntimeError):
+                state, metrics = train_step(state, rows)
+            if state.step == number:
+                state, metrics = train_step(state, rows)
+            losses.append(float(metrics["loss"]))
+        runs.append((losses, params_of(state)))
+    return runs
+
+
+def test_a_step_that_failed_within_layers_runs_again(pools):
+    """With the random numbers that it had."""
+    for undisturbed, again in pools.run(2, trained_again):
+        torch.testing.assert_close(again, undisturbed, rtol=0, atol=0)
+
+
+def adapted():
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(target_modules=["q_proj", "o_proj"], r=2, init_lora_weights=False)
+    return peft.get_peft_model(llama(), adapter)
+
+
+ADAPTED = {
+    "*.q_proj.base_layer": "colwise",
+    "*.q_proj.lora_B.default": "colwise",
+    "*.[kv]_proj": "colwise",
+    "*.o_proj.base_layer": "rowwise",
+    "*.o_proj.lora_A.default": "rowwise",
+}
+
+
+def logits_of(model, tokens):
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    total = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    return fa.Mean(total, weight=tokens[:, 1:].numel())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(2, fa.tensor(2, ADAPTED)), (4, fa.fsdp(2) * fa.tensor(2, ADAPTED))]
+)
+def test_adapters(pools, ranks, strategy):
+    """A plan names the layers in an adapter."""
+    check_same(pools, ranks, strategy, logits_of, adapted)
+
+
 class WithPlan(GPT):
     tp_plan = PLAN
 
@@ -78,9 +149,7 @@ def loss_of_both(models, tokens):
 
 
 def logits_of_gpt2(models, tokens):
-    logits = models["lm"](input_ids=tokens[:, :-1], use_cache=False).logits
-    total = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-    return fa.Mean(total, weight=tokens[:, 1:].numel())
+    return logits_of(models["lm"], tokens)
 
 
 def loss_of_one(models, tokens):
@@ -169,7 +238,6 @@ class HalfUsed(GPT):
         return self.head(self.norm(self.blocks[0](x)))
 
 
-WHOLE, CUT = fa.tensor(2, PLAN), fa.tensor(2, SEQUENCE, sequence=True)
 OPTIONS = {
     "static_graph": (fa.ddp(2, static_graph=True) * WHOLE, GPT),
     "unused_parameters": (fa.ddp(2, unused_parameters=True) * WHOLE, HalfUsed),

@@ -43,13 +43,19 @@ class Tensor(Axis):
     sequence: bool = False
 
     def check(self, spec: Spec) -> None:
-        """Raise for runtimes beside it, and for initial values that one rank sends to all."""
+        """Raise for runtimes beside it, for fp8, and for initial values that one rank sends to all."""
         for axis in spec.strategy.axes:
             if spec.runtime or (axis.mesh_axis is None and axis is not self):
                 raise CapabilityError(
                     f"{axis.maker} lays models out itself, and tensor cuts their parameters",
                     where=f"strategy {spec.strategy}",
                     fix="multiply tensor with ddp, fsdp or hsdp",
+                )
+            if any(transform.name == "float8" for transform in spec.step.transforms):
+                raise CapabilityError(
+                    "fp8 replaces linear layers, and tensor cuts them: no kernel computes both",
+                    where=f"strategy {spec.strategy}",
+                    fix='fa.with_precision(step, "bf16"); or fp8 under fa.ddp or fa.fsdp',
                 )
             if getattr(axis, "init", "seeded") == "rank0":
                 raise CapabilityError(
@@ -101,6 +107,9 @@ class Tensor(Axis):
         for layer, styles in layers:
             if styles != ("/",):
                 patch(layer, [style for style in styles if self.sequence or style not in ENDS], axis, region)
+        if draws:
+            for root in built.modules.values():
+                region.watch(root)
         _share_values(built, axis)
         _cut_parameters(built, cuts, axis)
         for layer, styles in layers:

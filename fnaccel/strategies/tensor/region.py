@@ -46,6 +46,20 @@ class Region:
         self._generators: list[tuple[torch.Generator, Any]] = []
         self._opened_by: torch.nn.Module | None = None
 
+    def watch(self, model: torch.nn.Module) -> None:
+        """End the region if a forward of the model raises in it. Then the next one draws as if it had not."""
+        model.register_forward_hook(self._forward_ended, always_call=True)
+        model.register_forward_pre_hook(self._forward_begins)
+
+    def _forward_ended(self, *_: object) -> None:
+        if self._generators:
+            self.end()
+
+    def _forward_begins(self, *_: object) -> None:
+        if self._generators:  # a recomputed block raised, whose generators torch has restored
+            self._generators.clear()
+            self.end()
+
     def enter(self, value: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
         """The input of a column layer."""
         if self._opened_by is layer:

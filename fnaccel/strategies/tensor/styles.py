@@ -57,10 +57,13 @@ class Layer:
             return 0, 1
         if isinstance(self.module, nn.Embedding) or type(self.module).__name__ == "Conv1D":
             return 1, 0
+        kind = type(self.module)
+        inner = [name for name, module in self.module.named_modules() if type(module) is nn.Linear]
+        example = f': "{self.path}.{inner[0]}"' if inner else ""
         raise ArgumentError(
-            f"{self.path} is a {type(self.module).__name__}, which has no style for its features",
+            f"{self.path} is a {kind.__module__}.{kind.__name__}, which has no style for its features",
             where="fa.tensor(plan=)",
-            fix="name the torch.nn.Linear, torch.nn.Embedding or Conv1D modules in it",
+            fix=f"name the torch.nn.Linear, torch.nn.Embedding or Conv1D modules in it{example}",
         )
 
     def length(self, dim: int) -> int:
