@@ -11,7 +11,18 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
-from tests.axes.models import GPT, HEADS, PLAN, SEQUENCE, VOCABULARY, WIDTH, Block, loss_fn, rows_of
+from tests.axes.models import (
+    CUT_LOGITS,
+    GPT,
+    HEADS,
+    PLAN,
+    SEQUENCE,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    loss_fn,
+    rows_of,
+)
 from tests.axes.test_tensor_transformers import gpt2, llama
 from tests.models import whole
 
@@ -275,6 +286,16 @@ class Odd(nn.Module):
     def forward(self, tokens):
         x = self.embed(tokens)
         return self.head(x + self.down(torch.relu(self.up(x))))
+
+
+def double():
+    return GPT().double()
+
+
+def test_cut_logits_in_double_precision(pools):
+    expected = pools.run(1, trained, "local", loss_fn, double)[0]
+    for found in pools.run(2, trained, fa.tensor(2, CUT_LOGITS), loss_fn, double):
+        torch.testing.assert_close(found["params"], expected["params"], atol=1e-12, rtol=1e-10)
 
 
 def test_three_ranks(pools):

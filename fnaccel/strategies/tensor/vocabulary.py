@@ -191,7 +191,7 @@ class _CutCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, target: torch.Tensor, start: int, group: Group) -> torch.Tensor:
-        wide = part.float()
+        wide = part if part.dtype is torch.float64 else part.float()
         largest = all_reduce(wide.amax(dim=-1), group, "max")
         exponents = (wide - largest.unsqueeze(-1)).exp()
         local = target - start
