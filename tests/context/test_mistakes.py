@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fnaccel as fa
+from fnaccel.cli.main import main
 from tests.context.model import CUT, Net, batch_of, loss_fn
 
 BATCH = batch_of(0, 0)
@@ -238,3 +239,13 @@ def test_the_plan(pools):
         "note: context: each of 2 ranks has 2 chunks of each sequence, one from each end; an attention takes "
         "the keys and values of 1 other ranks one by one, in the backward with their gradients" in first
     )
+
+
+@pytest.mark.parametrize(("machine", "crosses"), [(2, False), (4, False), (1, True)])
+def test_a_group_that_crosses_machines(machine, crosses, capsys):
+    path = "tests/context/model.py"
+    flags = ["--ranks", "4", "--per-machine", str(machine), "--strategy", "ddp(2) * context(2)"]
+    assert main(["plan", f"{path}:loss_fn", "--model", f"{path}:Net", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert ("a group crosses machines" in printed) is crosses
+    assert "1 all-gather of keys and values, and 1 reduce-scatter in the backward" in printed
