@@ -130,6 +130,7 @@ CASES = [
     (total, Weights, text(), BATCH, "nn.MultiheadAttention returns its weights", "need_weights=False"),
     (total, Cls, text(), BATCH, "attention over 5 tokens, and this rank's part of a sequence has 4", "class token"),
     (total, Local, text(), BATCH, "a mask of shape [4, 4] does not say", "is_causal=True for a causal mask; or a mask of 4 rows and 8 keys"),
+    (total, Latents, text(cut=CUT | {"memory": None}), BATCH | {"memory": torch.zeros(2, 4, 3)}, "as many as this rank's part of a sequence has", "pad one of the two"),
     (total, Both, text(), BATCH, "is_causal=True or a mask, not both", "leave one of the two out"),
     (total, Latents, text(), BATCH, "is_causal=True of 1 rows and 4 keys", "as many rows as keys"),
     (loss_fn, lambda: Net("causal", 0.5), text("ring"), BATCH, "draws dropout", 'fa.context(method="gather")'),

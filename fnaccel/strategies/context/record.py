@@ -123,7 +123,7 @@ class SequencePart:
         """This rank's tokens of each batch, and a context in which attention reaches those of all ranks."""
         cuts = [cut_leaves(batch, self._dims, self._split.chunks) for batch in batches]
         lengths = frozenset[int]().union(*(cut.lengths for cut in cuts))
-        uncut = frozenset[int]().union(*(cut.uncut for cut in cuts)) - lengths
+        uncut = frozenset[int]().union(*(cut.uncut for cut in cuts))
         split = attrs.evolve(self._split, lengths=tuple(sorted(lengths)), uncut=tuple(sorted(uncut)))
         return [cut.data for cut in cuts], attention_over(split)
 
