@@ -109,6 +109,11 @@ class Footprint:
         placed: the parameters.
         slots: bytes of the optimizer's slots, or None if its slots are made by running it.
         traffic: the collectives.
+
+    Example:
+        >>> sizes = fa.strategies.footprint(GPT, "ddp(4)", 4)
+        >>> print(sizes.traffic[-1])
+        1 all_reduce a step, 16 B: the loss and its weight
     """
 
     layout: str

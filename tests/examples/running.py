@@ -1,27 +1,48 @@
-"""Starts an example as a user starts it."""
+"""Starts an example as a user starts it: by Python, or by the launcher, which is forked from a loaded process."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from tests.launch.conftest import Ended, Server, Started, buffered
+
 ROOT = Path(__file__).parents[2]
+LIMIT = 240.0
+
+
+@functools.cache
+def preloaded():
+    server = Server("sklearn.datasets", "transformers.models.auto.modeling_auto", "datasets")
+    atexit.register(server.close)
+    return server
 
 
 def run(name, *args, ranks=None, launch=()):
+    """What an example printed, once it has ended well. `ranks` starts it by the launcher, with these flags."""
     script = [str(ROOT / "examples" / f"{name}.py"), *args]
-    start = (
-        [sys.executable]
-        if ranks is None
-        else [sys.executable, "-m", "fnaccel", "launch", "-n", str(ranks), *launch]
-    )
-    done = subprocess.run(
-        [*start, *script], capture_output=True, text=True, timeout=240, cwd=ROOT, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+    if ranks is None:
+        done = subprocess.run(
+            [sys.executable, *script], capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, check=False
+        )
+        ended = Ended(done.returncode, done.stdout, done.stderr)
+    else:
+        ended = launched(["launch", "-n", str(ranks), *launch, *script])
+    assert ended.code == 0, ended.err[-3000:]
+    return ended
+
+
+def launched(command):
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        order = {"argv": command, "env": buffered(), "cwd": str(ROOT), "out": str(out), "err": str(err)}
+        pid = preloaded().ask({**order, "constants": {}})
+        return Started(preloaded(), pid, out, err).wait(LIMIT)
 
 
 def result(path, name, *args, ranks=None, strategy="ddp"):

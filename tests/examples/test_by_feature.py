@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.launcher, pytest.mark.long]
 def output(name, *args, ranks=2, strategy="ddp"):
     """The output of an example, alone (`ranks=None`) or by the launcher under a strategy (None: its own)."""
     launch = ("--strategy", strategy) if ranks and strategy else ()
-    return run(f"by_feature/{name}", *args, ranks=ranks, launch=launch).stdout
+    return run(f"by_feature/{name}", *args, ranks=ranks, launch=launch).out
 
 
 def number(pattern, text):

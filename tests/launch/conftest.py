@@ -40,8 +40,8 @@ class Started:
     out: Path
     err: Path
 
-    def wait(self):
-        code = self.server.ask({"wait": self.pid, "limit": LIMIT})
+    def wait(self, limit=LIMIT):
+        code = self.server.ask({"wait": self.pid, "limit": limit})
         if code is None:
             os.kill(self.pid, 9)
             pytest.fail(f"the launch did not end:\n{self.out.read_text()}\n{self.err.read_text()}")
@@ -49,11 +49,11 @@ class Started:
 
 
 class Server:
-    """The preloaded process."""
+    """The preloaded process, which has loaded `modules`, too."""
 
-    def __init__(self):
+    def __init__(self, *modules):
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("preloaded.py"))],
+            [sys.executable, str(Path(__file__).with_name("preloaded.py")), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -5,7 +5,9 @@ Orders and answers are lines of JSON; `null` ends it. A fork ends as the console
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import json
 import os
 import sys
@@ -68,6 +70,10 @@ def become(order: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # as the examples set it, before they import transformers
+    for module in sys.argv[1:]:  # what the scripts to run import, if it is installed
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     gc.collect()
     gc.freeze()  # worlds collect as they end, and would look at all that was imported here
     argv = serve()

@@ -238,7 +238,7 @@ def test_a_rank_that_takes_fewer_steps_is_named(launcher):
     script = launcher.write("""
         import time, torch, fnaccel as fa
         def loss(m, b): return fa.Mean(m(b).sum(), weight=len(b))
-        with fa.start(timeout=5) as world:
+        with fa.start(timeout=3) as world:
             step = fa.train_step(
                 loss, model=fa.distribute(lambda: torch.nn.Linear(2, 1), "ddp"), optimizer=fa.sgd(0.1)
             )

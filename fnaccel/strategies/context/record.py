@@ -14,13 +14,13 @@ from fnaccel.models.building import Built
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.context.attention import attention_over, check_modules
 from fnaccel.strategies.context.huggingface import prepare_models
-from fnaccel.strategies.context.leaves import Dims, as_dims, cut_leaves
+from fnaccel.strategies.context.leaves import as_dims, cut_leaves
 from fnaccel.strategies.context.order import Chunks
 from fnaccel.strategies.context.ring import register_ring
 from fnaccel.strategies.context.split import Split
 from fnaccel.strategies.context.weights import check_weight, weighs_tokens
 from fnaccel.strategies.footprint import Traffic
-from fnaccel.strategies.strategy import Axis, Strategy, check_degree, maker
+from fnaccel.strategies.strategy import Axis, Pairs, Strategy, check_degree, maker
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 
@@ -49,7 +49,7 @@ class Context(Axis):
     maker: ClassVar[str] = "context"
 
     degree: int = -1
-    cut: Dims | None = None
+    cut: Pairs | None = None
     method: Method = "gather"
     balance: bool = True
 
@@ -115,7 +115,7 @@ class SequencePart:
         dims: the dimension of tokens by pattern of a leaf's path.
     """
 
-    def __init__(self, split: Split, dims: Dims | None) -> None:
+    def __init__(self, split: Split, dims: Pairs | None) -> None:
         self._split = split
         self._dims = dims
 

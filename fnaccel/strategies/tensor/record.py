@@ -16,8 +16,8 @@ from fnaccel.models.building import Built, mark_cut
 from fnaccel.models.parameter import Cut
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.footprint import Traffic
-from fnaccel.strategies.strategy import Axis, Strategy, check_degree, maker
-from fnaccel.strategies.tensor.plans import READY, Pairs, Plan, check_ends, plan_for
+from fnaccel.strategies.strategy import Axis, Pairs, Strategy, check_degree, maker
+from fnaccel.strategies.tensor.plans import READY, Plan, check_ends, plan_for
 from fnaccel.strategies.tensor.region import Region
 from fnaccel.strategies.tensor.styles import ENDS, Layer, cuts_of, divisors, parse, part_of, patch
 from fnaccel.strategies.tensor.traffic import traffic_of
@@ -28,7 +28,7 @@ def _as_pairs(plan: Any) -> str | Pairs:
     if isinstance(plan, str):
         return plan
     entries = plan.items() if isinstance(plan, Mapping) else plan
-    return tuple((pattern, style) for pattern, style in entries)
+    return Pairs((str(pattern), style) for pattern, style in entries)
 
 
 @attrs.frozen
@@ -174,7 +174,7 @@ def _layers(built: Built, options: Tensor) -> list[tuple[Layer, tuple[str, ...]]
     """
     chosen: list[tuple[Layer, tuple[str, ...]]] = []
     matched: set[str] = set()
-    pairs: Pairs = ()
+    pairs: tuple[tuple[str, str], ...] = ()
     optional = True
     for key, root in built.modules.items():
         plan = plan_for(root, options.plan, sequence=options.sequence)
