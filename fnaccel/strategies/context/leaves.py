@@ -54,7 +54,7 @@ class Cut:
     Attributes:
         data: the batch.
         lengths: how many tokens this rank has, for each length of sequence.
-        uncut: the sizes of the leaves that stay whole.
+        uncut: the numbers of tokens of leaves that stay whole.
     """
 
     data: Any
@@ -107,10 +107,20 @@ def cut_leaves(batch: Tree, dims: Pairs | None, chunks: Chunks) -> Cut:
         dim, named = choices[path]
         if dim is None and isinstance(leaf, torch.Tensor):
             _check_unnamed(path, leaf, named, sizes)
-            uncut.update(leaf.shape[1:])
+            uncut.update(_lengths_of(path, leaf))
         parts.append(leaf if dim is None else chunks.cut(leaf, dim))
     lengths = frozenset(length // chunks.ranks for _, length in sizes)
-    return Cut(tree.unflatten(structure, parts), lengths, frozenset(uncut) - lengths)
+    return Cut(tree.unflatten(structure, parts), lengths, frozenset(uncut))
+
+
+def _lengths_of(path: str, leaf: torch.Tensor) -> Sequence[int]:
+    """The numbers of tokens that a whole leaf may have: vectors of tokens, or their numbers."""
+    if path.rpartition("/")[2] in _KNOWN:  # a mask over the tokens that are cut
+        return ()
+    if leaf.dim() > 2:
+        return leaf.shape[1:-1]
+    numbers = not leaf.is_floating_point() and leaf.dtype is not torch.bool
+    return leaf.shape[1:] if numbers else ()
 
 
 def _dim_of(path: str, leaf: Tree, dims: Pairs | None) -> tuple[int | None, bool]:
