@@ -102,7 +102,7 @@ def heads():
 
 
 def test_heads_of_a_configuration(pools):
-    for _, text in pools.run(3, started, fa.tensor(3), heads):
+    for _, text in pools.run(3, started, fa.tensor(), heads):
         assert "config.num_attention_heads is 4, which 3 ranks can't divide" in text
 
 

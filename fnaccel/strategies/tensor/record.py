@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -88,7 +89,7 @@ class Tensor(Axis):
     def apply(self, built: Built, mesh: Mesh) -> None:
         """Cut the layers of the plan, and patch their forwards."""
         axis = mesh["tp"]
-        layers = _layers(built, self)
+        layers = _layers(built, attrs.evolve(self, degree=axis.size))
         if axis.group is None:
             return
         _check_dtensors(built)
@@ -99,7 +100,7 @@ class Tensor(Axis):
         for layer, styles in layers:
             if styles != ("/",):
                 patch(layer, [style for style in styles if self.sequence or style not in ENDS], axis, region)
-        _share_values(built, axis)
+        _share_values(built, axis, mesh.world.device)
         _cut_parameters(built, cuts, axis)
         for layer, styles in layers:
             if styles == ("/",):
@@ -295,13 +296,16 @@ def _all_cuts(
     return cuts
 
 
-def _share_values(built: Built, axis: MeshAxis) -> None:
+def _share_values(built: Built, axis: MeshAxis, device: torch.device) -> None:
     """Let all ranks cut the values of the first one, if a built module was given: theirs may differ."""
     if not built.prebuilt or axis.group is None:
         return
-    for kind in ("parameters", "buffers"):
-        for _, value in built.named(kind):
-            dist.broadcast(value.detach(), group=axis.group, group_src=0)
+    with torch.no_grad():
+        for kind in ("parameters", "buffers"):
+            for _, value in built.named(kind):
+                copy = value.detach().to(device)  # a process group of GPUs sends no tensors of the host
+                dist.broadcast(copy, group=axis.group, group_src=0)
+                value.copy_(copy)
 
 
 def _cut_parameters(built: Built, cuts: dict[int, Cut], axis: MeshAxis) -> None:
