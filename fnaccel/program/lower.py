@@ -62,8 +62,9 @@ class UserUpdate:
     fn: Callable[[Mapping[str, Any], Any, Info], Any]
 
     def on_update(self, engine: Trained, state: Tree, info: Info) -> Any:
-        """Call it with the parameters by name."""
-        return self.fn(engine.layout.parameters, state, info)
+        """Call it with the parameters by name. It may change them in place."""
+        with torch.no_grad():
+            return self.fn(engine.layout.parameters, state, info)
 
 
 @attrs.frozen(kw_only=True)

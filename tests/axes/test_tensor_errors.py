@@ -31,6 +31,18 @@ class Tied(GPT):
         self.head.weight = self.embed.weight
 
 
+def parametrized():
+    model = GPT()
+    nn.utils.parametrizations.weight_norm(model.blocks[0].up)
+    return model
+
+
+def bounded():
+    model = GPT()
+    model.embed.max_norm = 1.0
+    return model
+
+
 def with_dtensors():
     from torch.distributed.tensor import distribute_module, init_device_mesh
 
@@ -47,6 +59,10 @@ WRONG = {
     "tied, cut in two ways": (
         {"embed": "colwise", "head": "colwise_gather"}, Tied, "are one parameter, cut in two ways", "alike",
     ),
+    "nothing": ({}, GPT, "the plan names no layer", "colwise"),
+    "one of several models": (PLAN, {"lm": GPT}, "the pattern 'embed' matches no module", "'lm/embed'"),
+    "a computed weight": (PLAN, parametrized, "computed from other parameters", "replicate"),
+    "rows of a norm": ({"embed": "colwise"}, bounded, "max_norm or sparse gradients", "replicate"),
     "DTensors": (PLAN, with_dtensors, "is sharded already", "factory"),
 }  # fmt: skip
 
@@ -101,8 +117,10 @@ def heads():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=12, n_layer=1, n_head=4, vocab_size=9))
 
 
-def test_heads_of_a_configuration(pools):
-    for _, text in pools.run(3, started, fa.tensor(), heads):
+@pytest.mark.parametrize("degree", [3, -1])
+def test_heads_of_a_configuration(pools, degree):
+    """Also if the degree is that of the ranks: half a head would be computed with."""
+    for _, text in pools.run(3, started, fa.tensor(degree), heads):
         assert "config.num_attention_heads is 4, which 3 ranks can't divide" in text
 
 

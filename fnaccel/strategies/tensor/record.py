@@ -122,9 +122,10 @@ def tensor(
 
     Args:
         degree: over how many ranks. -1 takes the ranks that are left.
-        plan: `{pattern: style}` with patterns of module paths, of which the first that matches counts. Or a
-            ready plan: `"gpt2"`, `"llama"`, `"bert"`, `"t5"`. `"auto"` takes the ready plan for the model's
-            type, or the `tp_plan` that the model brings, in these styles or in those of transformers. Styles:
+        plan: `{pattern: style}` with patterns of module paths, of which the first that matches counts. In a
+            dict of models, paths begin with the name of the model: `"student/blocks.*.up"`. Or a ready plan:
+            `"gpt2"`, `"llama"`, `"bert"`, `"t5"`. `"auto"` takes the ready plan for the model's type, or the
+            `tp_plan` that the model brings, in these styles or in those of transformers. Styles:
 
             - `"colwise"`, `"rowwise"`: a Linear, or transformers' Conv1D, is cut along its output or input
               features. The input of column layers is whole, and so is the output of row layers.
@@ -160,6 +161,12 @@ def tensor(
         )
     if not isinstance(plan, str):
         styles = [style for _, style in _as_pairs(plan)]
+        if not styles:
+            raise ArgumentError(
+                "the plan names no layer",
+                where="fa.tensor(plan=)",
+                fix='plan={"*.up": "colwise", "*.down": "rowwise"}; or leave out the axis',
+            )
         for style in styles:
             parse(style)
         if sequence:
@@ -174,35 +181,52 @@ def _layers(built: Built, options: Tensor) -> list[tuple[Layer, tuple[str, ...]]
         ArgumentError: a pattern matches nothing, or heads do not divide.
     """
     chosen: list[tuple[Layer, tuple[str, ...]]] = []
+    attributes: set[tuple[int, str]] = set()
     matched: set[str] = set()
-    pairs: tuple[tuple[str, str], ...] = ()
+    lacking: list[str] = []
     optional = True
+    named = isinstance(options.plan, str)  # the plan of each model, whose paths are those in the model
     for key, root in built.modules.items():
         plan = plan_for(root, options.plan, sequence=options.sequence)
-        pairs, optional = plan.pairs, optional and plan.optional
+        matched = set() if named else matched
         start = len(chosen)
-        prefix = "" if key is None else f"{key}/"
+        shown = "" if key is None else f"{key}/"
+        prefix = "" if named else shown
         for path, module in root.named_modules():
-            full = f"{prefix}{path}"
-            style = _first(plan, full, matched)
+            style = _first(plan, f"{prefix}{path}", matched)
             if style is not None:
-                chosen.append((Layer(full, module), parse(style)))
+                chosen.append((Layer(f"{shown}{path}", module), parse(style)))
             for pattern, each in plan.pairs:
                 owner, _, attribute = pattern.rpartition(".")
-                if each == "/" and fnmatch.fnmatchcase(full, owner) and hasattr(module, attribute):
+                if each != "/" or not fnmatch.fnmatchcase(f"{prefix}{path}", owner):
+                    continue
+                if hasattr(module, attribute):
                     matched.add(pattern)
-                    chosen.append((Layer(f"{full}.{attribute}", module), ("/",)))
+                    if (id(module), attribute) not in attributes:  # divided once, by the first pattern
+                        attributes.add((id(module), attribute))
+                        chosen.append((Layer(f"{shown}{path}.{attribute}", module), ("/",)))
         if len(chosen) > start:
             _check_heads(plan, options)
-    lacking = [pattern for pattern, _ in pairs if pattern not in matched]
+        unmatched = [pattern for pattern, _ in plan.pairs if pattern not in matched]
+        lacking = [*lacking, *unmatched] if named else unmatched
+        optional = optional and plan.optional
     if (lacking and not optional) or not chosen:
-        paths = [path for root in built.modules.values() for path, _ in root.named_modules() if path]
         raise ArgumentError(
             f"the pattern {lacking[0]!r} matches no module",
             where="fa.tensor(plan=)",
-            fix=nearest(lacking[0], paths),
+            fix=nearest(lacking[0], _paths(built, named=named)),
         )
     return chosen
+
+
+def _paths(built: Built, *, named: bool) -> list[str]:
+    """The paths that patterns match. In a dict of models they begin with the name of the model."""
+    return [
+        path if named or key is None else f"{key}/{path}"
+        for key, root in built.modules.items()
+        for path, _ in root.named_modules()
+        if path
+    ]
 
 
 def _first(plan: Plan, path: str, matched: set[str]) -> str | None:

@@ -111,6 +111,7 @@ def cuts_of(layer: Layer, style: str, size: int, *, sequence: bool) -> dict[str,
         every = layer.module.named_parameters() if not params else params.items()
         return {name: Cut(shape=param.shape, partial=True) for name, param in every}
     out, inp = layer.features
+    _check_plain(layer, params)
     cuts: dict[str, Cut] = {}
     if style == "rowwise":
         _check_divides(layer, "input features", params["weight"].shape[inp], size)
@@ -139,6 +140,22 @@ def cuts_of(layer: Layer, style: str, size: int, *, sequence: bool) -> dict[str,
     return cuts
 
 
+def _check_plain(layer: Layer, params: dict[str, Any]) -> None:
+    module: Any = layer.module
+    if "weight" not in params:
+        raise ArgumentError(
+            f"the weight of {layer.path} is computed from other parameters ({', '.join(params) or 'none'})",
+            where="fa.tensor(plan=)",
+            fix='"replicate" leaves the layer whole; or remove its parametrization (weight_norm and others)',
+        )
+    if getattr(module, "max_norm", None) is not None or getattr(module, "sparse", False):
+        raise ArgumentError(
+            f"{layer.path} has max_norm or sparse gradients, which no style can cut",
+            where="fa.tensor(plan=)",
+            fix='"replicate" leaves it whole',
+        )
+
+
 def _check_divides(layer: Layer, what: str, length: int, size: int) -> None:
     if length % size:
         raise ArgumentError(
@@ -154,12 +171,6 @@ def _check_vocabulary(layer: Layer, rows: int, size: int) -> None:
         raise ArgumentError(
             f"{layer.path} has a vocabulary of {rows}, too small for {size} ranks",
             where=f"fa.tensor({size})",
-            fix='"replicate" leaves it whole',
-        )
-    if getattr(layer.module, "max_norm", None) is not None or getattr(layer.module, "sparse", False):
-        raise ArgumentError(
-            f"{layer.path} has max_norm or sparse gradients, which no style can cut",
-            where="fa.tensor(plan=)",
             fix='"replicate" leaves it whole',
         )
 
@@ -230,7 +241,12 @@ def _row(layer: Layer, plain: Forward, axis: MeshAxis, region: Region) -> Forwar
     def row(module: Any, value: torch.Tensor) -> torch.Tensor:
         _check_parts(module, inp, length)
         weight = module.weight if out == 0 else module.weight.t()
-        total = region.leave(F.linear(value, weight))
+        try:
+            part = F.linear(value, weight)
+        except BaseException:
+            region.end()  # a recomputed block stops here, at the last tensor that backward needs
+            raise
+        total = region.leave(part)
         return total if module.bias is None else total + module.bias.to(total.dtype)
 
     return row
