@@ -26,7 +26,8 @@ fused_sgd_: Any = torch._fused_sgd_  # pyright: ignore[reportAttributeAccessIssu
 fused_adam_: Any = torch._fused_adam_  # pyright: ignore[reportAttributeAccessIssue]
 fused_adamw_: Any = torch._fused_adamw_  # pyright: ignore[reportAttributeAccessIssue]
 
-# the loss-scale rule of torch.amp.GradScaler, on the device (2.9 to 2.13)
+# the loss-scale rule of torch.amp.GradScaler, and an assertion, both on the device (2.9 to 2.13)
+assert_on_device: Any = torch._assert_async
 amp_update_scale_: Any = torch._amp_update_scale_
 
 # an operation that pairs elements by place in memory, so that inductor must keep their layout (2.13)

@@ -158,7 +158,8 @@ def _check_rows(leaf: Leaf) -> None:
         raise CapabilityError(
             f"{leaf.name} lies as {odd[0]}, and quantized moments are cut by rows",
             where="8-bit optimizers",
-            fix="fa.adamw(...), or a strategy that shards along dimension 0",
+            fix="fa.adamw(...), for this parameter by fa.optimizer_groups([(pattern, fa.adamw(...)), ...]); "
+            "or a strategy that shards along dimension 0, which row layers of fa.tensor do not",
         )
 
 

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 
 from fnaccel.engine.engine import Engine
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.state import TrainState, lease_of
+from fnaccel.world.mesh import Mesh
+
+
+class Borrower(Protocol):
+    """The owner of the state of the train step that computes with lent models."""
+
+    mesh: Mesh
 
 
 @attrs.frozen
@@ -49,11 +56,24 @@ def _inside(engine: Engine, run: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: engine.forward.lend(lambda _model: run())
 
 
-def lend(given: Mapping[str, Any], borrower: object) -> Given:
+def _check_rows(name: str, lent: Mesh, borrower: Mesh) -> None:
+    parts, rows_shared_by = lent.degrees.get("tp", 1), borrower.degrees.get("tp", 1)
+    if rows_shared_by % parts:  # groups along tp are neighbouring ranks
+        raise CapabilityError(
+            f"given[{name!r}] is cut over tensor({parts}), whose ranks must compute with the same rows, and "
+            "ranks of this train step have different ones",
+            where="train_step(state, batch, given=...)",
+            fix=f"this train step under fa.tensor({parts}) too, times another axis; or the lent model under "
+            "fa.ddp or fa.fsdp",
+        )
+
+
+def lend(given: Mapping[str, Any], borrower: Borrower) -> Given:
     """Check the states in `given=` and find their models.
 
     Raises:
         ArgumentError: a value is no state, or belongs to the borrower itself.
+        CapabilityError: a model that tensor parallelism cuts, while the borrower's ranks have other rows.
         StaleStateError, UnleasedStateError: a state that is not live.
     """
     if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's
@@ -78,6 +98,7 @@ def lend(given: Mapping[str, Any], borrower: object) -> Given:
                 where="train_step(state, batch, given=...)",
                 fix="the loss has that model as its first argument already",
             )
+        _check_rows(name, owner.mesh, borrower.mesh)
         engine: Engine = owner.lent()
         models[name] = engine.layout.model
         if engine not in engines:

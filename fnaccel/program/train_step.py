@@ -164,6 +164,7 @@ class TrainStep:
 
         Raises:
             StaleStateError, UnleasedStateError: not the live state.
+            CapabilityError: a model in `given` is cut over ranks that have different rows here.
             MicroBatchError, LossError: see there. The state stays live.
             RankMismatchError: ranks that share the rows of a batch, such as those along a tensor axis, got
                 different rows in the first batch of an epoch.

@@ -80,7 +80,8 @@ def _check_copies(built: Built, mesh: Mesh, axis: str = "tp") -> None:
             "which each of them has whole",
             where="the first train_step(state, batch)",
             fix='mark the module as "sequence" or "replicate_partial" in the plan, so that gradients are '
-            'added; or end column layers with a "rowwise" layer; or build equal values on all ranks',
+            'added; or end column layers with a "rowwise" layer; or build equal values on all ranks; or, '
+            'with dropout under rng="stream", seed PyTorch alike on these ranks',
         )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
-from tests.axes.models import CUT_LOGITS, GPT, PLAN, SEQUENCE, loss_fn, rows_of
+from tests.axes.models import CUT_LOGITS, GPT, PLAN, SEQUENCE, VOCABULARY, loss_fn, rows_of
 from tests.models import whole_params
 
 
@@ -82,6 +82,12 @@ def tried(plan, model):
         return started(fa.tensor(2, plan), model)
     except errors.FnaccelError as error:
         return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("plan", [None, 3, ("up", "colwise"), {3: "colwise"}, [("up",)]])
+def test_plans_of_another_type(plan):
+    with pytest.raises(errors.ArgumentError, match=r"is no plan(.|\n)*fix: .*colwise"):
+        fa.tensor(2, plan)
 
 
 def test_where_sequences_are_cut():
@@ -274,3 +280,24 @@ def test_gradients_of_which_ranks_have_different_ones(pools, plan, sequence, nam
         else:
             assert f"different gradients of {name}" in text
             assert "replicate_partial" in text
+
+
+def out_of_range(plan):
+    """What a token, and then a target, raises that is one more than the vocabulary has."""
+    train_step = fa.train_step(loss_fn, model=fa.distribute(GPT, fa.tensor(2, plan)), optimizer=fa.sgd(0.1))
+    state, messages = train_step.init(), []
+    for place in (0, -1):
+        rows = rows_of(0, 0)
+        rows[0, place] = VOCABULARY
+        try:
+            train_step(state, rows)
+        except IndexError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_tokens_outside_of_the_vocabulary(pools):
+    """Raise as torch's functions do: no rank has their row."""
+    for token, target in pools.run(2, out_of_range, CUT_LOGITS):
+        assert token == "a token is outside of the vocabulary of 31: from 1 to 31"
+        assert target == "a target is outside of the vocabulary of 31: from 1 to 31"

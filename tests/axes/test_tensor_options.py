@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fnaccel as fa
-from tests.axes.models import GPT, HEADS, PLAN, WIDTH, Block, loss_fn, rows_of
+from fnaccel import errors
+from tests.axes.models import GPT, HEADS, PLAN, SEQUENCE, VOCABULARY, WIDTH, Block, loss_fn, rows_of
 from tests.axes.test_tensor_transformers import gpt2
 from tests.models import whole
 
@@ -111,3 +112,122 @@ def test_a_dict_of_models(pools, strategy, step, model):
 def test_two_patterns_for_one_attribute(pools):
     """The first one divides it, and the second one does not divide it again."""
     check_same(pools, 2, fa.tensor(2, {"blocks.0.heads": "/"} | PLAN))
+
+
+def imitate(student, tokens, given):
+    gap = student(tokens[:, :-1]) - given["teacher"](tokens[:, :-1]).detach()
+    return fa.Mean(gap.square().sum(), weight=tokens.numel())
+
+
+def distilled(student_strategy, teacher_strategy):
+    """A student that borrows a teacher, which trains too. The error of the first call, if it raises."""
+    student = fa.train_step(imitate, model=fa.distribute(GPT, student_strategy), optimizer=fa.sgd(0.1))
+    teacher = fa.train_step(loss_fn, model=fa.distribute(GPT, teacher_strategy), optimizer=fa.sgd(0.1))
+    mine, lent, losses = student.init(seed=0), teacher.init(seed=1), []
+    for number in range(STEPS):
+        part = rows_of(number, 0, rows=4).chunk(student.mesh.batch_size)[student.mesh.batch_rank]
+        try:
+            mine, metrics = student(mine, part, given={"teacher": lent})
+        except errors.CapabilityError as error:
+            return str(error)
+        losses.append(float(metrics["loss"]))
+        part = rows_of(number, 1, rows=4).chunk(teacher.mesh.batch_size)[teacher.mesh.batch_rank]
+        lent, metrics = teacher(lent, part)
+        losses.append(float(metrics["loss"]))
+    return {"losses": torch.tensor(losses), "student": params_of(mine), "teacher": params_of(lent)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "student", "teacher"),
+    [
+        (2, fa.tensor(2, PLAN), fa.tensor(2, PLAN)),
+        (2, fa.tensor(2, PLAN), fa.fsdp()),
+        (4, fa.ddp(2) * fa.tensor(2, PLAN), BOTH),
+        (4, fa.tensor(4, PLAN), fa.ddp(2) * fa.tensor(2, PLAN)),
+    ],
+)
+def test_a_lent_model(pools, ranks, student, teacher):
+    expected = pools.run(1, distilled, "local", "local")[0]
+    for found in pools.run(ranks, distilled, student, teacher):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "student", "teacher"),
+    [(2, "fsdp(2)", fa.tensor(2, PLAN)), (4, fa.ddp(2) * fa.tensor(2, PLAN), fa.tensor(4, PLAN))],
+)
+def test_a_lent_model_reads_the_same_rows_on_its_ranks(pools, ranks, student, teacher):
+    """Otherwise it would add up activations of different rows."""
+    for text in pools.run(ranks, distilled, student, teacher):
+        assert "whose ranks must compute with the same rows" in text
+        assert "fix: this train step under fa.tensor(" in text
+
+
+class HalfUsed(GPT):
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
+        return self.head(self.norm(self.blocks[0](x)))
+
+
+WHOLE, CUT = fa.tensor(2, PLAN), fa.tensor(2, SEQUENCE, sequence=True)
+OPTIONS = {
+    "static_graph": (fa.ddp(2, static_graph=True) * WHOLE, GPT),
+    "unused_parameters": (fa.ddp(2, unused_parameters=True) * WHOLE, HalfUsed),
+    "unused, tensor alone": (WHOLE, HalfUsed),
+    "unused, fsdp": (BOTH, HalfUsed),
+    "bucket_mb": (fa.ddp(2, bucket_mb=0.0001) * CUT, GPT),
+    "ignore": (fa.fsdp(2, ignore=("head.*", "blocks.0.*")) * CUT, GPT),
+    "units": (fa.fsdp(2, units=None) * WHOLE, GPT),
+    "kept": (fa.fsdp(2, reshard_after_forward=False) * CUT, GPT),
+    "offload": (fa.fsdp(2, offload=True) * CUT, GPT),
+    "the other order": (WHOLE * fa.fsdp(2), GPT),
+    "the other ranks": (fa.fsdp() * fa.tensor(2, PLAN), GPT),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_the_other_axis(pools, name):
+    strategy, model = OPTIONS[name]
+    check_same(pools, 2 if strategy == WHOLE else 4, strategy, loss_fn, model)
+
+
+ODD_PLAN = {"embed": "vocab", "up": "colwise", "down": "rowwise", "head": "vocab"}
+
+
+class Odd(nn.Module):
+    """Sizes for three ranks, and a vocabulary that they do not divide."""
+
+    tp_plan = ODD_PLAN
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 9), nn.Linear(9, VOCABULARY)
+        self.up, self.down = nn.Linear(9, 12), nn.Linear(12, 9)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + self.down(torch.relu(self.up(x))))
+
+
+def test_three_ranks(pools):
+    check_same(pools, 3, fa.tensor(), loss_fn, Odd)
+
+
+def started_without_values(strategy, folder=None):
+    """One step from a checkpoint of seed 0, which the first call writes."""
+    train_step = fa.train_step(loss_fn, model=fa.distribute(GPT, strategy), optimizer=fa.sgd(0.1))
+    state = train_step.init(seed=0)
+    if fa.latest(folder) is None:
+        fa.save(folder, state)
+    state = fa.restore(folder, like=state)
+    part = rows_of(0, 0, rows=4).chunk(train_step.mesh.batch_size)[train_step.mesh.batch_rank]
+    state, metrics = train_step(state, part)
+    return {"loss": torch.tensor(float(metrics["loss"])), "params": params_of(state)}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_model_without_values_is_restored(pools, tmp_path, offload):
+    expected = pools.run(1, started_without_values, "local", tmp_path)[0]
+    strategy = fa.fsdp(2, init="meta", offload=offload) * WHOLE
+    for found in pools.run(4, started_without_values, strategy, tmp_path):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

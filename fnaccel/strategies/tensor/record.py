@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -63,6 +63,8 @@ class Tensor(Axis):
         """What ranks along `tp` share, and whether their group crosses machines."""
         size = spec.mesh.degrees.get("tp", 1)
         world = spec.mesh.world
+        if size == 1:
+            return []
         notes = [f"tensor: {size} ranks read the same rows, and each has a part of every layer in the plan"]
         if size > world.local_size or world.local_size % size:
             notes.append("tensor: a group crosses machines, and it communicates in every layer")
@@ -160,6 +162,7 @@ def tensor(
             f"no plan is called {plan!r}", where="fa.tensor(plan=)", fix=nearest(plan, [*READY, "auto"])
         )
     if not isinstance(plan, str):
+        _check_plan(plan)
         styles = [style for _, style in _as_pairs(plan)]
         if not styles:
             raise ArgumentError(
@@ -172,6 +175,19 @@ def tensor(
         if sequence:
             check_ends(styles, "the plan")
     return Strategy((Tensor(degree, plan, bool(sequence)),))
+
+
+def _check_plan(plan: Any) -> None:
+    entries = plan.items() if isinstance(plan, Mapping) else plan
+    pairs = isinstance(entries, Iterable) and all(
+        isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[0], str) for entry in entries
+    )
+    if not pairs or any(isinstance(entry, str) for entry in entries):
+        raise ArgumentError(
+            f"{plan!r} is no plan",
+            where="fa.tensor(plan=)",
+            fix='plan={"*.up": "colwise", "*.down": "rowwise"}, or the name of a ready plan',
+        )
 
 
 def _layers(built: Built, options: Tensor) -> list[tuple[Layer, tuple[str, ...]]]:

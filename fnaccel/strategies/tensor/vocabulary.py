@@ -9,8 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fnaccel import _torch
 from fnaccel.errors import CapabilityError
 from fnaccel.strategies.tensor.collectives import Group, all_reduce
+
+
+def check_within(tokens: torch.Tensor, vocabulary: int, what: str) -> None:
+    """Raise IndexError for a token that no rank has, as torch does. On CUDA it is a device assertion."""
+    if torch.compiler.is_compiling() or tokens.device.type not in ("cpu", "cuda"):
+        return
+    inside = ((tokens >= 0) & (tokens < vocabulary)).all()
+    if tokens.device.type == "cuda":
+        _torch.assert_on_device(inside)
+    elif not inside:
+        least, largest = (int(value) for value in tokens.aminmax())
+        raise IndexError(f"a {what} is outside of the vocabulary of {vocabulary}: from {least} to {largest}")
 
 
 def embedded(module: nn.Embedding, tokens: torch.Tensor, start: int) -> torch.Tensor:
@@ -22,6 +35,7 @@ def embedded(module: nn.Embedding, tokens: torch.Tensor, start: int) -> torch.Te
         start: this rank's first token.
     """
     rows = module.weight.shape[0]
+    check_within(tokens, module.num_embeddings, "token")
     local = tokens - start
     elsewhere = (local < 0) | (local >= rows)
     padding = module.padding_idx
@@ -164,7 +178,9 @@ def _cross_entropy(
             "cross_entropy with weights, label smoothing, probabilities or more than two dimensions"
         )
     counted = target != ignore_index
-    losses = logits.losses(target.masked_fill(~counted, 0)).masked_fill(~counted, 0.0)
+    target = target.masked_fill(~counted, 0)
+    check_within(target, logits.shape[-1], "target")
+    losses = logits.losses(target).masked_fill(~counted, 0.0)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
