@@ -46,7 +46,8 @@ class Sources(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         piece = self.tokens[index * CONTEXT : (index + 1) * CONTEXT + 1].long()
-        return {"tokens": piece[:-1], "labels": piece[1:]}
+        # positions are data, since fa.context gives each rank a part of every row
+        return {"tokens": piece[:-1], "labels": piece[1:], "positions": torch.arange(CONTEXT)}
 
 
 class Block(nn.Module):
@@ -88,15 +89,17 @@ class GPT(nn.Module):
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.08)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embed(tokens) + self.position(positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
 def loss_fn(model, batch):
-    logits = model(batch["tokens"]).flatten(0, 1)
+    logits = model(batch["tokens"], batch["positions"]).flatten(0, 1)
     nll = F.cross_entropy(logits.float(), batch["labels"].flatten(), reduction="sum")
     return fa.Mean(nll, weight=batch["labels"].numel())
 

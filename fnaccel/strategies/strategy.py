@@ -88,6 +88,15 @@ class Strategy:
         return " * ".join(_text(axis) for axis in self.axes) or "local()"
 
 
+class Pairs(tuple[tuple[str, Any], ...]):
+    """The items of a dict as a field of an axis: hashable, and printed as the dict."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
 def _text(axis: Axis) -> str:
     parts: list[str] = []
     for field in attrs.fields(type(axis)):

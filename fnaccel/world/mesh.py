@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -263,10 +264,44 @@ def build(world: World, degrees: Mapping[str, int], follows: Mapping[str, str] |
     ordered = {name: degrees[name] for name in order if name in degrees}
     if not ordered:
         return Mesh(world=world, degrees={})
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: PLC0415 - slow to import
-
     ensure_group(world)
     _torch.forget_old_meshes()
+    laid = _shared_layout(world, ordered)
+    return Mesh(world=world, degrees=ordered, device=laid.device, shown=laid.shown, model=laid.model)
+
+
+@attrs.frozen
+class _Layout:
+    """The process groups of a mesh."""
+
+    device: Any
+    shown: Any
+    model: dist.ProcessGroup | None
+
+
+_layouts_of: tuple[weakref.ref[Any], dict[Any, _Layout]] | None = None
+
+
+def _shared_layout(world: World, degrees: dict[str, int]) -> _Layout:
+    """The layout of all meshes with these degrees. Each has process groups, with threads and connections.
+
+    Ranks agree whether they have one already: a rank may have failed while it made the last one.
+    """
+    global _layouts_of
+    group: Any = dist.group.WORLD
+    if _layouts_of is None or _layouts_of[0]() is not group:
+        _layouts_of = weakref.ref(group), {}
+    layouts, key = _layouts_of[1], (world.device, tuple(degrees.items()))
+    present = torch.tensor(float(key in layouts), device=world.device)
+    if world.size > 1:
+        dist.all_reduce(present, dist.ReduceOp.MIN)
+    if not bool(present):
+        layouts[key] = _lay_out(world, degrees)
+    return layouts[key]
+
+
+def _lay_out(world: World, degrees: dict[str, int]) -> _Layout:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: PLC0415 - slow to import
 
     def laid_out(axes: Mapping[str, int]) -> Any:
         names = tuple(axes)
@@ -276,21 +311,18 @@ def build(world: World, degrees: Mapping[str, int], follows: Mapping[str, str] |
         first = ("tp", *(name for name in names if name != "tp"))
         return DeviceMesh(world.device.type, ranks, mesh_dim_names=first)
 
-    device = laid_out(ordered)
-    sharing = tuple(name for name in ordered if name in SHARD_AXES)
+    device = laid_out(degrees)
+    sharing = tuple(name for name in degrees if name in SHARD_AXES)
     if len(sharing) < 2:
-        return Mesh(
-            world=world, degrees=ordered, device=device, shown=device, model=_model_group(world, ordered)
-        )
-    shards = math.prod(ordered[name] for name in sharing)
+        return _Layout(device, device, _model_group(world, degrees))
+    shards = math.prod(degrees[name] for name in sharing)
     first = sharing[0]
     merged = {
         _joined(sharing) if name == first else name: shards if name == first else degree
-        for name, degree in ordered.items()
+        for name, degree in degrees.items()
         if name not in sharing[1:]
     }
-    model = _model_group(world, ordered)
-    return Mesh(world=world, degrees=ordered, device=device, shown=laid_out(merged), model=model)
+    return _Layout(device, laid_out(merged), _model_group(world, degrees))
 
 
 def _model_group(world: World, degrees: Mapping[str, int]) -> dist.ProcessGroup | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import fnaccel as fa
 from fnaccel.testing import count_collectives, oracle_run
@@ -51,7 +53,7 @@ ROWS = {
     "captured": (2, one(2), {"compiled": True}),
     "captured sequence": (2, one(2, SEQUENCE, sequence=True), {"compiled": True}),
     "captured cut logits": (2, one(2, CUT_LOGITS), {"compiled": True}),
-    "tensor(4)": (4, one(4), {}),
+    "four ranks": (4, one(4), {}),
     "ddp": (4, fa.ddp(2) * one(2), {}),
     "ddp, sequence": (4, fa.ddp(2) * one(2, SEQUENCE, sequence=True), {}),
     "ddp with bf16 sent": (4, fa.ddp(2, hook="bf16") * one(2), {}),
@@ -96,6 +98,38 @@ def test_two_and_two_all_reduces_for_each_layer(pools):
     for *_, counts, _ in pools.run(2, trained, one(2, CUT_LOGITS), micro_batches=1):
         # the logits stay: a maximum, and the sums of exponents and targets
         assert counts == {"all_reduce": 2 * 4 + 3 + 2}
+
+
+class Apart(nn.Module):
+    """Query, key and value are layers of their own, which take the same activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def counted_apart():
+    plan = {"[qkv]": "colwise", "o": "rowwise"}
+    train_step = fa.train_step(
+        lambda model, x: model(x).square().mean(),
+        model=fa.distribute(Apart, one(2, plan)),
+        optimizer=fa.sgd(0.1),
+    )
+    state, _ = train_step(train_step.init(), torch.ones(2, 3, 8))
+    with count_collectives() as counted:
+        train_step(state, torch.ones(2, 3, 8))
+    return dict(counted.counts)
+
+
+def test_layers_apart_share_the_copy_of_their_input(pools):
+    """One all-reduce in forward, one in backward for query, key and value together."""
+    assert pools.run(2, counted_apart) == [{"all_reduce": 2}] * 2
 
 
 def test_sequences_reduce_scatter_and_all_gather(pools):

@@ -186,7 +186,7 @@ HOSTILE = {
     "a piece outside": (piece(offset=[1, 0]), "outside of"),
     "too few dimensions": (piece(offset=[0], shape=[12]), "number of dimensions"),
     "overlapping pieces": (twice, "overlap"),
-    "two pieces of one name": (twice_the_same, "in one file"),
+    "two pieces of one name": (twice_the_same, "in one entry of a file"),
     "no pieces": (put("tensors", "w", "pieces", to=[]), "covers 0 of the 12"),
     "an unknown dtype": (put("tensors", "w", "dtype", to="object"), "the dtype 'object'"),
     "another dtype": (put("tensors", "w", "dtype", to="int32"), None),

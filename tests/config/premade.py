@@ -49,7 +49,9 @@ def some_updates(name: str, changes: dict[str, Any], folder: str) -> tuple[list[
         changes = {**changes, "checkpoint.directory": folder}
     recipe = override(OF_THE_SCRIPT, {**fields, **changes})
     tokens = torch.randint(256, (8, 17), generator=torch.Generator().manual_seed(0))
-    rows = 8 * [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]  # the same in each batch
+    rows = 8 * [
+        {"tokens": row[:-1], "labels": row[1:], "positions": torch.arange(16)} for row in tokens
+    ]  # the same in each batch
     with contextlib.chdir(ROOT), fa.start():  # a recipe's paths are seen from the root
         shards = fa.shard(DataLoader(rows, batch_size=8), **fa.config.shard_options(recipe))
         train_step = fa.config.apply(recipe, load(f"{SCRIPT}:loss_fn", "tests"), build_gpt, shards=shards)

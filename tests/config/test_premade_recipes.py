@@ -32,7 +32,7 @@ TWO_RANKS = (
     "fsdp_cpu_offload", "fsdp_large_model", "fsdp_no_split", "fsdp_zero2", "hook_bf16", "hook_powersgd", "machines",
     "muon", "remat", "schedule_in_epochs",
 )  # fmt: skip
-FOUR_RANKS = ("hybrid",)
+FOUR_RANKS = ("context", "hybrid", "tensor")
 DEEPSPEED = ("deepspeed_file", "deepspeed_offload", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
 NEEDS_HARDWARE = (
     "deepspeed_nvme",

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fnaccel as fa
+from fnaccel.cli.main import main
 from tests.context.model import CUT, Net, batch_of, loss_fn
 
 BATCH = batch_of(0, 0)
@@ -129,6 +130,7 @@ CASES = [
     (total, Weights, text(), BATCH, "nn.MultiheadAttention returns its weights", "need_weights=False"),
     (total, Cls, text(), BATCH, "attention over 5 tokens, and this rank's part of a sequence has 4", "class token"),
     (total, Local, text(), BATCH, "a mask of shape [4, 4] does not say", "is_causal=True for a causal mask; or a mask of 4 rows and 8 keys"),
+    (total, Latents, text(cut=CUT | {"memory": None}), BATCH | {"memory": torch.zeros(2, 4, 3)}, "as many as this rank's part of a sequence has", "pad one of the two"),
     (total, Both, text(), BATCH, "is_causal=True or a mask, not both", "leave one of the two out"),
     (total, Latents, text(), BATCH, "is_causal=True of 1 rows and 4 keys", "as many rows as keys"),
     (loss_fn, lambda: Net("causal", 0.5), text("ring"), BATCH, "draws dropout", 'fa.context(method="gather")'),
@@ -238,3 +240,13 @@ def test_the_plan(pools):
         "note: context: each of 2 ranks has 2 chunks of each sequence, one from each end; an attention takes "
         "the keys and values of 1 other ranks one by one, in the backward with their gradients" in first
     )
+
+
+@pytest.mark.parametrize(("machine", "crosses"), [(2, False), (4, False), (1, True)])
+def test_a_group_that_crosses_machines(machine, crosses, capsys):
+    path = "tests/context/model.py"
+    flags = ["--ranks", "4", "--per-machine", str(machine), "--strategy", "ddp(2) * context(2)"]
+    assert main(["plan", f"{path}:loss_fn", "--model", f"{path}:Net", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert ("a group crosses machines" in printed) is crosses
+    assert "1 all-gather of keys and values, and 1 reduce-scatter in the backward" in printed

@@ -96,12 +96,13 @@ PRODUCTS = [
     ("ddp(2) * context(2)", 4, {"clip": 0.1, "accumulate": 2}),
     ("hsdp(1, 2) * context(2)", 4, {}),
     (f"{fa.tensor(2, PLAN)} * context(2)", 4, {"clip": 0.1, "accumulate": 2}),
+    (f"fsdp(2) * {fa.tensor(2, PLAN)} * context(2)", 8, {"clip": 0.1}),
 ]
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "step"), PRODUCTS)
 def test_products(pools, strategy, ranks, step):
-    copies = 1 if "tensor" in strategy else 2
+    copies = ranks // 4 if "tensor" in strategy else 2
     check(pools.run(ranks, trained, text(strategy), **step), copies, clip=step.get("clip"))
 
 

@@ -50,8 +50,8 @@ def test_train_parallel_goes_on_under_another_strategy(tmp_path):
     )
     then = run("train_parallel", "--dir", str(tmp_path), "--steps", "5")
     alone = run("train_parallel", "--steps", "5")
-    found = re.findall(losses, first.stdout) + re.findall(losses, then.stdout)
-    expected = re.findall(losses, alone.stdout)
+    found = re.findall(losses, first.out) + re.findall(losses, then.out)
+    expected = re.findall(losses, alone.out)
     assert [step for step, _ in found] == [step for step, _ in expected] == ["1", "2", "3", "4", "5"]
     assert [float(loss) for _, loss in found] == pytest.approx([float(x) for _, x in expected], abs=2e-3)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import axes, context
+from tests.mutants import axes, context, tensor
 from tests.mutants.mutant import Mutant
 
 pytestmark = pytest.mark.long
@@ -292,6 +292,7 @@ MUTANTS = [
     ),
     *axes.MUTANTS,
     *context.MUTANTS,
+    *tensor.MUTANTS,
 ]  # fmt: skip
 
 

@@ -73,6 +73,13 @@ def attention(
             raise _unknown_length(keys, split)
         # keys that every rank has whole, such as those of an encoder whose tokens are not cut
         return scaled_dot_product(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if keys in split.uncut:
+        raise CapabilityError(
+            f"attention over {keys} tokens: as many as this rank's part of a sequence has, and as many as a "
+            "leaf of the batch that every rank has whole",
+            where=_WHERE,
+            fix="pad one of the two to another length, so that they can be told apart",
+        )
     if is_causal and rows != keys:
         raise CapabilityError(
             f"is_causal=True of {rows} rows and {keys} keys, which are parts of one sequence",

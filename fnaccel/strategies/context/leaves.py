@@ -12,6 +12,7 @@ import torch
 from fnaccel import tree
 from fnaccel.errors import ArgumentError, MicroBatchError, nearest, require
 from fnaccel.strategies.context.order import Chunks
+from fnaccel.strategies.strategy import Pairs
 from fnaccel.tree import Tree
 
 _WHERE = "fa.context(cut=...)"
@@ -27,16 +28,7 @@ _KNOWN: Mapping[str, int | None] = {
 """The dimension of tokens in the batches of transformers' models. None: every rank needs the leaf whole."""
 
 
-class Dims(tuple[tuple[str, int | None], ...]):
-    """Pairs of a pattern and a dimension, hashable, that print as a dict."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-
-def as_dims(cut: Mapping[Any, int | None] | Sequence[tuple[str, int | None]] | None) -> Dims | None:
+def as_dims(cut: Mapping[Any, int | None] | Sequence[tuple[str, int | None]] | None) -> Pairs | None:
     """The argument `cut=` as a record keeps it.
 
     Raises:
@@ -45,7 +37,7 @@ def as_dims(cut: Mapping[Any, int | None] | Sequence[tuple[str, int | None]] | N
     if cut is None:
         return None
     pairs: Any = cut.items() if isinstance(cut, Mapping) else cut
-    dims = Dims((str(name), dim) for name, dim in pairs)
+    dims = Pairs((str(name), dim) for name, dim in pairs)
     require(
         bool(dims) and all(dim is None or (type(dim) is int and dim > 0) for _, dim in dims),
         f"cut={cut!r} does not say along which dimension a leaf of the batch has its tokens",
@@ -62,7 +54,7 @@ class Cut:
     Attributes:
         data: the batch.
         lengths: how many tokens this rank has, for each length of sequence.
-        uncut: the sizes of the leaves that stay whole.
+        uncut: the numbers of tokens of leaves that stay whole.
     """
 
     data: Any
@@ -70,7 +62,7 @@ class Cut:
     uncut: frozenset[int]
 
 
-def cut_leaves(batch: Tree, dims: Dims | None, chunks: Chunks) -> Cut:
+def cut_leaves(batch: Tree, dims: Pairs | None, chunks: Chunks) -> Cut:
     """This rank's tokens of a batch.
 
     Args:
@@ -115,13 +107,23 @@ def cut_leaves(batch: Tree, dims: Dims | None, chunks: Chunks) -> Cut:
         dim, named = choices[path]
         if dim is None and isinstance(leaf, torch.Tensor):
             _check_unnamed(path, leaf, named, sizes)
-            uncut.update(leaf.shape[1:])
+            uncut.update(_lengths_of(path, leaf))
         parts.append(leaf if dim is None else chunks.cut(leaf, dim))
     lengths = frozenset(length // chunks.ranks for _, length in sizes)
-    return Cut(tree.unflatten(structure, parts), lengths, frozenset(uncut) - lengths)
+    return Cut(tree.unflatten(structure, parts), lengths, frozenset(uncut))
 
 
-def _dim_of(path: str, leaf: Tree, dims: Dims | None) -> tuple[int | None, bool]:
+def _lengths_of(path: str, leaf: torch.Tensor) -> Sequence[int]:
+    """The numbers of tokens that a whole leaf may have: vectors of tokens, or their numbers."""
+    if path.rpartition("/")[2] in _KNOWN:  # a mask over the tokens that are cut
+        return ()
+    if leaf.dim() > 2:
+        return leaf.shape[1:-1]
+    numbers = not leaf.is_floating_point() and leaf.dtype is not torch.bool
+    return leaf.shape[1:] if numbers else ()
+
+
+def _dim_of(path: str, leaf: Tree, dims: Pairs | None) -> tuple[int | None, bool]:
     """(the dimension of tokens of a leaf, or None; whether a pattern or a known name says so)."""
     for pattern, dim in dims or ():
         if fnmatch.fnmatchcase(path, pattern):

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import attrs
-import torch.distributed as dist
 
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest
 from fnaccel.models.building import Built
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.context.attention import attention_over, check_modules
 from fnaccel.strategies.context.huggingface import prepare_models
-from fnaccel.strategies.context.leaves import Dims, as_dims, cut_leaves
+from fnaccel.strategies.context.leaves import as_dims, cut_leaves
 from fnaccel.strategies.context.order import Chunks
 from fnaccel.strategies.context.ring import register_ring
 from fnaccel.strategies.context.split import Split
 from fnaccel.strategies.context.weights import check_weight, weighs_tokens
 from fnaccel.strategies.footprint import Traffic
-from fnaccel.strategies.strategy import Axis, Strategy, check_degree, maker
+from fnaccel.strategies.strategy import Axis, Pairs, Strategy, check_degree, maker
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 
@@ -35,7 +35,7 @@ _COSTS: dict[str, str] = {
 
 def _cost(method: Method, ranks: int) -> str:
     """The collectives of one attention over so many ranks."""
-    return _COSTS[method].replace("2n - 1", str(2 * ranks - 1)).replace("n - 1", str(ranks - 1))
+    return _COSTS[method].replace("n - 1", str(ranks - 1))
 
 
 _KINDS = {"gather": "all_gather", "ring": "send", "heads": "all_to_all"}
@@ -49,7 +49,7 @@ class Context(Axis):
     maker: ClassVar[str] = "context"
 
     degree: int = -1
-    cut: Dims | None = None
+    cut: Pairs | None = None
     method: Method = "gather"
     balance: bool = True
 
@@ -72,10 +72,13 @@ class Context(Axis):
             if self.balance
             else "a contiguous part of each sequence"
         )
-        costs = _COSTS[self.method].replace("n - 1", str(ranks - 1))
-        notes = [f"context: each of {ranks} ranks has {order}; an attention takes {costs}"]
-        group, machine = spec.mesh.group(self.mesh_axis), max(spec.mesh.world.local_size, 1)
-        if group is not None and len({rank // machine for rank in dist.get_process_group_ranks(group)}) > 1:
+        notes = [
+            f"context: each of {ranks} ranks has {order}; an attention takes {_cost(self.method, ranks)}"
+        ]
+        names = list(spec.mesh.degrees)
+        # axes after this one are inside of it: the ranks of a group and those between them
+        span = math.prod(spec.mesh.degrees[name] for name in names[names.index(self.mesh_axis) :])
+        if ranks > 1 and spec.mesh.world.local_size % span:
             notes.append("context: a group crosses machines, and it communicates in every attention")
         if self.method == "ring" and any(t.name == "attention" for t in spec.step.transforms):
             notes.append("context: a ring computes blocks of attention itself, whatever fa.attention names")
@@ -112,7 +115,7 @@ class SequencePart:
         dims: the dimension of tokens by pattern of a leaf's path.
     """
 
-    def __init__(self, split: Split, dims: Dims | None) -> None:
+    def __init__(self, split: Split, dims: Pairs | None) -> None:
         self._split = split
         self._dims = dims
 
@@ -120,7 +123,7 @@ class SequencePart:
         """This rank's tokens of each batch, and a context in which attention reaches those of all ranks."""
         cuts = [cut_leaves(batch, self._dims, self._split.chunks) for batch in batches]
         lengths = frozenset[int]().union(*(cut.lengths for cut in cuts))
-        uncut = frozenset[int]().union(*(cut.uncut for cut in cuts)) - lengths
+        uncut = frozenset[int]().union(*(cut.uncut for cut in cuts))
         split = attrs.evolve(self._split, lengths=tuple(sorted(lengths)), uncut=tuple(sorted(uncut)))
         return [cut.data for cut in cuts], attention_over(split)
 

@@ -21,7 +21,7 @@ class Split:
         group: the ranks.
         method: how attention reaches the keys of other ranks.
         lengths: the numbers of positions of this rank, one for each length of sequence in the step.
-        uncut: the dimensions of the leaves of the batch that every rank has whole.
+        uncut: the numbers of tokens of the leaves of the batch that every rank has whole.
     """
 
     chunks: Chunks

@@ -10,9 +10,8 @@ import attrs
 from torch import nn
 
 from fnaccel.errors import ArgumentError, nearest
+from fnaccel.strategies.strategy import Pairs
 from fnaccel.strategies.tensor.styles import parse
-
-Pairs = tuple[tuple[str, str], ...]
 
 
 @attrs.frozen(kw_only=True)
@@ -128,7 +127,7 @@ class Plan:
         heads: numbers of heads by name, which the number of ranks has to divide.
     """
 
-    pairs: Pairs
+    pairs: tuple[tuple[str, str], ...]
     optional: bool = False
     heads: Mapping[str, int] = attrs.field(factory=dict)
 

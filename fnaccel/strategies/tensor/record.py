@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -16,8 +17,8 @@ from fnaccel.models.building import Built, mark_cut
 from fnaccel.models.parameter import Cut
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.footprint import Traffic
-from fnaccel.strategies.strategy import Axis, Strategy, check_degree, maker
-from fnaccel.strategies.tensor.plans import READY, Pairs, Plan, check_ends, plan_for
+from fnaccel.strategies.strategy import Axis, Pairs, Strategy, check_degree, maker
+from fnaccel.strategies.tensor.plans import READY, Plan, check_ends, plan_for
 from fnaccel.strategies.tensor.region import Region
 from fnaccel.strategies.tensor.styles import ENDS, Layer, cuts_of, divisors, parse, part_of, patch
 from fnaccel.strategies.tensor.traffic import traffic_of
@@ -28,7 +29,7 @@ def _as_pairs(plan: Any) -> str | Pairs:
     if isinstance(plan, str):
         return plan
     entries = plan.items() if isinstance(plan, Mapping) else plan
-    return tuple((pattern, style) for pattern, style in entries)
+    return Pairs((str(pattern), style) for pattern, style in entries)
 
 
 @attrs.frozen
@@ -110,7 +111,7 @@ class Tensor(Axis):
         if draws:
             for root in built.modules.values():
                 region.watch(root)
-        _share_values(built, axis)
+        _share_values(built, axis, mesh.world.device)
         _cut_parameters(built, cuts, axis)
         for layer, styles in layers:
             if styles == ("/",):
@@ -344,13 +345,16 @@ def _all_cuts(
     return cuts
 
 
-def _share_values(built: Built, axis: MeshAxis) -> None:
+def _share_values(built: Built, axis: MeshAxis, device: torch.device) -> None:
     """Let all ranks cut the values of the first one, if a built module was given: theirs may differ."""
     if not built.prebuilt or axis.group is None:
         return
-    for kind in ("parameters", "buffers"):
-        for _, value in built.named(kind):
-            dist.broadcast(value.detach(), group=axis.group, group_src=0)
+    with torch.no_grad():
+        for kind in ("parameters", "buffers"):
+            for _, value in built.named(kind):
+                copy = value.detach().to(device)  # a process group of GPUs sends no tensors of the host
+                dist.broadcast(copy, group=axis.group, group_src=0)
+                value.copy_(copy)
 
 
 def _cut_parameters(built: Built, cuts: dict[int, Cut], axis: MeshAxis) -> None:
