@@ -7,11 +7,12 @@ captured steps run the same.
 # pyright: reportIncompatibleMethodOverride=false
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.function import FunctionCtx
 
 from fnaccel import _torch
 
@@ -41,68 +42,75 @@ def _own(value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return value.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
+class _Context(FunctionCtx):
+    """The ranks and the dimension of a collective, for its backward."""
+
+    group: Group
+    dim: int
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: _Context, value: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_reduce(grad, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Group) -> torch.Tensor:  # noqa: ARG004
+    def forward(ctx: _Context, value: torch.Tensor, group: Group) -> torch.Tensor:  # noqa: ARG004
         return all_reduce(value, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
+    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
         return grad, None
 
 
 class _GatherSummed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    def forward(ctx: _Context, value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
         return _all_gather(value, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _reduce_scatter(grad, ctx.group, ctx.dim), None, None
 
 
 class _SumScattered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    def forward(ctx: _Context, value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
         return _reduce_scatter(value, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _all_gather(grad, ctx.group, ctx.dim), None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    def forward(ctx: _Context, value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
         return _all_gather(value, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _own(grad, ctx.group, ctx.dim), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    def forward(ctx: _Context, value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
         return _own(value, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _all_gather(grad, ctx.group, ctx.dim), None, None
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from fnaccel import _torch
 from fnaccel.errors import CapabilityError
@@ -186,11 +187,20 @@ def _cross_entropy(
     return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
 
 
+class _Context(FunctionCtx):
+    """The tensors that the backward of a cut cross entropy needs."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    dtype: torch.dtype
+
+
 class _CutCrossEntropy(torch.autograd.Function):
     """Cross entropy of rows of logits, of which each rank has some columns. Two sums and a maximum."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, target: torch.Tensor, start: int, group: Group) -> torch.Tensor:
+    def forward(
+        ctx: _Context, part: torch.Tensor, target: torch.Tensor, start: int, group: Group
+    ) -> torch.Tensor:
         wide = part if part.dtype is torch.float64 else part.float()
         largest = all_reduce(wide.amax(dim=-1), group, "max")
         exponents = (wide - largest.unsqueeze(-1)).exp()
@@ -204,7 +214,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         return total.log() - chosen
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore
+    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore
         probabilities, place, own = ctx.saved_tensors
         slope = probabilities.scatter_add(-1, place, -own.to(probabilities.dtype).unsqueeze(-1))
         return (slope * grad.unsqueeze(-1)).to(ctx.dtype), None, None, None
