@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 TENSOR = "tests/axes/test_tensor.py"
 ERRORS = "tests/axes/test_tensor_errors.py"
 PROBE = "tests/axes/test_probe.py"
+OPTIONS = "tests/axes/test_tensor_options.py"
 
 MUTANTS = [
     Mutant(
@@ -42,6 +43,15 @@ MUTANTS = [
         "ranks drop the same features between layers", "strategies/tensor/region.py",
         "generator.manual_seed(fold(number, self._rank, 0, 0))", "generator.manual_seed(fold(number, 0, 0, 0))",
         (ERRORS, "-k", "random_numbers"),
+    ),
+    Mutant(
+        "a recomputed block leaves its random numbers to the next one", "strategies/tensor/styles.py",
+        "        except BaseException:\n            region.end()", "        except BaseException:\n            pass",
+        (OPTIONS, "-k", "drop_the_same"),
+    ),
+    Mutant(
+        "a lent model reads other rows on each of its ranks", "program/lent_models.py", "if rows_shared_by % parts:", "if False:",
+        (OPTIONS, "-k", "reads_the_same_rows"),
     ),
     Mutant(
         "the probe accepts any loss", "program/probe.py", "if not each.difference <= limit", "if False", (PROBE, "-k", "wrongly"),
