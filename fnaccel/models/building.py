@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fnaccel.collectives import gather_objects
@@ -179,8 +180,7 @@ def construct(model: object, seed: int, *, empty: bool = False) -> Built:
     host = Host(whole)
     for module in modules.values():
         _owned[module] = Ownership(module, host)
-    prebuilt = any(isinstance(source, nn.Module) for source in parts.values())
-    return Built(model=whole, modules=modules, host=host, empty=empty, prebuilt=prebuilt)
+    return Built(model=whole, modules=modules, host=host, empty=empty, prebuilt=not has_factories(model))
 
 
 def _check_sizes(module: nn.Module) -> None:
@@ -329,10 +329,24 @@ def release(built: Built) -> None:
             ownership.end()
 
 
+def share_first_values(built: Built, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give all ranks of a group the values of its first one: those of a built module may differ."""
+    with torch.no_grad():
+        for _, value in [*built.named("parameters"), *built.named("buffers")]:
+            copy = value.detach().to(device)  # a process group of GPUs sends no tensors of the host
+            dist.broadcast(copy, group=group, group_src=0)
+            value.copy_(copy)
+
+
+def has_factories(model: object) -> bool:
+    """Whether a model, or each of a dict of models, is a factory. A built module can't be built again."""
+    sources = model.values() if isinstance(model, dict) else (model,)
+    return not any(isinstance(source, nn.Module) for source in sources)
+
+
 def check_factories(model: object, where: str) -> None:
     """Raise OwnershipError if a model can't be built again."""
-    sources = model.values() if isinstance(model, dict) else (model,)
-    if any(isinstance(source, nn.Module) for source in sources):
+    if not has_factories(model):
         raise OwnershipError(
             "init was called before, and the values of a built module have moved since",
             where=where,

@@ -14,14 +14,13 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fnaccel import tree
 from fnaccel.collectives import gather_objects
 from fnaccel.data.batch import Batch, Window
 from fnaccel.data.cut import cut, rows_of
 from fnaccel.errors import ArgumentError, CapabilityError
-from fnaccel.models.building import construct, release
+from fnaccel.models.building import construct, has_factories, release
 from fnaccel.step.loss import read_loss
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
@@ -67,12 +66,6 @@ def fits(model: object, parameters: Mapping[str, Any], mesh: Mesh) -> bool:
     if not fit and mesh.world.is_main:
         _logger.info("the cut model is not compared with the whole one: no factory, or no memory for it")
     return fit
-
-
-def has_factories(model: object) -> bool:
-    """Whether no built module was given, which can't be built a second time."""
-    sources = model.values() if isinstance(model, dict) else (model,)
-    return not any(isinstance(source, nn.Module) for source in sources)
 
 
 def _free_bytes(mesh: Mesh) -> int:

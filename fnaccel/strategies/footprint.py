@@ -17,7 +17,7 @@ from fnaccel import tree
 from fnaccel.engine.updater import Updater, by_model
 from fnaccel.errors import ArgumentError, FnaccelError
 from fnaccel.models.blocks import HasUnits, find_units
-from fnaccel.models.building import Built, construct, freeze, release
+from fnaccel.models.building import Built, construct, freeze, has_factories, release
 from fnaccel.models.parameter import Cut, Leaf
 from fnaccel.step.html_table import size_of
 from fnaccel.strategies.ddp_buckets import lay_out
@@ -191,8 +191,7 @@ def footprint(
     """
     axes = strategy(over)
     degrees = resolve(axes.degrees(), ranks, str(axes))
-    sources = model.values() if isinstance(model, Mapping) else (model,)
-    if any(isinstance(source, nn.Module) for source in sources):
+    if not has_factories(dict(model) if isinstance(model, Mapping) else model):
         raise ArgumentError(
             "a built module was given", where="fa.strategies.footprint", fix="give its factory"
         )

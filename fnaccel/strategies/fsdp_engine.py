@@ -20,7 +20,7 @@ from fnaccel import _torch
 from fnaccel.engine.engine import Engine, Forward, Hooks, Layout
 from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, nearest
 from fnaccel.models.blocks import find_units
-from fnaccel.models.building import Built, check_alike, construct
+from fnaccel.models.building import Built, check_alike, construct, has_factories, share_first_values
 from fnaccel.step.precision_policy import Precision
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp import Ddp
@@ -86,9 +86,7 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
 def _construct(build: Build, options: Fsdp) -> tuple[Built, dict[str, Any]]:
     """The modules, and on rank 0 the values to send if only rank 0 builds them."""
     world = build.spec.mesh.world
-    sources = build.spec.model.values() if isinstance(build.spec.model, dict) else (build.spec.model,)
-    prebuilt = any(isinstance(source, nn.Module) for source in sources)
-    if options.init != "seeded" and prebuilt:
+    if options.init != "seeded" and not has_factories(build.spec.model):
         raise ArgumentError(
             f'init="{options.init}" builds modules without values, and a built module was given',
             where="fa.fsdp",
@@ -103,13 +101,8 @@ def _construct(build: Build, options: Fsdp) -> tuple[Built, dict[str, Any]]:
     build.prepare(built)
     check_alike(built, world)
     group = build.spec.mesh.group("loss")
-    if prebuilt and group is not None:
-        # the ranks' own copies may differ: those of the first rank count, as under ddp
-        with torch.no_grad():
-            for _, value in [*built.named("parameters"), *built.named("buffers")]:
-                copy = value.detach().to(world.device)
-                dist.broadcast(copy, group=group, group_src=0)
-                value.copy_(copy)
+    if built.prebuilt and group is not None:  # as under ddp
+        share_first_values(built, group, world.device)
     return built, values
 
 

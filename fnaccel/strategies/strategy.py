@@ -88,6 +88,12 @@ class Strategy:
         return " * ".join(_text(axis) for axis in self.axes) or "local()"
 
 
+def runtime_in(spec: Spec) -> str:
+    """The name of a runtime in a product, which lays out models and averages by itself, or ""."""
+    makers = [axis.maker for axis in spec.strategy.axes if axis.mesh_axis is None]
+    return next(iter(makers), spec.runtime)
+
+
 class Pairs(tuple[tuple[str, Any], ...]):
     """The items of a dict as a field of an axis: hashable, and printed as the dict."""
 

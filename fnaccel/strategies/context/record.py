@@ -20,7 +20,7 @@ from fnaccel.strategies.context.ring import register_ring
 from fnaccel.strategies.context.split import Split
 from fnaccel.strategies.context.weights import check_weight, weighs_tokens
 from fnaccel.strategies.footprint import Traffic
-from fnaccel.strategies.strategy import Axis, Pairs, Strategy, check_degree, maker
+from fnaccel.strategies.strategy import Axis, Pairs, Strategy, check_degree, maker, runtime_in
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 
@@ -55,11 +55,10 @@ class Context(Axis):
 
     def check(self, spec: Spec) -> None:
         """Raise CapabilityError beside a runtime that cuts or averages on its own."""
-        runtimes = [axis.maker for axis in spec.strategy.axes if axis.mesh_axis is None]
-        runtimes += [spec.runtime] if spec.runtime else []
-        if runtimes:
+        runtime = runtime_in(spec)
+        if runtime:
             raise CapabilityError(
-                f"{runtimes[0]} runs the step by itself, and knows nothing of parts of a sequence",
+                f"{runtime} runs the step by itself, and knows nothing of parts of a sequence",
                 where=f"strategy {spec.strategy}",
                 fix="multiply context with ddp, fsdp or hsdp",
             )

@@ -14,7 +14,7 @@ from torch import nn
 from fnaccel.engine.engine import Engine, Forward, Hooks, Layout, Runtime
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import ArgumentError, CapabilityError, ConfigError, FnaccelError, nearest
-from fnaccel.models.building import Built, check_alike, construct
+from fnaccel.models.building import Built, check_alike, construct, has_factories
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.deepspeed import DeepspeedKernel
 from fnaccel.optim.description import Group, Member, Optimizer, group_leaves
@@ -104,8 +104,7 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
 
 def _construct(build: Build, record: Deepspeed, package: ModuleType, config: dict[str, Any]) -> Built:
     """The modules. Under `zero3_init` each parameter is partitioned when it is made."""
-    sources = build.spec.model.values() if isinstance(build.spec.model, dict) else (build.spec.model,)
-    if record.zero3_init and any(isinstance(source, nn.Module) for source in sources):
+    if record.zero3_init and not has_factories(build.spec.model):
         raise ArgumentError(
             "zero3_init partitions parameters as they are made, and a built module was given",
             where="fa.deepspeed",

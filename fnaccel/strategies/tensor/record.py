@@ -7,17 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from fnaccel import _torch
 from fnaccel.errors import ArgumentError, CapabilityError, nearest
-from fnaccel.models.building import Built, mark_cut
+from fnaccel.models.building import Built, mark_cut, share_first_values
 from fnaccel.models.parameter import Cut
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.footprint import Traffic
-from fnaccel.strategies.strategy import Axis, Pairs, Strategy, check_degree, maker
+from fnaccel.strategies.strategy import Axis, Pairs, Strategy, check_degree, maker, runtime_in
 from fnaccel.strategies.tensor.plans import READY, Plan, check_ends, plan_for
 from fnaccel.strategies.tensor.region import Region
 from fnaccel.strategies.tensor.styles import ENDS, Layer, cuts_of, divisors, parse, part_of, patch
@@ -45,25 +43,26 @@ class Tensor(Axis):
 
     def check(self, spec: Spec) -> None:
         """Raise for runtimes beside it, for fp8, and for initial values that one rank sends to all."""
-        for axis in spec.strategy.axes:
-            if spec.runtime or (axis.mesh_axis is None and axis is not self):
-                raise CapabilityError(
-                    f"{axis.maker} lays models out itself, and tensor cuts their parameters",
-                    where=f"strategy {spec.strategy}",
-                    fix="multiply tensor with ddp, fsdp or hsdp",
-                )
-            if any(transform.name == "float8" for transform in spec.step.transforms):
-                raise CapabilityError(
-                    "fp8 replaces linear layers, and tensor cuts them: no kernel computes both",
-                    where=f"strategy {spec.strategy}",
-                    fix='fa.with_precision(step, "bf16"); or fp8 under fa.ddp or fa.fsdp',
-                )
-            if getattr(axis, "init", "seeded") == "rank0":
-                raise CapabilityError(
-                    'init="rank0" sends whole parameters, and ranks of tensor have parts',
-                    where=f"strategy {spec.strategy}",
-                    fix='init="seeded"; or "meta", and restore or adopt a state',
-                )
+        where = f"strategy {spec.strategy}"
+        runtime = runtime_in(spec)
+        if runtime:
+            raise CapabilityError(
+                f"{runtime} lays models out itself, and tensor cuts their parameters",
+                where=where,
+                fix="multiply tensor with ddp, fsdp or hsdp",
+            )
+        if any(transform.name == "float8" for transform in spec.step.transforms):
+            raise CapabilityError(
+                "fp8 replaces linear layers, and tensor cuts them: no kernel computes both",
+                where=where,
+                fix='fa.with_precision(step, "bf16"); or fp8 under fa.ddp or fa.fsdp',
+            )
+        if any(getattr(axis, "init", "seeded") == "rank0" for axis in spec.strategy.axes):
+            raise CapabilityError(
+                'init="rank0" sends whole parameters, and ranks of tensor have parts',
+                where=where,
+                fix='init="seeded"; or "meta", and restore or adopt a state',
+            )
 
     def plan_notes(self, spec: Spec) -> list[str]:
         """What ranks along `tp` share, and whether their group crosses machines."""
@@ -100,7 +99,6 @@ class Tensor(Axis):
         layers = _layers(built, attrs.evolve(self, degree=axis.size))
         if axis.group is None:
             return
-        _check_dtensors(built)
         draws = any(_draws(module) for root in built.modules.values() for module in root.modules())
         region = Region(axis, mesh.world.device, sequence=self.sequence, draws=draws)
         cuts = _all_cuts(built, layers, axis.size, self)
@@ -111,7 +109,8 @@ class Tensor(Axis):
         if draws:
             for root in built.modules.values():
                 region.watch(root)
-        _share_values(built, axis, mesh.world.device)
+        if built.prebuilt:
+            share_first_values(built, axis.group, mesh.world.device)
         _cut_parameters(built, cuts, axis)
         for layer, styles in layers:
             if styles == ("/",):
@@ -287,16 +286,6 @@ def _divided(layer: Layer, path: str, attribute: str, size: int) -> int:
     return value // size
 
 
-def _check_dtensors(built: Built) -> None:
-    for name, param in built.named("parameters"):
-        if hasattr(param, "placements"):
-            raise CapabilityError(
-                f"{name} is a DTensor already",
-                where="fa.tensor",
-                fix="give the model without parallelize_module or fully_shard",
-            )
-
-
 def _draws(module: nn.Module) -> bool:
     """Whether a module may draw random numbers between column and row layers."""
     values = (value for name, value in vars(module).items() if "drop" in name or name == "p")
@@ -343,18 +332,6 @@ def _all_cuts(
                         fix='give both modules a style, such as "vocab" and "colwise_gather"',
                     )
     return cuts
-
-
-def _share_values(built: Built, axis: MeshAxis, device: torch.device) -> None:
-    """Let all ranks cut the values of the first one, if a built module was given: theirs may differ."""
-    if not built.prebuilt or axis.group is None:
-        return
-    with torch.no_grad():
-        for kind in ("parameters", "buffers"):
-            for _, value in built.named(kind):
-                copy = value.detach().to(device)  # a process group of GPUs sends no tensors of the host
-                dist.broadcast(copy, group=axis.group, group_src=0)
-                value.copy_(copy)
 
 
 def _cut_parameters(built: Built, cuts: dict[int, Cut], axis: MeshAxis) -> None:
