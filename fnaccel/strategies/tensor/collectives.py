@@ -7,6 +7,7 @@ captured steps run the same.
 # pyright: reportIncompatibleMethodOverride=false
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 from fnaccel import _torch
 
 Group = dist.ProcessGroup
+Collective = Callable[[torch.Tensor, Group, int], torch.Tensor]
 
 
 def all_reduce(value: torch.Tensor, group: Group, operation: str = "sum") -> torch.Tensor:
@@ -43,10 +45,11 @@ def _own(value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
 
 
 class _Context(FunctionCtx):
-    """The ranks and the dimension of a collective, for its backward."""
+    """The ranks and the dimension of a collective, and the collective of its backward."""
 
     group: Group
     dim: int
+    back: Collective
 
 
 class _Copy(torch.autograd.Function):
@@ -70,48 +73,19 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-class _GatherSummed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _all_gather(value, group, dim)
+class _Along(torch.autograd.Function):
+    """A collective along a dimension, whose backward is another one."""
 
     @staticmethod
-    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _reduce_scatter(grad, ctx.group, ctx.dim), None, None
-
-
-class _SumScattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _reduce_scatter(value, group, dim)
+    def forward(
+        ctx: _Context, value: torch.Tensor, group: Group, dim: int, there: Collective, back: Collective
+    ) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.back = group, dim, back
+        return there(value, group, dim)
 
     @staticmethod
-    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_gather(grad, ctx.group, ctx.dim), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _all_gather(value, group, dim)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own(grad, ctx.group, ctx.dim), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _own(value, group, dim)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_gather(grad, ctx.group, ctx.dim), None, None
+    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return ctx.back(grad, ctx.group, ctx.dim), None, None, None, None
 
 
 def copied(value: torch.Tensor, group: Group) -> torch.Tensor:
@@ -126,17 +100,17 @@ def summed(value: torch.Tensor, group: Group) -> torch.Tensor:
 
 def gathered_for_parts(value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """The ranks' slices joined, for different uses on each: backward adds the gradients and cuts them."""
-    return cast("torch.Tensor", _GatherSummed.apply(value, group, dim))
+    return cast("torch.Tensor", _Along.apply(value, group, dim, _all_gather, _reduce_scatter))
 
 
 def summed_and_cut(value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """This rank's slice of the sum of the ranks' tensors. Backward joins the gradients of all slices."""
-    return cast("torch.Tensor", _SumScattered.apply(value, group, dim))
+    return cast("torch.Tensor", _Along.apply(value, group, dim, _reduce_scatter, _all_gather))
 
 
 def scattered(value: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """This rank's slice of a tensor that all ranks have. Backward joins the gradients of all slices."""
-    return cast("torch.Tensor", _Scatter.apply(value, group, dim))
+    return cast("torch.Tensor", _Along.apply(value, group, dim, _own, _all_gather))
 
 
 def gathered(value: torch.Tensor, group: Group, dim: int, length: int) -> torch.Tensor:
@@ -154,5 +128,5 @@ def gathered(value: torch.Tensor, group: Group, dim: int, length: int) -> torch.
     missing = chunk - value.shape[dim]
     if missing:
         value = F.pad(value, (0, 0) * (value.dim() - 1 - dim) + (0, missing))
-    whole = cast("torch.Tensor", _Gather.apply(value, group, dim))
+    whole = cast("torch.Tensor", _Along.apply(value, group, dim, _all_gather, _own))
     return whole.narrow(dim, 0, length) if size * chunk > length else whole
