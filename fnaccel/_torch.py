@@ -73,19 +73,19 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
     return getattr(local, "_tensor", local)
 
 
-def compiled_graphs() -> int:
-    """How many graphs dynamo has captured in this process. (2.11, 2.13)"""
-    from torch._dynamo.utils import counters  # noqa: PLC0415 - slow to import
-
-    return int(counters["stats"]["unique_graphs"])
-
-
-def compile_cache_counts() -> tuple[int, int]:
-    """(hits, misses) of the compile cache on disk in this process. (2.13)"""
+def compile_counts() -> tuple[int, int, int]:
+    """Of this process: graphs captured, hits and misses of the compile cache on disk. (2.11, 2.13)"""
     from torch._dynamo.utils import counters  # noqa: PLC0415 - slow to import
 
     counts = counters["inductor"]
-    return int(counts["fxgraph_cache_hit"]), int(counts["fxgraph_cache_miss"])
+    graphs = counters["stats"]["unique_graphs"]
+    return int(graphs), int(counts["fxgraph_cache_hit"]), int(counts["fxgraph_cache_miss"])
+
+
+def on_compilation(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Call `begin` and `end` around each compilation from now on. (2.11, 2.13)"""
+    torch._dynamo.callback.on_compile_start(begin)
+    torch._dynamo.callback.on_compile_end(end)
 
 
 def can_trace_autograd() -> bool:

@@ -173,7 +173,7 @@ def measure(subject: Subject, scope: Any, steps: int, world: World) -> Measured:
         train_step.look(state, subject.step.loss_fn, micro, train=True)
         draws = not all(map(torch.equal, before, _random_states(world)))
     else:
-        hits, misses = _torch.compile_cache_counts()
+        _, hits, misses = _torch.compile_counts()
     return Measured(
         first=times[0], seconds=statistics.median(times[1 + _WARM_UPS :]), peak=peak, losses=losses,
         draws=draws, cache_hits=hits, cache_misses=misses, device=world.device.type,

@@ -35,12 +35,14 @@ from fnaccel.errors import CheckpointError, UnleasedStateError
 from fnaccel.state import TrainState, fold, lease_of
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
+from fnaccel.world.progress_marks import within
 from fnaccel.world.world import World, current
 
 _WHERE = "fa.restore"
 
 
 @every_rank
+@within("restore")
 def restore(
     directory: str | os.PathLike[str],
     *,

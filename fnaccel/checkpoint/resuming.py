@@ -19,12 +19,14 @@ from fnaccel.program.train_step import TrainStep
 from fnaccel.state import TrainState, is_stale
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
+from fnaccel.world.progress_marks import within
 
 _WHERE = "fa.resume_or_init"
 _NAMED = re.compile(r"step-(\d{10,19})")
 
 
 @every_rank
+@within("restore")
 def resume_or_init(
     directory: str | os.PathLike[str],
     train_step: TrainStep,

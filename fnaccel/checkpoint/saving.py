@@ -11,10 +11,12 @@ from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.checkpoint.writing import Hold, Writing
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
+from fnaccel.world.progress_marks import within
 from fnaccel.world.world import World, current
 
 
 @every_rank
+@within("save")
 def save(
     directory: str | os.PathLike[str],
     state: Tree,
@@ -68,6 +70,7 @@ def save(
 
 
 @every_rank
+@within("save")
 def save_async(
     directory: str | os.PathLike[str],
     state: Tree,

@@ -32,6 +32,7 @@ from fnaccel.errors import ArgumentError, LoaderError
 from fnaccel.state import Position
 from fnaccel.world import world as worlds
 from fnaccel.world.mesh import Mesh, batch_ranks
+from fnaccel.world.progress_marks import waiting
 from fnaccel.world.world import World
 
 
@@ -372,7 +373,8 @@ def open_epoch(
     else:
         batches = _lazily(shards, reading, link)
     placed = place(batches, device, prefetch=shards.prefetch) if shards.device_placement else batches
-    return placed if shards.window is None else windows.grouped(placed, shards.window, shards.step)
+    placed = placed if shards.window is None else windows.grouped(placed, shards.window, shards.step)
+    return waiting(placed)
 
 
 def _lazily(shards: Shards, reading: Reading, link: Link) -> Iterator[Batch]:

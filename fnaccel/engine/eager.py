@@ -28,6 +28,7 @@ from fnaccel.step.loss import (
     read_loss,
 )
 from fnaccel.world.devices import generators_of
+from fnaccel.world.progress_marks import enter
 
 T = TypeVar("T")
 
@@ -160,12 +161,17 @@ def _run_micro_batches(
     for index, micro in enumerate(micros):
         seed(index)
         if sync is None:
+            enter("forward", index)
             total = _forward(engine, loss, micro, call, report)
+            enter("backward", index)
             _backward(engine, total, up_front, report, index == last)
         else:
             with sync(index == last or loss.sync_each):
+                enter("forward", index)
                 total = _forward(engine, loss, micro, call, report)
+                enter("backward", index)
                 _backward(engine, total, up_front, report, index == last)
+    enter("gradients")
     if engine.hooks.finish is not None:
         engine.hooks.finish()
     plain = torch.Tensor

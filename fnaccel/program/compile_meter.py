@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Generator, Sequence
 from fnmatch import fnmatchcase
@@ -14,6 +15,7 @@ import torch
 from fnaccel import _torch, tree
 from fnaccel.errors import ArgumentError, NotCompiledError, RecompileLimitError
 from fnaccel.step.settings import Compiler
+from fnaccel.world.progress_marks import within
 
 _SHOWN = 4
 
@@ -72,8 +74,8 @@ class Meter:
         """
         for pattern, dims in self._settings.dims:
             self._mark(datas, pattern, dims)
-        before, start = _torch.compiled_graphs(), time.perf_counter()
-        cached = _torch.compile_cache_counts()
+        _mark_compilations()
+        before, start = _torch.compile_counts(), time.perf_counter()
         try:
             with _torch.compiling(self._settings.limit):
                 yield
@@ -87,9 +89,9 @@ class Meter:
                 fix="change that line; or fa.compile(step, scope='loss') (under fsdp: 'block'), which "
                 "leaves to Python the lines that torch can't compile",
             ) from error
-        graphs = _torch.compiled_graphs() - before
-        if graphs:
-            self._count(graphs, time.perf_counter() - start, cached)
+        after = _torch.compile_counts()
+        if after[0] > before[0]:
+            self._count([b - a for a, b in zip(before, after, strict=True)], time.perf_counter() - start)
             self._note(datas)
         elif not self._called:
             raise NotCompiledError(
@@ -100,16 +102,16 @@ class Meter:
             )
         self._called = True
 
-    def _count(self, graphs: int, seconds: float, cached: tuple[int, int]) -> None:
-        hits, misses = _torch.compile_cache_counts()
+    def _count(self, counts: Sequence[int], seconds: float) -> None:
+        graphs, hits, misses = counts
         before = self.found
         self.found = attrs.evolve(
             before,
             graphs=before.graphs + graphs,
             recompilations=before.recompilations + (1 if self._called else 0),
             seconds=before.seconds + seconds,
-            cache_hits=before.cache_hits + hits - cached[0],
-            cache_misses=before.cache_misses + misses - cached[1],
+            cache_hits=before.cache_hits + hits,
+            cache_misses=before.cache_misses + misses,
         )
 
     def _note(self, datas: Sequence[Any]) -> None:
@@ -153,6 +155,13 @@ class Meter:
             fix='say which dimensions vary, fa.compile(step, dynamic={"tokens": 1}), or pad batches to a '
             "few shapes; fa.compile(limit=) allows more",
         )
+
+
+@functools.cache
+def _mark_compilations() -> None:
+    """Enter the phase `compile` while torch compiles, whichever phase it does so in."""
+    compiles = within("compile")
+    _torch.on_compilation(lambda _: compiles.__enter__(), lambda _: compiles.__exit__(None, None, None))
 
 
 def _last_place(error: BaseException) -> str:

@@ -32,6 +32,7 @@ from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.mesh import build
 from fnaccel.world.mesh import resolve as resolve_degrees
+from fnaccel.world.progress_marks import within
 from fnaccel.world.world import World, current
 
 
@@ -98,6 +99,7 @@ class TrainStep:
         return self._stepper.compilation
 
     @every_rank
+    @within("init")
     def init(self, seed: int = 0, *, extras: Tree = None) -> TrainState:
         """Build the model, shard it, make all optimizer state, and lease the first state.
 
@@ -190,6 +192,7 @@ class TrainStep:
         notice, lease = self.notice, self._owner.lease
         return self._stepper.move(owned, state, micros, position, models, notice, lease, around)
 
+    @within("evaluate")
     def look(
         self, state: TrainState, fn: Callable[..., Any], *args: Any, train: bool = False, whole: bool = False
     ) -> Any:

@@ -28,6 +28,7 @@ from fnaccel.step.step import Info
 from fnaccel.tree import Tree
 from fnaccel.world.devices import generators_of
 from fnaccel.world.interrupts import SigintHeld
+from fnaccel.world.progress_marks import enter, enter_step, leave_step
 
 _NOTHING = contextlib.nullcontext()
 
@@ -92,6 +93,7 @@ class Stepper:
         if meter is not None:
             meter.check()
         self._skips.check()
+        enter_step(state.step, self._where, first=not self._moved)
         if not self._clean:
             undo(owned.engine)
         self._clean = False
@@ -106,18 +108,22 @@ class Stepper:
                 with around:
                     update = self._until_update(owned, state, micros, models, notice, before)
                 with SigintHeld():
-                    return self._finish(owned, state, before, update, position, to)
-            with SigintHeld():
-                with around:
-                    update = self._until_update(owned, state, micros, models, notice, before)
-                return self._finish(owned, state, before, update, position, to)
+                    moved = self._finish(owned, state, before, update, position, to)
+            else:
+                with SigintHeld():
+                    with around:
+                        update = self._until_update(owned, state, micros, models, notice, before)
+                    moved = self._finish(owned, state, before, update, position, to)
         except BaseException:
+            leave_step(state.step)
             torch.set_grad_enabled(grad_mode)  # an interrupt may have cut off the end of a context
             if autocast is not None:
                 restore_autocast(self._cast_on, autocast)
             if not is_stale(state) and (not buffers.put_back() or before.own_changed()):
                 donate(state)
             raise
+        leave_step(before.step + 1)
+        return moved
 
     def _until_update(
         self,
@@ -141,6 +147,7 @@ class Stepper:
             else:
                 grads, report = gradients(owned.engine, self._lowered.loss, micros, call)
                 update = _Update(report.finish(), grads, reported, rates)
+        enter("update")
         update.idle = idle(update.metrics["weight"])
         if update.grads is not None and update.idle is not True:
             if owned.updater.starts_later:
@@ -220,6 +227,7 @@ class Stepper:
         """Run the compiled programs. `grads` is None if the update is part of them."""
         whole: Any = owned.whole
         updater = owned.updater
+        enter("captured step")
         tensors, number = updater.as_tensors(rates), updater.number(state.updates)
         updates_before = kernels.begun()
         try:

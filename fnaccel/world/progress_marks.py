@@ -1,0 +1,136 @@
+"""The phase of training that this process is in. The step writes it. Profiles, memory meters and the watchdog
+read it.
+
+A process trains in one thread, so there is one mark. A phase lasts until the next one begins: 0.1 us for each
+if nobody listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ContextDecorator
+from types import TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+PHASES = (
+    "outside",  # code of the script
+    "data",  # waiting for a batch
+    "forward",
+    "backward",
+    "gradients",  # waiting for the gradients and totals of other ranks
+    "update",
+    "captured step",  # forward, backward and update as one program
+    "compile",
+    "evaluate",
+    "init",
+    "save",
+    "restore",
+)
+"""All phases. Their order is the numbering of the watchdog's records."""
+
+
+class Mark:
+    """Where this process is.
+
+    Attributes:
+        phase: one of `PHASES`.
+        step: the number of the step that runs, or that runs next.
+        micro_batch: its micro-batch.
+        first: whether this is the first step of its train step, which may compile and build for minutes.
+        of: the name of its train step.
+    """
+
+    __slots__ = ("first", "micro_batch", "of", "phase", "step")
+
+    def __init__(self) -> None:
+        self.phase = "outside"
+        self.step = 0
+        self.micro_batch = 0
+        self.first = True
+        self.of = ""
+
+    def __str__(self) -> str:
+        part = f", micro-batch {self.micro_batch}" if self.phase in ("forward", "backward") else ""
+        return f"step {self.step}, {self.phase}{part}"
+
+
+NOW = Mark()
+"""The mark of this process."""
+
+Listener = Callable[[Mark], None]
+
+_listeners: list[Listener] = []
+
+
+def enter(phase: str, micro_batch: int = 0) -> None:
+    """Begin a phase, and end the one before it."""
+    NOW.phase = phase
+    NOW.micro_batch = micro_batch
+    for listener in _listeners:
+        listener(NOW)
+
+
+def enter_step(step: int, of: str, *, first: bool) -> None:
+    """Begin a step. Its phases are entered one by one."""
+    NOW.step, NOW.of, NOW.first = step, of, first
+
+
+def leave_step(step: int) -> None:
+    """End a step. `step` is the number of the next one."""
+    NOW.step, NOW.first = step, False
+    enter("outside")
+
+
+class within(ContextDecorator):  # noqa: N801 - a context, read as a word
+    """In the body, or in each call of a function, the phase is `phase`, and afterwards that of before."""
+
+    __slots__ = ("_before", "_phase")
+
+    def __init__(self, phase: str) -> None:
+        self._phase = phase
+
+    def _recreate_cm(self) -> within:  # each call of a decorated function has a context of its own
+        return within(self._phase)
+
+    def __enter__(self) -> None:
+        self._before = NOW.phase, NOW.micro_batch
+        enter(self._phase)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        enter(*self._before)
+
+
+def waiting(items: Iterator[T], phase: str = "data") -> Iterator[T]:
+    """The items. The phase is `phase` while one is waited for."""
+    waits = within(phase)
+    try:
+        while True:
+            with waits:
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+    finally:
+        close = getattr(items, "close", None)
+        if close is not None:
+            close()
+
+
+class listening(AbstractContextManager[None]):  # noqa: N801 - a context, read as a word
+    """In the body `listener` gets the mark at the beginning of each phase, in the thread that trains."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def __enter__(self) -> None:
+        _listeners.append(self._listener)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _listeners.remove(self._listener)
