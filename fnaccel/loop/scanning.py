@@ -19,10 +19,11 @@ from fnaccel.engine.scoring import Scores
 from fnaccel.errors import ArgumentError, LoaderError, require
 from fnaccel.loop.autosave import Autosave, Steps
 from fnaccel.loop.preemption import SIGNALS
-from fnaccel.loop.progress import open_bar, show_metrics, ticking
+from fnaccel.loop.progress import open_bar, ticking
+from fnaccel.loop.tracked import Bar, check_trackers, logged
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import Position, TrainState, check_ema, check_state, lease_of
-from fnaccel.track.tracker import Log, Tracker
+from fnaccel.track.tracker import Tracker
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.world import World
 
@@ -117,7 +118,7 @@ def scan(
         "max_seconds is more than 0",
     )
     require(log_every >= 1, f"log_every={log_every}", "fa.scan", "log_every is 1 or more")
-    several = _trackers(trackers)
+    several = check_trackers(trackers)
     require(
         save_every is None or (save_every >= 1 and directory is not None),
         f"save_every={save_every!r} with directory={directory!r}",
@@ -155,47 +156,7 @@ def scan(
     # outermost, so that the last state is saved before a tracker ends
     total = _total(train_step, state, shards, steps, epochs) if progress else None
     run_config = {**(config or {}), "plan": str(train_step.plan)}
-    return _logged(taken, several, run_config, log_every, _Bar(total, state.step) if progress else None)
-
-
-def _trackers(trackers: Any) -> tuple[Tracker, ...]:
-    if isinstance(trackers, Tracker) or not isinstance(trackers, Iterable):
-        trackers = (trackers,)
-    several = tuple(trackers)
-    for tracker in several:
-        if isinstance(tracker, type) or not isinstance(tracker, Tracker):
-            name = f"the class {tracker.__name__}" if isinstance(tracker, type) else type(tracker).__name__
-            raise ArgumentError(
-                f"{name} is no tracker: it lacks start(config), log(step, metrics) and finish()",
-                where="fa.scan(trackers=)",
-                fix="trackers=fnaccel.track.JsonlTracker(path), or an object of yours with these methods",
-            )
-    return several
-
-
-@attrs.frozen
-class _Bar:
-    """A progress bar: its length if it is known, and its first step."""
-
-    total: int | None
-    initial: int
-
-
-def _logged(
-    taken: Steps, trackers: tuple[Tracker, ...], config: Mapping[str, Any], log_every: int, bar: _Bar | None
-) -> Steps:
-    """Pass steps on, and their metrics to trackers and to a progress bar."""
-    with contextlib.ExitStack() as stack:
-        progress_bar: Any = None if bar is None else stack.enter_context(open_bar(bar.total, bar.initial))
-        log = Log(trackers, config, None if progress_bar is None else show_metrics(progress_bar))
-        stack.callback(log.close)
-        stack.enter_context(contextlib.closing(taken))
-        for state, metrics in taken:
-            if progress_bar is not None:
-                progress_bar.update()
-            if state.step % log_every == 0:
-                log.put(state.step, metrics)
-            yield state, metrics
+    return logged(taken, several, run_config, log_every, Bar(total, state.step) if progress else None)
 
 
 def _steps(
