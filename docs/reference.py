@@ -47,12 +47,13 @@ GROUPS = {
         "config.from_yaml", "config.to_yaml",
     ],
     "Tracking": ["Tracker"],
+    "Time and memory": ["profile", "seeing.Profile", "seeing.summarize", "seeing.Summary", "seeing.Throughput"],
     "Errors": ["errors", "errors.FnaccelError"],
 }  # fmt: skip
 
 CONSTRUCTORS = {
     "Transform", "Mean", "Sum", "Concat", "Precision", "Float8", "Window", "Recipe", "OptimizerRecipe",
-    "DataRecipe", "CheckpointRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
+    "Throughput", "DataRecipe", "CheckpointRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
     "piecewise", "joined",
 }  # fmt: skip
 """The classes that a user calls. Other classes are made by fnaccel."""
@@ -62,12 +63,13 @@ METHODS = {
         "is_main", "is_local_main", "is_last", "print", "barrier", "main_first", "on_main", "on_local_main", "on_last",
         "on_process", "on_local_process", "close",
     ],
-    "TrainStep": ["init", "adopt", "look", "as_loss", "averaged", "live_state", "compilation", "engine", "close"],
+    "TrainStep": ["init", "adopt", "look", "as_loss", "averaged", "flops", "live_state", "compilation", "engine", "close"],
     "Plan": ["deepspeed", "hash"],
     "Notice": ["asked", "stopping", "ask"],
     "Float8": ["layers"],
     "Mesh": ["batch_size", "batch_rank", "coordinate", "group"],
     "Shards": ["at", "on", "updates_per_epoch"],
+    "Profile": ["step"],
     "Mean": ["of", "of_tokens"],
     "Hooks": ["remove"],
     "Saving": ["done", "wait", "error"],
