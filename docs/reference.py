@@ -46,14 +46,19 @@ GROUPS = {
         "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.CheckpointRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
         "config.from_yaml", "config.to_yaml",
     ],
-    "Tracking": ["Tracker"],
+    "Tracking": [
+        "Tracker", "tracked", "loop.tracked.TrackedRun", "track.of", "track.register", "track.installed", "track.Media", "track.Artifacts", "track.PerRank",
+        "track.JsonlTracker", "track.read_jsonl", "track.AimTracker", "track.ClearMLTracker", "track.CometTracker", "track.DVCLiveTracker", "track.MLflowTracker", "track.SwanLabTracker", "track.TensorBoardTracker", "track.TrackioTracker", "track.WandbTracker",
+    ],
     "Errors": ["errors", "errors.FnaccelError"],
 }  # fmt: skip
 
 CONSTRUCTORS = {
     "Transform", "Mean", "Sum", "Concat", "Precision", "Float8", "Window", "Recipe", "OptimizerRecipe",
-    "DataRecipe", "CheckpointRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
+    "DataRecipe", "CheckpointRecipe", "TrackingRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
     "piecewise", "joined",
+    "JsonlTracker", "AimTracker", "ClearMLTracker", "CometTracker", "DVCLiveTracker", "MLflowTracker", "SwanLabTracker", "TensorBoardTracker",
+    "TrackioTracker", "WandbTracker",
 }  # fmt: skip
 """The classes that a user calls. Other classes are made by fnaccel."""
 
@@ -72,6 +77,10 @@ METHODS = {
     "Hooks": ["remove"],
     "Saving": ["done", "wait", "error"],
     "Tracker": ["start", "log", "finish"],
+    "TrackedRun": ["log", "log_images", "log_figure", "log_table", "log_artifact", "trackers", "failures"],
+    "Media": ["log_images", "log_figure", "log_table"],
+    "Artifacts": ["log_artifact"],
+    "PerRank": ["use_rank"],
 }  # fmt: skip
 """The methods and properties for users. Other methods are for the library itself."""
 

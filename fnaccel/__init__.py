@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fnaccel.loop.progress import progress as progress
     from fnaccel.loop.scanning import evaluate as evaluate
     from fnaccel.loop.scanning import scan as scan
+    from fnaccel.loop.tracked import tracked as tracked
     from fnaccel.optim import adam as adam
     from fnaccel.optim import adamw as adamw
     from fnaccel.optim import from_torch as from_torch
@@ -106,6 +107,7 @@ _NAMES = {
     "fnaccel.loop.printing": "print_in_order",
     "fnaccel.loop.progress": "progress",
     "fnaccel.loop.scanning": "evaluate scan",
+    "fnaccel.loop.tracked": "tracked",
     "fnaccel.optim": "adam adamw from_torch optimizer_groups schedules sgd",
     "fnaccel.optim.schedules": "warmup_cosine",
     "fnaccel.program.plan": "Plan",
