@@ -46,15 +46,20 @@ GROUPS = {
         "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.CheckpointRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
         "config.from_yaml", "config.to_yaml",
     ],
-    "Tracking": ["Tracker"],
+    "Tracking": [
+        "Tracker", "tracked", "loop.tracked.TrackedRun", "track.of", "track.register", "track.installed", "track.Media", "track.Artifacts", "track.PerRank",
+        "track.JsonlTracker", "track.read_jsonl", "track.AimTracker", "track.ClearMLTracker", "track.CometTracker", "track.DVCLiveTracker", "track.MLflowTracker", "track.SwanLabTracker", "track.TensorBoardTracker", "track.TrackioTracker", "track.WandbTracker",
+    ],
     "Time and memory": ["profile", "seeing.Profile", "seeing.summarize", "seeing.Summary", "seeing.Throughput"],
     "Errors": ["errors", "errors.FnaccelError"],
 }  # fmt: skip
 
 CONSTRUCTORS = {
     "Transform", "Mean", "Sum", "Concat", "Precision", "Float8", "Window", "Recipe", "OptimizerRecipe",
-    "Throughput", "DataRecipe", "CheckpointRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
+    "Throughput", "DataRecipe", "CheckpointRecipe", "TrackingRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
     "piecewise", "joined",
+    "JsonlTracker", "AimTracker", "ClearMLTracker", "CometTracker", "DVCLiveTracker", "MLflowTracker", "SwanLabTracker", "TensorBoardTracker",
+    "TrackioTracker", "WandbTracker",
 }  # fmt: skip
 """The classes that a user calls. Other classes are made by fnaccel."""
 
@@ -74,6 +79,10 @@ METHODS = {
     "Hooks": ["remove"],
     "Saving": ["done", "wait", "error"],
     "Tracker": ["start", "log", "finish"],
+    "TrackedRun": ["log", "log_images", "log_figure", "log_table", "log_artifact", "trackers", "failures"],
+    "Media": ["log_images", "log_figure", "log_table"],
+    "Artifacts": ["log_artifact"],
+    "PerRank": ["use_rank"],
 }  # fmt: skip
 """The methods and properties for users. Other methods are for the library itself."""
 

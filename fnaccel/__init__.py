@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fnaccel.loop.printing import print_in_order as print_in_order
     from fnaccel.loop.progress import progress as progress
     from fnaccel.loop.scanning import scan as scan
+    from fnaccel.loop.tracked import tracked as tracked
     from fnaccel.optim import adam as adam
     from fnaccel.optim import adamw as adamw
     from fnaccel.optim import from_torch as from_torch
@@ -111,6 +112,7 @@ _NAMES = {
     "fnaccel.loop.printing": "print_in_order",
     "fnaccel.loop.progress": "progress",
     "fnaccel.loop.scanning": "scan",
+    "fnaccel.loop.tracked": "tracked",
     "fnaccel.optim": "adam adamw from_torch optimizer_groups schedules sgd",
     "fnaccel.optim.schedules": "warmup_cosine",
     "fnaccel.program.plan": "Plan",

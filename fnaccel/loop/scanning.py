@@ -18,7 +18,7 @@ from fnaccel.errors import ArgumentError, LoaderError, require
 from fnaccel.loop.autosave import Autosave, Steps
 from fnaccel.loop.measured import Measures
 from fnaccel.loop.preemption import SIGNALS
-from fnaccel.loop.tracked import Bar, check_trackers, logged
+from fnaccel.loop.tracked import Bar, ByName, logged, trackers_of_rank
 from fnaccel.program.train_step import TrainStep
 from fnaccel.seeing.profile import Profile
 from fnaccel.seeing.profile import profile as profiled
@@ -47,7 +47,7 @@ def scan(
     epochs: int | None = None,
     max_seconds: float | None = None,
     progress: bool = False,
-    trackers: Tracker | Iterable[Tracker] = (),
+    trackers: Tracker | ByName | Iterable[Tracker | ByName] = (),
     log_every: int = 1,
     config: Mapping[str, Any] | None = None,
     directory: str | Path | None = None,
@@ -79,8 +79,11 @@ def scan(
         max_seconds: stop after the step in which this many seconds of wall time are over on any rank. With
             several ranks each step then costs one small exchange between them.
         progress: show a bar with loss, rate and time left, on rank 0.
-        trackers: rank 0 writes metrics to them. A tracker that raises in `log` or `finish` does not end
-            training: its first error is logged.
+        trackers: rank 0 writes metrics to them, or the ranks that a tracker's `ranks` says. Each is an
+            object, a name such as `"tensorboard"`, or a mapping of `name` and options. `"all"` stands for
+            those installed. A tracker by name writes to `logs` in the directory, or without one to `runs`. A
+            tracker that raises in `log` or `finish` does not end training: its first error is logged, and the
+            number of its errors.
         log_every: write each so many steps.
         config: shown by trackers beside the run. The plan is added.
         directory: save the state here, each `save_every` steps and at the end. None: nowhere. Step k is saved
@@ -101,7 +104,8 @@ def scan(
     Raises:
         LoaderError: an epoch holds nothing.
         ArgumentError: not shards, not a state, not a tracker, or bad counts.
-        UnknownNameError: no such signal.
+        UnknownNameError: no such signal, or no tracker of this name.
+        WorldError: a tracker is for a rank that the world does not have.
         CheckpointError: a save failed.
         Preempted: all ranks have saved because of a signal, and are to end.
 
@@ -127,7 +131,8 @@ def scan(
         "max_seconds is more than 0",
     )
     require(log_every >= 1, f"log_every={log_every}", "fa.scan", "log_every is 1 or more")
-    several = check_trackers(trackers)
+    world = train_step.mesh.world
+    writers = trackers_of_rank(trackers, world, directory, "fa.scan(trackers=)")
     require(
         save_every is None or (save_every >= 1 and directory is not None),
         f"save_every={save_every!r} with directory={directory!r}",
@@ -143,7 +148,6 @@ def scan(
         "give a directory",
     )
     Retention(keep, keep_every).check("fa.scan")
-    world = train_step.mesh.world
     if epochs is None and steps is None:
         epochs = state.data.epoch + 1
     measures = None
@@ -168,12 +172,13 @@ def scan(
             signals=signals,
         )
         taken = plan.run(train_step, taken)
-    if not world.is_main or not (several or progress):
+    shown = progress and world.is_main
+    if not (writers or shown):
         return taken
     # outermost, so that the last state is saved before a tracker ends
-    total = _total(train_step, state, shards, steps, epochs) if progress else None
+    bar = Bar(_total(train_step, state, shards, steps, epochs), state.step) if shown else None
     run_config = {**(config or {}), "plan": str(train_step.plan)}
-    return logged(taken, several, run_config, log_every, Bar(total, state.step) if progress else None)
+    return logged(taken, writers, run_config, log_every, bar)
 
 
 def _steps(

@@ -1,9 +1,10 @@
-"""Trackers and the progress bar around a loop: their check, and steps whose metrics are passed on."""
+"""Trackers around a loop: those of this rank, the steps of `fa.scan`, and `fa.tracked` for loops by hand."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -11,27 +12,84 @@ import attrs
 from fnaccel.errors import ArgumentError
 from fnaccel.loop.autosave import Steps
 from fnaccel.loop.progress import open_bar, show_metrics
-from fnaccel.track.tracker import Log, Tracker
+from fnaccel.track.log import Log
+from fnaccel.track.registry import find, installed, of
+from fnaccel.track.tracker import Artifacts, Media, PerRank, Tracker, writes_on
+from fnaccel.world.world import World, current
+
+ByName = str | Mapping[str, Any]
+"""A tracker's name, or a mapping of `name` and options."""
 
 
-def check_trackers(trackers: Any) -> tuple[Tracker, ...]:
-    """The trackers as a tuple. One tracker alone is taken too.
+def trackers_of_rank(
+    trackers: Any, world: World, directory: str | Path | None, where: str
+) -> tuple[Tracker, ...]:
+    """The trackers that write on this rank. Trackers that are given by name are made.
+
+    Args:
+        trackers: one tracker or several, each an object, a name, or a mapping of `name` and options.
+        world: the ranks.
+        directory: of the run. A tracker by name writes to `logs` in it, or to `runs`.
+        where: the location in error messages.
 
     Raises:
-        ArgumentError: an object that is no tracker.
+        ArgumentError: an object that is no tracker, or options that a tracker does not take.
+        UnknownNameError: no tracker has this name.
+        WorldError: a tracker is for a rank that the world does not have.
     """
-    if isinstance(trackers, Tracker) or not isinstance(trackers, Iterable):
+    folder = Path("runs") if directory is None else Path(directory) / "logs"
+    return tuple(
+        _of_rank(tracker, world)
+        for tracker in _opened(trackers, folder, where)
+        if writes_on(tracker, world.rank, world.size)
+    )
+
+
+def _opened(trackers: Any, folder: Path, where: str) -> list[Tracker]:
+    if isinstance(trackers, str | Mapping | Tracker) or not isinstance(trackers, Iterable):
         trackers = (trackers,)
-    several = tuple(trackers)
-    for tracker in several:
-        if isinstance(tracker, type) or not isinstance(tracker, Tracker):
-            name = f"the class {tracker.__name__}" if isinstance(tracker, type) else type(tracker).__name__
-            raise ArgumentError(
-                f"{name} is no tracker: it lacks start(config), log(step, metrics) and finish()",
-                where="fa.scan(trackers=)",
-                fix="trackers=fnaccel.track.JsonlTracker(path), or an object of yours with these methods",
-            )
-    return several
+    entries: list[Any] = list(trackers)
+    every = any(isinstance(entry, str) and entry == "all" for entry in entries)
+    opened = [
+        _by_name(entry, folder, where) if isinstance(entry, str | Mapping) else _checked(entry, where)
+        for entry in entries
+        if not (isinstance(entry, str) and entry == "all")
+    ]
+    if every:
+        for name in installed():
+            kind = find(name, where)
+            if not any(type(tracker) is kind for tracker in opened):
+                opened.append(of(name, default_directory=folder))
+    return opened
+
+
+def _by_name(entry: ByName, folder: Path, where: str) -> Tracker:
+    options: dict[str, Any] = {"name": entry} if isinstance(entry, str) else dict(entry)
+    if "name" not in options:
+        raise ArgumentError(
+            f"the options {options} name no tracker", where=where, fix='{"name": "tensorboard", ...}'
+        )
+    name = options.pop("name")
+    if isinstance(name, str):
+        find(name, where)
+    return _checked(of(name, default_directory=folder, **options), where)
+
+
+def _checked(tracker: object, where: str) -> Tracker:
+    if isinstance(tracker, type) or not isinstance(tracker, Tracker):
+        name = f"the class {tracker.__name__}" if isinstance(tracker, type) else type(tracker).__name__
+        raise ArgumentError(
+            f"{name} is no tracker: it lacks start(config), log(step, metrics) and finish()",
+            where=where,
+            fix="trackers=fnaccel.track.JsonlTracker(path), a name, or an object of yours with these methods",
+        )
+    return tracker
+
+
+def _of_rank(tracker: Tracker, world: World) -> Tracker:
+    if getattr(tracker, "ranks", "main") == "all" and isinstance(tracker, PerRank):
+        tracker.use_rank(world.rank)
+    return tracker
 
 
 @attrs.frozen
@@ -57,3 +115,112 @@ def logged(
             if state.step % log_every == 0:
                 log.put(state.step, metrics)
             yield state, metrics
+
+
+class TrackedRun:
+    """Several trackers as one, for a loop by hand. `fa.tracked` opens it.
+
+    All ranks call its methods. On a rank where no tracker writes they do nothing. It is a tracker too: give
+    it to `fa.scan` if the body of that loop logs images or files. `scan` then neither starts nor ends it.
+
+    Attributes:
+        ranks: `"all"`, since each rank has a run for its own trackers.
+
+    Example:
+        >>> with fa.tracked("jsonl", directory="runs/gpt") as run:
+        ...     for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=run):
+        ...         pass
+        >>> len(fa.track.read_jsonl("runs/gpt/logs/metrics.jsonl"))
+        4
+    """
+
+    ranks = "all"
+
+    def __init__(self, trackers: tuple[Tracker, ...], config: Mapping[str, Any]) -> None:
+        self._trackers = trackers
+        self._log = Log(trackers, config)
+
+    @property
+    def trackers(self) -> tuple[Tracker, ...]:
+        """The trackers that write on this rank."""
+        return self._trackers
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """The number of errors of each tracker that raised, by its class's name."""
+        return dict(self._log.failures)
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Do nothing: the run was started by `fa.tracked`."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write one step's metrics: numbers, and tensors of one element on any device.
+
+        Tensors are read when their copies have arrived, so that the step does not wait for the device. Values
+        that are no scalars are left out.
+
+        Raises:
+            LossError: a metric `weight` is negative, infinite or NaN.
+        """
+        if self._trackers:
+            self._log.put(step, metrics)
+
+    def finish(self) -> None:
+        """Do nothing: the run ends with the `with` block."""
+
+    def log_images(self, step: int, name: str, images: object) -> None:
+        """Show images on each tracker that is a `fnaccel.track.Media`."""
+        self._log.call(Media, "log_images", step, name, images)
+
+    def log_figure(self, step: int, name: str, figure: Any) -> None:
+        """Show a figure of matplotlib on each tracker that is a `fnaccel.track.Media`."""
+        self._log.call(Media, "log_figure", step, name, figure)
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Show a table on each tracker that is a `fnaccel.track.Media`."""
+        self._log.call(Media, "log_table", step, name, columns, rows)
+
+    def log_artifact(self, path: str | Path, name: str | None = None) -> None:
+        """Keep a file on each tracker that is a `fnaccel.track.Artifacts`."""
+        self._log.call(Artifacts, "log_artifact", path, name)
+
+    def close(self) -> None:
+        """Write the remaining metrics and end the trackers."""
+        self._log.close()
+
+
+@contextlib.contextmanager
+def tracked(
+    trackers: Tracker | ByName | Iterable[Tracker | ByName],
+    config: Mapping[str, Any] | None = None,
+    *,
+    directory: str | Path | None = None,
+    world: World | None = None,
+) -> Generator[TrackedRun]:
+    """Start trackers for a loop by hand, and end them with the `with` block.
+
+    A tracker that raises does not end training: see `fa.scan`.
+
+    Args:
+        trackers: as for `fa.scan`.
+        config: shown by trackers beside the run.
+        directory: of the run. A tracker by name writes to `logs` in it, or without it to `runs`.
+        world: the world, if none was started in this context.
+
+    Raises:
+        ArgumentError, UnknownNameError, WorldError: as `fa.scan`.
+
+    Example:
+        >>> with fa.tracked("jsonl", {"lr": 0.1}, directory="runs/gpt") as run:
+        ...     for batch in batches:
+        ...         state, metrics = train_step(state, batch)
+        ...         run.log(state.step, metrics)
+        >>> [record["step"] for record in fa.track.read_jsonl("runs/gpt/logs/metrics.jsonl")[1:]]
+        [1, 2, 3]
+    """
+    there = current(world)
+    run = TrackedRun(trackers_of_rank(trackers, there, directory, "fa.tracked"), config or {})
+    try:
+        yield run
+    finally:
+        run.close()

@@ -7,6 +7,7 @@ is a step, and time is in seconds since 1970. JSON has no NaN: a number that is 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -15,16 +16,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from fnaccel.errors import ArgumentError
+from fnaccel.track.library import not_started
+from fnaccel.track.tracker import Ranks
 from fnaccel.tree import Tree
 
 _RESERVED = ("step", "time", "config")
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
-@attrs.define
 class JsonlTracker:
     """Appends a line for each step to a file. Runs that share a file follow each other in it.
 
@@ -32,6 +32,8 @@ class JsonlTracker:
 
     Args:
         path: the file. It and its folder are made if they are missing.
+        directory: if no path is given, the file is `metrics.jsonl` in this folder, by default `runs`.
+        ranks: the ranks that write. With `"all"` each rank has a file of its own, such as `gpt.rank1.jsonl`.
 
     Example:
         >>> from fnaccel.track import JsonlTracker
@@ -40,8 +42,36 @@ class JsonlTracker:
         ...     pass
     """
 
-    path: Path = attrs.field(converter=Path)
-    _file: int | None = attrs.field(default=None, init=False, repr=False)
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        directory: str | Path | None = None,
+        ranks: Ranks = "main",
+    ) -> None:
+        self._base = Path(directory or "runs") / "metrics.jsonl" if path is None else Path(path)
+        self._file: int | None = None
+        self._rank: int | None = None
+        self.ranks: Ranks = ranks
+
+    def __repr__(self) -> str:
+        return f"JsonlTracker({str(self.path)!r})"
+
+    @property
+    def path(self) -> Path:
+        """The file of this rank."""
+        if self._rank is None:
+            return self._base
+        return self._base.with_name(f"{self._base.stem}.rank{self._rank}{self._base.suffix}")
+
+    @property
+    def native(self) -> Path:
+        """The file."""
+        return self.path
+
+    def use_rank(self, rank: int) -> None:
+        """Add the rank to the name of the file."""
+        self._rank = rank
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Open the file and write the config. Values that JSON can't hold are written as text.
@@ -68,7 +98,7 @@ class JsonlTracker:
         if taken:
             raise ArgumentError(
                 f"a metric is called {taken[0]!r}, as a column of every line is",
-                where=f"JsonlTracker({str(self.path)!r})",
+                where=repr(self),
                 fix="return it under another name",
             )
         self._write({"step": step, "time": time.time(), **metrics})
@@ -81,15 +111,17 @@ class JsonlTracker:
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is None:
-            raise ArgumentError(
-                "this tracker was not started",
-                where=f"JsonlTracker({str(self.path)!r})",
-                fix="tracker.start(config) first. fa.scan(trackers=...) does it",
-            )
+            raise not_started(repr(self))
         line = json.dumps(_strict(record), default=str, allow_nan=False).encode() + b"\n"
         written = os.write(self._file, line)
         if written < len(line):
-            raise OSError(f"{self.path}: only {written} of {len(line)} bytes of a line could be written")
+            # the disk is full: without this part the next line can be whole
+            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise OSError(
+                errno.ENOSPC,
+                f"only {written} of {len(line)} bytes of a line could be written",
+                str(self.path),
+            )
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:

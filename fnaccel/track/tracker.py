@@ -1,24 +1,27 @@
-"""The tracker protocol, and the copy of metrics from the device without stalling a step.
+"""The protocols of trackers: `Tracker`, and the optional abilities `Media`, `Artifacts` and `PerRank`.
 
-The trackers themselves are in `fnaccel.track`.
+The trackers themselves have a file each in this folder. `registry.py` knows them by name.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
-import torch
+from fnaccel.errors import ArgumentError, WorldError
 
-from fnaccel.step.checked_metrics import check_logged
+Ranks = Literal["main", "all"] | int
+"""The ranks on which a tracker writes: the main one, all of them, or one by its number."""
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """A destination of metrics. Only rank 0 calls it.
+    """A destination of metrics. By default rank 0 calls it, and the other ranks do not.
+
+    An attribute `ranks` of the object changes that: `"main"`, `"all"`, or the number of a rank. An attribute
+    `native` is the run object of the library behind a tracker. Further abilities are protocols of
+    `fnaccel.track`: `Media` and `Artifacts`.
 
     Example:
         >>> class Printer:
@@ -33,7 +36,10 @@ class Tracker(Protocol):
     """
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Begin a run, or go on with it. `config` is shown beside it."""
+        """Begin a run, or go on with it. `config` is shown beside it.
+
+        An error here is raised before training begins.
+        """
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -45,122 +51,89 @@ class Tracker(Protocol):
         ...
 
 
-class Fetcher:
-    """Copies scalar metrics to the host asynchronously, and returns those that have arrived.
+@runtime_checkable
+class Media(Protocol):
+    """A tracker that shows images, figures and tables.
 
-    On the CPU everything has arrived at once. On an accelerator a copy is read when its event says
-    that it is complete, or after `depth` steps.
+    Example:
+        >>> from fnaccel.track import Media, TensorBoardTracker
+        >>> isinstance(TensorBoardTracker("runs/a"), Media)
+        True
     """
 
-    def __init__(self, depth: int = 8) -> None:
-        self._depth = depth
-        self._waiting: deque[tuple[int, list[str], torch.Tensor, Any]] = deque()
+    def log_images(self, step: int, name: str, images: object) -> None:
+        """Show one image or several.
 
-    def put(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take one step's metrics. Values that are no scalars are left out."""
-        names: list[str] = []
-        values: list[torch.Tensor] = []
-        device = next(
-            (v.device for v in metrics.values() if isinstance(v, torch.Tensor)), torch.device("cpu")
+        Args:
+            step: the step.
+            name: the name of the images.
+            images: a tensor (channels, height, width), an array (height, width, channels), either with a
+                first dimension for several images, an image of Pillow, or a sequence of these. Channels are
+                1, 3 or 4, or that dimension is left out. Values are uint8, or floats from 0 to 1.
+        """
+        ...
+
+    def log_figure(self, step: int, name: str, figure: Any) -> None:
+        """Show a figure of matplotlib."""
+        ...
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Show a table: the names of its columns, and its rows."""
+        ...
+
+
+@runtime_checkable
+class Artifacts(Protocol):
+    """A tracker that keeps files beside a run.
+
+    Example:
+        >>> from fnaccel.track import Artifacts, WandbTracker
+        >>> isinstance(WandbTracker(), Artifacts)
+        True
+    """
+
+    def log_artifact(self, path: str | Path, name: str | None = None) -> None:
+        """Keep a copy of the file `path`, by default under its own name."""
+        ...
+
+
+@runtime_checkable
+class PerRank(Protocol):
+    """A tracker that gives each rank a run or a file of its own, if `ranks` is `"all"`.
+
+    Example:
+        >>> from fnaccel.track import JsonlTracker
+        >>> tracker = JsonlTracker("gpt.jsonl", ranks="all")
+        >>> tracker.use_rank(2)
+        >>> tracker.path
+        PosixPath('gpt.rank2.jsonl')
+    """
+
+    def use_rank(self, rank: int) -> None:
+        """Add the rank to the name of the run or file. Called before `start`."""
+        ...
+
+
+def writes_on(tracker: Tracker, rank: int, size: int) -> bool:
+    """Whether a tracker writes on this rank.
+
+    Raises:
+        ArgumentError: its `ranks` is neither `"main"`, `"all"` nor a number.
+        WorldError: the world has no such rank.
+    """
+    ranks: Any = getattr(tracker, "ranks", "main")
+    if ranks in ("main", "all"):
+        return ranks == "all" or rank == 0
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 0:
+        raise ArgumentError(
+            f"ranks={ranks!r} of {type(tracker).__name__} names no ranks",
+            where="trackers=",
+            fix='ranks="main", ranks="all", or the number of a rank',
         )
-        for name, value in metrics.items():
-            if isinstance(value, torch.Tensor):
-                if value.numel() == 1:
-                    names.append(name)
-                    values.append(value.detach().reshape(()).to(device, torch.float32))
-            elif isinstance(value, int | float):
-                names.append(name)
-                values.append(torch.tensor(float(value), device=device))
-        if not values:
-            return
-        packed = torch.stack(values)
-        event: Any = None
-        if device.type != "cpu":
-            host = torch.empty_like(packed, device="cpu", pin_memory=True)
-            host.copy_(packed, non_blocking=True)
-            event = torch.Event(device.type)
-            event.record()
-            packed = host
-        self._waiting.append((step, names, packed, event))
-
-    def arrived(self, *, wait: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
-        """(step, metrics as floats) for the steps whose copies are complete. All steps if `wait`."""
-        while self._waiting:
-            step, names, packed, event = self._waiting[0]
-            if event is not None and not event.query():
-                if not wait and len(self._waiting) <= self._depth:
-                    return
-                event.synchronize()
-            self._waiting.popleft()
-            yield step, dict(zip(names, packed.tolist(), strict=True))
-
-
-_logger = logging.getLogger("fnaccel")
-
-
-class Log:
-    """Sends metrics to trackers and to a progress bar, on the main rank.
-
-    A tracker that raises does not end training: its first error is logged with its traceback, and the others
-    and the number of all its errors at the end.
-
-    Attributes:
-        failures: the number of errors of each tracker that raised, by its class's name.
-    """
-
-    def __init__(
-        self,
-        trackers: Iterable[Tracker],
-        config: Mapping[str, Any],
-        show: Callable[[dict[str, float]], None] | None,
-    ) -> None:
-        self._trackers = tuple(trackers)
-        self._show = show
-        self._fetcher = Fetcher()
-        self._started: list[Tracker] = []
-        self.failures: Counter[str] = Counter()
-        try:
-            for tracker in self._trackers:
-                tracker.start(config)
-                self._started.append(tracker)
-        except BaseException:
-            self._finish()
-            raise
-
-    def put(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take one step's metrics, and pass on the metrics that have arrived so far."""
-        self._fetcher.put(step, metrics)
-        self._pass_on(wait=False)
-
-    def _pass_on(self, *, wait: bool) -> None:
-        for step, values in self._fetcher.arrived(wait=wait):
-            check_logged(values)
-            for tracker in self._trackers:
-                self._guarded(tracker, "log", step, values)
-            if self._show is not None:
-                self._show(values)
-
-    def close(self) -> None:
-        """Write the remaining metrics and end the trackers that were started."""
-        try:
-            self._pass_on(wait=True)
-        finally:
-            self._finish()
-            for name, count in self.failures.items():
-                _logger.error("%s raised %d times; training went on", name, count)
-
-    def _finish(self) -> None:
-        """End all trackers that were started, even if a Ctrl-C interrupts one of them."""
-        with contextlib.ExitStack() as stack:
-            while self._started:
-                stack.callback(self._guarded, self._started.pop(0), "finish")
-
-    def _guarded(self, tracker: Tracker, method: str, *args: Any) -> None:
-        """Call a method of a tracker. Its errors are logged."""
-        try:
-            getattr(tracker, method)(*args)
-        except Exception:
-            name = type(tracker).__name__
-            self.failures[name] += 1
-            if self.failures[name] == 1:
-                _logger.exception("%s.%s() raised; training goes on", name, method)
+    if ranks >= size:
+        raise WorldError(
+            f"ranks={ranks} of {type(tracker).__name__}, and the world has {size} ranks",
+            where="trackers=",
+            fix=f"a rank from 0 to {size - 1}",
+        )
+    return rank == ranks

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from fnaccel.errors import ArgumentError, MissingBackendError
+from fnaccel.track.library import LibraryTracker
+from fnaccel.track.media import as_pictures
+from fnaccel.track.tracker import Ranks
 
 
-class WandbTracker:
+class WandbTracker(LibraryTracker):
     """Sends each step's metrics to a run of Weights & Biases.
 
     A run that the script began with `wandb.init` is used, and left running.
 
     Args:
-        project, name: of the run. By default wandb chooses.
+        project, run_name: of the run. By default wandb chooses.
         mode: `"online"`, `"offline"` or `"disabled"`. By default the value of WANDB_MODE.
-        options: further arguments of `wandb.init` (https://docs.wandb.ai/ref/python/init).
+        directory: the folder for its local files, which wandb calls `dir`.
+        ranks: the ranks that write. With `"all"` each rank has a run of its own.
+        options: further arguments of `wandb.init` (https://docs.wandb.ai/ref/python/init), such as `entity`
+            and `tags`.
 
     Example:
         >>> from fnaccel.track import WandbTracker
@@ -26,11 +32,22 @@ class WandbTracker:
     """
 
     def __init__(
-        self, *, project: str | None = None, name: str | None = None, mode: str | None = None, **options: Any
+        self,
+        *,
+        project: str | None = None,
+        run_name: str | None = None,
+        mode: str | None = None,
+        directory: str | Path | None = None,
+        ranks: Ranks = "main",
+        **options: Any,
     ) -> None:
-        self.options: dict[str, Any] = {"project": project, "name": name, "mode": mode, **options}
-        self._run: Any = None
+        super().__init__(ranks)
+        self._name = options.pop("name", None) if run_name is None else run_name
+        self.options: dict[str, Any] = {"project": project, "mode": mode, **options}
+        if directory is not None:
+            self.options["dir"] = str(directory)
         self._began = False
+        self._wandb: Any = None
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begin the run, or join the run that the script began. `config` is shown beside it.
@@ -38,19 +55,14 @@ class WandbTracker:
         Raises:
             MissingBackendError: wandb is not installed.
         """
-        try:
-            import wandb  # noqa: PLC0415 - optional, and slow to import
-        except ImportError as error:
-            raise MissingBackendError(
-                "the package wandb is not installed",
-                where="WandbTracker.start",
-                fix="pip install 'fnaccel[wandb]'",
-            ) from error
-        self._began = wandb.run is None
+        self._wandb = self._import("wandb", "wandb")
+        self._began = self._wandb.run is None
         if self._began:
-            self._run = wandb.init(config=dict(config), **self.options)
+            if "dir" in self.options:  # wandb takes another folder if this one is missing
+                Path(self.options["dir"]).mkdir(parents=True, exist_ok=True)
+            self._run = self._wandb.init(config=dict(config), name=self._named(self._name), **self.options)
         else:
-            self._run = wandb.run
+            self._run = self._wandb.run
             self._run.config.update(dict(config), allow_val_change=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -59,13 +71,28 @@ class WandbTracker:
         Raises:
             ArgumentError: before `start`, or after `finish`.
         """
-        if self._run is None:
-            raise ArgumentError(
-                "this tracker was not started",
-                where="WandbTracker.log",
-                fix="tracker.start(config) first. fa.scan(trackers=...) does it",
-            )
-        self._run.log(dict(metrics), step=step)
+        self._started("log").log(dict(metrics), step=step)
+
+    def log_images(self, step: int, name: str, images: object) -> None:
+        """Show images. See `Media`."""
+        run = self._started("log_images")
+        run.log({name: [self._wandb.Image(picture) for picture in as_pictures(images)]}, step=step)
+
+    def log_figure(self, step: int, name: str, figure: Any) -> None:
+        """Show a figure of matplotlib as an image."""
+        self._started("log_figure").log({name: self._wandb.Image(figure)}, step=step)
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Show a table."""
+        run = self._started("log_table")
+        run.log({name: self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
+
+    def log_artifact(self, path: str | Path, name: str | None = None) -> None:
+        """Keep a file as an artifact of type `file`."""
+        run = self._started("log_artifact")
+        artifact = self._wandb.Artifact(name or Path(path).name, type="file")
+        artifact.add_file(str(path))
+        run.log_artifact(artifact)
 
     def finish(self) -> None:
         """End the run if `start` began it. All metrics are sent when this returns."""

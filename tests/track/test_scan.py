@@ -10,7 +10,8 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel.track import JsonlTracker, read_jsonl
-from fnaccel.track.tracker import Fetcher, Log
+from fnaccel.track.fetcher import Fetcher
+from fnaccel.track.log import Log
 
 
 class Kept:

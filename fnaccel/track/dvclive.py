@@ -1,0 +1,101 @@
+"""Metrics to DVCLive: files in a folder that DVC reads."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fnaccel.track.library import LibraryTracker
+from fnaccel.track.media import as_pictures
+from fnaccel.track.plain import plain
+from fnaccel.track.tracker import Ranks
+
+
+class DVCLiveTracker(LibraryTracker):
+    """Writes each step's metrics to files of DVCLive. The config is in `params.yaml`.
+
+    Nothing needs a network. DVCLive empties its folder when a run begins, unless you give `resume=True`. In a
+    Git repository with DVC it saves an experiment at the end, unless you give `save_dvc_exp=False`.
+
+    Args:
+        directory: its folder is `dvclive` in this one. By default `dvclive` in the working directory.
+        ranks: the ranks that write. With `"all"` each rank has a folder of its own, such as `dvclive.rank1`.
+        options: further arguments of `dvclive.Live`, such as `resume`, `report`, `dvcyaml` and `exp_name`.
+
+    Example:
+        >>> from fnaccel.track import DVCLiveTracker
+        >>> tracker = DVCLiveTracker(directory="runs/gpt", dvcyaml=None)
+        >>> tracker.ranks
+        'main'
+    """
+
+    def __init__(self, *, directory: str | Path | None = None, ranks: Ranks = "main", **options: Any) -> None:
+        super().__init__(ranks)
+        self._directory = Path(directory or ".")
+        self.options = options
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Begin the run.
+
+        Raises:
+            MissingBackendError: dvclive is not installed.
+        """
+        dvclive = self._import("dvclive", "dvclive")
+        folder = self._directory / str(self._named("dvclive"))
+        self._run = dvclive.Live(dir=str(folder), **self.options)
+        self._run.log_params(_written(plain(config)))
+
+    def _at(self, step: int, method: str) -> Any:
+        live = self._started(method)
+        live.step = step
+        return live
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's metrics.
+
+        Raises:
+            ArgumentError: before `start`, or after `finish`.
+        """
+        live = self._at(step, "log")
+        for name, value in metrics.items():
+            live.log_metric(name, value)
+        live.sync()
+
+    def log_images(self, step: int, name: str, images: object) -> None:
+        """Show images. A later step's images of the same name replace them, as DVCLive does."""
+        live = self._at(step, "log_images")
+        pictures = as_pictures(images)
+        for number, picture in enumerate(pictures):
+            live.log_image(f"{name}.png" if len(pictures) == 1 else f"{name}/{number}.png", picture)
+
+    def log_figure(self, step: int, name: str, figure: Any) -> None:
+        """Show a figure of matplotlib. A later step's figure of the same name replaces it."""
+        self._at(step, "log_figure").log_image(f"{name}.png", figure)
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Write a table to `tables/NAME/STEP.csv` in the folder of DVCLive."""
+        path = Path(self._started("log_table").dir) / "tables" / name / f"{step}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([columns, *rows])
+
+    def log_artifact(self, path: str | Path, name: str | None = None) -> None:
+        """Keep a file by DVC. DVCLive leaves it out, with a warning, if there is no DVC repository."""
+        self._started("log_artifact").log_artifact(str(path), name=name, copy=True)
+
+    def finish(self) -> None:
+        """End the run."""
+        live, self._run = self._run, None
+        if live is not None:
+            live.end()
+
+
+def _written(value: Any) -> Any:
+    """The config without None, which DVCLive does not take."""
+    if isinstance(value, Mapping):
+        return {name: _written(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_written(each) for each in value]
+    return "None" if value is None else value

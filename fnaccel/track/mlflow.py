@@ -1,0 +1,137 @@
+"""Metrics to MLflow: a tracking server, or a local database."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fnaccel.track.library import LibraryTracker
+from fnaccel.track.media import as_pictures
+from fnaccel.track.plain import flat
+from fnaccel.track.tracker import Ranks
+
+_LONGEST = 6_000
+"""Characters that MLflow takes as the value of a parameter."""
+_MOST = 100
+"""Parameters that MLflow takes in one request."""
+
+
+class MLflowTracker(LibraryTracker):
+    """Sends each step's metrics to a run of MLflow. The config becomes the run's parameters.
+
+    A run that the script began with `mlflow.start_run` is used, and left running.
+
+    Args:
+        project: the experiment. It is made if it is missing. By default MLflow chooses.
+        run_name: the name of the run. By default MLflow chooses.
+        tracking_uri: a server or a database. By default the one that MLFLOW_TRACKING_URI or
+            `mlflow.set_tracking_uri` names.
+        directory: if no tracking URI is set: a folder for a local database `mlflow.db` and the files of the
+            run. Nothing needs a network then.
+        ranks: the ranks that write. With `"all"` each rank has a run of its own.
+        options: further arguments of `mlflow.start_run`, such as `run_id`, `tags`, `nested` and
+            `description`.
+
+    Example:
+        >>> from fnaccel.track import MLflowTracker
+        >>> tracker = MLflowTracker(project="gpt", directory="runs/gpt")
+        >>> tracker.ranks
+        'main'
+    """
+
+    def __init__(
+        self,
+        *,
+        project: str | None = None,
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        directory: str | Path | None = None,
+        ranks: Ranks = "main",
+        **options: Any,
+    ) -> None:
+        super().__init__(ranks)
+        self._project, self._name = project, run_name
+        self._uri = tracking_uri
+        self._directory = None if directory is None else Path(directory).absolute()
+        self.options = options
+        self._began = False
+        self._mlflow: Any = None
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Begin the run, or join the run that the script began.
+
+        Raises:
+            MissingBackendError: mlflow is not installed.
+        """
+        self._mlflow = self._import("mlflow", "mlflow")
+        active = self._mlflow.active_run()
+        self._began = active is None
+        self._run = self._begin() if active is None else active
+        values = [(name, str(value)[:_LONGEST]) for name, value in flat(config).items()]
+        for first in range(0, len(values), _MOST):
+            self._mlflow.log_params(dict(values[first : first + _MOST]), run_id=self._id)
+
+    def _begin(self) -> Any:
+        local = None
+        if self._uri is not None:
+            self._mlflow.set_tracking_uri(self._uri)
+        elif self._directory is not None and not self._mlflow.is_tracking_uri_set():
+            local = self._directory
+            local.mkdir(parents=True, exist_ok=True)
+            self._mlflow.set_tracking_uri(f"sqlite:///{local / 'mlflow.db'}")
+        options = dict(self.options)
+        if "experiment_id" not in options and (self._project is not None or local is not None):
+            options["experiment_id"] = self._experiment(self._project or "fnaccel", local)
+        return self._mlflow.start_run(run_name=self._named(self._name), **options)
+
+    def _experiment(self, name: str, local: Path | None) -> str:
+        known = self._mlflow.get_experiment_by_name(name)
+        if known is not None:
+            return known.experiment_id
+        files = None if local is None else (local / "mlartifacts").as_uri()
+        return self._mlflow.create_experiment(name, artifact_location=files)
+
+    @property
+    def _id(self) -> str:
+        return self._run.info.run_id
+
+    def _client(self, method: str) -> Any:
+        self._started(method)
+        return self._mlflow.MlflowClient()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send one step's metrics.
+
+        Raises:
+            ArgumentError: before `start`, or after `finish`.
+        """
+        self._started("log")
+        self._mlflow.log_metrics(dict(metrics), step=step, run_id=self._id)
+
+    def log_images(self, step: int, name: str, images: object) -> None:
+        """Show images. See `Media`."""
+        client = self._client("log_images")
+        pictures = as_pictures(images)
+        for number, picture in enumerate(pictures):
+            key = name if len(pictures) == 1 else f"{name}/{number}"
+            client.log_image(self._id, picture, key=key, step=step)
+
+    def log_figure(self, step: int, name: str, figure: Any) -> None:
+        """Keep a figure of matplotlib as `NAME/STEP.png`."""
+        self._client("log_figure").log_figure(self._id, figure, f"{name}/{step}.png")
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Keep a table as `NAME/STEP.json`."""
+        values = {column: [row[at] for row in rows] for at, column in enumerate(columns)}
+        self._client("log_table").log_table(self._id, values, f"{name}/{step}.json")
+
+    def log_artifact(self, path: str | Path, name: str | None = None) -> None:
+        """Keep a file: in the folder `name` of the run's files, or in their root."""
+        self._client("log_artifact").log_artifact(self._id, str(path), name)
+
+    def finish(self) -> None:
+        """End the run if `start` began it."""
+        run, self._run = self._run, None
+        if run is not None and self._began:
+            self._mlflow.end_run()

@@ -1,0 +1,136 @@
+"""Trackers by name: `of("tensorboard")`, `register` for a tracker of your own, and the names installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fnaccel.errors import ArgumentError, UnknownNameError, nearest
+from fnaccel.track.tracker import Tracker
+
+_BUILT_IN: dict[str, tuple[str, str, str | None]] = {
+    "aim": ("aim", "AimTracker", "aim"),
+    "clearml": ("clearml", "ClearMLTracker", "clearml"),
+    "comet": ("comet", "CometTracker", "comet_ml"),
+    "dvclive": ("dvclive", "DVCLiveTracker", "dvclive"),
+    "jsonl": ("jsonl", "JsonlTracker", None),
+    "mlflow": ("mlflow", "MLflowTracker", "mlflow"),
+    "swanlab": ("swanlab", "SwanLabTracker", "swanlab"),
+    "tensorboard": ("tensorboard", "TensorBoardTracker", "tensorboard"),
+    "trackio": ("trackio", "TrackioTracker", "trackio"),
+    "wandb": ("wandb", "WandbTracker", "wandb"),
+}
+"""Name -> module in this folder, class, and the package that it needs."""
+
+_registered: dict[str, Callable[..., Tracker]] = {}
+
+
+def register(name: str, kind: Callable[..., Tracker]) -> None:
+    """Make a tracker of your own known by a name, in recipes and in `fa.scan(trackers=)`.
+
+    Args:
+        name: its name. A registered name hides a built-in one.
+        kind: the class, or a function that makes a tracker. If it has a parameter `directory`, `fa.scan`
+            gives it the default directory.
+
+    Raises:
+        ArgumentError: the name is empty, is `"all"`, or holds a colon, or the class can't be called.
+
+    Example:
+        >>> class Printer:
+        ...     def start(self, config): pass
+        ...     def log(self, step, metrics): print(step)
+        ...     def finish(self): pass
+        >>> fa.track.register("printer", Printer)
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), steps=1, trackers="printer"):
+        ...     pass
+        1
+    """
+    if not isinstance(name, str) or name in ("", "all") or ":" in name or not callable(kind):
+        raise ArgumentError(
+            f"{name!r} and {kind!r} are no name and class of a tracker",
+            where="fa.track.register",
+            fix='fa.track.register("mine", MyTracker)',
+        )
+    _registered[name] = kind
+
+
+def installed() -> tuple[str, ...]:
+    """The names of the trackers whose packages are installed. Nothing is imported.
+
+    Example:
+        >>> "jsonl" in fa.track.installed()
+        True
+    """
+    present = {
+        name
+        for name, (_, _, package) in _BUILT_IN.items()
+        if package is None or importlib.util.find_spec(package) is not None
+    }
+    return tuple(sorted(present | _registered.keys()))
+
+
+def find(name: str, where: str) -> Callable[..., Tracker]:
+    """The class of a name.
+
+    Raises:
+        UnknownNameError: no tracker has this name.
+    """
+    if name in _registered:
+        return _registered[name]
+    if name not in _BUILT_IN:
+        raise UnknownNameError(
+            f"no tracker is called {name!r}",
+            where=where,
+            fix=nearest(name, {*_BUILT_IN, *_registered}) + ', or fa.track.register("mine", MyTracker)',
+        )
+    module, kind, _ = _BUILT_IN[name]
+    return getattr(importlib.import_module(f"fnaccel.track.{module}"), kind)
+
+
+def of(
+    name: str | Callable[..., Tracker], /, *, default_directory: str | Path | None = None, **options: Any
+) -> Tracker:
+    """The tracker of a name.
+
+    Args:
+        name: `"aim"`, `"clearml"`, `"comet"`, `"dvclive"`, `"jsonl"`, `"mlflow"`, `"swanlab"`,
+            `"tensorboard"`, `"trackio"`, `"wandb"`, a name that was registered, or the class itself.
+        default_directory: the `directory` of the tracker, if it takes one and the options have none.
+        options: the arguments of its class.
+
+    Raises:
+        UnknownNameError: no tracker has this name.
+        ArgumentError: options that its class does not take.
+
+    Example:
+        >>> tracker = fa.track.of("jsonl", directory="runs/gpt")
+        >>> tracker.path
+        PosixPath('runs/gpt/metrics.jsonl')
+    """
+    kind = find(name, "fa.track.of") if isinstance(name, str) else name
+    if (
+        default_directory is not None
+        and not {"directory", "path"} & options.keys()
+        and _takes_directory(kind)
+    ):
+        options["directory"] = default_directory
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise ArgumentError(
+            f"the tracker {name!r} can't take these options: {error}",
+            where="trackers",
+            fix=f"see the arguments of {getattr(kind, '__name__', kind)}",
+        ) from error
+
+
+def _takes_directory(kind: Callable[..., Tracker]) -> bool:
+    try:
+        return "directory" in inspect.signature(kind).parameters
+    except ValueError:  # a class of a compiled module may have no signature
+        return False

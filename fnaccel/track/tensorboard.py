@@ -1,0 +1,90 @@
+"""Metrics to TensorBoard's event files, by `torch.utils.tensorboard`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fnaccel.track.library import LibraryTracker
+from fnaccel.track.media import as_pixels
+from fnaccel.track.plain import markdown_table, plain
+from fnaccel.track.tracker import Ranks
+
+
+class TensorBoardTracker(LibraryTracker):
+    """Writes each step's metrics to event files. Look at them with `tensorboard --logdir runs`.
+
+    The config is a text in the run, named `config`. Nothing needs a network.
+
+    Args:
+        directory: the folder of the event files. TensorBoard shows each folder as one run.
+        ranks: the ranks that write. With `"all"` each rank has a folder of its own in `directory`.
+        options: further arguments of `torch.utils.tensorboard.SummaryWriter`, such as `flush_secs` and
+            `purge_step`.
+
+    Example:
+        >>> from fnaccel.track import TensorBoardTracker
+        >>> tracker = TensorBoardTracker("runs/gpt")
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=tracker):
+        ...     pass
+        >>> len(list(Path("runs/gpt").glob("events.out.tfevents.*")))
+        1
+    """
+
+    def __init__(self, directory: str | Path = "runs", *, ranks: Ranks = "main", **options: Any) -> None:
+        super().__init__(ranks)
+        self._directory = Path(directory)
+        self.options = options
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Open an event file, and write the config.
+
+        Raises:
+            MissingBackendError: tensorboard is not installed.
+            OSError: the file can't be written.
+        """
+        writers = self._import("torch.utils.tensorboard", "tensorboard")
+        name = self._named(None)
+        folder = self._directory if name is None else self._directory / name
+        self._run = writers.SummaryWriter(str(folder), **self.options)
+        for key, value in plain(config).items():
+            text = value if isinstance(value, str) else json.dumps(value, indent=1)
+            self._run.add_text(f"config/{key}", f"```\n{text}\n```")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's metrics.
+
+        Raises:
+            ArgumentError: before `start`, or after `finish`.
+        """
+        writer = self._started("log")
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+
+    def log_images(self, step: int, name: str, images: object) -> None:
+        """Show images. See `Media`."""
+        writer = self._started("log_images")
+        pixels = as_pixels(images)
+        if len({image.shape for image in pixels}) == 1:
+            writer.add_images(name, torch.stack(pixels), step, dataformats="NHWC")
+            return
+        for number, image in enumerate(pixels):
+            writer.add_image(f"{name}/{number}", image, step, dataformats="HWC")
+
+    def log_figure(self, step: int, name: str, figure: Any) -> None:
+        """Show a figure of matplotlib. The figure stays open."""
+        self._started("log_figure").add_figure(name, figure, step, close=False)
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Show a table as text."""
+        self._started("log_table").add_text(name, markdown_table(columns, rows), step)
+
+    def finish(self) -> None:
+        """Write the remaining events and close the file."""
+        writer, self._run = self._run, None
+        if writer is not None:
+            writer.close()

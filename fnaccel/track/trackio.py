@@ -1,0 +1,95 @@
+"""Metrics to Trackio: a local database, or a Space of Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fnaccel.track.library import LibraryTracker
+from fnaccel.track.media import as_picture, as_pictures
+from fnaccel.track.plain import plain
+from fnaccel.track.tracker import Ranks
+from fnaccel.world.environment import set_default
+
+
+class TrackioTracker(LibraryTracker):
+    """Writes each step's metrics to a run of Trackio. Look at them with `trackio show`.
+
+    Args:
+        project: the project.
+        run_name: the name of the run. By default Trackio chooses.
+        directory: the folder of its databases, if TRACKIO_DIR is not set. Trackio has one folder in a
+            process, which it reads when it is imported first.
+        ranks: the ranks that write. With `"all"` each rank has a run of its own.
+        options: further arguments of `trackio.init`. With `space_id` or `server_url` metrics go over the
+            network, without them nothing does.
+
+    Example:
+        >>> from fnaccel.track import TrackioTracker
+        >>> tracker = TrackioTracker(project="gpt", directory="runs/gpt", auto_log_cpu=False)
+        >>> tracker.ranks
+        'main'
+    """
+
+    def __init__(
+        self,
+        *,
+        project: str = "fnaccel",
+        run_name: str | None = None,
+        directory: str | Path | None = None,
+        ranks: Ranks = "main",
+        **options: Any,
+    ) -> None:
+        super().__init__(ranks)
+        self._name = run_name
+        self._directory = None if directory is None else Path(directory).absolute()
+        self.options: dict[str, Any] = {"project": project, **options}
+        self._trackio: Any = None
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Begin the run.
+
+        Raises:
+            MissingBackendError: trackio is not installed.
+        """
+        if self._directory is not None:
+            set_default("TRACKIO_DIR", str(self._directory))
+        self._trackio = self._import("trackio", "trackio")
+        self._run = self._trackio.init(name=self._named(self._name), config=plain(config), **self.options)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's metrics.
+
+        Raises:
+            ArgumentError: before `start`, or after `finish`.
+        """
+        self._started("log").log(dict(metrics), step=step)
+
+    def log_images(self, step: int, name: str, images: object) -> None:
+        """Show images. See `Media`."""
+        run = self._started("log_images")
+        pictures = as_pictures(images)
+        for number, picture in enumerate(pictures):
+            key = name if len(pictures) == 1 else f"{name}/{number}"
+            run.log({key: self._trackio.Image(picture)}, step=step)
+
+    def log_figure(self, step: int, name: str, figure: Any) -> None:
+        """Show a figure of matplotlib as an image."""
+        self._started("log_figure").log({name: self._trackio.Image(as_picture(figure))}, step=step)
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Show a table."""
+        run = self._started("log_table")
+        table = self._trackio.Table(columns=list(columns), data=[list(row) for row in rows])
+        run.log({name: table}, step=step)
+
+    def log_artifact(self, path: str | Path, name: str | None = None) -> None:
+        """Keep a file."""
+        self._started("log_artifact").log_artifact(str(path), name=name or Path(path).stem)
+
+    def finish(self) -> None:
+        """End the run. All metrics are written when this returns."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
