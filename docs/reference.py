@@ -50,13 +50,13 @@ GROUPS = {
         "Tracker", "tracked", "loop.tracked.TrackedRun", "track.of", "track.register", "track.installed", "track.Media", "track.Artifacts", "track.PerRank",
         "track.JsonlTracker", "track.read_jsonl", "track.AimTracker", "track.ClearMLTracker", "track.CometTracker", "track.DVCLiveTracker", "track.MLflowTracker", "track.SwanLabTracker", "track.TensorBoardTracker", "track.TrackioTracker", "track.WandbTracker",
     ],
-    "Time and memory": ["profile", "seeing.Profile", "seeing.summarize", "seeing.Summary", "seeing.Throughput"],
+    "Time, memory, reports": ["seeing.write_report", "seeing.ReportTracker", "profile", "seeing.Profile", "seeing.summarize", "seeing.Summary", "seeing.Throughput"],
     "Errors": ["errors", "errors.FnaccelError"],
 }  # fmt: skip
 
 CONSTRUCTORS = {
     "Transform", "Mean", "Sum", "Concat", "Precision", "Float8", "Window", "Recipe", "OptimizerRecipe",
-    "Throughput", "DataRecipe", "CheckpointRecipe", "TrackingRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
+    "Throughput", "ReportTracker", "DataRecipe", "CheckpointRecipe", "TrackingRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
     "piecewise", "joined",
     "JsonlTracker", "AimTracker", "ClearMLTracker", "CometTracker", "DVCLiveTracker", "MLflowTracker", "SwanLabTracker", "TensorBoardTracker",
     "TrackioTracker", "WandbTracker",

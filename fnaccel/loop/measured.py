@@ -14,11 +14,11 @@ from fnaccel.state import Position, TrainState
 
 
 class Measures(AbstractContextManager["Measures"]):
-    """In the body, what a loop measures of its steps.
+    """In the body, the measurements of the steps of a loop.
 
     Args:
         train_step: whose steps.
-        throughput: what to measure, or None.
+        throughput: its options, or None.
         memory: whether to measure the peaks of memory.
     """
 
@@ -50,7 +50,7 @@ class Measures(AbstractContextManager["Measures"]):
             self._flops = self._train_step.flops(state, batch)
 
     def add(self, batch: Any, before: Position, after: Position, metrics: dict[str, Any]) -> None:
-        """Add what was measured of a step to its metrics."""
+        """Add the measurements of a step to its metrics."""
         if self._peaks is not None:
             metrics.update(self._peaks.taken())
         if self._meter is None or self._what is None:

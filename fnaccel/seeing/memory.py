@@ -1,4 +1,4 @@
-"""Memory: the peak of each phase, and an account of what filled it if it runs out."""
+"""Memory: the peak of each phase, and the tensors that filled it if it runs out."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Live:
 
 
 def live_storages(names: Mapping[int, str] | None = None) -> list[Live]:
-    """What holds memory now, largest first: each storage once, those that look alike in one row.
+    """The storages that hold memory now, largest first: each storage once, those that look alike in one row.
 
     Args:
         names: of tensors, by the address of their storage.
@@ -154,7 +154,7 @@ def _tensors() -> Iterator[torch.Tensor]:
 
 
 def explain_out_of_memory(error: BaseException, named: Callable[[], Mapping[str, Any]]) -> None:
-    """Write what holds memory to a file, and add a note to an error that says that memory ran out.
+    """Write the storages that hold memory to a file, and add a note to an error that says that memory ran out.
 
     Args:
         error: of a step. Others than those that say so, and those with a note already, are left alone.

@@ -37,7 +37,7 @@ PEAKS = {
 
 @attrs.frozen(kw_only=True)
 class Throughput:
-    """What `fa.scan(throughput=)` measures. `True` stands for `Throughput()`.
+    """The options of `fa.scan(throughput=)`. `True` stands for the defaults.
 
     Attributes:
         tokens: the number of tokens in a batch of this rank, for `tokens_per_second`. Called with the batch.
