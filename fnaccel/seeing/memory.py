@@ -154,7 +154,7 @@ def _tensors() -> Iterator[torch.Tensor]:
 
 
 def explain_out_of_memory(error: BaseException, named: Callable[[], Mapping[str, Any]]) -> None:
-    """Write the storages that hold memory to a file, and add a note to an error that says that memory ran out.
+    """Write the storages that hold memory to a file, and a note to an error that says that memory ran out.
 
     Args:
         error: of a step. Others than those that say so, and those with a note already, are left alone.

@@ -63,7 +63,8 @@ class ReportTracker:
         >>> tracker = fa.seeing.ReportTracker("report.html")
         >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=tracker):
         ...     pass
-        >>> "Loss" in open("report.html").read()
+        >>> from pathlib import Path
+        >>> "Loss" in Path("report.html").read_text()
         True
     """
 
