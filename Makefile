@@ -16,8 +16,24 @@ demo: .venv/.demo  ## train the main job, with a progress bar, a sample of text 
 test: .venv/.dev  ## all but the long rows: ten minutes on two cores
 	$(BIN)/python -m pytest -m "not long"
 
-test-all: .venv/.dev  ## what `make test` leaves out: deliberate bugs, long rows
+test-all: .venv/.dev .venv-trackers/.trackers  ## what `make test` leaves out: deliberate bugs, long rows, trackers
 	$(BIN)/python -m pytest -m long
+	$(TRACKERS)/python -m pytest tests/trackers
+
+# trackers bring 120 packages and pins, so they have an environment of their own: beside torch and the rest of .venv,
+# which it finds by a path file
+TRACKERS := .venv-trackers/bin
+.PHONY: test-trackers
+
+test-trackers: .venv-trackers/.trackers  ## the seven trackers that `make test` leaves out: real runs, read back
+	$(TRACKERS)/python -m pytest tests/trackers
+
+.venv-trackers/.trackers: .venv/.dev pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-trackers
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		$$($(TRACKERS)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of_venv.pth
+	$(TRACKERS)/python -m pip install --quiet -c constraints.txt "setuptools>=77,<82" -e ".[trackers]"
+	touch $@
 
 # torch_xla links against one release of torch, so XLA has an environment of its own (7 GB)
 XLA := .venv-xla/bin
