@@ -23,7 +23,7 @@ GROUPS = {
     "Preemption": ["preemption", "loop.preemption.Notice", "errors.Preempted"],
     "Losses": ["Mean", "Sum", "Concat"],
     "Transforms": [
-        "with_precision", "Precision", "Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite",
+        "with_precision", "Precision", "Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite", "on_spike",
         "with_ema", "remat", "attention", "compile",
     ],
     "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategies.footprint", "strategies.Footprint", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "tensor", "context", "deepspeed", "xla", "world.mesh.Mesh"],

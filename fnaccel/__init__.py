@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from fnaccel.transforms import clip_norm as clip_norm
     from fnaccel.transforms import clip_value as clip_value
     from fnaccel.transforms import compile as compile  # noqa: A004 - jax.jit's place, torch.compile's name
+    from fnaccel.transforms import on_spike as on_spike
     from fnaccel.transforms import remat as remat
     from fnaccel.transforms import skip_nonfinite as skip_nonfinite
     from fnaccel.transforms import with_ema as with_ema
@@ -123,7 +124,7 @@ _NAMES = {
     "fnaccel.step.step": "Phase Step Transform",
     "fnaccel.strategies": "context ddp deepspeed distribute fsdp hsdp local strategy tensor xla",
     "fnaccel.track.tracker": "Tracker",
-    "fnaccel.transforms": "Float8 Precision accumulate attention clip_norm clip_value compile remat "
+    "fnaccel.transforms": "Float8 Precision accumulate attention clip_norm clip_value compile on_spike remat "
     "skip_nonfinite with_ema with_precision with_weight",
     "fnaccel.world.world": "World start",
 }
