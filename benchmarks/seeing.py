@@ -21,7 +21,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from interleave import _block
+from interleave import timed_block
 from models import mlp, our_loss, our_optimizer, rows
 from options import begin
 from report import Row, compare, publish
@@ -70,7 +70,7 @@ def start(name: str, folder: Path) -> list[float]:
 def block(calls: int) -> float:
     """Seconds for each step."""
     assert _loop is not None
-    return _block(_loop.__next__, calls)
+    return timed_block(_loop.__next__, calls)
 
 
 def measure(blocks: int, calls: int) -> dict[str, float]:
