@@ -9,9 +9,9 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo test test-all test-nvme soak structure lint types check format bench clean
 
-demo: .venv/.demo  ## train the main job, with a progress bar, a plot of the loss and a sample of text
+demo: .venv/.demo  ## train the main job, with a progress bar, a sample of text and a report
 	rm -rf runs/gpt  # the demo begins anew; a run of yours goes on: see --dir
-	$(BIN)/python examples/train_gpt.py --steps 600 --precision bf16 --plot runs/loss.png --sample 400 --dir runs/gpt
+	$(BIN)/python examples/train_gpt.py --steps 600 --precision bf16 --report runs/gpt/report.html --sample 400 --dir runs/gpt
 
 test: .venv/.dev  ## all but the long rows: ten minutes on two cores
 	$(BIN)/python -m pytest -m "not long"

@@ -23,7 +23,7 @@ GROUPS = {
     "Preemption": ["preemption", "loop.preemption.Notice", "errors.Preempted"],
     "Losses": ["Mean", "Sum", "Concat"],
     "Transforms": [
-        "with_precision", "Precision", "Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite",
+        "with_precision", "Precision", "Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite", "on_spike",
         "with_ema", "remat", "attention", "compile",
     ],
     "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategies.footprint", "strategies.Footprint", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "tensor", "context", "deepspeed", "xla", "world.mesh.Mesh"],
@@ -50,12 +50,13 @@ GROUPS = {
         "Tracker", "tracked", "loop.tracked.TrackedRun", "track.of", "track.register", "track.installed", "track.Media", "track.Artifacts", "track.PerRank",
         "track.JsonlTracker", "track.read_jsonl", "track.AimTracker", "track.ClearMLTracker", "track.CometTracker", "track.DVCLiveTracker", "track.MLflowTracker", "track.SwanLabTracker", "track.TensorBoardTracker", "track.TrackioTracker", "track.WandbTracker",
     ],
+    "Time, memory, reports": ["seeing.write_report", "seeing.ReportTracker", "profile", "seeing.Profile", "seeing.summarize", "seeing.Summary", "seeing.Throughput"],
     "Errors": ["errors", "errors.FnaccelError"],
 }  # fmt: skip
 
 CONSTRUCTORS = {
     "Transform", "Mean", "Sum", "Concat", "Precision", "Float8", "Window", "Recipe", "OptimizerRecipe",
-    "DataRecipe", "CheckpointRecipe", "TrackingRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
+    "Throughput", "ReportTracker", "DataRecipe", "CheckpointRecipe", "TrackingRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
     "piecewise", "joined",
     "JsonlTracker", "AimTracker", "ClearMLTracker", "CometTracker", "DVCLiveTracker", "MLflowTracker", "SwanLabTracker", "TensorBoardTracker",
     "TrackioTracker", "WandbTracker",
@@ -67,12 +68,13 @@ METHODS = {
         "is_main", "is_local_main", "is_last", "print", "barrier", "main_first", "on_main", "on_local_main", "on_last",
         "on_process", "on_local_process", "close",
     ],
-    "TrainStep": ["init", "adopt", "look", "as_loss", "averaged", "live_state", "compilation", "engine", "close"],
+    "TrainStep": ["init", "adopt", "look", "as_loss", "averaged", "flops", "live_state", "compilation", "engine", "close"],
     "Plan": ["deepspeed", "hash"],
     "Notice": ["asked", "stopping", "ask"],
     "Float8": ["layers"],
     "Mesh": ["batch_size", "batch_rank", "coordinate", "group"],
     "Shards": ["at", "on", "updates_per_epoch"],
+    "Profile": ["step"],
     "Mean": ["of", "of_tokens"],
     "Hooks": ["remove"],
     "Saving": ["done", "wait", "error"],

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fnaccel import data as data
     from fnaccel import errors as errors
     from fnaccel import optim as optim
+    from fnaccel import seeing as seeing
     from fnaccel import state as state
     from fnaccel import strategies as strategies
     from fnaccel import transforms as transforms
@@ -42,10 +43,10 @@ if TYPE_CHECKING:
     from fnaccel.interchange import export_hf as export_hf
     from fnaccel.interchange import gather_state_dict as gather_state_dict
     from fnaccel.loop.batch_size import fit_batch_size as fit_batch_size
+    from fnaccel.loop.evaluating import evaluate as evaluate
     from fnaccel.loop.preemption import preemption as preemption
     from fnaccel.loop.printing import print_in_order as print_in_order
     from fnaccel.loop.progress import progress as progress
-    from fnaccel.loop.scanning import evaluate as evaluate
     from fnaccel.loop.scanning import scan as scan
     from fnaccel.loop.tracked import tracked as tracked
     from fnaccel.optim import adam as adam
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from fnaccel.program.plan import Plan as Plan
     from fnaccel.program.train_step import TrainStep as TrainStep
     from fnaccel.program.train_step import train_step as train_step
+    from fnaccel.seeing.profile import profile as profile
     from fnaccel.state import TrainState as TrainState
     from fnaccel.state import snapshot as snapshot
     from fnaccel.step.loss import Concat as Concat
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from fnaccel.transforms import clip_norm as clip_norm
     from fnaccel.transforms import clip_value as clip_value
     from fnaccel.transforms import compile as compile  # noqa: A004 - jax.jit's place, torch.compile's name
+    from fnaccel.transforms import on_spike as on_spike
     from fnaccel.transforms import remat as remat
     from fnaccel.transforms import skip_nonfinite as skip_nonfinite
     from fnaccel.transforms import with_ema as with_ema
@@ -95,7 +98,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # a name is imported when it is first used
-_NAMESPACES = ("checkpoint", "config", "data", "errors", "optim", "state", "strategies", "transforms", "tree")
+_NAMESPACES = (
+    "checkpoint", "config", "data", "errors", "optim", "seeing", "state", "strategies", "transforms", "tree",
+)  # fmt: skip
 _NAMES = {
     "fnaccel.checkpoint": "checkpoints latest restore resume_or_init save save_async save_on_main",
     "fnaccel.collectives": "any_process broadcast broadcast_objects concatenate gather gather_objects "
@@ -103,21 +108,23 @@ _NAMES = {
     "fnaccel.data": "Batch Window set_seed shard",
     "fnaccel.interchange": "adopt export_adapter export_hf gather_state_dict",
     "fnaccel.loop.batch_size": "fit_batch_size",
+    "fnaccel.loop.evaluating": "evaluate",
     "fnaccel.loop.preemption": "preemption",
     "fnaccel.loop.printing": "print_in_order",
     "fnaccel.loop.progress": "progress",
-    "fnaccel.loop.scanning": "evaluate scan",
+    "fnaccel.loop.scanning": "scan",
     "fnaccel.loop.tracked": "tracked",
     "fnaccel.optim": "adam adamw from_torch optimizer_groups schedules sgd",
     "fnaccel.optim.schedules": "warmup_cosine",
     "fnaccel.program.plan": "Plan",
     "fnaccel.program.train_step": "TrainStep train_step",
+    "fnaccel.seeing.profile": "profile",
     "fnaccel.state": "TrainState snapshot",
     "fnaccel.step.loss": "Concat Mean Sum",
     "fnaccel.step.step": "Phase Step Transform",
     "fnaccel.strategies": "context ddp deepspeed distribute fsdp hsdp local strategy tensor xla",
     "fnaccel.track.tracker": "Tracker",
-    "fnaccel.transforms": "Float8 Precision accumulate attention clip_norm clip_value compile remat "
+    "fnaccel.transforms": "Float8 Precision accumulate attention clip_norm clip_value compile on_spike remat "
     "skip_nonfinite with_ema with_precision with_weight",
     "fnaccel.world.world": "World start",
 }

@@ -61,7 +61,7 @@ class Loss:
 @attrs.frozen(kw_only=True)
 class Call:
     """The values that change from call to call: the root seed (None: PyTorch's own stream), the loss
-    scale, lent models, the notice of stop requests."""
+    scale, lent models, the notice of stop requests, and a function told of an error before it is undone."""
 
     root: int | None
     step: int
@@ -69,6 +69,7 @@ class Call:
     last_weight: Any = None
     given: Any = None
     notice: Notice | None = None
+    explain: Callable[[BaseException], None] | None = None
 
 
 def gradients(engine: Engine, loss: Loss, micros: Sequence[Micro], call: Call) -> tuple[Gradients, Report]:
@@ -111,6 +112,8 @@ def attempt(engine: Engine, call: Call, body: Callable[[Callable[[int], None]], 
         try:
             return body(seed)
         except BaseException as error:
+            if call.explain is not None:
+                call.explain(error)
             undo(engine)
             explained = _mixed_dtypes(error, engine)
             if explained is not None:

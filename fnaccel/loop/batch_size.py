@@ -10,23 +10,8 @@ import torch
 
 from fnaccel.collectives import any_process
 from fnaccel.errors import ArgumentError, FnaccelError, PeerLostError, require
+from fnaccel.seeing.memory import is_out_of_memory
 from fnaccel.world.world import World, current
-
-_SAYINGS = (
-    "out of memory",
-    "can't allocate memory",
-    "CUDNN_STATUS_NOT_SUPPORTED",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on the host or on a device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if isinstance(error, FnaccelError):  # it may quote the error of another rank
-        return False
-    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in _SAYINGS)
 
 
 def fit_batch_size(

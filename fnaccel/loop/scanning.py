@@ -1,10 +1,10 @@
-"""`scan` and `evaluate`: the two loops over data that every script writes."""
+"""`scan`: the loop over data that every training script writes."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +12,26 @@ import attrs
 
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.collectives import any_process
-from fnaccel.collectives.signature import meet
-from fnaccel.data import Shards, open_on, steps_per_epoch, windows
+from fnaccel.data import Shards, open_on, windows
 from fnaccel.data.lengths import updates
-from fnaccel.engine.scoring import Scores
 from fnaccel.errors import ArgumentError, LoaderError, require
 from fnaccel.loop.autosave import Autosave, Steps
+from fnaccel.loop.measured import Measures
 from fnaccel.loop.preemption import SIGNALS
-from fnaccel.loop.progress import open_bar, ticking
 from fnaccel.loop.tracked import Bar, ByName, logged, trackers_of_rank
 from fnaccel.program.train_step import TrainStep
-from fnaccel.state import Position, TrainState, check_ema, check_state, lease_of
+from fnaccel.seeing.environment import environment
+from fnaccel.seeing.profile import Profile
+from fnaccel.seeing.profile import profile as profiled
+from fnaccel.seeing.report import ReportTracker
+from fnaccel.seeing.throughput import Throughput
+from fnaccel.state import Position, TrainState, check_state, lease_of
 from fnaccel.track.tracker import Tracker
-from fnaccel.world.every_rank import every_rank
 from fnaccel.world.world import World
 
 
-def _check_shards(shards: Any, where: str) -> None:
+def check_shards(shards: Any, where: str) -> None:
+    """Raise ArgumentError for anything but shards."""
     if not isinstance(shards, Shards):
         raise ArgumentError(
             f"a {type(shards).__name__} says nothing of how ranks share it",
@@ -56,6 +59,10 @@ def scan(
     each_machine: bool = False,
     background: bool = False,
     signals: Iterable[str] = SIGNALS,
+    profile: str | Path | Profile | None = None,
+    throughput: bool | Throughput = False,
+    memory: bool = False,
+    report: str | Path | None = None,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Train over the data from the state's position, and yield each `(state, metrics)`.
 
@@ -81,7 +88,7 @@ def scan(
             tracker that raises in `log` or `finish` does not end training: its first error is logged, and the
             number of its errors.
         log_every: write each so many steps.
-        config: shown by trackers beside the run. The plan is added.
+        config: shown by trackers beside the run. The plan and the environment are added.
         directory: save the state here, each `save_every` steps and at the end. None: nowhere. Step k is saved
             when the loop asks for step k + 1, so that changes of `state.extras` in its body are part of it. A
             loop that is left by `break` or by an error saves nothing more.
@@ -91,6 +98,13 @@ def scan(
         background: train on while a state is written. The end of the loop waits for it.
         signals: names of the signals that let a run with a directory save and end. `()` leaves signals alone.
             The handlers of before are back when the loop ends. Only the main thread can catch any.
+        profile: record some steps on every rank, by `fa.profile`. A path: with its defaults.
+        throughput: add `rows_per_second` and `data_wait` (from 0 to 1) to the metrics, with
+            `fa.seeing.Throughput` also `tokens_per_second` and `mfu`. Nothing waits for it.
+        memory: add the peak of memory in MiB, `peak_mib`, and that of each phase, such as
+            `peak_mib/forward`. On the CPU it costs about 0.5 ms a step.
+        report: write an HTML page about the run here at its end, and a JSONL log beside it. See
+            `fnaccel report` for several runs, and for one that was cut off.
 
     Raises:
         LoaderError: an epoch holds nothing.
@@ -106,7 +120,7 @@ def scan(
         >>> state.step, state.data.epoch
         (6, 2)
     """
-    _check_shards(shards, "fa.scan")
+    check_shards(shards, "fa.scan")
     check_state(state, "fa.scan")
     for name, count in (("steps", steps), ("epochs", epochs)):
         require(
@@ -124,6 +138,8 @@ def scan(
     require(log_every >= 1, f"log_every={log_every}", "fa.scan", "log_every is 1 or more")
     world = train_step.mesh.world
     writers = trackers_of_rank(trackers, world, directory, "fa.scan(trackers=)")
+    if report is not None and world.is_main:
+        writers = (*writers, ReportTracker(report))
     require(
         save_every is None or (save_every >= 1 and directory is not None),
         f"save_every={save_every!r} with directory={directory!r}",
@@ -141,7 +157,15 @@ def scan(
     Retention(keep, keep_every).check("fa.scan")
     if epochs is None and steps is None:
         epochs = state.data.epoch + 1
-    taken = _steps(train_step, state, shards, steps, epochs)
+    measures = None
+    if throughput is not False or memory:
+        what = Throughput() if throughput is True else throughput or None
+        measures = Measures(train_step, what, memory=memory)
+    taken = _steps(train_step, state, shards, steps, epochs, measures)
+    if measures is not None:
+        taken = _inside(measures, taken)
+    if profile is not None:
+        taken = _inside(profile if isinstance(profile, Profile) else profiled(profile), taken)
     if max_seconds is not None:
         taken = _until(max_seconds, taken, world)
     if directory is not None:
@@ -160,19 +184,31 @@ def scan(
         return taken
     # outermost, so that the last state is saved before a tracker ends
     bar = Bar(_total(train_step, state, shards, steps, epochs), state.step) if shown else None
-    run_config = {**(config or {}), "plan": str(train_step.plan)}
+    facts = {"plan": str(train_step.plan), "environment": environment(world)}
+    run_config = {**(config or {}), **facts}
     return logged(taken, writers, run_config, log_every, bar)
 
 
 def _steps(
-    train_step: TrainStep, state: TrainState, shards: Shards, steps: int | None, epochs: int | None
+    train_step: TrainStep,
+    state: TrainState,
+    shards: Shards,
+    steps: int | None,
+    epochs: int | None,
+    measures: Measures | None,
 ) -> Steps:
+    began = state.step
     while (steps is None or state.step < steps) and (epochs is None or state.data.epoch < epochs):
         started = state.step
         for batch in _run(train_step, shards, state, epochs):
             if state.step == 0 and train_step.can_probe():
                 train_step.probe(batch)
+            if measures is not None and state.step == began:
+                measures.before(state, batch)
+            position = state.data
             state, metrics = train_step(state, batch)
+            if measures is not None:
+                measures.add(batch, position, state.data, metrics)
             yield state, metrics
             if steps is not None and state.step >= steps:
                 break
@@ -198,6 +234,12 @@ def _epochs(train_step: TrainStep, shards: Shards, position: Position, epochs: i
         if position == begun:
             _check_some(position)
             position = Position(position.epoch + 1)
+
+
+def _inside(context: contextlib.AbstractContextManager[Any], steps: Steps) -> Steps:
+    """Pass steps on inside of a context."""
+    with context, contextlib.closing(steps):
+        yield from steps
 
 
 def _until(seconds: float, steps: Steps, world: World) -> Steps:
@@ -227,10 +269,8 @@ def _check_some(position: Position) -> None:
         )
 
 
-def _epoch(
-    train_step: TrainStep, shards: Shards, position: Position, *, step: int = 0, **options: Any
-) -> Iterator[Any]:
-    return open_on(shards.at(position, step=step), train_step.mesh, **options)
+def _epoch(train_step: TrainStep, shards: Shards, position: Position, *, step: int = 0) -> Iterator[Any]:
+    return open_on(shards.at(position, step=step), train_step.mesh)
 
 
 def _total(
@@ -243,60 +283,3 @@ def _total(
     ranks, left = train_step.mesh.batch_size, epochs - state.data.epoch
     more = updates(shards, ranks, left, across=shards.across_epochs, first=state.step)
     return None if more is None else state.step + more
-
-
-@every_rank
-def evaluate(
-    train_step: TrainStep,
-    state: TrainState,
-    metric_fn: Callable[[Any, Any], Any],
-    shards: Shards,
-    *,
-    ema: bool = False,
-    progress: bool = False,
-) -> Any:
-    """Metrics over all of a data set: every row counts once, whatever the ranks and the remainder.
-
-    Args:
-        train_step: whose model is evaluated (in evaluation mode, without gradients).
-        state: its live state. Nothing is donated.
-        metric_fn: `metric_fn(model, batch) -> pytree` of `fa.Mean`, `fa.Sum`, `fa.Concat` (rows in
-            the order of the samples). A bare scalar is averaged over rows.
-        shards: the result of `fa.shard`. Its remainder rule gives way to `"keep"`.
-        ema: use the averaged parameters of `with_ema`.
-        progress: show a bar on rank 0.
-
-    Returns:
-        The pytree of `metric_fn`, combined. It is equal on all ranks.
-
-    Raises:
-        LoaderError: no data.
-        ArgumentError: `ema` without `with_ema`, or not shards.
-        LossError: `fa.Concat`, if the ranks of one row each have a part of it.
-
-    Example:
-        >>> def score(model, batch):
-        ...     right = model(batch["tokens"]).argmax(-1) == batch["labels"]
-        ...     return {"accuracy": fa.Mean(right.sum(), weight=right.numel())}
-        >>> scores = fa.evaluate(train_step, state, score, fa.shard(loader))
-        >>> 0 <= float(scores["accuracy"]) <= 1
-        True
-    """
-    _check_shards(shards, "fa.evaluate")
-    check_state(state, "fa.evaluate")
-    if ema:
-        check_ema(state, "fa.evaluate(ema=True)")
-    meet("fa.evaluate", train_step.mesh.world)
-    scores = Scores(train_step.mesh)
-    scored = train_step.as_loss(metric_fn)
-    every = attrs.evolve(shards, window=None, across_epochs=False)
-    with contextlib.ExitStack() as stack:
-        if ema:
-            stack.enter_context(train_step.averaged(state))
-        batches: Iterable[Any] = _epoch(train_step, every, Position(), remainder="keep")
-        if progress and train_step.mesh.world.is_main:
-            bar = stack.enter_context(open_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))
-            batches = ticking(batches, bar)
-        for batch in batches:
-            scores.take(train_step.look(state, scored, batch.data), batch)
-    return scores.finish()

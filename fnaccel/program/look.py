@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fnaccel.collectives.signature import meet
 from fnaccel.engine.engine import Engine
 from fnaccel.program.owned import Owned
 from fnaccel.program.whole_parameters import explain, whole_parameters
+from fnaccel.tree import Tree
 
 LOOK = "train_step.look(state, fn)"
 
@@ -35,6 +37,17 @@ def look_at(owned: Owned, fn: Callable[..., Any], *args: Any, whole: bool) -> An
         if explained is not None:
             raise explained from error
         raise
+
+
+def flops_of(forward: Callable[[Tree], Any], row: Tree) -> float:
+    """Floating-point operations of a forward, by torch's counter. Compiled models run eagerly."""
+    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415 - it imports triton if there is one
+
+    # the counter knows no attention kernel of the CPU, and knows the products that attention is made of
+    counter = FlopCounterMode(display=False)
+    with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), counter:
+        forward(row)
+    return float(counter.get_total_flops())
 
 
 def _look(engine: Engine, fn: Callable[..., Any], *args: Any) -> Any:

@@ -146,6 +146,18 @@ class Owned:
             if module.training is not mode:
                 module.train(mode)
 
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters, gradients, buffers and optimizer state, by name."""
+        leaves = self.engine.layout.leaves
+        grads = {leaf.name: leaf.param.grad for leaf in leaves if leaf.param.grad is not None}
+        parts = {
+            "params": self.params,
+            "gradients": grads,
+            "buffers": self.engine.layout.buffers,
+            "opt": self.opt,
+        }
+        return {name: value for name, value in tree.items(parts) if isinstance(value, torch.Tensor)}
+
     def current_buffers(self) -> dict[str, Any]:
         """The buffers of this moment: a module may have replaced a tensor."""
         flat = self.engine.layout.buffers

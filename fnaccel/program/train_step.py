@@ -14,7 +14,7 @@ from fnaccel.errors import UnleasedStateError
 from fnaccel.models.building import check_factories
 from fnaccel.program.compile_meter import Compilation
 from fnaccel.program.lent_models import lend
-from fnaccel.program.look import LOOK, look_at
+from fnaccel.program.look import LOOK, flops_of, look_at
 from fnaccel.program.lower import Lowered, micro_batches, parts_of
 from fnaccel.program.owned import assemble
 from fnaccel.program.plan import Plan, compare
@@ -222,6 +222,30 @@ class TrainStep:
         owned.check_modules()
         owned.train(train)
         return look_at(owned, self._lowered.settings.precision(fn), *args, whole=whole)
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether it computes in 16 bits or fewer."""
+        precision = self._lowered.settings.precision
+        return precision.autocast or self._lowered.settings.casts
+
+    def flops(self, state: TrainState, batch: Tree) -> float:
+        """Floating-point operations of one row, forward and backward, of this rank: three times a forward.
+
+        Matrix products, convolutions and attention are counted while the first row of the batch runs. What
+        `fa.remat` computes again is not counted.
+
+        Args:
+            state: the live state.
+            batch: this rank's batch.
+
+        Example:
+            >>> train_step.flops(state, batch) > 0
+            True
+        """
+        return 3 * flops_of(
+            lambda row: self.look(state, self.as_loss(self._spec.step.forward()), row), short(batch)
+        )
 
     def as_loss(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn(model, batch, *args)`, called as the loss function is: on this rank's part of a whole batch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from fnaccel.program.compile_meter import Compilation, Meter
 from fnaccel.program.lent_models import Given
 from fnaccel.program.lower import Lowered
 from fnaccel.program.owned import Owned
+from fnaccel.seeing.memory import explain_out_of_memory
 from fnaccel.state import Lease, Position, TrainState, donate, is_stale, lease
 from fnaccel.step.checked_metrics import checked
 from fnaccel.step.loss import Scalar, idle
@@ -114,7 +116,8 @@ class Stepper:
                     with around:
                         update = self._until_update(owned, state, micros, models, notice, before)
                     moved = self._finish(owned, state, before, update, position, to)
-        except BaseException:
+        except BaseException as error:
+            explain_out_of_memory(error, owned.named_tensors)  # of the update
             leave_step(state.step)
             torch.set_grad_enabled(grad_mode)  # an interrupt may have cut off the end of a context
             if autocast is not None:
@@ -136,7 +139,7 @@ class Stepper:
     ) -> _Update:
         """Run everything before an eager update. A captured step includes the update."""
         meter = self._meter
-        call = self._call(state, models, notice)
+        call = self._call(owned, state, models, notice)
         watched = _NOTHING if meter is None else meter.watch([m.data for m in micros])
         frozen = _NOTHING if models is None else models.frozen()
         # a schedule of the user's may raise
@@ -204,7 +207,7 @@ class Stepper:
             self._skips.put(skip)
         return following, checked(metrics, update.idle)
 
-    def _call(self, state: TrainState, models: Given | None, notice: Notice | None) -> Call:
+    def _call(self, owned: Owned, state: TrainState, models: Given | None, notice: Notice | None) -> Call:
         scale = state.scale
         return Call(
             root=None if self._rng == "stream" else state.rng.root,
@@ -213,6 +216,7 @@ class Stepper:
             last_weight=None if scale is None else scale["weight"],
             given=models,
             notice=notice,
+            explain=functools.partial(explain_out_of_memory, named=owned.named_tensors),
         )
 
     def _captured(
@@ -252,7 +256,7 @@ class Stepper:
         transforms: dict[str, Any],
     ) -> None:
         """Run the GRADS hooks."""
-        info = Info(step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__)
+        info = _info(state.step, state.updates, owned, metrics)
         with self._library_only or self._drawing(owned, state.rng.root, state.step):
             self._lowered.tail.change(grads, transforms, info)
 
@@ -264,7 +268,7 @@ class Stepper:
             grads.idle = update.idle
         metrics.update(owned.updater.apply(grads, update.rates, before.updates, update.reported))
         owned.engine.clear()
-        info = Info(step=step, updates=before.updates, params=owned.params, record=metrics.__setitem__)
+        info = _info(step, before.updates, owned, metrics)
         with self._library_only or self._drawing(owned, before.root, step):
             return self._lowered.tail.finish(owned.engine, grads, before.transforms, info)
 
@@ -273,6 +277,10 @@ class Stepper:
         world = owned.engine.layout.mesh.world
         seed = None if self._rng == "stream" else root
         return drawing(seed, step, generators_of(world.device), world.size)
+
+
+def _info(step: int, updates: int | torch.Tensor, owned: Owned, metrics: dict[str, Any]) -> Info:
+    return Info(step=step, updates=updates, params=owned.params, record=metrics.__setitem__, metrics=metrics)
 
 
 def _counted(updates: Scalar, left_out: Scalar | None, skip: Scalar | None) -> Any:

@@ -111,12 +111,12 @@ def test_the_one_line_swap_gives_one_loss_curve(tmp_path):
 
 def test_train_gpt_draws_samples_and_saves(tmp_path):
     done = run(
-        "train_gpt", "--steps", "3", "--sample", "20", "--plot", str(tmp_path / "loss.png"),
+        "train_gpt", "--steps", "3", "--sample", "20", "--report", str(tmp_path / "report.html"),
         "--dir", str(tmp_path / "run"), "--precision", "bf16",
     )  # fmt: skip
     assert "sample:\ndef " in done.out
     assert "3/3" in done.err
-    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert "Gradient norm" in (tmp_path / "report.html").read_text()
     assert list((tmp_path / "run").glob("step-*/*"))
 
 

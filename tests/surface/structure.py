@@ -19,7 +19,7 @@ ROWS = [
     "world",
     "step collectives",
     "models track launch",
-    "state optim transforms",
+    "state optim transforms seeing",
     "data",
     "engine",
     "strategies",

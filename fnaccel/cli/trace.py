@@ -1,0 +1,68 @@
+"""`fnaccel trace summarize`: each rank's share of compute, communication, waiting for data and idle time.
+
+The traces are those of `fa.profile`, or of `fa.scan(profile=)`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+
+from fnaccel.cli.terminal import Parser, columns
+from fnaccel.seeing.timeline import Summary, summarize
+from fnaccel.world.progress_marks import PHASES
+
+
+def parser() -> Parser:
+    """The options of `fnaccel trace`."""
+    options = Parser("fnaccel trace", str(__doc__))
+    options.add_argument("action", choices=["summarize"], help="the only one so far")
+    options.add_argument("directory", type=Path, help="of fa.profile")
+    options.add_argument("--json", action="store_true", help="print JSON")
+    return options
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the summary of a directory of traces.
+
+    Raises:
+        ArgumentError: no traces.
+    """
+    options = parser().parse_args(arguments)
+    ranks = summarize(options.directory)
+    if options.json:
+        print(json.dumps([attrs.asdict(rank) for rank in ranks], indent=2))
+    else:
+        print(text(ranks))
+    return 0
+
+
+def text(ranks: Sequence[Summary]) -> str:
+    """The tables: a line for each rank, and the phases of a step."""
+    kinds = ("compute", "communication", "data", "idle")
+    lines: list[tuple[str, ...]] = [("rank", "steps", "ms/step", *kinds, "hidden communication")]
+    for rank in ranks:
+        shares = [f"{getattr(rank, kind) / rank.wall:.1%}" for kind in kinds]
+        lines.append(
+            (str(rank.rank), str(rank.steps), f"{rank.wall:.2f}", *shares, f"{rank.hidden / rank.wall:.1%}")
+        )
+    names = [name for name in PHASES if any(name in rank.phases for rank in ranks)]
+    phases = [("rank", *names, "")]
+    phases += [
+        (str(rank.rank), *(f"{rank.phases.get(name, 0.0):.2f}" for name in names), "") for rank in ranks
+    ]
+    parts = [columns(lines, ">" * 7), "Phases, ms/step:", columns(phases, ">" * (len(names) + 1))]
+    if len(ranks) > 1:
+        slowest, quickest = max(ranks, key=_busy), min(ranks, key=_busy)
+        parts.append(
+            f"Rank {slowest.rank} is the slowest: {slowest.busy:.2f} ms/step without communication, "
+            f"rank {quickest.rank} {quickest.busy:.2f}. Other ranks wait for it in their collectives."
+        )
+    return "\n\n".join(parts)
+
+
+def _busy(rank: Summary) -> float:
+    return rank.busy

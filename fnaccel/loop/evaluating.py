@@ -1,0 +1,75 @@
+"""`evaluate`: metrics over all of a data set."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+
+from fnaccel.collectives.signature import meet
+from fnaccel.data import Shards, open_on, steps_per_epoch
+from fnaccel.engine.scoring import Scores
+from fnaccel.loop.progress import open_bar, ticking
+from fnaccel.loop.scanning import check_shards
+from fnaccel.program.train_step import TrainStep
+from fnaccel.state import Position, TrainState, check_ema, check_state
+from fnaccel.world.every_rank import every_rank
+
+
+@every_rank
+def evaluate(
+    train_step: TrainStep,
+    state: TrainState,
+    metric_fn: Callable[[Any, Any], Any],
+    shards: Shards,
+    *,
+    ema: bool = False,
+    progress: bool = False,
+) -> Any:
+    """Metrics over all of a data set: every row counts once, whatever the ranks and the remainder.
+
+    Args:
+        train_step: whose model is evaluated (in evaluation mode, without gradients).
+        state: its live state. Nothing is donated.
+        metric_fn: `metric_fn(model, batch) -> pytree` of `fa.Mean`, `fa.Sum`, `fa.Concat` (rows in
+            the order of the samples). A bare scalar is averaged over rows.
+        shards: the result of `fa.shard`. Its remainder rule gives way to `"keep"`.
+        ema: use the averaged parameters of `with_ema`.
+        progress: show a bar on rank 0.
+
+    Returns:
+        The pytree of `metric_fn`, combined. It is equal on all ranks.
+
+    Raises:
+        LoaderError: no data.
+        ArgumentError: `ema` without `with_ema`, or not shards.
+        LossError: `fa.Concat`, if the ranks of one row each have a part of it.
+
+    Example:
+        >>> def score(model, batch):
+        ...     right = model(batch["tokens"]).argmax(-1) == batch["labels"]
+        ...     return {"accuracy": fa.Mean(right.sum(), weight=right.numel())}
+        >>> scores = fa.evaluate(train_step, state, score, fa.shard(loader))
+        >>> 0 <= float(scores["accuracy"]) <= 1
+        True
+    """
+    check_shards(shards, "fa.evaluate")
+    check_state(state, "fa.evaluate")
+    if ema:
+        check_ema(state, "fa.evaluate(ema=True)")
+    meet("fa.evaluate", train_step.mesh.world)
+    scores = Scores(train_step.mesh)
+    scored = train_step.as_loss(metric_fn)
+    every = attrs.evolve(shards, window=None, across_epochs=False)
+    with contextlib.ExitStack() as stack:
+        if ema:
+            stack.enter_context(train_step.averaged(state))
+        batches: Iterator[Any] = open_on(every.at(Position()), train_step.mesh, remainder="keep")
+        if progress and train_step.mesh.world.is_main:
+            bar = stack.enter_context(open_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))
+            batches = ticking(batches, bar)
+        for batch in batches:
+            scores.take(train_step.look(state, scored, batch.data), batch)
+    return scores.finish()
