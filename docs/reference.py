@@ -43,7 +43,7 @@ GROUPS = {
         "print_in_order",
     ],
     "Recipes": [
-        "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.CheckpointRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
+        "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.CheckpointRecipe", "config.TrackingRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
         "config.from_yaml", "config.to_yaml",
     ],
     "Tracking": [

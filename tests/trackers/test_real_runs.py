@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.track import full_disk
 from tests.track.test_real_runs import MEDIA, check
 
 CLEARML = {
@@ -31,3 +32,19 @@ ALL = (*MEDIA, "artifact")
 )
 def test_a_real_run_is_read_back(tmp_path, name, options, abilities, native):
     assert f"NATIVE {native}" in check(name, tmp_path, abilities=abilities, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "options", "failing"),
+    [
+        ("comet", "256k", COMET, ()),  # a thread of Comet logs the error
+        ("dvclive", "256k", {"dvcyaml": False}, ("DVCLiveTracker",)),
+        ("mlflow", "4M", {}, ("MLflowTracker",)),
+        ("swanlab", "256k", {"mode": "offline"}, ("SwanLabTracker",)),
+        ("trackio", "2M", {"auto_log_cpu": False}, ()),  # Trackio warns
+    ],
+)
+def test_a_full_disk_does_not_end_training(tmp_path, name, size, options, failing):
+    """Aim and ClearML go on training too, and then wait for minutes when the process ends."""
+    failures, _ = full_disk.start(name, tmp_path, size, **options)
+    assert tuple(failures) == failing
