@@ -149,6 +149,7 @@ def profile(
     shapes: bool = False,
     stacks: bool = False,
     flops: bool = False,
+    modules: bool = False,
     activities: str | Iterable[str] | None = None,
     on_trace_ready: Callable[[Any], object] | None = None,
 ) -> Profile:
@@ -168,6 +169,7 @@ def profile(
         shapes: record the shapes of arguments.
         stacks: record the lines of the script. Slow.
         flops: estimate floating-point operations of matrix products and convolutions.
+        modules: record the names of modules. For TorchScript models only, says torch.
         activities: `"cpu"`, `"cuda"`, `"xpu"` or several. By default those that this machine has.
         on_trace_ready: called with the `torch.profiler.profile` after each cycle. No file is written then.
             An error in it is logged, and training goes on.
@@ -196,6 +198,7 @@ def profile(
         "record_shapes": shapes,
         "with_stack": stacks,
         "with_flops": flops,
+        "with_modules": modules,
         "activities": _named(activities),
     }
     return Profile(Path(directory), schedule, on_trace_ready, options)
