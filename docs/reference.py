@@ -46,6 +46,7 @@ GROUPS = {
         "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.CheckpointRecipe", "config.TrackingRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
         "config.from_yaml", "config.to_yaml",
     ],
+    "Logging": ["get_logger", "seeing.logging.RankLogger"],
     "Tracking": [
         "Tracker", "tracked", "loop.tracked.TrackedRun", "track.of", "track.register", "track.installed", "track.Media", "track.Artifacts", "track.PerRank",
         "track.JsonlTracker", "track.read_jsonl", "track.AimTracker", "track.ClearMLTracker", "track.CometTracker", "track.DVCLiveTracker", "track.MLflowTracker", "track.SwanLabTracker", "track.TensorBoardTracker", "track.TrackioTracker", "track.WandbTracker",

@@ -142,6 +142,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dir", help="save here, and go on from what is there")
     parser.add_argument("--save-every", type=int, metavar="STEPS", help="save so often, not at the end only")
     parser.add_argument("--keep", type=int, metavar="N", help="keep the newest N checkpoints")
+    parser.add_argument("--trackers", nargs="*", default=[], help="such as jsonl tensorboard wandb, or all")
     parser.add_argument("--json", help="write this process's losses and a digest of the parameters here")
     parser.add_argument("--report", metavar="FILE", help="write an HTML page about the run here")
     parser.add_argument("--sample", type=int, default=0, help="bytes of text to draw at the end")
@@ -167,6 +168,7 @@ def main() -> None:
             ),
             data=fa.config.DataRecipe(seed=args.seed),
             checkpoint=fa.config.CheckpointRecipe(directory=args.dir, every=args.save_every, keep=args.keep),
+            tracking=fa.config.TrackingRecipe(trackers=args.trackers, log_every=10),
         )
     )
     loader = DataLoader(Sources(), batch_size=args.global_batch, shuffle=True)
@@ -180,7 +182,8 @@ def main() -> None:
         else:
             state = train_step.init(seed=args.seed)
         first, losses = state.step + 1, []
-        options = {"steps": args.steps, "progress": not args.quiet, **fa.config.scan_options(recipe)}
+        options = {"steps": args.steps, "progress": not args.quiet, "config": vars(args)}
+        options |= fa.config.scan_options(recipe)
         if args.report:
             options |= {"report": args.report, "config": vars(args), "throughput": True, "memory": True}
         for state, metrics in fa.scan(train_step, state, shards, **options):

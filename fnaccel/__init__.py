@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from fnaccel.program.plan import Plan as Plan
     from fnaccel.program.train_step import TrainStep as TrainStep
     from fnaccel.program.train_step import train_step as train_step
+    from fnaccel.seeing.logging import get_logger as get_logger
     from fnaccel.seeing.profile import profile as profile
     from fnaccel.state import TrainState as TrainState
     from fnaccel.state import snapshot as snapshot
@@ -119,6 +120,7 @@ _NAMES = {
     "fnaccel.program.plan": "Plan",
     "fnaccel.program.train_step": "TrainStep train_step",
     "fnaccel.seeing.profile": "profile",
+    "fnaccel.seeing.logging": "get_logger",
     "fnaccel.state": "TrainState snapshot",
     "fnaccel.step.loss": "Concat Mean Sum",
     "fnaccel.step.step": "Phase Step Transform",
