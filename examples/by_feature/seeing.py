@@ -33,9 +33,13 @@ def main() -> None:
             "report": folder / "report.html",
             "config": vars(args),
         }
-        for state, metrics in fa.scan(train_step, state, fa.shard(train_loader), epochs=args.epochs, **options):
+        for state, metrics in fa.scan(
+            train_step, state, fa.shard(train_loader), epochs=args.epochs, **options
+        ):
             pass
-        world.print(f"{metrics['rows_per_second']:.0f} rows a second, {metrics['data_wait']:.0%} waiting for data")
+        world.print(
+            f"{metrics['rows_per_second']:.0f} rows a second, {metrics['data_wait']:.0%} waiting for data"
+        )
         world.print(f"{metrics['mfu']:.1%} of the peak, {metrics['peak_mib']:.0f} MiB")
         world.print(f"report: {folder / 'report.html'}")
 

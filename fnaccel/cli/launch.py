@@ -68,6 +68,10 @@ def parser() -> Parser:
         "--min-ranks", type=int, metavar="M",
         help="go on with as few as M ranks if some were killed (default: all)",
     )  # fmt: skip
+    options.add_argument(
+        "--watchdog", type=float, default=120.0, metavar="SECONDS",
+        help="end ranks that wait for each other for so long, and show why (default: 120, 0: never)",
+    )  # fmt: skip
     recipe = options.add_argument_group("recipe")
     recipe.add_argument("--config", metavar="FILE", help="a recipe in YAML. The options below go over it")
     recipe.add_argument("--strategy", help='such as fsdp, or "ddp(2) * fsdp(4)"')
@@ -155,6 +159,7 @@ def read(arguments: Sequence[str]) -> Job:
         threads=parsed.threads,
         grace=parsed.timeout_grace,
         restarts=parsed.max_restarts,
+        watchdog=parsed.watchdog,
         min_ranks=parsed.min_ranks,
         overrides=overrides,
     )

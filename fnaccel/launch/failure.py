@@ -38,6 +38,7 @@ class Failure:
         when: of the monotonic clock, in seconds.
         text: its traceback or message, or empty.
         follows: whether its error only says that another rank has gone.
+        hung: whether the watchdog found that ranks do not go on.
         absent: whether it exited with 0 but never called `fa.start`, while other ranks wait there.
         killed: whether a signal ended it that no runtime sends itself (out of memory, a lost machine).
     """
@@ -49,6 +50,7 @@ class Failure:
     follows: bool = False
     killed: bool = False
     absent: bool = False
+    hung: bool = False
 
     def line(self) -> bytes:
         """As one line of JSON, for the pipe to the launcher."""
@@ -113,6 +115,8 @@ def describe(failure: Failure, job: Job) -> str:
     who = f"rank {failure.rank} of {job.size} on {socket.gethostname()}"
     if failure.absent:
         return f"LaunchError: {failure.text}"
+    if failure.hung:
+        return failure.text
     if failure.text:
         return f"{failure.text}\n\n{who} failed with exit code {failure.code}"
     if failure.code - 128 not in signal.valid_signals():  # 255 is sys.exit(-1)

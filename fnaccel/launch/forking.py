@@ -67,6 +67,7 @@ def fork(
     several: bool,
     mask: set[Any],
     forget: Callable[[], None] = lambda: None,
+    trace: Callable[[int], None] = lambda _: None,
 ) -> list[Rank]:
     """Fork the ranks of this machine while signals are blocked.
 
@@ -78,6 +79,7 @@ def fork(
         several: whether the job has several machines.
         mask: the signal mask to restore in the ranks.
         forget: called in each rank, to close the launcher's files and sockets.
+        trace: called in each rank with its local rank, to write where it is.
 
     Raises:
         OSError: not all ranks can be started. Those that were started are killed.
@@ -108,6 +110,7 @@ def fork(
                 restarts=restarts,
                 several=several,
             )
+            trace(local_rank)
             end(live(job, local_rank, environ=environ, launcher=launcher, pipe=write))
         os.close(write)
         os.set_blocking(read, False)

@@ -44,6 +44,7 @@ class Job:
         grace: seconds between SIGTERM and SIGKILL when the launcher is told to end, for ranks that are
             saving. After a failure there is nothing to save, and it is 10 at most.
         restarts: how often the ranks are started again after a failure.
+        watchdog: seconds for which ranks may wait for each other in one phase of a step. 0: for ever.
         min_ranks: how few ranks may go on if some were killed. None: as many as there were.
         overrides: dotted fields of the script's recipe, and their values.
 
@@ -68,6 +69,7 @@ class Job:
     threads: int | None = None
     grace: float = 30.0  # as SLURM
     restarts: int = 0
+    watchdog: float = 120.0
     min_ranks: int | None = None
     overrides: dict[str, Any] = attrs.field(factory=dict)
 
@@ -115,6 +117,7 @@ def check(job: Job) -> None:
         "--threads 1, or more",
     )
     _require(job.grace >= 0, f"a grace of {job.grace:g} seconds is in the past", "--timeout-grace 30")
+    _require(job.watchdog >= 0, f"a watchdog can't wait {job.watchdog:g} seconds", "--watchdog 120, or 0")
     _check_restarts(job)
     _check_devices(job)
     _require(job.machines >= 1, f"{job.machines} machines were asked for", "--nnodes 1, or more")

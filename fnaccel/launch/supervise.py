@@ -22,6 +22,7 @@ from fnaccel.launch.job import STATIC_PORT, Job, check
 from fnaccel.launch.network import free_port, interface_to, wait_for_port
 from fnaccel.launch.verdict import Decision, decide
 from fnaccel.launch.watch import TO_END, TO_PASS_ON, Outcome, Watch
+from fnaccel.launch.watchdog import Traces, Watchdog
 
 _WATCHED = (*TO_END, *TO_PASS_ON, signal.SIGCHLD)
 
@@ -95,6 +96,7 @@ def _attempt(
     port = job.port or (STATIC_PORT if several else free_port())
     if place.number and job.port is not None and not several:
         wait_for_port(port)  # a worker may outlive its rank for a moment and hold the port
+    traces = Traces.make(job.processes) if job.watchdog and job.processes > 1 and not several else None
     sys.stdout.flush()  # or every fork would write this process's buffer again
     sys.stderr.flush()
     try:
@@ -106,6 +108,7 @@ def _attempt(
             several=several,
             mask=mask,
             forget=(lambda: None) if coordinator is None else coordinator.release,
+            trace=(lambda _: None) if traces is None else traces.write,
         )
     except OSError as error:
         raise LaunchError(
@@ -113,8 +116,12 @@ def _attempt(
             where="fnaccel launch",
             fix="raise the limit of processes or open files (ulimit -u, ulimit -n), or ask for fewer",
         ) from error
-    with _signals(mask) as signals:
-        watch = Watch(job, ranks, signals, coordinator)
+    with _signals(mask) as signals, contextlib.ExitStack() as stack:
+        watchdog = None
+        if traces is not None:
+            stack.callback(traces.close)
+            watchdog = Watchdog(job.watchdog, traces, job.rank(0))
+        watch = Watch(job, ranks, signals, coordinator, watchdog)
         outcome = watch.run()
         _report(outcome, job)
         if coordinator is None:

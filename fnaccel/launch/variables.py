@@ -61,6 +61,8 @@ def variables(
     if several:
         # the coordinator process keeps the store, and each attempt has keys of its own in it
         new_environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    # on one machine the launcher watches the ranks, on several machines a thread of each rank does
+    new_environ["FNACCEL_WATCHDOG"] = f"{job.watchdog if several else 0:g}"
     if job.cpu:
         new_environ["FNACCEL_DEVICE"] = "cpu"
     if job.tpu:

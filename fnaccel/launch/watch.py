@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -17,6 +18,7 @@ from fnaccel.launch.failure import Failure, cause
 from fnaccel.launch.forking import Rank, send
 from fnaccel.launch.job import Job
 from fnaccel.launch.verdict import Decision, MachineResult
+from fnaccel.launch.watchdog import Watchdog, signals
 
 SETTLE = 0.5
 """Seconds to wait for further reports after the first failure: the first may not be the cause."""
@@ -75,6 +77,7 @@ class Watch:
     alive: list[Rank]
     signals: int
     coordinator: Coordinator | None = None
+    watchdog: Watchdog | None = None
     failures: list[Failure] = attrs.field(factory=list)
     preempted: dict[int, str] = attrs.field(factory=dict)
     told: bool = False
@@ -110,6 +113,8 @@ class Watch:
         limit = max(0.0, self.due[0][0] - now) if self.due else None
         if limit is None and self.waits_since is not None and not self.noticed:
             limit = max(0.0, self.waits_since + NOTICE - now)
+        if self._watches and self.watchdog is not None:
+            limit = min(self.watchdog.wait(), math.inf if limit is None else limit)
         pipes = [rank.pipe for rank in self.alive if rank.pipe is not None]
         coordinators = [] if self.coordinator is None else [self.coordinator.fileno()]
         ready = select.select([self.signals, *pipes, *coordinators], [], [], limit)[0]
@@ -122,7 +127,22 @@ class Watch:
             self.coordinator.hear()
             self._end_with_others(self.coordinator.ending)
         self._see_absent()
+        self._see_hang()
         self._act()
+
+    @property
+    def _watches(self) -> bool:
+        """Whether ranks have to go on: nothing has failed, and none was told to end."""
+        return self.watchdog is not None and bool(self.alive) and not (self.due or self.ending)
+
+    def _see_hang(self) -> None:
+        """End the ranks if they wait for each other for too long."""
+        if not self._watches or self.watchdog is None:
+            return
+        failure = self.watchdog.look(self.alive)
+        if failure is not None:
+            self._note(failure)
+            self.due = signals(time.monotonic())
 
     def _end_with_others(self, ending: str | None) -> None:
         """Schedule the end of the ranks if the ranks of all machines must end."""

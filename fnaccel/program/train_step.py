@@ -59,7 +59,10 @@ class TrainStep:
         self._delegation = delegation
         self._lowered = lowered
         self._owner = StateOwner(plan, mesh, repr(self))
-        self._stepper = Stepper(lowered, spec.rng, repr(self), mesh.world.device, speaks=mesh.world.is_main)
+        world, shares = mesh.world, any(degree > 1 for degree in mesh.degrees.values())
+        self._stepper = Stepper(
+            lowered, spec.rng, repr(self), world.device, speaks=world.is_main, shares=shares
+        )
         self._call: Callable[..., Any] = self._run
         for wrap in lowered.calls:
             self._call = wrap(self._call)

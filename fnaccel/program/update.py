@@ -44,15 +44,24 @@ class Stepper:
         where: the name of the train step, for messages.
         device: its compute device.
         speaks: whether this rank warns.
+        shares: whether other ranks take part in each update.
     """
 
     def __init__(
-        self, lowered: Lowered, rng: Rng, where: str, device: torch.device, *, speaks: bool = True
+        self,
+        lowered: Lowered,
+        rng: Rng,
+        where: str,
+        device: torch.device,
+        *,
+        speaks: bool = True,
+        shares: bool = False,
     ) -> None:
         self._lowered = lowered
         self._rng = rng
         self._where = where
         self._speaks = speaks
+        self._shares = shares
         # the kind of device on which autocast is switched, if the step does so
         self._cast_on = device.type if lowered.settings.precision.autocast else ""
         # the library's own hooks draw nothing
@@ -95,7 +104,7 @@ class Stepper:
         if meter is not None:
             meter.check()
         self._skips.check()
-        enter_step(state.step, self._where, first=not self._moved)
+        enter_step(state.step, self._where, first=not self._moved, shares=self._shares)
         if not self._clean:
             undo(owned.engine)
         self._clean = False

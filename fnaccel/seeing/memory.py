@@ -120,7 +120,8 @@ def live_storages(names: Mapping[int, str] | None = None) -> list[Live]:
     """The storages that hold memory now, largest first: each storage once, those that look alike in one row.
 
     Args:
-        names: of tensors, by the address of their storage.
+        names: of tensors, by the address of their storage, such as `"params/head.weight"`. Those that begin
+            alike share rows.
     """
     largest: dict[tuple[str, int], torch.Tensor] = {}
     for tensor in _tensors():
@@ -129,14 +130,20 @@ def live_storages(names: Mapping[int, str] | None = None) -> list[Live]:
             largest[key] = tensor
     rows: dict[Any, list[tuple[int, str]]] = {}
     for (device, address), tensor in largest.items():
-        alike = device, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         name = (names or {}).get(address, "")
+        kind = name.partition("/")[0]
+        alike = device, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), kind
         rows.setdefault(alike, []).append((tensor.untyped_storage().nbytes(), name))
     found = [
         Live(
-            device, dtype, shape, len(each), sum(n for n, _ in each), tuple(name for _, name in each if name)
+            device=device,
+            dtype=dtype,
+            shape=shape,
+            count=len(each),
+            bytes=sum(size for size, _ in each),
+            names=tuple(name for _, name in each if name),
         )
-        for (device, dtype, shape), each in rows.items()
+        for (device, dtype, shape, _), each in rows.items()
     ]
     return sorted(found, key=lambda row: -row.bytes)
 

@@ -25,6 +25,9 @@ NAMES = 64
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
 
+LISTENERS: list[Callable[[int, str, bool], None]] = []
+"""Called with a call's number, its name and True when it begins, and with False when it ends."""
+
 Explain = Callable[[str, RuntimeError], Exception | None]
 """`explain(name, error)` returns the error to raise in place of a collective's error, or None."""
 
@@ -69,6 +72,8 @@ class CallLog:
         self.count += 1
         self.newest.append((self.count, name))
         self.thread = thread
+        for listener in LISTENERS:
+            listener(self.count, name, True)
         try:
             return self.explained(name, fn, *args, **kwargs)
         except BaseException:
@@ -76,6 +81,8 @@ class CallLog:
             raise
         finally:
             self.thread = None
+            for listener in LISTENERS:
+                listener(self.count, name, False)
 
     def explained(self, name: str, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call `fn(*args, **kwargs)`, and raise a better error if a collective in it fails.

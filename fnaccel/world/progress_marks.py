@@ -40,9 +40,10 @@ class Mark:
         micro_batch: its micro-batch.
         first: whether this is the first step of its train step, which may compile and build for minutes.
         of: the name of its train step.
+        shares: whether other ranks take part in each step of it, so that ranks wait for each other.
     """
 
-    __slots__ = ("first", "micro_batch", "of", "phase", "step")
+    __slots__ = ("first", "micro_batch", "of", "phase", "shares", "step")
 
     def __init__(self) -> None:
         self.phase = "outside"
@@ -50,6 +51,7 @@ class Mark:
         self.micro_batch = 0
         self.first = True
         self.of = ""
+        self.shares = False
 
     def __str__(self) -> str:
         part = f", micro-batch {self.micro_batch}" if self.phase in ("forward", "backward") else ""
@@ -72,9 +74,9 @@ def enter(phase: str, micro_batch: int = 0) -> None:
         listener(NOW)
 
 
-def enter_step(step: int, of: str, *, first: bool) -> None:
+def enter_step(step: int, of: str, *, first: bool, shares: bool) -> None:
     """Begin a step. Its phases are entered one by one."""
-    NOW.step, NOW.of, NOW.first = step, of, first
+    NOW.step, NOW.of, NOW.first, NOW.shares = step, of, first, shares
 
 
 def leave_step(step: int) -> None:

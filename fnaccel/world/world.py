@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import _torch
-from fnaccel.errors import NoWorldError, PeerLostError, WorldError
+from fnaccel.errors import NoWorldError, PeerLostError, WorldError, require
 from fnaccel.world.calls import CallLog
 from fnaccel.world.connections import drop_inherited
 from fnaccel.world.devices import HOSTED, check_present, check_processes, open_device
@@ -29,6 +29,7 @@ from fnaccel.world.joining import Groups, Joined, join, prefix_of
 from fnaccel.world.launched import Ranks, detect
 from fnaccel.world.peers import Peers
 from fnaccel.world.process_control import ProcessControl
+from fnaccel.world.watchdog import Watchdog
 
 R = TypeVar("R")
 
@@ -77,6 +78,7 @@ class World(ProcessControl):
     groups: Groups = attrs.field(factory=Groups, repr=False, eq=False)
     saved_by: dict[tuple[int, int], int] = attrs.field(factory=dict, repr=False, eq=False)
     _peers: Peers | None = attrs.field(default=None, repr=False, eq=False, alias="peers")
+    _watchdog: Watchdog | None = attrs.field(default=None, repr=False, eq=False, alias="watchdog")
     _owns_group: bool = attrs.field(default=False, repr=False, alias="owns_group")
     _tokens: list[Token[World | None]] = attrs.field(factory=list, repr=False, eq=False)
     _guests: weakref.WeakSet[Any] = attrs.field(factory=weakref.WeakSet, repr=False, eq=False)
@@ -147,6 +149,8 @@ class World(ProcessControl):
                 _current.reset(token)
         alone = self.size == 1 and self.source != _RUNNING  # a mesh of one began its own group
         ends_group = (self._owns_group or alone) and dist.is_initialized()
+        if self._watchdog is not None:
+            self._watchdog.close()
         if self._peers is not None:
             everyone = self._peers.leave(left, clean=clean, follows=follows, wait=ends_group)
             if ends_group and not everyone:
@@ -204,6 +208,7 @@ def start(
     device: torch.device | str | None = None,
     backend: str | None = None,
     timeout: float = 600.0,
+    watchdog: float = 120.0,
     compile_cache: str | os.PathLike[str] | None = None,
 ) -> World:
     """Join the other processes and return the `World`. Use it as a context manager.
@@ -215,17 +220,22 @@ def start(
         device: the device to compute on. By default the accelerator of this local rank, or the CPU.
         backend: collective backend. By default the device decides.
         timeout: seconds that a collective may take.
+        watchdog: seconds for which ranks may wait for each other in one phase of a step. Then the job ends
+            with exit code 76, and the place and the stack of each rank. 0: never. Under `fnaccel launch`
+            its option `--watchdog` is used.
         compile_cache: folder for the compiled code of torch.compile, for this and later processes. By
             default a folder in the temporary files. Ranks may share it.
 
     Raises:
         WorldError: the environment contradicts itself, or has fewer devices than processes.
+        ArgumentError: `watchdog` is negative.
 
     Example:
         >>> with fa.start() as world:
         ...     world.print(f"{world.size} rank on {world.device}")
         1 rank on cpu
     """
+    require(watchdog >= 0, f"watchdog={watchdog!r}", "fa.start", "seconds, such as 120, or 0 for none")
     if compile_cache is not None:
         _keep_compiled(Path(compile_cache))
     ranks = _ranks_of_running_group() if dist.is_initialized() else detect(os.environ)
@@ -238,8 +248,10 @@ def start(
     outer = _current.get() if joined is None else None
     if outer is not None and outer.size == ranks.size:  # a world inside of another one, with the same ranks
         calls, peers, groups = outer.calls, None, outer.groups
+        dog = None
     else:
-        calls, peers = _watched(ranks, joined)
+        limit = float(os.environ.get("FNACCEL_WATCHDOG") or watchdog)
+        calls, peers, dog = _watched(ranks, joined, limit)
         groups = Groups() if joined is None else joined.groups
     world = World(
         rank=ranks.rank,
@@ -254,6 +266,7 @@ def start(
         calls=calls,
         groups=groups,
         peers=peers,
+        watchdog=dog,
         owns_group=joined is not None,
     )
     world.enter()
@@ -304,25 +317,38 @@ def _choose_device(device: torch.device | str | None, ranks: Ranks) -> torch.dev
 _worlds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def _watched(ranks: Ranks, joined: Joined | None) -> tuple[CallLog | None, Peers | None]:
-    """The log of this rank's calls and the watcher of the other ranks, or None on one rank."""
+def _watched(
+    ranks: Ranks, joined: Joined | None, limit: float
+) -> tuple[CallLog | None, Peers | None, Watchdog | None]:
+    """The log of this rank's calls and the two watchers of the other ranks, or None on one rank."""
     group: Any = dist.group.WORLD if dist.is_initialized() else None
     if (
         ranks.size == 1
         or group is None
         or not {"gloo", "nccl"} & {*re.split("[:,]", str(dist.get_backend_config()))}
     ):
-        return None, None
+        return None, None, None
     number = _worlds[group] = _worlds.get(group, 0) + 1
     store = _torch.PrefixStore(prefix_of(number), _torch.default_store() if joined is None else joined.store)
-    log = CallLog()
+    log, host = CallLog(), None if joined is None else joined.host
     peers = Peers(
         store,
         log,
         rank=ranks.rank,
         size=ranks.size,
-        host=None if joined is None else joined.host,
+        host=host,
         blocking=joined is not None,
         keep=frozenset() if joined is None else frozenset([joined.port]),
     )
-    return log, peers
+    if joined is None or not limit:  # the owner of a group that runs already ends its processes itself
+        return log, peers, None
+    keys = _torch.PrefixStore("watchdog", store)
+    dog = Watchdog(
+        keys,
+        rank=ranks.rank,
+        size=ranks.size,
+        host=host,
+        limit=limit,
+        kills=ranks.source != "fnaccel launch",
+    )
+    return log, peers, dog
