@@ -106,4 +106,4 @@ bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/result
 	touch $@
 
 clean:
-	rm -rf .venv runs build *.egg-info
+	rm -rf .venv .venv-trackers runs build *.egg-info

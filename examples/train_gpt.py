@@ -168,7 +168,7 @@ def main() -> None:
             ),
             data=fa.config.DataRecipe(seed=args.seed),
             checkpoint=fa.config.CheckpointRecipe(directory=args.dir, every=args.save_every, keep=args.keep),
-            tracking=fa.config.TrackingRecipe(trackers=args.trackers, log_every=10),
+            tracking=fa.config.TrackingRecipe(trackers=args.trackers),
         )
     )
     loader = DataLoader(Sources(), batch_size=args.global_batch, shuffle=True)

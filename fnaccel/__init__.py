@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fnaccel import seeing as seeing
     from fnaccel import state as state
     from fnaccel import strategies as strategies
+    from fnaccel import track as track
     from fnaccel import transforms as transforms
     from fnaccel import tree as tree
     from fnaccel.checkpoint import checkpoints as checkpoints
@@ -100,7 +101,8 @@ __version__ = "0.1.0"
 
 # a name is imported when it is first used
 _NAMESPACES = (
-    "checkpoint", "config", "data", "errors", "optim", "seeing", "state", "strategies", "transforms", "tree",
+    "checkpoint", "config", "data", "errors", "optim", "seeing", "state", "strategies", "track", "transforms",
+    "tree",
 )  # fmt: skip
 _NAMES = {
     "fnaccel.checkpoint": "checkpoints latest restore resume_or_init save save_async save_on_main",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import axes, context, tensor
+from tests.mutants import axes, context, tensor, tracking
 from tests.mutants.mutant import Mutant
 
 pytestmark = pytest.mark.long
@@ -293,6 +293,7 @@ MUTANTS = [
     *axes.MUTANTS,
     *context.MUTANTS,
     *tensor.MUTANTS,
+    *tracking.MUTANTS,
 ]  # fmt: skip
 
 
