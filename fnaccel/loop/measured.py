@@ -44,12 +44,12 @@ class Measures(AbstractContextManager["Measures"]):
     ) -> None:
         self._stack.close()
 
-    def before(self, state: TrainState, batch: Any) -> None:
+    def before(self, state: TrainState, batch: Batch | Window) -> None:
         """Count the operations of a row before the first step, if anything is to be compared with them."""
         if self._peak is not None and self._flops is None:
             self._flops = self._train_step.flops(state, batch)
 
-    def add(self, batch: Any, before: Position, after: Position, metrics: dict[str, Any]) -> None:
+    def add(self, batch: Batch | Window, before: Position, after: Position, metrics: dict[str, Any]) -> None:
         """Add the measurements of a step to its metrics."""
         if self._peaks is not None:
             metrics.update(self._peaks.taken())

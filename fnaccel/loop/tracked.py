@@ -172,7 +172,7 @@ class TrackedRun:
         """Show images on each tracker that is a `fnaccel.track.Media`."""
         self._log.call(Media, "log_images", step, name, images)
 
-    def log_figure(self, step: int, name: str, figure: Any) -> None:
+    def log_figure(self, step: int, name: str, figure: object) -> None:
         """Show a figure of matplotlib on each tracker that is a `fnaccel.track.Media`."""
         self._log.call(Media, "log_figure", step, name, figure)
 

@@ -118,7 +118,7 @@ class Profile(AbstractContextManager["Profile"]):
             self._range.__exit__(None, None, None)
             self._range = None
 
-    def _write(self, profiler: Any) -> None:
+    def _write(self, profiler: torch.profiler.profile) -> None:
         self.recorded += 1
         try:
             if self._own is None:
@@ -128,7 +128,7 @@ class Profile(AbstractContextManager["Profile"]):
         except Exception:  # a full disk is no reason to end a run
             _logger.exception("a trace of step %d was not written; training goes on", self._steps)
 
-    def _export(self, profiler: Any) -> None:
+    def _export(self, profiler: torch.profiler.profile) -> None:
         world = find_current()
         rank = 0 if world is None else world.rank
         # the names that TensorBoard's profiler page looks for

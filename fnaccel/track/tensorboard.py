@@ -76,7 +76,7 @@ class TensorBoardTracker(LibraryTracker):
         for number, image in enumerate(pixels):
             writer.add_image(f"{name}/{number}", image, step, dataformats="HWC")
 
-    def log_figure(self, step: int, name: str, figure: Any) -> None:
+    def log_figure(self, step: int, name: str, figure: object) -> None:
         """Show a figure of matplotlib. The figure stays open."""
         self._started("log_figure").add_figure(name, figure, step, close=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import attrs
@@ -73,7 +73,7 @@ class _Reader:
         self._waiting: deque[tuple[int, torch.Tensor]] = deque()
         self._found: list[str] = []
 
-    def __call__(self, state: Any, batch: Tree, **given: Any) -> Any:
+    def __call__(self, state: Tree, batch: Tree, **given: Tree) -> Any:
         if self._found:
             texts, self._found = self._found, []
             raise LossError(
@@ -156,7 +156,7 @@ class _Reading:
         return _Reader(call, self.do)
 
 
-def _nothing_known(params: Any) -> dict[str, torch.Tensor]:
+def _nothing_known(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     first = next(iter(params.values()))
     local: torch.Tensor = getattr(first, "_local_tensor", first)
     return {name: torch.zeros((), device=local.device) for name in ("mean", "square", "count")}
