@@ -26,6 +26,7 @@ from fnaccel.transforms import (
     clip_norm,
     clip_value,
     compile,  # noqa: A004
+    on_spike,
     remat,
     skip_nonfinite,
     with_ema,
@@ -160,6 +161,8 @@ def transformed(recipe_: Recipe, loss_fn: Callable[..., Any]) -> Step:
         step = accumulate(step, recipe_.accumulate)
     if recipe_.skip_nonfinite:
         step = skip_nonfinite(step)
+    if recipe_.on_spike is not None:
+        step = on_spike(step, do=cast(Any, recipe_.on_spike))
     if recipe_.clip_norm is not None:
         step = clip_norm(step, recipe_.clip_norm)
     if recipe_.clip_value is not None:
@@ -247,9 +250,16 @@ def scan_options(recipe_: Recipe) -> dict[str, Any]:
 
 
 def _tracking_options(tracking: TrackingRecipe) -> dict[str, Any]:
-    if not tracking.trackers:
-        return {}
-    return {"trackers": [_tracker(entry) for entry in tracking.trackers], "log_every": tracking.log_every}
+    found: dict[str, Any] = {
+        name: getattr(tracking, name)
+        for name in ("report", "throughput", "memory", "profile")
+        if getattr(tracking, name)
+    }
+    if tracking.trackers:
+        found["trackers"] = [_tracker(entry) for entry in tracking.trackers]
+    if tracking.trackers or tracking.report:
+        found["log_every"] = tracking.log_every
+    return found
 
 
 def _tracker(entry: str | Mapping[str, Any]) -> dict[str, Any] | str:

@@ -103,12 +103,13 @@ def _as_entries(trackers: object) -> tuple[Any, ...]:
 
 @attrs.frozen(kw_only=True)
 class TrackingRecipe:
-    """The trackers, how often they are written, and the level of log lines.
+    """The trackers, how often they are written, what is measured, and the level of log lines.
 
     Attributes:
         trackers: names such as `"jsonl"`, `"tensorboard"` or `"all"`, references `"module:Class"` to trackers
             of yours, or mappings of `name` and the options of that tracker.
         log_every: write each so many steps.
+        report, throughput, memory, profile: as for `fa.scan`. `profile` is a directory.
         level: the level of `fa.get_logger`: `"debug"`, `"info"`, `"warning"`, `"error"`. None leaves it
             alone.
 
@@ -123,6 +124,10 @@ class TrackingRecipe:
 
     trackers: Any = attrs.field(default=(), converter=_as_entries)
     log_every: int = 1
+    report: str | None = None
+    throughput: bool = False
+    memory: bool = False
+    profile: str | None = None
     level: str | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -153,6 +158,7 @@ class Recipe:
         accumulate: micro-batches in a batch.
         clip_norm, clip_value: bounds of the gradient, or None.
         skip_nonfinite: whether updates with NaN or infinite gradients are skipped.
+        on_spike: `"warn"`, `"skip"` or `"stop"` if a loss is far above the usual one: see `fa.on_spike`.
         ema: decay of the average of parameters, or None.
         remat: whether blocks are recomputed in backward, or what is kept: `"attention"`, `"matmuls"`.
         compile: `"auto"`, `"block"`, `"loss"`, `"step"`, or None.
@@ -173,6 +179,7 @@ class Recipe:
     clip_norm: float | None = None
     clip_value: float | None = None
     skip_nonfinite: bool = False
+    on_spike: str | None = None
     ema: float | None = None
     remat: bool | str = False
     compile: str | None = None

@@ -20,11 +20,11 @@ from fnaccel.loop.measured import Measures
 from fnaccel.loop.preemption import SIGNALS
 from fnaccel.loop.tracked import Bar, ByName, logged, trackers_of_rank
 from fnaccel.program.train_step import TrainStep
-from fnaccel.seeing.environment import environment
 from fnaccel.seeing.profile import Profile
 from fnaccel.seeing.profile import profile as profiled
 from fnaccel.seeing.report import ReportTracker
 from fnaccel.seeing.throughput import Throughput
+from fnaccel.seeing.versions import environment
 from fnaccel.state import Position, TrainState, check_state, lease_of
 from fnaccel.track.tracker import Tracker
 from fnaccel.world.world import World

@@ -61,9 +61,10 @@ class TensorBoardTracker(LibraryTracker):
         Raises:
             ArgumentError: before `start`, or after `finish`.
         """
-        writer = self._started("log")
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+        summary: Any = self._import("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
+        # one event for all: the checksum of each event is Python's work, in a thread beside the training
+        values = [summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._started("log").file_writer.add_summary(summary(value=values), step)
 
     def log_images(self, step: int, name: str, images: object) -> None:
         """Show images. See `Media`."""
