@@ -1,4 +1,4 @@
-"""`Watchdog`: a thread of each rank that ends the job if its ranks have not gone on for too long.
+"""`Watchdog`: a thread of each rank. It ends the job if the ranks have not gone on for too long.
 
 For jobs that no launcher of one machine watches: torchrun, mpirun, srun, several machines. Each rank writes
 its position to the store of the job every few seconds. Ranks 0 and 1, and ranks that have not moved for half
@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -38,7 +39,7 @@ ANSWER = 3.0
 """Seconds that the ranks get to write their stacks, and the rank that prints to print them."""
 
 PATIENCE = 5.0
-"""Seconds that an operation on the store may take."""
+"""Seconds that the operations of one look at the store may take."""
 
 
 @attrs.frozen(kw_only=True)
@@ -84,12 +85,17 @@ class Watchdog:
         self._heard: dict[int, tuple[int, float]] = {}
         self._suspects = False
         self._views: list[RankView] = []
+        self._posts: dict[int, _Post] = {}
         self._records = ProgressRecords.make(1)
         self._end_writing = self._records.write(0)
         self._pid = os.getpid()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="fnaccel-watchdog", daemon=True)
-        self._thread.start()
+        self._answered = time.monotonic()
+        # if the rank that keeps the store is stopped, `store.check` never returns
+        work = [self._watch] if host in (None, rank) else [self._watch, self._watch_keeper]
+        self._threads = [threading.Thread(target=fn, name="fnaccel-watchdog", daemon=True) for fn in work]
+        for thread in self._threads:
+            thread.start()
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -99,25 +105,24 @@ class Watchdog:
             return
         self._end_writing()
         self._stop.set()
-        self._thread.join(PATIENCE)
+        for thread in self._threads:
+            thread.join(PATIENCE)
         self._records.close()
 
-    # the methods below run in the thread
+    # the methods below run in the threads
 
     def _watch(self) -> None:
-        try:
-            beat = 0
+        beat = 0
+        with contextlib.suppress(RuntimeError):  # the rank that keeps the store has closed it
             while not self._stop.wait(self._beat):
                 beat += 1
                 self._look(beat)
+                self._answered = time.monotonic()
             self._store.set(self._key(self._rank), "")
-        except RuntimeError as error:
-            # the rank that keeps the store has closed it, or it is stopped and nothing answers
-            if not self._stop.is_set() and "timeout" in str(error).lower():
-                self._watch_alone()
+        self._answered = math.inf
 
     def _look(self, beat: int) -> None:
-        me = self._view_of_self()
+        me = self._view_of_self(self._own)
         position = attrs.asdict(me.position)
         file = self._records.descriptor
         post = _Post(beat=beat, age=me.age, pid=me.pid, host=me.host, descriptor=file, position=position)
@@ -136,11 +141,11 @@ class Watchdog:
     def _key(self, rank: int) -> str:
         return f"at/{rank}"
 
-    def _view_of_self(self) -> RankView:
-        self._own.tick(time.monotonic())
+    def _view_of_self(self, clock: StallClock) -> RankView:
+        clock.tick(time.monotonic())
         pid, state = os.getpid(), process_state(os.getpid())
         position = self._records.read(0)
-        return self._own.view(self._rank, position, pid=pid, host=socket.gethostname(), state=state)
+        return clock.view(self._rank, position, pid=pid, host=socket.gethostname(), state=state)
 
     def _judge(self, me: RankView) -> Finding | None:
         """Compare the newest positions of all ranks."""
@@ -162,31 +167,47 @@ class Watchdog:
         if beat != post.beat:
             self._heard[rank] = (post.beat, now)
             since = now
+        self._posts[rank] = post
         missed = now - since
         silent = missed if missed > MISSED * self._beat else 0.0
         position, state = Position(**post.position), ""
+        age = post.age + missed
         if post.host == here:
             state = process_state(post.pid)
-            if silent:  # it may have gone on after its last post
-                records = ProgressRecords.of_process(post.pid, post.descriptor)
-                position = position if records is None else records.read(0)
+            if silent or state == "T":  # it may have gone on after its last post
+                position, age = self._newest(post, age, missed)
         seen = self._others.view(rank, position, pid=post.pid, host=post.host, state=state)
-        age = post.age + missed
         # a rank that begins to read finds ranks that were stopped before
-        stopped = age if state == "T" else 0.0
+        stopped = missed if state == "T" else 0.0
         return attrs.evolve(seen, age=age, silent=silent, stopped=stopped)
 
-    def _watch_alone(self) -> None:
+    def _newest(self, post: _Post, age: float, missed: float) -> tuple[Position, float]:
+        """The position of a rank of this machine that posts nothing, and for how long it has been there."""
+        posted = Position(**post.position)
+        records = ProgressRecords.of_process(post.pid, post.descriptor)
+        position = posted if records is None else records.read(0)
+        return position, age if position.sequence == posted.sequence else missed
+
+    def _watch_keeper(self) -> None:
         """End this rank if it does not go on, and the rank that keeps the store does not answer."""
+        keeper, first, clock = self._keeper or 0, 1 if self._keeper == 0 else 0, StallClock(self._beat)
         while not self._stop.wait(self._beat):
-            me = self._view_of_self()
-            keeper = RankView(rank=self._keeper or 0, position=me.position, age=me.age, silent=me.age)
-            finding = judge([me, keeper], self._limit)
+            me = self._view_of_self(clock)
+            if time.monotonic() - self._answered < PATIENCE:
+                continue
+            known = next((view for view in self._views if view.rank == keeper), me)
+            other = attrs.evolve(known, rank=keeper, age=me.age, silent=me.age, state="", stopped=me.age)
+            if known is not me and known.host == me.host:
+                position, _ = self._newest(self._posts[keeper], 0.0, 0.0)
+                other = attrs.evolve(other, position=position, state=process_state(known.pid))
+            finding = judge([me, other], self._limit)
             if finding is not None:
-                first = 1 if self._keeper == 0 else 0
                 if self._rank == first:
                     stacks = {self._rank: own_stacks(self._records.thread(0))}
-                    _print(report(finding, [keeper, me], stacks, limit=self._limit))
+                    views = sorted([me, other], key=lambda view: view.rank)
+                    _print(report(finding, views, stacks, limit=self._limit))
+                    if self._kills:
+                        self._kill_stopped(views)
                 self._leave(0.0 if self._rank == first else ANSWER)
 
     def _end(self) -> NoReturn:
@@ -194,7 +215,7 @@ class Watchdog:
         found = json.loads(self._store.get("finding"))
         finding = Finding(**found["finding"])
         views = [_view_of(view) for view in found["views"]]
-        pause = ANSWER
+        self._answered, pause = math.inf, ANSWER
         with contextlib.suppress(RuntimeError):
             self._store.set(f"stacks/{self._rank}", own_stacks(self._records.thread(0)))
             if found["by"] == self._rank:
