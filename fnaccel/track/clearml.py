@@ -65,6 +65,9 @@ class ClearMLTracker(LibraryTracker):
         if current is None:
             if self._offline is not None:
                 task.set_offline(self._offline)
+            # ClearML reports from a fork by default. A fork of a process with torch's threads can wait
+            forever, and # `close` waits for it. This is its setting `development.report_use_subprocess:
+            false` task._report_subprocess_enabled = False  # noqa: SLF001 - it has no public name in Python
             current = task.init(task_name=self._named(self._name), **self.options)
         self._run = current
         self._run.connect(plain(config), name="config")
