@@ -17,7 +17,7 @@ class ClearMLTracker(LibraryTracker):
     """Sends each step's metrics to a task of ClearML. The config is connected to it.
 
     A metric `train/loss` is the series `loss` of the plot `train`. A task that the script began with
-    `Task.init` is used, and left running.
+    `Task.init` is used, and left running. A task that the tracker begins reports from a thread, not a fork.
 
     Args:
         project: the project.
@@ -65,6 +65,9 @@ class ClearMLTracker(LibraryTracker):
         if current is None:
             if self._offline is not None:
                 task.set_offline(self._offline)
+            # ClearML reports from a fork by default. A fork of a process with torch's threads can wait
+            # forever, and `close` waits for it: this is `development.report_use_subprocess: false`
+            task._report_subprocess_enabled = False  # noqa: SLF001 - it has no public name in Python
             current = task.init(task_name=self._named(self._name), **self.options)
         self._run = current
         self._run.connect(plain(config), name="config")

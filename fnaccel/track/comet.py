@@ -10,6 +10,7 @@ from fnaccel.track.library import LibraryTracker
 from fnaccel.track.media import as_pictures
 from fnaccel.track.plain import flat
 from fnaccel.track.tracker import Ranks
+from fnaccel.world.environment import set_default
 
 _OF_START = {"api_key", "workspace", "experiment_key", "mode"}
 """Options of `comet_ml.start` itself. The other options belong to its `ExperimentConfig`."""
@@ -17,6 +18,9 @@ _OF_START = {"api_key", "workspace", "experiment_key", "mode"}
 
 class CometTracker(LibraryTracker):
     """Sends each step's metrics to an experiment of Comet. The config becomes its parameters.
+
+    Comet's automatic logging is off, unless COMET_DISABLE_AUTO_LOGGING is set to 0, or the script imports
+    `comet_ml` first.
 
     Args:
         project: the project. By default the value of COMET_PROJECT_NAME.
@@ -59,6 +63,8 @@ class CometTracker(LibraryTracker):
         Raises:
             MissingBackendError: comet_ml is not installed.
         """
+        # with its automatic logging an experiment ends, without an error, when MLflow begins a run
+        set_default("COMET_DISABLE_AUTO_LOGGING", "1")
         comet_ml = self._import("comet_ml", "comet")
         if "offline_directory" in self._settings:
             Path(self._settings["offline_directory"]).mkdir(parents=True, exist_ok=True)

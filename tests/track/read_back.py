@@ -180,6 +180,8 @@ def _read_aim(folder):
     [run] = repository.iter_runs()
     written.config = flat(run["config"])
     for metric in run.metrics():
+        if metric.name.startswith("__system__"):
+            continue
         for row in metric.dataframe().itertuples():
             written.add(metric.name, row.step, row.value)
     for group in repository.query_images("True").iter_runs():

@@ -63,7 +63,10 @@ def main(name, folder, options):
 
     data = torch.utils.data.TensorDataset(torch.arange(12.0).reshape(6, 2), torch.ones(6, 1))
     loader = torch.utils.data.DataLoader(data, batch_size=2)
-    trackers = [{"name": name, **options}, fa.track.JsonlTracker(folder / "expected.jsonl")]
+    trackers = [
+        "all" if name == "all" else {"name": name, **options},
+        fa.track.JsonlTracker(folder / "expected.jsonl"),
+    ]
     with fa.start(device="cpu"), fa.tracked(trackers, CONFIG, directory=folder) as run:
         model = fa.distribute(lambda: nn.Linear(2, 1), fa.local())
         step = fa.clip_norm(loss_fn, 1.0)

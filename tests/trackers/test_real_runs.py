@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.track import full_disk
-from tests.track.test_real_runs import MEDIA, check
+from tests.track import full_disk, real_run
+from tests.track.test_real_runs import MEDIA, check, compare
 
 CLEARML = {
     "offline": True,
@@ -32,6 +32,25 @@ ALL = (*MEDIA, "artifact")
 )
 def test_a_real_run_is_read_back(tmp_path, name, options, abilities, native):
     assert f"NATIVE {native}" in check(name, tmp_path, abilities=abilities, **options)
+
+
+OFFLINE = {
+    "WANDB_MODE": "offline",
+    "COMET_START_ONLINE": "false",
+    "COMET_PROJECT_NAME": "checks",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "offline",
+}
+
+
+def test_all_that_are_installed_log_one_run(tmp_path):
+    """By `trackers="all"`, with the defaults of each, in one process."""
+    assert "FAILURES {}" in real_run.start("all", tmp_path, env=OFFLINE)
+    for name in ("aim", "comet", "mlflow", "trackio", "wandb"):
+        compare(name, tmp_path, ALL)
+    compare("clearml", tmp_path, ALL, digits=7)  # it takes the rounded values of TensorBoard too
+    for name in ("dvclive", "swanlab", "tensorboard"):
+        compare(name, tmp_path, MEDIA)
 
 
 @pytest.mark.parametrize(
