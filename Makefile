@@ -9,15 +9,31 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo test test-all test-nvme soak structure lint types check format bench clean
 
-demo: .venv/.demo  ## train the main job, with a progress bar, a plot of the loss and a sample of text
+demo: .venv/.demo  ## train the main job, with a progress bar, a sample of text and a report
 	rm -rf runs/gpt  # the demo begins anew; a run of yours goes on: see --dir
-	$(BIN)/python examples/train_gpt.py --steps 600 --precision bf16 --plot runs/loss.png --sample 400 --dir runs/gpt
+	$(BIN)/python examples/train_gpt.py --steps 600 --precision bf16 --report runs/gpt/report.html --sample 400 --dir runs/gpt
 
 test: .venv/.dev  ## all but the long rows: ten minutes on two cores
 	$(BIN)/python -m pytest -m "not long"
 
-test-all: .venv/.dev  ## what `make test` leaves out: deliberate bugs, long rows
+test-all: .venv/.dev .venv-trackers/.trackers  ## what `make test` leaves out: deliberate bugs, long rows, trackers
 	$(BIN)/python -m pytest -m long
+	$(TRACKERS)/python -m pytest tests/trackers
+
+# trackers bring 120 packages and pins, so they have an environment of their own: beside torch and the rest of .venv,
+# which it finds by a path file
+TRACKERS := .venv-trackers/bin
+.PHONY: test-trackers
+
+test-trackers: .venv-trackers/.trackers  ## the seven trackers that `make test` leaves out: real runs, read back
+	$(TRACKERS)/python -m pytest tests/trackers
+
+.venv-trackers/.trackers: .venv/.dev pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-trackers
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		$$($(TRACKERS)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of_venv.pth
+	$(TRACKERS)/python -m pip install --quiet -c constraints.txt "setuptools>=77,<82" -e ".[trackers]"
+	touch $@
 
 # torch_xla links against one release of torch, so XLA has an environment of its own (7 GB)
 XLA := .venv-xla/bin
@@ -90,4 +106,4 @@ bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/result
 	touch $@
 
 clean:
-	rm -rf .venv runs build *.egg-info
+	rm -rf .venv .venv-trackers runs build *.egg-info

@@ -28,7 +28,7 @@ def race(contestants: Mapping[str, Callable[[], Any]], *, blocks: int, calls: in
         for number in range(-1, blocks):
             for place in range(len(names)):
                 name = names[(number + place) % len(names)]
-                seconds = _block(contestants[name], calls)
+                seconds = timed_block(contestants[name], calls)
                 if number >= 0:
                     taken[name].append(seconds)
     finally:
@@ -38,7 +38,8 @@ def race(contestants: Mapping[str, Callable[[], Any]], *, blocks: int, calls: in
     return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
-def _block(call: Callable[[], Any], calls: int) -> float:
+def timed_block(call: Callable[[], Any], calls: int) -> float:
+    """Seconds for each of so many calls, after one that is not counted."""
     gc.collect()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()

@@ -23,7 +23,7 @@ GROUPS = {
     "Preemption": ["preemption", "loop.preemption.Notice", "errors.Preempted"],
     "Losses": ["Mean", "Sum", "Concat"],
     "Transforms": [
-        "with_precision", "Precision", "Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite",
+        "with_precision", "Precision", "Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite", "on_spike",
         "with_ema", "remat", "attention", "compile",
     ],
     "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategies.footprint", "strategies.Footprint", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "tensor", "context", "deepspeed", "xla", "world.mesh.Mesh"],
@@ -43,20 +43,21 @@ GROUPS = {
         "print_in_order",
     ],
     "Recipes": [
-        "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.CheckpointRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
+        "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.CheckpointRecipe", "config.TrackingRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
         "config.from_yaml", "config.to_yaml",
     ],
+    "Logging": ["get_logger", "seeing.logging.RankLogger"],
     "Tracking": [
         "Tracker", "tracked", "loop.tracked.TrackedRun", "track.of", "track.register", "track.installed", "track.Media", "track.Artifacts", "track.PerRank",
         "track.JsonlTracker", "track.read_jsonl", "track.AimTracker", "track.ClearMLTracker", "track.CometTracker", "track.DVCLiveTracker", "track.MLflowTracker", "track.SwanLabTracker", "track.TensorBoardTracker", "track.TrackioTracker", "track.WandbTracker",
     ],
-    "Time and memory": ["profile", "seeing.Profile", "seeing.summarize", "seeing.Summary", "seeing.Throughput"],
+    "Time, memory, reports": ["seeing.write_report", "seeing.ReportTracker", "profile", "seeing.Profile", "seeing.summarize", "seeing.Summary", "seeing.Throughput"],
     "Errors": ["errors", "errors.FnaccelError"],
 }  # fmt: skip
 
 CONSTRUCTORS = {
     "Transform", "Mean", "Sum", "Concat", "Precision", "Float8", "Window", "Recipe", "OptimizerRecipe",
-    "Throughput", "DataRecipe", "CheckpointRecipe", "TrackingRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
+    "Throughput", "ReportTracker", "DataRecipe", "CheckpointRecipe", "TrackingRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
     "piecewise", "joined",
     "JsonlTracker", "AimTracker", "ClearMLTracker", "CometTracker", "DVCLiveTracker", "MLflowTracker", "SwanLabTracker", "TensorBoardTracker",
     "TrackioTracker", "WandbTracker",

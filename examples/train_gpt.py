@@ -1,6 +1,6 @@
 """Train a byte-level GPT on Python's own standard-library sources.
 
-    python examples/train_gpt.py --steps 200 --plot loss.png --sample 400
+    python examples/train_gpt.py --steps 200 --report report.html --sample 400
     fnaccel launch -n 2 --strategy fsdp --precision bf16 examples/train_gpt.py --steps 200
 
 The strategy is one flag; the loss curve is the same for the same global batch. With `--dir` the run
@@ -129,22 +129,6 @@ def digest(state: fa.TrainState) -> str:
     return found.hexdigest()[:16]
 
 
-def plot(first: int, losses: list[float], path: str) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    steps = range(first, first + len(losses))
-    axes.plot(steps, losses, linewidth=1, alpha=0.4, label="each step")
-    width = max(1, len(losses) // 20)
-    smooth = [sum(losses[max(0, i - width) : i + 1]) / len(losses[max(0, i - width) : i + 1])
-              for i in range(len(losses))]  # fmt: skip
-    axes.plot(steps, smooth, linewidth=2, label=f"mean of {width + 1} steps")
-    axes.set(xlabel="step", ylabel="nats per byte", title="byte-level GPT on Python's standard library")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", default="local", help='such as "ddp", "fsdp", "hsdp(2, 2)"')
@@ -158,8 +142,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dir", help="save here, and go on from what is there")
     parser.add_argument("--save-every", type=int, metavar="STEPS", help="save so often, not at the end only")
     parser.add_argument("--keep", type=int, metavar="N", help="keep the newest N checkpoints")
+    parser.add_argument("--trackers", nargs="*", default=[], help="such as jsonl tensorboard wandb, or all")
     parser.add_argument("--json", help="write this process's losses and a digest of the parameters here")
-    parser.add_argument("--plot", help="draw the loss here (PNG)")
+    parser.add_argument("--report", metavar="FILE", help="write an HTML page about the run here")
     parser.add_argument("--sample", type=int, default=0, help="bytes of text to draw at the end")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args()
@@ -183,6 +168,7 @@ def main() -> None:
             ),
             data=fa.config.DataRecipe(seed=args.seed),
             checkpoint=fa.config.CheckpointRecipe(directory=args.dir, every=args.save_every, keep=args.keep),
+            tracking=fa.config.TrackingRecipe(trackers=args.trackers),
         )
     )
     loader = DataLoader(Sources(), batch_size=args.global_batch, shuffle=True)
@@ -196,7 +182,10 @@ def main() -> None:
         else:
             state = train_step.init(seed=args.seed)
         first, losses = state.step + 1, []
-        options = {"steps": args.steps, "progress": not args.quiet, **fa.config.scan_options(recipe)}
+        options = {"steps": args.steps, "progress": not args.quiet, "config": vars(args)}
+        options |= fa.config.scan_options(recipe)
+        if args.report:
+            options |= {"report": args.report, "config": vars(args), "throughput": True, "memory": True}
         for state, metrics in fa.scan(train_step, state, shards, **options):
             losses.append(metrics["loss"])
         losses = [float(loss) for loss in losses]
@@ -216,9 +205,8 @@ def main() -> None:
         mark = digest(state)
         if world.is_main and args.json:
             Path(args.json).write_text(json.dumps({"first": first, "losses": losses, "digest": mark}))
-        if world.is_main and args.plot and losses:
-            plot(first, losses, args.plot)
-            print(f"plot: {args.plot}")
+        if args.report and losses:
+            world.print(f"report: {args.report}")
 
 
 if __name__ == "__main__":

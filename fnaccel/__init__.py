@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fnaccel import seeing as seeing
     from fnaccel import state as state
     from fnaccel import strategies as strategies
+    from fnaccel import track as track
     from fnaccel import transforms as transforms
     from fnaccel import tree as tree
     from fnaccel.checkpoint import checkpoints as checkpoints
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from fnaccel.program.plan import Plan as Plan
     from fnaccel.program.train_step import TrainStep as TrainStep
     from fnaccel.program.train_step import train_step as train_step
+    from fnaccel.seeing.logging import get_logger as get_logger
     from fnaccel.seeing.profile import profile as profile
     from fnaccel.state import TrainState as TrainState
     from fnaccel.state import snapshot as snapshot
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
     from fnaccel.transforms import clip_norm as clip_norm
     from fnaccel.transforms import clip_value as clip_value
     from fnaccel.transforms import compile as compile  # noqa: A004 - jax.jit's place, torch.compile's name
+    from fnaccel.transforms import on_spike as on_spike
     from fnaccel.transforms import remat as remat
     from fnaccel.transforms import skip_nonfinite as skip_nonfinite
     from fnaccel.transforms import with_ema as with_ema
@@ -98,7 +101,8 @@ __version__ = "0.1.0"
 
 # a name is imported when it is first used
 _NAMESPACES = (
-    "checkpoint", "config", "data", "errors", "optim", "seeing", "state", "strategies", "transforms", "tree",
+    "checkpoint", "config", "data", "errors", "optim", "seeing", "state", "strategies", "track", "transforms",
+    "tree",
 )  # fmt: skip
 _NAMES = {
     "fnaccel.checkpoint": "checkpoints latest restore resume_or_init save save_async save_on_main",
@@ -118,12 +122,13 @@ _NAMES = {
     "fnaccel.program.plan": "Plan",
     "fnaccel.program.train_step": "TrainStep train_step",
     "fnaccel.seeing.profile": "profile",
+    "fnaccel.seeing.logging": "get_logger",
     "fnaccel.state": "TrainState snapshot",
     "fnaccel.step.loss": "Concat Mean Sum",
     "fnaccel.step.step": "Phase Step Transform",
     "fnaccel.strategies": "context ddp deepspeed distribute fsdp hsdp local strategy tensor xla",
     "fnaccel.track.tracker": "Tracker",
-    "fnaccel.transforms": "Float8 Precision accumulate attention clip_norm clip_value compile remat "
+    "fnaccel.transforms": "Float8 Precision accumulate attention clip_norm clip_value compile on_spike remat "
     "skip_nonfinite with_ema with_precision with_weight",
     "fnaccel.world.world": "World start",
 }

@@ -105,7 +105,7 @@ def test_trackers_see_each_step_and_the_end_also_when_the_loop_breaks():
 
     gc.collect()
     names = ["grad_norm", "loss", "lr", "weight"]
-    assert recorder.seen == [("start", ["a", "plan"]), (1, names), (2, names), "finish"]
+    assert recorder.seen == [("start", ["a", "environment", "plan"]), (1, names), (2, names), "finish"]
 
 
 def program_loss(model, batch):

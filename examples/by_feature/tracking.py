@@ -1,9 +1,10 @@
 """Log metrics while training. It takes the place of Accelerate's by_feature/tracking.py.
 
     python examples/by_feature/tracking.py --log runs/digits.jsonl
-    python examples/by_feature/tracking.py --wandb digits
+    python examples/by_feature/tracking.py --trackers tensorboard wandb
 
 A tracker is any object with the methods `start`, `log` and `finish`. Only rank 0 calls them.
+`--trackers` takes names, or `all` for those installed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 from digits import build_model, loaders, loss_fn, metrics_fn, parser, recipe
 
 import fnaccel as fa
-from fnaccel.track import JsonlTracker, WandbTracker, read_jsonl
+from fnaccel.track import JsonlTracker, read_jsonl
+
+logger = fa.get_logger("digits", level="info")
 
 
 class LargestGradient:
@@ -31,12 +34,10 @@ class LargestGradient:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--log", default="runs/digits.jsonl", help="the file for JSON lines")
-    arguments.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases too")
+    arguments.add_argument("--trackers", nargs="*", default=[], help="such as tensorboard wandb, or all")
     args = arguments.parse_args()
     chosen = recipe(args.strategy, clip_norm=1.0)  # clip_norm reports metrics["grad_norm"]
-    trackers = [JsonlTracker(args.log), LargestGradient()]
-    if args.wandb:
-        trackers.append(WandbTracker(project=args.wandb))
+    trackers = [JsonlTracker(args.log), LargestGradient(), *args.trackers]
     train_loader, test_loader = loaders()
     with fa.start() as world:
         train_step = fa.config.apply(chosen, loss_fn, build_model)
@@ -44,6 +45,7 @@ def main() -> None:
         options = {"trackers": trackers, "log_every": 5, "config": vars(args)}
         for state, _ in fa.scan(train_step, state, fa.shard(train_loader), epochs=args.epochs, **options):
             pass
+        logger.info("%d updates on this rank", state.step, in_order=True)
         scores = fa.evaluate(train_step, state, metrics_fn, fa.shard(test_loader))
         world.print(f"accuracy {float(scores['accuracy']):.4f}")
         if world.is_main:

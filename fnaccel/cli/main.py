@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": "what a train step would do, and a rank's memory and collectives, for any number of ranks",
     "bench": "the cost and gain of each scope of fa.compile on your loss function",
     "trace": "what the steps of a profile spent their time on, rank by rank",
+    "report": "an HTML page about one or several runs, from their logs",
     "env": "versions, devices and variables that matter, to put into a bug report",
 }
 

@@ -8,5 +8,6 @@ from fnaccel.config.recipe import CheckpointRecipe as CheckpointRecipe
 from fnaccel.config.recipe import DataRecipe as DataRecipe
 from fnaccel.config.recipe import OptimizerRecipe as OptimizerRecipe
 from fnaccel.config.recipe import Recipe as Recipe
+from fnaccel.config.recipe import TrackingRecipe as TrackingRecipe
 from fnaccel.config.yaml import from_yaml as from_yaml
 from fnaccel.config.yaml import to_yaml as to_yaml

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from fnaccel import optim
 from fnaccel.config.epochs import in_updates
-from fnaccel.config.recipe import OptimizerRecipe, Recipe
+from fnaccel.config.recipe import OptimizerRecipe, Recipe, TrackingRecipe
 from fnaccel.config.references import load
 from fnaccel.config.yaml import from_yaml, override
 from fnaccel.data import Shards
@@ -18,6 +18,7 @@ from fnaccel.optim import Optimizer, OptimizerGroups, schedules
 from fnaccel.program.train_step import TrainStep, train_step
 from fnaccel.step.step import Step, as_step
 from fnaccel.strategies import distribute
+from fnaccel.track.registry import find as find_tracker
 from fnaccel.transforms import (
     Float8,
     accumulate,
@@ -25,11 +26,13 @@ from fnaccel.transforms import (
     clip_norm,
     clip_value,
     compile,  # noqa: A004
+    on_spike,
     remat,
     skip_nonfinite,
     with_ema,
     with_precision,
 )
+from fnaccel.world import log_level
 from fnaccel.world.world import World
 
 _OPTIMIZERS = {"sgd": optim.sgd, "adam": optim.adam, "adamw": optim.adamw, "adafactor": optim.adafactor}
@@ -45,8 +48,9 @@ _SCHEDULES = {
 def recipe(default: Recipe | str | None = None) -> Recipe:
     """The recipe of this run: the script's own, updated by the options of the launcher.
 
-    This is the hook of `fnaccel launch --strategy fsdp --precision bf16 --set optimizer.lr=1e-4`.
-    A launcher that was told something and a script that never calls this is an error.
+    This is the hook of `fnaccel launch --strategy fsdp --precision bf16 --set optimizer.lr=1e-4`. It also
+    sets the level of `fa.get_logger`, if the recipe has a `tracking.level`. A launcher that was told
+    something and a script that never calls this is an error.
 
     Args:
         default: the script's recipe, a YAML file of one, or None for the defaults.
@@ -60,7 +64,10 @@ def recipe(default: Recipe | str | None = None) -> Recipe:
         1.0
     """
     base = from_yaml(default) if isinstance(default, str) else default or Recipe()
-    return override(base, overrides.take())
+    chosen = override(base, overrides.take())
+    if chosen.tracking.level is not None:
+        log_level.set_level(chosen.tracking.level)
+    return chosen
 
 
 def make_optimizer(described: OptimizerRecipe) -> Optimizer | OptimizerGroups:
@@ -154,6 +161,8 @@ def transformed(recipe_: Recipe, loss_fn: Callable[..., Any]) -> Step:
         step = accumulate(step, recipe_.accumulate)
     if recipe_.skip_nonfinite:
         step = skip_nonfinite(step)
+    if recipe_.on_spike is not None:
+        step = on_spike(step, do=cast(Any, recipe_.on_spike))
     if recipe_.clip_norm is not None:
         step = clip_norm(step, recipe_.clip_norm)
     if recipe_.clip_value is not None:
@@ -212,7 +221,11 @@ def apply(
 
 
 def scan_options(recipe_: Recipe) -> dict[str, Any]:
-    """The options of a recipe for `fa.scan(train_step, state, shards, **options)`: where and when to save.
+    """The options of a recipe for `fa.scan(train_step, state, shards, **options)`: saving, and trackers.
+
+    Raises:
+        UnknownNameError: no tracker has the name that the recipe gives.
+        ConfigError: a reference to a tracker that can't be imported.
 
     Example:
         >>> recipe = fa.config.Recipe(checkpoint=fa.config.CheckpointRecipe(directory="runs/gpt"))
@@ -222,10 +235,11 @@ def scan_options(recipe_: Recipe) -> dict[str, Any]:
         >>> fa.latest("runs/gpt").name
         'step-0000000003'
     """
-    plan = recipe_.checkpoint
-    if plan.directory is None:  # then the rest of it means nothing, and scan would say so
-        return {}
+    plan, options = recipe_.checkpoint, _tracking_options(recipe_.tracking)
+    if plan.directory is None:  # then the rest of the plan means nothing, and scan would say so
+        return options
     return {
+        **options,
         "directory": plan.directory,
         "save_every": plan.every,
         "keep": plan.keep,
@@ -233,6 +247,32 @@ def scan_options(recipe_: Recipe) -> dict[str, Any]:
         "each_machine": plan.each_machine,
         "background": plan.background,
     }
+
+
+def _tracking_options(tracking: TrackingRecipe) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: getattr(tracking, name)
+        for name in ("report", "throughput", "memory", "profile")
+        if getattr(tracking, name)
+    }
+    if tracking.trackers:
+        found["trackers"] = [_tracker(entry) for entry in tracking.trackers]
+    if tracking.trackers or tracking.report:
+        found["log_every"] = tracking.log_every
+    return found
+
+
+def _tracker(entry: str | Mapping[str, Any]) -> dict[str, Any] | str:
+    """An entry for `fa.scan(trackers=)`: a reference is loaded, and a name is checked before training."""
+    options = {"name": entry} if isinstance(entry, str) else dict(entry)
+    name, where = options["name"], "tracking.trackers"
+    if name == "all":
+        return name
+    if isinstance(name, str) and ":" in name:
+        options["name"] = load(name, where)
+    else:
+        find_tracker(name, where)
+    return options
 
 
 def shard_options(recipe_: Recipe) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any, cast, get_args
 
 import attrs
 
-from fnaccel.errors import ConfigError, as_names, require, require_counts
+from fnaccel.errors import ConfigError, as_names, nearest, require, require_counts
 from fnaccel.transforms.rematerialisation import Kept
 
 
@@ -96,6 +97,57 @@ class CheckpointRecipe:
         require_counts("CheckpointRecipe", every=self.every, keep=self.keep, keep_every=self.keep_every)
 
 
+def _as_entries(trackers: object) -> tuple[Any, ...]:
+    return (trackers,) if isinstance(trackers, str | Mapping) else tuple(cast(Iterable[Any], trackers))
+
+
+@attrs.frozen(kw_only=True)
+class TrackingRecipe:
+    """The trackers, how often they are written, what is measured, and the level of log lines.
+
+    Attributes:
+        trackers: names such as `"jsonl"`, `"tensorboard"` or `"all"`, references `"module:Class"` to trackers
+            of yours, or mappings of `name` and the options of that tracker.
+        log_every: write each so many steps.
+        report, throughput, memory, profile: as for `fa.scan`. `profile` is a directory.
+        level: the level of `fa.get_logger`: `"debug"`, `"info"`, `"warning"`, `"error"`. None leaves it
+            alone.
+
+    Example:
+        >>> tracking = fa.config.TrackingRecipe(
+        ...     trackers=["jsonl", {"name": "wandb", "project": "gpt"}], log_every=10
+        ... )
+        >>> recipe = fa.config.Recipe(tracking=tracking)
+        >>> fa.config.scan_options(recipe)["log_every"]
+        10
+    """
+
+    trackers: Any = attrs.field(default=(), converter=_as_entries)
+    log_every: int = 1
+    report: str | None = None
+    throughput: bool = False
+    memory: bool = False
+    profile: str | None = None
+    level: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        require(
+            self.log_every >= 1, f"log_every={self.log_every}", "TrackingRecipe", "log_every is 1 or more"
+        )
+        for entry in self.trackers:
+            if not isinstance(entry, str) and not (isinstance(entry, Mapping) and "name" in entry):
+                raise ConfigError(
+                    f"{entry!r} names no tracker",
+                    where="tracking.trackers",
+                    fix="write a name, or a mapping such as {name: wandb, project: gpt}",
+                )
+        levels = ("debug", "info", "warning", "error", "critical")
+        if self.level is not None and self.level.lower() not in levels:
+            raise ConfigError(
+                f"level={self.level!r} is no level", where="tracking.level", fix=nearest(self.level, levels)
+            )
+
+
 @attrs.frozen(kw_only=True)
 class Recipe:
     """Everything about a run but its model, its loss and its data.
@@ -106,6 +158,7 @@ class Recipe:
         accumulate: micro-batches in a batch.
         clip_norm, clip_value: bounds of the gradient, or None.
         skip_nonfinite: whether updates with NaN or infinite gradients are skipped.
+        on_spike: `"warn"`, `"skip"` or `"stop"` if a loss is far above the usual one: see `fa.on_spike`.
         ema: decay of the average of parameters, or None.
         remat: whether blocks are recomputed in backward, or what is kept: `"attention"`, `"matmuls"`.
         compile: `"auto"`, `"block"`, `"loss"`, `"step"`, or None.
@@ -113,7 +166,7 @@ class Recipe:
         attention: names of kernels for `fa.attention`. Empty: torch chooses.
         fp8: arguments of `fa.Float8`, if the precision is `"fp8"`.
         transforms: references `"module:name"` to transforms of yours (`Step -> Step`), applied last.
-        optimizer, data, checkpoint: see there.
+        optimizer, data, checkpoint, tracking: see there.
 
     Example:
         >>> fa.config.Recipe(strategy="fsdp", precision="bf16", clip_norm=1.0).strategy
@@ -126,6 +179,7 @@ class Recipe:
     clip_norm: float | None = None
     clip_value: float | None = None
     skip_nonfinite: bool = False
+    on_spike: str | None = None
     ema: float | None = None
     remat: bool | str = False
     compile: str | None = None
@@ -136,6 +190,7 @@ class Recipe:
     optimizer: OptimizerRecipe = attrs.field(factory=OptimizerRecipe)
     data: DataRecipe = attrs.field(factory=DataRecipe)
     checkpoint: CheckpointRecipe = attrs.field(factory=CheckpointRecipe)
+    tracking: TrackingRecipe = attrs.field(factory=TrackingRecipe)
 
     def __attrs_post_init__(self) -> None:
         kept = get_args(Kept)

@@ -101,8 +101,12 @@ class Gradients:
 
     def skip_where_nonfinite(self) -> None:
         """Mark the update as skipped if the norm is NaN or infinite (decided on the device)."""
-        bad = (~torch.isfinite(self.norm())).float()
-        self.skip = bad if self.skip is None else torch.maximum(self.skip, bad)
+        self.skip_where(~torch.isfinite(self.norm()))
+
+    def skip_where(self, bad: torch.Tensor) -> None:
+        """Mark the update as skipped if `bad` is true (decided on the device)."""
+        left_out = bad.float()
+        self.skip = left_out if self.skip is None else torch.maximum(self.skip, left_out)
 
     def left_out(self) -> torch.Tensor | None:
         """1 if the update is left out: a gradient is not finite or the weight is 0. None if it never is."""

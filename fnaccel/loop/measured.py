@@ -14,11 +14,11 @@ from fnaccel.state import Position, TrainState
 
 
 class Measures(AbstractContextManager["Measures"]):
-    """In the body, what a loop measures of its steps.
+    """In the body, the measurements of the steps of a loop.
 
     Args:
         train_step: whose steps.
-        throughput: what to measure, or None.
+        throughput: its options, or None.
         memory: whether to measure the peaks of memory.
     """
 
@@ -44,26 +44,31 @@ class Measures(AbstractContextManager["Measures"]):
     ) -> None:
         self._stack.close()
 
-    def before(self, state: TrainState, batch: Any) -> None:
+    def before(self, state: TrainState, batch: Batch | Window) -> None:
         """Count the operations of a row before the first step, if anything is to be compared with them."""
         if self._peak is not None and self._flops is None:
             self._flops = self._train_step.flops(state, batch)
 
-    def add(self, batch: Any, before: Position, after: Position, metrics: dict[str, Any]) -> None:
-        """Add what was measured of a step to its metrics."""
+    def add(self, batch: Batch | Window, before: Position, after: Position, metrics: dict[str, Any]) -> None:
+        """Add the measurements of a step to its metrics."""
         if self._peaks is not None:
             metrics.update(self._peaks.taken())
         if self._meter is None or self._what is None:
             return
-        micros: tuple[Batch, ...] = tuple(batch) if isinstance(batch, Window) else (batch,)
-        own = sum(micro.valid for micro in micros)
         # the position counts the rows of all ranks, up to the end of an epoch
-        rows = after.samples - before.samples if after.epoch == before.epoch else own * self._ranks
-        count = self._what.tokens
-        tokens = 0 if count is None else sum(count(micro.data) for micro in micros if micro.valid)
+        rows = after.samples - before.samples
+        if after.epoch != before.epoch:
+            rows = sum(micro.valid for micro in _micros(batch)) * self._ranks
+        count, tokens = self._what.tokens, 0
+        if count is not None:
+            tokens = sum(count(micro.data) for micro in _micros(batch) if micro.valid)
         rate, token_rate, waited = self._meter.ended(rows, tokens * self._ranks)
         metrics["rows_per_second"], metrics["data_wait"] = rate, waited
         if count is not None:
             metrics["tokens_per_second"] = token_rate
         if self._peak is not None and self._flops is not None:
             metrics["mfu"] = rate / self._ranks * self._flops / self._peak
+
+
+def _micros(batch: Batch | Window) -> tuple[Batch, ...]:
+    return tuple(batch) if isinstance(batch, Window) else (batch,)

@@ -22,7 +22,9 @@ from fnaccel.loop.tracked import Bar, ByName, logged, trackers_of_rank
 from fnaccel.program.train_step import TrainStep
 from fnaccel.seeing.profile import Profile
 from fnaccel.seeing.profile import profile as profiled
+from fnaccel.seeing.report import ReportTracker
 from fnaccel.seeing.throughput import Throughput
+from fnaccel.seeing.versions import environment
 from fnaccel.state import Position, TrainState, check_state, lease_of
 from fnaccel.track.tracker import Tracker
 from fnaccel.world.world import World
@@ -60,6 +62,7 @@ def scan(
     profile: str | Path | Profile | None = None,
     throughput: bool | Throughput = False,
     memory: bool = False,
+    report: str | Path | None = None,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Train over the data from the state's position, and yield each `(state, metrics)`.
 
@@ -85,7 +88,7 @@ def scan(
             tracker that raises in `log` or `finish` does not end training: its first error is logged, and the
             number of its errors.
         log_every: write each so many steps.
-        config: shown by trackers beside the run. The plan is added.
+        config: shown by trackers beside the run. The plan and the environment are added.
         directory: save the state here, each `save_every` steps and at the end. None: nowhere. Step k is saved
             when the loop asks for step k + 1, so that changes of `state.extras` in its body are part of it. A
             loop that is left by `break` or by an error saves nothing more.
@@ -100,6 +103,8 @@ def scan(
             `fa.seeing.Throughput` also `tokens_per_second` and `mfu`. Nothing waits for it.
         memory: add the peak of memory in MiB, `peak_mib`, and that of each phase, such as
             `peak_mib/forward`. On the CPU it costs about 0.5 ms a step.
+        report: write an HTML page about the run here at its end, and a JSONL log beside it. See
+            `fnaccel report` for several runs, and for one that was cut off.
 
     Raises:
         LoaderError: an epoch holds nothing.
@@ -133,6 +138,8 @@ def scan(
     require(log_every >= 1, f"log_every={log_every}", "fa.scan", "log_every is 1 or more")
     world = train_step.mesh.world
     writers = trackers_of_rank(trackers, world, directory, "fa.scan(trackers=)")
+    if report is not None and world.is_main:
+        writers = (*writers, ReportTracker(report))
     require(
         save_every is None or (save_every >= 1 and directory is not None),
         f"save_every={save_every!r} with directory={directory!r}",
@@ -177,7 +184,8 @@ def scan(
         return taken
     # outermost, so that the last state is saved before a tracker ends
     bar = Bar(_total(train_step, state, shards, steps, epochs), state.step) if shown else None
-    run_config = {**(config or {}), "plan": str(train_step.plan)}
+    facts = {"plan": str(train_step.plan), "environment": environment(world)}
+    run_config = {**(config or {}), **facts}
     return logged(taken, writers, run_config, log_every, bar)
 
 

@@ -14,7 +14,7 @@ from fnaccel.loop.autosave import Steps
 from fnaccel.loop.progress import open_bar, show_metrics
 from fnaccel.track.log import Log
 from fnaccel.track.registry import find, installed, of
-from fnaccel.track.tracker import Artifacts, Media, PerRank, Tracker, writes_on
+from fnaccel.track.tracker import Artifacts, Media, PerRank, Ranks, Tracker, writes_on
 from fnaccel.world.world import World, current
 
 ByName = str | Mapping[str, Any]
@@ -123,9 +123,6 @@ class TrackedRun:
     All ranks call its methods. On a rank where no tracker writes they do nothing. It is a tracker too: give
     it to `fa.scan` if the body of that loop logs images or files. `scan` then neither starts nor ends it.
 
-    Attributes:
-        ranks: `"all"`, since each rank has a run for its own trackers.
-
     Example:
         >>> with fa.tracked("jsonl", directory="runs/gpt") as run:
         ...     for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=run):
@@ -134,11 +131,14 @@ class TrackedRun:
         4
     """
 
-    ranks = "all"
-
     def __init__(self, trackers: tuple[Tracker, ...], config: Mapping[str, Any]) -> None:
         self._trackers = trackers
         self._log = Log(trackers, config)
+
+    @property
+    def ranks(self) -> Ranks:
+        """`"all"` on ranks with trackers of their own. Other ranks copy no metrics for this run."""
+        return "all" if self._trackers else "main"
 
     @property
     def trackers(self) -> tuple[Tracker, ...]:
@@ -172,7 +172,7 @@ class TrackedRun:
         """Show images on each tracker that is a `fnaccel.track.Media`."""
         self._log.call(Media, "log_images", step, name, images)
 
-    def log_figure(self, step: int, name: str, figure: Any) -> None:
+    def log_figure(self, step: int, name: str, figure: object) -> None:
         """Show a figure of matplotlib on each tracker that is a `fnaccel.track.Media`."""
         self._log.call(Media, "log_figure", step, name, figure)
 

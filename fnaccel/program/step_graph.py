@@ -208,7 +208,11 @@ class StepGraph:
             gradients = Gradients(layout.leaves, list(grads), multiplier, layout.held_by, device)
             gradients.idle = idle(metrics["weight"])
             info = Info(
-                step=0 if step is None else step, updates=number - 1, params=self._params, record=record
+                step=0 if step is None else step,
+                updates=number - 1,
+                params=self._params,
+                record=record,
+                metrics=metrics,
             )
             tail.change(gradients, {}, info)
             self._update(gradients, rates, number)

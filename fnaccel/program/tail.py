@@ -55,7 +55,12 @@ class Tail:
         skip = grads.left_out()
         if self.updates:
             after_update = Info(
-                step=info.step, updates=info.updates, params=info.params, record=info.record, skip=skip
+                step=info.step,
+                updates=info.updates,
+                params=info.params,
+                record=info.record,
+                skip=skip,
+                metrics=info.metrics,
             )
             for name, hook in self.updates:
                 _keep(states, name, hook.on_update(engine, states.get(name), after_update))

@@ -265,7 +265,7 @@ class Stepper:
         transforms: dict[str, Any],
     ) -> None:
         """Run the GRADS hooks."""
-        info = Info(step=state.step, updates=state.updates, params=owned.params, record=metrics.__setitem__)
+        info = _info(state.step, state.updates, owned, metrics)
         with self._library_only or self._drawing(owned, state.rng.root, state.step):
             self._lowered.tail.change(grads, transforms, info)
 
@@ -277,7 +277,7 @@ class Stepper:
             grads.idle = update.idle
         metrics.update(owned.updater.apply(grads, update.rates, before.updates, update.reported))
         owned.engine.clear()
-        info = Info(step=step, updates=before.updates, params=owned.params, record=metrics.__setitem__)
+        info = _info(step, before.updates, owned, metrics)
         with self._library_only or self._drawing(owned, before.root, step):
             return self._lowered.tail.finish(owned.engine, grads, before.transforms, info)
 
@@ -286,6 +286,10 @@ class Stepper:
         world = owned.engine.layout.mesh.world
         seed = None if self._rng == "stream" else root
         return drawing(seed, step, generators_of(world.device), world.size)
+
+
+def _info(step: int, updates: int | torch.Tensor, owned: Owned, metrics: dict[str, Any]) -> Info:
+    return Info(step=step, updates=updates, params=owned.params, record=metrics.__setitem__, metrics=metrics)
 
 
 def _counted(updates: Scalar, left_out: Scalar | None, skip: Scalar | None) -> Any:

@@ -15,7 +15,7 @@ from fnaccel.errors import CapabilityError
 
 
 @contextlib.contextmanager
-def whole_parameters(model: Any, parameters: Mapping[str, Any]) -> Generator[None]:
+def whole_parameters(model: nn.Module, parameters: Mapping[str, Any]) -> Generator[None]:
     """In the body the parameters of a model are whole, ordinary tensors. Every rank must enter it.
 
     A forward in the body gathers its units as always, and leaves their parts behind.

@@ -1,4 +1,4 @@
-"""Memory: the peak of each phase, and an account of what filled it if it runs out."""
+"""Memory: the peak of each phase, and the tensors that filled it if it runs out."""
 
 from __future__ import annotations
 
@@ -117,10 +117,11 @@ class Live:
 
 
 def live_storages(names: Mapping[int, str] | None = None) -> list[Live]:
-    """What holds memory now, largest first: each storage once, those that look alike in one row.
+    """The storages that hold memory now, largest first: each storage once, those that look alike in one row.
 
     Args:
-        names: of tensors, by the address of their storage.
+        names: of tensors, by the address of their storage, such as `"params/head.weight"`. Those that begin
+            alike share rows.
     """
     largest: dict[tuple[str, int], torch.Tensor] = {}
     for tensor in _tensors():
@@ -129,14 +130,20 @@ def live_storages(names: Mapping[int, str] | None = None) -> list[Live]:
             largest[key] = tensor
     rows: dict[Any, list[tuple[int, str]]] = {}
     for (device, address), tensor in largest.items():
-        alike = device, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         name = (names or {}).get(address, "")
+        kind = name.partition("/")[0]
+        alike = device, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), kind
         rows.setdefault(alike, []).append((tensor.untyped_storage().nbytes(), name))
     found = [
         Live(
-            device, dtype, shape, len(each), sum(n for n, _ in each), tuple(name for _, name in each if name)
+            device=device,
+            dtype=dtype,
+            shape=shape,
+            count=len(each),
+            bytes=sum(size for size, _ in each),
+            names=tuple(name for _, name in each if name),
         )
-        for (device, dtype, shape), each in rows.items()
+        for (device, dtype, shape, _), each in rows.items()
     ]
     return sorted(found, key=lambda row: -row.bytes)
 
@@ -154,7 +161,7 @@ def _tensors() -> Iterator[torch.Tensor]:
 
 
 def explain_out_of_memory(error: BaseException, named: Callable[[], Mapping[str, Any]]) -> None:
-    """Write what holds memory to a file, and add a note to an error that says that memory ran out.
+    """Write the storages that hold memory to a file, and a note to an error that says that memory ran out.
 
     Args:
         error: of a step. Others than those that say so, and those with a note already, are left alone.

@@ -118,7 +118,7 @@ class Profile(AbstractContextManager["Profile"]):
             self._range.__exit__(None, None, None)
             self._range = None
 
-    def _write(self, profiler: Any) -> None:
+    def _write(self, profiler: torch.profiler.profile) -> None:
         self.recorded += 1
         try:
             if self._own is None:
@@ -128,7 +128,7 @@ class Profile(AbstractContextManager["Profile"]):
         except Exception:  # a full disk is no reason to end a run
             _logger.exception("a trace of step %d was not written; training goes on", self._steps)
 
-    def _export(self, profiler: Any) -> None:
+    def _export(self, profiler: torch.profiler.profile) -> None:
         world = find_current()
         rank = 0 if world is None else world.rank
         # the names that TensorBoard's profiler page looks for
@@ -149,6 +149,7 @@ def profile(
     shapes: bool = False,
     stacks: bool = False,
     flops: bool = False,
+    modules: bool = False,
     activities: str | Iterable[str] | None = None,
     on_trace_ready: Callable[[Any], object] | None = None,
 ) -> Profile:
@@ -168,6 +169,7 @@ def profile(
         shapes: record the shapes of arguments.
         stacks: record the lines of the script. Slow.
         flops: estimate floating-point operations of matrix products and convolutions.
+        modules: record the names of modules. For TorchScript models only, says torch.
         activities: `"cpu"`, `"cuda"`, `"xpu"` or several. By default those that this machine has.
         on_trace_ready: called with the `torch.profiler.profile` after each cycle. No file is written then.
             An error in it is logged, and training goes on.
@@ -196,6 +198,7 @@ def profile(
         "record_shapes": shapes,
         "with_stack": stacks,
         "with_flops": flops,
+        "with_modules": modules,
         "activities": _named(activities),
     }
     return Profile(Path(directory), schedule, on_trace_ready, options)

@@ -37,7 +37,7 @@ PEAKS = {
 
 @attrs.frozen(kw_only=True)
 class Throughput:
-    """What `fa.scan(throughput=)` measures. `True` stands for `Throughput()`.
+    """The options of `fa.scan(throughput=)`. `True` stands for the defaults.
 
     Attributes:
         tokens: the number of tokens in a batch of this rank, for `tokens_per_second`. Called with the batch.
@@ -129,5 +129,9 @@ class Meter(AbstractContextManager["Meter"]):
             self._started = True
             self._ends.clear()
         self._ends.append(now)
-        seconds = max(now[0] - first[0], 1e-9)
-        return tuple((b - a) / seconds for a, b in zip(first[1:], now[1:], strict=True))  # pyright: ignore[reportReturnType]
+        per_second = 1.0 / max(now[0] - first[0], 1e-9)
+        return (
+            (now[1] - first[1]) * per_second,
+            (now[2] - first[2]) * per_second,
+            (now[3] - first[3]) * per_second,
+        )

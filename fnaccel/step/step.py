@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -94,6 +94,10 @@ class StepGradients(Protocol):
         """Note that values were changed in place."""
         ...
 
+    def skip_where(self, bad: torch.Tensor) -> None:
+        """Leave the update out if `bad`, a 0-d tensor, is true."""
+        ...
+
     def skip_where_nonfinite(self) -> None:
         """Leave the update out if the norm is NaN or infinite."""
         ...
@@ -173,6 +177,7 @@ class Info:
         params: parameters by canonical name.
         record: `record(name, value)` puts a value into the metrics.
         skip: 0-d tensor, 1 if the update is skipped. None if updates are never skipped.
+        metrics: those of this step so far: `loss`, `weight`, and those of transforms before this one.
 
     Example:
         >>> def watch(params, own, info):
@@ -190,6 +195,7 @@ class Info:
     params: Any
     record: Callable[[str, Any], None]
     skip: torch.Tensor | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @attrs.frozen

@@ -77,7 +77,7 @@ class AimTracker(LibraryTracker):
         run = self._started("log_images")
         run.track([self._aim.Image(picture) for picture in as_pictures(images)], name=name, step=step)
 
-    def log_figure(self, step: int, name: str, figure: Any) -> None:
+    def log_figure(self, step: int, name: str, figure: object) -> None:
         """Show a figure of matplotlib as an image."""
         self._started("log_figure").track(self._aim.Image(as_picture(figure)), name=name, step=step)
 

@@ -86,7 +86,7 @@ class ClearMLTracker(LibraryTracker):
         for number, picture in enumerate(as_pictures(images)):
             logger.report_image(name, str(number), iteration=step, image=picture)
 
-    def log_figure(self, step: int, name: str, figure: Any) -> None:
+    def log_figure(self, step: int, name: str, figure: object) -> None:
         """Show a figure of matplotlib."""
         self._started("log_figure").get_logger().report_matplotlib_figure(name, name, figure, step)
 

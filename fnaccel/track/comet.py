@@ -81,7 +81,7 @@ class CometTracker(LibraryTracker):
         for number, picture in enumerate(pictures):
             experiment.log_image(picture, name=name if len(pictures) == 1 else f"{name}/{number}", step=step)
 
-    def log_figure(self, step: int, name: str, figure: Any) -> None:
+    def log_figure(self, step: int, name: str, figure: object) -> None:
         """Show a figure of matplotlib."""
         self._started("log_figure").log_figure(name, figure, step=step)
 

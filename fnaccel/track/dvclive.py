@@ -70,7 +70,7 @@ class DVCLiveTracker(LibraryTracker):
         for number, picture in enumerate(pictures):
             live.log_image(f"{name}.png" if len(pictures) == 1 else f"{name}/{number}.png", picture)
 
-    def log_figure(self, step: int, name: str, figure: Any) -> None:
+    def log_figure(self, step: int, name: str, figure: object) -> None:
         """Show a figure of matplotlib. A later step's figure of the same name replaces it."""
         self._at(step, "log_figure").log_image(f"{name}.png", figure)
 

@@ -117,7 +117,7 @@ class MLflowTracker(LibraryTracker):
             key = name if len(pictures) == 1 else f"{name}/{number}"
             client.log_image(self._id, picture, key=key, step=step)
 
-    def log_figure(self, step: int, name: str, figure: Any) -> None:
+    def log_figure(self, step: int, name: str, figure: object) -> None:
         """Keep a figure of matplotlib as `NAME/STEP.png`."""
         self._client("log_figure").log_figure(self._id, figure, f"{name}/{step}.png")
 

@@ -81,7 +81,7 @@ class SwanLabTracker(LibraryTracker):
         run = self._started("log_images")
         run.log({name: [self._swanlab.Image(picture) for picture in as_pictures(images)]}, step=step)
 
-    def log_figure(self, step: int, name: str, figure: Any) -> None:
+    def log_figure(self, step: int, name: str, figure: object) -> None:
         """Show a figure of matplotlib as an image."""
         self._started("log_figure").log({name: self._swanlab.Image(as_picture(figure))}, step=step)
 

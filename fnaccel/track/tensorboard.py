@@ -61,9 +61,10 @@ class TensorBoardTracker(LibraryTracker):
         Raises:
             ArgumentError: before `start`, or after `finish`.
         """
-        writer = self._started("log")
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+        summary: Any = self._import("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
+        # one event for all: the checksum of each event is Python's work, in a thread beside the training
+        values = [summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._started("log").file_writer.add_summary(summary(value=values), step)
 
     def log_images(self, step: int, name: str, images: object) -> None:
         """Show images. See `Media`."""
@@ -75,7 +76,7 @@ class TensorBoardTracker(LibraryTracker):
         for number, image in enumerate(pixels):
             writer.add_image(f"{name}/{number}", image, step, dataformats="HWC")
 
-    def log_figure(self, step: int, name: str, figure: Any) -> None:
+    def log_figure(self, step: int, name: str, figure: object) -> None:
         """Show a figure of matplotlib. The figure stays open."""
         self._started("log_figure").add_figure(name, figure, step, close=False)
 

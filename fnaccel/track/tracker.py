@@ -73,7 +73,7 @@ class Media(Protocol):
         """
         ...
 
-    def log_figure(self, step: int, name: str, figure: Any) -> None:
+    def log_figure(self, step: int, name: str, figure: object) -> None:
         """Show a figure of matplotlib."""
         ...
 

@@ -74,7 +74,7 @@ class TrackioTracker(LibraryTracker):
             key = name if len(pictures) == 1 else f"{name}/{number}"
             run.log({key: self._trackio.Image(picture)}, step=step)
 
-    def log_figure(self, step: int, name: str, figure: Any) -> None:
+    def log_figure(self, step: int, name: str, figure: object) -> None:
         """Show a figure of matplotlib as an image."""
         self._started("log_figure").log({name: self._trackio.Image(as_picture(figure))}, step=step)
 

@@ -15,4 +15,5 @@ from fnaccel.transforms.layer_casting import cast_layers as cast_layers
 from fnaccel.transforms.precision import with_precision as with_precision
 from fnaccel.transforms.rematerialisation import remat as remat
 from fnaccel.transforms.skipping import skip_nonfinite as skip_nonfinite
+from fnaccel.transforms.spikes import on_spike as on_spike
 from fnaccel.transforms.weighting import with_weight as with_weight

@@ -15,11 +15,12 @@ from tests.models import Net, batch_of, loss_fn
 
 def test_every_field_of_a_step_becomes_a_transform():
     recipe = fa.config.Recipe(
-        precision="bf16", accumulate=2, clip_norm=1.0, clip_value=0.5, skip_nonfinite=True, ema=0.9, remat=True,
+        precision="bf16", accumulate=2, clip_norm=1.0, clip_value=0.5, skip_nonfinite=True, on_spike="skip", ema=0.9, remat=True,
         compile="block", transforms=("tests.config.test_config:mine",),
     )  # fmt: skip
     assert [t.name for t in transformed(recipe, loss_fn).transforms] == [
-        "with_precision", "accumulate", "skip_nonfinite", "clip_norm", "clip_value", "with_ema", "remat", "compile",
+        "with_precision", "accumulate", "skip_nonfinite", "on_spike", "on_spike_read", "clip_norm", "clip_value", "with_ema",
+        "remat", "compile",
         "mine",
     ]  # fmt: skip
 

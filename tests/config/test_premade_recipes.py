@@ -30,7 +30,7 @@ ONE_RANK = ("accumulate", "attention", "bf16", "compile", "cpu", "ema", "fp16", 
 TWO_RANKS = (
     "checkpoints", "compile_blocks", "cpu_ranks", "ddp", "fp8_torchao", "fsdp", "fsdp_by_class", "fsdp_by_size",
     "fsdp_cpu_offload", "fsdp_large_model", "fsdp_no_split", "fsdp_zero2", "hook_bf16", "hook_powersgd", "machines",
-    "muon", "remat", "schedule_in_epochs",
+    "muon", "remat", "schedule_in_epochs", "tracking",
 )  # fmt: skip
 FOUR_RANKS = ("context", "hybrid", "tensor")
 DEEPSPEED = ("deepspeed_file", "deepspeed_offload", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3")
@@ -109,5 +109,5 @@ def test_a_recipe_trains(pools, tmp_path, fp32, name, ranks):
     assert all(result == (losses, plan, saved) for result in results)
     assert losses[0] == pytest.approx(fp32, abs=1e-3)
     assert losses[3] < losses[0] - 1e-3
-    assert saved == (["step-0000000004"] if name in {"checkpoints", "machines"} else [])
+    assert saved == (["step-0000000004"] if name in {"checkpoints", "machines", "tracking"} else [])
     assert f"{ranks} rank" in plan

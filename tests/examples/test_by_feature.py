@@ -25,7 +25,13 @@ def number(pattern, text):
 
 def test_tracking(tmp_path):
     log = tmp_path / "digits.jsonl"
-    text = output("tracking", "--log", str(log), "--epochs", "2", strategy="fsdp")
+    ended = run(
+        "by_feature/tracking", "--log", str(log), "--epochs", "2", ranks=2, launch=("--strategy", "fsdp")
+    )
+    text = ended.out
+    assert re.findall(r"INFO digits: (.*)", ended.err) == [
+        f"[rank {rank}] 44 updates on this rank" for rank in (0, 1)
+    ]
     assert f"8 rows in {log}, the last of step 40" in text  # 44 steps, one row for each 5
     assert text.count("largest gradient: norm") == 1
     assert number(r"accuracy ([\d.]+)", text) > 0.6

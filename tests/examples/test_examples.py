@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from fnaccel.track import read_jsonl
 from tests.examples.running import ROOT, run
 
 pytestmark = pytest.mark.launcher
@@ -111,13 +112,17 @@ def test_the_one_line_swap_gives_one_loss_curve(tmp_path):
 
 def test_train_gpt_draws_samples_and_saves(tmp_path):
     done = run(
-        "train_gpt", "--steps", "3", "--sample", "20", "--plot", str(tmp_path / "loss.png"),
-        "--dir", str(tmp_path / "run"), "--precision", "bf16",
+        "train_gpt", "--steps", "3", "--sample", "20", "--report", str(tmp_path / "report.html"),
+        "--dir", str(tmp_path / "run"), "--precision", "bf16", "--trackers", "jsonl", "tensorboard",
     )  # fmt: skip
     assert "sample:\ndef " in done.out
     assert "3/3" in done.err
-    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert "Gradient norm" in (tmp_path / "report.html").read_text()
     assert list((tmp_path / "run").glob("step-*/*"))
+    first, *records = read_jsonl(tmp_path / "run" / "logs" / "metrics.jsonl")
+    assert first["config"]["steps"] == 3
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert list((tmp_path / "run" / "logs").glob("events.out.tfevents.*"))
 
 
 @pytest.mark.long

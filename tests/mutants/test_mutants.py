@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import axes, context, tensor, watchdog
+from tests.mutants import axes, context, tensor, tracking, watchdog
 from tests.mutants.mutant import Mutant
 
 pytestmark = pytest.mark.long
@@ -294,6 +294,7 @@ MUTANTS = [
     *watchdog.MUTANTS,
     *context.MUTANTS,
     *tensor.MUTANTS,
+    *tracking.MUTANTS,
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ Beside it a `JsonlTracker` writes `expected.jsonl`: the values that the other tr
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -32,8 +33,6 @@ def without_network():
 
 def start(name, folder, env=None, before=(), **options):
     """Run a training in `folder` that logs to the tracker `name`, and return what it printed."""
-    import os
-
     arguments = [name, str(folder), json.dumps(options)]
     done = subprocess.run(
         [*before, *without_network(), sys.executable, str(Path(__file__)), *arguments],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 import subprocess
 import sys
 
@@ -12,6 +10,7 @@ import pytest
 from fnaccel.errors import ArgumentError, MissingBackendError
 from fnaccel.track import WandbTracker
 from fnaccel.track.tracker import Tracker
+from tests.track.read_back import wandb_named, wandb_records
 
 
 @pytest.fixture
@@ -27,30 +26,6 @@ def offline(tmp_path, monkeypatch):
     wandb.teardown()
 
 
-def records(data):
-    """The records of a .wandb file: a LevelDB log (blocks of 32 KiB) behind a header of 7 bytes.
-
-    Recent wandb reads it in Go only; the format is github.com/google/leveldb/blob/main/doc/log_format.md.
-    """
-    assert data.startswith(b":W&B")
-    at, parts = 7, []
-    while at < len(data):
-        if 32_768 - at % 32_768 < 7:  # the rest of a block is padding
-            at += 32_768 - at % 32_768
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        parts.append(data[at + 7 : at + 7 + length])
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield b"".join(parts)
-            parts = []
-
-
-def named(items):
-    """Values by name; wandb fills either of two fields with it."""
-    return {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in items}
-
-
 def read_back(folder):
     """(the config, the steps' metrics) of the one offline run in a folder."""
     import wandb
@@ -59,17 +34,17 @@ def read_back(folder):
     wandb.teardown()  # `finish` can return before the service process has written its last block out
     [path] = folder.glob("wandb/offline-run-*/run-*.wandb")
     config, history, run = {}, [], None
-    for data in records(path.read_bytes()):
+    for data in wandb_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         kind = record.WhichOneof("record_type")
         if kind == "run":
             run = record.run
-            config |= named(run.config.update)
+            config |= wandb_named(run.config.update)
         elif kind == "config":
-            config |= named(record.config.update)
+            config |= wandb_named(record.config.update)
         elif kind == "history":
-            history.append(named(record.history.item))
+            history.append(wandb_named(record.history.item))
     return run, config, history
 
 
@@ -78,7 +53,7 @@ def test_it_is_a_tracker():
 
 
 def test_a_run_is_written(offline):
-    tracker = WandbTracker(project="parity", name="first", tags=["t"])
+    tracker = WandbTracker(project="parity", run_name="first", tags=["t"])
     tracker.start({"lr": 0.1, "plan": "as it runs"})
     tracker.log(3, {"loss": 0.5})
     tracker.log(4, {"loss": 0.25, "grad_norm": 2.0})

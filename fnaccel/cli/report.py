@@ -1,0 +1,46 @@
+"""`fnaccel report`: one HTML page about one or several runs, from their JSONL logs.
+
+Curves of loss, learning rate, gradient norm, speed and memory, the plan, the environment, and how
+configurations differ. The page needs no other file and no network.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from fnaccel.cli.terminal import Parser
+from fnaccel.seeing.report import write_report
+
+
+def parser() -> Parser:
+    """The options of `fnaccel report`."""
+    options = Parser("fnaccel report", str(__doc__))
+    options.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a log of JsonlTracker, or a folder with logs"
+    )
+    options.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page (default: report.html beside the first run)",
+    )
+    options.add_argument("--title", default="", help="default: the names of the runs")
+    options.add_argument("--json", action="store_true", help="print JSON")
+    return options
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Write a page and print its path.
+
+    Raises:
+        ArgumentError: no logs.
+    """
+    options = parser().parse_args(arguments)
+    first = options.runs[0]
+    output = options.output or (first if first.is_dir() else first.parent) / "report.html"
+    path = write_report(options.runs, output, options.title)
+    print(json.dumps({"report": str(path)}) if options.json else path)
+    return 0

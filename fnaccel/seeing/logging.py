@@ -1,0 +1,144 @@
+"""`fa.get_logger`: loggers of Python's `logging` for the main rank, for all ranks, or in their order."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fnaccel.collectives import gather_objects
+from fnaccel.errors import ArgumentError, MissingBackendError
+from fnaccel.world.environment import find_ranks
+from fnaccel.world.log_level import as_level, get_level
+from fnaccel.world.world import current
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class RankLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger that knows its rank. Its methods are those of `logging.Logger`, with two more arguments.
+
+    Each line begins with its rank, such as `[rank 1]`, if there are several.
+
+    Args:
+        all_ranks: write the line of each rank. By default the main rank writes its line, and no other rank
+            does.
+        in_order: the main rank writes the lines of all ranks, in the order of ranks. All ranks must make this
+            call, with the same level: they exchange their lines.
+
+    Example, on 2 ranks:
+        >>> logger = fa.get_logger("train", level="info")
+        >>> logger.info("rows of this rank: %d", 8 - world.rank, in_order=True)
+    """
+
+    def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the name in logging
+        """Whether a line of this level is written. A recipe's level is for loggers without their own."""
+        chosen = get_level()
+        if chosen is not None and self.logger.level == logging.NOTSET:
+            self.logger.setLevel(chosen)
+            _add_handler(rich=False)
+        return super().isEnabledFor(level)
+
+    def log(
+        self,
+        level: int,
+        msg: object,
+        *args: object,
+        all_ranks: object = False,
+        in_order: object = False,
+        **kwargs: Any,
+    ) -> None:
+        """Write a line: see the class.
+
+        Raises:
+            NoWorldError: `in_order` on several ranks before `fa.start`.
+            PeerLostError: `in_order`, and a rank left, exited or made another call.
+        """
+        if not self.isEnabledFor(level):
+            return
+        ranks = find_ranks()
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        if in_order and ranks.size > 1:
+            text = str(msg) % args if args else str(msg)
+            lines: list[Any] = gather_objects(text, world=current())
+            for rank, line in enumerate(lines) if ranks.rank == 0 else ():
+                self.logger.log(level, "[rank %d] %s", rank, line, **kwargs)
+        elif all_ranks or ranks.rank == 0:
+            prefix = f"[rank {ranks.rank}] " if ranks.size > 1 else ""
+            self.logger.log(level, f"{prefix}{msg}", *args, **kwargs)
+
+
+def get_logger(name: str | None = None, *, level: int | str | None = None, rich: bool = False) -> RankLogger:
+    """A logger of Python's `logging` that writes on the main rank only, unless a call says otherwise.
+
+    It works before `fa.start` too: the rank is that of the launcher then. If a level is known and no handler
+    is configured, one that writes to standard error is added to the root logger, as `logging.basicConfig`
+    does.
+
+    Args:
+        name: the name of the logger, such as `__name__`.
+        level: the level, such as `"info"` or `logging.DEBUG`. By default the `tracking.level` of the recipe
+            that `fa.config.recipe` returned, or the level that `logging` has for this name.
+        rich: colours, and tracebacks with the values of variables, by the package rich. A handler that the
+            script configured stays beside it.
+
+    Raises:
+        ArgumentError: no such level.
+        MissingBackendError: `rich`, and the package is not installed.
+
+    Example:
+        >>> logger = fa.get_logger("train")
+        >>> logger.warning("loss is %.2f", 0.5)
+        >>> logger.warning("on each rank", all_ranks=True)
+    """
+    logger = logging.getLogger(name)
+    if level is not None:
+        try:
+            logger.setLevel(as_level(level))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"level={level!r} is no level",
+                where="fa.get_logger",
+                fix='level="debug", "info", "warning", "error", "critical", or a number',
+            ) from error
+    if rich or level is not None:
+        _add_handler(rich=rich)
+    return RankLogger(logger)
+
+
+def _add_handler(*, rich: bool) -> None:
+    """Add a handler to the root logger, if it has none, or if it has none of rich and that is asked for."""
+    root = logging.getLogger()
+    added: list[logging.Handler] = [each for each in root.handlers if hasattr(each, _MARK)]
+    if rich:
+        handler = _rich_handler()
+        if any(type(each) is type(handler) for each in root.handlers):
+            return
+        for each in added:
+            root.removeHandler(each)
+    elif root.handlers:
+        return
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_FORMAT))
+    setattr(handler, _MARK, True)
+    root.addHandler(handler)
+
+
+_MARK = "of_fnaccel"
+
+
+def _rich_handler() -> logging.Handler:
+    try:
+        from rich.console import Console  # noqa: PLC0415 - optional
+        from rich.logging import RichHandler  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise MissingBackendError(
+            "the package rich is not installed",
+            where="fa.get_logger(rich=True)",
+            fix="pip install 'fnaccel[rich]', or leave rich=True out",
+        ) from error
+    handler = RichHandler(
+        console=Console(stderr=True), rich_tracebacks=True, tracebacks_show_locals=True, show_path=False
+    )
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    return handler

@@ -1,0 +1,217 @@
+"""Reports of real runs: their contents, and their looks in a browser."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import math
+import shutil
+import subprocess
+
+import pytest
+from torch.utils.data import DataLoader, TensorDataset
+
+import fnaccel as fa
+from fnaccel.cli.main import main
+from fnaccel.errors import ArgumentError
+from fnaccel.seeing.line_chart import Line, line_chart, number
+from fnaccel.seeing.runs import read_run
+from fnaccel.track import JsonlTracker
+from tests.models import batch_of, loss_fn, program
+
+VOID = {"meta", "br", "img"}
+
+
+class Page(html.parser.HTMLParser):
+    """The elements and texts of a page. Tags that do not match raise."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.texts, self.references = [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.references += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def _train(steps, **options):
+    train_step = program(fa.clip_norm(loss_fn, 1.0))
+    loader = DataLoader(TensorDataset(*batch_of(40)), batch_size=4)
+    for _ in fa.scan(train_step, train_step.init(), fa.shard(loader), steps=steps, **options):
+        pass
+    train_step.close()
+
+
+def _log(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_a_run_ends_with_its_report(tmp_path):
+    path = tmp_path / "report.html"
+    _train(8, report=path, throughput=True, memory=True, config={"lr": 0.1, "name": "<b>bold</b>"})
+    page = Page(path.read_text())
+    for title in (
+        "Loss",
+        "Learning rate",
+        "Gradient norm",
+        "Rows a second",
+        "Peak memory, MiB",
+        "Plan",
+        "Environment",
+    ):
+        assert title in page.texts
+    assert "<b>bold</b>" in page.texts  # and no element
+    assert page.references == []
+    assert "script" not in page.tags
+    assert "8 steps in" in "".join(page.texts)
+    assert fa.__version__ in page.texts
+
+
+def test_runs_side_by_side_show_what_differs(tmp_path, capsys):
+    for name, lr in (("first", 0.1), ("second", 0.2)):
+        _train(4, trackers=JsonlTracker(tmp_path / f"{name}.jsonl"), config={"lr": lr, "rows": 4})
+    assert main(["report", str(tmp_path)]) == 0
+    path = tmp_path / "report.html"
+    assert capsys.readouterr().out.strip() == str(path)
+    text = path.read_text()
+    page = Page(text)
+    assert page.texts.count("first") > 1
+    assert '<tr class="differs"><th>lr</th><td>0.1</td><td>0.2</td>' in text
+    assert "<tr><th>rows</th><td>4</td><td>4</td>" in text
+    assert "var(--line-1)" in text
+    assert main(["report", str(tmp_path / "first.jsonl"), "-o", str(tmp_path / "one.html"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "one.html")}
+
+
+def test_a_run_that_went_back_keeps_its_newer_steps(tmp_path):
+    records = [{"time": 0, "config": {"a": 1}}]
+    records += [{"step": step, "time": step, "loss": 1.0} for step in (1, 2, 3, 4)]
+    records += [{"time": 90, "config": {"a": 2}}]
+    records += [{"step": step, "time": 100 + step, "loss": 2.0} for step in (3, 4, 5)]
+    run = read_run(_log(tmp_path / "run.jsonl", records))
+    assert run.columns["loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+    assert run.restarts == (3,)
+    assert run.config == {"a": 2}
+    assert run.seconds == 5.0  # 3 before, 2 after, and no pause
+    assert run.columns["steps_per_second"] == [(2, 1.0), (4, 1.0), (5, 1.0)]
+
+
+def test_a_preempted_run_goes_on_in_its_report(tmp_path):
+    path = tmp_path / "report.html"
+    for steps in (3, 6):
+        train_step = program()
+        state = fa.resume_or_init(tmp_path / "run", train_step)
+        loader = fa.shard(DataLoader(TensorDataset(*batch_of(40)), batch_size=4))
+        for _ in fa.scan(train_step, state, loader, steps=steps, directory=tmp_path / "run", report=path):
+            pass
+        train_step.close()
+    run = read_run(tmp_path / "report.jsonl")
+    assert [step for step, _ in run.columns["loss"]] == [1, 2, 3, 4, 5, 6]
+    assert run.restarts == (4,)
+    assert "started again at step 4" in path.read_text()
+
+
+def test_values_that_are_not_finite_are_marked(tmp_path):
+    records = [
+        {"step": step, "time": step, "loss": "NaN" if step == 3 else 1.0 / step} for step in range(1, 6)
+    ]
+    path = _log(tmp_path / "run.jsonl", records)
+    text = fa.seeing.write_report(path, tmp_path / "page.html").read_text()
+    Page(text)
+    assert "step 3: nan" in text
+    assert text.count('class="broken"') == 1
+    never = _log(tmp_path / "never.jsonl", [{"step": 1, "time": 1, "loss": "NaN"}])
+    assert "no value is finite" in fa.seeing.write_report(never, tmp_path / "page.html").read_text()
+
+
+def test_long_runs_make_small_pages(tmp_path):
+    records = [{"step": s, "time": s, "loss": math.sin(s), "lr": 1 / s} for s in range(1, 20001)]
+    path = fa.seeing.write_report(_log(tmp_path / "run.jsonl", records), tmp_path / "page.html")
+    assert path.stat().st_size < 200_000
+    assert "20,000 steps" in path.read_text()
+
+
+def test_a_chart_keeps_its_extremes_and_its_scale():
+    points = [(float(step), 500.0 if step == 777 else 1.0 + step % 3) for step in range(1, 2000)]
+    drawn = line_chart("loss", [Line("run", 0, points)])
+    highest = min(float(pair.split(",")[1]) for pair in drawn.split('points="')[1].split('"')[0].split())
+    assert highest == 12.0  # the top of the chart
+    assert ">100<" in drawn  # powers of ten
+    flat = line_chart("lr", [Line("run", 0, [(1.0, 0.0), (2.0, 0.0)])])
+    assert "nan" not in flat
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0"), (-0.00025, "-2.5e-4"), (0.125, "0.125"), (2e9, "2G"), (99999.0, "100k")]
+)
+def test_numbers_are_short(value, text):
+    assert number(value) == text
+
+
+def test_missing_and_empty_logs_raise(tmp_path):
+    with pytest.raises(ArgumentError, match="there is no log"):
+        fa.seeing.write_report(tmp_path, tmp_path / "page.html")
+    _log(tmp_path / "run.jsonl", [{"time": 0, "config": {}}])
+    with pytest.raises(ArgumentError, match="holds no step"):
+        fa.seeing.write_report(tmp_path / "run.jsonl", tmp_path / "page.html")
+    assert main(["report", str(tmp_path / "nothing.jsonl")]) == 2
+    assert not (tmp_path / "page.html").exists()
+
+
+MEASURE = """
+<!doctype html><body><script>
+const frame = document.createElement('iframe');
+frame.style.cssText = 'width:WIDTHpx;height:900px;border:0';
+frame.onload = () => {
+  const page = frame.contentDocument, root = page.documentElement;
+  const boxes = [...page.querySelectorAll('svg')].map(svg => svg.getBoundingClientRect());
+  const tick = page.querySelector('.tick'), scale = boxes[0].width / 640;
+  document.title = JSON.stringify({
+    wide: root.scrollWidth - root.clientWidth,
+    charts: boxes.length,
+    columns: new Set(boxes.map(box => Math.round(box.left))).size,
+    text: parseFloat(getComputedStyle(tick).fontSize) * scale,
+    drawn: page.querySelector('polyline').getTotalLength() > 50,
+    loaded: performance.getEntriesByType('resource').length,
+  });
+};
+frame.srcdoc = PAGE;
+document.body.append(frame);
+</script>
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium: apt-get install chromium")
+@pytest.mark.parametrize(("width", "columns"), [(390, 1), (1200, 2)])
+def test_a_browser_shows_it_on_a_phone_and_on_a_desk(tmp_path, width, columns):
+    _train(80, report=tmp_path / "report.html", throughput=True, memory=True)
+    text = json.dumps((tmp_path / "report.html").read_text()).replace("</", "<\\/")
+    outer = tmp_path / "outer.html"
+    outer.write_text(MEASURE.replace("WIDTH", str(width)).replace("PAGE", text))
+    done = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000",
+         f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", outer.as_uri()],
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    found = json.loads(html.unescape(done.stdout.split("<title>")[1].split("</title>")[0]))
+    assert found["wide"] <= 0
+    assert found["charts"] >= 8
+    assert found["columns"] == columns
+    assert found["text"] >= 10
+    assert found["drawn"]
+    assert found["loaded"] == 0

@@ -1,0 +1,46 @@
+"""A real run with each light tracker, without a network: what it wrote is read back. tests/trackers has the others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.track import real_run
+from tests.track.read_back import READERS
+from tests.track.real_run import CONFIG, TABLE
+
+MEDIA = ("image", "figure", "table")
+
+
+def check(name, folder, *, abilities, **options):
+    """Run a training that logs to one tracker, and compare what it wrote with the values of the run."""
+    printed = real_run.start(name, folder, **options)
+    assert "FAILURES {}" in printed, printed
+    written = READERS[name](folder)
+    first, *records = map(json.loads, (folder / "expected.jsonl").read_text().splitlines())
+    assert first["config"] == CONFIG
+    assert len(records) == real_run.STEPS
+    names = {"loss", "weight", "grad_norm", "lr"}
+    assert written.metrics == {key: {each["step"]: each[key] for each in records} for key in names}
+    config = {"lr": "0.01", "model/width": "2", "model/name": "linear", "nothing": "None"}
+    assert written.config.items() >= config.items()
+    assert written.image == ((5, 4) if "image" in abilities else None)
+    assert written.figure == ("figure" in abilities)
+    columns, rows = TABLE
+    for cell in [*columns, *(str(cell) for row in rows for cell in row)] if "table" in abilities else []:
+        assert cell.split("|")[-1] in written.table
+    assert written.artifact == ("kept" if "artifact" in abilities else None)
+    return printed
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "abilities"),
+    [
+        ("jsonl", {}, ()),
+        ("tensorboard", {}, MEDIA),
+        ("wandb", {"mode": "offline", "run_name": "first"}, (*MEDIA, "artifact")),
+    ],
+)
+def test_a_real_run_is_read_back(tmp_path, name, options, abilities):
+    check(name, tmp_path, abilities=abilities, **options)
