@@ -107,7 +107,9 @@ def judge(views: Sequence[RankView], limit: float, *, apart: float = 0.0) -> Fin
         return _stopped(certain, views) if certain else None
     # a first step may compile for minutes, but not while another rank waits in another step
     compiles = len({(view.position.of, view.position.step) for view in views if _in_step(view)}) < 2
-    late = all(view.age >= _allowed(view, limit, compiles=compiles) for view in views)
+    past_first = any(_in_step(view) and not view.position.first for view in views)
+    allowed = [_allowed(view, limit, compiles=compiles, past_first=past_first) for view in views]
+    late = all(view.age >= seconds for view, seconds in zip(views, allowed, strict=True))
     if late and any(map(_waits, views)):
         return _explain(views)
     return _diverged(views, apart) if apart >= limit and steps_apart(views) else None
@@ -122,9 +124,11 @@ def steps_apart(views: Sequence[RankView]) -> bool:
     return len({position.of for position in positions}) == 1 and max(steps) - min(steps) >= APART
 
 
-def _allowed(view: RankView, limit: float, *, compiles: bool) -> float:
+def _allowed(view: RankView, limit: float, *, compiles: bool, past_first: bool) -> float:
     """The seconds that a rank may stay where it is."""
     position = view.position
+    if view.silent and past_first and position.phase not in ("save", "restore"):
+        return limit  # its position is old: it has gone through its first step as the others have
     if not position.sequence or position.phase in _UNLIMITED or view.state == _TRACED:
         return math.inf
     if position.first and (compiles or not _in_step(view)):

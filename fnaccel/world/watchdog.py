@@ -114,6 +114,7 @@ class Watchdog:
     def _watch(self) -> None:
         beat = 0
         with contextlib.suppress(RuntimeError):  # the rank that keeps the store has closed it
+            self._look(beat)  # at once: a rank that never posts is missing in the table
             while not self._stop.wait(self._beat):
                 beat += 1
                 self._look(beat)

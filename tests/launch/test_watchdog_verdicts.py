@@ -56,6 +56,7 @@ STOPPED = {"view": {"state": "T", "stopped": 11.0}}
         ([DATA, DATA], (), "all ranks have waited 11 s for their next batch"),
         ([{"phase": "outside", "inside": True, "call": "world.barrier"}] * 2, (), "all ranks have been in world.barrier"),
         ([WAITS, {"phase": "outside", "age": 51.0}], (1,), "rank 1 has been in code of the script for 51 s"),
+        ([WAITS, {"sequence": 0, "first": True, "view": {"silent": 9.0}}], (1,), "rank 1 does not answer"),
         ([WAITS, WAITS | {"view": {"silent": 9.0}}], (1,), "rank 1 does not answer, and rank 0 waits for it"),
     ],
 )  # fmt: skip
@@ -79,6 +80,8 @@ def test_the_rank_that_keeps_the_others_waiting(positions, culprits, what):
         [WAITS, DATA | {"first": True, "age": 9e9}],
         [WAITS | {"first": True}, WAITS | {"first": True}],
         [WAITS, DATA | {"sequence": 0}],
+        [WAITS, {"phase": "save", "view": {"silent": 9.0}}],
+        [WAITS | {"first": True}, {"sequence": 0, "view": {"silent": 9.0}}],
         [WAITS, DATA | {"view": {"state": "t"}}],
         [WAITS, DATA | {"view": {"state": "T", "stopped": 9.0}}],
         [WAITS | {"shares": False}, DATA | {"shares": False} | STOPPED],

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import axes, context, tensor, tracking
+from tests.mutants import axes, context, tensor, tracking, watchdog
 from tests.mutants.mutant import Mutant
 
 pytestmark = pytest.mark.long
@@ -291,6 +291,7 @@ MUTANTS = [
         ("tests/data/test_presplit.py", "-k", "own_part_whole"),
     ),
     *axes.MUTANTS,
+    *watchdog.MUTANTS,
     *context.MUTANTS,
     *tensor.MUTANTS,
     *tracking.MUTANTS,

@@ -1,0 +1,36 @@
+"""Deliberate bugs of the watchdog: false alarms, wrong names, and hangs that it does not see."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+VERDICTS = "tests/launch/test_watchdog_verdicts.py"
+
+MUTANTS = [
+    Mutant(
+        "a rank that saves is a rank that hangs", "world/stalls.py",
+        '_UNLIMITED = ("compile", "init", "save", "restore")', '_UNLIMITED = ("compile", "init", "restore")',
+        (VERDICTS, "-k", "no_alarm"),
+    ),
+    Mutant(
+        "code of the script without its longer limit", "world/stalls.py", "return OWN_CODE * limit", "return limit",
+        (VERDICTS, "-k", "no_alarm"),
+    ),
+    Mutant(
+        "ranks that wait for nobody are judged", "world/stalls.py", "if late and any(map(_waits, views)):", "if late:",
+        (VERDICTS, "-k", "no_alarm"),
+    ),
+    Mutant(
+        "the rank that waits is named", "world/stalls.py",
+        "[view for view in views if key(view) != most]", "[view for view in views if key(view) == most]",
+        (VERDICTS, "-k", "keeps_the_others"),
+    ),
+    Mutant(
+        "a suspended job counts as a hang", "world/stall_clock.py", "min(now - self._looked, 2 * self.interval)",
+        "now - self._looked", (VERDICTS, "-k", "suspended"),
+    ),
+    Mutant(
+        "a worker of a loader writes in the place of its rank", "world/progress_record.py",
+        "os.register_at_fork(after_in_child=_end_all)", "pass", (VERDICTS, "-k", "forks"),
+    ),
+]  # fmt: skip
