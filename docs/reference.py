@@ -43,7 +43,7 @@ GROUPS = {
         "print_in_order",
     ],
     "Recipes": [
-        "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.CheckpointRecipe", "config.TrackingRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
+        "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.RunRecipe", "config.CheckpointRecipe", "config.TrackingRecipe", "config.LaunchRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
         "config.from_yaml", "config.to_yaml",
     ],
     "Logging": ["get_logger", "seeing.logging.RankLogger"],
@@ -57,7 +57,7 @@ GROUPS = {
 
 CONSTRUCTORS = {
     "Transform", "Mean", "Sum", "Concat", "Precision", "Float8", "Window", "Recipe", "OptimizerRecipe",
-    "Throughput", "ReportTracker", "DataRecipe", "CheckpointRecipe", "TrackingRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
+    "Throughput", "ReportTracker", "DataRecipe", "RunRecipe", "CheckpointRecipe", "TrackingRecipe", "LaunchRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
     "piecewise", "joined",
     "JsonlTracker", "AimTracker", "ClearMLTracker", "CometTracker", "DVCLiveTracker", "MLflowTracker", "SwanLabTracker", "TensorBoardTracker",
     "TrackioTracker", "WandbTracker",

@@ -166,7 +166,7 @@ def main() -> None:
                 schedule_options={"warmup": max(1, args.steps // 20), "total": max(2, args.steps)},
                 groups={"*norm*": {"weight_decay": 0.0}, "*bias": {"weight_decay": 0.0}},
             ),
-            data=fa.config.DataRecipe(seed=args.seed),
+            run=fa.config.RunRecipe(seed=args.seed, steps=args.steps),
             checkpoint=fa.config.CheckpointRecipe(directory=args.dir, every=args.save_every, keep=args.keep),
             tracking=fa.config.TrackingRecipe(trackers=args.trackers),
         )
@@ -178,11 +178,11 @@ def main() -> None:
         world.print(train_step.plan)
         directory = recipe.checkpoint.directory
         if directory:
-            state = fa.resume_or_init(directory, train_step, seed=args.seed)
+            state = fa.resume_or_init(directory, train_step, seed=recipe.run.seed)
         else:
-            state = train_step.init(seed=args.seed)
+            state = train_step.init(seed=recipe.run.seed)
         first, losses = state.step + 1, []
-        options = {"steps": args.steps, "progress": not args.quiet, "config": vars(args)}
+        options = {"progress": not args.quiet, "config": vars(args)}
         options |= fa.config.scan_options(recipe)
         if args.report:
             options |= {"report": args.report, "config": vars(args), "throughput": True, "memory": True}

@@ -11,11 +11,14 @@ import subprocess
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import attrs
 
 import fnaccel
-from fnaccel.cli.overriding import check_overrides, gather_overrides
+from fnaccel.cli.overriding import check_overrides, gather_overrides, layers, notices
 from fnaccel.cli.terminal import Parser
+from fnaccel.config import LaunchRecipe
 from fnaccel.errors import LaunchError, nearest
 from fnaccel.launch import Job, launch, tpu
 from fnaccel.launch.accelerators import count_accelerators
@@ -50,18 +53,20 @@ def parser() -> Parser:
     options.add_argument(
         "-n", "--nproc", type=int, help="processes on this machine (default: its accelerators, or 1)"
     )
-    options.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever else there is")
     options.add_argument(
-        "--cpu-affinity", action="store_true",
+        "--cpu", action="store_true", default=None, help="compute on the CPU, whatever else there is"
+    )
+    options.add_argument(
+        "--cpu-affinity", action="store_true", default=None,
         help="keep each process, and its threads, on cores of its own, in one NUMA node (Linux)",
     )  # fmt: skip
     options.add_argument("--threads", type=int, help="of each process (default: OMP_NUM_THREADS, or a part)")
     options.add_argument(
-        "--timeout-grace", type=float, default=30.0, metavar="SECONDS",
+        "--timeout-grace", type=float, metavar="SECONDS",
         help="for ranks to save in, between SIGTERM and SIGKILL (default: 30)",
     )  # fmt: skip
     options.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N",
+        "--max-restarts", type=int, metavar="N",
         help="start the ranks again after a failure, N times in all (default: 0)",
     )  # fmt: skip
     options.add_argument(
@@ -69,11 +74,49 @@ def parser() -> Parser:
         help="go on with as few as M ranks if some were killed (default: all)",
     )  # fmt: skip
     options.add_argument(
-        "--watchdog", type=float, default=120.0, metavar="SECONDS",
+        "--watchdog", type=float, metavar="SECONDS",
         help="end ranks that wait for each other for so long, and show why (default: 120, 0: never)",
     )  # fmt: skip
+    options.add_argument("--gpus", metavar="NUMBERS", help="such as 0,1 (default: all)")
+    options.add_argument(
+        "--env", action="append", metavar="NAME=VALUE", help="a variable of the ranks. May be repeated"
+    )
+    add_recipe_options(options)
+    several = options.add_argument_group(
+        "several machines",
+        "the same command on each. gloo uses the interface to machine 0, or GLOO_SOCKET_IFNAME",
+    )
+    several.add_argument(
+        "--nnodes", metavar="N | MIN:MAX",
+        help="the number of machines. MIN:MAX: go on with the remaining machines, and let more join",
+    )  # fmt: skip
+    several.add_argument(
+        "--node-rank", type=int,
+        help="number of this machine, from 0, which keeps the store (default: the machine that has "
+        "--master-addr is number 0, the others in any order)",
+    )  # fmt: skip
+    several.add_argument("--master-addr", help="a name or address of machine 0 that all reach")
+    several.add_argument("--master-port", type=int, help="a free port there (default: 29500)")
+    chips = options.add_argument_group("TPU", "one process drives all chips of a TPU VM: fa.xla()")
+    chips.add_argument(
+        "--tpu", action="store_true", default=None, help="use XLA devices (default if PJRT_DEVICE=TPU)"
+    )
+    chips.add_argument("--tpu-name", metavar="NAME", help="start on this TPU VM, through gcloud")
+    chips.add_argument("--tpu-zone", metavar="ZONE", help="its zone")
+    chips.add_argument(
+        "--tpu-folder", metavar="PATH", help="the working folder there (default: the home folder)"
+    )
+    chips.add_argument("--tpu-sudo", action="store_true", help="run as root there")
+    return options
+
+
+def add_recipe_options(options: argparse.ArgumentParser) -> None:
+    """Add the options that set fields of the recipe."""
     recipe = options.add_argument_group("recipe")
-    recipe.add_argument("--config", metavar="FILE", help="a recipe in YAML. The options below go over it")
+    recipe.add_argument(
+        "--config", metavar="FILE",
+        help="a recipe in YAML (default: ./fnaccel.yaml if it exists). All options go over it",
+    )  # fmt: skip
     recipe.add_argument("--strategy", help='such as fsdp, or "ddp(2) * fsdp(4)"')
     recipe.add_argument("--precision", help="fp32, bf16, fp16 or fp8")
     recipe.add_argument("--accumulate", type=int, help="micro-batches in an update")
@@ -88,30 +131,6 @@ def parser() -> Parser:
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="fields",
         help="any field of the recipe, such as optimizer.lr=1e-4. May be repeated",
     )  # fmt: skip
-    several = options.add_argument_group(
-        "several machines",
-        "the same command on each. gloo uses the interface to machine 0, or GLOO_SOCKET_IFNAME",
-    )
-    several.add_argument(
-        "--nnodes", default="1", metavar="N | MIN:MAX",
-        help="the number of machines. MIN:MAX: go on with the remaining machines, and let more join",
-    )  # fmt: skip
-    several.add_argument(
-        "--node-rank", type=int,
-        help="number of this machine, from 0, which keeps the store (default: the machine that has "
-        "--master-addr is number 0, the others in any order)",
-    )  # fmt: skip
-    several.add_argument("--master-addr", help="a name or address of machine 0 that all reach")
-    several.add_argument("--master-port", type=int, help="a free port there (default: 29500)")
-    chips = options.add_argument_group("TPU", "one process drives all chips of a TPU VM: fa.xla()")
-    chips.add_argument("--tpu", action="store_true", help="use XLA devices (default if PJRT_DEVICE=TPU)")
-    chips.add_argument("--tpu-name", metavar="NAME", help="start on this TPU VM, through gcloud")
-    chips.add_argument("--tpu-zone", metavar="ZONE", help="its zone")
-    chips.add_argument(
-        "--tpu-folder", metavar="PATH", help="the working folder there (default: the home folder)"
-    )
-    chips.add_argument("--tpu-sudo", action="store_true", help="run as root there")
-    return options
 
 
 def read(arguments: Sequence[str]) -> Job:
@@ -137,32 +156,51 @@ def read(arguments: Sequence[str]) -> Job:
         options.error("-m needs the name of a module")
     program: list[str] = parsed.module or parsed.script
     name = program[0] if program else None
-    overrides = gather_overrides(parsed)
+    sources = layers(parsed, os.environ)
     with _searching(Path(name or "").parent if parsed.module is None else Path()):
-        check_overrides(overrides)
-    fewest, most = _machine_limits(parsed.nnodes)
-    _check_machines(parsed, most)
-    chips: bool = parsed.tpu or (tpu.is_tpu(os.environ) and not parsed.cpu)
-    return Job(
+        recipe = check_overrides(sources).launch
+    # the launcher itself uses the section `launch`: no script has to
+    fields = {field: value for field, value in gather_overrides(sources).items() if field[:7] != "launch."}
+    return job_of(
+        recipe,
         script=name if parsed.module is None else None,
         module=name if parsed.module is not None else None,
         args=tuple(program[1:]),
-        processes=_processes(parsed.nproc, cpu=parsed.cpu or chips),
-        machines=most,
-        min_machines=None if fewest == most else fewest,
-        machine=0 if most == 1 else parsed.node_rank,
-        address=parsed.master_addr or "127.0.0.1",
-        port=parsed.master_port,
-        cpu=parsed.cpu,
-        tpu=chips,
-        affinity=parsed.cpu_affinity,
-        threads=parsed.threads,
-        grace=parsed.timeout_grace,
-        restarts=parsed.max_restarts,
-        watchdog=parsed.watchdog,
-        min_ranks=parsed.min_ranks,
-        overrides=overrides,
+        overrides=fields,
     )
+
+
+def job_of(recipe: LaunchRecipe, **program: Any) -> Job:
+    """The job of the section `launch` of a recipe on this machine.
+
+    Args:
+        recipe: the section.
+        program: the remaining fields of the job.
+
+    Raises:
+        LaunchError: more ranks than accelerators, or machines without an address.
+    """
+    _check_machines(recipe)
+    chips = recipe.tpu or (tpu.is_tpu(os.environ) and not recipe.cpu)
+    job = Job(
+        machines=recipe.machines,
+        min_machines=recipe.min_machines,
+        machine=0 if recipe.machines == 1 else recipe.machine,
+        address=recipe.address or "127.0.0.1",
+        port=recipe.port,
+        cpu=recipe.cpu,
+        tpu=chips,
+        affinity=recipe.affinity,
+        threads=recipe.threads,
+        grace=recipe.grace,
+        restarts=recipe.restarts,
+        watchdog=recipe.watchdog,
+        min_ranks=recipe.min_ranks,
+        gpus=recipe.gpus,
+        env=recipe.env,
+        **program,
+    )
+    return attrs.evolve(job, processes=_processes(recipe.ranks, job))
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
@@ -172,6 +210,8 @@ def run(arguments: Sequence[str]) -> NoReturn:
         FnaccelError: as `read`, or not all processes can be started.
     """
     job = read(arguments)
+    for line in notices(parser().parse_known_args(arguments)[0], os.environ):
+        print(line, file=sys.stderr, flush=True)
     command = _elsewhere(arguments)
     if command is None:
         for name in dir(fnaccel):  # the ranks are forks: all of them use these modules
@@ -209,8 +249,14 @@ def _elsewhere(arguments: Sequence[str]) -> list[str] | None:
     )
 
 
-def _processes(count: int | None, *, cpu: bool) -> int:
-    accelerators = 0 if cpu else count_accelerators()
+def _processes(count: int | None, job: Job) -> int:
+    accelerators = 0 if job.cpu or job.tpu else count_accelerators(job.visible)
+    if job.gpus is not None and not (job.cpu or job.tpu or accelerators):
+        raise LaunchError(
+            f"no GPU of this machine is among --gpus {job.gpus}",
+            where="fnaccel launch --gpus",
+            fix="numbers from `nvidia-smi -L`, or leave it out",
+        )
     if count is None:
         return max(1, accelerators)
     if 0 < accelerators < count:
@@ -222,28 +268,16 @@ def _processes(count: int | None, *, cpu: bool) -> int:
     return count
 
 
-def _machine_limits(text: str) -> tuple[int, int]:
-    """The fewest and the most machines that --nnodes asks for."""
-    fewest, colon, most = text.partition(":")
-    if not fewest.isdecimal() or (colon and not most.isdecimal()):
+def _check_machines(recipe: LaunchRecipe) -> None:
+    if recipe.machines > 1 and recipe.address is None:
         raise LaunchError(
-            f"{text!r} is no number of machines",
-            where="fnaccel launch --nnodes",
-            fix="--nnodes 2, or --nnodes 2:4 for 2 to 4 machines",
-        )
-    return int(fewest), int(most if colon else fewest)
-
-
-def _check_machines(parsed: argparse.Namespace, machines: int) -> None:
-    if machines > 1 and parsed.master_addr is None:
-        raise LaunchError(
-            f"{machines} machines need --master-addr",
+            f"{recipe.machines} machines need --master-addr",
             where="fnaccel launch --nnodes",
             fix="--master-addr with the address of the first machine, on all machines",
         )
-    options = (("--node-rank", parsed.node_rank), ("--master-addr", parsed.master_addr))
+    options = (("--node-rank", recipe.machine), ("--master-addr", recipe.address))
     stray = [flag for flag, value in options if value]
-    if machines <= 1 and stray:  # 0 is an error of its own
+    if recipe.machines == 1 and stray:
         raise LaunchError(
             f"{' and '.join(stray)} without --nnodes",
             where="fnaccel launch",

@@ -1,10 +1,9 @@
-"""Overrides of a recipe on the command line: flags, a file and `--set` become checked dotted fields."""
+"""Fields of a recipe on the command line: a file, FNACCEL_SET and options become checked dotted fields."""
 
 from __future__ import annotations
 
 import argparse
-import ast
-import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,11 @@ from fnaccel.config.yaml import load, override
 from fnaccel.errors import LaunchError
 from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
+from fnaccel.world import settings
+from fnaccel.world.settings import parse_value as parse_value
 
+DEFAULT_FILE = "fnaccel.yaml"
+"""The recipe in the current folder that is used without `--config`."""
 FLAGS = ("strategy", "precision", "accumulate", "clip_norm", "compile", "attention")
 """Options with the name of the recipe's field that they set."""
 INNER_FLAGS = {
@@ -23,68 +26,143 @@ INNER_FLAGS = {
     "compile_mode": "compile_options.mode",
     "fp8_backend": "fp8.backend",
     "fp8_recipe": "fp8.recipe",
+    "nproc": "launch.ranks",
+    "cpu": "launch.cpu",
+    "tpu": "launch.tpu",
+    "gpus": "launch.gpus",
+    "cpu_affinity": "launch.affinity",
+    "threads": "launch.threads",
+    "timeout_grace": "launch.grace",
+    "max_restarts": "launch.restarts",
+    "min_ranks": "launch.min_ranks",
+    "watchdog": "launch.watchdog",
+    "node_rank": "launch.machine",
+    "master_addr": "launch.address",
+    "master_port": "launch.port",
 }
-"""Options that set a part of a field."""
+"""Options that set a field of another name, or a part of a field."""
 
 
-def gather_overrides(options: argparse.Namespace) -> dict[str, Any]:
-    """Dotted fields and values. Flags go over the file, and `--set` goes over both.
+@attrs.frozen
+class Layer:
+    """Fields of a recipe from one source.
+
+    Attributes:
+        source: the path of a file, `"FNACCEL_SET"` or `"flag"`.
+        fields: dotted fields and their values.
+        where: the source as an error names it.
+    """
+
+    source: str
+    fields: dict[str, Any]
+    where: str
+
+
+def layers(options: argparse.Namespace, environ: Mapping[str, str]) -> list[Layer]:
+    """The fields of each source. A later source goes over an earlier one.
+
+    Args:
+        options: of `fnaccel launch` or `fnaccel config show`. An option that is absent sets nothing.
+        environ: the environment, for FNACCEL_SET.
 
     Raises:
-        ConfigError: the file does not exist, or is not a recipe.
-        LaunchError: `--set` without `=`.
+        ConfigError: the file does not exist, or is not a recipe. FNACCEL_SET can't be read.
+        LaunchError: `--set` without `=`, or `--nnodes` is no number of machines.
     """
-    overrides: dict[str, Any] = {}
+    sources: list[Layer] = []
+    path = config_file(options)
+    if path is not None:
+        sources.append(Layer(str(path), _fields_of(path), str(path)))
+    chosen = settings.read(environ)
+    if chosen:
+        sources.append(Layer(settings.VARIABLE, chosen, settings.VARIABLE))
+    flags = _flags(options)
+    if flags:
+        sources.append(Layer("flag", flags, "the options of fnaccel"))
+    return sources
+
+
+def config_file(options: argparse.Namespace) -> Path | None:
+    """The file of `--config`, else ./fnaccel.yaml if it exists. Never a file of another folder."""
     if options.config is not None:
-        overrides |= _fields_of(Path(options.config))
-    overrides |= {name: getattr(options, name) for name in FLAGS if getattr(options, name) is not None}
-    overrides |= {
-        field: getattr(options, name)
-        for name, field in INNER_FLAGS.items()
-        if getattr(options, name) is not None
-    }
-    for text in options.fields:
-        field, equals, value = text.partition("=")
-        if not equals or not field:
-            raise LaunchError(
-                f"{text!r} sets nothing", where="fnaccel launch --set", fix="--set optimizer.lr=1e-4"
-            )
-        overrides[field.strip()] = parse_value(value)
-    return overrides
+        return Path(options.config)
+    return Path(DEFAULT_FILE) if Path(DEFAULT_FILE).is_file() else None
 
 
-def parse_value(text: str) -> Any:
-    """A value as JSON or Python writes it. Any other text is itself.
-
-    YAML would not do: it reads `1e-4` as text.
-
-    Example:
-        >>> parse_value("1e-4"), parse_value("bf16")
-        (0.0001, 'bf16')
-    """
-    for read in (json.loads, ast.literal_eval):
-        try:
-            return read(text)
-        except (ValueError, SyntaxError):
-            continue
-    return text
+def notices(options: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
+    """One line for each source that the command does not name."""
+    lines: list[str] = []
+    if options.config is None and config_file(options) is not None:
+        lines.append(f"fnaccel: ./{DEFAULT_FILE} is the recipe, since it is here and --config is not given")
+    if environ.get(settings.VARIABLE, "").strip():
+        lines.append(f"fnaccel: {settings.VARIABLE} sets {environ[settings.VARIABLE].strip()}")
+    return lines
 
 
-def check_overrides(overrides: dict[str, Any]) -> None:
-    """Check that a recipe accepts the overrides, before any rank starts.
+def gather_overrides(sources: Sequence[Layer]) -> dict[str, Any]:
+    """The fields of all sources together, in an order that `override` can apply."""
+    merged: dict[str, Any] = {}
+    for source in sources:
+        for field, value in source.fields.items():
+            # `launch.env` of a later source removes `launch.env.A` of an earlier one
+            for earlier in [name for name in merged if name == field or name.startswith(f"{field}.")]:
+                del merged[earlier]
+            merged[field] = value
+    return merged
+
+
+def check_overrides(sources: Sequence[Layer]) -> Recipe:
+    """The default recipe with the fields of all sources. Called before any rank starts.
 
     Raises:
         ConfigError: an unknown field, or a value of the wrong kind.
         ArgumentError: a number outside its range.
         UnknownNameError: no such strategy or precision. Names the nearest.
     """
-    if not overrides:
-        return
-    # the flags alone first: the recipe names the wrong value, a converter only the field
-    attrs.evolve(Recipe(), **{name: overrides[name] for name in FLAGS if name in overrides})
-    recipe = override(Recipe(), overrides)
-    strategy(recipe.strategy)
-    check_precision(recipe.precision, "fnaccel launch --precision")
+    recipe = Recipe()
+    for source in sources:
+        # the flags alone first: the recipe names the wrong value, a converter only the field
+        attrs.evolve(Recipe(), **{name: source.fields[name] for name in FLAGS if name in source.fields})
+        recipe = override(recipe, source.fields, source.where)
+    if sources:
+        strategy(recipe.strategy)
+        check_precision(recipe.precision, "fnaccel launch --precision")
+    return recipe
+
+
+def _flags(options: argparse.Namespace) -> dict[str, Any]:
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    fields = {name: given[name] for name in FLAGS if name in given}
+    fields |= {field: given[name] for name, field in INNER_FLAGS.items() if name in given}
+    if "nnodes" in given:
+        fewest, most = _machine_limits(given["nnodes"])
+        fields |= {"launch.machines": most, "launch.min_machines": None if fewest == most else fewest}
+    for text in given.get("env", ()):
+        name, _, value = _pair(text, "--env", "--env NCCL_DEBUG=INFO")
+        fields[f"launch.env.{name}"] = value
+    for text in given.get("fields", ()):
+        name, _, value = _pair(text, "--set", "--set optimizer.lr=1e-4")
+        fields[name.strip()] = parse_value(value)
+    return fields
+
+
+def _pair(text: str, flag: str, fix: str) -> tuple[str, str, str]:
+    field, equals, value = text.partition("=")
+    if not equals or not field.strip():
+        raise LaunchError(f"{text!r} sets nothing", where=f"fnaccel launch {flag}", fix=fix)
+    return field, equals, value
+
+
+def _machine_limits(text: str) -> tuple[int, int]:
+    """The fewest and the most machines that --nnodes asks for."""
+    fewest, colon, most = text.partition(":")
+    if not fewest.isdecimal() or (colon and not most.isdecimal()):
+        raise LaunchError(
+            f"{text!r} is no number of machines",
+            where="fnaccel launch --nnodes",
+            fix="--nnodes 2, or --nnodes 2:4 for 2 to 4 machines",
+        )
+    return int(fewest), int(most if colon else fewest)
 
 
 def _fields_of(path: Path) -> dict[str, Any]:

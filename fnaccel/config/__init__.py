@@ -9,5 +9,7 @@ from fnaccel.config.recipe import DataRecipe as DataRecipe
 from fnaccel.config.recipe import OptimizerRecipe as OptimizerRecipe
 from fnaccel.config.recipe import Recipe as Recipe
 from fnaccel.config.recipe import TrackingRecipe as TrackingRecipe
+from fnaccel.config.running import LaunchRecipe as LaunchRecipe
+from fnaccel.config.running import RunRecipe as RunRecipe
 from fnaccel.config.yaml import from_yaml as from_yaml
 from fnaccel.config.yaml import to_yaml as to_yaml

@@ -48,9 +48,10 @@ _SCHEDULES = {
 def recipe(default: Recipe | str | None = None) -> Recipe:
     """The recipe of this run: the script's own, updated by the options of the launcher.
 
-    This is the hook of `fnaccel launch --strategy fsdp --precision bf16 --set optimizer.lr=1e-4`. It also
-    sets the level of `fa.get_logger`, if the recipe has a `tracking.level`. A launcher that was told
-    something and a script that never calls this is an error.
+    This is the hook of `fnaccel launch --strategy fsdp --precision bf16 --set optimizer.lr=1e-4`, and of
+    the variable `FNACCEL_SET="strategy=fsdp optimizer.lr=1e-4"` under every launcher and
+    plain `python`. It also sets the level of `fa.get_logger`, if the recipe has a `tracking.level`. If
+    the launcher was told something and the script never calls this, the launcher raises.
 
     Args:
         default: the script's recipe, a YAML file of one, or None for the defaults.
@@ -64,7 +65,7 @@ def recipe(default: Recipe | str | None = None) -> Recipe:
         1.0
     """
     base = from_yaml(default) if isinstance(default, str) else default or Recipe()
-    chosen = override(base, overrides.take())
+    chosen = override(base, overrides.take(), "the overrides of fa.config.recipe")
     if chosen.tracking.level is not None:
         log_level.set_level(chosen.tracking.level)
     return chosen
@@ -221,7 +222,12 @@ def apply(
 
 
 def scan_options(recipe_: Recipe) -> dict[str, Any]:
-    """The options of a recipe for `fa.scan(train_step, state, shards, **options)`: saving, and trackers.
+    """The options of a recipe for `fa.scan(train_step, state, shards, **options)`.
+
+    They are the length, the saving, and the trackers, if the recipe has them.
+
+    A script that has a length of its own puts it first, and the recipe goes over it:
+    `fa.scan(train_step, state, shards, **{"epochs": 3, **options})`.
 
     Raises:
         UnknownNameError: no tracker has the name that the recipe gives.
@@ -236,6 +242,8 @@ def scan_options(recipe_: Recipe) -> dict[str, Any]:
         'step-0000000003'
     """
     plan, options = recipe_.checkpoint, _tracking_options(recipe_.tracking)
+    length = {"steps": recipe_.run.steps, "epochs": recipe_.run.epochs}
+    options |= {name: count for name, count in length.items() if count is not None}
     if plan.directory is None:  # then the rest of the plan means nothing, and scan would say so
         return options
     return {
@@ -286,7 +294,7 @@ def shard_options(recipe_: Recipe) -> dict[str, Any]:
         "window": load(data.window, "data.window") if isinstance(data.window, str) else data.window,
         "across_epochs": data.across_epochs,
         "remainder": data.remainder,
-        "seed": data.seed,
+        "seed": recipe_.run.seed if data.seed is None else data.seed,
         "per_rank": data.per_rank,
         "dispatch": data.dispatch,
         "prefetch": data.prefetch,

@@ -7,6 +7,7 @@ from typing import Any, cast, get_args
 
 import attrs
 
+from fnaccel.config.running import LaunchRecipe, RunRecipe
 from fnaccel.errors import ConfigError, as_names, nearest, require, require_counts
 from fnaccel.transforms.rematerialisation import Kept
 
@@ -51,6 +52,7 @@ class DataRecipe:
 
     Attributes:
         window: batches that make one update, or a reference `"module:function"` to a function of the step.
+        seed: of the order. None: `run.seed`.
 
     Example:
         >>> recipe = fa.config.Recipe(data=fa.config.DataRecipe(remainder="drop"))
@@ -60,7 +62,7 @@ class DataRecipe:
     window: int | str | None = None
     across_epochs: bool = False
     remainder: str | None = None
-    seed: int = 0
+    seed: int | None = None
     per_rank: bool = False
     dispatch: bool = False
     prefetch: int = 1
@@ -166,7 +168,7 @@ class Recipe:
         attention: names of kernels for `fa.attention`. Empty: torch chooses.
         fp8: arguments of `fa.Float8`, if the precision is `"fp8"`.
         transforms: references `"module:name"` to transforms of yours (`Step -> Step`), applied last.
-        optimizer, data, checkpoint, tracking: see there.
+        optimizer, data, run, checkpoint, tracking, launch: the sections, each a record of its own.
 
     Example:
         >>> fa.config.Recipe(strategy="fsdp", precision="bf16", clip_norm=1.0).strategy
@@ -189,8 +191,10 @@ class Recipe:
     transforms: tuple[Any, ...] = attrs.field(default=(), converter=tuple)
     optimizer: OptimizerRecipe = attrs.field(factory=OptimizerRecipe)
     data: DataRecipe = attrs.field(factory=DataRecipe)
+    run: RunRecipe = attrs.field(factory=RunRecipe)
     checkpoint: CheckpointRecipe = attrs.field(factory=CheckpointRecipe)
     tracking: TrackingRecipe = attrs.field(factory=TrackingRecipe)
+    launch: LaunchRecipe = attrs.field(factory=LaunchRecipe)
 
     def __attrs_post_init__(self) -> None:
         kept = get_args(Kept)

@@ -188,8 +188,13 @@ def _check_mapping(plain: Tree, where: str) -> None:
         )
 
 
-def override(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:
+def override(recipe: Recipe, overrides: dict[str, Any], where: str = "overrides") -> Recipe:
     """A recipe with dotted fields replaced: `{"strategy": "fsdp", "optimizer.lr": 1e-4}`.
+
+    Args:
+        recipe: the recipe to change a copy of.
+        overrides: dotted fields and values.
+        where: the source of the overrides, for an error.
 
     Raises:
         ConfigError: as `from_yaml`.
@@ -201,11 +206,11 @@ def override(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:
         for parent in parents:
             if not isinstance(inner.get(parent), dict):
                 raise ConfigError(
-                    f"a recipe has no part {parent!r}", where=f"override {dotted}", fix=nearest(parent, inner)
+                    f"a recipe has no part {parent!r}", where=f"{where}: {dotted}", fix=nearest(parent, inner)
                 )
             inner = inner[parent]
         inner[last] = value
-    return read(plain, "overrides")
+    return read(plain, where)
 
 
 def _unstructured(recipe: Recipe) -> dict[str, Any]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch
 
 from fnaccel.errors import LaunchError
 
 
-def count_accelerators() -> int:
+def count_accelerators(environ: Mapping[str, str] | None = None) -> int:
     """The number of accelerators that this machine shows to PyTorch.
+
+    Args:
+        environ: variables that are set before the driver is asked, such as CUDA_VISIBLE_DEVICES.
 
     A driver that was initialised does not survive a fork, and the ranks are forks of the caller.
     So a fork that ends at once asks the driver.
@@ -33,6 +37,7 @@ def count_accelerators() -> int:
         ) from error
     if pid == 0:
         try:
+            os.environ.update(environ or {})
             here = torch.accelerator.is_available()
             os.write(write, str(torch.accelerator.device_count() if here else 0).encode())
         finally:

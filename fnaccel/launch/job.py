@@ -19,6 +19,16 @@ from fnaccel.launch.network import check_port
 
 STATIC_PORT = 29_500
 """The default port for several machines: all launchers must agree on it without communication."""
+OF_A_RANK = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Variables that differ from rank to rank, or that the launcher chooses."""
 PER_CORE = 64
 """More processes than this for each core are a slip of the finger, and would stop the machine."""
 
@@ -46,6 +56,8 @@ class Job:
         restarts: how often the ranks are started again after a failure.
         watchdog: seconds for which ranks may wait for each other in one phase of a step. 0: for ever.
         min_ranks: how few ranks may go on if some were killed. None: as many as there were.
+        gpus: the GPUs that the ranks use, as in CUDA_VISIBLE_DEVICES. None: all.
+        env: variables of the ranks, over those of the launcher.
         overrides: dotted fields of the script's recipe, and their values.
 
     Example:
@@ -71,6 +83,8 @@ class Job:
     restarts: int = 0
     watchdog: float = 120.0
     min_ranks: int | None = None
+    gpus: str | None = None
+    env: dict[str, str] = attrs.field(factory=dict)
     overrides: dict[str, Any] = attrs.field(factory=dict)
 
     @property
@@ -89,6 +103,11 @@ class Job:
         return self.machines if self.min_machines is None else self.min_machines
 
     @property
+    def visible(self) -> dict[str, str]:
+        """The variables that the user sets for the ranks: `env`, and the choice of GPUs."""
+        return self.env | ({} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus})
+
+    @property
     def name(self) -> str:
         """The program as the command line names it."""
         return f"-m {self.module}" if self.module is not None else str(self.script)
@@ -103,6 +122,20 @@ def check(job: Job) -> None:
 
     Raises:
         LaunchError: the job can't be started. Nothing was started.
+    """
+    check_values(job)
+    if job.affinity:
+        affinity.cores_of(0, job.processes)
+    _check_program(job)
+    if job.port is not None and job.machine == 0:
+        check_port(job.port)
+
+
+def check_values(job: Job) -> None:
+    """See that the values of a job make sense together. The program and the port are not looked at.
+
+    Raises:
+        LaunchError: a value is outside its range, or contradicts another.
     """
     _require(job.processes >= 1, f"{job.processes} processes were asked for", "-n 1, or more")
     cores = os.cpu_count() or 1
@@ -131,11 +164,17 @@ def check(job: Job) -> None:
         f"there is no machine {job.machine} among {job.machines}",
         f"--node-rank from 0 to {job.machines - 1}",
     )
-    _check_program(job)
-    if job.port is not None:
-        _require(0 < job.port < 65_536, f"{job.port} is no port", "--master-port from 1 to 65535")
-        if job.machine == 0:
-            check_port(job.port)
+    _require(
+        job.port is None or 0 < job.port < 65_536,
+        f"{job.port} is no port",
+        "--master-port from 1 to 65535",
+    )
+    reserved = [name for name in OF_A_RANK if name in job.env]
+    _require(
+        not reserved,
+        f"{', '.join(reserved)} can't be set by --env or launch.env: the launcher sets it",
+        "leave it out. --master-addr and --master-port set the address",
+    )
 
 
 def _check_restarts(job: Job) -> None:
@@ -162,8 +201,11 @@ def _check_devices(job: Job) -> None:
         f"{job.size} processes for XLA devices, which one drives all",
         "-n 1, and fa.xla(shard=True) to spread a model over them",
     )
-    if job.affinity:
-        affinity.cores_of(0, job.processes)
+    _require(
+        job.gpus is None or not (job.cpu or job.tpu),
+        f"--gpus {job.gpus}, and --{'cpu' if job.cpu else 'tpu'}",
+        "one of the two",
+    )
 
 
 def _check_program(job: Job) -> None:

@@ -1,6 +1,7 @@
 """Overrides from the launcher to a script's recipe, in one environment variable.
 
-`fa.config.recipe()` takes overrides. The launcher raises at the end of a script that never did.
+`fa.config.recipe()` takes overrides. Without the launcher they are those of FNACCEL_SET.
+The launcher raises at the end of a script that never did.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 from typing import Any
 
 from fnaccel.errors import UnusedOverrideError
+from fnaccel.world import settings
 
 VARIABLE = "FNACCEL_OVERRIDES"
 _TAKEN = "FNACCEL_OVERRIDES_TAKEN"
@@ -21,9 +23,15 @@ def pack(overrides: dict[str, Any]) -> dict[str, str]:
 
 
 def take() -> dict[str, Any]:
-    """The overrides, which count as used from here on."""
+    """The overrides, which count as used from here on.
+
+    Raises:
+        ConfigError: FNACCEL_SET is not a list of `KEY=VALUE`.
+    """
     os.environ[_TAKEN] = "1"
-    return json.loads(os.environ.get(VARIABLE, "{}"))
+    chosen = settings.read(os.environ)
+    settings.show(os.environ)
+    return chosen | json.loads(os.environ.get(VARIABLE, "{}"))
 
 
 def check_taken() -> None:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 from fnaccel.launch import affinity, overrides, tpu
 from fnaccel.launch.job import Job
+from fnaccel.world import settings
 
 _OF_ANOTHER_LAUNCH = (
     overrides.VARIABLE,
+    settings.VARIABLE,  # the launcher has read it, and its own options go over it
     "TORCHELASTIC_",
     "GROUP_",
     "ROLE_",
@@ -46,6 +48,7 @@ def variables(
         '1'
     """
     new_environ = {name: value for name, value in environ.items() if not name.startswith(_OF_ANOTHER_LAUNCH)}
+    new_environ |= job.visible
     new_environ |= {
         "RANK": str(job.rank(local_rank)),
         "WORLD_SIZE": str(job.size),

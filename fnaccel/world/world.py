@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fnaccel import _torch
 from fnaccel.errors import NoWorldError, PeerLostError, WorldError, require
+from fnaccel.world import settings
 from fnaccel.world.calls import CallLog
 from fnaccel.world.connections import drop_inherited
 from fnaccel.world.devices import HOSTED, check_present, check_processes, open_device
@@ -214,7 +215,8 @@ def start(
     """Join the other processes and return the `World`. Use it as a context manager.
 
     Reads the variables of `fnaccel launch`, torchrun, mpirun, SLURM or plain `python`. A process group
-    that already runs is used, and left running.
+    that already runs is used, and left running. Without `fnaccel launch`, `launch.cpu` and `launch.watchdog`
+    of the variable FNACCEL_SET go over the arguments' defaults.
 
     Args:
         device: the device to compute on. By default the accelerator of this local rank, or the CPU.
@@ -229,6 +231,7 @@ def start(
     Raises:
         WorldError: the environment contradicts itself, or has fewer devices than processes.
         ArgumentError: `watchdog` is negative.
+        ConfigError: FNACCEL_SET is not a list of `KEY=VALUE`.
 
     Example:
         >>> with fa.start() as world:
@@ -239,7 +242,8 @@ def start(
     if compile_cache is not None:
         _keep_compiled(Path(compile_cache))
     ranks = _ranks_of_running_group() if dist.is_initialized() else detect(os.environ)
-    chosen = _choose_device(device, ranks)
+    fields = settings.for_start(os.environ)
+    chosen = _choose_device(device or ("cpu" if fields.get("launch.cpu") else None), ranks)
     joined: Joined | None = None
     if not dist.is_initialized() and ranks.size > 1:
         joined = join(ranks, chosen, backend, timeout, os.environ)
@@ -250,7 +254,7 @@ def start(
         calls, peers, groups = outer.calls, None, outer.groups
         dog = None
     else:
-        limit = float(os.environ.get("FNACCEL_WATCHDOG") or watchdog)
+        limit = float(os.environ.get("FNACCEL_WATCHDOG") or fields.get("launch.watchdog", watchdog))
         calls, peers, dog = _watched(ranks, joined, limit)
         groups = Groups() if joined is None else joined.groups
     world = World(

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import fnaccel as fa
 from fnaccel.cli.launch import parser
-from fnaccel.cli.overriding import gather_overrides
+from fnaccel.cli.overriding import gather_overrides, layers
 from fnaccel.config.references import load
 from fnaccel.config.yaml import override
 
@@ -44,7 +44,7 @@ def build_gpt() -> torch.nn.Module:
 def some_updates(name: str, changes: dict[str, Any], folder: str) -> tuple[list[float], str, list[str]]:
     """The losses of four calls, the plan, and the checkpoints in `folder`."""
     command = parser().parse_args(["--config", str(FOLDER / f"{name}.yaml"), "train.py"])
-    fields = gather_overrides(command)
+    fields = gather_overrides(layers(command, {}))
     if "checkpoint.directory" in fields:
         changes = {**changes, "checkpoint.directory": folder}
     recipe = override(OF_THE_SCRIPT, {**fields, **changes})

@@ -205,7 +205,7 @@ def check_call(name: str, call: ast.Call, things: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "span", ["fa.fsdp(unit=3)", "fa.nothing", "fnaccel launch --gpus 2", "world.ranks", "fa.ddp(hook='fp8')"]
+    "span", ["fa.fsdp(unit=3)", "fa.nothing", "fnaccel launch --gpu 2", "world.ranks", "fa.ddp(hook='fp8')"]
 )
 def test_a_name_that_does_not_exist_is_found(span, things):
     with pytest.raises((AssertionError, AttributeError, fa.errors.FnaccelError)):

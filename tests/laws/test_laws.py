@@ -98,6 +98,15 @@ recipes = st.builds(
         seed=st.integers(0, 9),
         per_rank=st.booleans(),
     ),
+    run=st.builds(fa.config.RunRecipe, seed=st.integers(0, 9), epochs=st.none() | st.integers(1, 3)),
+    launch=st.builds(
+        fa.config.LaunchRecipe,
+        ranks=st.none() | st.integers(1, 4),
+        cpu=st.booleans(),
+        watchdog=st.floats(0, 600),
+        gpus=st.none() | st.sampled_from(["0", "0,1", "GPU-6e"]),
+        env=st.dictionaries(st.text("ABC", min_size=1), st.text("01 yes:#", max_size=5)),
+    ),
     checkpoint=st.builds(CheckpointRecipe, directory=st.none() | st.text("ab/ é:#", max_size=5)),
 )
 

@@ -1,0 +1,114 @@
+"""`FNACCEL_SET="strategy=fsdp optimizer.lr=1e-4"`: fields of the recipe in an environment variable.
+
+The launcher, `fa.start` and `fa.config.recipe` read it. Nothing here knows which fields a recipe has.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from fnaccel.errors import ConfigError
+from fnaccel.world.launched import detect
+
+VARIABLE = "FNACCEL_SET"
+_shown: set[str] = set()
+
+
+def parse_value(text: str) -> Any:
+    """A value as JSON or Python writes it. Any other text is itself.
+
+    YAML would not do: it reads `1e-4` as text.
+
+    Example:
+        >>> parse_value("1e-4"), parse_value("bf16")
+        (0.0001, 'bf16')
+    """
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError):
+            continue
+    return text
+
+
+def parse_field(text: str) -> tuple[str, Any] | None:
+    """The dotted field and the value of `KEY=VALUE`, or None if the text has no key or no value.
+
+    Example:
+        >>> parse_field("optimizer.lr=1e-4")
+        ('optimizer.lr', 0.0001)
+    """
+    field, equals, value = text.partition("=")
+    if not equals or not field.strip():
+        return None
+    return field.strip(), parse_value(value)
+
+
+def read(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The dotted fields of FNACCEL_SET, and their values.
+
+    Args:
+        environ: the environment. Words are separated as in a shell: values with spaces are in quotes.
+
+    Raises:
+        ConfigError: the text is not a list of `KEY=VALUE`.
+
+    Example:
+        >>> read({"FNACCEL_SET": "strategy='ddp(2) * fsdp(4)' optimizer.lr=1e-4"})
+        {'strategy': 'ddp(2) * fsdp(4)', 'optimizer.lr': 0.0001}
+    """
+    text = environ.get(VARIABLE, "")
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r}: {error}", where=VARIABLE, fix="close each quote") from error
+    fields: dict[str, Any] = {}
+    for word in words:
+        pair = parse_field(word)
+        if pair is None:
+            raise ConfigError(
+                f"{word!r} sets nothing",
+                where=VARIABLE,
+                fix=f'write KEY=VALUE: {VARIABLE}="strategy=fsdp optimizer.lr=1e-4"',
+            )
+        fields[pair[0]] = pair[1]
+    return fields
+
+
+def for_start(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of FNACCEL_SET that `fa.start` uses: `launch.cpu` and `launch.watchdog`.
+
+    The whole text is read, and shown on rank 0.
+
+    Raises:
+        ConfigError: the text can't be read, or one of the two has a value of the wrong kind.
+
+    Example:
+        >>> for_start({"FNACCEL_SET": "launch.watchdog=600"})
+        {'launch.watchdog': 600}
+    """
+    fields = {
+        name: value for name, value in read(environ).items() if name in ("launch.cpu", "launch.watchdog")
+    }
+    show(environ)
+    for name, kinds, fix in (
+        ("launch.cpu", bool, "launch.cpu=true"),
+        ("launch.watchdog", int | float, "seconds of 0 or more, such as launch.watchdog=600"),
+    ):
+        value = fields.get(name, 0)
+        if name in fields and (not isinstance(value, kinds) or value < 0):
+            raise ConfigError(f"{name}={value!r}", where=VARIABLE, fix=fix)
+    return fields
+
+
+def show(environ: Mapping[str, str]) -> None:
+    """Print on rank 0 that FNACCEL_SET is used, once for each value."""
+    text = environ.get(VARIABLE, "").strip()
+    if text and text not in _shown and detect(environ).rank == 0:
+        print(f"fnaccel: {VARIABLE} sets {text}", file=sys.stderr, flush=True)
+    _shown.add(text)

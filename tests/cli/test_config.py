@@ -1,0 +1,104 @@
+"""`fnaccel config show`, `validate` and `default`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fnaccel.cli import config
+from fnaccel.cli.launch import read
+from fnaccel.cli.main import main
+from fnaccel.config import from_yaml
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FNACCEL_SET", raising=False)
+    return tmp_path
+
+
+def test_each_value_has_its_source(folder, capsys, monkeypatch):
+    (folder / "fnaccel.yaml").write_text("strategy: ddp\nprecision: bf16\nlaunch: {ranks: 2, threads: 1}")
+    monkeypatch.setenv("FNACCEL_SET", "precision=fp16 launch.env.A=1 launch.ranks=3")
+    assert main(["config", "show", "--set", "launch.ranks=4", "--clip-norm", "1", "--json"]) == 0
+    rows = {row["key"]: (row["value"], row["source"]) for row in json.loads(capsys.readouterr().out)}
+    assert rows["strategy"] == ("ddp", "fnaccel.yaml")
+    assert rows["precision"] == ("fp16", "FNACCEL_SET")
+    assert rows["launch.env"] == ({"A": "1"}, "FNACCEL_SET")
+    assert rows["launch.ranks"] == (4, "flag")
+    assert rows["launch.threads"] == (1, "fnaccel.yaml")
+    assert rows["clip_norm"] == (1.0, "flag")
+    assert rows["optimizer.lr"] == (0.001, "default")
+
+
+def test_the_table_has_a_line_for_each_field(folder, capsys):
+    assert main(["config", "show", "--strategy", "fsdp"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["strategy", "flag", "fsdp"]
+    assert ["launch.watchdog", "default", "120.0"] in [line.split() for line in lines]
+
+
+def test_a_file_without_mistakes(folder, capsys):
+    (folder / "r.yaml").write_text(
+        "strategy: fsdp\noptimizer: {schedule: cosine, schedule_options: {total: 3 epochs}}\n"
+        "launch: {machines: 2, address: a, ranks: 8, gpus: 0}\ntracking: {trackers: jsonl}\n"
+    )
+    assert main(["config", "validate", "r.yaml"]) == 0
+    assert capsys.readouterr().out == "r.yaml is a recipe\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("strategy: fdsp", "did you mean 'fsdp'?"),
+        ("precision: bf61", "did you mean 'bf16'?"),
+        ("stratgy: ddp", "no key 'stratgy'"),
+        ("optimizer: {name: adamv}", "no optimizer is called 'adamv'"),
+        ("tracking: {trackers: jsnl}", "jsonl"),
+        ("compile_options: {mode: max-autotune}", "has no effect"),
+        ("launch: {ranks: 0}", "0 processes were asked for"),
+        ("launch: {machines: 2}", "2 machines need --master-addr"),
+        ("launch: {min_ranks: 1}", "no restarts"),
+        ("launch: {port: 70000}", "70000 is no port"),
+        ("launch: {tpu: true, cpu: true}", "--tpu and --cpu together"),
+        ("launch: {env: {RANK: 1}}", "RANK can't be set"),
+    ],
+)
+def test_mistakes_that_validate_finds(folder, capsys, text, says):
+    (folder / "r.yaml").write_text(text)
+    assert main(["config", "validate", "r.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n  where: ") == said.count("\n  fix: ") == 1
+
+
+def test_no_file_and_no_such_action(folder, capsys):
+    assert main(["config", "validate", "none.yaml"]) == 2
+    assert "no file none.yaml" in capsys.readouterr().err
+    assert main(["config", "shw"]) == 2
+    assert "did you mean 'show'?" in capsys.readouterr().err
+
+
+def test_default_writes_a_file_once(folder, capsys, monkeypatch):
+    monkeypatch.setattr(config, "count_accelerators", lambda: 0)
+    monkeypatch.setattr(config, "_has_bf16", lambda: False)
+    assert main(["config", "default"]) == 0
+    text = (folder / "fnaccel.yaml").read_text()
+    assert text in capsys.readouterr().out
+    job = read(["t.py"])
+    assert (job.processes, job.cpu) == (1, True)
+    assert main(["config", "default"]) == 2
+    assert "there is a file fnaccel.yaml already" in capsys.readouterr().err
+    assert (folder / "fnaccel.yaml").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("count", "bf16", "plan", "precision"),
+    [(0, False, "local", "fp32"), (1, True, "local", "bf16"), (8, True, "ddp", "bf16")],
+)
+def test_defaults_for_machines(count, bf16, plan, precision):
+    recipe = from_yaml(config.default_text(count, bf16=bf16))
+    assert (recipe.strategy, recipe.precision, recipe.launch.ranks) == (plan, precision, max(1, count))
+    config.check_recipe(recipe)
