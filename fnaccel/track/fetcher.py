@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+
+_Step = tuple[int, dict[str, float], list[str], torch.Tensor | None, Any]
+"""Step, values on the host, names of the values on a device, their copy, and the event of its end."""
 
 
 class Fetcher:
@@ -18,42 +22,58 @@ class Fetcher:
 
     def __init__(self, depth: int = 8) -> None:
         self._depth = depth
-        self._waiting: deque[tuple[int, list[str], torch.Tensor, Any]] = deque()
+        self._waiting: deque[_Step] = deque()
 
     def put(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take one step's metrics. Values that are no scalars are left out."""
+        """Take one step's metrics. Values that are no scalars are left out.
+
+        Numbers and tensors on the CPU keep their value to double precision, those on an accelerator to single
+        precision.
+        """
+        values: dict[str, float] = {}
         names: list[str] = []
-        values: list[torch.Tensor] = []
-        device = next(
-            (v.device for v in metrics.values() if isinstance(v, torch.Tensor)), torch.device("cpu")
-        )
+        tensors: list[torch.Tensor] = []
         for name, value in metrics.items():
             if isinstance(value, torch.Tensor):
-                if value.numel() == 1:
+                if value.numel() != 1 or value.is_complex():
+                    continue
+                if value.device.type == "cpu":
+                    values[name] = float(value.item())
+                else:
+                    values[name] = math.nan  # this keeps its place among the names
                     names.append(name)
-                    values.append(value.detach().reshape(()).to(device, torch.float32))
+                    device = tensors[0].device if tensors else value.device
+                    tensors.append(value.detach().reshape(()).to(device, torch.float32))
             elif isinstance(value, int | float):
-                names.append(name)
-                values.append(torch.tensor(float(value), device=device))
+                values[name] = _as_float(value)
         if not values:
             return
-        packed = torch.stack(values)
+        packed: torch.Tensor | None = None
         event: Any = None
-        if device.type != "cpu":
-            host = torch.empty_like(packed, device="cpu", pin_memory=True)
-            host.copy_(packed, non_blocking=True)
-            event = torch.Event(device.type)
+        if tensors:
+            device_values = torch.stack(tensors)
+            packed = torch.empty_like(device_values, device="cpu", pin_memory=True)
+            packed.copy_(device_values, non_blocking=True)
+            event = torch.Event(device_values.device.type)
             event.record()
-            packed = host
-        self._waiting.append((step, names, packed, event))
+        self._waiting.append((step, values, names, packed, event))
 
     def arrived(self, *, wait: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
         """(step, metrics as floats) for the steps whose copies are complete. All steps if `wait`."""
         while self._waiting:
-            step, names, packed, event = self._waiting[0]
+            step, values, names, packed, event = self._waiting[0]
             if event is not None and not event.query():
                 if not wait and len(self._waiting) <= self._depth:
                     return
                 event.synchronize()
             self._waiting.popleft()
-            yield step, dict(zip(names, packed.tolist(), strict=True))
+            if packed is not None:
+                values.update(zip(names, packed.tolist(), strict=True))
+            yield step, values
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return math.inf if value > 0 else -math.inf
