@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 
-_Step = tuple[int, dict[str, float], list[str], torch.Tensor | None, Any]
-"""Step, values on the host, names of the values on a device, their copy, and the event of its end."""
-
 
 class Fetcher:
     """Copies scalar metrics to the host asynchronously, and returns those that have arrived.
@@ -22,14 +19,11 @@ class Fetcher:
 
     def __init__(self, depth: int = 8) -> None:
         self._depth = depth
-        self._waiting: deque[_Step] = deque()
+        # step, values (0.0 for those to come), the names of those to come, their copies, their event
+        self._waiting: deque[tuple[int, dict[str, float], list[str], torch.Tensor | None, Any]] = deque()
 
     def put(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take one step's metrics. Values that are no scalars are left out.
-
-        Numbers and tensors on the CPU keep their value to double precision, those on an accelerator to single
-        precision.
-        """
+        """Take one step's metrics. Values that are no scalars are left out."""
         values: dict[str, float] = {}
         names: list[str] = []
         tensors: list[torch.Tensor] = []
@@ -38,37 +32,37 @@ class Fetcher:
                 if value.numel() != 1 or value.is_complex():
                     continue
                 if value.device.type == "cpu":
-                    values[name] = float(value.item())
+                    values[name] = float(value.detach())
                 else:
-                    values[name] = math.nan  # this keeps its place among the names
+                    values[name] = 0.0
                     names.append(name)
-                    device = tensors[0].device if tensors else value.device
-                    tensors.append(value.detach().reshape(()).to(device, torch.float32))
+                    tensors.append(value.detach().reshape(()))
             elif isinstance(value, int | float):
                 values[name] = _as_float(value)
         if not values:
             return
-        packed: torch.Tensor | None = None
+        host: torch.Tensor | None = None
         event: Any = None
         if tensors:
-            device_values = torch.stack(tensors)
-            packed = torch.empty_like(device_values, device="cpu", pin_memory=True)
-            packed.copy_(device_values, non_blocking=True)
-            event = torch.Event(device_values.device.type)
+            device = tensors[0].device
+            packed = torch.stack([tensor.to(device, torch.float32) for tensor in tensors])
+            host = torch.empty_like(packed, device="cpu", pin_memory=True)
+            host.copy_(packed, non_blocking=True)
+            event = torch.Event(device.type)
             event.record()
-        self._waiting.append((step, values, names, packed, event))
+        self._waiting.append((step, values, names, host, event))
 
     def arrived(self, *, wait: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
         """(step, metrics as floats) for the steps whose copies are complete. All steps if `wait`."""
         while self._waiting:
-            step, values, names, packed, event = self._waiting[0]
-            if event is not None and not event.query():
-                if not wait and len(self._waiting) <= self._depth:
-                    return
-                event.synchronize()
+            step, values, names, host, event = self._waiting[0]
+            if host is not None:
+                if not event.query():
+                    if not wait and len(self._waiting) <= self._depth:
+                        return
+                    event.synchronize()
+                values.update(zip(names, host.tolist(), strict=True))
             self._waiting.popleft()
-            if packed is not None:
-                values.update(zip(names, packed.tolist(), strict=True))
             yield step, values
 
 
