@@ -26,14 +26,14 @@ fused_sgd_: Any = torch._fused_sgd_  # pyright: ignore[reportAttributeAccessIssu
 fused_adam_: Any = torch._fused_adam_  # pyright: ignore[reportAttributeAccessIssue]
 fused_adamw_: Any = torch._fused_adamw_  # pyright: ignore[reportAttributeAccessIssue]
 
-# the loss-scale rule of torch.amp.GradScaler, and an assertion, both on the device (2.9 to 2.13)
+# the loss-scale rule of torch.amp.GradScaler, an assertion on the device, a profiler's presence (2.9 to 2.13)
 assert_on_device: Any = torch._assert_async
 amp_update_scale_: Any = torch._amp_update_scale_
+profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled
 
 # an operation that pairs elements by place in memory, so that inductor must keep their layout (2.13)
-EXACT_STRIDES: tuple[Any, ...] = tuple(
-    getattr(torch.Tag, name) for name in ("needs_exact_strides",) if hasattr(torch.Tag, name)
-)
+_STRIDES = "needs_exact_strides"
+EXACT_STRIDES: tuple[Any, ...] = (getattr(torch.Tag, _STRIDES),) if hasattr(torch.Tag, _STRIDES) else ()
 
 # stores, which torch's stubs leave out of torch.distributed (2.9 to 2.13)
 TCPStore: Any = dist.TCPStore

@@ -20,6 +20,7 @@ from fnaccel.loop.measured import Measures
 from fnaccel.loop.preemption import SIGNALS
 from fnaccel.loop.tracked import Bar, ByName, logged, trackers_of_rank
 from fnaccel.program.train_step import TrainStep
+from fnaccel.seeing.paths import require_page
 from fnaccel.seeing.profile import Profile
 from fnaccel.seeing.profile import profile as profiled
 from fnaccel.seeing.report import ReportTracker
@@ -108,7 +109,7 @@ def scan(
 
     Raises:
         LoaderError: an epoch holds nothing.
-        ArgumentError: not shards, not a state, not a tracker, or bad counts.
+        ArgumentError: not shards, not a state, not a tracker, bad counts, or an option of another type.
         UnknownNameError: no such signal, or no tracker of this name.
         WorldError: a tracker is for a rank that the world does not have.
         CheckpointError: a save failed.
@@ -135,7 +136,29 @@ def scan(
         "fa.scan",
         "max_seconds is more than 0",
     )
-    require(log_every >= 1, f"log_every={log_every}", "fa.scan", "log_every is 1 or more")
+    require(
+        isinstance(log_every, int) and log_every >= 1,
+        f"log_every={log_every!r}",
+        "fa.scan",
+        "log_every is 1 or more",
+    )
+    require(
+        config is None or isinstance(config, Mapping),
+        f"config={config!r:.60}",
+        "fa.scan",
+        'config={"lr": 0.1}',
+    )
+    require(
+        isinstance(throughput, bool | Throughput),
+        f"throughput={throughput!r}",
+        "fa.scan",
+        "throughput=True, or fa.seeing.Throughput(...)",
+    )
+    # on all ranks, though rank 0 writes the page
+    if report is not None:
+        require_page(report, "fa.scan(report=)")
+    if profile is not None and not isinstance(profile, Profile):
+        profile = profiled(profile)
     world = train_step.mesh.world
     writers = trackers_of_rank(trackers, world, directory, "fa.scan(trackers=)")
     if report is not None and world.is_main:
@@ -158,14 +181,14 @@ def scan(
     if epochs is None and steps is None:
         epochs = state.data.epoch + 1
     measures = None
-    if throughput is not False or memory:
+    if throughput or memory:
         what = Throughput() if throughput is True else throughput or None
         measures = Measures(train_step, what, memory=memory)
     taken = _steps(train_step, state, shards, steps, epochs, measures)
     if measures is not None:
         taken = _inside(measures, taken)
     if profile is not None:
-        taken = _inside(profile if isinstance(profile, Profile) else profiled(profile), taken)
+        taken = _inside(profile, taken)
     if max_seconds is not None:
         taken = _until(max_seconds, taken, world)
     if directory is not None:

@@ -65,15 +65,16 @@ def number(value: float) -> str:
         >>> number(0.0003), number(25000.0), number(0.5), number(1234567.0)
         ('3e-4', '25k', '0.5', '1.23M')
     """
-    if value == 0:
-        return "0"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
     size = abs(value)
     if size < 1e-3:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{float(mantissa):g}e{int(exponent)}"
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    # the limits are those after rounding: 999,999 is 1M, and not 1000k
+    for limit, size_of_unit, unit in ((999.5e6, 1e9, "G"), (999.5e3, 1e6, "M"), (9999.5, 1e3, "k")):
         if size >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
+            return f"{value / size_of_unit:.3g}{unit}"
     return f"{value:.4g}"
 
 
@@ -121,12 +122,12 @@ class _Plane:
             ((step, value),) = finite
             yield f'<circle r="4" cx="{self.x(step)}" cy="{self.y(value)}" fill="{colour}"/>'
         for step, value in finite[:: max(1, len(finite) // 60)]:
-            label = f"<title>{escape(line.name)}, step {step:g}: {value:.6g}</title>"
+            label = f"<title>{escape(line.name)}, step {step:.0f}: {value:.6g}</title>"
             yield f'<circle class="point" r="9" cx="{self.x(step)}" cy="{self.y(value)}">{label}</circle>'
-        for step, value in line.points:
-            if not math.isfinite(value):
-                label = f"<title>{escape(line.name)}, step {step:g}: {value}</title>"
-                yield f'<path class="broken" d="M{self.x(step) - 4} {_TOP}h8l-4 8z">{label}</path>'
+        broken = [point for point in line.points if not math.isfinite(point[1])]
+        for step, value in broken[:: max(1, len(broken) // 60)]:
+            label = f"<title>{escape(line.name)}, step {step:.0f}: {value}</title>"
+            yield f'<path class="broken" d="M{self.x(step) - 4} {_TOP}h8l-4 8z">{label}</path>'
 
     def _path(self, points: Points, style: str) -> str:
         places = " ".join(f"{self.x(step)},{self.y(value)}" for step, value in points)

@@ -58,13 +58,22 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         ranks = find_ranks()
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         if in_order and ranks.size > 1:
-            text = str(msg) % args if args else str(msg)
+            text = _text(msg, args)
             lines: list[Any] = gather_objects(text, world=current())
             for rank, line in enumerate(lines) if ranks.rank == 0 else ():
                 self.logger.log(level, "[rank %d] %s", rank, line, **kwargs)
         elif all_ranks or ranks.rank == 0:
             prefix = f"[rank {ranks.rank}] " if ranks.size > 1 else ""
             self.logger.log(level, f"{prefix}{msg}", *args, **kwargs)
+
+
+def _text(msg: object, args: tuple[object, ...]) -> str:
+    """The line as `logging` formats it. A wrong format is no reason for a rank to leave the exchange."""
+    record = logging.LogRecord("", 0, "", 0, msg, args, None)
+    try:
+        return record.getMessage()
+    except Exception as error:  # objects in the line may raise anything
+        return f"{msg!s} {args!r}: {type(error).__name__}: {error}"
 
 
 def get_logger(name: str | None = None, *, level: int | str | None = None, rich: bool = False) -> RankLogger:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from fnaccel._torch import profiler_is_on
 from fnaccel.errors import ArgumentError, UnknownNameError, nearest, require
+from fnaccel.seeing.paths import require_path
 from fnaccel.world.progress_marks import NOW, Mark, listening
 from fnaccel.world.world import find_current
 
@@ -22,6 +24,7 @@ PHASE = "fnaccel."
 """How the name of a phase begins in a trace."""
 
 _logger = logging.getLogger("fnaccel")
+_running: list[Profile] = []
 _ACTIVITIES = {kind.name.lower(): kind for kind in ProfilerActivity.__members__.values()}
 
 
@@ -63,32 +66,36 @@ class Profile(AbstractContextManager["Profile"]):
         """Begin. Steps are counted from here.
 
         Raises:
-            ArgumentError: another profile is running.
+            ArgumentError: another profile is running, of this function or of torch.
             OSError: the directory can't be made.
         """
-        if self._profiler is not None:
+        # two profilers of torch at once end the process by SIGSEGV
+        if _running or profiler_is_on():
             raise ArgumentError(
-                "this profile is running", where="fa.profile", fix="one `with` for each fa.profile(...)"
+                "another profile is running: torch.profiler has one in a process",
+                where="fa.profile",
+                fix="end the other one first, or record these steps by it",
             )
         self.directory.mkdir(parents=True, exist_ok=True)
         self._newest, self._steps = NOW.step, 0
-        self._profiler = torch.profiler.profile(
-            schedule=self._schedule, on_trace_ready=self._write, **self._options
-        )
-        self._stack.enter_context(self._profiler)
-        self._stack.callback(self._leave)
-        self._stack.enter_context(listening(self._enter))
-        self._enter(NOW)
+        with ExitStack() as stack:
+            self._profiler = torch.profiler.profile(
+                schedule=self._schedule, on_trace_ready=self._write, **self._options
+            )
+            _running.append(self)
+            stack.callback(self._end)
+            stack.enter_context(self._profiler)
+            stack.callback(self._leave)
+            stack.enter_context(listening(self._enter))
+            self._enter(NOW)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         steps = self._steps
-        try:
-            self._stack.close()
-        finally:
-            self._profiler = None
+        self._stack.close()
         if not self.recorded and error is None:
             warnings.warn(
                 f"the profile of {self.directory} recorded nothing: {steps} steps ran, and "
@@ -97,8 +104,22 @@ class Profile(AbstractContextManager["Profile"]):
                 stacklevel=2,
             )
 
+    def _end(self) -> None:
+        self._profiler = None
+        _running.remove(self)
+
     def step(self) -> None:
-        """End a step of a loop without a train step. `train_step` does it by itself."""
+        """End a step of a loop without a train step. `train_step` does it by itself.
+
+        Raises:
+            ArgumentError: the profile is not running.
+        """
+        require(
+            self._profiler is not None,
+            "the profile is not running",
+            "fa.profile(...).step",
+            "with fa.profile(directory) as profile: ... profile.step()",
+        )
         self._steps += 1
         with warnings.catch_warnings():
             # each cycle is a file of its own, as torch warns
@@ -175,7 +196,7 @@ def profile(
             An error in it is logged, and training goes on.
 
     Raises:
-        ArgumentError: a negative count, or `active` below 1.
+        ArgumentError: a negative count, `active` below 1, no path, or no function.
         UnknownNameError: no such activity.
 
     Source: https://docs.pytorch.org/docs/stable/profiler.html
@@ -187,12 +208,24 @@ def profile(
         >>> [summary.rank for summary in fa.seeing.summarize("trace")]
         [0]
     """
-    counts = {"wait": wait, "warmup": warmup, "repeat": repeat, "skip_first": skip_first}
-    bad = {name: count for name, count in counts.items() if count < 0} | (
-        {"active": active} if active < 1 else {}
-    )
+    counts = {"wait": wait, "warmup": warmup, "repeat": repeat, "skip_first": skip_first, "active": active}
+    bad = {
+        name: count
+        for name, count in counts.items()
+        if type(count) is not int or count < (1 if name == "active" else 0)
+    }
     require(not bad, f"{bad}", "fa.profile", "counts of steps, with active of 1 or more")
-    schedule = torch.profiler.schedule(active=active, **counts)
+    require_path(directory, "fa.profile")
+    require(
+        on_trace_ready is None or callable(on_trace_ready),
+        f"on_trace_ready={on_trace_ready!r}",
+        "fa.profile",
+        "a function of the torch.profiler.profile",
+    )
+    with warnings.catch_warnings():
+        # a cycle without warmup is a choice of the caller
+        warnings.filterwarnings("ignore", message="Profiler won't be using warmup")
+        schedule = torch.profiler.schedule(**counts)
     options: dict[str, Any] = {
         "profile_memory": memory,
         "record_shapes": shapes,
@@ -208,6 +241,7 @@ def _named(activities: str | Iterable[str] | None) -> list[ProfilerActivity]:
     if activities is None:
         return list(torch.profiler.supported_activities())
     names = [activities] if isinstance(activities, str) else list(activities)
+    require(bool(names), "activities=[] records nothing", "fa.profile", 'activities="cpu"')
     unknown = [name for name in names if name not in _ACTIVITIES]
     if unknown:
         raise UnknownNameError(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fnaccel.seeing.paths import require_page
 from fnaccel.seeing.report_page import page
 from fnaccel.seeing.runs import find_runs
 from fnaccel.track.jsonl import JsonlTracker
@@ -28,7 +29,7 @@ def write_report(
         The path.
 
     Raises:
-        ArgumentError: no logs, or a log without a step.
+        ArgumentError: no logs, a log without a step, or a path that is a folder or ends in `.jsonl`.
         OSError: the page can't be written.
 
     Example:
@@ -38,6 +39,7 @@ def write_report(
         >>> fa.seeing.write_report("gpt.jsonl", "report.html").name
         'report.html'
     """
+    require_page(path, "fnaccel report")
     paths = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
     text = page(find_runs(paths), title)
     target = Path(path)
@@ -59,6 +61,9 @@ class ReportTracker:
     Args:
         path: of the page. The log has the same name with the ending `.jsonl`.
 
+    Raises:
+        ArgumentError: the path is a folder, or ends in `.jsonl`.
+
     Example:
         >>> tracker = fa.seeing.ReportTracker("report.html")
         >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=tracker):
@@ -69,6 +74,7 @@ class ReportTracker:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        require_page(path, "ReportTracker")
         self.path = Path(path)
         self._log = JsonlTracker(self.path.with_suffix(".jsonl"))
         self._steps = 0

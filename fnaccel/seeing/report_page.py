@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -105,8 +106,11 @@ def _tiles(run: Run) -> str:
     tiles: list[tuple[str, str]] = []
     if "loss" in run.columns:
         losses = run.columns["loss"]
-        best = min(losses, key=lambda point: point[1])
-        tiles += [(number(losses[-1][1]), "last loss"), (number(best[1]), f"best loss, step {best[0]:g}")]
+        tiles.append((number(losses[-1][1]), "last loss"))
+        finite = [point for point in losses if math.isfinite(point[1])]
+        if finite:
+            step, best = min(finite, key=lambda point: point[1])
+            tiles.append((number(best), f"best loss, step {step:.0f}"))
     tiles += [
         (number(run.columns[metric][-1][1]), _TITLES[metric].lower())
         for metric in ("rows_per_second", "tokens_per_second", "mfu")

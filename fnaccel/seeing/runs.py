@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +15,7 @@ import attrs
 from fnaccel.errors import ArgumentError
 from fnaccel.track.jsonl import read_jsonl
 
+_LARGEST = 10**300
 Points = list[tuple[float, float]]
 """(step, value), in order of steps."""
 
@@ -45,22 +48,49 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Run]:
     """The runs in files and folders, with names that differ.
 
     Args:
-        paths: of `JsonlTracker`. Of a folder all logs in it, at any depth.
+        paths: of `JsonlTracker`. Of a folder all logs with a step in it, at any depth.
 
     Raises:
         ArgumentError: no logs, or a log without a step.
     """
     files: list[Path] = []
     for path in map(Path, paths):
-        inside = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+        inside = [file for file in path.rglob("*.jsonl") if _is_log(file)] if path.is_dir() else [path]
         if not inside or not inside[0].is_file():
-            raise ArgumentError(
-                f"there is no log in {path}",
-                where="fnaccel report",
-                fix="give the file of a JsonlTracker, or a folder with one: fa.scan(trackers='jsonl')",
-            )
-        files += inside
+            raise _no_log(path)
+        files += sorted(inside)
+    if not files:
+        raise _no_log("an empty list")
     return [read_run(file, name) for file, name in zip(files, _names(files), strict=True)]
+
+
+def _number(value: float) -> float:
+    """The value as a float that a chart can hold. Differences of the largest floats overflow."""
+    if abs(value) > _LARGEST:
+        return math.inf if value > 0 else -math.inf
+    return 0.0 if abs(value) < 1 / _LARGEST else float(value)
+
+
+def _no_log(path: object) -> ArgumentError:
+    return ArgumentError(
+        f"there is no log in {path}",
+        where="fnaccel report",
+        fix="give the file of a JsonlTracker, or a folder with one: fa.scan(trackers='jsonl')",
+    )
+
+
+def _is_log(file: Path) -> bool:
+    """Whether a file of a folder is a log with a step. Data sets and runs that never began are not."""
+    with file.open("rb") as lines:
+        return any(b'"step"' in line and _is_step(line) for line in lines)
+
+
+def _is_step(line: bytes) -> bool:
+    try:
+        record: Any = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and {"step", "time"} <= record.keys()
 
 
 def _names(files: list[Path]) -> list[str]:
@@ -95,6 +125,12 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
             config = record["config"] or config
             began = True
             continue
+        if not all(isinstance(record.get(name), int | float) for name in ("step", "time")):
+            raise ArgumentError(
+                f"a line without a step and a time: {str(record)[:80]}",
+                where=str(path),
+                fix="give a file that JsonlTracker wrote",
+            )
         step, time = int(record["step"]), float(record["time"])
         if began and rows:
             while rows and rows[-1][0] >= step:
@@ -114,7 +150,7 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
     for step, _, record in rows:
         for metric, value in record.items():
             if metric not in ("step", "time") and isinstance(value, int | float):
-                columns.setdefault(metric, []).append((step, float(value)))
+                columns.setdefault(metric, []).append((step, _number(value)))
     speed: Points = [
         (second, (second - first) / (later - earlier))
         for (first, earlier, _), (second, later, _) in itertools.pairwise(rows)

@@ -48,7 +48,7 @@ class Throughput:
         window: over how many steps.
 
     Raises:
-        ArgumentError: a number that is not positive.
+        ArgumentError: a number that is not positive, or `tokens` that can't be called.
 
     Example:
         >>> measure = fa.seeing.Throughput(tokens=lambda batch: batch["tokens"].numel())
@@ -66,7 +66,15 @@ class Throughput:
     def __attrs_post_init__(self) -> None:
         for name in ("flops", "peak", "window"):
             value = getattr(self, name)
-            require(value is None or value > 0, f"{name}={value!r}", "Throughput", f"{name} is more than 0")
+            kind = int if name == "window" else int | float
+            positive = value is None or (isinstance(value, kind) and value > 0)
+            require(positive, f"{name}={value!r}", "Throughput", f"{name} is more than 0")
+        require(
+            self.tokens is None or callable(self.tokens),
+            f"tokens={self.tokens!r}",
+            "Throughput",
+            'a function of the batch: tokens=lambda batch: batch["tokens"].numel()',
+        )
 
     def peak_of(self, device: torch.device, *, low: bool) -> float | None:
         """The peak of a device in FLOP/s, or None if it is not known.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,7 +29,7 @@ class Fetcher:
         tensors: list[torch.Tensor] = []
         for name, value in metrics.items():
             if isinstance(value, torch.Tensor):
-                if value.numel() != 1:
+                if value.numel() != 1 or value.is_complex():
                     continue
                 if value.device.type == "cpu":
                     values[name] = float(value.detach())
@@ -37,7 +38,7 @@ class Fetcher:
                     names.append(name)
                     tensors.append(value.detach().reshape(()))
             elif isinstance(value, int | float):
-                values[name] = float(value)
+                values[name] = _as_float(value)
         if not values:
             return
         host: torch.Tensor | None = None
@@ -63,3 +64,10 @@ class Fetcher:
                 values.update(zip(names, host.tolist(), strict=True))
             self._waiting.popleft()
             yield step, values
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return math.inf if value > 0 else -math.inf

@@ -40,7 +40,7 @@ class OnSpike:
         loss = torch.as_tensor(info.metrics["loss"]).detach().to(state["mean"])
         mean, square, count = state["mean"], state["square"], state["count"]
         deviation = (square - mean * mean).clamp_min(0.0).sqrt()
-        known = count >= self.warmup
+        known = count >= max(self.warmup, 1)  # without a loss before there is no usual one
         # a loss that never moves has no deviation, so a part of the mean counts as well
         usual = torch.maximum(deviation, 0.01 * mean.abs())
         limit = mean + self.deviations * usual
@@ -122,7 +122,8 @@ def on_spike(
             gradient is not finite), `"stop"` raises LossError in the next call, before it changes anything.
         deviations: how far above the mean, in standard deviations (of 1 % of the mean at least).
         window: about how many steps the mean is of.
-        warmup: steps before the first comparison. A loss that is not finite is a spike from the first step.
+        warmup: steps before the first comparison, 1 at least. A loss that is not finite is a spike from the
+            first step.
 
     Raises:
         ArgumentError: another word for `do`, or a number out of range.

@@ -203,3 +203,26 @@ def test_other_errors_get_no_note():
     with pytest.raises(RuntimeError, match="of the loss") as caught:
         train_step(train_step.init(), batch_of(4))
     assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("wrong", [{"window": 2.5}, {"peak": "312"}, {"tokens": 5}])
+def test_wrong_options_of_throughput_are_errors(wrong):
+    with pytest.raises(ArgumentError, match="where: Throughput"):
+        fa.seeing.Throughput(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"throughput": "yes"},
+        {"throughput": 50},
+        {"report": True},
+        {"profile": True},
+        {"config": "lr"},
+        {"log_every": "2"},
+    ],
+)
+def test_wrong_options_of_scan_are_errors_before_training(wrong):
+    train_step = program()
+    with pytest.raises(ArgumentError, match="where: fa"):
+        fa.scan(train_step, train_step.init(), fa.shard(DataLoader(TensorDataset(*batch_of(4)))), **wrong)

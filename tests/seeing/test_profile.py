@@ -204,3 +204,45 @@ def test_an_error_in_the_loop_ends_the_profile(tmp_path):
         list(fa.scan(train_step, train_step.init(), shards, profile=tmp_path))
     _train(tmp_path, active=1)  # another one can begin
     assert len(summarize(tmp_path)) == 1
+
+
+def test_a_profile_inside_of_another_is_an_error_and_both_can_run_afterwards(tmp_path):
+    with fa.profile(tmp_path / "a", wait=0, warmup=0, active=1) as outer:
+        with pytest.raises(ArgumentError, match="another profile is running"):
+            fa.profile(tmp_path / "b", wait=0).__enter__()
+        outer.step()
+    with torch.profiler.profile(), pytest.raises(ArgumentError, match="another profile is running"):
+        fa.profile(tmp_path / "b", wait=0).__enter__()
+    assert len(_train(tmp_path / "c", wait=0, warmup=0, active=1).files) == 1
+
+
+def test_a_profile_that_can_not_begin_leaves_nothing_behind(tmp_path, monkeypatch):
+    def broken(**options):
+        raise RuntimeError("no profiler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.profiler, "profile", broken)
+        with pytest.raises(RuntimeError, match="no profiler"):
+            fa.profile(tmp_path).__enter__()
+    assert len(_train(tmp_path, wait=0, warmup=0, active=1).files) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"wait": "1"},
+        {"active": 1.5},
+        {"directory": True},
+        {"directory": ""},
+        {"activities": []},
+        {"on_trace_ready": 3},
+    ],
+)
+def test_wrong_options_of_a_profile_are_errors_before_training(wrong):
+    with pytest.raises(ArgumentError, match=r"where: fa\.profile"):
+        fa.profile(**{"directory": "trace", **wrong})
+
+
+def test_a_step_outside_of_the_profile_is_an_error(tmp_path):
+    with pytest.raises(ArgumentError, match="the profile is not running"):
+        fa.profile(tmp_path).step()

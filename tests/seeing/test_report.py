@@ -215,3 +215,63 @@ def test_a_browser_shows_it_on_a_phone_and_on_a_desk(tmp_path, width, columns):
     assert found["text"] >= 10
     assert found["drawn"]
     assert found["loaded"] == 0
+
+
+def _losses(path, losses, config=None):
+    tracker = JsonlTracker(path)
+    tracker.start(config or {})
+    for step, loss in enumerate(losses, 1):
+        tracker.log(step, {"loss": loss})
+    tracker.finish()
+    return path
+
+
+def test_a_page_never_replaces_a_losses(tmp_path):
+    log = _losses(tmp_path / "a.jsonl", [1.0])
+    before = log.read_bytes()
+    for path in (log, tmp_path):
+        with pytest.raises(ArgumentError, match="where: fnaccel report"):
+            fa.seeing.write_report(log, path)
+        with pytest.raises(ArgumentError, match=r"where: fa.scan\(report=\)"):
+            _train(1, report=path)
+    assert log.read_bytes() == before
+
+
+def test_a_first_loss_that_is_nan_is_not_the_best_one(tmp_path):
+    page = fa.seeing.write_report(_losses(tmp_path / "a.jsonl", [math.nan, 2.0, 1.5]), tmp_path / "a.html")
+    assert "best loss, step 3" in page.read_text()
+    page = fa.seeing.write_report(_losses(tmp_path / "b.jsonl", [math.nan]), tmp_path / "b.html")
+    assert "best loss" not in page.read_text()
+
+
+def test_a_run_that_stays_nan_makes_no_large_page(tmp_path):
+    log = _losses(tmp_path / "a.jsonl", [1.0, *[math.nan] * 5_000])
+    assert len(fa.seeing.write_report(log, tmp_path / "a.html").read_text()) < 50_000
+
+
+def test_of_a_folder_files_that_are_no_logs_are_left_out(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "step"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ArgumentError, match="there is no log in"):
+        fa.seeing.write_report(tmp_path, tmp_path / "a.html")
+    with pytest.raises(ArgumentError, match="a line without a step and a time"):
+        fa.seeing.write_report(tmp_path / "data.jsonl", tmp_path / "a.html")
+    _losses(tmp_path / "log.jsonl", [1.0])
+    assert "1 steps" in fa.seeing.write_report(tmp_path, tmp_path / "a.html").read_text()
+    with pytest.raises(ArgumentError, match="there is no log in"):
+        fa.seeing.write_report([], tmp_path / "a.html")
+
+
+def test_numbers_at_the_ends_of_the_range_are_drawn(tmp_path):
+    log = tmp_path / "a.jsonl"
+    lines = [
+        f'{{"step": {i}, "time": {i}, "loss": {v}}}\n'
+        for i, v in enumerate(("1e308", "-1e308", 10**400, "5e-324"))
+    ]
+    log.write_text("".join(lines))
+    assert "<svg" in fa.seeing.write_report(log, tmp_path / "a.html").read_text()
+
+
+def test_short_numbers_round_into_the_next_unit():
+    values = (999_999, 9_999.99, 9_999, 999_999_999, 12_345, math.inf, math.nan)
+    assert [number(value) for value in values] == ["1M", "10k", "9999", "1G", "12.3k", "inf", "nan"]

@@ -116,6 +116,8 @@ def logged(text):
         logger.info("main %s", text)
         logger.warning("all", all_ranks=True)
         logger.info("rank %d of %s", world.rank, text, in_order=True)
+        logger.info("rank %(rank)d", {"rank": world.rank}, in_order=True)
+        logger.info("%d and %d", world.rank, in_order=True)
         logger.debug("too low", in_order=True)
         try:
             raise ValueError("mine")
@@ -131,6 +133,10 @@ def test_lines_of_the_main_rank_of_all_ranks_and_in_order(pools):
         ("WARNING", "[rank 0] all", "logged"),
         ("INFO", "[rank 0] rank 0 of x", "logged"),
         ("INFO", "[rank 1] rank 1 of x", "logged"),
+        ("INFO", "[rank 0] rank 0", "logged"),
+        ("INFO", "[rank 1] rank 1", "logged"),
+        ("INFO", "[rank 0] %d and %d (0,): TypeError: not enough arguments for format string", "logged"),
+        ("INFO", "[rank 1] %d and %d (1,): TypeError: not enough arguments for format string", "logged"),
         ("ERROR", "[rank 0] failed", "logged"),
     ]
     assert second == [("WARNING", "[rank 1] all", "logged"), ("ERROR", "[rank 1] failed", "logged")]

@@ -94,3 +94,13 @@ def test_scan_writes_one_record_a_step(tmp_path):
 def test_scan_writes_each_second_step_where_told(tmp_path):
     train(tmp_path / "run", 5, log_every=2)
     assert [r["step"] for r in read_jsonl(tmp_path / "run")[1:]] == [2, 4]
+
+
+def test_the_fetcher_keeps_large_counts_and_floats_exactly():
+    fetcher = Fetcher()
+    exact = {"tokens": 123456789, "lr": 0.1, "seen": torch.tensor(123456789), "far": 1e40}
+    fetcher.put(1, {**exact, "wide": torch.tensor(0.1, dtype=torch.float64), "huge": 10**400})
+    (_, values) = next(fetcher.arrived())
+    assert values == {
+        "tokens": 123456789.0, "lr": 0.1, "seen": 123456789.0, "far": 1e40, "wide": 0.1, "huge": float("inf")
+    }  # fmt: skip

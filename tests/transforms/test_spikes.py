@@ -143,3 +143,8 @@ def _two():
 
 def test_ranks_decide_together(pools):
     assert pools.run(2, _two) == [SPIKES[:8]] * 2
+
+
+def test_the_first_loss_is_no_spike_without_warmup():
+    _, found = _run(fa.on_spike(_scaled, do="skip", warmup=0), FACTORS[:3])
+    assert [spike for spike, *_ in found] == [0.0, 0.0, 0.0]
