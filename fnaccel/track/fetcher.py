@@ -18,42 +18,48 @@ class Fetcher:
 
     def __init__(self, depth: int = 8) -> None:
         self._depth = depth
-        self._waiting: deque[tuple[int, list[str], torch.Tensor, Any]] = deque()
+        # step, values (0.0 for those to come), the names of those to come, their copies, their event
+        self._waiting: deque[tuple[int, dict[str, float], list[str], torch.Tensor | None, Any]] = deque()
 
     def put(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take one step's metrics. Values that are no scalars are left out."""
+        values: dict[str, float] = {}
         names: list[str] = []
-        values: list[torch.Tensor] = []
-        device = next(
-            (v.device for v in metrics.values() if isinstance(v, torch.Tensor)), torch.device("cpu")
-        )
+        tensors: list[torch.Tensor] = []
         for name, value in metrics.items():
             if isinstance(value, torch.Tensor):
-                if value.numel() == 1:
+                if value.numel() != 1:
+                    continue
+                if value.device.type == "cpu":
+                    values[name] = float(value.detach())
+                else:
+                    values[name] = 0.0
                     names.append(name)
-                    values.append(value.detach().reshape(()).to(device, torch.float32))
+                    tensors.append(value.detach().reshape(()))
             elif isinstance(value, int | float):
-                names.append(name)
-                values.append(torch.tensor(float(value), device=device))
+                values[name] = float(value)
         if not values:
             return
-        packed = torch.stack(values)
+        host: torch.Tensor | None = None
         event: Any = None
-        if device.type != "cpu":
+        if tensors:
+            device = tensors[0].device
+            packed = torch.stack([tensor.to(device, torch.float32) for tensor in tensors])
             host = torch.empty_like(packed, device="cpu", pin_memory=True)
             host.copy_(packed, non_blocking=True)
             event = torch.Event(device.type)
             event.record()
-            packed = host
-        self._waiting.append((step, names, packed, event))
+        self._waiting.append((step, values, names, host, event))
 
     def arrived(self, *, wait: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
         """(step, metrics as floats) for the steps whose copies are complete. All steps if `wait`."""
         while self._waiting:
-            step, names, packed, event = self._waiting[0]
-            if event is not None and not event.query():
-                if not wait and len(self._waiting) <= self._depth:
-                    return
-                event.synchronize()
+            step, values, names, host, event = self._waiting[0]
+            if host is not None:
+                if not event.query():
+                    if not wait and len(self._waiting) <= self._depth:
+                        return
+                    event.synchronize()
+                values.update(zip(names, host.tolist(), strict=True))
             self._waiting.popleft()
-            yield step, dict(zip(names, packed.tolist(), strict=True))
+            yield step, values

@@ -120,7 +120,7 @@ def test_a_function_that_fails_later_says_so(world):
 
 def test_progress_knows_the_total(world, monkeypatch):
     totals = []
-    monkeypatch.setattr("fnaccel.loop.scanning.open_bar", lambda total, first: totals.append(total) or _Bar())
+    monkeypatch.setattr("fnaccel.loop.tracked.open_bar", lambda total, first: totals.append(total) or _Bar())
     run(shards(window=growing, across_epochs=True), epochs=3, progress=True)
     assert totals == [4]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import axes, context, tensor, tracking, watchdog
+from tests.mutants import axes, context, seeing, tensor, tracking, watchdog
 from tests.mutants.mutant import Mutant
 
 pytestmark = pytest.mark.long
@@ -295,6 +295,7 @@ MUTANTS = [
     *context.MUTANTS,
     *tensor.MUTANTS,
     *tracking.MUTANTS,
+    *seeing.MUTANTS,
 ]  # fmt: skip
 
 

@@ -35,7 +35,9 @@ def test_a_meter_counts_over_its_window(monkeypatch):
     clock = itertools.count()  # a second for each look at it
     monkeypatch.setattr(seen.time, "perf_counter", lambda: float(next(clock)))
     with Meter(window=2) as meter:
-        assert meter.ended(8, 80) == (8.0, 80.0, 0.0)  # the first step, which compiles
+        for _ in range(3):
+            next(clock)
+        assert meter.ended(8, 80) == (2.0, 20.0, 0.0)  # the first step, which compiles
         assert meter.ended(8, 80) == (8.0, 80.0, 0.0)
         enter("data")
         enter("outside")
@@ -163,6 +165,23 @@ def test_memory_that_runs_out_names_phase_step_and_tensors():
     assert train_step.live_state is state
     path.unlink()
     path.parent.rmdir()
+
+
+def test_gradients_of_earlier_micro_batches_are_named():
+    calls = []
+
+    def second_runs_out(model, batch):
+        calls.append(1)
+        return (_runs_out if len(calls) == 2 else loss_fn)(model, batch)
+
+    train_step = program(fa.accumulate(second_runs_out, 2))
+    state = train_step.init()
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        train_step(state, batch_of(8))
+    (note,) = caught.value.__notes__
+    assert "forward, micro-batch 1" in note
+    assert "gradients/blocks.0.mix.weight" in Path(re.search(r"written: (\S+)", note)[1]).read_text()
+    assert all(leaf.param.grad is None for leaf in train_step.engine.layout.leaves)
 
 
 def test_a_snapshot_of_the_device_is_written_beside_it(monkeypatch, tmp_path):

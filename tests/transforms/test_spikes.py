@@ -71,6 +71,11 @@ def test_steps_that_are_no_spikes_are_those_without_the_transform():
         assert torch.equal(value, found[-1][1][name])
 
 
+def test_a_second_spike_is_one_as_well():
+    _, found = _run(fa.on_spike(_scaled, warmup=4), [*[1.0] * 6, 50.0, 50.0, 1.0], optimizer=fa.sgd(0.0))
+    assert [spike for spike, _, _ in found][5:] == [0.0, 1.0, 1.0, 0.0]
+
+
 def test_a_warning_changes_nothing(caplog):
     with caplog.at_level(logging.WARNING, "fnaccel"):
         _, found = _run(fa.on_spike(_scaled, warmup=4), FACTORS[:7])

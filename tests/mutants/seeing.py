@@ -1,0 +1,58 @@
+"""Deliberate bugs of what a run shows: shares of time, rates, peaks, reports, spikes."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PROFILE = "tests/seeing/test_profile.py"
+MEASURES = "tests/seeing/test_measures.py"
+REPORT = "tests/seeing/test_report.py"
+SPIKES = "tests/transforms/test_spikes.py"
+
+MUTANTS = [
+    Mutant(
+        "hidden communication counted as communication", "seeing/timeline.py", "alone = _without(sent, compute)\n",
+        "alone = sent\n", (PROFILE, "-k", "hides_communication"),
+    ),
+    Mutant(
+        "waiting for data counted as compute", "seeing/timeline.py",
+        "        compute = _without(compute, waits)\n", "",
+        (PROFILE, "-k", "on_the_cpu"),
+    ),
+    Mutant(
+        "phases that never end", "world/progress_marks.py", "        enter(*self._before)\n", "        pass\n",
+        ("tests/seeing/test_progress_marks.py",),
+    ),
+    Mutant(
+        "a first step that counts in the rate", "seeing/throughput.py", "            self._ends.clear()\n", "",
+        (MEASURES, "-k", "window"),
+    ),
+    Mutant(
+        "tokens of one rank", "loop/measured.py", "tokens * self._ranks", "tokens", (MEASURES, "-k", "all_ranks"),
+    ),
+    Mutant(
+        "flops of a forward alone", "program/train_step.py", "return 3 * flops_of", "return flops_of",
+        (MEASURES, "-k", "three_forwards"),
+    ),
+    Mutant(
+        "gradients cleared before memory is explained", "engine/eager.py",
+        "            if call.explain is not None:\n                call.explain(error)\n            undo(engine)",
+        "            undo(engine)", (MEASURES, "-k", "earlier_micro"),
+    ),
+    Mutant(
+        "a report with the steps that a restart took back", "seeing/runs.py", "rows[-1][0] >= step", "rows[-1][0] > step",
+        (REPORT, "-k", "went_back"),
+    ),
+    Mutant(
+        "names in a report as HTML", "seeing/report_page.py", 'f"<td>{escape(value)}</td>"', 'f"<td>{value}</td>"',
+        (REPORT, "-k", "ends_with"),
+    ),
+    Mutant(
+        "a spike that moves the mean", "transforms/spikes.py", "torch.where(spike, limit, loss)", "loss",
+        (SPIKES, "-k", "second_spike"),
+    ),
+    Mutant(
+        "a spike that is updated", "transforms/spikes.py", "            grads.skip_where(spike)\n",
+        "            pass\n", (SPIKES, "-k", "named"),
+    ),
+]  # fmt: skip
