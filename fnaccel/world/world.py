@@ -215,8 +215,10 @@ def start(
     """Join the other processes and return the `World`. Use it as a context manager.
 
     Reads the variables of `fnaccel launch`, torchrun, mpirun, SLURM or plain `python`. A process group
-    that already runs is used, and left running. Without `fnaccel launch`, `launch.cpu` and `launch.watchdog`
-    of the variable FNACCEL_SET go over the arguments' defaults.
+    that already runs is used, and left running.
+
+    Without `fnaccel launch`, two fields of the variable FNACCEL_SET are used: `launch.cpu=true` if no device
+    is given, and `launch.watchdog` instead of `watchdog`.
 
     Args:
         device: the device to compute on. By default the accelerator of this local rank, or the CPU.
@@ -243,7 +245,7 @@ def start(
         _keep_compiled(Path(compile_cache))
     ranks = _ranks_of_running_group() if dist.is_initialized() else detect(os.environ)
     fields = settings.for_start(os.environ)
-    chosen = _choose_device(device or ("cpu" if fields.get("launch.cpu") else None), ranks)
+    chosen = _choose_device("cpu" if device is None and fields.get("launch.cpu") else device, ranks)
     joined: Joined | None = None
     if not dist.is_initialized() and ranks.size > 1:
         joined = join(ranks, chosen, backend, timeout, os.environ)
