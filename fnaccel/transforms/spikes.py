@@ -15,6 +15,7 @@ from fnaccel.errors import LossError, require
 from fnaccel.step.settings import Settings
 from fnaccel.step.step import Capability, Info, Phase, Step, StepGradients, StepLike, Transform, append
 from fnaccel.tree import Tree
+from fnaccel.world.world import find_current
 
 _logger = logging.getLogger("fnaccel")
 _LAG = 8  # on an accelerator, steps until a flag is read: the same on every rank, so that all raise together
@@ -82,12 +83,11 @@ class _Reader:
                 fix="look at the batch of that step, go back to a checkpoint, or lower the rate (the state "
                 'stays live); fa.on_spike(step, do="skip") leaves such updates out',
             )
-        step = state.step
         following, metrics = self._call(state, batch, **given)
         if "spike" not in metrics:  # a step of weight 0
             return following, metrics
         facts = [torch.as_tensor(metrics[name]).float() for name in ("spike", "loss", "usual_loss")]
-        self._waiting.append((step, torch.stack(facts)))
+        self._waiting.append((following.step, torch.stack(facts)))
         while len(self._waiting) > (0 if facts[0].device.type == "cpu" else _LAG):
             self._read(*self._waiting.popleft())
         return following, metrics
@@ -101,7 +101,8 @@ class _Reader:
         text = f"the loss of step {step} is {loss:.4g}{far}{left_out}"
         if self._do == "stop":
             self._found.append(text)
-        else:
+        world = find_current()
+        if world is None or world.is_main:
             _logger.warning("%s", text)
 
 

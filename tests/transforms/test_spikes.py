@@ -56,9 +56,9 @@ def test_a_spike_is_skipped_and_named(caplog, compiled):
     assert [float(updates) for _, _, updates in found] == [1, 2, 3, 4, 5, 6, 6, 7, 7, 8]
     assert len(caplog.messages) == 2
     assert re.fullmatch(
-        r"the loss of step 6 is \d.*, far above the usual .*: its update is left out", caplog.messages[0]
+        r"the loss of step 7 is \d.*, far above the usual .*: its update is left out", caplog.messages[0]
     )
-    assert caplog.messages[1] == "the loss of step 8 is nan: its update is left out"
+    assert caplog.messages[1] == "the loss of step 9 is nan: its update is left out"
 
 
 def test_steps_that_are_no_spikes_are_those_without_the_transform():
@@ -88,7 +88,7 @@ def test_a_stop_comes_before_the_next_step_changes_anything():
     train_step, _ = _run(fa.on_spike(_scaled, do="stop", warmup=4), FACTORS[:7])
     state = train_step.live_state
     before = whole_params(state)
-    with pytest.raises(LossError, match=r"the loss of step 6 is .*, far above the usual"):
+    with pytest.raises(LossError, match=r"the loss of step 7 is .*, far above the usual"):
         train_step(state, _batch(1.0))
     assert train_step.live_state is state
     assert all(torch.equal(value, before[name]) for name, value in whole_params(state).items())
