@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from fnaccel.seeing import summarize
 from tests.examples.running import run
 
 pytestmark = [pytest.mark.launcher, pytest.mark.long]
@@ -35,6 +36,18 @@ def test_tracking(tmp_path):
     assert f"8 rows in {log}, the last of step 40" in text  # 44 steps, one row for each 5
     assert text.count("largest gradient: norm") == 1
     assert number(r"accuracy ([\d.]+)", text) > 0.6
+
+
+def test_seeing_writes_traces_and_a_report(tmp_path):
+    text = output("seeing", "--dir", str(tmp_path), "--epochs", "2")
+    assert number(r"(\d+) rows a second", text) > 0
+    assert f"report: {tmp_path / 'report.html'}" in text
+    ranks = summarize(tmp_path / "trace")
+    assert [(rank.rank, rank.steps) for rank in ranks] == [(0, 3), (1, 3)]
+    assert all({"data", "forward", "backward", "gradients", "update"} <= set(rank.phases) for rank in ranks)
+    page = (tmp_path / "report.html").read_text()
+    for title in ("Loss", "Rows a second", "Model FLOPs utilisation", "Peak memory of each phase, MiB"):
+        assert title in page
 
 
 def test_checkpointing_goes_on_in_the_middle_of_an_epoch_on_other_ranks(tmp_path):
