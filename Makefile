@@ -79,6 +79,7 @@ bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/result
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/axes.py
+	$(BIN)/python benchmarks/seeing.py
 	$(BIN)/python benchmarks/plots.py
 
 # torch by itself first: the constraints pin the build that the rest must accept
