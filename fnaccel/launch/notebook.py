@@ -107,6 +107,12 @@ def notebook_launch(
         if code != 0:
             _raise_for(code, folder)
         files = sorted(folder.glob("*.pt"), key=lambda file: int(file.stem))
+        if not files:
+            raise LaunchError(
+                "the job on the other machines has ended without this one",
+                where=_WHERE,
+                fix="call it on all machines together, with a port of its own for each job",
+            )
         return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
 
 

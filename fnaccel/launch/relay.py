@@ -1,10 +1,11 @@
-"""`Relay`: the output of ranks as output of their caller. A notebook shows what its own process writes."""
+"""`Relay`: the output of ranks as output of their caller. A notebook shows the output of its own process only."""
 
 from __future__ import annotations
 
 import codecs
 import io
 import os
+import signal
 import sys
 import threading
 from typing import Any
@@ -24,9 +25,14 @@ class Relay:
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Relay:
-        for (read, _), stream in zip(self._pipes, (sys.stdout, sys.stderr), strict=True):
-            self._threads.append(threading.Thread(target=_copy, args=(read, stream), daemon=True))
-            self._threads[-1].start()
+        # threads inherit the mask: signals are for the main thread, which blocks them at times
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            for (read, _), stream in zip(self._pipes, (sys.stdout, sys.stderr), strict=True):
+                self._threads.append(threading.Thread(target=_copy, args=(read, stream), daemon=True))
+                self._threads[-1].start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return self
 
     def enter(self) -> None:
