@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 import torch
 
-from fnaccel.cli.terminal import Parser, columns, print_json, printable
+from fnaccel.cli.terminal import Parser, columns, print_json, printable, split_list
 from fnaccel.errors import require
 from fnaccel.launch.accelerators import count_accelerators
 from fnaccel.selftest import communication, machine, training
@@ -74,7 +74,7 @@ def _ranks(options: argparse.Namespace) -> Ranks:
     accelerators = 0 if options.cpu else count_accelerators()
     processes = accelerators or 2 if options.nproc is None else options.nproc
     require(processes >= 1, f"{processes} ranks can't be checked", f"{_PROG} -n", "-n 1, or more")
-    for text in _texts(options.strategies):
+    for text in split_list(options.strategies or ""):
         strategy(text)
     return Ranks(
         processes=processes,
@@ -84,18 +84,6 @@ def _ranks(options: argparse.Namespace) -> Ranks:
         port=options.master_port,
         cpu=options.cpu or not accelerators,
     )
-
-
-def _texts(given: str | None) -> list[str]:
-    """Strategies separated by commas. Commas inside parentheses are part of one."""
-    texts, depth = [""], 0
-    for char in given or "":
-        depth += (char == "(") - (char == ")")
-        if char == "," and not depth:
-            texts.append("")
-        else:
-            texts[-1] += char
-    return [text.strip() for text in texts if text.strip()]
 
 
 def _results(options: argparse.Namespace, ranks: Ranks) -> Iterator[Result]:
@@ -110,7 +98,7 @@ def _results(options: argparse.Namespace, ranks: Ranks) -> Iterator[Result]:
     except CheckFailedError as fault:
         yield Result("one process", "fail", str(fault), fault.output)
         return
-    for text in _texts(options.strategies) or training.strategies_for(ranks.size):
+    for text in split_list(options.strategies or "") or training.strategies_for(ranks.size):
         yield judged(f"strategy {text}", partial(training.check_strategy, text, ranks, expected))
     for precision in ("bf16", "fp16"):
         yield judged(f"precision {precision}", partial(training.check_precision, precision, ranks, expected))

@@ -1,4 +1,4 @@
-"""`Relay`: the output of ranks as output of their caller. A notebook shows the output of its own process only."""
+"""`Relay`: the output of ranks as output of their caller: a notebook shows that of its own process only."""
 
 from __future__ import annotations
 
