@@ -23,6 +23,7 @@ from fnaccel.launch.accelerators import count_accelerators
 from fnaccel.launch.carriers import Request, choose, plan
 from fnaccel.launch.carriers.choice import IN_THE_LAUNCHER
 from fnaccel.launch.ending import leave
+from fnaccel.launch.input_end import end_with_input
 from fnaccel.launch.job import check_values
 from fnaccel.launch.network import free_port
 from fnaccel.launch.presets import find_cards, preset_variables
@@ -202,6 +203,8 @@ def run(arguments: Sequence[str]) -> int:
     if carrier in IN_THE_LAUNCHER:
         for name in dir(fnaccel):  # the ranks are forks: all of them use these modules
             getattr(fnaccel, name)
+        if order.options.end_with_input:
+            end_with_input()
         leave(launch(request.job))
     return _carry(_with_facts(request, carrier), carrier)
 

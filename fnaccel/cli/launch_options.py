@@ -130,6 +130,10 @@ def _add_output_options(options: argparse.ArgumentParser) -> None:
     more.add_argument(
         "--tee", metavar="FOLDER", help="write the output of each rank to rank0.log, ... and show it"
     )
+    more.add_argument(
+        "--end-with-input", action="store_true",
+        help="end the ranks when standard input is closed, as SIGTERM does. For a launcher that ssh starts",
+    )  # fmt: skip
     more.add_argument("-q", "--quiet", action="store_true", default=None, help="print failures only")
     more.add_argument(
         "--debug", action="store_true", default=None, help="check collectives, and show C++ stacks"

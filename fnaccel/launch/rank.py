@@ -27,7 +27,7 @@ from fnaccel.launch.run_script import run_file, run_module
 from fnaccel.launch.tee import log_path
 from fnaccel.world import joining
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def live(job: Job, local_rank: int, *, environ: dict[str, str], launcher: int, pipe: int) -> int:
@@ -165,6 +165,6 @@ def _take_place(local_rank: int, environ: dict[str, str]) -> None:
 def _end_with(launcher: int) -> None:
     """Let the kernel end this process when the launcher does, even by SIGKILL (Linux only)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # it ended before the line above
             os._exit(128 + signal.SIGKILL)

@@ -195,15 +195,12 @@ def test_ssh_has_one_launcher_for_each_host():
         "--hosts a:4,b:4 --include a:0,2@b:1,3 --max-restarts 1 --master-port 5 t.py x"
     ).commands
     assert first.words[:-1] == ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "a")
-    script = shlex.split(first.words[-1])
-    assert script[:3] == ["exec", "sh", "-c"]
     expected = (
-        "python -m fnaccel launch --no-config --carrier elastic -n 2 --nnodes 2 --node-rank {} --master-addr a "
+        "python -m fnaccel launch --end-with-input --no-config --carrier elastic -n 2 --nnodes 2 --node-rank {} --master-addr a "
         "--master-port 5 --max-restarts 1 --gpus {} t.py x"
     )
-    assert script[3].startswith("cd /data || exit 1; exec 3<&0; ")
-    assert expected.format(0, "0,2") in script[3]
-    assert expected.format(1, "1,3") in second.words[-1]
+    assert first.words[-1] == "cd /data && exec " + expected.format(0, "0,2")
+    assert second.words[-1] == "cd /data && exec " + expected.format(1, "1,3")
 
 
 def test_one_host_is_one_machine():

@@ -1,7 +1,7 @@
 """The carrier `ssh`: one launcher on each host, started and ended from this machine.
 
-ssh does not pass signals on, and a remote command outlives its connection. So a shell on the host reads its
-standard input, which this machine keeps open. When it is closed, the shell sends SIGTERM to the launcher.
+ssh passes no signals on, and a remote command outlives its connection. So a launcher on a host ends with its
+standard input (`--end-with-input`), which this machine keeps open.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def remote_lines(request: Request, hosts: Sequence[Host], *, number: str | None 
             job = attrs.evolve(job, gpus=",".join(map(str, host.gpus)))
         carrier = "elastic" if job.several else "local"
         words = launch_command(job, request.python, ranks=ranks, carrier=carrier)
+        words.insert(4, "--end-with-input")
         if number is not None and "--node-rank" in words:
             words[words.index("--node-rank") + 1] = number
         lines.append(shell_line(words, folder=request.folder, env=carried(request.environ)))
@@ -67,7 +68,7 @@ def remote_lines(request: Request, hosts: Sequence[Host], *, number: str | None 
 
 
 def shell_line(words: Sequence[str], *, folder: str, env: Mapping[str, str]) -> str:
-    """A line for any login shell that runs a command until it ends, or until standard input is closed.
+    """A line for any login shell that runs a command in a folder.
 
     Args:
         words: the command.
@@ -75,15 +76,8 @@ def shell_line(words: Sequence[str], *, folder: str, env: Mapping[str, str]) -> 
         env: variables that are set first.
 
     Example:
-        >>> print(shell_line(["a"], folder="/data", env={}))
-        exec sh -c 'cd /data || exit 1; ...'
+        >>> print(shell_line(["a", "b c"], folder="/data", env={"X": "1"}))
+        cd /data && exec env X=1 a 'b c'
     """
-    exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in env.items())
-    script = (
-        f"cd {shlex.quote(folder)} || exit 1; {exports}"
-        f"exec 3<&0; {shlex.join(words)} 3<&- & job=$!; "
-        # all streams are closed in the watcher: sshd waits for whoever holds them
-        "{ cat <&3; kill -TERM $job; } >/dev/null 2>&1 & watcher=$!; exec 3<&-; "
-        "wait $job; code=$?; kill $watcher 2>/dev/null; exit $code"
-    )
-    return f"exec sh -c {shlex.quote(script)}"
+    pairs = [f"{name}={value}" for name, value in env.items()]
+    return f"cd {shlex.quote(folder)} && exec {shlex.join(['env', *pairs, *words] if pairs else [*words])}"
