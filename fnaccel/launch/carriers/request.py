@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -101,6 +102,8 @@ class Plan:
         if self.output:
             return self.output
         lines = [f"# {self.carrier}: {self.summary}"]
+        if self.request is not None:
+            lines.append(json.dumps(self.request, indent=2))
         for path, text in self.files.items():
             lines += ["", f"# the file {path}:", text.rstrip()]
         if self.files and self.commands:
