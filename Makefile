@@ -35,6 +35,30 @@ test-trackers: .venv-trackers/.trackers  ## the seven trackers that `make test` 
 	$(TRACKERS)/python -m pip install --quiet -c constraints.txt "setuptools>=77,<82" -e ".[trackers]"
 	touch $@
 
+# the packages of SageMaker, Kubeflow and Ray: versions 2 and 3 of SageMaker's can't be in one environment
+SERVICES := .venv-services/bin
+SAGEMAKER3 := .venv-sagemaker3/bin
+.PHONY: test-services
+
+test-services: .venv-services/.services .venv-sagemaker3/.sagemaker  ## carriers against the packages of their services
+	$(SERVICES)/python -m pytest tests/services
+	$(SAGEMAKER3)/python -m pytest tests/services/test_sagemaker.py
+
+.venv-services/.services: .venv/.dev
+	$(PYTHON) -m venv .venv-services
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		$$($(SERVICES)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of_venv.pth
+	$(SERVICES)/python -m pip install --quiet "sagemaker==2.257.7" "moto==5.2.5" "ray[train]==2.52.0" \
+		"kubeflow-training==1.9.3" "kubernetes<31" "kubeflow-trainer-api==2.0.0"
+	touch $@
+
+.venv-sagemaker3/.sagemaker: .venv/.dev
+	$(PYTHON) -m venv .venv-sagemaker3
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		$$($(SAGEMAKER3)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of_venv.pth
+	$(SAGEMAKER3)/python -m pip install --quiet "sagemaker-train==1.27.0" "moto==5.2.5"
+	touch $@
+
 # torch_xla links against one release of torch, so XLA has an environment of its own (7 GB)
 XLA := .venv-xla/bin
 .PHONY: test-xla
@@ -107,4 +131,4 @@ bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/result
 	touch $@
 
 clean:
-	rm -rf .venv .venv-trackers runs build *.egg-info
+	rm -rf .venv .venv-trackers .venv-services .venv-sagemaker3 runs build *.egg-info

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 # from 2.13 on `all_gather_into_tensor` warns in favour of `all_gather_single`, which 2.9 to 2.11 lack
-_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-all_gather_single: Callable[..., Any] = getattr(dist, _ALL_GATHER)
+all_gather_single: Any = vars(dist).get("all_gather_single", vars(dist)["all_gather_into_tensor"])
+
 # torch.ops-level fused updates: the public torch.optim classes call the same ones. (2.9 to 2.13)
 fused_sgd_: Any = torch._fused_sgd_  # pyright: ignore[reportAttributeAccessIssue]
 fused_adam_: Any = torch._fused_adam_  # pyright: ignore[reportAttributeAccessIssue]
@@ -37,6 +37,7 @@ EXACT_STRIDES: tuple[Any, ...] = (getattr(torch.Tag, _STRIDES),) if hasattr(torc
 
 # stores, which torch's stubs leave out of torch.distributed (2.9 to 2.13)
 TCPStore: Any = dist.TCPStore
+set_debug_level_from_env: Any = dist.set_debug_level_from_env  # pyright: ignore[reportPrivateImportUsage]
 PrefixStore: Any = dist.PrefixStore
 HashStore: Any = dist.HashStore
 

@@ -39,6 +39,23 @@ INNER_FLAGS = {
     "node_rank": "launch.machine",
     "master_addr": "launch.address",
     "master_port": "launch.port",
+    "carrier": "launch.carrier",
+    "hosts": "launch.hosts.names",
+    "hostfile": "launch.hosts.file",
+    "include": "launch.hosts.include",
+    "exclude": "launch.hosts.exclude",
+    "tpu_name": "launch.tpu_vm.name",
+    "tpu_zone": "launch.tpu_vm.zone",
+    "tpu_folder": "launch.tpu_vm.folder",
+    "tpu_sudo": "launch.tpu_vm.sudo",
+    "python": "launch.python",
+    "numa": "launch.numa",
+    "nccl": "launch.nccl",
+    "role": "launch.role",
+    "monitor_interval": "launch.monitor_interval",
+    "tee": "launch.tee",
+    "quiet": "launch.quiet",
+    "debug": "launch.debug",
 }
 """Options that set a field of another name, or a part of a field."""
 
@@ -83,9 +100,12 @@ def layers(options: argparse.Namespace, environ: Mapping[str, str]) -> list[Laye
 
 
 def config_file(options: argparse.Namespace) -> Path | None:
-    """The file of `--config`, else ./fnaccel.yaml if it exists. Never a file of another folder."""
+    """The file of `--config`, else ./fnaccel.yaml if it exists. Never a file of another folder.
+
+    None with `--no-config`, whose value is an empty text.
+    """
     if options.config is not None:
-        return Path(options.config)
+        return Path(options.config) if options.config else None
     return Path(DEFAULT_FILE) if Path(DEFAULT_FILE).is_file() else None
 
 
@@ -137,6 +157,12 @@ def _flags(options: argparse.Namespace) -> dict[str, Any]:
     if "nnodes" in given:
         fewest, most = _machine_limits(given["nnodes"])
         fields |= {"launch.machines": most, "launch.min_machines": None if fewest == most else fewest}
+    if "rdzv_conf" in given:
+        pairs = [
+            _pair(text, "--rdzv-conf", "--rdzv-conf join_timeout=60")
+            for text in given["rdzv_conf"].split(",")
+        ]
+        fields["launch.rdzv"] = {name.strip(): parse_value(value) for name, _, value in pairs}
     for text in given.get("env", ()):
         name, _, value = _pair(text, "--env", "--env NCCL_DEBUG=INFO")
         fields[f"launch.env.{name}"] = value

@@ -4,6 +4,9 @@ from fnaccel.config.apply import apply as apply
 from fnaccel.config.apply import recipe as recipe
 from fnaccel.config.apply import scan_options as scan_options
 from fnaccel.config.apply import shard_options as shard_options
+from fnaccel.config.carriers import HostsRecipe as HostsRecipe
+from fnaccel.config.carriers import SageMakerRecipe as SageMakerRecipe
+from fnaccel.config.carriers import TpuVmRecipe as TpuVmRecipe
 from fnaccel.config.recipe import CheckpointRecipe as CheckpointRecipe
 from fnaccel.config.recipe import DataRecipe as DataRecipe
 from fnaccel.config.recipe import OptimizerRecipe as OptimizerRecipe

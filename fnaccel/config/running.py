@@ -7,7 +7,9 @@ from typing import Any, cast
 
 import attrs
 
-from fnaccel.errors import ConfigError, require_counts
+from fnaccel.config.carriers import HostsRecipe, SageMakerRecipe, TpuVmRecipe
+from fnaccel.errors import ConfigError, nearest, require_counts
+from fnaccel.launch.sections import as_carrier, as_slurm
 
 
 @attrs.frozen(kw_only=True)
@@ -90,9 +92,28 @@ class LaunchRecipe:
         watchdog: seconds for which ranks may wait for each other. 0: for ever.
         env: environment variables of the ranks. Variables that Python and PyTorch read when they are
             imported (PYTHONPATH, TORCH_LOGS) have no effect here: set them in the shell.
+        carrier: `"local"`, `"elastic"` (several machines, the same command on each), `"mpirun"`, `"slurm"`,
+            `"ssh"`, `"pdsh"`, `"tpu"`, `"sagemaker"`, `"ray"` or `"kubernetes"`. None: the carrier whose
+            section is filled in, else `"elastic"` for several machines, else `"local"`.
+        hosts: the machines of ssh, pdsh and mpirun.
+        slurm: long options of sbatch (`partition`, `account`, `time`), and `setup`: shell lines before srun.
+        tpu_vm, sagemaker: a record of options each.
+        kubernetes: `image`, `namespace`, `name`, `resources`, `kind` and others: see docs/launching.md.
+        ray: arguments of Ray's ScalingConfig and RunConfig, and `address`.
+        role: a name for these ranks, in the variable ROLE_NAME and in messages of the launcher.
+        rdzv: limits in seconds of the meeting of several machines: `join_timeout`, `last_call_timeout`,
+            `keep_alive_interval`.
+        monitor_interval: seconds between two looks of the watchdog at the ranks.
+        numa: bind each rank to the cores and the memory of the NUMA node of its GPU.
+        python: False: the script is a program of its own, and is not run by Python.
+        tee: a folder. The output of each rank is shown, and written to `rank0.log`, `rank1.log`, ...
+        quiet: print the first failure only as one line, and no notices.
+        debug: turn on the checks of PyTorch's collectives, and C++ stacks.
+        nccl: `"consumer"`: NCCL without peer-to-peer copies and without InfiniBand, for cards such as the
+            RTX 40 series. `"default"`: never. None: `"consumer"` if such a card is found.
 
     Raises:
-        ConfigError: `gpus` are no GPUs, or a variable is no text.
+        ConfigError: `gpus` are no GPUs, a variable is no text, or there is no such carrier.
 
     Example:
         >>> launch = fa.config.LaunchRecipe(ranks=2, restarts=3, env={"NCCL_DEBUG": "WARN"})
@@ -120,3 +141,27 @@ class LaunchRecipe:
     grace: float = 30.0
     watchdog: float = 120.0
     env: dict[str, Any] = attrs.field(factory=dict, converter=_as_variables)
+    carrier: Any = attrs.field(default=None, converter=as_carrier)
+    hosts: HostsRecipe = attrs.field(factory=HostsRecipe)
+    slurm: dict[str, Any] = attrs.field(factory=dict, converter=as_slurm)
+    tpu_vm: TpuVmRecipe = attrs.field(factory=TpuVmRecipe)
+    sagemaker: SageMakerRecipe = attrs.field(factory=SageMakerRecipe)
+    kubernetes: dict[str, Any] = attrs.field(factory=dict)
+    ray: dict[str, Any] = attrs.field(factory=dict)
+    role: str | None = None
+    rdzv: dict[str, Any] = attrs.field(factory=dict)
+    monitor_interval: float = 1.0
+    numa: bool = False
+    python: bool = True
+    tee: str | None = None
+    quiet: bool = False
+    debug: bool = False
+    nccl: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.nccl not in (None, "consumer", "default"):
+            raise ConfigError(
+                f"nccl={self.nccl!r} is no preset",
+                where="launch.nccl",
+                fix=nearest(str(self.nccl), ("consumer", "default")),
+            )

@@ -133,8 +133,9 @@ class _Coordinator:
                     ) from None
                 time.sleep(POLL)  # until the next generation is announced
             except RendezvousTimeoutError:
+                patience = self._job.rdzv.get("join_timeout", PATIENCE)
                 came = f"{int(self._root.add('came', 0))} of {self._job.least_machines} machines"
-                what = f"the launchers of {came} came within {PATIENCE:g} s"
+                what = f"the launchers of {came} came within {patience:g} s"
                 raise machines_error(self._job, what, _SAME_COMMAND) from None
             else:
                 if attempt is not None:
@@ -153,7 +154,9 @@ class _Coordinator:
         )
 
         name = f"fnaccel.{self._generation}"
-        call = LAST_CALL if self._generation else FIRST_CALL
+        limits = self._job.rdzv
+        patience = limits.get("join_timeout", PATIENCE)
+        call = LAST_CALL if self._generation else limits.get("last_call_timeout", FIRST_CALL)
         return DynamicRendezvousHandler.from_backend(
             name,
             self._store,
@@ -161,7 +164,7 @@ class _Coordinator:
             self._job.least_machines,
             self._job.machines,
             local_addr=socket.gethostname(),  # a label. The default would ask the name server
-            timeout=RendezvousTimeout(join=timedelta(seconds=PATIENCE), last_call=timedelta(seconds=call)),
+            timeout=RendezvousTimeout(join=timedelta(seconds=patience), last_call=timedelta(seconds=call)),
         )
 
     def _wait_for_rendezvous(self) -> Any:
@@ -174,7 +177,7 @@ class _Coordinator:
             except Exception as error:  # raised again below
                 outcome.append(error)
 
-        _limit(PATIENCE + 2 * LOST)
+        _limit(self._job.rdzv.get("join_timeout", PATIENCE) + 2 * LOST)
         thread = threading.Thread(target=meet, daemon=True)
         thread.start()
         while thread.is_alive():
@@ -266,7 +269,7 @@ class _Coordinator:
     def _beat(self, attempt: _Attempt) -> None:
         now = time.monotonic()
         if now >= attempt.next_beat:
-            attempt.next_beat = now + BEAT
+            attempt.next_beat = now + min(LOST / 3, self._job.rdzv.get("keep_alive_interval", BEAT))
             attempt.keys.add(f"beat/{attempt.machine}", 1)
 
     def _is_silent(self, attempt: _Attempt, machine: int) -> bool:

@@ -112,7 +112,8 @@ def _is_ours(filename: str) -> bool:
 
 def describe(failure: Failure, job: Job) -> str:
     """The launcher's text for the first failure."""
-    who = f"rank {failure.rank} of {job.size} on {socket.gethostname()}"
+    role = "" if job.role is None else f" ({job.role})"
+    who = f"rank {failure.rank} of {job.size}{role} on {socket.gethostname()}"
     if failure.absent:
         return f"LaunchError: {failure.text}"
     if failure.hung:

@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -68,6 +68,8 @@ def fork(
     mask: set[Any],
     forget: Callable[[], None] = lambda: None,
     trace: Callable[[int], None] = lambda _: None,
+    tee: Callable[[int], None] = lambda _: None,
+    presets: Mapping[str, str] | None = None,
 ) -> list[Rank]:
     """Fork the ranks of this machine while signals are blocked.
 
@@ -80,6 +82,8 @@ def fork(
         mask: the signal mask to restore in the ranks.
         forget: called in each rank, to close the launcher's files and sockets.
         trace: called in each rank with its local rank, to write where it is.
+        tee: called in each rank with its local rank, before anything is written.
+        presets: variables under those of the job.
 
     Raises:
         OSError: not all ranks can be started. Those that were started are killed.
@@ -102,6 +106,7 @@ def fork(
             forget()
             if job.function is not None:
                 forget_handlers()
+            tee(local_rank)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             environ = variables(
                 job,
@@ -111,6 +116,7 @@ def fork(
                 interface=interface,
                 restarts=restarts,
                 several=several,
+                presets=presets,
             )
             trace(local_rank)
             ending = end if job.function is None else end_function

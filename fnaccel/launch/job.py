@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from fnaccel.errors import LaunchError
+from fnaccel.errors import LaunchError, nearest
 from fnaccel.launch import affinity
 from fnaccel.launch.network import check_port
 
@@ -30,6 +31,8 @@ OF_A_RANK = (
     "MASTER_PORT",
 )
 """Variables that differ from rank to rank, or that the launcher chooses."""
+RDZV_KEYS = ("join_timeout", "last_call_timeout", "keep_alive_interval")
+"""Limits of the meeting of several machines, in seconds. PyTorch's agent has the same names."""
 PER_CORE = 64
 """More processes than this for each core are a slip of the finger, and would stop the machine."""
 
@@ -61,6 +64,15 @@ class Job:
         gpus: the GPUs that the ranks use, as in CUDA_VISIBLE_DEVICES. None: all.
         env: variables of the ranks, over those of the launcher.
         overrides: dotted fields of the script's recipe, and their values.
+        role: a name for these ranks, in ROLE_NAME and in the launcher's messages.
+        rdzv: limits of the meeting of several machines: `RDZV_KEYS`.
+        interval: seconds between two looks of the watchdog.
+        numa: keep each process on the cores of the NUMA node of its GPU.
+        python: whether the script is run by Python. If not, it is a program of its own.
+        tee: a folder for the output of each rank, or None.
+        quiet: whether the launcher prints failures only.
+        debug: whether the checks of PyTorch's collectives are on.
+        nccl: `"consumer"` for NCCL without peer-to-peer and InfiniBand, `"default"`, or None: by the cards.
 
     Example:
         >>> job = Job(script="train.py", args=("--lr", "0.1"), processes=2, machines=4)
@@ -89,6 +101,15 @@ class Job:
     gpus: str | None = None
     env: dict[str, str] = attrs.field(factory=dict)
     overrides: dict[str, Any] = attrs.field(factory=dict)
+    role: str | None = None
+    rdzv: dict[str, float] = attrs.field(factory=dict)
+    interval: float = 1.0
+    numa: bool = False
+    python: bool = True
+    tee: str | None = None
+    quiet: bool = False
+    debug: bool = False
+    nccl: str | None = None
 
     @property
     def size(self) -> int:
@@ -158,6 +179,7 @@ def check_values(job: Job) -> None:
     _require(job.watchdog >= 0, f"a watchdog can't wait {job.watchdog:g} seconds", "--watchdog 120, or 0")
     _check_restarts(job)
     _check_devices(job)
+    _check_options(job)
     _require(job.machines >= 1, f"{job.machines} machines were asked for", "--nnodes 1, or more")
     _require(
         1 <= job.least_machines <= job.machines,
@@ -213,6 +235,19 @@ def _check_devices(job: Job) -> None:
     )
 
 
+def _check_options(job: Job) -> None:
+    _require(job.interval > 0, f"a look each {job.interval:g} seconds", "--monitor-interval 1")
+    for name, seconds in job.rdzv.items():
+        _require(name in RDZV_KEYS, f"--rdzv-conf has no key {name!r}", nearest(name, RDZV_KEYS))
+        good = isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0
+        _require(good, f"--rdzv-conf {name}={seconds}", f"seconds above 0: {name}=30")
+    _require(
+        not job.rdzv or job.several, "--rdzv-conf, and one machine", "--nnodes N, or leave --rdzv-conf out"
+    )
+    _require(not (job.numa and job.affinity), "--numa and --cpu-affinity together", "one of the two")
+    _require(job.python or job.module is None, "--no-python and -m together", "one of the two")
+
+
 def _check_program(job: Job) -> None:
     if job.function is not None:
         return
@@ -228,6 +263,14 @@ def _check_program(job: Job) -> None:
         _require(bool(spec), f"there is no module {job.module!r}", "check its name, and start in its folder")
         return
     _require(bool(job.script), "there is nothing to run", "fnaccel launch train.py, or -m package.module")
+    if not job.python:
+        found = shutil.which(str(job.script))
+        _require(
+            found is not None,
+            f"there is no program {job.script}",
+            "give a path, and make it executable: chmod +x",
+        )
+        return
     path = Path(str(job.script))
     _require(not path.is_dir(), f"{job.script} is a folder", f"name the file: {path / '__main__.py'}")
     _require(path.is_file(), f"there is no file {job.script}", f"check the path. This folder is {Path.cwd()}")

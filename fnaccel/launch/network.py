@@ -72,7 +72,8 @@ def interface_to(address: str) -> str | None:
     if sys.platform != "linux":
         return None
     local_address = address_to(address)
-    return next((name for _, name in socket.if_nameindex() if _address_of(name) == local_address), None)
+    names = [name for _, name in socket.if_nameindex()] if local_address is not None else []
+    return next((name for name in names if _address_of(name) == local_address), None)
 
 
 def address_to(address: str) -> str | None:

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 
 import attrs
 import torch
 
+from fnaccel import _torch
 from fnaccel.errors import Preempted
-from fnaccel.launch import affinity, overrides
+from fnaccel.launch import affinity, numa, overrides
 from fnaccel.launch.failure import Failure, follows, shown
 from fnaccel.launch.job import Job
 from fnaccel.launch.run_script import run_file, run_module
+from fnaccel.launch.tee import log_path
 from fnaccel.world import joining
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def live(job: Job, local_rank: int, *, environ: dict[str, str], launcher: int, pipe: int) -> int:
@@ -41,8 +46,16 @@ def live(job: Job, local_rank: int, *, environ: dict[str, str], launcher: int, p
     _end_with(launcher)
     if job.affinity:
         affinity.pin(affinity.cores_of(local_rank, job.processes))
+    if job.numa:
+        visible = environ.get("CUDA_VISIBLE_DEVICES")
+        affinity.pin(numa.node_cores(local_rank, job.processes, visible=visible))
     _take_place(local_rank, environ)
-    report = _Report(job.rank(local_rank), pipe)
+    if not job.python:
+        return _become_program(job)
+    if job.debug:
+        _turn_checks_on()
+    log = None if job.tee is None else log_path(job.tee, job.rank(local_rank))
+    report = _Report(job.rank(local_rank), pipe, log)
     joining.LISTENERS.append(report.note)
     # a hook that the script (or its tracker) puts around this one still comes before it
     sys.excepthook = report.hook
@@ -83,6 +96,7 @@ class _Report:
 
     rank: int
     pipe: int
+    log: Path | None = None
     code: int = 1
     reported: bool = False
 
@@ -90,6 +104,9 @@ class _Report:
         """The `sys.excepthook` of a rank: report to the launcher, which prints only the first failure."""
         del kind
         text = shown(error, trace)
+        if self.log is not None:  # the launcher prints the first failure only
+            with contextlib.suppress(OSError), self.log.open("a", encoding="utf-8") as file:
+                print(text, file=file)
         self.send(
             Failure(rank=self.rank, code=self.code, when=time.monotonic(), text=text, follows=follows(error))
         )
@@ -110,6 +127,21 @@ class _Report:
         with contextlib.suppress(OSError):  # the launcher is gone, and so is whoever would read it
             while line:
                 line = line[os.write(self.pipe, line) :]
+
+
+def _become_program(job: Job) -> int:
+    """Replace this process with a program that is not run by Python. Returns only if that fails."""
+    try:
+        os.execvp(shutil.which(str(job.script)) or str(job.script), [str(job.script), *job.args])
+    except OSError as error:
+        print(f"{job.script}: {error.strerror}", file=sys.stderr)
+        return 126
+
+
+def _turn_checks_on() -> None:
+    """Read the variables of `--debug`, which PyTorch has read in the launcher, before the fork."""
+    faulthandler.enable()
+    _torch.set_debug_level_from_env()
 
 
 def _take_place(local_rank: int, environ: dict[str, str]) -> None:
@@ -135,6 +167,6 @@ def _take_place(local_rank: int, environ: dict[str, str]) -> None:
 def _end_with(launcher: int) -> None:
     """Let the kernel end this process when the launcher does, even by SIGKILL (Linux only)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # it ended before the line above
             os._exit(128 + signal.SIGKILL)

@@ -41,7 +41,7 @@ def open_store(job: Job, channel: Channel, timeout: float) -> tuple[Any, bool]:
         with listener:
             address = listener.getsockname()[0]
             return keep_store(listener, "127.0.0.1" if address == "0.0.0.0" else address, limit), True
-    port, end = job.port or STATIC_PORT, time.monotonic() + PATIENCE
+    port, end = job.port or STATIC_PORT, time.monotonic() + job.rdzv.get("join_timeout", PATIENCE)
     while True:  # TCPStore tries by itself too, and logs each try
         try:
             socket.create_connection((job.address, port), timeout=10.0).close()

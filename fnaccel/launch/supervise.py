@@ -20,6 +20,8 @@ from fnaccel.launch.failure import describe
 from fnaccel.launch.forking import fork
 from fnaccel.launch.job import STATIC_PORT, Job, check
 from fnaccel.launch.network import free_port, interface_to, wait_for_port
+from fnaccel.launch.presets import find_cards, preset_variables
+from fnaccel.launch.tee import Copier, entering, finish, start_copiers
 from fnaccel.launch.verdict import Decision, decide
 from fnaccel.launch.watch import TO_END, TO_PASS_ON, Outcome, Watch
 from fnaccel.launch.watchdog import Traces, Watchdog
@@ -46,12 +48,13 @@ def launch(job: Job) -> int:
         LaunchError: not all processes can be started. Those that were started are killed.
     """
     check(job)
+    presets = _presets(job)
     coordinator = meet(job) if job.several else None
     try:
         place = Place() if coordinator is None else coordinator.begin()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         try:
-            return _attempts(job, coordinator, place, mask)
+            return _attempts(job, coordinator, place, mask, presets)
         finally:
             while signal.sigpending() & {*TO_END, *TO_PASS_ON}:  # for ranks that have all ended
                 signal.sigwait(_WATCHED)
@@ -61,7 +64,18 @@ def launch(job: Job) -> int:
             coordinator.close()
 
 
-def _attempts(job: Job, coordinator: Coordinator | None, place: Place | None, mask: set[Any]) -> int:
+def _presets(job: Job) -> dict[str, str]:
+    """The variables of `--debug` and of NCCL on this machine. Variables that nobody asked for are shown."""
+    cards, driver = find_cards()
+    presets = preset_variables(job, os.environ, cards=cards, driver=driver)
+    if job.nccl is None and "NCCL_P2P_DISABLE" in presets:
+        _say("fnaccel launch: NCCL without peer-to-peer copies, for these cards: --nccl default", job)
+    return presets
+
+
+def _attempts(
+    job: Job, coordinator: Coordinator | None, place: Place | None, mask: set[Any], presets: dict[str, str]
+) -> int:
     """Start the ranks, and restart them on failure while attempts are left. Returns the job's exit code."""
     elastic = job.least_machines < job.machines
     while place is not None:
@@ -71,8 +85,8 @@ def _attempts(job: Job, coordinator: Coordinator | None, place: Place | None, ma
             ranks = "1 rank" if job.size == 1 else f"{job.size} ranks"
             machines = f" on {_machines(job.machines)}" if elastic else ""
             attempt = f"attempt {place.failures + 1} of {job.restarts + 1}"
-            _say(f"fnaccel launch: {attempt}, with {ranks}{machines}")
-        outcome, decision = _attempt(job, place, coordinator, mask)
+            _say(f"fnaccel launch: {attempt}, with {ranks}{machines}", job)
+        outcome, decision = _attempt(job, place, coordinator, mask, presets)
         if not decision.again:
             if coordinator is not None and decision.code not in (0, outcome.code):
                 lost = f"; {coordinator.lost}" if coordinator.lost else ""
@@ -84,12 +98,12 @@ def _attempts(job: Job, coordinator: Coordinator | None, place: Place | None, ma
             job = _smaller(job, outcome.killed)
         else:
             place = coordinator.begin()
-    _say("fnaccel launch: the job has ended without this machine")
+    _say("fnaccel launch: the job has ended without this machine", job)
     return 0 if coordinator is None or coordinator.decision is None else coordinator.decision.code
 
 
 def _attempt(
-    job: Job, place: Place, coordinator: Coordinator | None, mask: set[Any]
+    job: Job, place: Place, coordinator: Coordinator | None, mask: set[Any], presets: dict[str, str]
 ) -> tuple[Outcome, Decision]:
     """Start the ranks once, and wait until they have ended. Signals are blocked before and after."""
     several = coordinator is not None
@@ -99,6 +113,7 @@ def _attempt(
     traces = Traces.make(job.processes) if job.watchdog and job.processes > 1 and not several else None
     sys.stdout.flush()  # or every fork would write this process's buffer again
     sys.stderr.flush()
+    copiers = _copiers(job)
     try:
         ranks = fork(
             job,
@@ -109,8 +124,11 @@ def _attempt(
             mask=mask,
             forget=(lambda: None) if coordinator is None else coordinator.release,
             trace=(lambda _: None) if traces is None else traces.write,
+            tee=entering(copiers),
+            presets=presets,
         )
     except OSError as error:
+        finish(copiers)
         raise LaunchError(
             f"not all of {job.processes} processes can be started: {error.strerror}",
             where="fnaccel launch",
@@ -120,13 +138,28 @@ def _attempt(
         watchdog = None
         if traces is not None:
             stack.callback(traces.close)
-            watchdog = Watchdog(job.watchdog, traces, job.rank(0))
+            watchdog = Watchdog(job.watchdog, traces, job.rank(0), job.interval)
         watch = Watch(job, ranks, signals, coordinator, watchdog)
         outcome = watch.run()
+        finish(copiers)
         _report(outcome, job)
         if coordinator is None:
             return outcome, decide([outcome.result], more=place.number < job.restarts)
         return watch.wait_for_machines()
+
+
+def _copiers(job: Job) -> list[Copier]:
+    """The processes that copy the output of the ranks, if the job has a folder for it."""
+    if job.tee is None:
+        return []
+    try:
+        return start_copiers(job.tee, [job.rank(number) for number in range(job.processes)])
+    except OSError as error:
+        raise LaunchError(
+            f"the folder {job.tee} can't be written: {error.strerror}",
+            where="fnaccel launch --tee",
+            fix="name a folder that does not exist yet, or that you may write to",
+        ) from error
 
 
 def _smaller(job: Job, killed: int) -> Job:
@@ -142,16 +175,18 @@ def _machines(number: int) -> str:
 
 def _report(outcome: Outcome, job: Job) -> None:
     if outcome.stopped:
-        _say("fnaccel launch: the ranks were stopped so that another machine can join")
+        _say("fnaccel launch: the ranks were stopped so that another machine can join", job)
     elif outcome.preempted is not None:
         reason = outcome.preempted or "a rank ended with exit code 75"
-        _say(f"fnaccel launch: preempted: {reason}; start it again to go on")
+        _say(f"fnaccel launch: preempted: {reason}; start it again to go on", job)
     elif outcome.failure is not None:
         _say(describe(outcome.failure, job))
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _say(text: str, job: Job | None = None) -> None:
+    """Print a line. With `job` it is a notice, which `--quiet` leaves out."""
+    if job is None or not job.quiet:
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

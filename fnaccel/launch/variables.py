@@ -30,6 +30,7 @@ def variables(
     restarts: int = 0,
     several: bool = False,
     cores: int | None = None,
+    presets: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The whole environment of one rank.
 
@@ -42,13 +43,14 @@ def variables(
         restarts: the number of earlier starts of this job.
         several: whether the job has several machines, which share a store that a launcher keeps.
         cores: the number of cores of this machine. Counted by default.
+        presets: variables under those of the job: see `presets.py`.
 
     Example:
         >>> variables(Job(script="train.py", processes=2), 1, port=29500, environ={})["RANK"]
         '1'
     """
     new_environ = {name: value for name, value in environ.items() if not name.startswith(_OF_ANOTHER_LAUNCH)}
-    new_environ |= job.visible
+    new_environ |= {**(presets or {}), **job.visible}
     new_environ |= {
         "RANK": str(job.rank(local_rank)),
         "WORLD_SIZE": str(job.size),
@@ -61,6 +63,9 @@ def variables(
         "FNACCEL_RESTART_COUNT": str(restarts),
         **overrides.pack(job.overrides),
     }
+    if job.role is not None:
+        rank, size = str(job.rank(local_rank)), str(job.size)
+        new_environ |= {"ROLE_NAME": job.role, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": size}
     if several:
         # the coordinator process keeps the store, and each attempt has keys of its own in it
         new_environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}

@@ -66,17 +66,19 @@ class Watchdog:
         limit: seconds that a phase may last.
         traces: of all ranks of this machine.
         first: the rank of the first of them.
+        interval: seconds between two looks.
     """
 
     limit: float
     traces: Traces
     first: int
+    interval: float = INTERVAL
     _clock: StallClock = attrs.field(init=False)
     _next: float = attrs.field(default=0.0, init=False)
     _suspicion: tuple[Finding, list[int]] | None = attrs.field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._clock = StallClock(INTERVAL)
+        self._clock = StallClock(self.interval)
 
     def wait(self) -> float:
         """Seconds until the next look."""
@@ -91,7 +93,7 @@ class Watchdog:
         now = time.monotonic()
         if now < self._next:
             return None
-        self._next = now + INTERVAL
+        self._next = now + self.interval
         self._clock.tick(now)
         views = [self._view(rank) for rank in alive]
         apart = self._clock.compare(views)

@@ -19,7 +19,7 @@ from fnaccel.errors import (
     MissingBackendError,
     WorldError,
 )
-from fnaccel.launch import Job, tpu
+from fnaccel.launch import Job
 from fnaccel.launch.job import check
 from fnaccel.launch.variables import variables
 from fnaccel.optim import kernels
@@ -181,7 +181,7 @@ def test_the_environment_of_the_one_process():
 
 
 def test_a_tpu_vm_needs_no_option(monkeypatch):
-    monkeypatch.setattr(command, "count_accelerators", lambda environ: 3)
+    monkeypatch.setattr("fnaccel.launch.accelerators.count_accelerators", lambda environ: 3)
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     assert read(["t.py"]).tpu
     assert read(["t.py"]).processes == 1
@@ -204,72 +204,7 @@ def test_what_cannot_be_started_on_tpus(fields, message):
         check(Job(script=__file__, tpu=True, **fields))
 
 
-class LeftError(Exception):
-    """Stands for the end of the process."""
-
-
-def ran(monkeypatch, *arguments):
-    """The command that `fnaccel launch` hands over, and the exit code that it ends with."""
-    seen = []
-
-    def run(found, check):
-        seen.append(found)
-        return types.SimpleNamespace(returncode=7)
-
-    def leave(code):
-        seen.append(code)
-        raise LeftError
-
-    monkeypatch.setattr(command.subprocess, "run", run)
-    monkeypatch.setattr(command, "leave", leave)
-    with pytest.raises(LeftError):
-        command.run(list(arguments))
-    return seen
-
-
-def test_a_tpu_vm_from_afar(monkeypatch):
-    found, code = ran(
-        monkeypatch, "--tpu-name", "mine", "--tpu-zone=us-central2-b", "--tpu-sudo", "--precision", "bf16",
-        "--tpu-folder", "my code", "train.py", "--tpu-name", "the script's",
-    )  # fmt: skip
-    assert code == 7
-    assert found[:-1] == [
-        "gcloud", "compute", "tpus", "tpu-vm", "ssh", "mine", "--zone", "us-central2-b", "--worker", "all", "--command",
-    ]  # fmt: skip
-    assert found[-1] == (
-        "cd 'my code' && sudo fnaccel launch --tpu --precision bf16 train.py --tpu-name 'the script'\"'\"'s'"
-    )
-
-
-@pytest.mark.parametrize(
-    ("folder", "place"),
-    [("~", "~"), ("~/my code", "~/'my code'"), ("~/", "~/"), ("~other/x", "'~other/x'"), ("/a/b", "/a/b")],
-)
-def test_only_the_vm_knows_its_home(monkeypatch, folder, place):
-    found, _ = ran(monkeypatch, "--tpu-name", "a", "--tpu-zone", "z", "--tpu-folder", folder, "t.py")
-    assert found[-1] == f"cd {place} && fnaccel launch --tpu t.py"
-
-
-def test_a_module_from_afar(monkeypatch):
-    found, _ = ran(
-        monkeypatch, "--tpu", "--tpu-name", "mine", "--tpu-zone", "z", "-m", "pkg.train", "--lr", "1"
-    )
-    assert found[-1] == "fnaccel launch --tpu -m pkg.train --lr 1"
-
-
-def test_a_zone_is_needed(monkeypatch):
-    with pytest.raises(LaunchError, match="in no zone"):
-        command.run(["--tpu-name", "mine", "t.py"])
-    with pytest.raises(LaunchError, match="--tpu-zone without --tpu-name"):
-        command.run(["--tpu-zone", "z", "t.py"])
-
-
 def test_gcloud_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="gcloud is not installed"):
         command.run(["--tpu-name", "mine", "--tpu-zone", "z", "t.py"])
-
-
-def test_flags_are_those_of_the_command_line():
-    known = command.parser().format_help()
-    assert all(flag in known for flag in tpu.FLAGS)

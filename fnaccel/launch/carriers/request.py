@@ -1,0 +1,124 @@
+"""`Request`, what a carrier gets, and `Plan`, what it returns: both are data, and nothing is started here."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import attrs
+
+from fnaccel.launch.job import Job
+from fnaccel.launch.sections import HostsRecipe, SageMakerRecipe, TpuVmRecipe
+
+
+@attrs.frozen(kw_only=True)
+class Request:
+    """A job, and everything else that a carrier may read.
+
+    Attributes:
+        job: with the fields of one machine. `job.processes` is 1 if `ranks` is None.
+        ranks: processes on each machine. None: each machine counts its own accelerators.
+        address: of machine 0, if it is given.
+        hosts, slurm, tpu_vm, sagemaker, kubernetes, ray: the sections of the recipe.
+        python: the interpreter, which hosts of a cluster have at the same path.
+        folder: the working folder, which hosts of a cluster have at the same path.
+        environ: the environment of the caller.
+        port: a free port of this machine.
+        presets: variables of `--debug` and NCCL on this machine.
+        mpi: what `mpirun --version` prints on this machine.
+    """
+
+    job: Job
+    ranks: int | None = None
+    address: str | None = None
+    hosts: HostsRecipe = attrs.field(factory=HostsRecipe)
+    slurm: Mapping[str, Any] = attrs.field(factory=dict)
+    tpu_vm: TpuVmRecipe = attrs.field(factory=TpuVmRecipe)
+    sagemaker: SageMakerRecipe = attrs.field(factory=SageMakerRecipe)
+    kubernetes: Mapping[str, Any] = attrs.field(factory=dict)
+    ray: Mapping[str, Any] = attrs.field(factory=dict)
+    python: str = "python"
+    folder: str = "."
+    environ: Mapping[str, str] = attrs.field(factory=dict)
+    port: int = 29_500
+    presets: Mapping[str, str] = attrs.field(factory=dict)
+    mpi: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class Command:
+    """A command of this machine.
+
+    Attributes:
+        words: the program and its arguments.
+        env: variables over those of this process.
+        label: begins each line of its output, if several commands run at once.
+
+    Example:
+        >>> print(Command(words=("python", "my train.py"), env={"RANK": "0"}).text)
+        RANK=0 python 'my train.py'
+    """
+
+    words: tuple[str, ...]
+    env: Mapping[str, str] = attrs.field(factory=dict)
+    label: str = ""
+
+    @property
+    def text(self) -> str:
+        """The command as a shell reads it."""
+        pairs = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return " ".join([*pairs, shlex.join(self.words)])
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """What a carrier would do.
+
+    Attributes:
+        carrier: its name.
+        summary: a sentence for `--dry-run`.
+        files: the path and the text of files that are written first.
+        commands: they run at the same time if `together`, else one after the other until one fails.
+        together: whether the commands run at the same time.
+        all_or_none: whether the failure of one command ends the others.
+        output: a text for another tool. If it is not empty, nothing runs: it is printed.
+        request: what an SDK is called with, or None.
+    """
+
+    carrier: str
+    summary: str
+    files: Mapping[str, str] = attrs.field(factory=dict)
+    commands: tuple[Command, ...] = ()
+    together: bool = False
+    all_or_none: bool = True
+    output: str = ""
+    request: Mapping[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """What `--dry-run` prints. Lines that are no command begin with `#`."""
+        if self.output:
+            return self.output
+        lines = [f"# {self.carrier}: {self.summary}"]
+        if self.request is not None:
+            lines.append(json.dumps(self.request, indent=2))
+        for path, text in self.files.items():
+            lines += ["", f"# the file {path}:", text.rstrip()]
+        if self.files and self.commands:
+            lines += ["", "# the command:"]
+        for command in self.commands:
+            label = [f"# {command.label}:"] if command.label else []
+            lines += [*label, command.text]
+        return "\n".join(lines)
+
+
+class Carrier(Protocol):
+    """A pure function from a request to a plan.
+
+    Raises:
+        LaunchError: the job has options that this carrier can't carry, or a section lacks a value.
+    """
+
+    def __call__(self, request: Request) -> Plan: ...  # noqa: D102 - the class says it

@@ -1,0 +1,235 @@
+"""The carrier `sagemaker`: a training job of Amazon SageMaker as plain data, and its hand-over to the SDK.
+
+The data are the arguments of an estimator of the SDK, and its inputs. `sagemaker_sdk.py` hands them over.
+Not run in an account: the tests record what would reach the service.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fnaccel.errors import LaunchError
+from fnaccel.launch.carriers.command_line import OWN_OPTIONS, refuse
+from fnaccel.launch.carriers.environment import of_all_ranks
+from fnaccel.launch.carriers.request import Plan, Request
+from fnaccel.launch.carriers.tables import read_table
+from fnaccel.launch.sections import SageMakerRecipe
+
+MODEL_FOLDER = "/opt/ml/model"
+"""SM_MODEL_DIR of a container. SageMaker puts its files into S3 when the job ends."""
+CHECKPOINT_FOLDER = "/opt/ml/checkpoints"
+"""SageMaker copies its files to S3 all the time, and back when a spot instance is replaced."""
+_FIX = "leave it out: SageMaker starts the ranks, and has its own restarts"
+
+
+def plan(request: Request) -> Plan:
+    """The request of a training job.
+
+    Raises:
+        LaunchError: no role, no instance type, no container, or arguments that SageMaker can't pass.
+
+    Example:
+        >>> section = SageMakerRecipe(role="trainer", instance_type="ml.g5.xlarge", image="my/image:1")
+        >>> result = plan(Request(job=Job(script="t.py", args=("--lr", "0.1")), sagemaker=section))
+        >>> result.request["estimator"]["hyperparameters"]
+        {'lr': '0.1'}
+    """
+    job, section = request.job, request.sagemaker
+    refuse(job, {**OWN_OPTIONS, "tee": "--tee", "module": "-m"}, "sagemaker", _FIX)
+    _check(section)
+    estimator: dict[str, Any] = {
+        "entry_point": str(job.script),
+        "source_dir": ".",
+        "role": section.role,
+        "instance_type": section.instance_type or "local",
+        "instance_count": job.machines,
+        "hyperparameters": hyperparameters(job.args),
+        "environment": _variables(request),
+    }
+    if section.local and not estimator["instance_type"].startswith("local"):
+        estimator["instance_type"] = "local" if job.cpu else "local_gpu"
+    distribution = _distribution(request)
+    if distribution:
+        estimator["distribution"] = distribution
+    if section.image is not None:
+        estimator["image_uri"] = section.image
+    else:
+        versions = {"pytorch": section.torch, "transformers": section.transformers, "py": section.python}
+        estimator |= {f"{name}_version": version for name, version in versions.items() if version is not None}
+    optional = {
+        "base_job_name": section.job_name,
+        "max_run": section.max_run,
+        "use_spot_instances": section.spot or None,
+        "max_wait": section.max_wait if section.spot else None,
+        "enable_network_isolation": section.network_isolation or None,
+        "checkpoint_local_path": CHECKPOINT_FOLDER if section.spot else None,
+        "metric_definitions": _metrics(section),
+    }
+    estimator |= {name: value for name, value in optional.items() if value is not None}
+    estimator |= section.arguments
+    session = {"profile": section.profile, "region": section.region}
+    data = {
+        "estimator": estimator,
+        "inputs": _inputs(section),
+        "session": {name: value for name, value in session.items() if value is not None},
+    }
+    summary = "a training job, by the sagemaker package. Its request:"
+    return Plan(carrier="sagemaker", summary=summary, request=data)
+
+
+def hyperparameters(arguments: Sequence[str]) -> dict[str, str]:
+    """The arguments of a script as SageMaker passes them: each has a name and one value.
+
+    Raises:
+        LaunchError: an argument without a name or without a value, or a name that comes twice.
+
+    Example:
+        >>> hyperparameters(["--lr", "0.1", "--name=x"])
+        {'lr': '0.1', 'name': 'x'}
+    """
+    pairs: dict[str, str] = {}
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not name:
+            _refuse_argument(f"{word!r} has no name", "name it: --file data.txt")
+        if not equals:
+            if not words or words[0].startswith("--"):
+                _refuse_argument(f"{word} has no value", f"{word} True, and read the text in the script")
+            value = words.pop(0)
+        if name in pairs:
+            _refuse_argument(f"--{name} comes twice", "give one value, such as a comma-separated list")
+        pairs[name] = value
+    return pairs
+
+
+def training_job(
+    data: Mapping[str, Any], *, name: str, source: str, output: str, image: str
+) -> dict[str, Any]:
+    """The fields of CreateTrainingJob, which the SDK fills in from the same data.
+
+    Args:
+        data: of a plan.
+        name: of the job.
+        source: the archive of the script in S3.
+        output: the folder of results in S3.
+        image: the container.
+
+    Example:
+        >>> data = {"estimator": {"role": "r", "entry_point": "t.py", "instance_type": "ml.g5.xlarge"}}
+        >>> job = training_job(data, name="n", source="s3://b/s", output="s3://b/o", image="i")
+        >>> job["ResourceConfig"]["InstanceCount"]
+        1
+    """
+    estimator: Mapping[str, Any] = data["estimator"]
+    given = {str(key): str(value) for key, value in estimator.get("hyperparameters", {}).items()}
+    fields: dict[str, Any] = {
+        "TrainingJobName": name,
+        "RoleArn": estimator["role"],
+        "AlgorithmSpecification": {"TrainingImage": image, "TrainingInputMode": "File"},
+        "HyperParameters": {
+            **given, "sagemaker_program": estimator["entry_point"], "sagemaker_submit_directory": source,
+        },
+        "Environment": dict(estimator.get("environment", {})),
+        "OutputDataConfig": {"S3OutputPath": output},
+        "ResourceConfig": {
+            "InstanceType": estimator["instance_type"],
+            "InstanceCount": estimator.get("instance_count", 1),
+            "VolumeSizeInGB": estimator.get("volume_size", 30),
+        },
+        "StoppingCondition": {"MaxRuntimeInSeconds": estimator.get("max_run", 86_400)},
+        "EnableManagedSpotTraining": bool(estimator.get("use_spot_instances")),
+        "EnableNetworkIsolation": bool(estimator.get("enable_network_isolation")),
+    }  # fmt: skip
+    if "max_wait" in estimator:
+        fields["StoppingCondition"]["MaxWaitTimeInSeconds"] = estimator["max_wait"]
+    if "metric_definitions" in estimator:
+        fields["AlgorithmSpecification"]["MetricDefinitions"] = estimator["metric_definitions"]
+    if "checkpoint_local_path" in estimator:
+        place = estimator.get("checkpoint_s3_uri", f"{output}/checkpoints")
+        fields["CheckpointConfig"] = {"S3Uri": place, "LocalPath": estimator["checkpoint_local_path"]}
+    channels = [
+        {
+            "ChannelName": channel,
+            "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": uri}},
+        }
+        for channel, uri in data.get("inputs", {}).items()
+    ]
+    if channels:
+        fields["InputDataConfig"] = channels
+    return fields
+
+
+def submit(data: Mapping[str, Any]) -> int:
+    """Start a training job by the SDK that is installed, and wait for its end.
+
+    Returns:
+        0 if the job has succeeded.
+
+    Raises:
+        LaunchError: the sagemaker package is not installed.
+    """
+    from fnaccel.launch.carriers import sagemaker_sdk  # noqa: PLC0415 - imports boto3: seconds
+
+    print("fnaccel launch: starting a training job of SageMaker", file=sys.stderr, flush=True)
+    sagemaker_sdk.start(data)
+    return 0
+
+
+def _check(section: SageMakerRecipe) -> None:
+    def require(condition: object, what: str, fix: str) -> None:
+        if not condition:
+            raise LaunchError(what, where="launch.sagemaker", fix=fix)
+
+    require(section.role, "a training job needs a role", "role: the name or the ARN of an IAM role")
+    require(section.instance_type or section.local, "no instance type", "instance_type: ml.g5.12xlarge")
+    versions = (section.torch, section.transformers, section.python)
+    named = section.image or all(versions) or "image_uri" in section.arguments
+    fix = "image: the URI of a container, or the versions torch, transformers and python of Hugging Face's"
+    require(named, "no container", fix)
+
+
+def _refuse_argument(what: str, fix: str) -> None:
+    raise LaunchError(f"SageMaker can't pass the script's arguments: {what}", where="fnaccel launch", fix=fix)
+
+
+def _variables(request: Request) -> dict[str, str]:
+    """The variables of the ranks. A recipe without a folder for checkpoints gets that of the job."""
+    job = request.job
+    folder = CHECKPOINT_FOLDER if request.sagemaker.spot else MODEL_FOLDER
+    if "checkpoint.directory" not in job.overrides:
+        job = attrs.evolve(job, overrides={**job.overrides, "checkpoint.directory": folder})
+    return of_all_ranks(job)
+
+
+def _distribution(request: Request) -> dict[str, Any]:
+    if request.sagemaker.data_parallel:
+        return {"smdistributed": {"dataparallel": {"enabled": True}}}
+    if request.job.machines == 1 and request.ranks == 1:
+        return {}
+    # torchrun, with a rank for each GPU
+    return {"torch_distributed": {"enabled": True}}
+
+
+def _inputs(section: SageMakerRecipe) -> dict[str, str]:
+    if section.inputs_file is None:
+        return {}
+    rows = read_table(
+        Path(section.inputs_file), ("channel_name", "data_location"), "launch.sagemaker.inputs_file"
+    )
+    return dict(rows)
+
+
+def _metrics(section: SageMakerRecipe) -> list[dict[str, str]] | None:
+    if section.metrics_file is None:
+        return None
+    rows = read_table(
+        Path(section.metrics_file), ("metric_name", "metric_regex"), "launch.sagemaker.metrics_file"
+    )
+    return [{"Name": name, "Regex": regex} for name, regex in rows]

@@ -1,0 +1,279 @@
+"""Carriers that print a text or build a request: Kubernetes, Ray, SageMaker. Nothing is installed for them here.
+
+`tests/services` builds the same texts with the packages of Kubeflow, Ray and SageMaker.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import shlex
+
+import attrs
+import pytest
+import yaml
+
+from fnaccel.cli.launch import read_order
+from fnaccel.cli.main import main
+from fnaccel.errors import LaunchError
+from fnaccel.launch.carriers import plan
+from fnaccel.launch.carriers.sagemaker import hyperparameters, training_job
+from fnaccel.launch.carriers.tables import read_table
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FNACCEL_SET", raising=False)
+    (tmp_path / "t.py").write_text("print('ran')")
+    return tmp_path
+
+
+def planned(line, recipe=""):
+    from pathlib import Path
+
+    Path("r.yaml").write_text(recipe)
+    order = read_order(["--config", "r.yaml", *shlex.split(line)])
+    return plan(attrs.evolve(order.request, environ={}), order.carrier)
+
+
+KUBERNETES = """
+strategy: fsdp
+launch:
+  ranks: 8
+  machines: 3
+  restarts: 2
+  env: {A: "$(B) c"}
+  kubernetes:
+    image: me/train:1
+    name: gpt
+    namespace: ml
+    folder: /app
+    labels: {team: a}
+    service_account: trainer
+    node_selector: {gpu: h100}
+    tolerations: [{key: gpu, operator: Exists}]
+    volumes: [{name: data, persistentVolumeClaim: {claimName: data}}]
+    volume_mounts: [{name: data, mountPath: /data}]
+    backoff_limit: 4
+"""
+
+
+def test_a_pytorch_job():
+    manifest = yaml.safe_load(planned("t.py --lr '$(x)'", KUBERNETES).output)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert manifest["metadata"] == {"name": "gpt", "namespace": "ml", "labels": {"team": "a"}}
+    assert manifest["spec"]["runPolicy"] == {"cleanPodPolicy": "None", "backoffLimit": 4}
+    replicas = manifest["spec"]["pytorchReplicaSpecs"]
+    assert {name: one["replicas"] for name, one in replicas.items()} == {"Master": 1, "Worker": 2}
+    assert replicas["Master"]["template"] == replicas["Worker"]["template"]
+    pod = replicas["Worker"]["template"]["spec"]
+    assert (pod["serviceAccountName"], pod["nodeSelector"]) == ("trainer", {"gpu": "h100"})
+    assert [volume["name"] for volume in pod["volumes"]] == ["data", "shm"]
+    (container,) = pod["containers"]
+    assert container["name"] == "pytorch", "the operator looks for this name"
+    assert " ".join([*container["command"], *container["args"]]) == (
+        "fnaccel launch --no-config --carrier elastic -n 8 --nnodes 3 --node-rank $(RANK) --master-addr gpt-master-0 "
+        "--max-restarts 2 --set strategy=fsdp t.py --lr $$(x)"
+    )
+    assert container["env"] == [{"name": "A", "value": "$(B) c"}]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert container["workingDir"] == "/app"
+
+
+def test_a_pod_alone():
+    manifest = yaml.safe_load(planned("--cpu --set launch.kubernetes.image=i -m pkg").output)
+    replicas = manifest["spec"]["pytorchReplicaSpecs"]
+    assert list(replicas) == ["Master"]
+    (container,) = replicas["Master"]["template"]["spec"]["containers"]
+    assert container["args"] == ["--no-config", "--carrier", "local", "--cpu", "-m", "pkg"]
+    assert "resources" not in container
+
+
+def test_a_train_job():
+    line = "--set launch.kubernetes.image=i --set launch.kubernetes.kind=TrainJob --nnodes 2:4 -n 2 --env A=1 t.py"
+    manifest = yaml.safe_load(planned(line).output)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    spec = manifest["spec"]
+    assert spec["runtimeRef"] == {"name": "torch-distributed"}
+    assert spec["trainer"]["numNodes"] == 4
+    assert spec["trainer"]["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 2}}
+    args = " ".join(spec["trainer"]["args"])
+    assert "--nnodes 2:4 --node-rank $(PET_NODE_RANK) --master-addr $(PET_MASTER_ADDR)" in args
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--set launch.kubernetes.name=a t.py", "a job needs an image"),
+        ("--set launch.kubernetes.imge=a t.py", "no key 'imge'"),
+        ("--set launch.kubernetes.image=a --set launch.kubernetes.kind=Job t.py", "kind: Job"),
+        (
+            "--set launch.kubernetes.image=a --set launch.kubernetes.kind=TrainJob "
+            "--set launch.kubernetes.volumes=[] t.py",
+            "a TrainJob has no volumes",
+        ),
+        ("--set launch.ray.gpus=1 t.py", "no key 'gpus'"),
+        ("--carrier ray --numa t.py", "--numa can't be used with the carrier ray"),
+        ("--carrier sagemaker t.py", "a training job needs a role"),
+        ("--set launch.sagemaker.role=r t.py", "no instance type"),
+        ("--set launch.sagemaker.role=r --set launch.sagemaker.local=true t.py", "no container"),
+        (
+            "--carrier sagemaker --max-restarts 1 t.py",
+            "--max-restarts can't be used with the carrier sagemaker",
+        ),
+        ("--carrier sagemaker -m pkg", "-m can't be used with the carrier sagemaker"),
+    ],
+)
+def test_mistakes(line, says, capsys):
+    assert main(["launch", "--dry-run", *shlex.split(line)]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n  where: ") == said.count("\n  fix: ") == 1
+
+
+def test_a_text_is_printed_and_nothing_runs(capsys):
+    assert main(["launch", "--set", "launch.kubernetes.image=i", "t.py"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["launch", "--dry-run", "--set", "launch.kubernetes.image=i", "t.py"]) == 0
+    assert capsys.readouterr().out.rstrip() == printed.rstrip()
+    assert yaml.safe_load(printed)["kind"] == "PyTorchJob"
+
+
+def test_a_ray_job():
+    text = planned(
+        '--nnodes 2 -n 4 --max-restarts 3 --strategy fsdp --cpu t.py --lr "it\'s {x}"',
+        "launch: {ray: {name: gpt, storage_path: /data, resources_per_worker: {CPU: 2}, address: auto}}",
+    ).output
+    tree = ast.parse(text)
+    calls = {ast.unparse(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    scaling = {word.arg: ast.literal_eval(word.value) for word in calls["ScalingConfig"].keywords}
+    assert scaling == {"num_workers": 8, "use_gpu": False, "resources_per_worker": {"CPU": 2}}
+    assert ast.unparse(calls["FailureConfig"]) == "FailureConfig(max_failures=3)"
+    assert ast.unparse(calls["RunConfig"]).startswith("RunConfig(name='gpt', storage_path='/data', ")
+    assert ast.unparse(calls["ray.init"]) == "ray.init(address='auto')"
+    values = {
+        ast.unparse(node.targets[0]): ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+    }
+    assert values["PROGRAM"] == ["t.py", "--lr", "it's {x}"]
+    assert values["VARIABLES"]["FNACCEL_OVERRIDES"] == '{"strategy": "fsdp"}'
+
+
+SAGEMAKER = """
+precision: bf16
+launch:
+  machines: 2
+  env: {A: "1"}
+  sagemaker:
+    role: trainer
+    profile: me
+    region: eu-west-1
+    instance_type: ml.g5.12xlarge
+    job_name: gpt
+    torch: 2.6.0
+    transformers: 4.49.0
+    python: py312
+    max_run: 3600
+    inputs_file: inputs.tsv
+    metrics_file: metrics.tsv
+    network_isolation: true
+    arguments: {volume_size: 100}
+"""
+
+
+@pytest.fixture
+def tables(folder):
+    (folder / "inputs.tsv").write_text(
+        "channel_name\tdata_location\ntrain\ts3://b/train\ntest\ts3://b/test\n"
+    )
+    (folder / "metrics.tsv").write_text("metric_name\tmetric_regex\nloss\tloss=([0-9.]+)\n")
+
+
+def test_a_training_job(tables):
+    data = planned("t.py --lr 0.1 --name=x", SAGEMAKER).request
+    assert data["estimator"] == {
+        "entry_point": "t.py",
+        "source_dir": ".",
+        "role": "trainer",
+        "instance_type": "ml.g5.12xlarge",
+        "instance_count": 2,
+        "hyperparameters": {"lr": "0.1", "name": "x"},
+        "environment": {
+            "A": "1",
+            "FNACCEL_OVERRIDES": '{"precision": "bf16", "checkpoint.directory": "/opt/ml/model"}',
+        },
+        "distribution": {"torch_distributed": {"enabled": True}},
+        "pytorch_version": "2.6.0",
+        "transformers_version": "4.49.0",
+        "py_version": "py312",
+        "base_job_name": "gpt",
+        "max_run": 3600,
+        "enable_network_isolation": True,
+        "metric_definitions": [{"Name": "loss", "Regex": "loss=([0-9.]+)"}],
+        "volume_size": 100,
+    }
+    assert data["inputs"] == {"train": "s3://b/train", "test": "s3://b/test"}
+    assert data["session"] == {"profile": "me", "region": "eu-west-1"}
+    json.dumps(data)
+
+
+def test_spot_instances_keep_their_checkpoints(tables):
+    more = (
+        "--set launch.sagemaker.spot=true --set launch.sagemaker.max_wait=7200 --set launch.sagemaker.image=i"
+    )
+    data = planned(f"{more} --set launch.sagemaker.data_parallel=true t.py", SAGEMAKER).request
+    estimator = data["estimator"]
+    assert (estimator["use_spot_instances"], estimator["max_wait"]) == (True, 7200)
+    assert estimator["checkpoint_local_path"] == "/opt/ml/checkpoints"
+    assert (
+        json.loads(estimator["environment"]["FNACCEL_OVERRIDES"])["checkpoint.directory"]
+        == "/opt/ml/checkpoints"
+    )
+    assert estimator["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
+    assert "pytorch_version" not in estimator
+    job = training_job(data, name="n", source="s3://b/s.tar.gz", output="s3://b/out", image="i")
+    assert job["StoppingCondition"] == {"MaxRuntimeInSeconds": 3600, "MaxWaitTimeInSeconds": 7200}
+    assert job["CheckpointConfig"] == {"S3Uri": "s3://b/out/checkpoints", "LocalPath": "/opt/ml/checkpoints"}
+    assert [channel["ChannelName"] for channel in job["InputDataConfig"]] == ["train", "test"]
+    kept = planned(f"{more} --set checkpoint.directory=/opt/ml/checkpoints/a t.py", SAGEMAKER).request
+    assert "checkpoints/a" in kept["estimator"]["environment"]["FNACCEL_OVERRIDES"]
+
+
+@pytest.mark.parametrize(("flags", "kind"), [("--cpu", "local"), ("-n 1", "local_gpu")])
+def test_local_mode(tables, flags, kind):
+    estimator = planned(f"--nnodes 1 {flags} --set launch.sagemaker.local=true t.py", SAGEMAKER).request[
+        "estimator"
+    ]
+    assert estimator["instance_type"] == kind
+    assert ("distribution" in estimator) == (flags == "--cpu")
+
+
+@pytest.mark.parametrize(
+    "words", [["data.txt"], ["--flag"], ["--flag", "--lr", "1"], ["--a", "1", "2"], ["--a=1", "--a=2"]]
+)
+def test_arguments_that_sagemaker_cannot_pass(words):
+    with pytest.raises(LaunchError, match="SageMaker can't pass the script's arguments"):
+        hyperparameters(words)
+
+
+def test_a_negative_number_is_a_value():
+    assert hyperparameters(["--a", "-1", "--b=-x"]) == {"a": "-1", "b": "-x"}
+
+
+@pytest.mark.parametrize("text", ["", "a\tb\n", "x\ty\n1\n", "x\ty\n1\t\n", "x\ty\n1\t2\t3\n"])
+def test_tables_with_mistakes(folder, text):
+    (folder / "t.tsv").write_text(text)
+    with pytest.raises(LaunchError):
+        read_table(folder / "t.tsv", ("x", "y"), "f")
+
+
+def test_the_package_is_missing(tables, capsys, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "sagemaker", None)
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    (__import__("pathlib").Path("r.yaml")).write_text(SAGEMAKER)
+    assert main(["launch", "--config", "r.yaml", "t.py"]) == 2
+    assert "pip install sagemaker" in capsys.readouterr().err
