@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 # from 2.13 on `all_gather_into_tensor` warns in favour of `all_gather_single`, which 2.9 to 2.11 lack
 all_gather_single: Any = vars(dist).get("all_gather_single", vars(dist)["all_gather_into_tensor"])
-
 # torch.ops-level fused updates: the public torch.optim classes call the same ones. (2.9 to 2.13)
 fused_sgd_: Any = torch._fused_sgd_  # pyright: ignore[reportAttributeAccessIssue]
 fused_adam_: Any = torch._fused_adam_  # pyright: ignore[reportAttributeAccessIssue]
