@@ -76,7 +76,9 @@ def live(job: Job, local_rank: int, *, environ: dict[str, str], launcher: int, p
 def _run(job: Job) -> tuple[int, str]:
     """The exit code, and a text for the launcher to print."""
     try:
-        if job.module is not None:
+        if job.function is not None:
+            job.function()
+        elif job.module is not None:
             run_module(job.module, job.args)
         else:
             run_file(str(job.script), job.args)

@@ -206,7 +206,8 @@ def _signals(mask: set[Any]) -> Generator[int]:
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         with contextlib.suppress(BlockingIOError):
             for number in os.read(read, 4096):
-                os.kill(os.getpid(), number)
+                if number != signal.SIGCHLD:  # each attempt begins with a look at its ranks
+                    os.kill(os.getpid(), number)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(before)

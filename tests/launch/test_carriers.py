@@ -109,7 +109,7 @@ EVERY = Job(
     ],
 )
 def test_a_command_line_gives_back_its_job(job, monkeypatch):
-    monkeypatch.setattr(command, "count_accelerators", lambda environ: 4)
+    monkeypatch.setattr("fnaccel.launch.accelerators.count_accelerators", lambda environ: 4)
     monkeypatch.setenv("FNACCEL_SET", "launch.carrier=slurm")
     (command.Path("fnaccel.yaml")).write_text("strategy: zero\nlaunch: {slurm: {partition: gpu}}")
     monkeypatch.delenv("FNACCEL_SET")
