@@ -55,7 +55,7 @@ def choose(request: Request, carrier: str | None) -> str:
 
 
 def plan(request: Request, carrier: str) -> Plan:
-    """What a carrier would do with a job.
+    """The plan of a carrier for a job. Nothing is started.
 
     Args:
         request: the job and its sections.

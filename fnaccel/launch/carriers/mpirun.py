@@ -64,7 +64,7 @@ def flavor(version: str) -> str:
     """The family of options of an mpirun: `"openmpi"`, or `"mpich"` for MPICH and Intel MPI.
 
     Args:
-        version: what `mpirun --version` prints.
+        version: the output of `mpirun --version`.
 
     Example:
         >>> flavor("HYDRA build details: Version: 4.0.2"), flavor("mpirun (Open MPI) 4.1.4")
@@ -75,7 +75,7 @@ def flavor(version: str) -> str:
 
 
 def ask_version() -> str:
-    """What `mpirun --version` prints. Empty if there is no mpirun."""
+    """The output of `mpirun --version`. Empty if there is no mpirun."""
     try:
         return subprocess.run(
             ["mpirun", "--version"], capture_output=True, text=True, check=False, timeout=30
