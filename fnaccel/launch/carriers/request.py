@@ -108,9 +108,12 @@ class Plan:
             lines += ["", f"# the file {path}:", text.rstrip()]
         if self.files and self.commands:
             lines += ["", "# the command:"]
+        # ssh ends with its input, which a command in the background does not have
+        at_once = self.carrier == "local" and len(self.commands) > 1
         for command in self.commands:
             label = [f"# {command.label}:"] if command.label else []
-            lines += [*label, command.text]
+            lines += [*label, f"{command.text} &" if at_once else command.text]
+        lines += ["wait"] if at_once else []
         return "\n".join(lines)
 
 
