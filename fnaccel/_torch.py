@@ -36,7 +36,6 @@ EXACT_STRIDES: tuple[Any, ...] = (getattr(torch.Tag, _STRIDES),) if hasattr(torc
 
 # stores, which torch's stubs leave out of torch.distributed (2.9 to 2.13)
 TCPStore: Any = dist.TCPStore
-set_debug_level_from_env: Any = dist.set_debug_level_from_env  # pyright: ignore[reportPrivateImportUsage]
 PrefixStore: Any = dist.PrefixStore
 HashStore: Any = dist.HashStore
 

@@ -41,10 +41,10 @@ def _searching(folder: Path) -> Generator[None]:
 
 @attrs.frozen
 class Order:
-    """What a command line asks for.
+    """The job of a command line, and its carrier.
 
     Attributes:
-        request: the job, and what its carrier may read.
+        request: the job, and everything that its carrier may read.
         carrier: the name of the carrier.
         options: as argparse has read them.
     """
@@ -120,7 +120,7 @@ def job_of(recipe: LaunchRecipe, **program: Any) -> Job:
 
 
 def request_of(recipe: LaunchRecipe, **program: Any) -> Request:
-    """The job of the section `launch` of a recipe, with what its carrier may read.
+    """The job of the section `launch` of a recipe, and everything that its carrier may read.
 
     Args:
         recipe: the section.

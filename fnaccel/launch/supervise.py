@@ -52,7 +52,8 @@ def launch(job: Job) -> int:
     coordinator = meet(job) if job.several else None
     try:
         place = Place() if coordinator is None else coordinator.begin()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        # pdsh blocks SIGCHLD in its commands, and the launcher would not see the end of a rank
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED) - {signal.SIGCHLD}
         try:
             return _attempts(job, coordinator, place, mask, presets)
         finally:
