@@ -16,7 +16,7 @@ demo: .venv/.demo  ## train the main job, with a progress bar, a sample of text 
 test: .venv/.dev  ## all but the long rows: ten minutes on two cores
 	$(BIN)/python -m pytest -m "not long"
 
-test-all: .venv/.dev .venv-trackers/.trackers  ## what `make test` leaves out: deliberate bugs, long rows, trackers
+test-all: .venv/.dev .venv-trackers/.trackers test-services  ## what `make test` leaves out: deliberate bugs, long rows, trackers, services
 	$(BIN)/python -m pytest -m long
 	$(TRACKERS)/python -m pytest tests/trackers
 

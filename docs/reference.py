@@ -15,7 +15,7 @@ import fnaccel as fa
 from fnaccel import errors
 
 GROUPS = {
-    "World": ["start", "World"],
+    "World": ["start", "World", "notebook_launch", "debug_launch"],
     "Steps and programs": [
         "train_step", "TrainStep", "scan", "evaluate", "Step", "Transform", "Phase", "transforms.Capability", "transforms.Info", "Plan",
         "program.compile_meter.Compilation", "fit_batch_size", "progress",

@@ -5,6 +5,7 @@ get `train_step(state, batch) -> (state, metrics)`, which runs unchanged on one 
 """
 
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from fnaccel.interchange import export_adapter as export_adapter
     from fnaccel.interchange import export_hf as export_hf
     from fnaccel.interchange import gather_state_dict as gather_state_dict
+    from fnaccel.launch.notebook import debug_launch as debug_launch
+    from fnaccel.launch.notebook import notebook_launch as notebook_launch
     from fnaccel.loop.batch_size import fit_batch_size as fit_batch_size
     from fnaccel.loop.evaluating import evaluate as evaluate
     from fnaccel.loop.preemption import preemption as preemption
@@ -110,6 +113,7 @@ _NAMES = {
     "pad_across_processes reduce split_between_processes",
     "fnaccel.data": "Batch Window set_seed shard",
     "fnaccel.interchange": "adopt export_adapter export_hf gather_state_dict",
+    "fnaccel.launch.notebook": "debug_launch notebook_launch",
     "fnaccel.loop.batch_size": "fit_batch_size",
     "fnaccel.loop.evaluating": "evaluate",
     "fnaccel.loop.preemption": "preemption",
@@ -135,6 +139,10 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
+if "ipykernel" in sys.modules:  # so that notebook_launch can name the line that used CUDA first
+    importlib.import_module("fnaccel.launch.accelerator_use").watch()
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
@@ -145,4 +153,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *_NAMESPACES} - {"Any", "TYPE_CHECKING", "importlib"})
+    return sorted({*globals(), *_HOME, *_NAMESPACES} - {"Any", "TYPE_CHECKING", "importlib", "sys"})

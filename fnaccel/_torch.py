@@ -18,18 +18,17 @@ import torch
 import torch.distributed as dist
 
 # from 2.13 on `all_gather_into_tensor` warns in favour of `all_gather_single`, which 2.9 to 2.11 lack
-_NAMES = ("all_gather_single", "all_gather_into_tensor")
-all_gather_single: Callable[..., Any] = next(getattr(dist, name) for name in _NAMES if hasattr(dist, name))
-
+all_gather_single: Any = vars(dist).get("all_gather_single", vars(dist)["all_gather_into_tensor"])
 # torch.ops-level fused updates: the public torch.optim classes call the same ones. (2.9 to 2.13)
 fused_sgd_: Any = torch._fused_sgd_  # pyright: ignore[reportAttributeAccessIssue]
 fused_adam_: Any = torch._fused_adam_  # pyright: ignore[reportAttributeAccessIssue]
 fused_adamw_: Any = torch._fused_adamw_  # pyright: ignore[reportAttributeAccessIssue]
 
-# the loss-scale rule of torch.amp.GradScaler, an assertion on the device, a profiler's presence (2.9 to 2.13)
+# the rule of torch.amp.GradScaler, an assertion on the device, a profiler's presence, calls at CUDA's start
 assert_on_device: Any = torch._assert_async
 amp_update_scale_: Any = torch._amp_update_scale_
 profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled
+on_cuda_start: Callable[[Callable[[], None]], None] = torch.cuda._lazy_call
 
 # an operation that pairs elements by place in memory, so that inductor must keep their layout (2.13)
 _STRIDES = "needs_exact_strides"
@@ -37,7 +36,6 @@ EXACT_STRIDES: tuple[Any, ...] = (getattr(torch.Tag, _STRIDES),) if hasattr(torc
 
 # stores, which torch's stubs leave out of torch.distributed (2.9 to 2.13)
 TCPStore: Any = dist.TCPStore
-set_debug_level_from_env: Any = dist.set_debug_level_from_env  # pyright: ignore[reportPrivateImportUsage]
 PrefixStore: Any = dist.PrefixStore
 HashStore: Any = dist.HashStore
 

@@ -31,6 +31,7 @@ from fnaccel.step.step import Step, as_step
 from fnaccel.strategies import distribute
 from fnaccel.tree import Tree
 from fnaccel.world.devices import generators_of
+from fnaccel.world.mesh import Mesh
 from fnaccel.world.world import World
 
 _WHERE = "fnaccel bench"
@@ -43,7 +44,7 @@ def main(folder: Path, task: Task) -> int:
     with fa.start() as world:
         setup = True
         try:
-            subject = find_subject(task, world)
+            subject = find_subject(task)
             setup = False
             answer = measure(subject, task.scope, task.steps, world)
         except Exception as error:
@@ -55,7 +56,7 @@ def main(folder: Path, task: Task) -> int:
 
 @attrs.frozen(kw_only=True)
 class Subject:
-    """A step without `compile`, the model it trains, this rank's rows of the batch, and the recipe."""
+    """A step without `compile`, the model it trains, the batch of all ranks, and the recipe."""
 
     step: Step
     model: Any
@@ -63,8 +64,8 @@ class Subject:
     recipe: Recipe
 
 
-def find_subject(task: Task, world: World) -> Subject:
-    """Import the references of a task, and take this rank's rows of the batch.
+def find_subject(task: Task) -> Subject:
+    """Import the references of a task.
 
     Raises:
         FnaccelError: a reference has no target, or a target of another kind.
@@ -82,8 +83,8 @@ def find_subject(task: Task, world: World) -> Subject:
     model = _imported(task.model, "--model")
     distribute(model, recipe.strategy)
     where = f"{_WHERE} --batch {task.batch}"
-    rows = _of_rank(first_batch(_imported(task.batch, "--batch"), where), world, where)
-    return Subject(step=step, model=model, batch=tree.to(rows, world.device), recipe=recipe)
+    batch = first_batch(_imported(task.batch, "--batch"), where)
+    return Subject(step=step, model=model, batch=batch, recipe=recipe)
 
 
 def first_batch(source: object, where: str) -> Any:
@@ -128,20 +129,26 @@ def _called(fn: Callable[[], Any], where: str) -> Any:
         raise ConfigError(what, where=where, fix=fix) from error
 
 
-def _of_rank(batch: Tree, world: World, where: str) -> Any:
-    """This rank's rows of a global batch."""
+def rows_of_rank(batch: Tree, mesh: Mesh) -> Any:
+    """This rank's rows of a global batch. Ranks of `tensor` and `context` share rows.
+
+    Raises:
+        ArgumentError: the batch has fewer rows than there are parts.
+    """
     if isinstance(batch, Window):
-        return Window([_of_rank(micro, world, where) for micro in cast("tuple[Any, ...]", batch)])
-    if world.size == 1:
+        return Window([rows_of_rank(micro, mesh) for micro in cast("tuple[Any, ...]", batch)])
+    parts = mesh.batch_size
+    if parts == 1:
         return batch
+    where = f"{_WHERE} --batch"
     rows = rows_of(batch, where=where)
     require(
-        rows >= world.size,
-        f"a batch of {rows} rows has none for some of {world.size} ranks",
+        rows >= parts,
+        f"a batch of {rows} rows has none for some of {parts} ranks",
         where,
-        f"give {world.size} rows or more: the batch is that of all ranks",
+        f"give {parts} rows or more: the batch is that of all ranks",
     )
-    return cut(batch, split_sizes(rows, world.size), where=where)[world.rank]
+    return cut(batch, split_sizes(rows, parts), where=where)[mesh.batch_rank]
 
 
 def measure(subject: Subject, scope: Any, steps: int, world: World) -> Measured:
@@ -155,12 +162,13 @@ def measure(subject: Subject, scope: Any, steps: int, world: World) -> Measured:
     step = subject.step if scope == EAGER else fa.compile(subject.step, scope)
     train_step = apply(attrs.evolve(subject.recipe, compile=None), step, subject.model, world=world)
     state = train_step.init(seed=0)
+    batch = tree.to(rows_of_rank(subject.batch, train_step.mesh), world.device)
     times: list[float] = []
     losses: list[float] = []
     for number in range(1 + _WARM_UPS + steps):
         _wait(world)
         start = time.perf_counter()
-        state, metrics = train_step(state, subject.batch)
+        state, metrics = train_step(state, batch)
         _wait(world)
         times.append(time.perf_counter() - start)
         if number <= _WARM_UPS:
@@ -168,7 +176,7 @@ def measure(subject: Subject, scope: Any, steps: int, world: World) -> Measured:
     peak = max(gather_objects(memory.peak(), world=world))
     hits, misses, draws = 0, 0, False
     if scope == EAGER:  # dropout, a module or a function, advances a generator of torch
-        micro = subject.batch[0] if isinstance(subject.batch, Window) else subject.batch
+        micro = batch[0] if isinstance(batch, Window) else batch
         before = _random_states(world)
         train_step.look(state, subject.step.loss_fn, micro, train=True)
         draws = not all(map(torch.equal, before, _random_states(world)))

@@ -16,21 +16,21 @@ _WORTH = 1.05
 
 @attrs.frozen(kw_only=True)
 class Row:
-    """One scope of the table."""
+    """One scope or strategy of the table."""
 
-    scope: str  # "eager", or one of `compile`
+    name: str
     answer: Answer
-    gain: float | None = None  # the speed-up against eager. None if this scope or eager failed
-    differs: bool = False  # whether the losses differ from eager's
+    gain: float | None = None  # the speed-up against the reference. None if one of the two failed
+    differs: bool = False  # whether the losses differ from the reference's
     compared: bool = True  # whether the losses could be compared
     note: str = ""
 
 
 @attrs.frozen(kw_only=True)
 class Verdict:
-    """Which scope to use, and why."""
+    """Which scope or strategy to use, and why."""
 
-    scope: str | None  # None if no scope could be measured
+    name: str | None  # None if none could be measured
     why: str  # printed after the scope's name
     pays_back_after: int | None = None  # steps that save the extra seconds of the first call, if there are
 
@@ -41,8 +41,8 @@ def tolerance_of(precision: str) -> float:
     return 1e-3 if precision in ("fp32", "fp64") else 5e-2
 
 
-def judge(answers: Mapping[str, Answer], tolerance: float) -> list[Row]:
-    """A row for each scope, in the order of `answers`, compared with eager.
+def judge(answers: Mapping[str, Answer], tolerance: float, reference: str = EAGER) -> list[Row]:
+    """A row for each scope or strategy, in the order of `answers`, compared with the reference.
 
     Example:
         >>> eager = Measured(first=1.0, seconds=0.2, peak=100.0, losses=[2.0, 1.5])
@@ -50,32 +50,32 @@ def judge(answers: Mapping[str, Answer], tolerance: float) -> list[Row]:
         >>> judge({"eager": eager, "block": block}, tolerance=1e-3)[1].note
         "losses differ from eager's by 20.0%"
     """
-    eager = answers.get(EAGER)
-    reference = eager if isinstance(eager, Measured) else None
-    return [_row(scope, answer, reference, tolerance) for scope, answer in answers.items()]
+    return [_row(name, answer, reference, answers, tolerance) for name, answer in answers.items()]
 
 
-def _row(scope: str, answer: Answer, eager: Measured | None, tolerance: float) -> Row:
+def _row(name: str, answer: Answer, reference: str, answers: Mapping[str, Answer], tolerance: float) -> Row:
+    found = answers.get(reference)
+    eager = found if isinstance(found, Measured) else None
     if isinstance(answer, Failed):
-        return Row(scope=scope, answer=answer, note=answer.what)
+        return Row(name=name, answer=answer, note=answer.what)
     notes: list[str] = []
     gap = 0.0 if eager is None else _gap(eager.losses, answer.losses)
     differs, compared = gap > tolerance, eager is not None
     if eager is None:
-        notes.append("losses not compared: eager failed")
+        notes.append("losses not compared: {reference} failed")
     elif differs and eager.draws:
         differs = compared = False
         notes.append("losses can't be compared: dropout draws other masks")
     elif differs:
-        notes.append(f"losses differ from eager's by {gap:.1%}" if math.isfinite(gap) else "losses differ")
+        notes.append(
+            f"losses differ from {reference}'s by {gap:.1%}" if math.isfinite(gap) else "losses differ"
+        )
     if not all(map(math.isfinite, answer.losses)):
         notes.append("the loss is not finite")
     if answer.cache_hits:
         notes.append("compile cache was partly warm" if answer.cache_misses else "compile cache was warm")
     gain = None if eager is None else eager.seconds / answer.seconds
-    return Row(
-        scope=scope, answer=answer, gain=gain, differs=differs, compared=compared, note="; ".join(notes)
-    )
+    return Row(name=name, answer=answer, gain=gain, differs=differs, compared=compared, note="; ".join(notes))
 
 
 def _gap(eager: Sequence[float], other: Sequence[float]) -> float:
@@ -100,20 +100,20 @@ def recommend(rows: Sequence[Row]) -> Verdict:
         >>> recommend(judge({"eager": eager, "block": block}, tolerance=1e-3)).why
         '2.0x eager; its first call of 9.0 s is paid back after 80 steps'
     """
-    able = {row.scope: row.answer for row in rows if isinstance(row.answer, Measured) and not row.differs}
+    able = {row.name: row.answer for row in rows if isinstance(row.answer, Measured) and not row.differs}
     eager = able.pop(EAGER, None)
     if eager is None:
         if not able:
-            return Verdict(scope=None, why="none ran")
+            return Verdict(name=None, why="none ran")
         fastest = min(able, key=lambda scope: able[scope].seconds)
-        return Verdict(scope=fastest, why="the fastest, though eager failed and nothing was compared")
+        return Verdict(name=fastest, why="the fastest, though eager failed and nothing was compared")
     if not able:
-        return Verdict(scope=EAGER, why="no other scope can be used")
+        return Verdict(name=EAGER, why="no other scope can be used")
     gains = {scope: eager.seconds / measured.seconds for scope, measured in able.items()}
     fastest = max(gains, key=lambda scope: gains[scope])
     if gains[fastest] < _WORTH:
         speed = f"{fastest} runs at {gains[fastest]:.2f}x"
-        return Verdict(scope=EAGER, why=f"no scope is faster by {_WORTH - 1:.0%} ({speed})")
+        return Verdict(name=EAGER, why=f"no scope is faster by {_WORTH - 1:.0%} ({speed})")
     close = [scope for scope, gain in gains.items() if gain >= _WORTH and gain * _WORTH >= gains[fastest]]
     scope = min(close, key=lambda name: able[name].first)
     best, gain, steps = able[scope], gains[scope], pays_back_after(eager, able[scope])
@@ -124,9 +124,34 @@ def recommend(rows: Sequence[Row]) -> Verdict:
         warm = " (with a warm compile cache)" if best.cache_hits else ""
         many = "1 step" if steps == 1 else f"{steps:,} steps"
         why += f"; its first call of {brief(best.first)} s{warm} is paid back after {many}"
-    if not all(row.compared for row in rows if row.scope == scope):
+    if not all(row.compared for row in rows if row.name == scope):
         why += "; compare its losses yourself"
-    return Verdict(scope=scope, why=why, pays_back_after=steps)
+    return Verdict(name=scope, why=why, pays_back_after=steps)
+
+
+def recommend_strategy(rows: Sequence[Row]) -> Verdict:
+    """The strategy to use: the fastest, and the one with the least memory if that is another one.
+
+    Strategies that failed or whose losses differ are never recommended.
+
+    Example:
+        >>> ddp = Measured(first=1.0, seconds=0.1, peak=100.0, losses=[2.0, 1.5])
+        >>> fsdp = Measured(first=1.0, seconds=0.2, peak=60.0, losses=[2.0, 1.5])
+        >>> rows = judge({"ddp": ddp, "fsdp": fsdp}, tolerance=1e-3, reference="ddp")
+        >>> recommend_strategy(rows).why
+        'the fastest. If memory is short: fsdp, 0.60x the memory of a rank at 2.0x the time'
+    """
+    able = {row.name: row.answer for row in rows if isinstance(row.answer, Measured) and not row.differs}
+    if not able:
+        return Verdict(name=None, why="none ran")
+    fastest = min(able, key=lambda name: able[name].seconds)
+    leanest = min(able, key=lambda name: able[name].peak)
+    share = able[leanest].peak / able[fastest].peak if able[fastest].peak else 1.0
+    if share >= 1 / _WORTH:
+        return Verdict(name=fastest, why="the fastest, and no other needs less memory")
+    slower = able[leanest].seconds / able[fastest].seconds
+    other = f"{leanest}, {share:.2f}x the memory of a rank at {slower:.1f}x the time"
+    return Verdict(name=fastest, why=f"the fastest. If memory is short: {other}")
 
 
 def pays_back_after(eager: Measured, other: Measured) -> int | None:
@@ -151,20 +176,20 @@ def document(rows: Sequence[Row], verdict: Verdict) -> dict[str, Any]:
     """Rows and verdict as plain values: seconds, MiB, the first losses."""
     return {
         "rows": [_plain(row) for row in rows],
-        "recommended": verdict.scope,
+        "recommended": verdict.name,
         "why": verdict.why,
         "pays_back_after": verdict.pays_back_after,
     }
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    plain: dict[str, Any] = {"scope": row.scope, "note": row.note, "differs": row.differs}
+    plain: dict[str, Any] = {"name": row.name, "note": row.note, "differs": row.differs}
     answer = row.answer
     if isinstance(answer, Failed):
         return plain | {"error": {"kind": answer.kind, "text": answer.text}}
     return plain | {
         "first_step_seconds": answer.first, "step_seconds": answer.seconds,
-        "steps_per_second": 1 / answer.seconds, "against_eager": row.gain, "peak_mib": answer.peak,
+        "steps_per_second": 1 / answer.seconds, "against_reference": row.gain, "peak_mib": answer.peak,
         "losses": list(answer.losses), "cache_hits": answer.cache_hits,
         "cache_misses": answer.cache_misses,
     }  # fmt: skip

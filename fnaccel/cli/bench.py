@@ -1,4 +1,4 @@
-"""`fnaccel bench`: time, memory and compile time of each scope of `fa.compile` on your loss function."""
+"""`fnaccel bench`: time and memory of each scope of `fa.compile`, or of strategies, on your loss function."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import attrs
 import torch
 
 from fnaccel.benching.answer import EAGER, Answer, Failed, Task, answer_in
-from fnaccel.benching.verdict import Row, brief, document, judge, recommend, tolerance_of
-from fnaccel.cli.terminal import Parser, columns, printable
+from fnaccel.benching.verdict import Row, brief, document, judge, recommend, recommend_strategy, tolerance_of
+from fnaccel.cli.terminal import Parser, columns, print_json, printable, split_list
 from fnaccel.config import Recipe, from_yaml, to_yaml
 from fnaccel.errors import UnknownNameError, nearest, require
 from fnaccel.launch.accelerators import count_accelerators
@@ -31,7 +31,9 @@ _PROG = "fnaccel bench"
 _SCOPES = (EAGER, *get_args(Scope))
 _WIDEST_NOTE = 80
 _DEFAULT = "eager,block,loss,step"
-_HELP = """Measure a train step of LOSS in each scope of fa.compile, one fresh process each.
+_HELP = """Measure a train step of LOSS in each scope of fa.compile, or under each of some strategies.
+
+Each runs in fresh processes, one after the other.
 
 References are `module:name`, the current directory first, or `path/to/file.py:name`."""
 
@@ -54,13 +56,18 @@ def parser() -> Parser:
     add("--optimizer", metavar="NAME", help="adamw, adam, sgd, adafactor (default: adamw)")
     add("--steps", type=int, default=30, help="how many are timed (default: 30)")
     add(
-        "--scopes", default=_DEFAULT, metavar="LIST",
+        "--scopes", metavar="LIST",
         help=f"separated by commas. Eager always runs, as the reference (default: {_DEFAULT})",
+    )  # fmt: skip
+    add(
+        "--strategies", metavar="LIST",
+        help='compare strategies instead, such as "ddp, fsdp, ddp(2) * tensor(2)", in the first of --scopes. '
+        "The first strategy is the reference. local takes one rank",
     )  # fmt: skip
     add("-n", "--nproc", dest="ranks", type=int, default=1, metavar="RANKS", help="processes (default: 1)")
     add("--cpu", action="store_true", help="compute on the CPU, whatever else there is")
     add("--cold", action="store_true", help="leave out torch's compile cache, as on a new machine")
-    add("--json", type=Path, metavar="FILE", help="write the rows there too")
+    add("--json", action="store_true", help="print JSON")
     return options
 
 
@@ -75,12 +82,20 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
         ('eager', 'block', 'loss', 'step')
     """
     options = parser().parse_args(arguments)
-    steps, ranks, file = options.steps, options.ranks, options.json
+    steps, ranks = options.steps, options.ranks
     require(steps >= 1, f"{steps} steps can't be timed", f"{_PROG} --steps", "1, or more")
     options.recipe = _recipe(options)
     require(ranks >= 1, f"{ranks} ranks can't train", f"{_PROG} -n", "-n 1, or more")
-    chosen = strategy(options.recipe.strategy)
-    resolve(chosen.degrees(), ranks, str(chosen))
+    options.strategies = split_list(options.strategies or "")
+    require(
+        not (options.strategies and options.strategy),
+        "--strategy and --strategies together",
+        f"{_PROG} --strategies",
+        "one of the two",
+    )
+    for text in options.strategies or [options.recipe.strategy]:
+        chosen = strategy(text)
+        resolve(chosen.degrees(), _ranks_of(text, options), str(chosen))
     accelerators = 0 if options.cpu else count_accelerators()
     require(
         not 0 < accelerators < ranks,
@@ -88,20 +103,22 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
         f"{_PROG} -n {ranks}",
         f"-n {accelerators}, or --cpu to compute without",
     )
-    require(
-        file is None or (file.parent.is_dir() and not file.is_dir()),
-        f"no file can be written as {file}",
-        f"{_PROG} --json",
-        "name a file in a folder that exists",
-    )
-    names = [name.strip() for name in options.scopes.split(",") if name.strip()]
+    names = split_list(_DEFAULT if options.scopes is None else options.scopes)
     for name in names:
         if name not in _SCOPES:
             raise UnknownNameError(
                 f"no scope is called {name!r}", where=f"{_PROG} --scopes", fix=nearest(name, _SCOPES)
             )
-    options.scopes = tuple(dict.fromkeys([EAGER, *names]))
+    compared = not options.strategies
+    options.scopes = (
+        tuple(dict.fromkeys([EAGER, *names])) if compared else (names[0] if options.scopes else EAGER,)
+    )
     return options
+
+
+def _ranks_of(text: str, options: argparse.Namespace) -> int:
+    """The ranks of a strategy: one for `local`, if it is compared with others."""
+    return 1 if options.strategies and not strategy(text).degrees() else options.ranks
 
 
 def _recipe(options: argparse.Namespace) -> Recipe:
@@ -116,54 +133,71 @@ def _recipe(options: argparse.Namespace) -> Recipe:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Measure, then print the table and the recommended scope.
+    """Measure, then print the table and the recommended scope or strategy.
 
     Returns:
-        0, 1 if no scope could be measured (eager's error is then printed), or 2 if a reference is wrong.
+        0, 1 if none could be measured (the first error is then printed), or 2 if a reference is wrong.
 
     Raises:
         FnaccelError: an option is wrong, and nothing was measured.
     """
     options = read(arguments)
-    recipe = to_yaml(options.recipe)
+    tasks = _tasks(options)
     answers: dict[str, Answer] = {}
-    for number, scope in enumerate(options.scopes, 1):
-        print(f"{_PROG}: {scope} ({number} of {len(options.scopes)})", file=sys.stderr, flush=True)
-        task = Task(
-            loss=options.loss, model=options.model, batch=options.batch,
-            recipe=recipe, scope=scope, steps=options.steps,
-        )  # fmt: skip
-        answers[scope] = found = run_isolated(task, options.ranks, cpu=options.cpu, cold=options.cold)
+    for number, (name, task) in enumerate(tasks.items(), 1):
+        print(f"{_PROG}: {name} ({number} of {len(tasks)})", file=sys.stderr, flush=True)
+        ranks = _ranks_of(name, options) if options.strategies else options.ranks
+        answers[name] = found = run_isolated(task, ranks, cpu=options.cpu, cold=options.cold)
         if isinstance(found, Failed) and found.setup:
             print(printable(found.text, keep="\n"), file=sys.stderr)
             return 2
-    rows = judge(answers, tolerance_of(options.recipe.precision))
-    chosen = recommend(rows)
-    print(f"{_title(options, answers)}\n\n{table(rows)}\n")
-    if options.json is not None:
-        about = {"loss": options.loss, "ranks": options.ranks, "steps": options.steps, "recipe": recipe}
-        about |= {"torch": torch.__version__} | document(rows, chosen)
-        options.json.write_text(json.dumps(about, indent=1) + "\n")
-    if chosen.scope is not None:
-        print(f"recommended: {chosen.scope}, {chosen.why}")
+    reference = next(iter(tasks))
+    rows = judge(answers, tolerance_of(options.recipe.precision), reference)
+    chosen = recommend_strategy(rows) if options.strategies else recommend(rows)
+    if options.json:
+        about = {"loss": options.loss, "ranks": options.ranks, "steps": options.steps}
+        about |= {"recipe": to_yaml(options.recipe), "torch": torch.__version__, "reference": reference}
+        print_json(about | document(rows, chosen))
+    else:
+        kind = "strategy" if options.strategies else "scope"
+        print(f"{_title(options, answers)}\n\n{table(rows, kind, reference)}\n")
+    if chosen.name is not None:
+        if not options.json:
+            print(f"recommended: {chosen.name}, {chosen.why}")
         return 0
-    failed = next(found for found in answers.values() if isinstance(found, Failed))  # eager's, the first
+    failed = next(found for found in answers.values() if isinstance(found, Failed))
     print(printable(failed.text, keep="\n"), file=sys.stderr)
     return 1
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Rows in columns. A scope that failed has the reason in the column `note`."""
-    cells = [("scope", "first step s", "ms/step", "steps/s", "against eager", "peak MiB", "note")]
+def _tasks(options: argparse.Namespace) -> dict[str, Task]:
+    """The task of each scope, or of each strategy. The first is the reference."""
+    recipe: Recipe = options.recipe
+    pairs = [(scope, recipe, scope) for scope in options.scopes]
+    if options.strategies:
+        scope = options.scopes[0]
+        pairs = [(text, attrs.evolve(recipe, strategy=text), scope) for text in options.strategies]
+    return {
+        name: Task(
+            loss=options.loss, model=options.model, batch=options.batch,
+            recipe=to_yaml(each), scope=scope, steps=options.steps,
+        )
+        for name, each, scope in pairs
+    }  # fmt: skip
+
+
+def table(rows: Sequence[Row], kind: str = "scope", reference: str = EAGER) -> str:
+    """Rows in columns. A row that failed has the reason in the column `note`."""
+    cells = [(kind, "first step s", "ms/step", "steps/s", f"against {reference}", "peak MiB", "note")]
     for row in rows:
         found = row.answer
         note = row.note if len(row.note) <= _WIDEST_NOTE else f"{row.note[: _WIDEST_NOTE - 3]}..."
         if isinstance(found, Failed):
-            cells.append((row.scope, "-", "-", "-", "-", "-", note))
+            cells.append((row.name, "-", "-", "-", "-", "-", note))
             continue
         gain = "-" if row.gain is None else f"{row.gain:.2f}x"
         times = brief(found.first), _three_digits(found.seconds * 1e3), _three_digits(1 / found.seconds)
-        cells.append((row.scope, *times, gain, f"{found.peak:.0f}", note))
+        cells.append((row.name, *times, gain, f"{found.peak:.0f}", note))
     return columns(cells, "<>>>>>")
 
 
@@ -215,8 +249,9 @@ def _run(command: Sequence[str], environ: dict[str, str], output: int) -> int:
 def _title(options: argparse.Namespace, answers: dict[str, Answer]) -> str:
     recipe: Recipe = options.recipe
     device = next((f" ({found.device})" for found in answers.values() if not isinstance(found, Failed)), "")
+    subject = options.scopes[0] if options.strategies else recipe.strategy
     parts = [
-        f"{recipe.strategy} on {'1 rank' if options.ranks == 1 else f'{options.ranks} ranks'}{device}",
+        f"{subject} on {'1 rank' if options.ranks == 1 else f'{options.ranks} ranks'}{device}",
         recipe.precision,
         recipe.optimizer.name,
         *([f"accumulate {recipe.accumulate}"] if recipe.accumulate > 1 else []),

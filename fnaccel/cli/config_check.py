@@ -16,15 +16,20 @@ from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
 
 
+def parser() -> Parser:
+    """The options of `fnaccel config validate`."""
+    options = Parser("fnaccel config validate", "Check a recipe, without a model and without data.")
+    options.add_argument("file", metavar="FILE")
+    return options
+
+
 def run(arguments: Sequence[str]) -> int:
     """Check a file.
 
     Raises:
         FnaccelError: the recipe has a mistake.
     """
-    options = Parser("fnaccel config validate", "Check a recipe, without a model and without data.")
-    options.add_argument("file", metavar="FILE")
-    path = Path(options.parse_args(arguments).file)
+    path = Path(parser().parse_args(arguments).file)
     check_recipe(from_yaml(path))
     print(f"{path} is a recipe")
     return 0

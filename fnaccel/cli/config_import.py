@@ -20,6 +20,16 @@ _HELP = """Import a file of Accelerate (YAML), DeepSpeed (JSON) or torchtitan (T
 Prints what became of each key, and the recipe. Then: fnaccel launch --config RECIPE train.py"""
 
 
+def parser() -> Parser:
+    """The options of `fnaccel config import`."""
+    options = Parser(_COMMAND, _HELP)
+    options.add_argument("file", metavar="FILE")
+    options.add_argument("-o", "--output", metavar="RECIPE", help="write the recipe here. A file is kept")
+    options.add_argument("--deepspeed", metavar="FILE", help="the DeepSpeed file that FILE names")
+    options.add_argument("--json", action="store_true", help="print JSON")
+    return options
+
+
 def run(arguments: Sequence[str]) -> int:
     """Import a file, print the table and the recipe, and write it if `-o` is given.
 
@@ -39,12 +49,7 @@ def run(arguments: Sequence[str]) -> int:
         ...
         0
     """
-    options = Parser(_COMMAND, _HELP)
-    options.add_argument("file", metavar="FILE")
-    options.add_argument("-o", "--output", metavar="RECIPE", help="write the recipe here. A file is kept")
-    options.add_argument("--deepspeed", metavar="FILE", help="the DeepSpeed file that FILE names")
-    options.add_argument("--json", action="store_true", help="print JSON")
-    parsed = options.parse_args(arguments)
+    parsed = parser().parse_args(arguments)
     deepspeed = None if parsed.deepspeed is None else Path(parsed.deepspeed)
     imported = import_file(Path(parsed.file), deepspeed)
     recipe = commented(imported, parsed.file)

@@ -16,12 +16,17 @@ from fnaccel.cli.terminal import Parser, columns
 from fnaccel.config import Recipe
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Print the recipe as a table, or as JSON."""
+def parser() -> Parser:
+    """The options of `fnaccel config show`."""
     options = Parser("fnaccel config show", "Each value of the recipe, and its source.")
     add_recipe_options(options)
     options.add_argument("--json", action="store_true", help="print JSON")
-    parsed = options.parse_args(arguments)
+    return options
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the recipe as a table, or as JSON."""
+    parsed = parser().parse_args(arguments)
     sources = layers(_without(parsed, "json"), os.environ)
     rows = sourced(check_overrides(sources), sources)
     if parsed.json:

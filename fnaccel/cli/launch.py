@@ -19,7 +19,7 @@ from fnaccel.cli.overriding import check_overrides, gather_overrides, layers, no
 from fnaccel.config import LaunchRecipe
 from fnaccel.errors import LaunchError, nearest
 from fnaccel.launch import Job, launch, tpu
-from fnaccel.launch.accelerators import count_accelerators
+from fnaccel.launch.accelerators import count_processes
 from fnaccel.launch.carriers import Request, choose, plan
 from fnaccel.launch.carriers.choice import IN_THE_LAUNCHER
 from fnaccel.launch.ending import leave
@@ -41,10 +41,10 @@ def _searching(folder: Path) -> Generator[None]:
 
 @attrs.frozen
 class Order:
-    """What a command line asks for.
+    """The job of a command line, and its carrier.
 
     Attributes:
-        request: the job, and what its carrier may read.
+        request: the job, and everything that its carrier may read.
         carrier: the name of the carrier.
         options: as argparse has read them.
     """
@@ -120,7 +120,7 @@ def job_of(recipe: LaunchRecipe, **program: Any) -> Job:
 
 
 def request_of(recipe: LaunchRecipe, **program: Any) -> Request:
-    """The job of the section `launch` of a recipe, with what its carrier may read.
+    """The job of the section `launch` of a recipe, and everything that its carrier may read.
 
     Args:
         recipe: the section.
@@ -177,7 +177,9 @@ def request_of(recipe: LaunchRecipe, **program: Any) -> Request:
     if carrier in IN_THE_LAUNCHER or (carrier == "mpirun" and not hosts):
         if carrier != "mpirun":
             _check_machines(recipe)
-        return attrs.evolve(request, job=attrs.evolve(job, processes=_processes(recipe.ranks, job)))
+        where = "fnaccel launch" if recipe.ranks is None else f"fnaccel launch -n {recipe.ranks}"
+        count = count_processes(recipe.ranks, job, where=where)
+        return attrs.evolve(request, job=attrs.evolve(job, processes=count))
     ranks = 1 if recipe.ranks is None else recipe.ranks
     return attrs.evolve(request, job=attrs.evolve(job, processes=ranks))
 
@@ -249,25 +251,6 @@ def _check_stray(parsed: argparse.Namespace) -> None:
                 where="fnaccel launch",
                 fix="--tpu-name NAME, or leave it out on the TPU VM itself",
             )
-
-
-def _processes(count: int | None, job: Job) -> int:
-    accelerators = 0 if job.cpu or job.tpu else count_accelerators(job.visible)
-    if job.gpus is not None and not (job.cpu or job.tpu or accelerators):
-        raise LaunchError(
-            f"no GPU of this machine is among --gpus {job.gpus}",
-            where="fnaccel launch --gpus",
-            fix="numbers from `nvidia-smi -L`, or leave it out",
-        )
-    if count is None:
-        return max(1, accelerators)
-    if 0 < accelerators < count:
-        raise LaunchError(
-            f"{count} processes need an accelerator each, and there are {accelerators}",
-            where=f"fnaccel launch -n {count}",
-            fix=f"-n {accelerators}, or --cpu to compute without",
-        )
-    return count
 
 
 def _check_machines(recipe: LaunchRecipe) -> None:

@@ -89,14 +89,14 @@ def parser() -> Parser:
 
 
 def _add_carrier_options(options: argparse.ArgumentParser) -> None:
-    """The options that choose who starts the processes, and where."""
+    """The options that choose who starts the processes."""
     carriers = options.add_argument_group(
         "carriers",
         "who starts the processes. Their options are sections of the recipe: --set launch.slurm.time=2:00:00",
     )
     carriers.add_argument("--carrier", metavar="NAME", help=", ".join(CARRIERS))
     carriers.add_argument(
-        "--dry-run", action="store_true", help="print what would run, and start nothing. Carriers: all"
+        "--dry-run", action="store_true", help="print the commands of any carrier, and start nothing"
     )
     carriers.add_argument("--hosts", metavar="NAMES", help="for ssh, pdsh and mpirun: gpu1,gpu2:4")
     carriers.add_argument("--hostfile", metavar="FILE", help="with a line for each host: gpu1 slots=4")
@@ -105,7 +105,7 @@ def _add_carrier_options(options: argparse.ArgumentParser) -> None:
 
 
 def _add_output_options(options: argparse.ArgumentParser) -> None:
-    """The options about processes and what they print."""
+    """The options about processes and their output."""
     more = options.add_argument_group("more about the processes")
     more.add_argument(
         "--no-python", action="store_false", default=None, dest="python",

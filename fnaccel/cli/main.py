@@ -15,6 +15,7 @@ from fnaccel.errors import FnaccelError, UnknownNameError, nearest
 COMMANDS = {
     "launch": "run a script as one process per accelerator, on one machine or several",
     "config": "show each value of a recipe and its source, check a file, write one for this machine",
+    "test": "check this machine, or several: collectives, strategies, checkpoints, ports, clocks",
     "inspect": "the contents of a checkpoint, and whether its files are intact",
     "convert": "a checkpoint of one tool as that of another",
     "plan": "what a train step would do, and a rank's memory and collectives, for any number of ranks",

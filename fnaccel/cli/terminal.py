@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -57,3 +58,25 @@ def columns(lines: Sequence[Sequence[str]], alignment: str) -> str:
     widths = [max(map(len, column)) for column in zip(*safe, strict=True)][:-1]
     shape = "  ".join(f"{{:{side}{width}}}" for side, width in zip(alignment, widths, strict=True))
     return "\n".join(f"{shape}  {{}}".format(*line).rstrip() for line in safe)
+
+
+def split_list(text: str) -> list[str]:
+    """The entries of a list that is separated by commas. Commas inside parentheses are part of an entry.
+
+    Example:
+        >>> split_list("ddp, hsdp(2, 4)")
+        ['ddp', 'hsdp(2, 4)']
+    """
+    entries, depth = [""], 0
+    for char in text:
+        depth += (char == "(") - (char == ")")
+        if char == "," and not depth:
+            entries.append("")
+        else:
+            entries[-1] += char
+    return [entry.strip() for entry in entries if entry.strip()]
+
+
+def print_json(value: object) -> None:
+    """Print a value as JSON on lines of its own. Values that JSON lacks become text."""
+    print(json.dumps(value, indent=1, default=str))

@@ -8,6 +8,36 @@ from collections.abc import Mapping
 import torch
 
 from fnaccel.errors import LaunchError
+from fnaccel.launch.job import Job
+
+
+def count_processes(count: int | None, job: Job, *, where: str) -> int:
+    """The number of ranks on this machine.
+
+    Args:
+        count: the number that the user asked for. None: one for each accelerator, or 1.
+        job: whether it uses accelerators, and which.
+        where: the function or option that an error names.
+
+    Raises:
+        LaunchError: more ranks than accelerators, or no GPU is among those that the job names.
+    """
+    accelerators = 0 if job.cpu or job.tpu else count_accelerators(job.visible)
+    if job.gpus is not None and not (job.cpu or job.tpu or accelerators):
+        raise LaunchError(
+            f"no GPU of this machine is among {job.gpus}",
+            where=where,
+            fix="numbers from `nvidia-smi -L`, or leave it out",
+        )
+    if count is None:
+        return max(1, accelerators)
+    if 0 < accelerators < count:
+        raise LaunchError(
+            f"{count} processes need an accelerator each, and there are {accelerators}",
+            where=where,
+            fix=f"{accelerators} processes, or compute on the CPU",
+        )
+    return count
 
 
 def count_accelerators(environ: Mapping[str, str] | None = None) -> int:

@@ -11,9 +11,11 @@ import contextlib
 import gc
 import io
 import os
+import signal
 import sys
 import threading
-from typing import NoReturn
+import weakref
+from typing import Any, NoReturn
 
 
 def end(code: int) -> NoReturn:
@@ -33,6 +35,35 @@ def end(code: int) -> NoReturn:
             if issubclass(type(value), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
                 with contextlib.suppress(OSError, ValueError):  # a closed file, a reader that is gone
                     value.flush()
+    finally:
+        leave(code)
+
+
+def forget_handlers() -> None:
+    """In a fork: drop the caller's reactions to signals, and to its exit (removing its temporary folders).
+
+    The event loop of a notebook reads signals from a socket that a fork shares.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit._clear()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+    finalizers: Any = weakref.finalize
+    for finalizer in list(finalizers._registry):  # noqa: SLF001
+        finalizer.atexit = False
+    atexit.register(finalizers._exitfunc)  # noqa: SLF001
+
+
+def end_function(code: int) -> NoReturn:
+    """End a process whose function has returned. Open files of the caller stay its own.
+
+    Args:
+        code: the exit code.
+    """
+    try:
+        threading._shutdown()  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        atexit._run_exitfuncs()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
     finally:
         leave(code)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from fnaccel.launch.ending import end
+from fnaccel.launch.ending import end, end_function, forget_handlers
 from fnaccel.launch.failure import Failure
 from fnaccel.launch.job import Job
 from fnaccel.launch.rank import live
@@ -104,6 +104,8 @@ def fork(
             for other in [read, *(rank.pipe for rank in ranks if rank.pipe is not None)]:
                 os.close(other)
             forget()
+            if job.function is not None:
+                forget_handlers()
             tee(local_rank)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             environ = variables(
@@ -117,7 +119,8 @@ def fork(
                 presets=presets,
             )
             trace(local_rank)
-            end(live(job, local_rank, environ=environ, launcher=launcher, pipe=write))
+            ending = end if job.function is None else end_function
+            ending(live(job, local_rank, environ=environ, launcher=launcher, pipe=write))
         os.close(write)
         os.set_blocking(read, False)
         ranks.append(Rank(job.rank(local_rank), pid, read))

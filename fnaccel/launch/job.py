@@ -9,6 +9,7 @@ import importlib.machinery
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Job:
     Attributes:
         script: a Python file, or None if `module` is given.
         module: a module to run as `python -m` does.
+        function: a function to call in place of a script, in each rank.
         args: the arguments of the script.
         processes: how many on this machine, one for each local rank.
         machines: the largest number of machines.
@@ -80,6 +82,7 @@ class Job:
 
     script: str | None = None
     module: str | None = None
+    function: Callable[[], None] | None = None
     args: tuple[str, ...] = ()
     processes: int = 1
     machines: int = 1
@@ -131,6 +134,8 @@ class Job:
     @property
     def name(self) -> str:
         """The program as the command line names it."""
+        if self.function is not None:
+            return "a function"
         return f"-m {self.module}" if self.module is not None else str(self.script)
 
     def rank(self, local_rank: int) -> int:
@@ -244,6 +249,8 @@ def _check_options(job: Job) -> None:
 
 
 def _check_program(job: Job) -> None:
+    if job.function is not None:
+        return
     if job.module is not None:
         # only the outermost package: finding its modules would import it into the launcher
         top = job.module.partition(".")[0]

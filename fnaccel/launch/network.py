@@ -71,13 +71,24 @@ def interface_to(address: str) -> str | None:
     """
     if sys.platform != "linux":
         return None
+    local_address = address_to(address)
+    names = [name for _, name in socket.if_nameindex()] if local_address is not None else []
+    return next((name for name in names if _address_of(name) == local_address), None)
+
+
+def address_to(address: str) -> str | None:
+    """This machine's own address on the way to another one, or None if there is no way.
+
+    Example:
+        >>> address_to("127.0.0.1")
+        '127.0.0.1'
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing: it asks the kernel for the route
-            local_address = probe.getsockname()[0]
+            return probe.getsockname()[0]
     except OSError:
         return None
-    return next((name for _, name in socket.if_nameindex() if _address_of(name) == local_address), None)
 
 
 def _address_of(interface: str) -> str | None:

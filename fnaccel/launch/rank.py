@@ -17,8 +17,8 @@ from types import TracebackType
 
 import attrs
 import torch
+import torch.distributed as dist
 
-from fnaccel import _torch
 from fnaccel.errors import Preempted
 from fnaccel.launch import affinity, numa, overrides
 from fnaccel.launch.failure import Failure, follows, shown
@@ -76,7 +76,9 @@ def live(job: Job, local_rank: int, *, environ: dict[str, str], launcher: int, p
 def _run(job: Job) -> tuple[int, str]:
     """The exit code, and a text for the launcher to print."""
     try:
-        if job.module is not None:
+        if job.function is not None:
+            job.function()
+        elif job.module is not None:
             run_module(job.module, job.args)
         else:
             run_file(str(job.script), job.args)
@@ -139,7 +141,7 @@ def _become_program(job: Job) -> int:
 def _turn_checks_on() -> None:
     """Read the variables of `--debug`, which PyTorch has read in the launcher, before the fork."""
     faulthandler.enable()
-    _torch.set_debug_level_from_env()
+    dist.set_debug_level_from_env()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _take_place(local_rank: int, environ: dict[str, str]) -> None:

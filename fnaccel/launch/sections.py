@@ -146,7 +146,7 @@ class TpuVmRecipe:
         commands: shell lines that run before the script, on each worker.
         command_file: a file of such lines. They run before `commands`.
         env: variables of the commands and of the ranks there.
-        install: what `pip install` gets first, such as `"fnaccel==0.1.0"`.
+        install: the arguments of `pip install`, which runs first, such as `"fnaccel==0.1.0"`.
 
     Example:
         >>> fa.config.TpuVmRecipe(name="pod", zone="us-central2-b", install="fnaccel").workers

@@ -52,7 +52,8 @@ def launch(job: Job) -> int:
     coordinator = meet(job) if job.several else None
     try:
         place = Place() if coordinator is None else coordinator.begin()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        # pdsh blocks SIGCHLD in its commands, and the launcher would not see the end of a rank
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED) - {signal.SIGCHLD}
         try:
             return _attempts(job, coordinator, place, mask, presets)
         finally:
@@ -206,7 +207,8 @@ def _signals(mask: set[Any]) -> Generator[int]:
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         with contextlib.suppress(BlockingIOError):
             for number in os.read(read, 4096):
-                os.kill(os.getpid(), number)
+                if number != signal.SIGCHLD:  # each attempt begins with a look at its ranks
+                    os.kill(os.getpid(), number)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(before)

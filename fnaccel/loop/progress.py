@@ -63,8 +63,11 @@ def _length(iterable: object) -> int | None:
 
 def open_bar(total: int | None, initial: int, *, unit: str = "step") -> Any:
     """A bar of tqdm, a context manager: the notebook's in a notebook, if it has ipywidgets."""
-    from tqdm.auto import tqdm  # noqa: PLC0415 - only if a bar is shown
-
+    # a rank of fa.notebook_launch has no connection to the notebook, and writes text
+    if type(sys.stderr).__module__.startswith("ipykernel"):
+        from tqdm.auto import tqdm  # noqa: PLC0415 - only if a bar is shown
+    else:
+        from tqdm import tqdm  # noqa: PLC0415
     watched = sys.stderr.isatty() or "ipykernel" in sys.modules
     often = 0.1 if watched else 5.0  # a log file keeps every line
     return tqdm(total=total, initial=initial, unit=unit, dynamic_ncols=True, mininterval=often)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fnaccel import _torch
 from fnaccel.errors import WorldError
-from fnaccel.world.connections import remember, socket_names
+from fnaccel.world.connections import listening_ports, remember, socket_names
 from fnaccel.world.launched import Ranks, first_host
 
 LISTENERS: list[Callable[[str], None]] = []
@@ -64,13 +64,13 @@ class Joined:
         groups: process groups beside it.
         store: the store that the ranks share.
         host: the rank that keeps the store, or None if a launcher does.
-        port: the port of the store.
+        other_ports: the port of the store, and those that this process listened on before.
     """
 
     groups: Groups
     store: Any
     host: int | None
-    port: int
+    other_ports: frozenset[int]
 
 
 def join(
@@ -99,6 +99,7 @@ def join(
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{native}"
     limit = timedelta(seconds=timeout)
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    other_ports = frozenset([port, *listening_ports()])
     _tell("joining")
     store: Any = None
     try:
@@ -145,7 +146,7 @@ def join(
         groups=groups,
         store=_torch.default_store() if store is None else store,
         host=None if agent else 0,
-        port=port,
+        other_ports=other_ports,
     )
 
 

@@ -62,7 +62,7 @@ class Peers:
         host: the rank that keeps the store, or None if no rank does.
         blocking: whether `store.wait` costs nothing while it waits, as that of a TCPStore. Else a roll
             call is answered after `INTERVAL` seconds.
-        keep: TCP ports that are never cut, such as the store's own.
+        keep: TCP ports that are never cut: the store's, and a notebook's that forked this rank.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from fnaccel.errors import ConfigError
 from fnaccel.world.launched import detect
 
 VARIABLE = "FNACCEL_SET"
+_OF_START = ("launch.cpu", "launch.watchdog")
 _shown: set[str] = set()
 
 
@@ -92,9 +93,7 @@ def for_start(environ: Mapping[str, str]) -> dict[str, Any]:
         >>> for_start({"FNACCEL_SET": "launch.watchdog=600"})
         {'launch.watchdog': 600}
     """
-    fields = {
-        name: value for name, value in read(environ).items() if name in ("launch.cpu", "launch.watchdog")
-    }
+    fields = {name: value for name, value in read(environ).items() if name in _OF_START}
     show(environ)
     for name, kinds, fix in (
         ("launch.cpu", bool, "launch.cpu=true"),
@@ -107,8 +106,23 @@ def for_start(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def show(environ: Mapping[str, str]) -> None:
-    """Print on rank 0 that FNACCEL_SET is used, once for each value."""
+    """Print on rank 0 that FNACCEL_SET is used, once for each value, and which fields have no effect."""
     text = environ.get(VARIABLE, "").strip()
     if text and text not in _shown and detect(environ).rank == 0:
         print(f"fnaccel: {VARIABLE} sets {text}", file=sys.stderr, flush=True)
+        unused = launcher_fields(read(environ))
+        if unused:
+            verb = "has" if len(unused) == 1 else "have"
+            line = f"{', '.join(unused)} {verb} no effect here. Only fnaccel launch starts processes"
+            print(f"fnaccel: {line}", file=sys.stderr, flush=True)
     _shown.add(text)
+
+
+def launcher_fields(fields: Mapping[str, Any]) -> list[str]:
+    """The fields that only `fnaccel launch` can use: ranks cannot be started any more.
+
+    Example:
+        >>> launcher_fields({"launch.ranks": 2, "launch.cpu": True, "strategy": "ddp"})
+        ['launch.ranks']
+    """
+    return [name for name in fields if name.startswith("launch.") and name not in _OF_START]

@@ -344,7 +344,7 @@ def _watched(
         size=ranks.size,
         host=host,
         blocking=joined is not None,
-        keep=frozenset() if joined is None else frozenset([joined.port]),
+        keep=frozenset() if joined is None else joined.other_ports,
     )
     if joined is None or not limit:  # the owner of a group that runs already ends its processes itself
         return log, peers, None

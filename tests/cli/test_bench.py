@@ -20,14 +20,21 @@ from torch.utils.data import DataLoader
 
 import fnaccel as fa
 from fnaccel.benching.answer import Failed, Measured, Task, answer_in, write_answer
-from fnaccel.benching.measuring import Memory, Subject, find_subject, first_batch, measure
-from fnaccel.benching.verdict import document, judge, pays_back_after, recommend, tolerance_of
+from fnaccel.benching.measuring import Memory, Subject, find_subject, first_batch, measure, rows_of_rank
+from fnaccel.benching.verdict import (
+    document,
+    judge,
+    pays_back_after,
+    recommend,
+    recommend_strategy,
+    tolerance_of,
+)
 from fnaccel.cli.bench import read, run_isolated, table
 from fnaccel.cli.main import main
 from fnaccel.config.references import load
 from fnaccel.errors import ArgumentError, ConfigError
 from fnaccel.step.step import as_step
-from tests.models import Net, batch_of, loss_fn
+from tests.models import Net, batch_of, loss_fn, program
 
 ROOT = Path(__file__).parents[2]
 EAGER = Measured(first=0.1, seconds=0.010, peak=10.0, losses=(4.0, 2.0))
@@ -126,7 +133,7 @@ def other(first=14.1, seconds=0.005, **changes):
 )  # fmt: skip
 def test_what_is_recommended(answers, scope, why):
     verdict = recommend(judge({"eager": EAGER} | answers, 1e-3))
-    assert (verdict.scope, verdict.why) == (scope, why)
+    assert (verdict.name, verdict.why) == (scope, why)
     assert (verdict.pays_back_after is not None) == ("paid back" in why)
 
 
@@ -152,7 +159,7 @@ def test_dropout_is_not_called_a_difference():
     assert not row.compared
     assert "dropout" in row.note
     verdict = recommend(judge({"eager": drawn, "step": other(losses=(4.0, 2.1))}, 1e-3))
-    assert verdict.scope == "step"
+    assert verdict.name == "step"
     assert verdict.why.endswith("; compare its losses yourself")
     assert recommend(judge({"eager": drawn, "step": other()}, 1e-3)).why.endswith(" steps")  # they are equal
 
@@ -197,7 +204,7 @@ def test_the_table():
         "step             14     0.33    3,003         30.03x        10  compile cache was warm",
     ]
     found = json.loads(json.dumps(document(rows, recommend(rows))))
-    assert [row["scope"] for row in found["rows"]] == list(answers)
+    assert [row["name"] for row in found["rows"]] == list(answers)
     assert found["rows"][2]["error"] == {"kind": "CapabilityError", "text": "CapabilityError: all of it"}
     assert found["rows"][3]["step_seconds"] == 0.000333
     assert found["recommended"] == "step"
@@ -216,7 +223,7 @@ def test_the_options():
     )
     assert (found.loss, found.model, found.batch) == ("t:f", "t:M", "t:b")
     assert found.scopes == ("eager", "step", "block")
-    assert (found.steps, found.ranks, found.cpu, found.cold, found.json) == (3, 2, True, False, None)
+    assert (found.steps, found.ranks, found.cpu, found.cold, found.json) == (3, 2, True, False, False)
     assert found.recipe == fa.config.Recipe(
         strategy="ddp(2)",
         precision="bf16",
@@ -258,7 +265,6 @@ def test_options_go_over_a_recipe(tmp_path):
         ("--precision bf61", "no precision is called 'bf61'", "did you mean 'bf16'?"),
         ("--accumulate 0", "accumulate=0", "accumulate is 1 or more"),
         ("-n 0", "0 ranks can't train", "-n 1"),
-        ("--json missing/rows.json", "no file can be written as missing/rows.json", "a folder that exists"),
         ("--config missing.yaml", "no file missing.yaml", "check the path"),
         ("--stratgy ddp", "unrecognized arguments: --stratgy", "--help"),
     ],
@@ -347,32 +353,24 @@ def test_a_step_that_compiles_already_is_refused(monkeypatch):
     monkeypatch.setattr("tests.models.compiled_step", fa.compile(loss_fn, "block"), raising=False)
     monkeypatch.setattr("tests.models.some_batch", batch_of(3), raising=False)
     asked = task(loss="tests.models:compiled_step", model="tests.models:Net", batch="tests.models:some_batch")
-    with fa.start(device="cpu") as world:
+    with fa.start(device="cpu"):
         with pytest.raises(ArgumentError, match="says how it is compiled"):
-            find_subject(asked, world)
-        found = find_subject(attrs.evolve(asked, loss="tests.models:loss_fn"), world)
+            find_subject(asked)
+        found = find_subject(attrs.evolve(asked, loss="tests.models:loss_fn"))
     assert found.step == as_step(loss_fn, "here")
     assert found.model is Net
 
 
-def rows_of_a_rank(asked):
-    with fa.start(device="cpu") as world:
-        first = find_subject(asked, world).batch[0]
-        return first[:, 0].tolist()
+def rows_of_a_rank(strategy):
+    with fa.start(device="cpu"):
+        train_step = program(strategy=strategy)
+        return rows_of_rank(batch_of(3), train_step.mesh)[0][:, 0].tolist()
 
 
 def test_ranks_share_a_batch(pools):
-    asked = task(
-        loss="tests.models:loss_fn", model="tests.models:Net", batch="tests.cli.test_bench:three_rows"
-    )
-    assert pools.run(2, rows_of_a_rank, asked) == [
-        three_rows()[0][:2, 0].tolist(),
-        three_rows()[0][2:, 0].tolist(),
-    ]
-
-
-def three_rows():
-    return batch_of(3)
+    rows = batch_of(3)[0][:, 0].tolist()
+    assert pools.run(2, rows_of_a_rank, "ddp") == [rows[:2], rows[2:]]
+    assert pools.run(2, rows_of_a_rank, "context(2)") == [rows, rows]
 
 
 # the measurement
@@ -418,8 +416,7 @@ def test_the_answer_is_the_failure_that_came_first(tmp_path):
 
 @pytest.mark.launcher
 def test_a_run(folder, capfd):
-    path = folder / "rows.json"
-    assert bench("--steps", "2", "--scopes", "eager,block", "--json", str(path)) == 0
+    assert bench("--steps", "2", "--scopes", "eager,block") == 0
     said = capfd.readouterr()
     assert said.err == "fnaccel bench: eager (1 of 2)\nfnaccel bench: block (2 of 2)\n"
     title, _, head, eager, block, _, recommended = said.out.splitlines()
@@ -429,9 +426,37 @@ def test_a_run(folder, capfd):
     assert re.match(r"block +[\d.]+ +[\d.]+ +[\d,.]+ +[\d.]+x +\d+", block)
     assert "differ" not in block
     assert re.match(r"recommended: (eager|block), ", recommended)
-    rows = json.loads(path.read_text())["rows"]
+
+
+@pytest.mark.launcher
+def test_rows_as_json(folder, capfd):
+    assert bench("--steps", "2", "--scopes", "eager,block", "--json") == 0
+    rows = json.loads(capfd.readouterr().out)["rows"]
     assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-5)
     assert rows[1]["cache_hits"] + rows[1]["cache_misses"] > 0
+
+
+@pytest.mark.launcher
+def test_strategies_are_compared(folder, capfd):
+    assert bench("--steps", "2", "-n", "2", "--strategies", "local, ddp, fsdp, context(2)") == 0
+    title, _, head, *rows, _, recommended = capfd.readouterr().out.splitlines()
+    assert title == "subject:loss_fn: eager on 2 ranks (cpu), fp32, adamw, 2 steps timed"
+    assert head.split()[0] == "strategy"
+    assert "against local" in head
+    assert [row.split()[0] for row in rows] == ["local", "ddp", "fsdp", "context(2)"]
+    assert all(re.search(r" [\d.]+x +\d+$", row) for row in rows[:3]), rows
+    assert re.match(r"recommended: (local|ddp|fsdp), the fastest", recommended)
+
+
+def test_the_strategy_to_use():
+    slow = attrs.evolve(EAGER, seconds=0.04, peak=5.0)
+    wrong = attrs.evolve(EAGER, seconds=0.001, losses=(9.0, 9.0))
+    rows = judge({"ddp": EAGER, "fsdp": slow, "tensor(2)": wrong, "hsdp": FAILED}, 1e-3, "ddp")
+    assert [row.note for row in rows[2:]] == ["losses differ from ddp's by 175.0%", "fsdp() can't do it"]
+    verdict = recommend_strategy(rows)
+    assert verdict.name == "ddp"
+    assert verdict.why == "the fastest. If memory is short: fsdp, 0.50x the memory of a rank at 4.0x the time"
+    assert recommend_strategy(rows[2:]).name is None
 
 
 @pytest.mark.launcher

@@ -33,7 +33,7 @@ def test_the_table_and_the_recipe(folder, capsys):
     assert [line[0] for line in lines[1:]] == [line.split(":")[0] for line in CPU.splitlines()]
     assert lines[2][2:4] == ["launch.ranks:", "2"]
     assert recipe.startswith("# imported from default_config.yaml\nstrategy: ddp\n")
-    assert sorted(os.listdir(folder)) == ["default_config.yaml"]
+    assert [path.name for path in folder.iterdir()] == ["default_config.yaml"]
 
 
 def test_json(folder, capsys):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fnaccel.cli import launch
 from fnaccel.cli.launch import read
 from fnaccel.cli.main import main
 from fnaccel.cli.overriding import parse_value
@@ -56,12 +55,12 @@ def test_what_follows_the_program_is_its_own(arguments, script, module, args):
 
 
 def test_processes_are_as_many_as_accelerators_by_default(monkeypatch):
-    monkeypatch.setattr(launch, "count_accelerators", lambda environ: 4)
+    monkeypatch.setattr("fnaccel.launch.accelerators.count_accelerators", lambda environ: 4)
     assert read(["t.py"]).processes == 4
     assert read(["--cpu", "t.py"]).processes == 1
     assert read(["-n", "2", "t.py"]).processes == 2
     assert read(["-n", "8", "--cpu", "t.py"]).processes == 8
-    monkeypatch.setattr(launch, "count_accelerators", lambda environ: 0)
+    monkeypatch.setattr("fnaccel.launch.accelerators.count_accelerators", lambda environ: 0)
     assert read(["t.py"]).processes == 1
     assert read(["-n", "8", "t.py"]).processes == 8
 
@@ -138,7 +137,7 @@ def test_bad_arguments_are_one_message_before_anything_starts(arguments, what, f
 
 
 def test_more_processes_than_accelerators(monkeypatch, capsys):
-    monkeypatch.setattr(launch, "count_accelerators", lambda environ: 1)
+    monkeypatch.setattr("fnaccel.launch.accelerators.count_accelerators", lambda environ: 1)
     assert main(["launch", "-n", "2", "t.py"]) == 2
     assert "2 processes need an accelerator each, and there are 1" in capsys.readouterr().err
 

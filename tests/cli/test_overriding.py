@@ -82,7 +82,7 @@ def test_gpus_are_counted_and_shown_to_the_ranks(folder, monkeypatch):
         seen.append(environ)
         return len(environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(","))
 
-    monkeypatch.setattr("fnaccel.cli.launch.count_accelerators", count)
+    monkeypatch.setattr("fnaccel.launch.accelerators.count_accelerators", count)
     job = read(["--gpus", "1,3", "t.py"])
     assert (job.processes, job.gpus, seen) == (2, "1,3", [{"CUDA_VISIBLE_DEVICES": "1,3"}])
     assert variables(job, 0, port=1, environ={})["CUDA_VISIBLE_DEVICES"] == "1,3"
@@ -113,12 +113,12 @@ def test_the_file_of_the_folder_is_used_and_named(folder, capfd, monkeypatch):
         ("--env A", "'A' sets nothing", "--env NCCL_DEBUG=INFO"),
         ("--env RANK=3", "RANK can't be set by --env", "--master-addr"),
         ("--cpu --gpus 0", "--gpus 0, and --cpu", "one of the two"),
-        ("--gpus 0", "no GPU of this machine is among --gpus 0", "nvidia-smi -L"),
+        ("--gpus 0", "no GPU of this machine is among 0", "nvidia-smi -L"),
         ("--config bad.yaml", "LaunchRecipe has no key 'rank'", "bad.yaml"),
     ],
 )
 def test_mistakes_are_one_message(folder, arguments, says, where, capsys, monkeypatch):
-    monkeypatch.setattr("fnaccel.cli.launch.count_accelerators", lambda environ: 0)
+    monkeypatch.setattr("fnaccel.launch.accelerators.count_accelerators", lambda environ: 0)
     (folder / "bad.yaml").write_text("launch: {rank: 2}")
     assert main(["launch", *arguments.split(), "t.py"]) == 2
     said = capsys.readouterr().err

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import fnaccel as fa
-from fnaccel.cli.launch import parser
+from fnaccel.cli.launch import parser, read_order
 from fnaccel.config.apply import make_optimizer, transformed
 from fnaccel.config.epochs import in_updates
+from fnaccel.launch.carriers import plan
 from tests.config.premade import FOLDER, ROOT, read, some_updates
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -43,12 +44,32 @@ NEEDS_HARDWARE = (
 )
 
 
+CLUSTERS = {
+    "kubernetes": "kubernetes",
+    "sagemaker": "sagemaker",
+    "slurm": "slurm",
+    "ssh_hosts": "ssh",
+    "tpu_pod": "tpu",
+}
+
+
 def loss_fn(model, batch):
     return fa.Mean(model(batch).sum(), weight=len(batch))
 
 
 def test_every_recipe_is_applied_or_needs_hardware():
-    assert sorted((*ONE_RANK, *TWO_RANKS, *FOUR_RANKS, *DEEPSPEED, *NEEDS_HARDWARE)) == NAMES
+    assert sorted((*ONE_RANK, *TWO_RANKS, *FOUR_RANKS, *DEEPSPEED, *NEEDS_HARDWARE, *CLUSTERS)) == NAMES
+
+
+@pytest.mark.parametrize(("name", "carrier"), CLUSTERS.items())
+def test_a_recipe_of_a_cluster_starts_there(name, carrier):
+    order = read_order(["--config", str(FOLDER / f"{name}.yaml"), "train.py", "--steps", "1"])
+    assert order.carrier == carrier
+    made = plan(order.request, carrier)
+    text = made.text
+    for word in ("strategy=fsdp", "--steps") if carrier in ("ssh", "slurm", "kubernetes") else ("steps",):
+        assert word in text
+    assert ("checkpoint.directory=" in text) == (carrier in ("ssh", "slurm", "kubernetes"))
 
 
 @pytest.mark.parametrize("name", NAMES)

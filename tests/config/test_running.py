@@ -88,8 +88,11 @@ def test_a_set_variable_goes_over_the_scripts_recipe(monkeypatch, capsys):
     recipe = fa.config.recipe(fa.config.Recipe(clip_norm=1.0, strategy="local"))
     assert (recipe.strategy, recipe.optimizer.lr, recipe.clip_norm) == ("ddp(2) * fsdp(4)", 1e-4, 1.0)
     fa.config.recipe()
-    line = "fnaccel: FNACCEL_SET sets strategy='ddp(2) * fsdp(4)' optimizer.lr=1e-4 launch.ranks=2\n"
-    assert capsys.readouterr().err == line, "one line, once"
+    lines = (
+        "fnaccel: FNACCEL_SET sets strategy='ddp(2) * fsdp(4)' optimizer.lr=1e-4 launch.ranks=2\n"
+        "fnaccel: launch.ranks has no effect here. Only fnaccel launch starts processes\n"
+    )
+    assert capsys.readouterr().err == lines, "once"
     monkeypatch.setenv("FNACCEL_OVERRIDES", '{"strategy": "fsdp"}')
     assert fa.config.recipe().strategy == "fsdp", "the launcher's options go over it"
 

@@ -65,6 +65,9 @@ def test_the_fields_imply_the_carrier(line, carrier):
         ("--set launch.slurm.partition=a --hosts b t.py", "options of several carriers: ssh, slurm"),
         ("--carrier local --nnodes 2 t.py", "the carrier local, and 2 machines"),
         ("--carrier ssh t.py", "no hosts to start on"),
+        ("--hosts a,b --nnodes 3 t.py", "3 machines, and 2 hosts"),
+        ("--hosts a,b --nnodes 3 --carrier mpirun -n 1 t.py", "3 machines, and 2 hosts"),
+        ("--set launch.sagemaker.image=i t.py", "a training job needs a role"),
         ("--carrier ssh --hosts a --include b t.py", "b, which is no host"),
         ("--carrier mpirun --hosts a,b t.py", "number of ranks on each host is unknown"),
         ("--carrier mpirun --max-restarts 2 t.py", "--max-restarts can't be used with the carrier mpirun"),
@@ -109,7 +112,7 @@ EVERY = Job(
     ],
 )
 def test_a_command_line_gives_back_its_job(job, monkeypatch):
-    monkeypatch.setattr(command, "count_accelerators", lambda environ: 4)
+    monkeypatch.setattr("fnaccel.launch.accelerators.count_accelerators", lambda environ: 4)
     monkeypatch.setenv("FNACCEL_SET", "launch.carrier=slurm")
     (command.Path("fnaccel.yaml")).write_text("strategy: zero\nlaunch: {slurm: {partition: gpu}}")
     monkeypatch.delenv("FNACCEL_SET")
@@ -159,7 +162,7 @@ def test_a_dry_run_starts_nothing(capsys, folder):
     out = capsys.readouterr().out
     assert out.startswith("# local: 2 ranks on this machine")
     assert "RANK=1" in out
-    assert out.rstrip().endswith("missing.py")
+    assert out.rstrip().endswith("missing.py &\nwait")
     assert main(["launch", "--dry-run", "--carrier", "slurm", "t.py"]) == 0
     assert not (folder / "fnaccel-job.sh").exists()
     assert "#SBATCH --nodes=1" in capsys.readouterr().out

@@ -302,6 +302,14 @@ def test_mpirun(place, monkeypatch):
     assert len(out.splitlines()) == 2
 
 
+def test_the_commands_of_a_dry_run_can_be_pasted(place):
+    (place / "meet.py").write_text(MEET)
+    code, text, err = launched("--dry-run", "--cpu", "--strategy", "ddp", "-n", 2, "meet.py", "it's")
+    assert code == 0, err
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True, timeout=LIMIT)
+    assert sorted(done.stdout.splitlines()) == [f"{rank} 1 11.0 ddp {place} it's" for rank in range(2)]
+
+
 def test_a_program_that_is_not_there(place, monkeypatch):
     (place / "t.py").write_text("")
     monkeypatch.setenv("PATH", str(place))

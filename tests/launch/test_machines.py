@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import uuid
 
 import pytest
@@ -83,3 +86,62 @@ def test_ranks_of_two_machines_meet(machines, tmp_path, named):
     for number, ((_, cable), (out, _)) in enumerate(zip(machines, said, strict=True)):
         expected = [f"{number} 2 {local} 1111.0 {cable}" for local in range(2)]
         assert sorted(out.splitlines()) == expected
+
+
+WORK = """
+import time, torch, fnaccel as fa
+from pathlib import Path
+with fa.start(device="cpu") as world:
+    Path(f"rank{world.rank}of{world.size}").touch()
+    while fa.reduce(torch.tensor(float(Path("enough").exists()))).item() == 0:
+        time.sleep(0.02)
+print("finished", world.rank, world.size, flush=True)
+"""
+
+
+def wait_for(folder, *names):
+    end = time.monotonic() + LIMIT
+    while not all((folder / name).exists() for name in names):
+        assert time.monotonic() < end, [path.name for path in folder.iterdir()]
+        time.sleep(0.05)
+    for name in names:
+        (folder / name).unlink()
+
+
+@pytest.mark.long  # a machine counts as lost after 15 seconds
+def test_a_machine_that_is_killed_is_replaced(machines, tmp_path):
+    (tmp_path / "work.py").write_text(WORK)
+
+    def begin(name):
+        flags = ["--nnodes", "1:2", "--master-addr", "10.77.0.1", "--max-restarts", "2", "-n", "1", "--cpu"]
+        launch = [sys.executable, "-m", "fnaccel", "launch", *flags, "work.py"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(
+            ["ip", "netns", "exec", name, *launch],
+            cwd=tmp_path,
+            env=buffered(),
+            start_new_session=True,
+            **pipes,
+        )
+
+    (first, _), (second, _) = machines
+    started = [begin(first), begin(second)]
+    try:
+        wait_for(tmp_path, "rank0of2", "rank1of2")
+        os.killpg(started[1].pid, signal.SIGKILL)  # the machine is gone: its launcher and its ranks
+        started[1].communicate(timeout=LIMIT)
+        wait_for(tmp_path, "rank0of1")
+        started[1] = begin(second)
+        wait_for(tmp_path, "rank0of2", "rank1of2")
+        (tmp_path / "enough").write_text("x")
+        said = [one.communicate(timeout=LIMIT) for one in started]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+    assert [one.returncode for one in started] == [0, 0], said
+    assert sorted(out for out, _ in said) == ["finished 0 2\n", "finished 1 2\n"]
+    assert "attempt 2 of 3, with 1 rank on 1 machine" in said[0][1]
+    assert "attempt 2 of 3, with 2 ranks on 2 machines" in said[0][1], (
+        "a machine that joins uses up no restart"
+    )

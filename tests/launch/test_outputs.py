@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -164,3 +166,15 @@ def test_numa_keeps_a_rank_on_its_cores(launcher):
     ended = launcher("--cpu", "--numa", script)
     expected = choose_node(0, 1, os.sched_getaffinity(0), nodes(), [])
     assert ended.out == f"{list(expected)}\n"
+
+
+@pytest.mark.parametrize("blocked", [{signal.SIGCHLD}, {signal.SIGCHLD, signal.SIGTERM}])
+def test_a_launcher_that_begins_with_blocked_signals(launcher, blocked):
+    script = launcher.write(
+        "import signal; print(signal.SIGCHLD in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "fnaccel", "launch", "-n", "2", "--cpu", script], cwd=launcher.folder, timeout=60,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, blocked), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "False\n" * 2

@@ -27,7 +27,7 @@ ROWS = [
     "checkpoint config",
     "interchange testing",
     "loop",
-    "benching",
+    "benching selftest",
     "cli",
 ]
 """Rooms, bottom first. A room imports rooms of rows below, and none of its own row."""

@@ -181,7 +181,7 @@ def test_the_environment_of_the_one_process():
 
 
 def test_a_tpu_vm_needs_no_option(monkeypatch):
-    monkeypatch.setattr(command, "count_accelerators", lambda environ: 3)
+    monkeypatch.setattr("fnaccel.launch.accelerators.count_accelerators", lambda environ: 3)
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     assert read(["t.py"]).tpu
     assert read(["t.py"]).processes == 1

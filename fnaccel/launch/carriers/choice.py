@@ -6,6 +6,7 @@ import importlib
 
 from fnaccel.errors import LaunchError
 from fnaccel.launch.carriers.request import Plan, Request
+from fnaccel.launch.sections import SageMakerRecipe
 
 IN_THE_LAUNCHER = ("local", "elastic")
 """Carriers whose ranks are forks of this process."""
@@ -36,7 +37,7 @@ def choose(request: Request, carrier: str | None) -> str:
         return carrier
     sections = {
         "tpu": bool(request.tpu_vm.name),
-        "sagemaker": bool(request.sagemaker.role or request.sagemaker.local),
+        "sagemaker": request.sagemaker != SageMakerRecipe(),
         "ssh": bool(request.hosts.names or request.hosts.file),
         "slurm": bool(request.slurm),
         "kubernetes": bool(request.kubernetes),
@@ -55,7 +56,7 @@ def choose(request: Request, carrier: str | None) -> str:
 
 
 def plan(request: Request, carrier: str) -> Plan:
-    """What a carrier would do with a job.
+    """The plan of a carrier for a job. Nothing is started.
 
     Args:
         request: the job and its sections.

@@ -34,4 +34,4 @@ def plan(request: Request) -> Plan:
     if job.least_machines < job.machines:
         count = f"{job.least_machines} to {job.machines}"
     summary = f"{count} machines. Start one command on each:"
-    return Plan(carrier="elastic", summary=summary, commands=commands, together=True)
+    return Plan(carrier="elastic", summary=summary, commands=commands)

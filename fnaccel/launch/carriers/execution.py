@@ -32,7 +32,7 @@ _PACKAGES = {
 
 
 def execute(plan: Plan, *, grace: float) -> int:
-    """Do what a plan says. Returns the exit code: that of the command that failed first, or 0.
+    """Execute a plan. Returns the exit code: that of the command that failed first, or 0.
 
     If commands run at the same time, a signal to end closes their standard input, at which the launchers
     on the hosts end. A second signal kills the commands.

@@ -181,6 +181,20 @@ def _checked(hosts: dict[str, Host], text: str) -> dict[str, tuple[int, ...]]:
     return chosen
 
 
+def check_count(hosts: list[Host], machines: int) -> None:
+    """See that a number of machines, if there is one, is that of the hosts.
+
+    Raises:
+        LaunchError: it is another number.
+    """
+    if machines not in (1, len(hosts)):
+        raise LaunchError(
+            f"{machines} machines, and {len(hosts)} hosts",
+            where="launch.machines",
+            fix="leave --nnodes out: the hosts are the machines",
+        )
+
+
 def ranks_of_each(hosts: list[Host], ranks: int | None) -> int | None:
     """The number of ranks on each host: fnaccel starts as many on each.
 

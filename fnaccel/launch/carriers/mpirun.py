@@ -10,7 +10,7 @@ import subprocess
 from fnaccel.errors import LaunchError
 from fnaccel.launch.carriers.command_line import OWN_OPTIONS, program_of, refuse
 from fnaccel.launch.carriers.environment import carried, of_all_ranks
-from fnaccel.launch.carriers.hosts import Host, ranks_of_each, read_hosts
+from fnaccel.launch.carriers.hosts import Host, check_count, ranks_of_each, read_hosts
 from fnaccel.launch.carriers.request import Command, Plan, Request
 from fnaccel.launch.job import STATIC_PORT, Job
 
@@ -31,6 +31,8 @@ def plan(request: Request) -> Plan:
     refuse(job, OWN_OPTIONS, "mpirun", _FIX)
     given = request.hosts.names or request.hosts.file
     hosts = read_hosts(request.hosts) if given else []
+    if hosts:
+        check_count(hosts, job.machines)
     if any(host.gpus is not None for host in hosts):
         raise LaunchError(
             "mpirun can't choose GPUs of each host",
@@ -64,7 +66,7 @@ def flavor(version: str) -> str:
     """The family of options of an mpirun: `"openmpi"`, or `"mpich"` for MPICH and Intel MPI.
 
     Args:
-        version: what `mpirun --version` prints.
+        version: the output of `mpirun --version`.
 
     Example:
         >>> flavor("HYDRA build details: Version: 4.0.2"), flavor("mpirun (Open MPI) 4.1.4")
@@ -75,7 +77,7 @@ def flavor(version: str) -> str:
 
 
 def ask_version() -> str:
-    """What `mpirun --version` prints. Empty if there is no mpirun."""
+    """The output of `mpirun --version`. Empty if there is no mpirun."""
     try:
         return subprocess.run(
             ["mpirun", "--version"], capture_output=True, text=True, check=False, timeout=30

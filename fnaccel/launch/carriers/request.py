@@ -1,4 +1,4 @@
-"""`Request`, what a carrier gets, and `Plan`, what it returns: both are data, and nothing is started here."""
+"""`Request`, the argument of a carrier, and `Plan`, its result. Both are data. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Request:
         environ: the environment of the caller.
         port: a free port of this machine.
         presets: variables of `--debug` and NCCL on this machine.
-        mpi: what `mpirun --version` prints on this machine.
+        mpi: the output of `mpirun --version` on this machine.
     """
 
     job: Job
@@ -74,7 +74,7 @@ class Command:
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """What a carrier would do.
+    """The files and commands of a carrier.
 
     Attributes:
         carrier: its name.
@@ -84,7 +84,7 @@ class Plan:
         together: whether the commands run at the same time.
         all_or_none: whether the failure of one command ends the others.
         output: a text for another tool. If it is not empty, nothing runs: it is printed.
-        request: what an SDK is called with, or None.
+        request: the arguments for an SDK, or None.
     """
 
     carrier: str
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def text(self) -> str:
-        """What `--dry-run` prints. Lines that are no command begin with `#`."""
+        """The output of `--dry-run`. Lines that are no command begin with `#`."""
         if self.output:
             return self.output
         lines = [f"# {self.carrier}: {self.summary}"]
@@ -108,9 +108,12 @@ class Plan:
             lines += ["", f"# the file {path}:", text.rstrip()]
         if self.files and self.commands:
             lines += ["", "# the command:"]
+        # ssh ends with its input, which a command in the background does not have
+        at_once = self.carrier == "local" and len(self.commands) > 1
         for command in self.commands:
             label = [f"# {command.label}:"] if command.label else []
-            lines += [*label, command.text]
+            lines += [*label, f"{command.text} &" if at_once else command.text]
+        lines += ["wait"] if at_once else []
         return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """The carrier `sagemaker`: a training job of Amazon SageMaker as plain data, and its hand-over to the SDK.
 
-The data are the arguments of an estimator of the SDK, and its inputs. `sagemaker_sdk.py` hands them to the SDK.
+The data are the arguments and the inputs of an estimator. `sagemaker_sdk.py` hands them to the SDK.
 Not run in an account: the tests record what would reach the service.
 """
 

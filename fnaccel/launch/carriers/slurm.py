@@ -7,7 +7,6 @@ SLURM sends SIGUSR1 to the script. The ranks save, and the script puts the job b
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -95,6 +94,7 @@ def _directives(request: Request, unit: str) -> list[str]:
     options: dict[str, Any] = {**_DEFAULTS, "nodes": str(job.machines), "ntasks-per-node": str(tasks)}
     if request.job.min_machines is not None:
         options["nodes"] = f"{job.least_machines}-{job.machines}"
+        options["no-kill"] = True  # the job outlives a node
     chosen = any(name.startswith(("gpus", "gres", "tres")) for name in section)
     if not (job.cpu or chosen) and request.ranks is not None:
         options["gpus-per-node"] = str(request.ranks)
@@ -126,7 +126,7 @@ def _launchers_command(request: Request) -> str:
     if "--node-rank" in words:
         words[words.index("--node-rank") + 1] = _NUMBER
     line = " ".join(f'"{word}"' if word in (_ADDRESS, _NUMBER) else shlex.quote(word) for word in words)
-    return _srun(request.slurm) + f" bash -c {shlex.quote('exec ' + line)}"
+    return _srun(request) + f" bash -c {shlex.quote('exec ' + line)}"
 
 
 def _ranks_command(request: Request) -> str:
@@ -141,11 +141,12 @@ def _ranks_command(request: Request) -> str:
     variables = {"MASTER_PORT": str(job.port or STATIC_PORT), **of_all_ranks(job)}
     exports = [f"{name}={value}" for name, value in variables.items()]
     python = [request.python, "-u"] if job.python else []
-    return f"{_srun(request.slurm)} {shlex.join(['env', *exports, *python, *program_of(job)])}"
+    return f"{_srun(request)} {shlex.join(['env', *exports, *python, *program_of(job)])}"
 
 
-def _srun(section: Mapping[str, Any]) -> str:
-    more = section.get("srun-options", "")
+def _srun(request: Request) -> str:
+    more = request.slurm.get("srun-options", "")
     words = list(more) if isinstance(more, list | tuple) else shlex.split(str(more))
-    # a node that fails ends the others, and srun returns its exit code
-    return shlex.join(["srun", "--kill-on-bad-exit=1", *map(str, words)])
+    # a node that fails ends the others, unless the launchers go on without it
+    failure = "--kill-on-bad-exit=1" if request.job.min_machines is None else "--kill-on-bad-exit=0"
+    return shlex.join(["srun", failure, *map(str, words)])

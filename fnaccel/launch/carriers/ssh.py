@@ -13,7 +13,7 @@ import attrs
 
 from fnaccel.launch.carriers.command_line import at_address, launch_command
 from fnaccel.launch.carriers.environment import carried
-from fnaccel.launch.carriers.hosts import Host, ranks_of_each, read_hosts
+from fnaccel.launch.carriers.hosts import Host, check_count, ranks_of_each, read_hosts
 from fnaccel.launch.carriers.request import Command, Plan, Request
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
@@ -36,7 +36,7 @@ def plan(request: Request) -> Plan:
         Command(words=(*SSH, host.name, line), label=host.name)
         for host, line in zip(hosts, remote_lines(request, hosts), strict=True)
     )
-    summary = f"a launcher on each of {len(hosts)} hosts, in {request.folder}"
+    summary = f"a launcher on each of {len(hosts)} hosts, in {request.folder}. To paste: a terminal for each"
     elastic = request.job.min_machines is not None
     return Plan(carrier="ssh", summary=summary, commands=commands, together=True, all_or_none=not elastic)
 
@@ -49,6 +49,7 @@ def remote_lines(request: Request, hosts: Sequence[Host], *, number: str | None 
         hosts: the machines, number 0 first.
         number: a text in the place of the number of the machine, which pdsh fills in.
     """
+    check_count(list(hosts), request.job.machines)
     ranks = ranks_of_each(list(hosts), request.ranks)
     address = request.address or hosts[0].address
     lines: list[str] = []

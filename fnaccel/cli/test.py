@@ -1,0 +1,111 @@
+"""`fnaccel test`: a table of what works on this machine, or on several together."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import attrs
+import torch
+
+from fnaccel.cli.terminal import Parser, columns, print_json, printable, split_list
+from fnaccel.errors import require
+from fnaccel.launch.accelerators import count_accelerators
+from fnaccel.selftest import communication, machine, training
+from fnaccel.selftest.running import CheckFailedError, Ranks, Result, judged
+from fnaccel.strategies import strategy
+
+_PROG = "fnaccel test"
+_HELP = """Check this machine, or several: collectives, each strategy against one process, checkpoints,
+the kernel, cards, clocks, ports and a shared folder. On several machines run the same command on each.
+
+Nothing is left behind. The exit code is 1 if a check failed."""
+
+Check = tuple[str, Callable[[], str]]
+
+
+def parser() -> Parser:
+    """The options of `fnaccel test`."""
+    options = Parser(_PROG, _HELP)
+    add = options.add_argument
+    add("-n", "--nproc", type=int, help="ranks on this machine (default: its accelerators, or 2)")
+    add("--cpu", action="store_true", help="compute on the CPU, whatever else there is")
+    add("--strategies", metavar="LIST", help='such as "ddp, fsdp(2) * tensor(2)" (default: all)')
+    add("--folder", type=Path, help="a folder that all machines share, to check it and to save in")
+    add("--nnodes", type=int, default=1, help="how many machines (default: 1)")
+    add("--node-rank", type=int, help="number of this machine, from 0")
+    add("--master-addr", help="an address of machine 0 that all reach")
+    add("--master-port", type=int, help="a free port there (default: 29500)")
+    add("--verbose", action="store_true", help="print what the ranks of a failed check have printed")
+    add("--json", action="store_true", help="print JSON")
+    return options
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the checks one by one, and print a line for each.
+
+    Returns:
+        0, or 1 if a check failed.
+
+    Raises:
+        FnaccelError: an option is wrong.
+    """
+    options = parser().parse_args(arguments)
+    ranks = _ranks(options)
+    torch.set_num_threads(1)  # before the first fork: OpenMP's threads do not survive it
+    results: list[Result] = []
+    for result in _results(options, ranks):
+        results.append(result)
+        if not options.json:
+            _show(result, verbose=options.verbose)
+    failed = sum(result.status == "fail" for result in results)
+    if options.json:
+        print_json([attrs.asdict(result) for result in results])
+    else:
+        passed = sum(result.status == "pass" for result in results)
+        print(f"\n{passed} passed, {failed} failed, {len(results) - passed - failed} not available")
+    return int(failed > 0)
+
+
+def _ranks(options: argparse.Namespace) -> Ranks:
+    accelerators = 0 if options.cpu else count_accelerators()
+    processes = accelerators or 2 if options.nproc is None else options.nproc
+    require(processes >= 1, f"{processes} ranks can't be checked", f"{_PROG} -n", "-n 1, or more")
+    for text in split_list(options.strategies or ""):
+        strategy(text)
+    return Ranks(
+        processes=processes,
+        nodes=options.nnodes,
+        node_rank=options.node_rank,
+        address=options.master_addr,
+        port=options.master_port,
+        cpu=options.cpu or not accelerators,
+    )
+
+
+def _results(options: argparse.Namespace, ranks: Ranks) -> Iterator[Result]:
+    yield judged("kernel", machine.check_kernel)
+    yield judged("cards: peer-to-peer", partial(machine.check_cards, ranks))
+    yield judged("ports", partial(machine.check_ports, ranks))
+    yield judged("clocks", partial(machine.check_clocks, ranks))
+    yield judged("shared folder", partial(machine.check_folder, ranks, options.folder))
+    yield judged("collectives", partial(communication.check_collectives, ranks))
+    try:
+        expected = training.reference(ranks.cpu)
+    except CheckFailedError as fault:
+        yield Result("one process", "fail", str(fault), fault.output)
+        return
+    for text in split_list(options.strategies or "") or training.strategies_for(ranks.size):
+        yield judged(f"strategy {text}", partial(training.check_strategy, text, ranks, expected))
+    for precision in ("bf16", "fp16"):
+        yield judged(f"precision {precision}", partial(training.check_precision, precision, ranks, expected))
+    yield judged("checkpoint", partial(training.check_checkpoint, ranks, expected, options.folder))
+
+
+def _show(result: Result, *, verbose: bool) -> None:
+    print(columns([(f"{result.check:32}", f"{result.status:13}", result.detail)], "<<"), flush=True)
+    if verbose and result.status == "fail" and result.output:
+        print(printable(result.output, keep="\n"), file=sys.stderr, flush=True)

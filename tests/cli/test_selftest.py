@@ -1,0 +1,129 @@
+"""`fnaccel test`: each check passes here, and fails if its fault is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import fnaccel as fa
+from fnaccel.cli.main import main
+from fnaccel.launch.network import free_port
+from fnaccel.selftest import communication, machine, training
+from fnaccel.selftest.running import CheckFailedError, NotAvailableError, Ranks, judged
+
+pytestmark = pytest.mark.launcher
+TWO = Ranks(processes=2, cpu=True)
+
+
+def test_all_checks_of_two_ranks(capsys):
+    code = main(["test", "-n", "2", "--cpu", "--strategies", "ddp, fsdp, tensor(2), context(2)", "--json"])
+    rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
+    assert code == 0
+    assert {row["status"] for row in rows.values()} == {"pass", "not available"}
+    passed = [name for name, row in rows.items() if row["status"] == "pass"]
+    assert passed == [
+        "kernel", "ports", "collectives", "strategy ddp", "strategy fsdp", "strategy tensor(2)",
+        "strategy context(2)", "precision bf16", "precision fp16", "checkpoint",
+    ]  # fmt: skip
+    assert "16 MB all-reduced" in rows["collectives"]["detail"]
+    assert "saved by 2, restored by 1" in rows["checkpoint"]["detail"]
+
+
+def test_a_strategy_that_does_not_fit_fails_alone(capsys, monkeypatch):
+    monkeypatch.setattr(training, "check_precision", lambda *_: "")
+    code = main(["test", "-n", "2", "--cpu", "--strategies", "ddp(3), ddp", "--verbose"])
+    printed = capsys.readouterr()
+    assert code == 1
+    assert "strategy ddp(3)                   fail" in printed.out
+    assert "strategy ddp                      pass" in printed.out
+    assert "1 failed" in printed.out
+    assert "AxisProductError: ddp(3) is 3" in printed.err
+
+
+@pytest.mark.long
+def test_several_machines(tmp_path):
+    command = [
+        sys.executable, "-m", "fnaccel", "test", "-n", "1", "--cpu", "--nnodes", "2", "--strategies", "ddp",
+        "--folder", str(tmp_path), "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--json",
+    ]  # fmt: skip
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    machines = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(number)], stdout=subprocess.PIPE, text=True, env=environ
+        )
+        for number in range(2)
+    ]
+    for process in machines:
+        rows = {row["check"]: row for row in json.loads(process.communicate(timeout=200)[0])}
+        assert process.returncode == 0
+        assert rows["clocks"]["status"] == rows["shared folder"]["status"] == "pass"
+        assert rows["strategy ddp"]["status"] == rows["checkpoint"]["status"] == "pass"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "status"),
+    [
+        ("Linux", "6.1.0-18-amd64", "pass"),
+        ("Linux", "5.5.0", "pass"),
+        ("Linux", "4.15.0-213-generic", "fail"),
+        ("Darwin", "23.1.0", "not available"),
+    ],
+)
+def test_kernels(system, release, status):
+    assert judged("kernel", lambda: machine.check_kernel(system, release)).status == status
+
+
+def test_wrong_values_are_found(monkeypatch):
+    right = fa.gather
+    monkeypatch.setattr(fa, "gather", lambda value: right(value).flip(0))
+    with pytest.raises(CheckFailedError, match=r"wrong values from gather$"):
+        communication.check_collectives(TWO)
+
+
+def test_a_port_that_is_closed_is_found(monkeypatch):
+    def refuse(address, timeout):
+        raise OSError(113, "No route to host")
+
+    monkeypatch.setattr("fnaccel.selftest.machine.socket.create_connection", refuse)
+    with pytest.raises(CheckFailedError, match=r"does not reach .* at 127.0.0.1:\d+: No route to host"):
+        machine.check_ports(TWO)
+
+
+def test_clocks_that_differ_are_found(monkeypatch):
+    right = time.time
+    monkeypatch.setattr("fnaccel.selftest.machine.time.time", lambda: right() + 7 * int(os.environ["RANK"]))
+    monkeypatch.setattr(machine, "on_ranks", lambda ranks, fn: fa.notebook_launch(fn, processes=2, cpu=True))
+    with pytest.raises(CheckFailedError, match=r"clocks differ by 7\.\d s"):
+        machine.check_clocks(Ranks(processes=1, nodes=2, cpu=True))
+
+
+def test_a_folder_that_is_not_shared_is_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "PATIENCE", 0.2)
+    monkeypatch.setattr(machine, "on_ranks", lambda _, fn, at: fa.notebook_launch(fn, (at,), 2, cpu=True))
+    monkeypatch.setattr("fnaccel.selftest.machine.Path.exists", lambda path: os.environ.get("RANK") == "0")
+    with pytest.raises(CheckFailedError, match="does not see a file of rank 0"):
+        machine.check_folder(Ranks(processes=1, nodes=2, cpu=True), tmp_path)
+
+
+def test_cards_that_are_apart_are_found(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(machine, "on_ranks", lambda ranks, fn: [(3, [(0, 2)])])
+    with pytest.raises(CheckFailedError, match="no peer-to-peer between cards 0-2"):
+        machine.check_cards(Ranks(processes=1))
+    monkeypatch.setattr(machine, "on_ranks", lambda ranks, fn: [(1, [])])
+    with pytest.raises(NotAvailableError, match=r"1 card$"):
+        machine.check_cards(Ranks(processes=1))
+
+
+def test_a_checkpoint_that_loses_the_optimizer_is_found(monkeypatch):
+    monkeypatch.setattr(fa, "resume_or_init", lambda folder, train_step: train_step.init(seed=0))
+    expected = training.reference(cpu=True)
+    with pytest.raises(CheckFailedError, match=r"losses .*, and one process has"):
+        training.check_checkpoint(TWO, expected, None)
