@@ -44,7 +44,7 @@ GROUPS = {
     ],
     "Recipes": [
         "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.RunRecipe", "config.CheckpointRecipe", "config.TrackingRecipe", "config.LaunchRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
-        "config.from_yaml", "config.to_yaml",
+        "config.from_yaml", "config.to_yaml", "config.import_document", "config.Imported", "config.Row",
     ],
     "Logging": ["get_logger", "seeing.logging.RankLogger"],
     "Tracking": [

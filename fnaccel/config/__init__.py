@@ -7,6 +7,9 @@ from fnaccel.config.apply import shard_options as shard_options
 from fnaccel.config.carriers import HostsRecipe as HostsRecipe
 from fnaccel.config.carriers import SageMakerRecipe as SageMakerRecipe
 from fnaccel.config.carriers import TpuVmRecipe as TpuVmRecipe
+from fnaccel.config.importing.draft import Imported as Imported
+from fnaccel.config.importing.draft import Row as Row
+from fnaccel.config.importing.kinds import import_document as import_document
 from fnaccel.config.recipe import CheckpointRecipe as CheckpointRecipe
 from fnaccel.config.recipe import DataRecipe as DataRecipe
 from fnaccel.config.recipe import OptimizerRecipe as OptimizerRecipe

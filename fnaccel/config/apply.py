@@ -35,14 +35,20 @@ from fnaccel.transforms import (
 from fnaccel.world import log_level
 from fnaccel.world.world import World
 
-_OPTIMIZERS = {"sgd": optim.sgd, "adam": optim.adam, "adamw": optim.adamw, "adafactor": optim.adafactor}
+_OPTIMIZERS = {
+    "sgd": optim.sgd,
+    "adam": optim.adam,
+    "adamw": optim.adamw,
+    "adafactor": optim.adafactor,
+    "from_deepspeed": optim.from_deepspeed,
+}
 _SCHEDULES = {
     name: getattr(schedules, name)
     for name in (
         "constant", "linear", "cosine", "inverse_sqrt", "one_cycle", "piecewise",
         "warmup_constant", "warmup_cosine", "warmup_linear",
     )
-}  # fmt: skip
+} | {"deepspeed_lr": optim.deepspeed_lr}  # fmt: skip
 
 
 def recipe(default: Recipe | str | None = None) -> Recipe:

@@ -79,7 +79,7 @@ def test_completion_knows_all_commands(shell, capsys):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert all(command in script for command in COMMANDS)
-    assert "--strategies" in script
+    assert "strategies" in script
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""Files of other tools, read for `import_document`, and the YAML of an imported recipe with comments."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+import yaml
+
+from fnaccel.config.importing.draft import NOTHING, Imported
+from fnaccel.config.importing.kinds import import_document
+from fnaccel.config.recipe import Recipe
+from fnaccel.config.yaml import load
+from fnaccel.errors import ConfigError
+
+_ORDER = [field.name for field in attrs.fields(Recipe)]
+
+
+def parse(path: Path) -> Any:
+    """The document of a file: YAML, JSON (.json) or TOML (.toml).
+
+    Raises:
+        ConfigError: there is no such file, or it can't be parsed.
+
+    Example:
+        >>> Path("job.toml").write_text("[training]\\nsteps = 3")
+        >>> parse(Path("job.toml"))
+        {'training': {'steps': 3}}
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}", where="fnaccel config import", fix="check the path")
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return json.loads(text)
+        return tomllib.loads(text) if path.suffix == ".toml" else load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"this can't be parsed: {' '.join(str(error).split())}",
+            where=str(path),
+            fix="correct the line it names",
+        ) from error
+
+
+def import_file(path: Path, deepspeed: Path | None = None) -> Imported:
+    """Import a file. A DeepSpeed file that it names is read beside it, or is the file `deepspeed`.
+
+    Raises:
+        ConfigError: as `import_document`, or a file can't be read.
+
+    Example:
+        >>> Path("default_config.yaml").write_text("distributed_type: MULTI_GPU\\nnum_processes: 4")
+        >>> import_file(Path("default_config.yaml")).recipe.launch.ranks
+        4
+    """
+    document = parse(path)
+    named = document.get("deepspeed_config") if isinstance(document, dict) else None
+    name = named.get("deepspeed_config_file") if isinstance(named, dict) else None
+    files: dict[str, Mapping[str, Any]] = {}
+    if isinstance(name, str) and name.lower() != "none":
+        beside = deepspeed or path.parent / name
+        if deepspeed is not None or beside.is_file():
+            # the recipe names the file as the launcher will find it
+            shown = str(beside)
+            section: dict[str, Any] = {**cast("dict[str, Any]", named), "deepspeed_config_file": shown}
+            document = {**document, "deepspeed_config": section}
+            files[shown] = parse(beside)
+    return import_document(document, path=str(path), files=files)
+
+
+def commented(imported: Imported, source: str) -> str:
+    """The YAML of an imported recipe, and as comments what it needs, and the keys without a meaning.
+
+    Example:
+        >>> Path("a.yaml").write_text("num_processes: 2\\nuse_cpu: true\\ndistributed_type: MULTI_CPU")
+        >>> print(commented(import_file(Path("a.yaml")), "a.yaml"))
+        # imported from a.yaml
+        strategy: ddp
+        launch:
+          machines: 1
+          ranks: 2
+          cpu: true
+    """
+    lines = [f"# imported from {source}", *(f"# {note}" for note in imported.notes)]
+    tree: dict[str, Any] = {}
+    for field, value in imported.fields.items():
+        *parents, last = field.split(".")
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[last] = value
+    lines += _emit({name: tree[name] for name in _ORDER if name in tree}, "")
+    needs = [row for row in imported.rows if "needs" in row.why.lower()]
+    lines += [f"# {row.key}: {row.why}" for row in needs]
+    unused = [row.key for row in imported.rows if row.became == NOTHING and row not in needs]
+    if unused:
+        lines += textwrap.wrap(
+            f"without a meaning here: {', '.join(unused)}", 106, initial_indent="# ", subsequent_indent="#   "
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _emit(branch: Mapping[str, Any], indent: str) -> list[str]:
+    lines: list[str] = []
+    for key, value in branch.items():
+        if isinstance(value, dict) and value:
+            lines += [f"{indent}{key}:", *_emit(value, indent + "  ")]
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n")
+            lines.append(f"{indent}{key}: {text.strip()}")
+    return lines

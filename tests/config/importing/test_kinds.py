@@ -1,0 +1,140 @@
+"""Configurations of every kind become recipes: all keys have a row, and the recipes are valid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import fnaccel as fa
+from fnaccel.cli.config.validate import check_recipe
+from fnaccel.config.importing import commented, import_file, parse
+from fnaccel.config.importing.draft import leaves_of
+
+FOLDER = Path(__file__).parent / "files"
+FILES = sorted(FOLDER.iterdir())
+
+STRATEGIES = {
+    "multi_gpu": "ddp",
+    "multi_cpu": "ddp",
+    "two_machines": "ddp",
+    "one_process": "local",
+    "mpirun": "ddp",
+    **{f"multi_{name}": "ddp" for name in ("xpu", "npu", "mlu", "musa", "sdaa", "hpu")},
+    "fsdp1": "fsdp(reshard_after_forward=False, units=('Block',), offload=True, forward_prefetch=1, init='rank0')",
+    "fsdp1_numbers": "hsdp(2, -1, reshard_after_forward=False, units=1000000)",
+    "fsdp2": "fsdp(reshard_after_forward=False, units=None)",
+    "fsdp_no_shard": "ddp",
+    "parallelism": "ddp(2) * fsdp(2) * context(2, method='ring') * tensor(2)",
+    "ulysses": "ddp(2) * context(2, method='heads')",
+    "deepspeed": "deepspeed(stage=3, offload_optimizer='nvme', offload_params='cpu', nvme_path='/nvme', "
+    "zero3_init=True, save_16bit=True, moe_layers=('MixtralSparseMoeBlock',))",
+    "deepspeed_zero2": "deepspeed(stage=2)",
+    "deepspeed_machines": "deepspeed(stage=1)",
+    "megatron": "fsdp(reshard_after_forward=False) * tensor(2, sequence=True)",
+    "tensor": "tensor(2)",
+    "tpu": "xla",
+    "tpu_here": "xla",
+    "sagemaker": "ddp",
+    "sagemaker_local": "local",
+    "fp8_te": "ddp",
+    "fp8_te_flags": "fsdp",
+    "fp8_msamp": "ddp",
+    "fp8_torchao": "fsdp",
+    "dynamo": "ddp",
+    "dynamo_short": "ddp",
+    "dynamo_old": "ddp",
+    "torchtitan": "ddp(2) * fsdp(2, reshard_after_forward=False) * context(2, method='ring') * tensor(2)",
+    "torchtitan_defaults": "fsdp",
+}
+
+FIELDS = {
+    "multi_gpu": {"precision": "fp16", "launch.ranks": 4, "launch.gpus": "0,1,2,3", "launch.port": 29501,
+                  "launch.affinity": True, "launch.debug": True},
+    "multi_cpu": {"precision": "fp32", "launch.ranks": 2, "launch.cpu": True, "launch.threads": 1},
+    "two_machines": {"launch.ranks": 8, "launch.machines": 2, "launch.machine": 1, "launch.address": "10.0.0.1",
+                     "launch.restarts": 2, "launch.monitor_interval": 5.0, "accumulate": 4, "clip_norm": 1.0},
+    "one_process": {"launch.cpu": True, "launch.ranks": 1, "precision": "bf16"},
+    "mpirun": {"launch.ranks": 4, "launch.carrier": "mpirun", "launch.hosts.file": "hostfile",
+               "launch.env.CCL_WORKER_COUNT": "1"},
+    "fsdp1": {"remat": True},
+    "fsdp2": {"remat": False},
+    "deepspeed": {"accumulate": 2, "clip_norm": 1.0, "precision": "bf16"},
+    "deepspeed_machines": {"launch.carrier": "pdsh", "launch.hosts.file": "hostfile",
+                           "launch.hosts.include": "worker-1:0,2@worker-2"},
+    "deepspeed_with_file": {"precision": "bf16", "accumulate": 2, "clip_norm": 1.0},
+    "ds": {"precision": "bf16", "accumulate": 2},
+    "ds_optimizer": {"precision": "fp16", "clip_norm": 1.0, "accumulate": 1, "optimizer.name": "from_deepspeed",
+                     "optimizer.lr": 3e-4, "optimizer.schedule": "deepspeed_lr"},
+    "megatron": {"accumulate": 2, "clip_norm": 1.0, "remat": "attention", "launch.ranks": 4},
+    "tpu": {"launch.tpu": True, "launch.tpu_vm.name": "pod-a", "launch.tpu_vm.zone": "us-central2-b",
+            "launch.tpu_vm.sudo": True, "launch.tpu_vm.workers": "all", "launch.env.LOG": "1",
+            "launch.tpu_vm.commands": ["pip install fnaccel", "ls"]},
+    "tpu_here": {"launch.tpu": True},
+    "sagemaker": {"launch.carrier": "sagemaker", "launch.machines": 2, "launch.sagemaker.torch": "2.6",
+                  "launch.sagemaker.spot": True, "launch.sagemaker.max_wait": 86400, "compile": "loss",
+                  "launch.sagemaker.data_parallel": True, "launch.sagemaker.network_isolation": True,
+                  "launch.sagemaker.arguments": {"volume_size": 100, "tags": {"team": "a"}}},
+    "sagemaker_local": {"launch.sagemaker.local": True, "launch.ranks": 1},
+    "fp8_te": {"fp8.backend": "transformer_engine", "fp8.recipe": "hybrid", "fp8.margin": 0,
+               "fp8.amax_history_len": 1024, "fp8.amax_compute_algo": "max"},
+    "fp8_te_flags": {"fp8.recipe": "mxfp8"},
+    "fp8_msamp": {"precision": "fp8", "fp8.backend": "torchao"},
+    "fp8_torchao": {"fp8.backend": "torchao", "fp8.all_gather": True, "fp8.pad": True},
+    "dynamo": {"compile": "block", "compile_options.backend": "inductor", "compile_options.mode": "max-autotune",
+               "compile_options.dynamic": True},
+    "dynamo_short": {"compile": "loss", "compile_options.backend": "aot_eager", "compile_options.fullgraph": True},
+    "dynamo_old": {"compile": "loss", "compile_options.backend": "eager"},
+    "torchtitan": {"run.steps": 100, "run.seed": 7, "accumulate": 2, "clip_norm": 1.0, "precision": "fp8",
+                   "optimizer.lr": 3e-4, "optimizer.schedule": "warmup_cosine", "compile": "block",
+                   "checkpoint.every": 50, "checkpoint.background": True, "fp8.all_gather": True,
+                   "optimizer.options": {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+                   "optimizer.schedule_options": {"warmup": 10, "total": 100, "end": 0.1 * 3e-4},
+                   "fp8.skip": ["*output*"], "remat": "matmuls", "tracking.trackers": ["tensorboard"]},
+    "torchtitan_defaults": {"run.steps": 50, "optimizer.lr": 8e-4, "precision": "bf16", "clip_norm": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_each_key_has_one_row_and_the_recipe_is_valid(path, tmp_path):
+    imported = import_file(path)
+    keys = [row.key for row in imported.rows]
+    leaves = leaves_of(parse(path))
+    assert [key for key in keys if ": " not in key] == list(leaves), "the rest are keys of a DeepSpeed file"
+    assert all(row.why and row.became for row in imported.rows)
+    assert not [row.key for row in imported.rows if row.why.startswith("unknown")]
+    check_recipe(imported.recipe)
+    text = commented(imported, path.name)
+    written = tmp_path / "fnaccel.yaml"
+    written.write_text(text)
+    assert fa.config.from_yaml(written) == imported.recipe
+    assert fa.config.from_yaml(fa.config.to_yaml(imported.recipe)) == imported.recipe
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_what_each_kind_becomes(path):
+    imported = import_file(path)
+    if path.stem in STRATEGIES:
+        assert imported.recipe.strategy == STRATEGIES[path.stem]
+    for field, value in FIELDS.get(path.stem, {}).items():
+        assert imported.fields[field] == value, field
+    assert path.stem in STRATEGIES or path.stem in FIELDS
+
+
+def test_a_deepspeed_file_beside_it_is_read_and_named():
+    imported = import_file(FOLDER / "deepspeed_with_file.yaml")
+    file = str(FOLDER / "ds.json")
+    assert imported.recipe.strategy == f"deepspeed(config={file!r}, zero3_init=True)"
+    rows = {row.key: row for row in imported.rows}
+    assert rows[f"{file}: gradient_accumulation_steps"].became == "accumulate: 2"
+    assert rows[f"{file}: zero_optimization.reduce_bucket_size"].why.startswith("auto")
+    assert import_file(FOLDER / "ds.json").recipe.strategy == f"deepspeed(config={file!r})"
+
+
+def test_what_needs_something_is_said_in_the_file():
+    text = commented(import_file(FOLDER / "megatron.yaml"), "megatron.yaml")
+    assert "# megatron_lm_config.megatron_lm_pp_degree: needs pipelines" in text
+    assert yaml.safe_load(text)["strategy"].startswith("fsdp(")
+    defaults = commented(import_file(FOLDER / "torchtitan_defaults.toml"), "t.toml")
+    assert "# torchtitan's defaults hold for: training.max_norm, training.mixed_precision_param" in defaults
