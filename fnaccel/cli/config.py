@@ -12,7 +12,9 @@ from typing import Any
 import attrs
 import torch
 
+from fnaccel.cli.asking import ask
 from fnaccel.cli.launch import add_recipe_options, job_of
+from fnaccel.cli.options.config import parser
 from fnaccel.cli.overriding import DEFAULT_FILE, Layer, check_overrides, layers
 from fnaccel.cli.terminal import Parser, columns
 from fnaccel.config import Recipe, from_yaml, scan_options
@@ -22,12 +24,6 @@ from fnaccel.launch.accelerators import count_accelerators
 from fnaccel.launch.job import check_values
 from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
-
-_HELP = """Show, check or write a recipe.
-
-  show      each value of the recipe that a launch would use, and its source
-  validate  check a file: keys, kinds, names, and the values of the job
-  default   write ./fnaccel.yaml for this machine. A file that exists is kept"""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -47,9 +43,11 @@ def run(arguments: Sequence[str]) -> int:
         gpt.yaml is a recipe
         0
     """
-    action, *rest = arguments or ["--help"]
+    action, *rest = arguments or ["ask"]
+    if action.startswith("-") and action not in ("-h", "--help"):
+        action, rest = "ask", list(arguments)
     if action in ("-h", "--help"):
-        Parser("fnaccel config", _HELP, "fnaccel config (show | validate | default) ...").parse_args([action])
+        parser().parse_args([action])
     if action not in _ACTIONS:
         raise UnknownNameError(
             f"no action is called {action!r}", where="fnaccel config", fix=nearest(action, _ACTIONS)
@@ -196,6 +194,7 @@ def _has_bf16() -> bool:
 
 
 _ACTIONS: dict[str, Callable[[Sequence[str]], int]] = {
+    "ask": ask,
     "show": _show,
     "validate": _validate,
     "default": _default,

@@ -1,0 +1,197 @@
+"""`fnaccel config` asks, and writes a recipe. `fnaccel.config.questions` has the questions."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fnaccel.cli.overriding import DEFAULT_FILE
+from fnaccel.cli.terminal import Parser
+from fnaccel.config import to_yaml
+from fnaccel.config.questions import Machine, Question, next_question, recipe_of
+from fnaccel.config.recipe import Recipe
+from fnaccel.config.yaml import load
+from fnaccel.errors import ConfigError, nearest
+from fnaccel.launch.accelerators import count_accelerators
+from fnaccel.launch.tpu import is_tpu
+
+_PROG = "fnaccel config"
+_HELP = f"""Ask questions, and write ./{DEFAULT_FILE} from the answers.
+
+Only what matters after the earlier answers is asked. Enter takes the default. Ctrl-C writes nothing.
+With questionary (pip install "fnaccel[cli]") choices are made with the arrow keys."""
+
+Read = Callable[[Question], Any]
+
+
+def parser() -> Parser:
+    """The options of `fnaccel config` without an action."""
+    options = Parser(f"{_PROG} ask", _HELP)
+    options.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"default: ./{DEFAULT_FILE}")
+    options.add_argument(
+        "--answers", type=Path, metavar="FILE",
+        help="YAML with the answer to each question by its name. Defaults answer the others",
+    )  # fmt: skip
+    options.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    return options
+
+
+def ask(arguments: Sequence[str]) -> int:
+    """Ask, and write the recipe.
+
+    Returns:
+        0, or 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: the file exists, the answers of a file do not fit, or the input has ended.
+    """
+    options = parser().parse_args(arguments)
+    output: Path = options.output or Path(DEFAULT_FILE)
+    in_terminal = options.answers is None and sys.stdin.isatty() and sys.stdout.isatty()
+    if output.exists() and not options.overwrite and not in_terminal:
+        raise ConfigError(
+            f"there is a file {output} already", where=_PROG, fix="another -o, or --overwrite to replace it"
+        )
+    machine = this_machine()
+    try:
+        if options.answers is not None:
+            answers = _answers_of(machine, options.answers)
+        else:
+            read = _read_with_arrows if in_terminal and _has_questionary() else _read_line
+            if output.exists() and not options.overwrite and not _may_replace(output, read):
+                return _nothing_written()
+            answers = answers_by(machine, read)
+    except KeyboardInterrupt:
+        return _nothing_written()
+    _write(recipe_of(machine, answers), output, str(answers["where"]))
+    return 0
+
+
+def this_machine() -> Machine:
+    """The facts of this machine. Accelerators are counted in a process of their own."""
+    on_cuda = torch.cuda.is_available()
+    packages = ("deepspeed", "torchao", "tensorboard", "wandb", "mlflow")
+    return Machine(
+        accelerators=count_accelerators(),
+        bf16=on_cuda and torch.cuda.is_bf16_supported(including_emulation=False),
+        fp8=on_cuda and torch.cuda.get_device_capability() >= (8, 9),
+        tpu=is_tpu(os.environ),
+        installed=tuple(name for name in packages if _is_installed(name)),
+    )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _has_questionary() -> bool:
+    return importlib.util.find_spec("questionary") is not None
+
+
+def answers_by(machine: Machine, read: Read) -> dict[str, Any]:
+    """All answers that matter, read one by one. A wrong answer is asked for again.
+
+    Args:
+        machine: the facts of this machine.
+        read: shows a question, and returns the raw answer.
+
+    Example:
+        >>> answers_by(Machine(), lambda question: None)["strategy"]
+        'local'
+    """
+    answers: dict[str, Any] = {}
+    while (question := next_question(machine, answers)) is not None:
+        raw = read(question)
+        try:
+            answers[question.name] = question.parse(raw)
+        except ConfigError as error:
+            print(f"{error.what}. {error.fix}", file=sys.stderr, flush=True)
+    return answers
+
+
+def _answers_of(machine: Machine, file: Path) -> dict[str, Any]:
+    """The answers of a file, with defaults for questions that it does not answer."""
+    try:
+        given: Any = load(file.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(
+            f"{file} can't be read: {error.strerror}",
+            where=f"{_PROG} --answers",
+            fix="give a file of answers",
+        ) from error
+    answers: dict[str, Any] = {}
+    while (question := next_question(machine, answers)) is not None:
+        answers[question.name] = question.parse(given.get(question.name))
+    for name in given:
+        if name not in answers:
+            raise ConfigError(
+                f"nobody asks for {name} after these answers",
+                where=f"{_PROG} --answers {file}",
+                fix=f"leave it out, or change an earlier answer ({nearest(name, answers)})",
+            )
+    return answers
+
+
+def _read_line(question: Question) -> Any:
+    """Ask on a line of text, with numbered choices."""
+    print(f"\n{question.text}" + (f"\n  ({question.why})" if question.why else ""))
+    for number, (name, meaning) in enumerate(question.choices, 1):
+        print(f"  {number}. {name}: {meaning}")
+    default = _shown_default(question)
+    print(f"[{default}] " if default else "> ", end="", flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise ConfigError(
+            f"the input ends before: {question.text}", where=f"answers.{question.name}",
+            fix="--answers FILE for scripts",
+        )  # fmt: skip
+    return line.strip()
+
+
+def _read_with_arrows(question: Question) -> Any:
+    """Ask with questionary."""
+    import questionary  # noqa: PLC0415 - an extra, and slow to import
+
+    text = question.text + (f" ({question.why})" if question.why else "")
+    if question.kind == "choice":
+        choices = [questionary.Choice(f"{name}: {meaning}", name) for name, meaning in question.choices]
+        return questionary.select(text, choices=choices, default=question.default).unsafe_ask()
+    if question.kind == "yes or no":
+        return questionary.confirm(text, default=question.default).unsafe_ask()
+    return questionary.text(text, default=_shown_default(question)).unsafe_ask()
+
+
+def _shown_default(question: Question) -> str:
+    if question.kind == "yes or no":
+        return "yes" if question.default else "no"
+    return "none" if question.kind == "number" and question.default is None else str(question.default)
+
+
+def _may_replace(output: Path, read: Read) -> bool:
+    question = Question(name="replace", text=f"{output} exists. Replace it?", kind="yes or no", default=False)
+    return bool(question.parse(read(question)))
+
+
+def _nothing_written() -> int:
+    print("\nnothing was written", file=sys.stderr)
+    return 130
+
+
+def _write(recipe: Recipe, output: Path, where: str) -> None:
+    text = to_yaml(recipe)
+    output.write_text(f"{text}\n", encoding="utf-8")
+    option = "" if output == Path(DEFAULT_FILE) else f"--config {output} "
+    place = "On each machine: " if where == "same command" else ""
+    print(f"\nwrote {output}:\n\n{text}\n\n{place}fnaccel launch {option}train.py")
+    print(f"What it would start: fnaccel launch {option}--dry-run train.py")

@@ -1,0 +1,97 @@
+"""The recipe of the answers to `fnaccel config`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fnaccel.config.questions.catalogue import Answers, on_cpu
+from fnaccel.config.questions.question import Machine
+from fnaccel.config.recipe import CheckpointRecipe, Recipe, TrackingRecipe
+from fnaccel.config.running import LaunchRecipe, RunRecipe
+from fnaccel.launch.sections import HostsRecipe, SageMakerRecipe, TpuVmRecipe
+
+
+def recipe_of(machine: Machine, answers: Answers) -> Recipe:
+    """The recipe of all answers.
+
+    Example:
+        >>> answers = {}
+        >>> while (question := next_question(Machine(accelerators=4, bf16=True), answers)) is not None:
+        ...     answers[question.name] = question.parse(None)
+        >>> print(fa.config.to_yaml(recipe_of(Machine(accelerators=4, bf16=True), answers)))
+        strategy: ddp
+        precision: bf16
+        launch:
+          ranks: 4
+    """
+    given = {name: value for name, value in answers.items() if value is not None}
+    fields: dict[str, Any] = {
+        "strategy": _strategy_text(given),
+        "precision": given["precision"],
+        "accumulate": given["accumulate"],
+        "clip_norm": given.get("clip_norm"),
+        "compile": None if given.get("compile", "no") == "no" else given["compile"],
+        "remat": given.get("remat", False),
+        "run": RunRecipe(seed=given["seed"]),
+        "launch": _launch(machine, given),
+    }
+    if "fp8_backend" in given:
+        fields["fp8"] = {"backend": given["fp8_backend"]}
+    if "checkpoints" in given:
+        fields["checkpoint"] = CheckpointRecipe(directory=given["checkpoints"], every=given["save_every"])
+    if "trackers" in given:
+        names = [name.strip() for name in given["trackers"].split(",") if name.strip()]
+        fields["tracking"] = TrackingRecipe(trackers=names)
+    return Recipe(**fields)
+
+
+def _strategy_text(given: Mapping[str, Any]) -> str:
+    ranks = given.get("ranks", 1)
+    name: str = given.get("strategy", "local")
+    offload = given.get("offload", False)
+    if name == "fsdp":
+        return "fsdp(offload=True)" if offload else "fsdp"
+    if name == "deepspeed":
+        both = ", offload_optimizer='cpu'" if offload else ""
+        return f"deepspeed(stage={given['stage']}{both})"
+    texts = {
+        "zero2": "fsdp(reshard_after_forward=False)",
+        "hsdp": f"hsdp({given.get('machines', 1)}, {ranks})",
+        "fsdp with tensor": f"fsdp * tensor({ranks})",
+        "xla sharded": "xla(shard=True)",
+    }
+    return texts.get(name, name)
+
+
+def _launch(machine: Machine, given: Mapping[str, Any]) -> LaunchRecipe:
+    where = given["where"]
+    fields: dict[str, Any] = {"cpu": on_cpu(machine, given)}
+    if "ranks" in given:
+        fields["ranks"] = given["ranks"]
+    if given.get("machines", 1) > 1:
+        fields["machines"] = given["machines"]
+    if given.get("restarts"):
+        fields["restarts"] = given["restarts"]
+    sections: dict[str, Callable[[], dict[str, Any]]] = {
+        "here": dict,
+        "same command": lambda: {"address": given["address"]},
+        "ssh": lambda: {"carrier": "ssh", "hosts": _hosts(given["hosts"])},
+        "slurm": lambda: {"carrier": "slurm", "slurm": _picked(given, "partition", "time")},
+        "tpu": lambda: {"tpu_vm": TpuVmRecipe(name=given["tpu_name"], zone=given["tpu_zone"])},
+        "sagemaker": lambda: {
+            "carrier": "sagemaker",
+            "sagemaker": SageMakerRecipe(**_picked(given, "role", "instance_type", "region")),
+        },
+        "kubernetes": lambda: {"carrier": "kubernetes", "kubernetes": _picked(given, "image", "namespace")},
+    }
+    return LaunchRecipe(**fields, **sections[where]())
+
+
+def _picked(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: given[name] for name in names if name in given}
+
+
+def _hosts(text: str) -> HostsRecipe:
+    is_file = "/" in text or text.endswith((".txt", "hostfile"))
+    return HostsRecipe(file=text) if is_file else HostsRecipe(names=text)
