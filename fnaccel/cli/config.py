@@ -44,17 +44,17 @@ def run(arguments: Sequence[str]) -> int:
         gpt.yaml is a recipe
         0
     """
-    action, *rest = arguments or ["ask"]
+    action, *options = arguments or ["ask"]
     if action in ("-h", "--help"):
         usage = f"fnaccel config [{' | '.join(ACTIONS)}] ..."
         Parser("fnaccel config", _HELP, usage).parse_args([action])
     if action.startswith("-"):
-        action, rest = "ask", list(arguments)
+        action, options = "ask", list(arguments)
     if action not in ACTIONS:
         raise UnknownNameError(
             f"no action is called {action!r}", where="fnaccel config", fix=nearest(action, ACTIONS)
         )
     # by name, so that an action does not pay for the imports of another
     module, function = ACTIONS[action].split(".")
-    result: int = getattr(importlib.import_module(f"fnaccel.cli.{module}"), function)(rest)
+    result: int = getattr(importlib.import_module(f"fnaccel.cli.{module}"), function)(options)
     return result

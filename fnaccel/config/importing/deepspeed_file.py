@@ -71,13 +71,13 @@ def read_into(draft: Draft, path: str, prefix: str) -> None:
     Raises:
         ConfigError: values of the file contradict each other, or those of the document.
     """
-    shown = f"strategy: {call('deepspeed', config=path)}"
+    became = f"strategy: {call('deepspeed', config=path)}"
     for key in [key for key in draft.leaves if key.startswith(prefix)]:
         name = key[len(prefix) :]
         if draft.leaves[key] == "auto":
-            draft.row(key, shown, _AUTO.get(name, "auto: filled by the strategy, see docs/deepspeed.md"))
+            draft.row(key, became, _AUTO.get(name, "auto: filled by the strategy, see docs/deepspeed.md"))
         elif name.split(".")[0] in TOP:
-            draft.row(key, shown, "DeepSpeed reads it from the file")
+            draft.row(key, became, "DeepSpeed reads it from the file")
     _precision(draft, prefix)
     _step(draft, prefix)
     _optimizer(draft, prefix)

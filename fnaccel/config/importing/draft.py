@@ -213,21 +213,21 @@ class Draft:
             ConfigError: the table has no such name. Names the nearest.
         """
         name = str(self.get(key, default)).strip()
-        for known, value in choices.items():
-            if known.lower() == name.lower():
+        for entry, value in choices.items():
+            if entry.lower() == name.lower():
                 return value
         raise self.wrong(key, "there is no such name", nearest(name, choices))
 
-    def finish(self, known: Iterable[str]) -> Imported:
+    def finish(self, keys: Iterable[str]) -> Imported:
         """The recipe and the rows. A key without a row is unknown.
 
         Args:
-            known: dotted keys of the tool, for the nearest name.
+            keys: dotted keys of the tool, for the nearest name.
 
         Raises:
             ConfigError: the values make no recipe.
         """
-        names = set(known)
+        names = set(keys)
         for key in self.leaves:
             if key not in self._rows:
                 self.skip(key, f"unknown: {self.tool} has no such key as far as we know. {_near(key, names)}")

@@ -175,7 +175,9 @@ def _accumulation(draft: Draft) -> None:
 
 def _optimizer(draft: Draft) -> None:
     name = draft.get("optimizer.name", "AdamW")
-    chosen = next((ours for theirs, ours in _OPTIMIZERS.items() if theirs == name), f"torch.optim:{name}")
+    chosen = next(
+        (ours for name_there, ours in _OPTIMIZERS.items() if name_there == name), f"torch.optim:{name}"
+    )
     draft.set("optimizer.name", "optimizer.name", chosen, "with torch's fused kernel")
     draft.set("optimizer.lr", "optimizer.lr", float(draft.get("optimizer.lr", 8e-4)), "the highest rate")
     options: dict[str, Any] = {}
