@@ -44,17 +44,17 @@ def run(arguments: Sequence[str]) -> int:
         gpt.yaml is a recipe
         0
     """
-    action, *options = arguments or ["ask"]
+    action, *rest = arguments or ["ask"]
     if action in ("-h", "--help"):
         usage = f"fnaccel config [{' | '.join(ACTIONS)}] ..."
         Parser("fnaccel config", _HELP, usage).parse_args([action])
     if action.startswith("-"):
-        action, options = "ask", list(arguments)
+        action, rest = "ask", list(arguments)
     if action not in ACTIONS:
         raise UnknownNameError(
             f"no action is called {action!r}", where="fnaccel config", fix=nearest(action, ACTIONS)
         )
     # by name, so that an action does not pay for the imports of another
     module, function = ACTIONS[action].split(".")
-    result: int = getattr(importlib.import_module(f"fnaccel.cli.{module}"), function)(options)
+    result: int = getattr(importlib.import_module(f"fnaccel.cli.{module}"), function)(rest)
     return result
