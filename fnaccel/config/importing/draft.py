@@ -183,14 +183,15 @@ class Draft:
             raise self.wrong(key, "this is no whole number", "write a whole number")
         return int(number)
 
-    def number(self, key: str) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         """A number, also if it is written as text.
 
         Raises:
             ConfigError: it is none.
         """
+        value: Any = self.get(key, default)
         try:
-            return float(self.leaves[key])
+            return float(value)
         except (TypeError, ValueError):
             raise self.wrong(key, "this is no number", "write a number") from None
 

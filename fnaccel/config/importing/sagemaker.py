@@ -48,7 +48,7 @@ def read(draft: Draft) -> str:
         draft.fill("launch.sagemaker.local", True, "ec2_instance_type")
     _arguments(draft)
     draft.fill("launch.carrier", "sagemaker", "compute_environment")
-    kind = str(draft.get("distributed_type", "NO"))
+    kind = draft.choice("distributed_type", {name: name for name in _TYPES}, "NO")
     if parallel:
         draft.set(
             "distributed_type",
