@@ -128,19 +128,19 @@ def _on_machines(draft: Draft, files: Mapping[str, Mapping[str, Any]]) -> str:
     if kind in ("TPU", "XLA"):
         draft.fill("launch.tpu", True, "distributed_type")
         draft.skip("num_processes", "one process drives all chips of a TPU VM")
-        draft.leaves, held = {k: v for k, v in draft.leaves.items() if k != "num_processes"}, draft.leaves
-        found = machines.read(draft, cpu=False, hosts=hosted)
-        draft.leaves = held
+        draft.leaves, leaves = {k: v for k, v in draft.leaves.items() if k != "num_processes"}, draft.leaves
+        size = machines.read(draft, cpu=False, hosts=hosted)
+        draft.leaves = leaves
     else:
-        found = machines.read(draft, cpu=kind == "MULTI_CPU", hosts=hosted)
-    if kind == "NO" and (found.total or 1) > 1:
+        size = machines.read(draft, cpu=kind == "MULTI_CPU", hosts=hosted)
+    if kind == "NO" and (size.total or 1) > 1:
         raise draft.wrong(
             "distributed_type",
-            f"this is one process, and num_processes is {found.total}",
+            f"this is one process, and num_processes is {size.total}",
             "MULTI_GPU or MULTI_CPU, or num_processes: 1",
         )
     machines.read_tpu(draft)
-    strategy = _strategy(draft, kind, found, files)
+    strategy = _strategy(draft, kind, size, files)
     name = strategy.split("(")[0] if len(strategy) > 30 else strategy
     draft.row(
         "distributed_type",
@@ -171,15 +171,15 @@ def _kind(draft: Draft) -> str:
 
 
 def _strategy(
-    draft: Draft, kind: str, found: machines.Machines, files: Mapping[str, Mapping[str, Any]]
+    draft: Draft, kind: str, size: machines.Machines, files: Mapping[str, Mapping[str, Any]]
 ) -> str:
     options: dict[str, Any] | None = None
     plain = "local" if kind == "NO" else "ddp"
     if kind == "FSDP":
         options, name = fsdp.read(draft)
-        plain = fsdp.text(options, name, found.count)
+        plain = fsdp.text(options, name, size.count)
     elif kind == "DEEPSPEED":
-        plain = deepspeed_section.read(draft, files, found.count)
+        plain = deepspeed_section.read(draft, files, size.count)
     elif kind == "MEGATRON_LM":
         plain = parallelism.read_megatron(draft)
     elif kind == "TP":
@@ -188,7 +188,7 @@ def _strategy(
         plain = f"tensor({degree})"
     elif kind in ("TPU", "XLA"):
         return "xla"
-    product = parallelism.read(draft, options, found.total)
+    product = parallelism.read(draft, options, size.total)
     if kind in ("DEEPSPEED", "MEGATRON_LM") and product is not None:
         for key in parallelism.KEYS:
             draft.skip(key, f"{kind} is no axis of a product. Needs fsdp instead: strategy: {product}")

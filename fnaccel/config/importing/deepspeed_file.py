@@ -71,13 +71,13 @@ def read_into(draft: Draft, path: str, prefix: str) -> None:
     Raises:
         ConfigError: values of the file contradict each other, or those of the document.
     """
-    shown = f"strategy: {call('deepspeed', config=path)}"
+    became = f"strategy: {call('deepspeed', config=path)}"
     for key in [key for key in draft.leaves if key.startswith(prefix)]:
         name = key[len(prefix) :]
         if draft.leaves[key] == "auto":
-            draft.row(key, shown, _AUTO.get(name, "auto: filled by the strategy, see docs/deepspeed.md"))
+            draft.row(key, became, _AUTO.get(name, "auto: filled by the strategy, see docs/deepspeed.md"))
         elif name.split(".")[0] in TOP:
-            draft.row(key, shown, "DeepSpeed reads it from the file")
+            draft.row(key, became, "DeepSpeed reads it from the file")
     _precision(draft, prefix)
     _step(draft, prefix)
     _optimizer(draft, prefix)
@@ -104,17 +104,16 @@ def _step(draft: Draft, prefix: str) -> None:
         draft.set(count, "accumulate", draft.whole(count), why)
     if draft.get(norm, "auto") != "auto":
         draft.set(norm, "clip_norm", draft.number(norm) or None, "the norm over all ranks. 0: no bound")
-    total, micro = (
-        draft.get(f"{prefix}{name}", "auto")
-        for name in ("train_batch_size", "train_micro_batch_size_per_gpu")
-    )
-    steps = draft.get(count, "auto")
-    if "auto" not in (total, micro, steps) and total % (micro * steps):
-        raise draft.wrong(
-            f"{prefix}train_batch_size",
-            f"no number of ranks makes it from micro-batches of {micro} and {steps} steps",
-            "a multiple of both",
-        )
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    keys = [f"{prefix}{name}" for name in names]
+    if all(draft.get(key, "auto") != "auto" for key in keys):
+        total, micro, steps = (draft.whole(key) or 0 for key in keys)
+        if micro * steps == 0 or total % (micro * steps):
+            raise draft.wrong(
+                keys[0],
+                f"no number of ranks makes it from micro-batches of {micro} and {steps} steps",
+                "a multiple of both",
+            )
 
 
 def _optimizer(draft: Draft, prefix: str) -> None:
@@ -134,4 +133,4 @@ def _optimizer(draft: Draft, prefix: str) -> None:
         rate = next((peak for peak in peaks if peak not in (None, "auto")), rate)
     for key in (f"{prefix}optimizer.params.lr", *(f"{prefix}scheduler.params.{name}" for name in _PEAKS)):
         if draft.get(key) == rate and rate not in (None, "auto"):
-            draft.set(key, "optimizer.lr", float(rate), "the file and the recipe have to agree")
+            draft.set(key, "optimizer.lr", draft.number(key), "the file and the recipe have to agree")

@@ -74,37 +74,50 @@ def _with_file(draft: Draft, path: str, files: Mapping[str, Mapping[str, Any]]) 
     leaves = leaves_of(document, f"{path}: ")
     draft.leaves |= leaves
     deepspeed_file.read_into(draft, path, f"{path}: ")
-    stage = draft.get(f"{path}: zero_optimization.stage", 0)
-    options: dict[str, Any] = {}
-    if draft.truth(f"{SECTION}.zero3_init_flag") and stage == 3:
+    options = _filled(draft, path)
+    stage = options.get("stage", draft.get(f"{path}: zero_optimization.stage", 0))
+    key = f"{SECTION}.zero3_init_flag"
+    if draft.truth(key) and stage == 3:
         options["zero3_init"] = True
-        draft.row(
-            f"{SECTION}.zero3_init_flag",
-            "strategy: deepspeed(zero3_init=True)",
-            "each parameter is partitioned as it is made",
-        )
+        draft.row(key, "strategy: deepspeed(zero3_init=True)", "each parameter is partitioned as it is made")
     _step(draft)
-    for name, (other, default) in {
-        "zero_stage": ("zero_optimization.stage", 0),
-        "offload_optimizer_device": ("zero_optimization.offload_optimizer.device", "none"),
-        "offload_param_device": ("zero_optimization.offload_param.device", "none"),
-    }.items():
-        _agree(draft, f"{SECTION}.{name}", draft.get(f"{path}: {other}", default))
     _moe(draft, options)
     draft.skip_all(draft.below(SECTION), f"{path} holds it")
     return call("deepspeed", config=path, **options)
 
 
-def _agree(draft: Draft, key: str, written: Any) -> None:
-    value = draft.get(key)
-    if value is None or written == "auto":
-        return
-    if str(value) != str(written):
-        raise draft.wrong(
-            key,
-            f"the file of {FILE} says {written!r}",
-            f"remove {key}, or make both equal: DeepSpeed takes one",
-        )
+_IN_BOTH = {
+    "zero_stage": ("stage", "zero_optimization.stage", 0),
+    "offload_optimizer_device": ("offload_optimizer", "zero_optimization.offload_optimizer.device", "none"),
+    "offload_param_device": ("offload_params", "zero_optimization.offload_param.device", "none"),
+    "zero3_save_16bit_model": (
+        "save_16bit",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        False,
+    ),
+}
+
+
+def _filled(draft: Draft, path: str) -> dict[str, Any]:
+    """The options that fill an "auto" of the file.
+
+    Raises:
+        ConfigError: the file and the section have different values.
+    """
+    options: dict[str, Any] = {}
+    for name, (option, other, default) in _IN_BOTH.items():
+        key, written = f"{SECTION}.{name}", draft.get(f"{path}: {other}", default)
+        value = draft.get(key)
+        if value is None:
+            continue
+        if written == "auto":
+            if str(value).lower() != "none":
+                options[option] = value
+            draft.row(key, f"strategy: deepspeed({option}={value!r})", f'it fills the "auto" of {path}')
+        elif str(value) != str(written):
+            fix = f"remove {key}, or make both equal: DeepSpeed takes one"
+            raise draft.wrong(key, f"the file of {FILE} says {written!r}", fix)
+    return options
 
 
 def _step(draft: Draft) -> None:
@@ -176,10 +189,10 @@ def _moe(draft: Draft, options: dict[str, Any]) -> None:
 def _hosts(draft: Draft, machines: int) -> None:
     keys = [f"{SECTION}.deepspeed_{name}" for name in ("hostfile", "inclusion_filter", "exclusion_filter")]
     launcher = f"{SECTION}.deepspeed_multinode_launcher"
-    given = [key for key in keys if str(draft.get(key, "")).lower() not in ("", "none", "null")]
-    if machines > 1 and keys[0] in given:
+    filled = [key for key in keys if str(draft.get(key, "")).lower() not in ("", "none", "null")]
+    if machines > 1 and keys[0] in filled:
         for key, field in zip(keys, ("file", "include", "exclude"), strict=True):
-            if key in given:
+            if key in filled:
                 draft.set(key, f"launch.hosts.{field}", str(draft.get(key)), "the machines of the job")
         carrier = draft.choice(launcher, _LAUNCHERS, "pdsh")
         if carrier is not None:

@@ -183,14 +183,15 @@ class Draft:
             raise self.wrong(key, "this is no whole number", "write a whole number")
         return int(number)
 
-    def number(self, key: str) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         """A number, also if it is written as text.
 
         Raises:
             ConfigError: it is none.
         """
+        value: Any = self.get(key, default)
         try:
-            return float(self.leaves[key])
+            return float(value)
         except (TypeError, ValueError):
             raise self.wrong(key, "this is no number", "write a number") from None
 
@@ -213,21 +214,21 @@ class Draft:
             ConfigError: the table has no such name. Names the nearest.
         """
         name = str(self.get(key, default)).strip()
-        for known, value in choices.items():
-            if known.lower() == name.lower():
+        for entry, value in choices.items():
+            if entry.lower() == name.lower():
                 return value
         raise self.wrong(key, "there is no such name", nearest(name, choices))
 
-    def finish(self, known: Iterable[str]) -> Imported:
+    def finish(self, keys: Iterable[str]) -> Imported:
         """The recipe and the rows. A key without a row is unknown.
 
         Args:
-            known: dotted keys of the tool, for the nearest name.
+            keys: dotted keys of the tool, for the nearest name.
 
         Raises:
             ConfigError: the values make no recipe.
         """
-        names = set(known)
+        names = set(keys)
         for key in self.leaves:
             if key not in self._rows:
                 self.skip(key, f"unknown: {self.tool} has no such key as far as we know. {_near(key, names)}")

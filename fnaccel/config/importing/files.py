@@ -66,10 +66,10 @@ def import_file(path: Path, deepspeed: Path | None = None) -> Imported:
         beside = deepspeed or path.parent / name
         if deepspeed is not None or beside.is_file():
             # the recipe names the file as the launcher will find it
-            shown = str(beside)
-            section: dict[str, Any] = {**cast("dict[str, Any]", named), "deepspeed_config_file": shown}
+            location = str(beside)
+            section: dict[str, Any] = {**cast("dict[str, Any]", named), "deepspeed_config_file": location}
             document = {**document, "deepspeed_config": section}
-            files[shown] = parse(beside)
+            files[location] = parse(beside)
     return import_document(document, path=str(path), files=files)
 
 

@@ -85,10 +85,10 @@ def _data_axes(sizes: Mapping[str, int], options: Mapping[str, Any] | None) -> l
 def _method(draft: Draft, sizes: Mapping[str, int]) -> str | None:
     key = _key(draft, "cp_comm_strategy")
     method = draft.choice(key, _METHODS, "allgather")
-    shown = f"strategy: context(method={method!r})" if sizes["cp_size"] > 1 else "nothing"
+    became = f"strategy: context(method={method!r})" if sizes["cp_size"] > 1 else "nothing"
     draft.row(
         key,
-        shown,
+        became,
         "allgather gathers keys and values, alltoall sends them round"
         if sizes["cp_size"] > 1
         else "cp_size is 1",
@@ -175,5 +175,5 @@ def _megatron_step(draft: Draft, key: Any) -> None:
         norm = draft.number(key("gradient_clipping"))
         draft.set(key("gradient_clipping"), "clip_norm", norm or None, "the norm over all ranks. 0: no bound")
     if draft.has(key("recompute_activations")):
-        kept = "attention" if draft.truth(key("recompute_activations")) else False
-        draft.set(key("recompute_activations"), "remat", kept, "Megatron's selective recomputation, or none")
+        scope = "attention" if draft.truth(key("recompute_activations")) else False
+        draft.set(key("recompute_activations"), "remat", scope, "Megatron's selective recomputation, or none")

@@ -48,7 +48,7 @@ def read(draft: Draft) -> str:
         draft.fill("launch.sagemaker.local", True, "ec2_instance_type")
     _arguments(draft)
     draft.fill("launch.carrier", "sagemaker", "compute_environment")
-    kind = str(draft.get("distributed_type", "NO"))
+    kind = draft.choice("distributed_type", {name: name for name in _TYPES}, "NO")
     if parallel:
         draft.set(
             "distributed_type",
@@ -84,7 +84,7 @@ def _why(field: str) -> str:
 
 
 def _arguments(draft: Draft) -> None:
-    others: dict[str, Any] = {}
+    further: dict[str, Any] = {}
     for name, field in _ARGUMENTS.items():
         key = f"{ARGUMENTS}.{name}"
         if draft.has(key) and draft.get(key) is not None:
@@ -94,12 +94,12 @@ def _arguments(draft: Draft) -> None:
         name, _, inner = key[len(ARGUMENTS) + 1 :].partition(".")
         draft.row(key, f"launch.sagemaker.arguments.{name}", "an argument of the estimator")
         if inner:
-            branch = others.setdefault(name, {})
+            branch = further.setdefault(name, {})
             *parents, last = inner.split(".")
             for parent in parents:
                 branch = branch.setdefault(parent, {})
             branch[last] = draft.leaves[key]
         else:
-            others[name] = draft.leaves[key]
-    if others:
-        draft.fill("launch.sagemaker.arguments", others, ARGUMENTS)
+            further[name] = draft.leaves[key]
+    if further:
+        draft.fill("launch.sagemaker.arguments", further, ARGUMENTS)

@@ -145,7 +145,7 @@ def _training(draft: Draft) -> None:
     draft.set("training.steps", "run.steps", draft.whole("training.steps", 10_000), "updates of the run")
     if draft.get("training.seed") is not None:
         draft.set("training.seed", "run.seed", draft.whole("training.seed"), "of parameters, draws and data")
-    norm = float(draft.get("training.max_norm", 1.0))
+    norm = draft.number("training.max_norm", 1.0)
     draft.set("training.max_norm", "clip_norm", norm or None, "the norm over all ranks. 0: no bound")
     # without the key torchtitan computes in bf16 where parameters are sharded
     low = draft.choice("training.mixed_precision_param", _PRECISIONS, "bfloat16")
@@ -175,15 +175,17 @@ def _accumulation(draft: Draft) -> None:
 
 def _optimizer(draft: Draft) -> None:
     name = draft.get("optimizer.name", "AdamW")
-    chosen = next((ours for theirs, ours in _OPTIMIZERS.items() if theirs == name), f"torch.optim:{name}")
+    chosen = next(
+        (ours for name_there, ours in _OPTIMIZERS.items() if name_there == name), f"torch.optim:{name}"
+    )
     draft.set("optimizer.name", "optimizer.name", chosen, "with torch's fused kernel")
-    draft.set("optimizer.lr", "optimizer.lr", float(draft.get("optimizer.lr", 8e-4)), "the highest rate")
+    draft.set("optimizer.lr", "optimizer.lr", draft.number("optimizer.lr", 8e-4), "the highest rate")
     options: dict[str, Any] = {}
-    betas = [float(draft.get(f"optimizer.{key}", value)) for key, value in (("beta1", 0.9), ("beta2", 0.95))]
+    betas = [draft.number(f"optimizer.{key}", value) for key, value in (("beta1", 0.9), ("beta2", 0.95))]
     if chosen in ("adamw", "adam"):
-        options = {"betas": betas, "eps": float(draft.get("optimizer.eps", 1e-8))}
+        options = {"betas": betas, "eps": draft.number("optimizer.eps", 1e-8)}
         if chosen == "adamw":
-            options["weight_decay"] = float(draft.get("optimizer.weight_decay", 0.1))
+            options["weight_decay"] = draft.number("optimizer.weight_decay", 0.1)
         for key in ("beta1", "beta2", "eps", "weight_decay"):
             draft.row(f"optimizer.{key}", "optimizer.options", "with the same meaning")
     draft.fill("optimizer.options", options, "optimizer")
@@ -201,10 +203,15 @@ def _schedule(draft: Draft) -> None:
         "linear",
     )
     ratio = draft.get("lr_scheduler.decay_ratio")
-    low = float(draft.get("lr_scheduler.min_lr_factor", draft.get("lr_scheduler.lr_min", 0.0)))
+    low = draft.number(
+        "lr_scheduler.min_lr_factor"
+        if draft.get("lr_scheduler.min_lr_factor") is not None
+        else "lr_scheduler.lr_min",
+        0.0,
+    )
     warmup = min(warmup, max(total - 1, 0))
     keys = [key for key in draft.leaves if key.startswith("lr_scheduler.") and key in _KNOWN]
-    stable = ratio is not None and float(ratio) < 1 - warmup / total
+    stable = ratio is not None and draft.number("lr_scheduler.decay_ratio") < 1 - warmup / max(total, 1)
     if kind == "sqrt" or stable:
         for key in keys:
             draft.row(
@@ -254,7 +261,7 @@ def _transforms(draft: Draft) -> None:
     for key, field in (("enable_fsdp_float8_all_gather", "all_gather"), ("emulate", "emulate")):
         if draft.has(f"float8.{key}"):
             draft.set(f"float8.{key}", f"fp8.{field}", draft.truth(f"float8.{key}"), "of torchao's layers")
-    names = draft.get("float8.filter_fqns", [])
+    names = draft.names("float8.filter_fqns")
     if names:
         draft.set(
             "float8.filter_fqns", "fp8.skip", [f"*{name}*" for name in names], "layers that stay in bf16"

@@ -9,7 +9,8 @@ import yaml
 
 import fnaccel as fa
 from fnaccel.cli.config.validate import check_recipe
-from fnaccel.config.importing import commented, import_file, parse
+from fnaccel.cli.main import main
+from fnaccel.config.importing import commented, deepspeed_file, import_file, parse
 from fnaccel.config.importing.draft import leaves_of
 
 FOLDER = Path(__file__).parent / "files"
@@ -62,7 +63,7 @@ FIELDS = {
     "fsdp2": {"remat": False},
     "deepspeed": {"accumulate": 2, "clip_norm": 1.0, "precision": "bf16"},
     "deepspeed_machines": {"launch.carrier": "pdsh", "launch.hosts.file": "hostfile",
-                           "launch.hosts.include": "worker-1:0,2@worker-2"},
+                           "launch.hosts.include": "worker-1@worker-2"},
     "deepspeed_with_file": {"precision": "bf16", "accumulate": 2, "clip_norm": 1.0},
     "ds": {"precision": "bf16", "accumulate": 2},
     "ds_optimizer": {"precision": "fp16", "clip_norm": 1.0, "accumulate": 1, "optimizer.name": "from_deepspeed",
@@ -130,6 +131,61 @@ def test_a_deepspeed_file_beside_it_is_read_and_named():
     assert rows[f"{file}: gradient_accumulation_steps"].became == "accumulate: 2"
     assert rows[f"{file}: zero_optimization.reduce_bucket_size"].why.startswith("auto")
     assert import_file(FOLDER / "ds.json").recipe.strategy == f"deepspeed(config={file!r})"
+
+
+def test_a_section_fills_auto():
+    section = {"zero_stage": 3, "offload_param_device": "cpu", "offload_optimizer_device": "none"}
+    zero = {"stage": "auto", "offload_param": {"device": "auto"}, "offload_optimizer": {"device": "auto"}}
+    document = {"deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": True, **section}}
+    files = {"ds.json": {"zero_optimization": zero}}
+    strategy = fa.config.import_document(document, files=files).recipe.strategy
+    assert strategy == "deepspeed(config='ds.json', stage=3, offload_params='cpu', zero3_init=True)"
+
+
+def test_keys_that_guides_show_are_imported():
+    """The table comes from `python -m tests.config.importing.listing`."""
+    lines = (FOLDER.parent / "keys.txt").read_text().split("\n")
+    shown = {line.split(" ", 1)[1] for line in lines if line.startswith("accelerate ")}
+    kinds = {key.split("=")[1] for key in shown if key.startswith("distributed_type=")}
+    tested = {parse(path).get("distributed_type") for path in FILES}
+    assert kinds <= tested
+    keys = {key for path in FILES if path.suffix == ".yaml" for key in leaves_of(parse(path))}
+    # the kinds compare with the tested kinds, and an address of another tool is in no file
+    assert {key for key in shown if "=" not in key} - keys == set()
+    for line in filter(None, lines):
+        tool, key = line.split(" ", 1)
+        if tool == "deepspeed":
+            assert key.split(".")[0] in deepspeed_file.TOP
+
+
+LAUNCHES = [path for path in FILES if path.suffix == ".yaml"]
+
+
+@pytest.mark.parametrize("path", LAUNCHES, ids=lambda path: path.name)
+def test_a_launch_runs_or_names_what_it_needs(path, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    imported = import_file(path)
+    machines = range(1, imported.recipe.launch.machines + 1)
+    hosts = "".join(f"worker-{n} slots={imported.recipe.launch.ranks}\n" for n in machines)
+    for name, text in {**TABLES, "hostfile": hosts}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "train.py").write_text("import fnaccel as fa\nfa.start().close()\n")
+    (tmp_path / "r.yaml").write_text(commented(imported, path.name))
+    code = main(["launch", "--config", "r.yaml", "--dry-run", "train.py"])
+    printed = capfd.readouterr()
+    if code:
+        assert path.stem in NEEDS
+        assert NEEDS[path.stem] in printed.err
+        assert "fix: " in printed.err
+    else:
+        assert "train.py" in printed.out
+
+
+TABLES = {
+    "inputs.tsv": "channel_name\tdata_location\ntrain\ts3://bucket/train\n",
+    "metrics.tsv": "metric_name\tmetric_regex\nloss\tloss=(.*)\n",
+}
+NEEDS = {"multi_gpu": "no GPU of this machine is among 0,1,2,3"}
 
 
 def test_what_needs_something_is_said_in_the_file():
