@@ -18,11 +18,12 @@ import torch
 
 from fnaccel.benching.answer import EAGER, Answer, Failed, Task, answer_in
 from fnaccel.benching.verdict import Row, brief, document, judge, recommend, recommend_strategy, tolerance_of
-from fnaccel.cli.terminal import Parser, columns, print_json, printable, split_list
-from fnaccel.config import Recipe, from_yaml, to_yaml
+from fnaccel.cli.options.bench import SCOPES, parser
+from fnaccel.cli.subject import recipe_of
+from fnaccel.cli.terminal import columns, print_json, printable, split_list
+from fnaccel.config import Recipe, to_yaml
 from fnaccel.errors import UnknownNameError, nearest, require
 from fnaccel.launch.accelerators import count_accelerators
-from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
 from fnaccel.transforms.compilation import Scope
 from fnaccel.world.mesh import resolve
@@ -30,45 +31,6 @@ from fnaccel.world.mesh import resolve
 _PROG = "fnaccel bench"
 _SCOPES = (EAGER, *get_args(Scope))
 _WIDEST_NOTE = 80
-_DEFAULT = "eager,block,loss,step"
-_HELP = """Measure a train step of LOSS in each scope of fa.compile, or under each of some strategies.
-
-Each runs in fresh processes, one after the other.
-
-References are `module:name`, the current directory first, or `path/to/file.py:name`."""
-
-
-def parser() -> Parser:
-    """The options of `fnaccel bench`."""
-    options = Parser(_PROG, _HELP)
-    add = options.add_argument
-    add("loss", metavar="LOSS", help="a function loss_fn(model, batch), or a step made of one")
-    add("--model", required=True, metavar="REF", help="a factory (a class, a function) or a module")
-    add(
-        "--batch", required=True, metavar="REF",
-        help="of all ranks: a pytree of tensors, a function that returns one, or a DataLoader",
-    )  # fmt: skip
-    add("--config", metavar="FILE", help="a recipe in YAML. The options below go over it")
-    add("--strategy", help='such as fsdp, or "ddp(2) * fsdp(4)" (default: local)')
-    add("--precision", help="fp32, bf16 or fp16")
-    add("--accumulate", type=int, help="micro-batches in an update")
-    add("--clip-norm", type=float, help="the largest norm of the gradient")
-    add("--optimizer", metavar="NAME", help="adamw, adam, sgd, adafactor (default: adamw)")
-    add("--steps", type=int, default=30, help="how many are timed (default: 30)")
-    add(
-        "--scopes", metavar="LIST",
-        help=f"separated by commas. Eager always runs, as the reference (default: {_DEFAULT})",
-    )  # fmt: skip
-    add(
-        "--strategies", metavar="LIST",
-        help='compare strategies instead, such as "ddp, fsdp, ddp(2) * tensor(2)", in the first of --scopes. '
-        "The first strategy is the reference. local takes one rank",
-    )  # fmt: skip
-    add("-n", "--nproc", dest="ranks", type=int, default=1, metavar="RANKS", help="processes (default: 1)")
-    add("--cpu", action="store_true", help="compute on the CPU, whatever else there is")
-    add("--cold", action="store_true", help="leave out torch's compile cache, as on a new machine")
-    add("--json", action="store_true", help="print JSON")
-    return options
 
 
 def read(arguments: Sequence[str]) -> argparse.Namespace:
@@ -84,7 +46,7 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser().parse_args(arguments)
     steps, ranks = options.steps, options.ranks
     require(steps >= 1, f"{steps} steps can't be timed", f"{_PROG} --steps", "1, or more")
-    options.recipe = _recipe(options)
+    options.recipe = attrs.evolve(recipe_of(options, _PROG), compile=None)
     require(ranks >= 1, f"{ranks} ranks can't train", f"{_PROG} -n", "-n 1, or more")
     options.strategies = split_list(options.strategies or "")
     require(
@@ -103,7 +65,7 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
         f"{_PROG} -n {ranks}",
         f"-n {accelerators}, or --cpu to compute without",
     )
-    names = split_list(_DEFAULT if options.scopes is None else options.scopes)
+    names = split_list(SCOPES if options.scopes is None else options.scopes)
     for name in names:
         if name not in _SCOPES:
             raise UnknownNameError(
@@ -119,17 +81,6 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
 def _ranks_of(text: str, options: argparse.Namespace) -> int:
     """The ranks of a strategy: one for `local`, if it is compared with others."""
     return 1 if options.strategies and not strategy(text).degrees() else options.ranks
-
-
-def _recipe(options: argparse.Namespace) -> Recipe:
-    base = Recipe() if options.config is None else from_yaml(Path(options.config))
-    flags = {name: getattr(options, name) for name in ("strategy", "precision", "accumulate", "clip_norm")}
-    if options.optimizer is not None:
-        flags["optimizer"] = attrs.evolve(base.optimizer, name=options.optimizer)
-    given = {name: value for name, value in flags.items() if value is not None}
-    recipe = attrs.evolve(base, compile=None, **given)
-    check_precision(recipe.precision, f"{_PROG} --precision")
-    return recipe
 
 
 def run(arguments: Sequence[str]) -> int:

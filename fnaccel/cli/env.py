@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 from collections.abc import Sequence
@@ -12,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fnaccel import __version__
+from fnaccel.cli.options.env import parser
+from fnaccel.cli.terminal import print_json
 
 _OPTIONAL = ("accelerate", "deepspeed", "torch-xla", "torchdata", "transformers", "wandb")
 _READ = (
@@ -24,14 +25,16 @@ def run(arguments: Sequence[str]) -> int:
     """Print the versions, devices and variables for a bug report.
 
     Args:
-        arguments: after `fnaccel env`. It takes none.
+        arguments: after `fnaccel env`.
 
     Example:
         >>> run([])
         fnaccel ...
         0
     """
-    argparse.ArgumentParser(prog="fnaccel env", description=__doc__).parse_args(arguments)
+    if parser().parse_args(arguments).json:
+        print_json(facts())
+        return 0
     for name, value in facts().items():
         print(f"{name:<10} {value}")
     return 0

@@ -17,7 +17,8 @@ from fnaccel.checkpoint.disk.finding import open_checkpoint
 from fnaccel.checkpoint.format.dtypes import name_of
 from fnaccel.checkpoint.format.manifest import Manifest
 from fnaccel.checkpoint.format.values import decode
-from fnaccel.cli.terminal import Parser, columns, printable
+from fnaccel.cli.options.inspect import parser
+from fnaccel.cli.terminal import columns, printable
 from fnaccel.errors import ArgumentError, CheckpointError
 from fnaccel.interchange.sources.detect import detect, opened
 from fnaccel.interchange.sources.safetensors_files import files_of
@@ -59,22 +60,6 @@ class _Report:
             count, size = totals.get(group, (0, 0))
             totals[group] = count + 1, size + row.bytes
         return totals
-
-
-def parser() -> Parser:
-    """The options of `fnaccel inspect`."""
-    options = Parser(_PROG, str(__doc__))
-    options.add_argument(
-        "path", type=Path, metavar="PATH", help="of fa.save, or safetensors: a file or directory"
-    )
-    options.add_argument("--step", type=int, help="which step of a root (default: the newest)")
-    options.add_argument(
-        "--verify",
-        action="store_true",
-        help="read all files and compare their checksums. The exit code is 1 if one differs",
-    )
-    options.add_argument("--json", action="store_true", help="print JSON")
-    return options
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -13,9 +13,10 @@ from typing import Any
 import attrs
 
 import fnaccel
-from fnaccel.cli.launch_options import add_recipe_options as add_recipe_options
-from fnaccel.cli.launch_options import parser
+from fnaccel.cli.options.launch import add_recipe_options as add_recipe_options
+from fnaccel.cli.options.launch import parser
 from fnaccel.cli.overriding import check_overrides, gather_overrides, layers, notices
+from fnaccel.cli.terminal import print_json
 from fnaccel.config import LaunchRecipe
 from fnaccel.errors import LaunchError, nearest
 from fnaccel.launch import Job, launch, tpu
@@ -200,8 +201,18 @@ def run(arguments: Sequence[str]) -> int:
             print(line, file=sys.stderr, flush=True)
     if order.options.dry_run:
         check_values(attrs.evolve(request.job, machine=request.job.machine or 0))
-        print(plan(_with_facts(request, carrier), carrier).text)
+        result = plan(_with_facts(request, carrier), carrier)
+        if order.options.json:
+            print_json(attrs.asdict(result))
+        else:
+            print(result.text)
         return 0
+    if order.options.json:
+        raise LaunchError(
+            "--json without --dry-run",
+            where="fnaccel launch",
+            fix="leave it out: the script prints",
+        )
     if carrier in IN_THE_LAUNCHER:
         for name in dir(fnaccel):  # the ranks are forks: all of them use these modules
             getattr(fnaccel, name)

@@ -9,21 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from fnaccel import __version__
+from fnaccel.cli.options import COMMANDS
 from fnaccel.cli.terminal import printable
 from fnaccel.errors import FnaccelError, UnknownNameError, nearest
-
-COMMANDS = {
-    "launch": "run a script as one process per accelerator, on one machine or several",
-    "config": "show each value of a recipe and its source, check a file, write one for this machine",
-    "test": "check this machine, or several: collectives, strategies, checkpoints, ports, clocks",
-    "inspect": "the contents of a checkpoint, and whether its files are intact",
-    "convert": "a checkpoint of one tool as that of another",
-    "plan": "what a train step would do, and a rank's memory and collectives, for any number of ranks",
-    "bench": "the cost and gain of each scope of fa.compile on your loss function",
-    "trace": "what the steps of a profile spent their time on, rank by rank",
-    "report": "an HTML page about one or several runs, from their logs",
-    "env": "versions, devices and variables that matter, to put into a bug report",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,6 +61,8 @@ def _run(command: str, *options: str) -> int:
         raise UnknownNameError(
             f"no command is called {command!r}", where="fnaccel", fix=nearest(command, COMMANDS)
         )
+    if {"-h", "--help"} & set(options):  # without PyTorch. It exits, unless the option is a script's own
+        importlib.import_module(f"fnaccel.cli.options.{command}").parser().parse_known_args(options)
     # by name, so that a command does not pay for the imports of another
     return importlib.import_module(f"fnaccel.cli.{command}").run(list(options))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from fnaccel.cli.options.config import DEFAULT_FILE
 from fnaccel.config import Recipe, from_yaml
 from fnaccel.config.yaml import load, override
 from fnaccel.errors import LaunchError
@@ -17,8 +18,6 @@ from fnaccel.strategies import strategy
 from fnaccel.world import settings
 from fnaccel.world.settings import parse_value as parse_value
 
-DEFAULT_FILE = "fnaccel.yaml"
-"""The recipe in the current folder that is used without `--config`."""
 FLAGS = ("strategy", "precision", "accumulate", "clip_norm", "compile", "attention")
 """Options with the name of the recipe's field that they set."""
 INNER_FLAGS = {

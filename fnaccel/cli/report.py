@@ -8,28 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
-from fnaccel.cli.terminal import Parser
+from fnaccel.cli.options.report import parser
 from fnaccel.seeing.report import write_report
-
-
-def parser() -> Parser:
-    """The options of `fnaccel report`."""
-    options = Parser("fnaccel report", str(__doc__))
-    options.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="a log of JsonlTracker, or a folder with logs"
-    )
-    options.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="the page (default: report.html beside the first run)",
-    )
-    options.add_argument("--title", default="", help="default: the names of the runs")
-    options.add_argument("--json", action="store_true", help="print JSON")
-    return options
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -7,22 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import attrs
 
-from fnaccel.cli.terminal import Parser, columns
+from fnaccel.cli.options.trace import parser
+from fnaccel.cli.terminal import columns
 from fnaccel.seeing.timeline import Summary, summarize
 from fnaccel.world.progress_marks import PHASES
-
-
-def parser() -> Parser:
-    """The options of `fnaccel trace`."""
-    options = Parser("fnaccel trace", str(__doc__))
-    options.add_argument("action", choices=["summarize"], help="the only one so far")
-    options.add_argument("directory", type=Path, help="of fa.profile")
-    options.add_argument("--json", action="store_true", help="print JSON")
-    return options
 
 
 def run(arguments: Sequence[str]) -> int:

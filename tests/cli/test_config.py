@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fnaccel.cli import config_check, config_default
+from fnaccel.cli.config import default, validate
 from fnaccel.cli.launch import read
 from fnaccel.cli.main import main
 from fnaccel.config import from_yaml
@@ -82,8 +82,8 @@ def test_no_file_and_no_such_action(folder, capsys):
 
 
 def test_default_writes_a_file_once(folder, capsys, monkeypatch):
-    monkeypatch.setattr(config_default, "count_accelerators", lambda: 0)
-    monkeypatch.setattr(config_default, "has_bf16", lambda: False)
+    monkeypatch.setattr(default, "count_accelerators", lambda: 0)
+    monkeypatch.setattr(default, "has_bf16", lambda: False)
     assert main(["config", "default"]) == 0
     text = (folder / "fnaccel.yaml").read_text()
     assert text in capsys.readouterr().out
@@ -99,6 +99,6 @@ def test_default_writes_a_file_once(folder, capsys, monkeypatch):
     [(0, False, "local", "fp32"), (1, True, "local", "bf16"), (8, True, "ddp", "bf16")],
 )
 def test_defaults_for_machines(count, bf16, plan, precision):
-    recipe = from_yaml(config_default.default_text(count, bf16=bf16))
+    recipe = from_yaml(default.default_text(count, bf16=bf16))
     assert (recipe.strategy, recipe.precision, recipe.launch.ranks) == (plan, precision, max(1, count))
-    config_check.check_recipe(recipe)
+    validate.check_recipe(recipe)

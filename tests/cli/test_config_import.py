@@ -54,7 +54,9 @@ def test_a_file_is_written_once(folder, capsys):
 
 
 def test_a_deepspeed_file_of_another_folder(folder, capsys):
-    (folder / "a.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: x.json}")
+    (folder / "a.yaml").write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: x.json}"
+    )
     assert main(["config", "import", "a.yaml"]) == 2
     assert "--deepspeed ds.json" in capsys.readouterr().err
     (folder / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}')

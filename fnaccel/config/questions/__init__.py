@@ -1,6 +1,6 @@
 """The questions of `fnaccel config`, as pure functions: which comes next, and the recipe of all answers.
 
-Nothing is asked here. `fnaccel.cli.asking` shows the questions.
+Nothing is asked here. `fnaccel.cli.config.ask` shows the questions.
 """
 
 from fnaccel.config.questions.answered import recipe_of as recipe_of

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from fnaccel.cli.overriding import DEFAULT_FILE
-from fnaccel.cli.terminal import Parser
+from fnaccel.cli.options import config as options_of
+from fnaccel.cli.options.config import DEFAULT_FILE
+from fnaccel.cli.terminal import print_json
 from fnaccel.config import to_yaml
 from fnaccel.config.questions import Machine, Question, next_question, recipe_of
 from fnaccel.config.recipe import Recipe
@@ -23,27 +24,10 @@ from fnaccel.launch.accelerators import count_accelerators
 from fnaccel.launch.tpu import is_tpu
 
 _PROG = "fnaccel config"
-_HELP = f"""Ask questions, and write ./{DEFAULT_FILE} from the answers.
-
-Only what matters after the earlier answers is asked. Enter takes the default. Ctrl-C writes nothing.
-With questionary (pip install "fnaccel[cli]") choices are made with the arrow keys."""
-
 Read = Callable[[Question], Any]
 
 
-def parser() -> Parser:
-    """The options of `fnaccel config` without an action."""
-    options = Parser(f"{_PROG} ask", _HELP)
-    options.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"default: ./{DEFAULT_FILE}")
-    options.add_argument(
-        "--answers", type=Path, metavar="FILE",
-        help="YAML with the answer to each question by its name. Defaults answer the others",
-    )  # fmt: skip
-    options.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    return options
-
-
-def ask(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Ask, and write the recipe.
 
     Returns:
@@ -52,7 +36,7 @@ def ask(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: the file exists, the answers of a file do not fit, or the input has ended.
     """
-    options = parser().parse_args(arguments)
+    options = options_of.ask().parse_args(arguments)
     output: Path = options.output or Path(DEFAULT_FILE)
     in_terminal = options.answers is None and sys.stdin.isatty() and sys.stdout.isatty()
     if output.exists() and not options.overwrite and not in_terminal:
@@ -70,7 +54,12 @@ def ask(arguments: Sequence[str]) -> int:
             answers = answers_by(machine, read)
     except KeyboardInterrupt:
         return _nothing_written()
-    _write(recipe_of(machine, answers), output, str(answers["where"]))
+    recipe = recipe_of(machine, answers)
+    output.write_text(f"{to_yaml(recipe)}\n", encoding="utf-8")
+    if options.json:
+        print_json({"written": str(output), "answers": answers})
+    else:
+        _show(recipe, output, str(answers["where"]))
     return 0
 
 
@@ -188,10 +177,8 @@ def _nothing_written() -> int:
     return 130
 
 
-def _write(recipe: Recipe, output: Path, where: str) -> None:
-    text = to_yaml(recipe)
-    output.write_text(f"{text}\n", encoding="utf-8")
+def _show(recipe: Recipe, output: Path, where: str) -> None:
     option = "" if output == Path(DEFAULT_FILE) else f"--config {output} "
     place = "On each machine: " if where == "same command" else ""
-    print(f"\nwrote {output}:\n\n{text}\n\n{place}fnaccel launch {option}train.py")
+    print(f"\nwrote {output}:\n\n{to_yaml(recipe)}\n{place}fnaccel launch {option}train.py")
     print(f"What it would start: fnaccel launch {option}--dry-run train.py")

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import attrs
 
 from fnaccel.cli.launch import job_of
-from fnaccel.cli.terminal import Parser
+from fnaccel.cli.options import config as options_of
+from fnaccel.cli.terminal import print_json
 from fnaccel.config import Recipe, from_yaml, scan_options
 from fnaccel.config.apply import make_optimizer, transformed
 from fnaccel.launch.job import check_values
 from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
-
-
-def parser() -> Parser:
-    """The options of `fnaccel config validate`."""
-    options = Parser("fnaccel config validate", "Check a recipe, without a model and without data.")
-    options.add_argument("file", metavar="FILE")
-    return options
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -29,9 +22,12 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         FnaccelError: the recipe has a mistake.
     """
-    path = Path(parser().parse_args(arguments).file)
-    check_recipe(from_yaml(path))
-    print(f"{path} is a recipe")
+    options = options_of.validate().parse_args(arguments)
+    check_recipe(from_yaml(options.file))
+    if options.json:
+        print_json({"recipe": str(options.file), "valid": True})
+    else:
+        print(f"{options.file} is a recipe")
     return 0
 
 

@@ -10,29 +10,19 @@ from typing import Any
 
 import attrs
 
-from fnaccel.cli.launch_options import add_recipe_options
+from fnaccel.cli.options import config as options_of
 from fnaccel.cli.overriding import Layer, check_overrides, layers
-from fnaccel.cli.terminal import Parser, columns
+from fnaccel.cli.terminal import columns, print_json
 from fnaccel.config import Recipe
-
-
-def parser() -> Parser:
-    """The options of `fnaccel config show`."""
-    options = Parser("fnaccel config show", "Each value of the recipe, and its source.")
-    add_recipe_options(options)
-    options.add_argument("--json", action="store_true", help="print JSON")
-    return options
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the recipe as a table, or as JSON."""
-    parsed = parser().parse_args(arguments)
+    parsed = options_of.show().parse_args(arguments)
     sources = layers(_without(parsed, "json"), os.environ)
     rows = sourced(check_overrides(sources), sources)
     if parsed.json:
-        print(
-            json.dumps([dict(zip(("key", "value", "source"), row, strict=True)) for row in rows], default=str)
-        )
+        print_json([dict(zip(("key", "value", "source"), row, strict=True)) for row in rows])
     else:
         print(columns([(key, source, _text(value)) for key, value, source in rows], "<<"))
     return 0

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from fnaccel.cli.overriding import DEFAULT_FILE
-from fnaccel.cli.terminal import Parser
+from fnaccel.cli.options import config as options_of
+from fnaccel.cli.options.config import DEFAULT_FILE
+from fnaccel.cli.terminal import print_json
 from fnaccel.errors import ConfigError
 from fnaccel.launch.accelerators import count_accelerators
 
@@ -19,10 +20,12 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: the file exists.
     """
-    options = Parser("fnaccel config default", f"Write ./{DEFAULT_FILE} for this machine.")
-    options.parse_args(arguments)
+    options = options_of.default().parse_args(arguments)
     text = default_text(count_accelerators(), bf16=has_bf16())
     write_recipe(Path(DEFAULT_FILE), text, "fnaccel config default")
+    if options.json:
+        print_json({"written": DEFAULT_FILE})
+        return 0
     print(f"wrote ./{DEFAULT_FILE}, which fnaccel launch takes in this folder:\n\n{text}", end="")
     return 0
 

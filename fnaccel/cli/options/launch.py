@@ -8,8 +8,8 @@ import argparse
 
 from fnaccel.cli.terminal import Parser
 from fnaccel.errors import LaunchError
-from fnaccel.launch.sections import CARRIERS
 
+CARRIERS = "local, elastic, mpirun, slurm, ssh, pdsh, tpu, sagemaker, ray, kubernetes"
 _HELP = """Run a script as several processes that find each other through fa.start().
 
 Options come before the script. Arguments after the script's name are the script's own.
@@ -94,10 +94,11 @@ def _add_carrier_options(options: argparse.ArgumentParser) -> None:
         "carriers",
         "who starts the processes. Their options are sections of the recipe: --set launch.slurm.time=2:00:00",
     )
-    carriers.add_argument("--carrier", metavar="NAME", help=", ".join(CARRIERS))
+    carriers.add_argument("--carrier", metavar="NAME", help=CARRIERS)
     carriers.add_argument(
         "--dry-run", action="store_true", help="print the commands of any carrier, and start nothing"
     )
+    carriers.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
     carriers.add_argument("--hosts", metavar="NAMES", help="for ssh, pdsh and mpirun: gpu1,gpu2:4")
     carriers.add_argument("--hostfile", metavar="FILE", help="with a line for each host: gpu1 slots=4")
     carriers.add_argument("--include", metavar="FILTER", help="hosts and GPUs that are used: gpu1@gpu2:0,2")

@@ -6,18 +6,11 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from fnaccel.cli.terminal import Parser
+from fnaccel.cli.options import config as options_of
+from fnaccel.cli.terminal import print_json
 from fnaccel.config.renaming import renamed
 
 _COMMAND = "fnaccel config update"
-
-
-def parser() -> Parser:
-    """The options of `fnaccel config update`."""
-    options = Parser(_COMMAND, "Write a recipe with the current names of its keys. Shows what changes.")
-    options.add_argument("file", metavar="FILE")
-    options.add_argument("--check", action="store_true", help="show what would change, and write nothing")
-    return options
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -35,19 +28,22 @@ def run(arguments: Sequence[str]) -> int:
         r.yaml is up to date
         0
     """
-    parsed = parser().parse_args(arguments)
-    path = Path(parsed.file)
+    parsed = options_of.update().parse_args(arguments)
+    path: Path = parsed.file
     before, after = renamed(path)
+    changes = difflib.unified_diff(before.splitlines(), after.splitlines(), str(path), str(path), lineterm="")
+    if parsed.json:
+        print_json({"recipe": str(path), "changes": list(changes)})
+    else:
+        print("\n".join(changes) if before != after else f"{path} is up to date")
     if before == after:
-        print(f"{path} is up to date")
         return 0
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), str(path), str(path), lineterm="")
-    print("\n".join(lines))
     if parsed.check:
         return 1
     # beside the file, and then in its place: no reader sees half a file
     part = path.with_name(f"{path.name}.part")
     part.write_text(after, encoding="utf-8")
     part.replace(path)
-    print(f"wrote {path}")
+    if not parsed.json:
+        print(f"wrote {path}")
     return 0

@@ -10,24 +10,12 @@ from typing import Any
 import attrs
 import yaml
 
-from fnaccel.cli.config_default import write_recipe
-from fnaccel.cli.terminal import Parser, columns
+from fnaccel.cli.config.default import write_recipe
+from fnaccel.cli.options import config as options_of
+from fnaccel.cli.terminal import columns, print_json
 from fnaccel.config.importing import Imported, Row, commented, import_file
 
 _COMMAND = "fnaccel config import"
-_HELP = """Import a file of Accelerate (YAML), DeepSpeed (JSON) or torchtitan (TOML) as a recipe.
-
-Prints what became of each key, and the recipe. Then: fnaccel launch --config RECIPE train.py"""
-
-
-def parser() -> Parser:
-    """The options of `fnaccel config import`."""
-    options = Parser(_COMMAND, _HELP)
-    options.add_argument("file", metavar="FILE")
-    options.add_argument("-o", "--output", metavar="RECIPE", help="write the recipe here. A file is kept")
-    options.add_argument("--deepspeed", metavar="FILE", help="the DeepSpeed file that FILE names")
-    options.add_argument("--json", action="store_true", help="print JSON")
-    return options
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -49,19 +37,18 @@ def run(arguments: Sequence[str]) -> int:
         ...
         0
     """
-    parsed = parser().parse_args(arguments)
-    deepspeed = None if parsed.deepspeed is None else Path(parsed.deepspeed)
-    imported = import_file(Path(parsed.file), deepspeed)
-    recipe = commented(imported, parsed.file)
+    parsed = options_of.import_file().parse_args(arguments)
+    imported = import_file(parsed.file, parsed.deepspeed)
+    recipe = commented(imported, str(parsed.file))
     if parsed.output is not None:
-        write_recipe(Path(parsed.output), recipe, _COMMAND)
+        write_recipe(parsed.output, recipe, _COMMAND)
     if parsed.json:
-        print(json.dumps(_as_json(imported, recipe), default=str))
+        print_json(_as_json(imported, recipe))
         return 0
     print(table(imported.rows))
     print(f"\n{recipe}", end="")
     if parsed.output is not None:
-        flag = "" if parsed.output == "fnaccel.yaml" else f"--config {parsed.output} "
+        flag = "" if parsed.output == Path(options_of.DEFAULT_FILE) else f"--config {parsed.output} "
         print(f"\nwrote {parsed.output}. Start it with:\n  fnaccel launch {flag}train.py")
     return 0
 
