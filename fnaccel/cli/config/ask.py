@@ -96,8 +96,8 @@ def answers_by(machine: Machine, read: Read) -> dict[str, Any]:
         read: shows a question, and returns the raw answer.
 
     Example:
-        >>> answers_by(Machine(), lambda question: None)["strategy"]
-        'local'
+        >>> answers_by(Machine(), lambda question: None)["precision"]
+        'fp32'
     """
     answers: dict[str, Any] = {}
     while (question := next_question(machine, answers)) is not None:

@@ -16,12 +16,12 @@ def recipe_of(machine: Machine, answers: Answers) -> Recipe:
     """The recipe of all answers.
 
     Example:
-        >>> answers = {}
-        >>> while (question := next_question(Machine(accelerators=4, bf16=True), answers)) is not None:
-        ...     answers[question.name] = question.parse(None)
-        >>> print(fa.config.to_yaml(recipe_of(Machine(accelerators=4, bf16=True), answers)))
+        >>> given = {"where": "here", "ranks": 4, "strategy": "ddp", "precision": "bf16"}
+        >>> recipe = recipe_of(Machine(accelerators=4), given | {"accumulate": 2, "seed": 0})
+        >>> print(fa.config.to_yaml(recipe))
         strategy: ddp
         precision: bf16
+        accumulate: 2
         launch:
           ranks: 4
     """
