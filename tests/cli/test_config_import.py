@@ -16,6 +16,17 @@ from fnaccel.config import from_yaml
 ROOT = Path(__file__).parents[2]
 CPU = "distributed_type: MULTI_CPU\nnum_processes: 2\nnum_machines: 1\nmixed_precision: 'no'\nuse_cpu: true\n"
 
+SHARDED = """distributed_type: FSDP
+num_processes: 2
+mixed_precision: bf16
+use_cpu: true
+fsdp_config:
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_transformer_layer_cls_to_wrap: Block
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_sync_module_states: true
+"""
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -66,7 +77,9 @@ def test_a_deepspeed_file_of_another_folder(folder, capsys):
 
 
 @pytest.mark.launcher
-def test_two_commands_train_an_accelerate_project(folder):
+@pytest.mark.parametrize("text", [CPU, SHARDED], ids=["cpu", "fsdp"])
+def test_two_commands_train_an_accelerate_project(folder, text):
+    (folder / "default_config.yaml").write_text(text)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     fnaccel = [sys.executable, "-m", "fnaccel"]
     imported = [*fnaccel, "config", "import", "default_config.yaml", "-o", "fnaccel.yaml"]
