@@ -2,13 +2,13 @@
 
 COMMANDS = {
     "launch": "run a script as one process per accelerator, on one machine or several",
-    "config": "show each value of a recipe and its source, check a file, write one for this machine",
+    "config": "ask for a recipe, import one from another tool, show, check and update it",
     "test": "check this machine, or several: collectives, strategies, checkpoints, ports, clocks",
     "inspect": "the contents of a checkpoint, and whether its files are intact",
     "convert": "a checkpoint of one tool as that of another",
-    "plan": "what a train step would do, and a rank's memory and collectives, for any number of ranks",
-    "bench": "the cost and gain of each scope of fa.compile on your loss function",
-    "trace": "what the steps of a profile spent their time on, rank by rank",
+    "plan": "the plan of a train step, and a rank's memory and collectives, for any number of ranks",
+    "bench": "time and memory of each scope of fa.compile, or of strategies, on your loss function",
+    "trace": "the shares of compute, communication and waiting in a profile, rank by rank",
     "report": "an HTML page about one or several runs, from their logs",
     "completion": "a script that completes commands and options in bash, zsh or tcsh",
     "env": "versions, devices and variables that matter, to put into a bug report",
