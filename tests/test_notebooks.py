@@ -49,8 +49,15 @@ def test_sizes(count, text):
 
 
 def test_the_bar_of_a_notebook_moves_often(monkeypatch):
-    monkeypatch.setattr("tqdm.auto.tqdm", lambda **options: options)
+    class Stream(io.StringIO):
+        """A stream of a kernel."""
+
+    monkeypatch.setattr("tqdm.tqdm", lambda **options: ("text", options["mininterval"]))
+    monkeypatch.setattr("tqdm.auto.tqdm", lambda **options: ("widget", options["mininterval"]))
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert open_bar(3, 0)["mininterval"] == 5.0
-    monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    assert open_bar(3, 0)["mininterval"] == 0.1
+    assert open_bar(3, 0) == ("text", 5.0)
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)  # a rank of fa.notebook_launch
+    assert open_bar(3, 0) == ("text", 0.1)
+    monkeypatch.setattr(Stream, "__module__", "ipykernel.iostream")
+    monkeypatch.setattr(sys, "stderr", Stream())
+    assert open_bar(3, 0) == ("widget", 0.1)
