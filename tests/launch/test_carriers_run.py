@@ -31,7 +31,8 @@ import os, sys, torch, fnaccel as fa
 recipe = fa.config.recipe()
 with fa.start(device="cpu") as world:
     total = fa.reduce(torch.tensor([10.0 ** world.rank]))
-print(world.rank, world.machines, total.item(), recipe.strategy, os.getcwd(), *sys.argv[1:], flush=True)
+words = [world.rank, world.machines, total.item(), recipe.strategy, os.getcwd(), *sys.argv[1:]]
+os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # one write: lines of two ranks do not mix
 """
 WAIT = """
 import os, signal, sys, time
