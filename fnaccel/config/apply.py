@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import attrs
+
 from fnaccel import optim
 from fnaccel.config.epochs import in_updates
 from fnaccel.config.recipe import OptimizerRecipe, Recipe, TrackingRecipe
@@ -90,8 +92,8 @@ def make_optimizer(described: OptimizerRecipe) -> Optimizer | OptimizerGroups:
     members = [(pattern, make_optimizer(other)) for pattern, other in described.by_pattern.items()]
     for pattern, other in members:
         require(
-            isinstance(other, Optimizer),
-            f"the optimizer of {pattern!r} has a by_pattern of its own",
+            isinstance(other, Optimizer) and not described.by_pattern[pattern].by_model,
+            f"the optimizer of {pattern!r} has a by_pattern or a by_model of its own",
             "optimizer.by_pattern",
             "write all patterns in one by_pattern",
         )
@@ -222,9 +224,25 @@ def apply(
     return train_step(
         transformed(recipe_, loss_fn),
         model=distribute(model, recipe_.strategy),
-        optimizer=make_optimizer(in_updates(recipe_.optimizer, shards, recipe_.strategy, world)),
+        optimizer=_optimizers(in_updates(recipe_.optimizer, shards, recipe_.strategy, world), model),
         world=world,
     )
+
+
+def _optimizers(described: OptimizerRecipe, model: object) -> object:
+    """The optimizer of a model, or a dict of them for a dict of models."""
+    if not described.by_model:
+        return make_optimizer(described)
+    names = list(cast("Mapping[str, Any]", model)) if isinstance(model, Mapping) else []
+    unknown = next((name for name in described.by_model if name not in names), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"there is no model {unknown!r}",
+            where="optimizer.by_model",
+            fix=nearest(unknown, names) if names else "give a dict of models: {'g': ..., 'd': ...}",
+        )
+    base = attrs.evolve(described, by_model={})
+    return {name: make_optimizer(described.by_model.get(name, base)) for name in names}
 
 
 def scan_options(recipe_: Recipe) -> dict[str, Any]:

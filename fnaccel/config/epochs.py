@@ -37,10 +37,11 @@ def in_updates(
         if isinstance(options.get(name), str):
             options[name] = _updates(name, options[name], total, shards, strategy, world)
             total = options.get("total")
-    others = {
-        pattern: in_updates(other, shards, strategy, world) for pattern, other in described.by_pattern.items()
-    }
-    return attrs.evolve(described, schedule_options=options, by_pattern=others)
+    patterns, models = (
+        {name: in_updates(other, shards, strategy, world) for name, other in others.items()}
+        for others in (described.by_pattern, described.by_model)
+    )
+    return attrs.evolve(described, schedule_options=options, by_pattern=patterns, by_model=models)
 
 
 def _updates(

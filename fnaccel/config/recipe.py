@@ -27,6 +27,7 @@ class OptimizerRecipe:
         groups: pattern -> options.
         by_pattern: pattern -> another optimizer for the parameters that match. The first that matches
             holds. The optimizer itself takes the other parameters.
+        by_model: model -> its optimizer, if there are several models. The optimizer itself takes the others.
         starts: updates before its first, as `fa.optim.starting_at`.
 
     Example:
@@ -43,6 +44,7 @@ class OptimizerRecipe:
     options: dict[str, Any] = attrs.field(factory=dict)
     groups: dict[str, dict[str, Any]] = attrs.field(factory=dict)
     by_pattern: dict[str, OptimizerRecipe] = attrs.field(factory=dict)
+    by_model: dict[str, OptimizerRecipe] = attrs.field(factory=dict)
     starts: int = 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
@@ -205,9 +206,35 @@ def test_mistakes_in_optimizers_by_pattern(text, says):
         fa.config.from_yaml(text)
 
 
+def test_optimizers_by_model():
+    text = "optimizer:\n  lr: 0.01\n  by_model:\n    d:\n      name: sgd\n      lr: 0.5\n"
+    recipe = fa.config.from_yaml(text)
+    assert fa.config.to_yaml(recipe) == text
+
+    def both(models, batch):
+        x, y = batch
+        return fa.Mean((models["g"](x) + models["d"](x) - y).square().sum(), weight=len(x))
+
+    with fa.start(device="cpu"):
+        models = {"g": lambda: nn.Linear(2, 1), "d": lambda: nn.Linear(2, 1)}
+        train_step = fa.config.apply(recipe, both, models)
+        assert "g: adamw" in str(train_step.plan).replace("'", "")
+        assert "d: sgd" in str(train_step.plan).replace("'", "")
+        state = train_step.init(seed=0)
+        before = {name: state.params[name]["weight"].clone() for name in models}
+        state, _ = train_step(state, (torch.ones(4, 2), torch.ones(4, 1)))
+        moved = {name: float((state.params[name]["weight"] - before[name]).abs().max()) for name in models}
+        assert moved["g"] == pytest.approx(0.01, rel=1e-2)  # the first step of adamw is its rate
+        assert moved["d"] > 0.02
+        with pytest.raises(errors.ConfigError, match="there is no model 'd'"):
+            fa.config.apply(recipe, both, {"g": models["g"], "disc": models["d"]})
+        with pytest.raises(errors.ConfigError, match="there is no model 'd'"):
+            fa.config.apply(recipe, loss_fn, Net)
+
+
 def test_patterns_within_patterns_are_refused():
     nested = fa.config.OptimizerRecipe(by_pattern={"a": fa.config.OptimizerRecipe()})
-    with pytest.raises(errors.ArgumentError, match="by_pattern of its own"):
+    with pytest.raises(errors.ArgumentError, match="by_pattern or a by_model of its own"):
         make_optimizer(fa.config.OptimizerRecipe(by_pattern={"b": nested}))
 
 

@@ -45,9 +45,10 @@ def check_recipe(recipe: Recipe) -> None:
     check_precision(recipe.precision, "precision")
     transformed(recipe, _no_loss)
     # a length in epochs needs the data
-    lengths = recipe.optimizer.schedule_options.values()
-    if not recipe.optimizer.by_pattern and not any(isinstance(length, str) for length in lengths):
-        make_optimizer(recipe.optimizer)
+    for described in (recipe.optimizer, *recipe.optimizer.by_model.values()):
+        lengths = described.schedule_options.values()
+        if not described.by_pattern and not any(isinstance(length, str) for length in lengths):
+            make_optimizer(attrs.evolve(described, by_model={}))
     scan_options(recipe)
     ranks = recipe.launch.ranks
     job = job_of(attrs.evolve(recipe.launch, ranks=1, cpu=not recipe.launch.tpu, gpus=None))
