@@ -25,9 +25,7 @@ def end(code: int) -> NoReturn:
         code: the exit code.
     """
     try:
-        # private, but multiprocessing calls it too at the end of a fork
-        threading._shutdown()  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-        atexit._run_exitfuncs()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        _finish_threads_and_handlers()
         if threading.active_count() == 1:  # a daemon thread may still look names up in the script
             sys.modules["__main__"].__dict__.clear()
             gc.collect()
@@ -62,10 +60,15 @@ def end_function(code: int) -> NoReturn:
         code: the exit code.
     """
     try:
-        threading._shutdown()  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-        atexit._run_exitfuncs()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        _finish_threads_and_handlers()
     finally:
         leave(code)
+
+
+def _finish_threads_and_handlers() -> None:
+    # private, but multiprocessing calls it too at the end of a fork
+    threading._shutdown()  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    atexit._run_exitfuncs()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
 
 
 def leave(code: int) -> NoReturn:
