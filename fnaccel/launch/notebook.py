@@ -19,13 +19,14 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from fnaccel.errors import ArgumentError, LaunchError, Preempted
+from fnaccel.errors import ArgumentError, LaunchError, Preempted, require
 from fnaccel.launch.accelerator_use import first_use
 from fnaccel.launch.accelerators import count_processes
 from fnaccel.launch.failure import Failure, cause, follows
 from fnaccel.launch.job import Job
 from fnaccel.launch.relay import Relay
-from fnaccel.launch.supervise import launch
+from fnaccel.launch.supervise import supervise
+from fnaccel.launch.watch import TO_END
 
 _WHERE = "fa.notebook_launch"
 
@@ -72,6 +73,7 @@ def notebook_launch(
         The results of this machine's ranks, in the order of their ranks. Tensors are on the CPU.
 
     Raises:
+        ArgumentError: `fn` can't be called, or `args` is no sequence.
         LaunchError: the ranks can't be started, or CUDA was used in this process before. Or a rank failed,
             or returned a value that can't be pickled: its traceback was printed.
         KeyboardInterrupt: the ranks were interrupted.
@@ -83,6 +85,13 @@ def notebook_launch(
         >>> fa.notebook_launch(train, (0.1,), processes=2, cpu=True)
         [(0, 0.1), (1, 0.1)]
     """
+    require(callable(fn), f"{fn!r} can't be called", _WHERE, "give a function of the notebook")
+    require(
+        isinstance(args, Sequence) and not isinstance(args, str),  # pyright: ignore[reportUnnecessaryIsInstance]
+        f"args={args!r} is no sequence",
+        _WHERE,
+        "args=(value,) for one argument",
+    )
     _check_process(threads)
     job = Job(
         function=lambda: None,
@@ -103,9 +112,9 @@ def notebook_launch(
         # the kernel of a notebook always has threads. The ranks use none of them
         warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
         function = functools.partial(_call, fn, args, folder, relay, threads)
-        code = launch(attrs.evolve(job, function=function))
+        code, outcome = supervise(attrs.evolve(job, function=function))
         if code != 0:
-            _raise_for(code, folder)
+            _raise_for(code, folder, told=outcome is not None and outcome.told)
         files = sorted(folder.glob("*.pt"), key=lambda file: int(file.stem))
         if not files:
             raise LaunchError(
@@ -215,9 +224,11 @@ def _save(value: Any, file: Path, rank: int) -> None:
         ) from error
 
 
-def _raise_for(code: int, folder: Path) -> None:
+def _raise_for(code: int, folder: Path, *, told: bool) -> None:
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
+    if told and code - 128 in TO_END:  # the signal was for this process, which has ended its ranks first
+        os.kill(os.getpid(), code - 128)
     if code == Preempted.CODE:
         raise LaunchError(
             "the ranks have saved and ended because of a stop request",

@@ -47,6 +47,11 @@ def launch(job: Job) -> int:
     Raises:
         LaunchError: not all processes can be started. Those that were started are killed.
     """
+    return supervise(job)[0]
+
+
+def supervise(job: Job) -> tuple[int, Outcome | None]:
+    """As `launch`. Also returns the outcome of the last attempt on this machine."""
     check(job)
     presets = _presets(job)
     coordinator = meet(job) if job.several else None
@@ -76,8 +81,9 @@ def _presets(job: Job) -> dict[str, str]:
 
 def _attempts(
     job: Job, coordinator: Coordinator | None, place: Place | None, mask: set[Any], presets: dict[str, str]
-) -> int:
-    """Start the ranks, and restart them on failure while attempts are left. Returns the job's exit code."""
+) -> tuple[int, Outcome | None]:
+    """Start the ranks, and restart them on failure while attempts are left."""
+    outcome: Outcome | None = None
     elastic = job.least_machines < job.machines
     while place is not None:
         if coordinator is not None:
@@ -92,7 +98,7 @@ def _attempts(
             if coordinator is not None and decision.code not in (0, outcome.code):
                 lost = f"; {coordinator.lost}" if coordinator.lost else ""
                 _say(f"fnaccel launch: ranks of another machine failed with exit code {decision.code}{lost}")
-            return decision.code or outcome.code
+            return decision.code or outcome.code, outcome
         if coordinator is None:
             number = place.number + 1
             place = Place(number=number, failures=number)
@@ -100,7 +106,8 @@ def _attempts(
         else:
             place = coordinator.begin()
     _say("fnaccel launch: the job has ended without this machine", job)
-    return 0 if coordinator is None or coordinator.decision is None else coordinator.decision.code
+    code = 0 if coordinator is None or coordinator.decision is None else coordinator.decision.code
+    return code, outcome
 
 
 def _attempt(

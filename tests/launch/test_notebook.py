@@ -17,7 +17,7 @@ import torch
 from jupyter_client.manager import start_new_kernel
 
 import fnaccel as fa
-from fnaccel.errors import LaunchError
+from fnaccel.errors import ArgumentError, LaunchError
 from fnaccel.launch import accelerator_use
 from fnaccel.launch.network import free_port
 
@@ -175,6 +175,37 @@ def test_a_killed_rank_is_named(capfd):
     with pytest.raises(LaunchError, match="exit code 137"):
         fa.notebook_launch(dies, processes=1, cpu=True)
     assert "rank 0 of 1" in capfd.readouterr().err
+
+
+TOLD = """
+import os, signal, time
+import fnaccel as fa
+
+def waits():
+    with fa.start() as world:
+        if world.is_main:
+            os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(60)
+
+fa.notebook_launch(waits, processes=2, cpu=True)
+print("went on")
+"""
+
+
+def test_a_signal_to_the_caller_ends_the_ranks_and_the_caller(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", TOLD], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == -signal.SIGTERM
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "match"), [("train", (), "'train' can't be called"), (int, 5, "args=5 is no sequence")]
+)
+def test_wrong_arguments(fn, args, match):
+    with pytest.raises(ArgumentError, match=match):
+        fa.debug_launch(fn, args)
 
 
 def test_a_result_that_cannot_be_pickled_is_named():

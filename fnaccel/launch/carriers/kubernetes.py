@@ -6,6 +6,7 @@ cluster: the tests build the objects of Kubeflow's own packages from the manifes
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,7 +73,8 @@ def pytorch_job(request: Request) -> dict[str, Any]:
     template = {"metadata": _labels(section), "spec": pod} if _labels(section) else {"spec": pod}
     replicas = {"Master": {"replicas": 1, **spec, "template": template}}
     if job.machines > 1:
-        replicas["Worker"] = {"replicas": job.machines - 1, **spec, "template": template}
+        # a copy: YAML would write a reference to the other one
+        replicas["Worker"] = {"replicas": job.machines - 1, **spec, "template": copy.deepcopy(template)}
     policy: dict[str, Any] = {"cleanPodPolicy": "None"}
     if "backoff_limit" in section:
         policy["backoffLimit"] = section["backoff_limit"]
