@@ -98,9 +98,9 @@ def run(arguments: Sequence[str]) -> int:
     for number, (name, task) in enumerate(tasks.items(), 1):
         print(f"{_PROG}: {name} ({number} of {len(tasks)})", file=sys.stderr, flush=True)
         ranks = _ranks_of(name, options) if options.strategies else options.ranks
-        answers[name] = found = run_isolated(task, ranks, cpu=options.cpu, cold=options.cold)
-        if isinstance(found, Failed) and found.setup:
-            print(printable(found.text, keep="\n"), file=sys.stderr)
+        answers[name] = answer = run_isolated(task, ranks, cpu=options.cpu, cold=options.cold)
+        if isinstance(answer, Failed) and answer.setup:
+            print(printable(answer.text, keep="\n"), file=sys.stderr)
             return 2
     reference = next(iter(tasks))
     rows = judge(answers, tolerance_of(options.recipe.precision), reference)
@@ -116,7 +116,7 @@ def run(arguments: Sequence[str]) -> int:
         if not options.json:
             print(f"recommended: {chosen.name}, {chosen.why}")
         return 0
-    failed = next(found for found in answers.values() if isinstance(found, Failed))
+    failed = next(answer for answer in answers.values() if isinstance(answer, Failed))
     print(printable(failed.text, keep="\n"), file=sys.stderr)
     return 1
 

@@ -39,13 +39,13 @@ def run(arguments: Sequence[str]) -> int:
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of each command by its words, such as `"config show"`."""
-    found: dict[str, argparse.ArgumentParser] = {}
+    by_words: dict[str, argparse.ArgumentParser] = {}
     for command in COMMANDS:
         module = importlib.import_module(f"fnaccel.cli.options.{command}")
-        found[command] = module.parser()
+        by_words[command] = module.parser()
         actions = getattr(module, "ACTIONS", {})
-        found |= {f"{command} {action}": make() for action, make in actions.items()}
-    return found
+        by_words |= {f"{command} {action}": make() for action, make in actions.items()}
+    return by_words
 
 
 def whole_parser(file: Any) -> argparse.ArgumentParser:
@@ -62,9 +62,9 @@ def whole_parser(file: Any) -> argparse.ArgumentParser:
             if action.type is Path or action.metavar == "FILE" or action.dest == "script":
                 action.complete = file  # pyright: ignore[reportAttributeAccessIssue]
         group = groups[above]
-        made = group.add_parser(
+        command = group.add_parser(
             name, parents=[options], add_help=False, help=(options.description or "").split("\n")[0]
         )
         if any(other.startswith(f"{words} ") for other in parsers()):
-            groups[words] = made.add_subparsers()
+            groups[words] = command.add_subparsers()
     return root

@@ -170,10 +170,10 @@ def _check_process(threads: int) -> None:
             where=_WHERE,
             fix="call it from the main thread, which runs the cells of a notebook",
         )
-    own = torch.get_num_threads()
-    if threads > 1 and own > 1:
+    threads_here = torch.get_num_threads()
+    if threads > 1 and threads_here > 1:
         raise LaunchError(
-            f"threads={threads}, and this process computes with {own} threads, which a fork loses",
+            f"threads={threads}, and this process computes with {threads_here} threads, which a fork loses",
             where=_WHERE,
             fix="call torch.set_num_threads(1) in the first cell, or leave threads= out",
         )
@@ -181,10 +181,10 @@ def _check_process(threads: int) -> None:
 
 def _address(nodes: int, node_rank: int | None, address: str | None) -> str:
     stray = {"node_rank": node_rank, "address": address}
-    given = [name for name, value in stray.items() if value]
-    if nodes == 1 and given:
+    names = [name for name, value in stray.items() if value]
+    if nodes == 1 and names:
         raise LaunchError(
-            f"{given[0]} without nodes", where=_WHERE, fix="give the number of machines: nodes=2"
+            f"{names[0]} without nodes", where=_WHERE, fix="give the number of machines: nodes=2"
         )
     if nodes > 1 and address is None:
         raise LaunchError(

@@ -35,21 +35,21 @@ def _talk() -> tuple[list[str], float, str]:
     """In a rank: the collectives with wrong values, the seconds of an all-reduce, and the backend."""
     with fa.start() as world:
         rank, size = world.rank, world.size
-        own = torch.arange(3.0, device=world.device) + rank
+        values = torch.arange(3.0, device=world.device) + rank
         every = [torch.arange(3.0) + other for other in range(size)]
         total = torch.stack(every).sum(0)
-        found = {
-            "reduce": (fa.reduce(own, "sum"), total),
-            "reduce of bf16": (fa.reduce(own.bfloat16(), "sum").float(), total),
-            "reduce of int64": (fa.reduce(own.long(), "sum"), total.long()),
-            "gather": (fa.gather(own), torch.cat(every)),
-            "broadcast": (fa.broadcast(own), every[0]),
+        results = {
+            "reduce": (fa.reduce(values, "sum"), total),
+            "reduce of bf16": (fa.reduce(values.bfloat16(), "sum").float(), total),
+            "reduce of int64": (fa.reduce(values.long(), "sum"), total.long()),
+            "gather": (fa.gather(values), torch.cat(every)),
+            "broadcast": (fa.broadcast(values), every[0]),
             "pad_across_processes": (
                 fa.pad_across_processes(torch.ones(rank + 1, device=world.device)),
                 torch.tensor([1.0] * (rank + 1) + [0.0] * (size - rank - 1)),
             ),
         }
-        wrong = [name for name, (got, expected) in found.items() if not torch.equal(got.cpu(), expected)]
+        wrong = [name for name, (got, expected) in results.items() if not torch.equal(got.cpu(), expected)]
         if fa.gather_objects({"rank": rank}) != [{"rank": other} for other in range(size)]:
             wrong.append("gather_objects")
         return wrong, _time(world), world.backend

@@ -54,8 +54,8 @@ def check_cards(ranks: Ranks) -> str:
     """
     if ranks.cpu or (torch.version.cuda is None and torch.version.hip is None):
         raise NotAvailableError("no cards of CUDA or ROCm")
-    one = Ranks(processes=1, cpu=True)  # the driver is asked in a process of its own
-    count, apart = on_ranks(one, _cards)[0]
+    single = Ranks(processes=1, cpu=True)  # the driver is asked in a process of its own
+    count, apart = on_ranks(single, _cards)[0]
     if count < 2:
         raise NotAvailableError(f"{count} card{'s' * (count != 1)}")
     if apart:

@@ -28,17 +28,17 @@ def run(arguments: Sequence[str]) -> int:
         gpt.yaml is a recipe
         0
     """
-    action, *rest = arguments or ["ask"]
+    action, *words = arguments or ["ask"]
     if action in ("-h", "--help"):
         parser().parse_args([action])
     if action.startswith("-"):
-        action, rest = "ask", list(arguments)
+        action, words = "ask", list(arguments)
     if action not in ACTIONS:
         raise UnknownNameError(
             f"no action is called {action!r}", where="fnaccel config", fix=nearest(action, ACTIONS)
         )
-    if {"-h", "--help"} & set(rest):
-        ACTIONS[action]().parse_args(rest)
+    if {"-h", "--help"} & set(words):
+        ACTIONS[action]().parse_args(words)
     # by name, so that an action does not pay for the imports of another
-    result: int = importlib.import_module(f"fnaccel.cli.config.{_MODULES[action]}").run(rest)
+    result: int = importlib.import_module(f"fnaccel.cli.config.{_MODULES[action]}").run(words)
     return result

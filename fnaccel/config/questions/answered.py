@@ -25,23 +25,23 @@ def recipe_of(machine: Machine, answers: Answers) -> Recipe:
         launch:
           ranks: 4
     """
-    given = {name: value for name, value in answers.items() if value is not None}
+    chosen = {name: value for name, value in answers.items() if value is not None}
     fields: dict[str, Any] = {
-        "strategy": _strategy_text(given),
-        "precision": given["precision"],
-        "accumulate": given["accumulate"],
-        "clip_norm": given.get("clip_norm"),
-        "compile": None if given.get("compile", "no") == "no" else given["compile"],
-        "remat": given.get("remat", False),
-        "run": RunRecipe(seed=given["seed"]),
-        "launch": _launch(machine, given),
+        "strategy": _strategy_text(chosen),
+        "precision": chosen["precision"],
+        "accumulate": chosen["accumulate"],
+        "clip_norm": chosen.get("clip_norm"),
+        "compile": None if chosen.get("compile", "no") == "no" else chosen["compile"],
+        "remat": chosen.get("remat", False),
+        "run": RunRecipe(seed=chosen["seed"]),
+        "launch": _launch(machine, chosen),
     }
-    if "fp8_backend" in given:
-        fields["fp8"] = {"backend": given["fp8_backend"]}
-    if "checkpoints" in given:
-        fields["checkpoint"] = CheckpointRecipe(directory=given["checkpoints"], every=given["save_every"])
-    if "trackers" in given:
-        names = [name.strip() for name in given["trackers"].split(",") if name.strip()]
+    if "fp8_backend" in chosen:
+        fields["fp8"] = {"backend": chosen["fp8_backend"]}
+    if "checkpoints" in chosen:
+        fields["checkpoint"] = CheckpointRecipe(directory=chosen["checkpoints"], every=chosen["save_every"])
+    if "trackers" in chosen:
+        names = [name.strip() for name in chosen["trackers"].split(",") if name.strip()]
         fields["tracking"] = TrackingRecipe(trackers=names)
     return Recipe(**fields)
 

@@ -79,10 +79,10 @@ def _device(machine: Machine, answers: Answers) -> Question | None:
     where = answers.get("where")
     if where == "tpu" or (where == "here" and not machine.accelerators):
         return None
-    found = f"this machine has {machine.accelerators}"
+    count = f"this machine has {machine.accelerators}"
     return Question(
         name="device", text="What do the ranks compute on?", kind="choice", default="accelerators",
-        why=found if where == "here" else "", choices=(("accelerators", "one each"), ("cpu", "the CPU")),
+        why=count if where == "here" else "", choices=(("accelerators", "one each"), ("cpu", "the CPU")),
     )  # fmt: skip
 
 
