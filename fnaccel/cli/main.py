@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(*words)
         finally:
             _flush()  # here an error still gets a message
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader has seen enough: `fnaccel inspect DIR | head`
         _drop_output()
         return 128 + signal.SIGPIPE

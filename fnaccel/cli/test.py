@@ -52,6 +52,20 @@ def _ranks(options: argparse.Namespace) -> Ranks:
     accelerators = 0 if options.cpu else count_accelerators()
     processes = accelerators or 2 if options.nproc is None else options.nproc
     require(processes >= 1, f"{processes} ranks can't be checked", f"{_PROG} -n", "-n 1, or more")
+    nodes, folder = options.nnodes, options.folder
+    require(nodes >= 1, f"{nodes} machines can't be checked", f"{_PROG} --nnodes", "--nnodes 1, or more")
+    require(
+        nodes == 1 or options.master_addr is not None,
+        f"{nodes} machines need an address",
+        f"{_PROG} --nnodes",
+        "--master-addr with the address of the first machine, on all machines",
+    )
+    require(
+        folder is None or folder.is_dir(),
+        f"there is no folder {folder}",
+        f"{_PROG} --folder",
+        "name a folder that exists on all machines",
+    )
     for text in split_list(options.strategies or ""):
         strategy(text)
     return Ranks(

@@ -141,8 +141,6 @@ def check_folder(ranks: Ranks, folder: Path | None) -> str:
     """
     if folder is None:
         raise NotAvailableError("no folder was named: --folder")
-    if not folder.is_dir():
-        raise CheckFailedError(f"there is no folder {folder}")
     if ranks.nodes == 1:
         raise NotAvailableError("one machine: --nnodes")
     blind = sorted({text for text in on_ranks(ranks, _see, folder) if text})

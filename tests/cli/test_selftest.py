@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -44,6 +45,40 @@ def test_a_strategy_that_does_not_fit_fails_alone(capsys, monkeypatch):
     assert "strategy ddp                      pass" in printed.out
     assert "1 failed" in printed.out
     assert "AxisProductError: ddp(3) is 3" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["-n", "0"], "0 ranks can't be checked"),
+        (["--nnodes", "0"], "0 machines can't be checked"),
+        (["--nnodes", "2"], "2 machines need an address"),
+        (["--folder", "nowhere"], "there is no folder nowhere"),
+        (["--strategies", "ddp("], "is no strategy"),
+    ],
+)
+def test_mistakes(words, what, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["test", "--cpu", *words]) == 2
+    printed = capsys.readouterr()
+    assert what in printed.err
+    assert printed.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_ends_the_checks_and_the_ranks(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fnaccel", "test", "-n", "2", "--cpu"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("kernel")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.strip() == "stopped"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
 
 
 @pytest.mark.long
