@@ -14,6 +14,7 @@ from tests.deepspeed.training import (
     half_norm,
     held_after_closing,
     infer,
+    replaced_linear,
     run_offloaded,
     run_with,
     scheduled,
@@ -174,3 +175,8 @@ def test_a_backward_pass_that_fails(pools, stage):
 def test_closing_frees_the_tensors(pools, stage):
     for first, *later in pools.run(1, held_after_closing, stage):
         assert max(later) <= first + 64
+
+
+@pytest.mark.parametrize("zero3_init", [False, True])
+def test_the_last_engine_of_stage_3_puts_torch_back(pools, zero3_init):
+    assert pools.run(1, replaced_linear, zero3_init) == [[True, True, False]]

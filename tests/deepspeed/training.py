@@ -380,6 +380,25 @@ def break_backward(stage: int) -> tuple[bool, str]:
     return same, said
 
 
+def replaced_linear(zero3_init: bool) -> list[bool]:
+    """Whether torch's linear function is replaced: with two engines of stage 3, with one, and without one."""
+    before = torch.nn.functional.linear
+    replaced: list[bool] = []
+    options = {"zero3_init": True} if zero3_init else {}
+    pair = [
+        fa.train_step(
+            loss_fn, model=fa.distribute(lambda: Net(8), fa.deepspeed(3, **options)), optimizer=fa.adamw(0.01)
+        )
+        for _ in range(2)
+    ]
+    for train_step in pair:
+        train_step(train_step.init(seed=0), rank_batch(0, current().rank))
+    for train_step in pair:
+        replaced.append(torch.nn.functional.linear is not before)
+        train_step.close()
+    return [*replaced, torch.nn.functional.linear is not before]
+
+
 def held_after_closing(stage: int) -> list[int]:
     """Bytes of all tensors that are alive after each of four train steps was made, used and closed."""
     import gc

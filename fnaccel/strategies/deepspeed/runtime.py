@@ -21,6 +21,7 @@ from fnaccel.optim.description import Group, Member, Optimizer, group_leaves
 from fnaccel.optim.foreign import TorchKernel, copied_slots, first_slots, shared_options
 from fnaccel.optim.fused import FusedKernel
 from fnaccel.strategies.axis import Build, finisher
+from fnaccel.strategies.deepspeed import linear
 from fnaccel.strategies.deepspeed.comm import begin, part_of_package, quiet
 from fnaccel.strategies.deepspeed.partitioned_init import check_partitioned, partitioned_init
 from fnaccel.strategies.deepspeed.parts import Native, Parts
@@ -79,6 +80,8 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
         }
         clip = float(config["gradient_clipping"])
         bound = BoundDeepspeed(engine, parts, slots, clip, skips=build.settings.skips)
+    if parts.stage == 3:
+        linear.enter(engine)
     torn: list[bool] = []
     wrapped = Engine(
         name="deepspeed",
@@ -371,6 +374,7 @@ def _freer(engine: Native, parts: Parts) -> Callable[[], None]:
         # stage 3 ties parameters, modules, hooks and the engine into one knot. torch holds parts of it (a
         # class of autograd functions for each module), so that Python would never collect it
         if parts.stage == 3:
+            linear.leave(engine)
             for param in params:
                 param.data = param.data.new_empty(0)
         for owner in (*params, getattr(optimizer, "parameter_offload", None), optimizer, engine):
