@@ -1,7 +1,7 @@
 """DeepSpeed replaces `torch.nn.functional.linear` for stage 3, and leaves it so. Here it is put back.
 
-DeepSpeed's function keeps no gathered weight for backward. It gives up a fused kernel for that, so sums of other
-models in the process would round in another order.
+It keeps no gathered weight for backward, and gives up a fused kernel for that. Sums of other models in the
+process would round in another order.
 """
 
 from __future__ import annotations
