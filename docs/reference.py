@@ -46,6 +46,7 @@ GROUPS = {
         "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.RunRecipe", "config.CheckpointRecipe", "config.TrackingRecipe", "config.LaunchRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
         "config.from_yaml", "config.to_yaml", "config.import_document", "config.Imported", "config.Row",
     ],
+    "Big models": ["big.empty", "big.on", "big.sizes", "big.Sizes", "big.device_map", "big.DeviceMap"],
     "Logging": ["get_logger", "seeing.logging.RankLogger"],
     "Tracking": [
         "Tracker", "tracked", "loop.tracked.TrackedRun", "track.of", "track.register", "track.installed", "track.Media", "track.Artifacts", "track.PerRank",
@@ -56,6 +57,7 @@ GROUPS = {
 }  # fmt: skip
 
 CONSTRUCTORS = {
+    "DeviceMap",
     "Transform", "Mean", "Sum", "Concat", "Precision", "Float8", "Window", "Recipe", "OptimizerRecipe",
     "Throughput", "ReportTracker", "DataRecipe", "RunRecipe", "CheckpointRecipe", "TrackingRecipe", "LaunchRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
     "piecewise", "joined",
@@ -65,6 +67,8 @@ CONSTRUCTORS = {
 """The classes that a user calls. Other classes are made by fnaccel."""
 
 METHODS = {
+    "DeviceMap": ["devices", "main", "device_of", "check", "to_json", "from_json"],
+    "Sizes": ["total", "largest"],
     "World": [
         "is_main", "is_local_main", "is_last", "print", "barrier", "main_first", "on_main", "on_local_main", "on_last",
         "on_process", "on_local_process", "close",
@@ -132,6 +136,8 @@ def _members(name: str, kind: type) -> list[str]:
     parts: list[str] = []
     for member in METHODS[name]:
         function = inspect.getattr_static(kind, member)
+        if isinstance(function, classmethod):
+            function = getattr(kind, member)
         if isinstance(function, property):
             returns = inspect.signature(function.fget).return_annotation
             parts.append(f"#### `{name}.{member}: {_bare(returns)}`\n")

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fnaccel import big as big
     from fnaccel import checkpoint as checkpoint
     from fnaccel import config as config
     from fnaccel import data as data
@@ -104,8 +105,8 @@ __version__ = "0.1.0"
 
 # a name is imported when it is first used
 _NAMESPACES = (
-    "checkpoint", "config", "data", "errors", "optim", "seeing", "state", "strategies", "track", "transforms",
-    "tree",
+    "big", "checkpoint", "config", "data", "errors", "optim", "seeing", "state", "strategies", "track",
+    "transforms", "tree",
 )  # fmt: skip
 _NAMES = {
     "fnaccel.checkpoint": "checkpoints latest restore resume_or_init save save_async save_on_main",

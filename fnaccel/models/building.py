@@ -8,7 +8,7 @@ import gc
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import attrs
@@ -19,6 +19,7 @@ from torch import nn
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import ArgumentError, CapabilityError, OwnershipError, PlanMismatchError, nearest
 from fnaccel.models.blocks import NamedUnits
+from fnaccel.models.meta import making
 from fnaccel.models.parameter import Cut
 from fnaccel.world.world import World
 
@@ -256,7 +257,7 @@ def check_alike(built: Built, world: World) -> None:
 def _one(source: Any, key: str | None, *, empty: bool) -> nn.Module:
     if isinstance(source, nn.Module):
         return source
-    with _meta_parameters() if empty else contextlib.nullcontext():
+    with making(parameters="meta") if empty else contextlib.nullcontext():
         module = source()
     if not isinstance(module, nn.Module):
         raise ArgumentError(
@@ -267,23 +268,6 @@ def _one(source: Any, key: str | None, *, empty: bool) -> nn.Module:
             fix="return the torch.nn.Module from the factory",
         )
     return module
-
-
-@contextlib.contextmanager
-def _meta_parameters() -> Generator[None]:
-    """Send parameters to the meta device as they are registered. Buffers stay real."""
-    from unittest import mock  # noqa: PLC0415 - slow to import, and rarely needed
-
-    register = nn.Module.register_parameter
-
-    def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        # a lazy one is named afterwards, by `_check_sizes`
-        if param is not None and not nn.parameter.is_lazy(param) and param.device.type != "meta":
-            param = type(param)(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
-
-    with mock.patch.object(nn.Module, "register_parameter", register_empty):
-        yield
 
 
 def freeze(built: Built, patterns: tuple[str, ...]) -> None:

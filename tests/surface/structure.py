@@ -27,6 +27,7 @@ ROWS = [
     "checkpoint config",
     "interchange testing",
     "loop",
+    "big",
     "benching selftest",
     "cli",
 ]

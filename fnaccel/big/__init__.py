@@ -1,0 +1,8 @@
+"""Models bigger than the machine: built without values, placed on devices, loaded, and run layer by layer."""
+
+from fnaccel.big.device_map import DeviceMap as DeviceMap
+from fnaccel.big.device_map import device_map as device_map
+from fnaccel.big.empty import empty as empty
+from fnaccel.big.empty import on as on
+from fnaccel.big.sizes import Sizes as Sizes
+from fnaccel.big.sizes import sizes as sizes

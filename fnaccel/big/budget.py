@@ -1,0 +1,114 @@
+"""How many bytes each device may hold: given by the user, or read from the machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fnaccel.errors import ArgumentError
+
+Device = int | str
+"""An accelerator's index, `"cpu"`, or `"disk"`. Also a device of torch by name: `"cuda:1"`."""
+
+Budget = Mapping[Device, int | str]
+"""Bytes by device, as numbers or as text: `{0: "10GiB", "cpu": "30GB"}`."""
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+}
+_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", re.IGNORECASE)
+_KEPT = 0.1
+_LEAST_KEPT = 1 << 30
+
+
+def parse_bytes(text: int | str, where: str = "budget=") -> int:
+    """A number of bytes: `"10GiB"` is 10 times 1024 cubed, `"10GB"` is 10 times 1000 cubed.
+
+    Raises:
+        ArgumentError: the text is no number with a unit, or the number is negative.
+
+    Example:
+        >>> parse_bytes("1.5 KiB")
+        1536
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    matched = _TEXT.fullmatch(text) if isinstance(text, str) else None
+    unit = _UNITS.get(matched[2].lower()) if matched else None
+    if matched is None or unit is None:
+        raise ArgumentError(
+            f"{text!r} is no number of bytes",
+            where=where,
+            fix='an int, or a number with a unit: "10GiB", "500MB"',
+        )
+    return int(float(matched[1]) * unit)
+
+
+def read_budget(budget: Budget) -> dict[Device, int | None]:
+    """A budget in bytes: accelerators in their given order, then the CPU, then the disk, which has no bound.
+
+    Raises:
+        ArgumentError: no device is named, or a device or its bytes can't be read.
+    """
+    given = {
+        check_device(device): parse_bytes(size, f"budget= of {device}") for device, size in budget.items()
+    }
+    if not given.keys() - {"disk"}:
+        raise ArgumentError(
+            "the budget names no device that can run a layer",
+            where="budget=",
+            fix='name an accelerator or the CPU: {0: "10GiB", "cpu": "30GiB"}',
+        )
+    ordered: dict[Device, int | None] = {d: size for d, size in given.items() if d not in ("cpu", "disk")}
+    if "cpu" in given:
+        ordered["cpu"] = given["cpu"]
+    ordered["disk"] = given.get("disk")
+    return ordered
+
+
+def check_device(device: object) -> Device:
+    """A device as it stands in a map.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if isinstance(device, torch.device):
+        device = "cpu" if device.type == "cpu" else str(device)
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return device
+    if isinstance(device, str) and re.fullmatch(r"cpu|disk|meta|[a-z]+(:\d+)?", device) and device != "meta":
+        return device
+    raise ArgumentError(
+        f"{device!r} is no device",
+        where="a device map or a budget",
+        fix='an index (0), "cpu", "disk" or "cuda:1"',
+    )
+
+
+def detected_budget(accelerator: Any = None, available: int | None = None) -> tuple[dict[Device, int], str]:
+    """The budget that this machine has now, and a sentence that says how much was kept back.
+
+    A tenth of each device is kept for activations and for the libraries' own memory, on accelerators at
+    least 1 GiB.
+
+    Args:
+        accelerator: in the place of `torch.accelerator`, with `device_count()` and `get_memory_info(index)`.
+        available: bytes of memory that the host has free. By default what psutil reads.
+    """
+    import psutil  # noqa: PLC0415 - only if a budget is read from the machine
+
+    found: dict[Device, int] = {}
+    api: Any = torch.accelerator if accelerator is None else accelerator
+    for index in range(api.device_count()):
+        free, _ = api.get_memory_info(index)
+        found[index] = max(0, free - max(int(free * _KEPT), _LEAST_KEPT))
+    host = psutil.virtual_memory().available if available is None else available
+    found["cpu"] = int(host * (1 - _KEPT))
+    kept = "10 % of the free memory of each device are kept back"
+    return found, kept + (", on accelerators at least 1 GiB" if len(found) > 1 else "")

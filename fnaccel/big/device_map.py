@@ -1,0 +1,359 @@
+"""Device maps: which device holds each layer. Values that are printed, compared, and written as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from fnaccel.big.budget import Budget, Device, check_device, detected_budget, read_budget
+from fnaccel.big.layers import Layer, layers
+from fnaccel.big.placing import STRATEGIES, Strategy, place
+from fnaccel.big.sizes import Dtype, bits_of, nbytes
+from fnaccel.errors import ArgumentError, UnknownNameError, nearest
+from fnaccel.models.layers import folded
+from fnaccel.step.html_table import size_of
+
+_FALLBACK = "run on the CPU, where they are: no accelerator of the budget holds one of them"
+
+
+def _devices(places: Mapping[str, Device]) -> dict[str, Device]:
+    return {str(path): check_device(device) for path, device in places.items()}
+
+
+@attrs.frozen
+class DeviceMap(Mapping[str, Device]):
+    """The device of each module or tensor, by its path. A longer path counts before a shorter one.
+
+    Attributes:
+        places: an accelerator's index, `"cpu"`, `"disk"`, or a device of torch by name.
+        on_cpu: paths of layers that run on the CPU, because no accelerator holds them. Other layers on the
+            CPU and on the disk run on the first accelerator of the map, if it has one.
+        sizes: bytes of each place, if they are known.
+        budget: bytes that each device may hold, if they are known. The disk has no bound.
+        notes: what was decided, and why.
+
+    Example:
+        >>> fa.big.DeviceMap({"embed": 0, "blocks": "cpu", "head": 0}).devices
+        (0, 'cpu')
+    """
+
+    places: Mapping[str, Device] = attrs.field(converter=_devices)
+    on_cpu: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
+    sizes: Mapping[str, int] = attrs.field(factory=dict, eq=False)
+    budget: Mapping[Device, int | None] = attrs.field(factory=dict, eq=False)
+    notes: tuple[str, ...] = attrs.field(default=(), eq=False)
+
+    def __getitem__(self, path: str) -> Device:
+        return self.places[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.places.items()), self.on_cpu))
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices in use, in the order of the map."""
+        return tuple(dict.fromkeys(self.places.values()))
+
+    @property
+    def main(self) -> Device:
+        """The device that runs layers which are on the CPU or on the disk."""
+        return next((d for d in [*self.budget, *self.devices] if d not in ("cpu", "disk")), "cpu")
+
+    def device_of(self, name: str) -> Device:
+        """The device of a module or tensor, by its full name.
+
+        Raises:
+            ArgumentError: the map does not cover it.
+        """
+        place = place_of(name, self.places)
+        if place is None:
+            raise ArgumentError(
+                f"the map has no device for {name}",
+                where="a device map",
+                fix=f"name it, or a module around it{_end}",
+            )
+        return self.places[place]
+
+    def check(self, model: nn.Module) -> None:
+        """Check that the map covers each tensor of a model, and names nothing else.
+
+        Raises:
+            ArgumentError: lists what is missing, or names that the model does not have.
+        """
+        known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        tensors = [name for layer in layers(model) for name in layer.tensors]
+        for path in self.places:
+            if path not in known and path not in tensors:
+                raise ArgumentError(
+                    f"the map names {path!r}, which the model does not have",
+                    where="a device map",
+                    fix=nearest(path, [*known, *tensors]),
+                )
+        missing = [name for name in dict.fromkeys(tensors) if place_of(name, self.places) is None]
+        if missing:
+            raise ArgumentError(
+                f"the map has no device for {folded(missing)}",
+                where="a device map",
+                fix=f"name {'them' if len(missing) > 1 else 'it'}, or a module around{_end}",
+            )
+
+    def to_json(self) -> str:
+        """The map as a JSON object of paths and devices, with notes and sizes."""
+        content = {
+            "places": dict(self.places),
+            "on_cpu": sorted(self.on_cpu),
+            "sizes": dict(self.sizes),
+            "budget": [[device, limit] for device, limit in self.budget.items()],
+            "notes": list(self.notes),
+        }
+        return json.dumps(content, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> DeviceMap:
+        """A map from `to_json`, or from a plain object of paths and devices.
+
+        Raises:
+            ArgumentError: the text is neither.
+        """
+        try:
+            content: Any = json.loads(text)
+            if not isinstance(content, dict):
+                raise TypeError
+            if not isinstance(content.get("places"), dict):
+                return cls(content)
+            budget = dict(content.get("budget", ()))
+            return cls(
+                content["places"], content["on_cpu"], content["sizes"], budget, tuple(content["notes"])
+            )
+        except (ValueError, TypeError, KeyError):
+            raise ArgumentError(
+                "the text is no device map",
+                where="DeviceMap.from_json",
+                fix='an object: {"embed": 0, "blocks": "cpu"}',
+            ) from None
+
+    def __str__(self) -> str:
+        rows = [("device", "bytes", "of", "layers")]
+        for device in dict.fromkeys([*self.budget, *self.devices]):
+            paths = [path for path, placed in self.places.items() if placed == device]
+            known = all(path in self.sizes for path in paths)
+            held = size_of(sum(self.sizes[path] for path in paths)) if known else "?"
+            limit = self.budget.get(device)
+            if paths or device != "disk":
+                rows.append((str(device), held, "" if limit is None else size_of(limit), _named(paths)))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = [
+            f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, *self.notes])
+
+
+_end = ". The key '' stands for all"
+
+
+def _named(paths: list[str]) -> str:
+    return "the model" if paths == [""] else folded(paths) or "-"
+
+
+def place_of(name: str, places: Mapping[str, Device]) -> str | None:
+    """The longest path of a map that is a module or tensor, or a module around it."""
+    while name:
+        if name in places:
+            return name
+        name = name.rpartition(".")[0]
+    return "" if "" in places else None
+
+
+def device_map(
+    model: nn.Module,
+    budget: Budget | None = None,
+    strategy: Strategy = "auto",
+    *,
+    no_split: Collection[str] | None = None,
+    dtype: Dtype | None = None,
+) -> DeviceMap:
+    """Decide which device holds each layer. Same arguments, same map: nothing is moved.
+
+    Layers are taken in the order of the model, and fill one device after the other: accelerators, then the
+    CPU, then the disk. The first device also keeps room for the largest layer that is still to be placed,
+    because layers on the CPU and on the disk run there. It keeps none if only so all layers fit on
+    accelerators. Layers that share a tied parameter stay together, and count it once.
+
+    A layer that no accelerator holds runs on the CPU. If that is a block that should not be split, its inner
+    layers are placed one by one.
+
+    Args:
+        model: with values or without (`fa.big.empty`).
+        budget: bytes by device: `{0: "10GiB", 1: "10GiB", "cpu": "30GiB"}`. A device that is not named is not
+            used, but for the disk. By default the free memory of this machine less a part that the map names.
+        strategy: `"balanced"` makes the fullest accelerator as empty as possible. `"auto"` does so too if
+            the first accelerator can't hold the model, and takes it alone if it can. `"balanced_low_0"` gives
+            the first only what the others can't hold. `"sequential"` fills one after the other. If the
+            accelerators can't hold the model, all of these are `"sequential"`.
+        no_split: classes of modules that stay on one device. By default those that the model names in
+            `_no_split_modules`, or else the classes of its blocks.
+        dtype: the dtype that the model will have, as in `fa.big.sizes`.
+
+    Raises:
+        ArgumentError: no device holds a layer, or a budget can't be read.
+        UnknownNameError: no such strategy or dtype.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 5))
+        >>> print(fa.big.device_map(model, {0: 200, 1: 200}))
+        device  bytes     of  layers
+        0        64 B  200 B  0
+        1       172 B  200 B  1-2
+    """
+    if strategy not in STRATEGIES:
+        raise UnknownNameError(
+            f"no strategy is called {strategy!r}",
+            where="fa.big.device_map",
+            fix=nearest(strategy, STRATEGIES),
+        )
+    notes: list[str] = []
+    if budget is None:
+        budget, kept = detected_budget()
+        notes.append(kept)
+    limits = read_budget(budget)
+    bits = bits_of(dtype)
+    whole = layers(model, no_split)
+    groups = _groups(whole)
+    run = next(iter(limits))
+    room = limits[run]
+    too_large = [group for group in groups if room is not None and _bytes(group, bits) > room]
+    if too_large:
+        groups = _groups(_split(whole, {id(layer) for group in too_large for layer in group}, model))
+    places, on_cpu = _placed(groups, limits, strategy, bits)
+    if on_cpu:
+        notes.append(f"{folded(on_cpu)}: {_FALLBACK}")
+    merged = _merged(model, places, frozenset(on_cpu))
+    tensors = {name: tensor for group in groups for layer in group for name, tensor in layer.tensors.items()}
+    return DeviceMap(merged, frozenset(on_cpu), _sizes(merged, tensors, bits), limits, tuple(notes))
+
+
+def _bytes(group: list[Layer], bits: int | None) -> int:
+    return nbytes([tensor for layer in group for tensor in layer.tensors.values()], bits)
+
+
+def _groups(parts: list[Layer]) -> list[list[Layer]]:
+    """Layers that share a tensor, together, at the place of the first."""
+    group_of: dict[int, list[Layer]] = {}
+    groups: list[list[Layer]] = []
+    for layer in parts:
+        shared = {id(g): g for t in layer.tensors.values() if (g := group_of.get(id(t))) is not None}
+        joined, *others = list(shared.values()) or [[]]
+        if not joined:
+            groups.append(joined)
+        for other in others:  # this layer ties two groups
+            joined += other
+            groups = [group for group in groups if group is not other]
+        joined.append(layer)
+        group_of |= {id(tensor): joined for member in joined for tensor in member.tensors.values()}
+    return groups
+
+
+def _split(parts: list[Layer], too_large: set[int], model: nn.Module) -> list[Layer]:
+    """The layers, with those that are too large replaced by their inner layers."""
+    result: list[Layer] = []
+    for layer in parts:
+        module = dict(model.named_modules(remove_duplicate=False)).get(layer.path)
+        if id(layer) not in too_large or module is None or not any(module.children()):
+            result.append(layer)
+            continue
+        inner = layers(module, ())
+        result += [
+            Layer(f"{layer.path}.{part.path}", {f"{layer.path}.{n}": t for n, t in part.tensors.items()})
+            for part in inner
+        ]
+    return result
+
+
+def _placed(
+    groups: list[list[Layer]], limits: Mapping[Device, int | None], strategy: Strategy, bits: int | None
+) -> tuple[dict[str, Device], list[str]]:
+    """The device of each layer, and the layers that must run on the CPU."""
+    run = next(iter(limits))
+    parts = [_bytes(group, bits) for group in groups]
+    most = max(
+        (limit for device, limit in limits.items() if device not in ("cpu", "disk") and limit), default=0
+    )
+    host = limits.get("cpu")
+    apart = [run != "cpu" and size > most for size in parts]
+    for group, size, alone in zip(groups, parts, apart, strict=True):
+        if alone and host is not None and size <= host:
+            host -= size
+        elif alone or (run == "cpu" and size > (limits[run] or 0)):
+            known = {
+                device: limit for device, limit in limits.items() if limit is not None and device != "disk"
+            }
+            largest = max(known, key=lambda device: known[device])
+            raise ArgumentError(
+                f"{group[0].path or 'the model'} has {size_of(size)}, and no device of the budget can run "
+                f"it: the largest is {largest} with {size_of(known[largest])}",
+                where="fa.big.device_map",
+                fix=f'at least that for one device: {{{largest!r}: "{-(-size // (1 << 20))}MiB"}}',
+            )
+    left = dict(limits)
+    if host is not None and run != "cpu":
+        left["cpu"] = host  # less the layers that must run there
+    usual = [size for size, alone in zip(parts, apart, strict=True) if not alone]
+    found = place(usual, list(left.items()), strategy)
+    if found is None:
+        raise ArgumentError(
+            f"the model has {size_of(sum(parts))}, and the budget of the disk is too small for the rest",
+            where="fa.big.device_map",
+            fix="leave the disk out of the budget: it has no bound by default",
+        )
+    devices = iter(found)
+    places: dict[str, Device] = {}
+    on_cpu: list[str] = []
+    for group, alone in zip(groups, apart, strict=True):
+        device: Device = "cpu" if alone else next(devices)
+        places |= {layer.path: device for layer in group}
+        on_cpu += [layer.path for layer in group if alone]
+    return places, on_cpu
+
+
+def _merged(model: nn.Module, places: Mapping[str, Device], apart: frozenset[str]) -> dict[str, Device]:
+    """The places, with one entry for a module whose layers are all on one device."""
+
+    def visit(path: str, module: nn.Module) -> dict[str, Device]:
+        if path in places:
+            return {path: places[path]}
+        prefix = f"{path}." if path else ""
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        found = {prefix + name: places[prefix + name] for name, _ in own if prefix + name in places}
+        for name, child in module.named_children():
+            found |= visit(prefix + name, child)
+        if len(set(found.values())) == 1 and not apart.intersection(found):
+            return {path: next(iter(found.values()))}
+        return found
+
+    return visit("", model)
+
+
+def _sizes(
+    places: Mapping[str, Device], tensors: Mapping[str, torch.Tensor], bits: int | None
+) -> dict[str, int]:
+    """Bytes of each place. A tied tensor counts at the first."""
+    seen: set[int] = set()
+    held = dict.fromkeys(places, 0)
+    for name, tensor in tensors.items():
+        place = place_of(name, places)
+        if place is not None and id(tensor) not in seen:
+            seen.add(id(tensor))
+            held[place] += nbytes([tensor], bits)
+    return held
