@@ -1,0 +1,66 @@
+"""Models and records of these tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import fnaccel as fa
+
+BITSANDBYTES = [
+    fa.big.Nf4(),
+    fa.big.Nf4(double=True, block=32),
+    fa.big.Fp4(),
+    fa.big.Fp4(double=True, block=128),
+    fa.big.Int8(),
+    fa.big.Int8(threshold=0),
+]
+
+
+class Net(nn.Module):
+    """Two linear layers, with and without a bias, a norm, and a head called lm_head."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.lm_head(self.norm(x + self.down(torch.relu(self.up(x)))))
+
+
+def made(kind=Net, seed=0, **options):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return kind(**options)
+
+
+def empty(kind=Net, **options):
+    with fa.big.empty():
+        return kind(**options)
+
+
+def same(first, second):
+    """Whether two dicts of tensors have the same names, dtypes and bits."""
+    return list(first) == list(second) and all(
+        first[name].dtype == second[name].dtype and torch.equal(first[name], second[name]) for name in first
+    )
+
+
+def llama(**options):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=128, max_position_embeddings=64, **options,
+    )  # fmt: skip
+    return made(lambda: LlamaForCausalLM(config).eval())
+
+
+def gpt2(**options):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64, **options)
+    return made(lambda: GPT2LMHeadModel(config).eval())
