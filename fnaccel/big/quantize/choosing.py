@@ -40,8 +40,8 @@ def chosen_layers(module: nn.Module, record: Record) -> Layers:
         not blocks.0-1.down: skip='*.down'
     """
     where = f"fa.big.quantize(module, {record})"
-    check_patterns(record.skip or (), module, where)
-    check_patterns(record.keep, module, where)
+    if not record.optional:
+        check_patterns((*(record.skip or ()), *record.keep), module, where)
     heads = _heads(module) if record.skip is None else set[int]()
     tied = _tied(module)
     converted: list[str] = []

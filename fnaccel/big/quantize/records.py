@@ -31,10 +31,12 @@ class Record:
         skip: shell patterns of layers, or of modules above them, that are not quantized. None: the output
             head (`get_output_embeddings()` of a model of transformers, or a layer called `lm_head`).
         keep: patterns of modules or parameters that are not quantized and that are stored in fp32.
+        optional: whether patterns may match nothing. Those of a checkpoint may.
     """
 
     skip: tuple[str, ...] | None = attrs.field(default=None, converter=_patterns)
     keep: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    optional: bool = attrs.field(default=False, repr=False, eq=False)
 
     @property
     def name(self) -> str:
@@ -58,7 +60,7 @@ class Record:
         changed = [
             f"{field.name}={_shown(getattr(self, field.name))}"
             for field in attrs.fields(type(self))
-            if getattr(self, field.name) != field.default
+            if field.repr and getattr(self, field.name) != field.default
         ]
         return f"{type(self).__name__}({', '.join(changed)})"
 

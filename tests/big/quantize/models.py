@@ -64,3 +64,24 @@ def gpt2(**options):
 
     config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64, **options)
     return made(lambda: GPT2LMHeadModel(config).eval())
+
+
+def stream(model, folder):
+    """Put the tensors of a folder into an empty quantized model, one at a time, as a loader does."""
+    from safetensors import safe_open
+
+    from fnaccel.big.quantize.filling import fill, stored_owner
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                owner = stored_owner(model, name)
+                if owner is not None:
+                    fill(*owner, file.get_tensor(name), "cpu")
+                    continue
+                owner, _, last = name.rpartition(".")
+                param = nn.Parameter(file.get_tensor(name), requires_grad=False)
+                setattr(model.get_submodule(owner), last, param)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    return model.eval()
