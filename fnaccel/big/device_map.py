@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fnaccel.big.budget import Budget, Device, check_device, detected_budget, read_budget
-from fnaccel.big.layers import Layer, layers
+from fnaccel.big.layers import Layer, layers, split
 from fnaccel.big.placing import STRATEGIES, Strategy, place
 from fnaccel.big.sizes import Dtype, bits_of, nbytes
 from fnaccel.errors import ArgumentError, UnknownNameError, nearest
@@ -235,7 +235,7 @@ def device_map(
     room = limits[run]
     too_large = [group for group in groups if room is not None and _bytes(group, bits) > room]
     if too_large:
-        groups = _groups(_split(whole, {id(layer) for group in too_large for layer in group}, model))
+        groups = _groups(split(whole, [layer for group in too_large for layer in group], model))
     places, on_cpu = _placed(groups, limits, strategy, bits)
     if on_cpu:
         notes.append(f"{folded(on_cpu)}: {_FALLBACK}")
@@ -263,22 +263,6 @@ def _groups(parts: list[Layer]) -> list[list[Layer]]:
         joined.append(layer)
         group_of |= {id(tensor): joined for member in joined for tensor in member.tensors.values()}
     return groups
-
-
-def _split(parts: list[Layer], too_large: set[int], model: nn.Module) -> list[Layer]:
-    """The layers, with those that are too large replaced by their inner layers."""
-    result: list[Layer] = []
-    for layer in parts:
-        module = dict(model.named_modules(remove_duplicate=False)).get(layer.path)
-        if id(layer) not in too_large or module is None or not any(module.children()):
-            result.append(layer)
-            continue
-        inner = layers(module, ())
-        result += [
-            Layer(f"{layer.path}.{part.path}", {f"{layer.path}.{n}": t for n, t in part.tensors.items()})
-            for part in inner
-        ]
-    return result
 
 
 def _placed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -38,6 +38,24 @@ def layers(model: nn.Module, no_split: Collection[str] | None = None) -> list[La
     """
     classes = classes_not_split(model, no_split) | WHOLE
     return list(_layers("", model, classes))
+
+
+def split(parts: Sequence[Layer], too_large: Collection[Layer], model: nn.Module) -> list[Layer]:
+    """The layers of a model, with some of them replaced by their inner layers."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    result: list[Layer] = []
+    for layer in parts:
+        module = modules.get(layer.path)
+        inner = [] if layer not in too_large or module is None else layers(module, ())
+        prefix = f"{layer.path}." if layer.path else ""
+        if len(inner) > 1:
+            result += [
+                Layer(prefix + part.path, {prefix + name: tensor for name, tensor in part.tensors.items()})
+                for part in inner
+            ]
+        else:
+            result.append(layer)
+    return result
 
 
 def _layers(path: str, module: nn.Module, classes: frozenset[str]) -> Iterator[Layer]:

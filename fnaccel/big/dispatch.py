@@ -1,0 +1,275 @@
+"""Modules that run with their layers on several devices, in the memory of the host, or on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fnaccel import tree
+from fnaccel.big.budget import Device
+from fnaccel.big.device_map import DeviceMap
+from fnaccel.big.mover import Mover
+from fnaccel.big.planning import Options, Values, plan
+from fnaccel.big.unit import Slot, Unit, put
+from fnaccel.big.walker import Counts, Walker
+from fnaccel.errors import OwnershipError
+
+_KEY = "_fnaccel_dispatch"
+
+
+class Dispatch:
+    """A module whose layers come to their devices when they run. Made by `dispatch`, `load` and `offload`.
+
+    The first pass notes the order of the layers. From the second one on, the next layers are fetched while
+    one computes. A module may be called in another order: then a layer is fetched when it is needed, and
+    `counts.out_of_order` says so. Inputs move to the device of a layer, and the output of the model to the
+    device of its first input.
+
+    Attributes:
+        model: the module. It is called as before, without gradients.
+        map: the device of each layer.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).requires_grad_(False)
+        >>> run = fa.big.dispatch(model, {"0": "disk", "1": "cpu"}, folder="offload")
+        >>> model(torch.ones(2, 64)).shape
+        torch.Size([2, 8])
+        >>> run.counts.fetched
+        1
+        >>> run.remove()
+    """
+
+    def __init__(
+        self, model: nn.Module, placed: DeviceMap, units: list[Unit], moved: list[Slot], options: Options
+    ) -> None:
+        self.model = model
+        self.map = placed
+        self._units, self._moved, self._options = units, moved, options
+        self._mover = options.mover
+        self._walker = Walker(options.mover, options.prefetch)
+        self._several = len({unit.device for unit in units}) > 1
+        self._came_from: Device | None = None
+        self._hooks: list[Any] = []
+        for unit in units:
+            self._attach(unit)
+        self._hooks += [
+            model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+            model.register_state_dict_post_hook(lambda *arguments: self._with_values(*arguments)),
+        ]
+        model.__dict__[_KEY] = self
+
+    @property
+    def counts(self) -> Counts:
+        """What was fetched so far."""
+        return self._walker.counts
+
+    def remove(self) -> None:
+        """Take the hooks away, and give the module plain tensors again.
+
+        What was on an accelerator goes back to its device before. Values that lie on the disk stay there, as
+        tensors of a mapped file: they can be used as any other, and are read when they are.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._walker.close()
+        self.model.__dict__.pop(_KEY, None)
+        slots = [slot for unit in self._units for slot in unit.slots]
+        put(slots, [self._restored(slot) for slot in slots])
+        put(self._moved, [self._mover.move(slot.value, slot.origin) for slot in self._moved])
+        self._units, self._moved = [], []
+
+    def send_home(self) -> None:
+        """Take all layers away from their device, those that were fetched ahead too."""
+        self._walker.drop()
+        for unit in self._units:
+            if unit.here:
+                self._walker.release(unit)
+
+    @contextlib.contextmanager
+    def fetched(self, path: str = "") -> Generator[nn.Module]:
+        """Have the values of a module in place while the body runs, outside of a forward pass.
+
+        Args:
+            path: of the module. By default the whole model.
+        """
+        inside = [unit for unit in self._units if unit.slots and _below(unit.path, path)]
+        fresh = [unit for unit in inside if not unit.here]
+        for unit in fresh:
+            self._walker.bring(unit)
+        try:
+            yield self.model.get_submodule(path)
+        finally:
+            for unit in fresh:
+                self._walker.release(unit)
+
+    def _restored(self, slot: Slot) -> torch.Tensor:
+        return self._mover.move(slot.computed(), slot.origin) if slot.original.is_meta else slot.original
+
+    def _attach(self, unit: Unit) -> None:
+        if not (unit.slots or self._several):
+            return
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if unit.slots:
+                self._walker.enter(unit)
+            return self._placed(args, kwargs, unit.device) if self._several else None
+
+        def leave(*_: object) -> None:
+            if not self._options.keep:
+                self._walker.leave(unit)
+
+        eager: Any = torch.compiler.disable  # what fetches can't be traced
+        self._hooks.append(
+            unit.module.register_forward_pre_hook(eager(enter), prepend=True, with_kwargs=True)
+        )
+        if unit.slots:
+            self._hooks.append(unit.module.register_forward_hook(eager(leave), always_call=True))
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._options.after is not None:
+            self._options.after.send_home()
+        for unit in self._units:
+            if unit.depth:  # the last pass was interrupted
+                self._walker.release(unit)
+        found = [leaf for leaf in tree.leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
+        self._came_from = self._mover.device_of(found[0]) if found else None
+        if self._several or not self._units:
+            return None
+        return self._placed(args, kwargs, self._units[0].device)
+
+    def _end(self, _: nn.Module, __: object, ___: object, output: Any) -> Any:
+        came_from, self._came_from = self._came_from, None
+        return None if came_from is None else self._on(output, came_from)
+
+    def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device) -> Any:
+        skip = self._options.skip_keys
+        return (
+            tuple(self._on(value, device) for value in args),
+            {key: value if key in skip else self._on(value, device) for key, value in kwargs.items()},
+        )
+
+    def _on(self, value: Any, device: Device) -> Any:
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if self._mover.device_of(tensor) == device else self._mover.move(tensor, device)
+
+        if isinstance(value, torch.Tensor):
+            return move(value)
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        tree.learn(value)
+        found = [leaf for leaf in tree.leaves(value) if isinstance(leaf, torch.Tensor)]
+        if all(self._mover.device_of(tensor) == device for tensor in found):
+            return value
+        return tree.map_tensors(move, value)
+
+    def _with_values(self, _: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
+        """Put values into a state dict, in the place of tensors without any."""
+        for unit in self._units:
+            for slot in unit.slots:
+                held = state.get(prefix + slot.name)
+                if held is not None and held.is_meta:
+                    state[prefix + slot.name] = slot.computed().detach()
+
+
+def _below(path: str, parent: str) -> bool:
+    return not parent or path == parent or path.startswith(f"{parent}.")
+
+
+def dispatch(
+    model: nn.Module,
+    placed: DeviceMap | Mapping[str, Device],
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    device: Device | None = None,
+    prefetch: int = 1,
+    offload_buffers: bool = False,
+    preload: Collection[str] = (),
+    skip_keys: Collection[str] = (),
+    mover: Mover | None = None,
+) -> Dispatch:
+    """Put the layers of a module where a map says, and have them fetched when they run.
+
+    Layers on `"cpu"` and `"disk"` run on the first accelerator of the map, or on the CPU if it has none.
+    Layers whose classes should not be split are fetched whole, and so are those of `preload`.
+
+    Args:
+        model: a module with values. It is changed in place.
+        placed: a device map, or a dict of paths and devices.
+        folder: for layers on the disk. Not needed for what `fa.big.load` found in safetensors.
+        device: the device that runs layers on the CPU and on the disk, if not the first accelerator.
+        prefetch: how many layers are fetched ahead. 0: each when it is needed.
+        offload_buffers: fetch buffers too. By default they stay on the device of their layer.
+        preload: classes whose modules are fetched whole, because their forward reads weights of inner modules
+            without calling these.
+        skip_keys: keyword arguments of layers that stay where they are, such as a cache.
+        mover: copies tensors. Tests inject one.
+
+    Raises:
+        ArgumentError: the map does not cover the model, a folder is missing or too small, a tensor has no
+            values.
+        CapabilityError: this machine lacks a device of the map.
+        OwnershipError: the module is dispatched already.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2).requires_grad_(False)
+        >>> run = fa.big.dispatch(model, {"": "cpu"})
+        >>> run.map.devices
+        ('cpu',)
+    """
+    options = Options(
+        folder=None if folder is None else Path(folder),
+        device=device,
+        prefetch=prefetch,
+        offload_buffers=offload_buffers,
+        preload=tuple(preload),
+        skip_keys=frozenset(skip_keys),
+        mover=mover or Mover(),
+    )
+    return dispatched(model, placed, {}, options)
+
+
+def dispatched(
+    model: nn.Module, placed: DeviceMap | Mapping[str, Device], values: Values, options: Options
+) -> Dispatch:
+    """`dispatch`, with values for parameters that have none.
+
+    Args:
+        model: as in `dispatch`.
+        placed: as in `dispatch`.
+        values: tensors by name that were found elsewhere, and whether they are in mapped files.
+        options: the other arguments.
+    """
+    check_free(model)
+    whole = placed if isinstance(placed, DeviceMap) else DeviceMap(placed)
+    whole.check(model)
+    units, moved = plan(model, whole, values, options)
+    return Dispatch(model, whole, units, moved, options)
+
+
+def check_free(model: nn.Module) -> None:
+    """Raise OwnershipError if a module, or one inside of it, is dispatched."""
+    for name, module in model.named_modules():
+        if _KEY in module.__dict__:
+            raise OwnershipError(
+                f"{name or 'the model'} is dispatched already",
+                where="fa.big.dispatch",
+                fix="remove() its dispatch first: fa.big.dispatch_of(model).remove()",
+            )
+
+
+def dispatch_of(model: nn.Module) -> Dispatch | None:
+    """The dispatch of a module, or None if it has none.
+
+    Example:
+        >>> print(fa.big.dispatch_of(torch.nn.Linear(4, 2)))
+        None
+    """
+    return model.__dict__.get(_KEY)

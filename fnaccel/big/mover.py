@@ -1,0 +1,84 @@
+"""Moves tensors between devices: at once, or on a stream beside the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fnaccel.big.budget import Device
+from fnaccel.errors import CapabilityError
+
+
+class Mover:
+    """Moves tensors by the names of devices in a map. Tests inject one that only notes what moves where.
+
+    Not run on hardware: copies on a stream of an accelerator.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[Device, torch.Stream] = {}
+
+    def check(self, device: Device) -> None:
+        """See that this machine has a device.
+
+        Raises:
+            CapabilityError: it has not.
+        """
+        if device in ("cpu", "disk"):
+            return
+        count = torch.accelerator.device_count()
+        index = device if isinstance(device, int) else torch.device(device).index or 0
+        if index >= count:
+            raise CapabilityError(
+                f"the map names the device {device!r}, and this machine has {count or 'no'} "
+                f"accelerator{'' if count == 1 else 's'}",
+                where="a device map",
+                fix="make a map of a budget that names devices of this machine",
+            )
+
+    def device_of(self, tensor: torch.Tensor) -> Device:
+        """The name of a tensor's device."""
+        return "cpu" if tensor.device.type == "cpu" else tensor.device.index
+
+    def move(self, tensor: torch.Tensor, device: Device) -> torch.Tensor:
+        """A tensor on a device: itself if it is there."""
+        return tensor.to(_torch_device(device))
+
+    def fetch(self, tensors: Sequence[torch.Tensor], device: Device) -> Callable[[], list[torch.Tensor]]:
+        """Begin to copy tensors to a device. Called in a thread beside the computation.
+
+        Returns:
+            A function for the thread that computes. It gives the copies, in the same order.
+        """
+        if device == "cpu":
+            copies = [self.move(tensor, device) for tensor in tensors]
+            return lambda: copies
+        place = _torch_device(device)
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.Stream(device=place)
+        with stream:
+            copies = [tensor.to(place, non_blocking=True) for tensor in tensors]
+            copied = stream.record_event()
+
+        def hand_over() -> list[torch.Tensor]:
+            current = torch.accelerator.current_stream(place)
+            current.wait_event(copied)
+            for copy in copies:
+                copy.record_stream(current)
+            return copies
+
+        return hand_over
+
+    def home(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in the memory of the host, pinned if there is an accelerator."""
+        host = tensor.to("cpu")
+        return host.pin_memory() if torch.accelerator.is_available() else host
+
+
+def _torch_device(device: Device) -> torch.device:
+    if isinstance(device, str):
+        return torch.device(device)
+    kind = torch.accelerator.current_accelerator()
+    return torch.device("cuda" if kind is None else kind.type, device)

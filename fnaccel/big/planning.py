@@ -1,0 +1,200 @@
+"""From a device map to units: which module is hooked, where it runs, and which of its tensors are fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from fnaccel.big.budget import Device
+from fnaccel.big.device_map import DeviceMap, place_of
+from fnaccel.big.layers import Layer, classes_not_split, layers, split
+from fnaccel.big.mover import Mover
+from fnaccel.big.on_disk import write_folder
+from fnaccel.big.unit import Slot, Unit, put, without_values
+from fnaccel.errors import ArgumentError
+
+_WHERE = "fa.big.dispatch"
+
+
+@attrs.frozen
+class Value:
+    """A tensor for a parameter or buffer.
+
+    Attributes:
+        tensor: its values, on the CPU or on their device.
+        mapped: whether they are in a mapped file.
+        dtype: the dtype to compute with. None: its own.
+    """
+
+    tensor: torch.Tensor
+    mapped: bool = False
+    dtype: torch.dtype | None = None
+
+
+Values = Mapping[str, Value]
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """The arguments of `fa.big.dispatch`, and two that only `fa.big.offload` has.
+
+    Attributes:
+        keep: whether layers stay on their device after they ran.
+        after: another dispatch that is sent home before this model runs.
+    """
+
+    folder: Path | None = None
+    device: Device | None = None
+    prefetch: int = 1
+    offload_buffers: bool = False
+    preload: tuple[str, ...] = ()
+    skip_keys: frozenset[str] = frozenset()
+    mover: Mover = attrs.field(factory=Mover)
+    keep: bool = False
+    after: Any = None
+
+
+def plan(
+    model: nn.Module, placed: DeviceMap, values: Values, options: Options
+) -> tuple[list[Unit], list[Slot]]:
+    """The units of a model in its order, and the places whose tensors were moved.
+
+    All that can fail is checked first. Then tensors are moved and the modules changed.
+
+    Raises:
+        ArgumentError: see `fa.big.dispatch`.
+        CapabilityError: this machine lacks a device of the map.
+    """
+    main = placed.main if options.device is None else options.device
+    for device in {*placed.devices, main}:
+        options.mover.check(device)
+    units: dict[str, Unit] = {}
+    slots: list[tuple[Unit, Slot, Device]] = []
+    for layer in _layers(model, placed, options):
+        for name, tensor in layer.tensors.items():
+            path = layer.path if layer.path not in layer.tensors else layer.path.rpartition(".")[0]
+            home = placed.device_of(name)
+            runs = _runs_on(name, home, main, placed)
+            unit = units.setdefault(path, Unit(path, model.get_submodule(path), runs))
+            if unit.device != runs:
+                raise ArgumentError(
+                    f"{name} would run on {runs}, and the rest of {path or 'the model'} on {unit.device}",
+                    where="a device map",
+                    fix="place the tensors of one module together",
+                )
+            slots.append((unit, _slot(model, name, tensor, values, options), home))
+    _check_values(slots)
+    files = _written(slots, options)
+    moved: list[Slot] = []
+    tied = _Tied()
+    for unit, slot, home in slots:
+        empty = tied.empty(slot.original)
+        fetched = home == "disk" or (home == "cpu" and unit.device != "cpu")
+        if fetched and (isinstance(slot.original, nn.Parameter) or options.offload_buffers):
+            _leave_at_home(slot, files, tied, options.mover)
+            unit.slots.append(slot)
+            unit.empty.append(empty)
+        else:
+            _move(slot, unit.device, tied, options.mover)
+            moved.append(slot)
+    put(moved, [slot.value for slot in moved])
+    for unit in units.values():
+        shown = zip(unit.slots, unit.empty, strict=True)
+        put(unit.slots, [slot.value if slot.in_place else empty for slot, empty in shown])
+    return list(units.values()), moved
+
+
+class _Tied:
+    """What was made of a tensor before, so that tied ones stay tied."""
+
+    def __init__(self) -> None:
+        self._empty: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.copies: dict[tuple[int, Device], torch.Tensor] = {}
+
+    def empty(self, original: torch.Tensor) -> torch.Tensor:
+        """A tensor without values like the original. It holds the original, whose id stays its own."""
+        if id(original) not in self._empty:
+            self._empty[id(original)] = original, without_values(original)
+        return self._empty[id(original)][1]
+
+
+def _layers(model: nn.Module, placed: DeviceMap, options: Options) -> list[Layer]:
+    """The layers that are fetched whole. One that the map cuts in parts is split."""
+    if options.keep:
+        tensors = {name: tensor for layer in layers(model, ()) for name, tensor in layer.tensors.items()}
+        return [Layer("", tensors)] if tensors else []
+    parts = layers(model, classes_not_split(model) | {*options.preload})
+    cut = [part for part in parts if len({place_of(name, placed.places) for name in part.tensors}) > 1]
+    return split(parts, cut, model)
+
+
+def _runs_on(name: str, home: Device, main: Device, placed: DeviceMap) -> Device:
+    if home not in ("cpu", "disk"):
+        return home
+    apart = place_of(name, placed.places) in placed.on_cpu
+    return "cpu" if apart else main
+
+
+def _slot(model: nn.Module, name: str, tensor: torch.Tensor, values: Values, options: Options) -> Slot:
+    path, _, key = name.rpartition(".")
+    value = values.get(name, Value(tensor))
+    origin = "cpu" if tensor.is_meta else options.mover.device_of(tensor)
+    return Slot(model.get_submodule(path), key, name, tensor, value.tensor, origin, value.mapped, value.dtype)
+
+
+def _check_values(slots: list[tuple[Unit, Slot, Device]]) -> None:
+    empty = [slot.name for _, slot, _ in slots if slot.value.is_meta]
+    if empty:
+        raise ArgumentError(
+            f"{empty[0]} has no values ({len(empty)} tensors in all)",
+            where=_WHERE,
+            fix="fa.big.load(model, checkpoint, placed) reads them",
+        )
+
+
+def _written(slots: list[tuple[Unit, Slot, Device]], options: Options) -> dict[int, torch.Tensor]:
+    """Tensors for the disk, written to the folder and mapped, by `id` of what is in memory."""
+    wanted: dict[str, torch.Tensor] = {}
+    names: dict[int, str] = {}
+    for _, slot, home in slots:
+        offloaded = isinstance(slot.original, nn.Parameter) or options.offload_buffers
+        if home == "disk" and offloaded and not slot.mapped and id(slot.value) not in names:
+            names[id(slot.value)] = slot.name
+            wanted[slot.name] = slot.value
+    files = write_folder(wanted, options.folder, _WHERE)
+    return {key: files[name] for key, name in names.items()}
+
+
+def _leave_at_home(slot: Slot, files: Mapping[int, torch.Tensor], tied: _Tied, mover: Mover) -> None:
+    """Give a slot its values where they stay while the layer is not in use."""
+    empty = tied.empty(slot.original)
+    if slot.mapped:
+        slot.original = empty
+    elif id(slot.value) in files:
+        slot.value, slot.mapped, slot.original = files[id(slot.value)], True, empty
+    else:
+        key = id(slot.value), "home"
+        if key not in tied.copies:
+            tied.copies[key] = mover.home(slot.value.detach())
+        if slot.original is slot.value and slot.origin == "cpu":
+            slot.original.data = tied.copies[key]  # the same memory, or pinned
+        else:
+            slot.original = empty
+        slot.value = tied.copies[key]
+
+
+def _move(slot: Slot, device: Device, tied: _Tied, mover: Mover) -> None:
+    """Put the tensor of a slot on its device."""
+    key = id(slot.value), device
+    if key not in tied.copies:
+        value = slot.computed()
+        here = mover.device_of(value) == device
+        tied.copies[key] = value if here else mover.move(value.detach(), device)
+    if tied.copies[key] is not slot.original:
+        slot.original = tied.empty(slot.original)
+    slot.value = tied.copies[key]

@@ -1,0 +1,168 @@
+"""Fetches layers in the order in which the model calls them, the next ones while one computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import attrs
+import torch
+
+from fnaccel.big.mapped_pages import let_go, read_ahead
+from fnaccel.big.mover import Mover
+from fnaccel.big.unit import Fetched, Unit, put
+from fnaccel.errors import CapabilityError
+
+
+@attrs.define
+class Counts:
+    """What a dispatched model has done so far.
+
+    Attributes:
+        fetched: layers that were brought to their device.
+        nbytes: bytes of these.
+        ahead: how many of them were fetched before they were needed.
+        out_of_order: layers that came after another one than the last time.
+        reentered: layers that were called while they were running.
+        most: the largest number of layers on their devices, or on the way there, at one time.
+    """
+
+    fetched: int = 0
+    nbytes: int = 0
+    ahead: int = 0
+    out_of_order: int = 0
+    reentered: int = 0
+    most: int = 0
+
+
+class Walker:
+    """Brings units to their devices and takes them away.
+
+    Each unit notes which one came after it. So the order is known from the second pass on, whatever calls the
+    model: its own forward, a part of it (an encoder), or a loop that generates tokens.
+
+    Args:
+        mover: copies the tensors.
+        prefetch: how many units are fetched ahead.
+    """
+
+    def __init__(self, mover: Mover, prefetch: int) -> None:
+        self.counts = Counts()
+        self._mover = mover
+        self._prefetch = prefetch
+        self._last: Unit | None = None
+        self._ahead: list[Unit] = []
+        self._held: set[int] = set()
+        self._thread = ThreadPoolExecutor(1, "fnaccel fetch") if prefetch else None
+
+    def enter(self, unit: Unit) -> None:
+        """Bring a unit to its device, before its forward pass.
+
+        Raises:
+            CapabilityError: gradients are asked for.
+        """
+        if torch.is_grad_enabled() and unit.trained:
+            raise CapabilityError(
+                f"{unit.path or 'the model'} is offloaded, and gradients would need it once more",
+                where="a dispatched model",
+                fix="with torch.inference_mode(): ..., or train with fa.fsdp(offload=True)",
+            )
+        unit.depth += 1
+        if unit.depth > 1:
+            self.counts.reentered += 1
+            return
+        self._note(unit)
+        self.counts.ahead += unit.pending is not None
+        self._fetch_ahead(unit)
+        if not unit.here:
+            self._bring(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """Take a unit away after its forward pass, unless it comes next again."""
+        unit.depth = max(0, unit.depth - 1)  # it did not rise if `enter` raised
+        if unit.depth == 0 and unit.after is not unit:
+            self.release(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Take a unit away."""
+        unit.depth, unit.here = 0, False
+        self._held.discard(id(unit))
+        for slot, empty in zip(unit.slots, unit.empty, strict=True):
+            if slot.in_place:
+                let_go(slot.value)
+            else:
+                slot.put(empty)
+
+    def bring(self, unit: Unit) -> None:
+        """Bring a unit to its device, whatever comes next."""
+        if not unit.here:
+            self._bring(unit)
+
+    def drop(self) -> None:
+        """Let go of the units that were fetched ahead and not used."""
+        for unit in self._ahead:
+            self._forget(unit)
+        self._ahead, self._last = [], None
+
+    def close(self) -> None:
+        """End the thread."""
+        self.drop()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _note(self, unit: Unit) -> None:
+        """Learn which unit comes after the last one."""
+        if self._last is not None and self._last.after is not unit:
+            self.counts.out_of_order += self._last.after is not None
+            self._last.after = unit
+        self._last = unit
+
+    def _fetch_ahead(self, unit: Unit) -> None:
+        """Begin to fetch the next units, and forget those that were fetched for nothing."""
+        coming = list(self._following(unit))
+        for other in self._ahead:
+            if other is not unit and other not in coming:
+                self._forget(other)
+        self._ahead = [other for other in coming if not other.here]
+        self._held.add(id(unit))
+        self._held |= {id(other) for other in self._ahead}
+        self.counts.most = max(self.counts.most, len(self._held))
+        if self._thread is None:
+            return
+        wanted = [unit] if not unit.here else []  # it comes first if it was not fetched ahead
+        for other in [*wanted, *self._ahead]:
+            if other.pending is None:
+                other.pending = self._thread.submit(self._begin, other)
+
+    def _following(self, unit: Unit) -> Iterator[Unit]:
+        seen, other = {id(unit)}, unit.after
+        while other is not None and id(other) not in seen and len(seen) <= self._prefetch:
+            yield other
+            seen.add(id(other))
+            other = other.after
+
+    def _forget(self, unit: Unit) -> None:
+        if unit.pending is not None:
+            unit.pending.cancel()
+            unit.pending = None
+        if not unit.here:
+            self._held.discard(id(unit))
+
+    def _begin(self, unit: Unit) -> Fetched:
+        """Read what is used in place, and begin to copy the rest."""
+        for slot in unit.slots:
+            if slot.in_place:
+                read_ahead(slot.value)
+        copied = [slot for slot in unit.slots if not slot.in_place]
+        return self._mover.fetch([slot.computed() for slot in copied], unit.device)
+
+    def _bring(self, unit: Unit) -> None:
+        copied = [slot for slot in unit.slots if not slot.in_place]
+        pending, unit.pending = unit.pending, None
+        if copied:
+            fetched = pending.result() if pending is not None else self._begin(unit)
+            put(copied, fetched())
+        self.counts.fetched += 1
+        self.counts.nbytes += unit.nbytes
+        unit.here = True
