@@ -95,7 +95,7 @@ def plan(
     for unit, slot, home in slots:
         empty = tied.empty(slot.original)
         fetched = home == "disk" or (home == "cpu" and unit.device != "cpu")
-        if fetched and (isinstance(slot.original, nn.Parameter) or options.offload_buffers):
+        if fetched and (slot.is_weight or options.offload_buffers):
             _leave_at_home(slot, files, tied, options.mover)
             unit.slots.append(slot)
             unit.empty.append(empty)
@@ -162,7 +162,7 @@ def _written(slots: list[tuple[Unit, Slot, Device]], options: Options) -> dict[i
     wanted: dict[str, torch.Tensor] = {}
     names: dict[int, str] = {}
     for _, slot, home in slots:
-        offloaded = isinstance(slot.original, nn.Parameter) or options.offload_buffers
+        offloaded = slot.is_weight or options.offload_buffers
         if home == "disk" and offloaded and not slot.mapped and id(slot.value) not in names:
             names[id(slot.value)] = slot.name
             wanted[slot.name] = slot.value

@@ -12,6 +12,7 @@ from torch import nn
 
 from fnaccel import _torch
 from fnaccel.big.budget import Device
+from fnaccel.models.constant_buffers import ConstantBuffers
 
 Fetched = Callable[[], list[torch.Tensor]]
 """Gives tensors whose copies were begun before."""
@@ -39,6 +40,11 @@ class Slot:
     origin: Device = "cpu"
     mapped: bool = False
     dtype: torch.dtype | None = None
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is a parameter, or the codes of a quantized weight."""
+        return isinstance(self.original, nn.Parameter) or isinstance(self.module, ConstantBuffers)
 
     @property
     def in_place(self) -> bool:

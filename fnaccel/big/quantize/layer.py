@@ -137,9 +137,15 @@ class QuantizedLayer(ConstantBuffers):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
-        if not self.missing():
-            for suffix, value in self.stored().items():
-                destination[prefix + suffix] = value
+        stored = self._stored_without_values() if self.missing() else self.stored()
+        destination.update({prefix + suffix: value for suffix, value in stored.items()})
+
+    def _stored_without_values(self) -> dict[str, torch.Tensor]:
+        shapes = self.stored_shapes().items()
+        return {
+            suffix: torch.empty(shape or (0,), dtype=dtype, device="meta")
+            for suffix, (shape, dtype) in shapes
+        }
 
     def _load_from_state_dict(
         self,

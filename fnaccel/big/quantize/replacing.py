@@ -103,7 +103,8 @@ def check_filled(layers: dict[str, QuantizedLayer], where: str) -> None:
         raise CapabilityError(
             f"{', '.join(empty[:5])} has no values yet",
             where=where,
-            fix="load the model first: fa.big.load(module, folder, quantization=record)",
+            fix="load the model first: fa.big.load(module, folder, quantization=record). If the layers "
+            "are offloaded, take them home: fa.big.dispatch_of(module).remove()",
         )
 
 
