@@ -56,6 +56,8 @@ def chosen_layers(module: nn.Module, record: Record) -> Layers:
             skipped[path] = "the output head"
         elif path in tied:
             skipped[path] = f"tied to {tied[path]}"
+        elif (obstacle := record.obstacle(layer)) is not None:
+            skipped[path] = obstacle
         else:
             converted.append(path)
     if not converted:

@@ -1,7 +1,8 @@
-"""`quantization_config` of `config.json`: from a record to bitsandbytes' keys, and back."""
+"""`quantization_config` of `config.json`: from a record to the keys of its library, and back."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel.big.quantize.records import Fp4, Int8, Nf4, Record
+from fnaccel.big.quantize.records import Fp4, Int4Weights, Int8, Int8Weights, Nf4, Record
 from fnaccel.checkpoint.format.dtypes import NAMES, name_of
 from fnaccel.errors import ArgumentError, CheckpointError
 
@@ -40,11 +41,13 @@ def config_of(record: Record, skipped: Sequence[str], dtype: torch.dtype) -> dic
             "bnb_4bit_compute_dtype": name_of(record.compute or dtype),
             "bnb_4bit_quant_storage": "uint8",
         }
+    elif isinstance(record, Int8Weights | Int4Weights):
+        return _of_integers(record, skipped)
     else:
         raise ArgumentError(
             f"{record} has no form in config.json",
             where="fa.big.save_quantized",
-            fix="quantize with fa.big.Nf4(), Fp4() or Int8()",
+            fix="quantize with fa.big.Nf4(), Fp4(), Int8(), Int8Weights() or Int4Weights()",
         )
     return {"quant_method": "bitsandbytes", **keys, "llm_int8_skip_modules": list(skipped), _OWN: own}
 
@@ -72,14 +75,19 @@ def quantization_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Recor
     if found is None:
         return None
     method = found.get("quant_method", "bitsandbytes")
+    if method == "torchao":
+        return _named(_of_torchao(found), found.get("modules_to_not_convert"))
     if method != "bitsandbytes":
         raise CheckpointError(
             f"the checkpoint was quantized by {method!r}, which fnaccel does not read",
             where="quantization_config in config.json",
             fix="load it with transformers, or quantize the full-width checkpoint: fa.big.Nf4()",
         )
-    record = _of_bitsandbytes(found)
-    names: Sequence[str] | None = found.get("llm_int8_skip_modules")
+    return _named(_of_bitsandbytes(found), found.get("llm_int8_skip_modules"))
+
+
+def _named(record: Record, names: Sequence[str] | None) -> Record:
+    """A record that leaves the layers which a file names."""
     if names is None:
         return record
     # transformers takes a name for a whole path or for its end
@@ -104,6 +112,36 @@ def _of_bitsandbytes(found: Mapping[str, Any]) -> Record:
         double=bool(found.get("bnb_4bit_use_double_quant")),
         compute=None if compute is None else NAMES[compute],
         block=own.get("block", 64),
+    )
+
+
+def _of_integers(record: Int8Weights | Int4Weights, skipped: Sequence[str]) -> dict[str, Any]:
+    layers: Any = importlib.import_module("fnaccel.big.quantize.torchao")
+    form: Any = importlib.import_module("torchao.core.config")
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": form.config_to_dict(layers.config_of(record))},
+        "modules_to_not_convert": list(skipped),
+        "include_input_output_embeddings": False,
+        "untie_embedding_weights": False,
+    }
+
+
+def _of_torchao(found: Mapping[str, Any]) -> Record:
+    default: Any = (found.get("quant_type") or {}).get("default") or {}
+    data: Any = default.get("_data") or {}
+    granularity: Any = data.get("granularity") or {}
+    group = (granularity.get("_data") or {}).get("group_size")
+    if default.get("_type") == "Int8WeightOnlyConfig" and granularity.get("_type") in ("PerRow", "PerGroup"):
+        return Int8Weights(group=group)
+    fields = {name: (data.get(name) or {}).get("_data") for name in ("weight_dtype", "mapping_type")}
+    integers = fields == {"weight_dtype": "int4", "mapping_type": "SYMMETRIC"}
+    if default.get("_type") == "IntxWeightOnlyConfig" and integers and data.get("scale_dtype") is None:
+        return Int4Weights(group=group)
+    raise CheckpointError(
+        f"weights quantized by torchao's {default.get('_type')} with these options are not read here",
+        where="quantization_config in config.json",
+        fix="load it with transformers, or quantize the full-width checkpoint: fa.big.Int8Weights()",
     )
 
 

@@ -98,6 +98,10 @@ class QuantizedLayer(ConstantBuffers):
             self._check(suffix, tensor, *shapes[suffix])
             self.put(suffix, tensor.detach().to(device))
 
+    def header(self) -> str | None:
+        """What the library wants to know about the weight in the header of a safetensors file, or None."""
+        return None
+
     def missing(self) -> list[str]:
         """The buffers that have no values yet."""
         return [name for name, value in self.named_buffers(recurse=False) if value.is_meta]

@@ -1,4 +1,4 @@
-"""The descriptions of quantization: `Int8`, `Nf4` and `Fp4` of bitsandbytes."""
+"""The descriptions of quantization: `Nf4`, `Fp4`, `Int8` of bitsandbytes, and two of torchao."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import nn
 
-from fnaccel.errors import MissingBackendError, as_names, require
+from fnaccel.errors import MissingBackendError, as_names, require, require_counts
 from fnaccel.step.precision_policy import dtype_of
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -48,8 +48,12 @@ class Record:
         """The bits of a code."""
         raise NotImplementedError
 
+    def obstacle(self, layer: Any) -> str | None:  # noqa: ARG002 - some records take any layer
+        """Why a linear layer can't be quantized, or None."""
+        return None
+
     def make(self, layer: nn.Module) -> Any:
-        """An empty quantized layer in the place of a linear one.
+        """A quantized layer in the place of a linear one: empty if that is.
 
         Raises:
             MissingBackendError: the library is not installed.
@@ -102,7 +106,7 @@ class Int8(Record):
 
     def make(self, layer: nn.Module) -> Any:
         """An empty layer of int8 codes."""
-        return _layers("bitsandbytes", "bitsandbytes_8bit").Int8Linear(layer, self)
+        return importable("bitsandbytes", "fnaccel.big.quantize.bitsandbytes_8bit").Int8Linear(layer, self)
 
 
 @attrs.frozen(kw_only=True, str=False)
@@ -133,7 +137,7 @@ class _FourBits(Record):
 
     def make(self, layer: nn.Module) -> Any:
         """An empty layer of 4-bit codes."""
-        return _layers("bitsandbytes", "bitsandbytes_4bit").FourBitLinear(layer, self)
+        return importable("bitsandbytes", "fnaccel.big.quantize.bitsandbytes_4bit").FourBitLinear(layer, self)
 
 
 @attrs.frozen(kw_only=True, str=False)
@@ -183,10 +187,89 @@ class Fp4(_FourBits):
     kind: Literal["fp4"] = attrs.field(default="fp4", init=False, repr=False)
 
 
-def _layers(library: str, file: str) -> Any:
-    """The module with the layers of a library."""
+@attrs.frozen(kw_only=True, str=False)
+class _Integers(Record):
+    group: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        require_counts(f"fa.big.{type(self).__name__}", group=self.group)
+
+    def obstacle(self, layer: Any) -> str | None:
+        """Why torchao can't quantize a layer, or None."""
+        if not isinstance(layer, nn.Linear):
+            return "torchao quantizes nn.Linear only"
+        if self.group is not None and layer.in_features % self.group:
+            return f"its {layer.in_features} inputs are no multiple of group={self.group}"
+        return None
+
+    def make(self, layer: nn.Module) -> Any:
+        """A layer of integer codes."""
+        importable("torchao", "torchao.quantization")
+        return importable("torchao", "fnaccel.big.quantize.torchao").IntegerLinear(layer, self)
+
+
+@attrs.frozen(kw_only=True, str=False)
+class Int8Weights(_Integers):
+    """Symmetric int8 weights of torchao (`Int8WeightOnlyConfig`): products are in the input's dtype.
+
+    Source: https://github.com/pytorch/ao. Layers whose inputs are no multiple of `group` are left, and
+    so are transformers' `Conv1D` layers.
+
+    Attributes:
+        skip, keep: patterns of layers that are left, see `fa.big.chosen_layers`.
+        group: inputs that share a scale. None: all inputs of an output.
+
+    Raises:
+        ArgumentError: a group that is no positive integer.
+
+    Example:
+        >>> model = fa.big.quantize(GPT(), fa.big.Int8Weights())
+        >>> model.blocks[0].up.codes.dtype
+        torch.int8
+    """
+
+    @property
+    def bits(self) -> int:
+        """The bits of a code."""
+        return 8
+
+
+@attrs.frozen(kw_only=True, str=False)
+class Int4Weights(_Integers):
+    """Symmetric int4 weights of torchao (`IntxWeightOnlyConfig`): products are in the input's dtype.
+
+    Two codes are in a byte here, and one in files, as torchao writes them. torchao's `Int4WeightOnlyConfig`
+    needs kernels that exist for GPUs only: this form runs everywhere.
+
+    Attributes:
+        skip, keep: patterns of layers that are left, see `fa.big.chosen_layers`.
+        group: inputs that share a scale. None: all inputs of an output.
+
+    Raises:
+        ArgumentError: a group that is no positive integer.
+
+    Example:
+        >>> model = fa.big.quantize(GPT(), fa.big.Int4Weights(group=16))
+        >>> model.blocks[0].up.codes.nbytes, model.blocks[0].up.out_features * model.blocks[0].up.in_features
+        (1024, 2048)
+    """
+
+    group: int | None = 32
+
+    @property
+    def bits(self) -> int:
+        """The bits of a code."""
+        return 4
+
+
+def importable(library: str, name: str) -> Any:
+    """A module that needs a library.
+
+    Raises:
+        MissingBackendError: the library is not installed.
+    """
     try:
-        return importlib.import_module(f"fnaccel.big.quantize.{file}")
+        return importlib.import_module(name)
     except (ImportError, OSError) as error:  # bitsandbytes loads its library as it is imported
         raise MissingBackendError(
             f"{library} can't be imported: {error}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from fnaccel.big.quantize.layer import QuantizedLayer
 from fnaccel.big.quantize.replacing import check_filled
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.disk import placing
-from fnaccel.checkpoint.format.items import check_items, of_tensors
-from fnaccel.checkpoint.format.safetensors import bytes_in, spread
+from fnaccel.checkpoint.format.items import Item, check_items, of_tensors
+from fnaccel.checkpoint.format.safetensors import bytes_in, spread, write_items
 from fnaccel.errors import ArgumentError, require
 from fnaccel.interchange.exporting import Style, finish, world_of, writer
 from fnaccel.interchange.model_config import files_for
@@ -73,6 +73,7 @@ def save_quantized(
     ranks = world_of(world, state)
     style = Style(max_shard_size, model=model, where=_WHERE)
     shards: list[Any] = []
+    metadata: dict[str, str] = {}
     files: dict[str, str] = {}
     places: list[tuple[Path, Path]] = []
 
@@ -83,14 +84,19 @@ def save_quantized(
         check_items(items, _WHERE)
         shards.extend(spread(items, bytes_in(max_shard_size, _WHERE)))
         files.update(_files(module, config, record))
+        metadata.update(_metadata(module, [item.name for item in items]))
         if ranks.is_main:
             place = placing.check_free(target, overwrite=overwrite, where=_WHERE)
             places.append((placing.stage(place), place))
 
+    def write(path: Path, items: Sequence[Item]) -> None:
+        write_items(path, items, metadata=metadata)
+
     try:
         together(ranks, _WHERE, begin)
         for name, shard in zip(style.names(len(shards)), shards, strict=True):
-            together(ranks, _WHERE, writer(places[0][0] / name if places else None, shard))
+            path = places[0][0] / name if places else None
+            together(ranks, _WHERE, writer(path, shard, write))
         together(ranks, _WHERE, lambda: finish(*places[0], shards, files, style) if places else None)
     except BaseException:
         for staged, _ in places:
@@ -172,6 +178,19 @@ def _shared(module: nn.Module) -> set[str]:
         if first.setdefault(id(layer), path) != path:
             names |= {f"{path}.{suffix}" for suffix in layer.stored_shapes()}
     return names
+
+
+def _metadata(module: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """The texts that torchao looks for in the header: one for each of the model's tensors."""
+    layers = quantized_layers(module)
+    headers = {
+        f"{path}.weight": text for path, layer in layers.items() if (text := layer.header()) is not None
+    }
+    if not headers:
+        return {}
+    codes = {f"{path}.{suffix}" for path, layer in layers.items() for suffix in layer.stored_shapes()}
+    headers |= {name: json.dumps({"_type": "Tensor"}) for name in names if name not in codes}
+    return {**headers, "tensor_names": json.dumps(list(headers))}
 
 
 def _files(module: nn.Module, config: Any, record: Any) -> dict[str, str]:

@@ -16,6 +16,14 @@ BITSANDBYTES = [
     fa.big.Int8(threshold=0),
 ]
 
+TORCHAO = [
+    fa.big.Int8Weights(),
+    fa.big.Int8Weights(group=16),
+    fa.big.Int4Weights(group=16),
+    fa.big.Int4Weights(group=None),
+]
+RECORDS = [*BITSANDBYTES, *TORCHAO]
+
 
 class Net(nn.Module):
     """Two linear layers, with and without a bias, a norm, and a head called lm_head."""

@@ -12,9 +12,11 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel.big.quantize.filling import fill, quantized_owner, stored_owner
-from tests.big.quantize.models import BITSANDBYTES, Net, empty, gpt2, made, same
+from fnaccel.errors import ArgumentError
+from tests.big.quantize.models import BITSANDBYTES, RECORDS, Net, empty, gpt2, llama, made, same
 
-pytestmark = pytest.mark.parametrize("record", BITSANDBYTES, ids=str)
+LIBRARY = pytest.mark.parametrize("record", BITSANDBYTES, ids=str)
+ALL = pytest.mark.parametrize("record", RECORDS, ids=str)
 
 
 def reference(layer, record):
@@ -34,6 +36,7 @@ def reference(layer, record):
     return made
 
 
+@LIBRARY
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_layer_computes_the_bits_of_bitsandbytes(record, dtype, train):
@@ -50,6 +53,7 @@ def test_a_layer_computes_the_bits_of_bitsandbytes(record, dtype, train):
     assert torch.equal(outs[0][1], outs[1][1])
 
 
+@LIBRARY
 def test_a_state_dict_is_that_of_bitsandbytes_and_loads_back(record):
     layer = made(lambda: nn.Linear(48, 40))
     theirs = reference(layer, record).state_dict()
@@ -63,8 +67,13 @@ def test_a_state_dict_is_that_of_bitsandbytes_and_loads_back(record):
     assert same(full.state_dict(), ours.state_dict())
 
 
-@pytest.mark.parametrize("kind", [Net, gpt2], ids=["Linear", "Conv1D"])
+@ALL
+@pytest.mark.parametrize("kind", [Net, llama, gpt2], ids=["plain", "llama", "gpt2"])
 def test_an_empty_model_fills_from_full_width_and_from_codes(record, kind):
+    if kind is gpt2 and record not in BITSANDBYTES:
+        with pytest.raises(ArgumentError, match=r"nn\.Linear only"):  # all its layers are Conv1D
+            fa.big.quantize(kind(), record)
+        return
     full = made(kind)
     values = copy.deepcopy(full).state_dict()
     quantized = fa.big.quantize(full, record)
@@ -91,6 +100,7 @@ def test_an_empty_model_fills_from_full_width_and_from_codes(record, kind):
         assert same(model.state_dict(), codes)
 
 
+@ALL
 def test_full_width_weights_are_rounded_and_come_back(record):
     full = made()
     weight, bias = full.up.weight.detach().clone(), full.up.bias.detach().clone()
@@ -104,10 +114,12 @@ def test_full_width_weights_are_rounded_and_come_back(record):
     assert 0 < error < (0.01 if record.bits == 8 else 0.16)
     assert not fa.big.quantized_layers(model)
     again = fa.big.quantize(model, record).up.full_weight()
-    # the codes stay. Scales that are codes themselves are rounded once more
-    assert float((again - rounded).norm() / rounded.norm()) < (0.1 if getattr(record, "double", 0) else 0.01)
+    # the codes of nf4, fp4 and int8 stay. Scales that are codes, and torchao's 15 steps of 4 bits, move a little
+    moves = getattr(record, "double", False) or isinstance(record, fa.big.Int4Weights)
+    assert float((again - rounded).norm() / rounded.norm()) < (0.1 if moves else 0.01)
 
 
+@ALL
 def test_values_and_forwards_survive_dtypes_copies_and_pickles(record):
     model = fa.big.quantize(made(), record).eval()
     codes = {name: value.clone() for name, value in model.named_buffers()}
@@ -122,16 +134,19 @@ def test_values_and_forwards_survive_dtypes_copies_and_pickles(record):
     assert model.norm.weight.dtype is torch.bfloat16
 
 
+@ALL
 def test_codes_are_small_and_nothing_is_left_to_train(record):
     model = fa.big.quantize(made(), record)
     assert sorted(fa.big.quantized_layers(model)) == ["down", "up"]
     held = sum(value.nbytes for value in model.down.buffers())
     full = 48 * 96 * 4
-    assert held < full * (0.27 if record.bits == 8 else 0.28)
+    assert held < full * (0.34 if record.bits == 8 else 0.28)
     assert not any(param.requires_grad for param in model.parameters())
-    assert model.is_loaded_in_8bit if record.bits == 8 else model.is_loaded_in_4bit
+    if record in BITSANDBYTES:  # peft asks
+        assert model.is_loaded_in_8bit if record.bits == 8 else model.is_loaded_in_4bit
 
 
+@LIBRARY
 def test_peft_sees_the_layer_of_bitsandbytes_and_merges(record):
     peft = pytest.importorskip("peft")
     model = fa.big.quantize(made(), record)

@@ -7,19 +7,19 @@ import torch
 
 import fnaccel as fa
 from fnaccel.errors import CapabilityError
-from tests.big.quantize.models import BITSANDBYTES, Net, empty, made, same
+from tests.big.quantize.models import RECORDS, Net, empty, made, same
 
 
-@pytest.mark.parametrize("record", BITSANDBYTES, ids=str)
+@pytest.mark.parametrize("record", RECORDS, ids=str)
 def test_sizes_of_an_empty_model_are_those_of_the_full_one(record):
     kind = lambda: Net(256)  # noqa: E731
     expected = fa.big.sizes(fa.big.quantize(made(kind), record))
     quantized = fa.big.sizes(fa.big.quantize(empty(kind), record))
     assert quantized.modules == expected.modules
-    assert quantized.total < 0.3 * fa.big.sizes(Net(256)).total
+    assert quantized.total < 0.35 * fa.big.sizes(Net(256)).total
 
 
-@pytest.mark.parametrize("record", BITSANDBYTES, ids=str)
+@pytest.mark.parametrize("record", RECORDS, ids=str)
 def test_offloaded_layers_stay_quantized(record, tmp_path):
     model = fa.big.quantize(made(), record).eval()
     x = made(lambda: torch.randn(4, 48))

@@ -14,11 +14,10 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel.errors import ArgumentError, CapabilityError, CheckpointError
-from tests.big.quantize.models import BITSANDBYTES, Net, empty, gpt2, llama, made, same, stream
+from tests.big.quantize.models import BITSANDBYTES, RECORDS, Net, empty, gpt2, llama, made, same, stream
 
 IDS = torch.arange(24).reshape(2, 12) % 128
-MODELS = pytest.mark.parametrize("kind", [llama, gpt2], ids=["llama", "gpt2"])
-RECORDS = pytest.mark.parametrize("record", BITSANDBYTES, ids=str)
+CASES = [(llama, record) for record in RECORDS] + [(gpt2, record) for record in BITSANDBYTES]
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
@@ -30,8 +29,7 @@ def logits(model):
     return model(IDS).logits
 
 
-@MODELS
-@RECORDS
+@pytest.mark.parametrize(("kind", "record"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
 def test_a_round_trip_is_exact_and_transformers_reads_it(tmp_path, kind, record, size):
     from transformers import AutoModelForCausalLM
@@ -53,9 +51,10 @@ def test_a_round_trip_is_exact_and_transformers_reads_it(tmp_path, kind, record,
 
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
     values = theirs.state_dict()
-    assert sorted(values) == sorted(model.state_dict())
-    for name, value in model.state_dict().items():
-        assert torch.equal(values[name], value), name
+    if record in BITSANDBYTES:
+        assert sorted(values) == sorted(model.state_dict())
+        for name, value in model.state_dict().items():
+            assert torch.equal(values[name], value), name
     assert torch.equal(logits(theirs), logits(model))
 
 
@@ -116,6 +115,7 @@ def test_configs_of_others():
     assert layers.skipped == {"lm_head": "skip='lm_head'"}
     for wrong in (
         {"quant_method": "gptq"},
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}},
         {**config, "bnb_4bit_quant_storage": "bfloat16"},
         {**config, "bnb_4bit_quant_type": "nf5"},
     ):

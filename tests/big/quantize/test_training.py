@@ -9,7 +9,7 @@ import torch
 
 import fnaccel as fa
 from fnaccel.errors import ArgumentError, CapabilityError
-from tests.big.quantize.models import BITSANDBYTES, Net, made, same
+from tests.big.quantize.models import RECORDS, Net, made, same
 
 peft = pytest.importorskip("peft")
 
@@ -39,7 +39,8 @@ def world():
         yield world
 
 
-@pytest.mark.parametrize("record", BITSANDBYTES, ids=str)
+@pytest.mark.parametrize("record", RECORDS, ids=str)
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated:UserWarning")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_adapter_trains_and_codes_stay(world, record, precision):
     train_step = program(lambda: adapted(record), step=fa.with_precision(loss_fn, precision))
