@@ -87,11 +87,11 @@ class Walker:
         """Take a unit away."""
         unit.depth, unit.here = 0, False
         self._held.discard(id(unit))
-        for slot, empty in zip(unit.slots, unit.empty, strict=True):
+        for slot in unit.slots:
             if slot.in_place:
                 let_go(slot.value)
             else:
-                slot.put(empty)
+                slot.put(slot.empty)
 
     def bring(self, unit: Unit) -> None:
         """Bring a unit to its device, whatever comes next."""
