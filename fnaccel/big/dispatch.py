@@ -121,8 +121,7 @@ class Dispatch:
             return self._placed(args, kwargs, unit.device) if self._several else None
 
         def leave(*_: object) -> None:
-            if not self._options.keep:
-                self._walker.leave(unit)
+            self._walker.leave(unit, keep=self._options.keep)
 
         eager: Any = torch.compiler.disable  # what fetches can't be traced
         self._hooks.append(

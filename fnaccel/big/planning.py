@@ -10,12 +10,13 @@ import attrs
 import torch
 from torch import nn
 
+from fnaccel.big.away import Away, away
 from fnaccel.big.budget import Device
 from fnaccel.big.device_map import DeviceMap, place_of
 from fnaccel.big.layers import Layer, classes_not_split, layers, split
 from fnaccel.big.mover import Mover
 from fnaccel.big.on_disk import ToWrite, write_folder
-from fnaccel.big.unit import Slot, Unit, put, without_values
+from fnaccel.big.unit import Slot, Unit, put
 from fnaccel.errors import ArgumentError
 
 _WHERE = "fa.big.dispatch"
@@ -88,7 +89,9 @@ def plan(
                     where="a device map",
                     fix="place the tensors of one module together",
                 )
-            slots.append((unit, _slot(model, name, tensor, values, tied.empty(tensor), options.mover), home))
+            slots.append(
+                (unit, _slot(model, name, tensor, values, tied.empty(tensor, name), options.mover), home)
+            )
     _check_values(slots)
     files = _written(slots, options)
     moved: list[Slot] = []
@@ -116,13 +119,13 @@ class _Tied:
     """What was made of a tensor before, so that tied ones stay tied."""
 
     def __init__(self) -> None:
-        self._empty: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._empty: dict[int, tuple[torch.Tensor, Away]] = {}
         self.copies: dict[tuple[int, Device], torch.Tensor] = {}
 
-    def empty(self, original: torch.Tensor) -> torch.Tensor:
+    def empty(self, original: torch.Tensor, name: str) -> Away:
         """A tensor without values like the original. The original is held, so that its id stays its own."""
         if id(original) not in self._empty:
-            self._empty[id(original)] = original, without_values(original)
+            self._empty[id(original)] = original, away(original, name)
         return self._empty[id(original)][1]
 
 
@@ -144,7 +147,7 @@ def _runs_on(name: str, home: Device, main: Device, placed: DeviceMap) -> Device
 
 
 def _slot(
-    model: nn.Module, name: str, tensor: torch.Tensor, values: Values, empty: torch.Tensor, mover: Mover
+    model: nn.Module, name: str, tensor: torch.Tensor, values: Values, empty: Away, mover: Mover
 ) -> Slot:
     path, _, key = name.rpartition(".")
     value = values.get(name, Value(tensor))

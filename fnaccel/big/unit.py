@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fnaccel import _torch
+from fnaccel.big.away import Away
 from fnaccel.big.budget import Device
 
 Fetched = Callable[[], list[torch.Tensor]]
@@ -36,7 +37,7 @@ class Slot:
     module: nn.Module
     key: str
     name: str
-    empty: torch.Tensor
+    empty: Away
     original: torch.Tensor | None
     value: torch.Tensor
     origin: Device = "cpu"
@@ -74,18 +75,14 @@ def put(slots: Iterable[Slot], values: Iterable[torch.Tensor]) -> None:
 def restore(slots: Iterable[Slot], move: Callable[[torch.Tensor, Device], torch.Tensor]) -> None:
     """Give modules plain tensors again: the originals, or their values on the device that these were on."""
     listed = list(slots)
-    placed = {id(slot.empty): slot.original for slot in listed if slot.original is not None}
+    placed: dict[int, torch.Tensor] = {}
+    for slot in listed:
+        if slot.original is not None:
+            placed[id(slot.empty)] = slot.original.requires_grad_(slot.empty.requires_grad)
     for slot in listed:
         if id(slot.empty) not in placed:
             placed[id(slot.empty)] = slot.as_registered(move(slot.computed(), slot.origin))
         slot.put(placed[id(slot.empty)])
-
-
-def without_values(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the meta device, and a parameter if this is one."""
-    if not isinstance(tensor, nn.Parameter):
-        return torch.empty_like(tensor, device="meta")
-    return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
 
 
 @attrs.define(eq=False)

@@ -77,10 +77,10 @@ class Walker:
         if not unit.here:
             self._bring(unit)
 
-    def leave(self, unit: Unit) -> None:
-        """Take a unit away after its forward pass, unless it comes next again."""
+    def leave(self, unit: Unit, *, keep: bool = False) -> None:
+        """Take a unit away after its forward pass, unless it comes next again or is kept."""
         unit.depth = max(0, unit.depth - 1)  # it did not rise if `enter` raised
-        if unit.depth == 0 and unit.after is not unit:
+        if unit.depth == 0 and unit.after is not unit and not keep:
             self.release(unit)
 
     def release(self, unit: Unit) -> None:
