@@ -7,7 +7,9 @@ from fnaccel.big.dispatch import dispatch as dispatch
 from fnaccel.big.dispatch import dispatch_of as dispatch_of
 from fnaccel.big.empty import empty as empty
 from fnaccel.big.empty import on as on
+from fnaccel.big.loading import load as load
 from fnaccel.big.mover import Mover as Mover
+from fnaccel.big.offloading import offload as offload
 from fnaccel.big.quantize.choosing import chosen_layers as chosen_layers
 from fnaccel.big.quantize.choosing import quantized_layers as quantized_layers
 from fnaccel.big.quantize.config import quantization_of as quantization_of

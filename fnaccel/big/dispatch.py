@@ -16,7 +16,7 @@ from fnaccel.big.budget import Device
 from fnaccel.big.device_map import DeviceMap
 from fnaccel.big.mover import Mover
 from fnaccel.big.planning import Options, Values, plan
-from fnaccel.big.unit import Slot, Unit, put
+from fnaccel.big.unit import Slot, Unit, restore
 from fnaccel.big.walker import Counts, Walker
 from fnaccel.errors import OwnershipError
 
@@ -58,6 +58,8 @@ class Dispatch:
         self._hooks: list[Any] = []
         for unit in units:
             self._attach(unit)
+        if not self._hooks and all(unit.device == "cpu" for unit in units):
+            return  # a module as any other
         self._hooks += [
             model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
@@ -81,9 +83,8 @@ class Dispatch:
         self._hooks = []
         self._walker.close()
         self.model.__dict__.pop(_KEY, None)
-        slots = [slot for unit in self._units for slot in unit.slots]
-        put(slots, [self._restored(slot) for slot in slots])
-        put(self._moved, [self._mover.move(slot.value, slot.origin) for slot in self._moved])
+        fetched = [slot for unit in self._units for slot in unit.slots]
+        restore([*fetched, *self._moved], self._mover.move)
         self._units, self._moved = [], []
 
     def send_home(self) -> None:
@@ -110,9 +111,6 @@ class Dispatch:
             for unit in fresh:
                 self._walker.release(unit)
 
-    def _restored(self, slot: Slot) -> torch.Tensor:
-        return self._mover.move(slot.computed(), slot.origin) if slot.original.is_meta else slot.original
-
     def _attach(self, unit: Unit) -> None:
         if not (unit.slots or self._several):
             return
@@ -123,8 +121,7 @@ class Dispatch:
             return self._placed(args, kwargs, unit.device) if self._several else None
 
         def leave(*_: object) -> None:
-            if not self._options.keep:
-                self._walker.leave(unit)
+            self._walker.leave(unit, keep=self._options.keep)
 
         eager: Any = torch.compiler.disable  # what fetches can't be traced
         self._hooks.append(

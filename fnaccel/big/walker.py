@@ -77,21 +77,21 @@ class Walker:
         if not unit.here:
             self._bring(unit)
 
-    def leave(self, unit: Unit) -> None:
-        """Take a unit away after its forward pass, unless it comes next again."""
+    def leave(self, unit: Unit, *, keep: bool = False) -> None:
+        """Take a unit away after its forward pass, unless it comes next again or is kept."""
         unit.depth = max(0, unit.depth - 1)  # it did not rise if `enter` raised
-        if unit.depth == 0 and unit.after is not unit:
+        if unit.depth == 0 and unit.after is not unit and not keep:
             self.release(unit)
 
     def release(self, unit: Unit) -> None:
         """Take a unit away."""
         unit.depth, unit.here = 0, False
         self._held.discard(id(unit))
-        for slot, empty in zip(unit.slots, unit.empty, strict=True):
+        for slot in unit.slots:
             if slot.in_place:
                 let_go(slot.value)
             else:
-                slot.put(empty)
+                slot.put(slot.empty)
 
     def bring(self, unit: Unit) -> None:
         """Bring a unit to its device, whatever comes next."""
