@@ -1,16 +1,16 @@
 """The integer layers of torchao: weights of 8 or 4 bits, products in full width.
 
-The arithmetic is that of torchao's tensors, which are made around the buffers for each forward. Gradients are
-our own: torchao would keep a full-width copy of each weight for backward.
+torchao quantizes, and the operations of a forward are those of its tensors, in the same order. Its tensors
+themselves are not used: they would keep a full-width copy of each weight for backward.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
 import torch.nn.functional as F
 
@@ -31,6 +31,8 @@ class IntegerLinear(QuantizedLayer, _Linear):
 
     def __init__(self, layer: Any, record: Any) -> None:
         super().__init__(layer, record)
+        shape = (self.out_features, self.in_features)
+        self._form = _Form(shape, record.group, record.bits, self.weight_dtype)
         count = self.out_features * self.in_features
         groups = self.in_features // (record.group or self.in_features)
         if record.bits == 8:
@@ -48,29 +50,19 @@ class IntegerLinear(QuantizedLayer, _Linear):
     @property
     def weight(self) -> Any:
         """The weight as torchao's tensor, which peft looks at. 8-bit codes share its memory."""
-        return self._maker()()
+        torchao: Any = importlib.import_module("torchao.quantization")
+        codes, scales, zeros = (self.get_buffer(name) for name in ("codes", "scales", "zeros"))
+        block = [1, self.record.group or self.in_features]
+        if self.record.bits == 8:
+            return torchao.Int8Tensor(codes, scales, block, self.weight_dtype, zero_point=zeros)
+        whole = unpacked(codes, (self.out_features, self.in_features))
+        return torchao.IntxUnpackedToInt8Tensor(whole, scales, zeros, _INT4, block, self.weight_dtype, None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             self.fill("weight", value, value.device)
         else:
             super().__setattr__(name, value)
-
-    def _maker(self) -> Callable[[], Any]:
-        """A function that makes torchao's tensor of the codes of this moment."""
-        codes, scales, zeros = (self.get_buffer(name) for name in ("codes", "scales", "zeros"))
-        shape = (self.out_features, self.in_features)
-        block = [1, self.record.group or self.in_features]
-        dtype, bits = self.weight_dtype, self.record.bits
-
-        def make() -> Any:
-            torchao: Any = importlib.import_module("torchao.quantization")
-            if bits == 8:
-                return torchao.Int8Tensor(codes, scales, block, dtype, zero_point=zeros)
-            whole = codes.new_empty(shape, dtype=torch.int8) if codes.is_meta else unpacked(codes, shape)
-            return torchao.IntxUnpackedToInt8Tensor(whole, scales, zeros, _INT4, block, dtype, None)
-
-        return make
 
     def encode(self, weight: torch.Tensor) -> None:
         """Quantize a weight `[out_features, in_features]`."""
@@ -87,7 +79,7 @@ class IntegerLinear(QuantizedLayer, _Linear):
 
     def full_weight(self) -> torch.Tensor:
         """The weight in full width, `[out_features, in_features]` of `weight_dtype`."""
-        return self.weight.dequantize()
+        return self._form.full_weight(self.get_buffer("codes"), self.get_buffer("scales"))
 
     def stored_shapes(self) -> dict[str, tuple[Shape, torch.dtype]]:
         """Shapes and dtypes by torchao's own names. Codes of 4 bits have a byte each there."""
@@ -119,7 +111,31 @@ class IntegerLinear(QuantizedLayer, _Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`, in the dtype of the input."""
-        return _Product.apply(x, self.bias, self._maker())  # pyright: ignore[reportReturnType]
+        codes, scales = self.get_buffer("codes"), self.get_buffer("scales")
+        return _Product.apply(x, self.bias, codes, scales, self._form)  # pyright: ignore[reportReturnType]
+
+
+@attrs.frozen
+class _Form:
+    """How codes and scales make a weight: the operations of torchao's tensors, in the same order."""
+
+    shape: tuple[int, int]
+    group: int | None
+    bits: int
+    dtype: torch.dtype
+
+    def full_weight(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """The weight in full width. Zeros are left out, since all are 0."""
+        whole = codes if self.bits == 8 else unpacked(codes, self.shape)
+        groups = whole.to(scales.dtype).view(*scales.shape, -1)
+        return (groups * scales.unsqueeze(-1)).view(self.shape).to(self.dtype)
+
+    def product(self, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """`x @ weight.T`. Scales of whole rows are multiplied afterwards, if they are in fp32."""
+        if self.bits == 8 and self.group is None:
+            out = torch.matmul(x, codes.t().to(x.dtype))
+            return out * scales.flatten().to(out.dtype)
+        return torch.matmul(x, self.full_weight(codes, scales).to(x.dtype).t())
 
 
 class _Product(torch.autograd.Function):
@@ -127,10 +143,20 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, make: Callable[[], Any]
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        form: _Form,
     ) -> torch.Tensor:
-        ctx.make, ctx.dtypes = make, (x.dtype, None if bias is None else bias.dtype)
-        return F.linear(x, make(), None if bias is None else bias.to(x.dtype)).to(x.dtype)
+        ctx.save_for_backward(codes, scales)
+        ctx.form, ctx.dtypes = form, (x.dtype, None if bias is None else bias.dtype)
+        if form.bits == 4 and bias is not None:
+            weight = form.full_weight(codes, scales).to(x.dtype)
+            return F.linear(x, weight, bias.to(x.dtype)).to(x.dtype)
+        out = form.product(x, codes, scales)
+        return (out if bias is None else out + bias).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -138,10 +164,11 @@ class _Product(torch.autograd.Function):
         dtype, bias_dtype = ctx.dtypes
         into_x = into_bias = None
         if ctx.needs_input_grad[0]:
-            into_x = torch.matmul(grad, ctx.make().dequantize().to(grad.dtype)).to(dtype)
+            weight = ctx.form.full_weight(*ctx.saved_tensors)
+            into_x = torch.matmul(grad, weight.to(grad.dtype)).to(dtype)
         if ctx.needs_input_grad[1]:
             into_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=bias_dtype)
-        return into_x, into_bias, None
+        return into_x, into_bias, None, None, None
 
 
 def config_of(record: Any) -> Any:
