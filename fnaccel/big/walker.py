@@ -148,6 +148,9 @@ class Walker:
             unit.pending = None
         if not unit.here:
             self._held.discard(id(unit))
+            for slot in unit.slots:
+                if slot.in_place:
+                    let_go(slot.value)
 
     def _begin(self, unit: Unit) -> Fetched:
         """Read what is used in place, and begin to copy the rest."""
