@@ -10,5 +10,16 @@ from fnaccel.big.empty import on as on
 from fnaccel.big.loading import load as load
 from fnaccel.big.mover import Mover as Mover
 from fnaccel.big.offloading import offload as offload
+from fnaccel.big.quantize.choosing import chosen_layers as chosen_layers
+from fnaccel.big.quantize.choosing import quantized_layers as quantized_layers
+from fnaccel.big.quantize.config import quantization_of as quantization_of
+from fnaccel.big.quantize.records import Fp4 as Fp4
+from fnaccel.big.quantize.records import Int4Weights as Int4Weights
+from fnaccel.big.quantize.records import Int8 as Int8
+from fnaccel.big.quantize.records import Int8Weights as Int8Weights
+from fnaccel.big.quantize.records import Nf4 as Nf4
+from fnaccel.big.quantize.replacing import dequantize as dequantize
+from fnaccel.big.quantize.replacing import quantize as quantize
+from fnaccel.big.quantize.saving import save_quantized as save_quantized
 from fnaccel.big.sizes import Sizes as Sizes
 from fnaccel.big.sizes import sizes as sizes

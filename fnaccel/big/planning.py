@@ -18,6 +18,7 @@ from fnaccel.big.mover import Mover
 from fnaccel.big.on_disk import ToWrite, write_folder
 from fnaccel.big.unit import Slot, Unit, put
 from fnaccel.errors import ArgumentError
+from fnaccel.models.constant_buffers import ConstantBuffers
 
 _WHERE = "fa.big.dispatch"
 
@@ -110,9 +111,10 @@ def plan(
 
 
 def _is_fetched(unit: Unit, slot: Slot, home: Device, options: Options) -> bool:
-    """Whether a tensor comes to its layer when this runs. Buffers do if that is wanted."""
+    """Whether a tensor comes to its layer when this runs. Buffers do if that is wanted, codes always."""
     away = home == "disk" or (home == "cpu" and unit.device != "cpu")
-    return away and (isinstance(slot.empty, nn.Parameter) or options.offload_buffers)
+    weight = isinstance(slot.empty, nn.Parameter) or isinstance(slot.module, ConstantBuffers)
+    return away and (weight or options.offload_buffers)
 
 
 class _Tied:
