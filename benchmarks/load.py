@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/load.py [--quick]
 
 A Llama of random weights in shards of safetensors and of `torch.save`, to the CPU, with the dtype of the
-files and with another one. Each loads in processes of its own, which take turns: seconds of the load alone and
-with a first forward pass, and the largest memory that the process held during the load.
+files and with another one. Each loads in processes of its own, which take turns: seconds of the load alone
+and with a first forward pass, and the largest memory that the process held during the load.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/offload.py [--quick]
 
 A Llama of random weights in safetensors, of 4 and of 12 layers, one token a pass as in generation, and 64.
-Both are first checked to give the logits of the model in memory. With a cold page cache, the files of each are
-dropped from it before every pass (`posix_fadvise`).
+Both are first checked to give the logits of the model in memory. With a cold page cache, the files of each
+are dropped from it before every pass (`posix_fadvise`).
 """
 
 from __future__ import annotations
