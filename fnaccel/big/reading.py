@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from fnaccel.big.device_map import DeviceMap
+from fnaccel.big.mover import torch_device
 from fnaccel.big.on_disk import ToWrite, write_folder
 from fnaccel.big.planning import Options, Value
+from fnaccel.big.quantized_source import Part
 from fnaccel.checkpoint.format.boxes import whole
 from fnaccel.checkpoint.format.found import Found
 from fnaccel.interchange.fitting import Fit
@@ -88,6 +90,18 @@ class Reading:
                 if bar is not None:
                     bar.update(fitted.pairs[path].nbytes)
         return named(values, targets)
+
+    def fill(self, parts: list[Part]) -> None:
+        """Give quantized layers their codes. A weight in full width is quantized where it will be."""
+
+        def fill_one(part: Part) -> None:
+            home = self.placed.device_of(part.path)
+            device = "cpu" if home in ("cpu", "disk") else torch_device(home)
+            for suffix, found in part.tensors.items():
+                part.layer.fill(suffix, tensor_of(found), device)
+
+        with ThreadPoolExecutor(self.readers) as pool:
+            list(pool.map(fill_one, parts))
 
     def _stays(self, path: str) -> bool:
         """Whether a tensor stays on the disk."""
