@@ -46,7 +46,7 @@ GROUPS = {
         "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.RunRecipe", "config.CheckpointRecipe", "config.TrackingRecipe", "config.LaunchRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
         "config.from_yaml", "config.to_yaml", "config.import_document", "config.Imported", "config.Row",
     ],
-    "Big models": ["big.empty", "big.on", "big.sizes", "big.Sizes", "big.device_map", "big.DeviceMap", "big.quantize", "big.Nf4", "big.Fp4", "big.Int8", "big.Int8Weights", "big.Int4Weights", "big.chosen_layers", "big.quantized_layers", "big.dequantize", "big.save_quantized", "big.quantization_of"],
+    "Big models": ["big.empty", "big.on", "big.sizes", "big.Sizes", "big.device_map", "big.DeviceMap", "big.load", "big.dispatch", "big.offload", "big.Dispatch", "big.dispatch_of", "big.Mover", "big.quantize", "big.Nf4", "big.Fp4", "big.Int8", "big.Int8Weights", "big.Int4Weights", "big.chosen_layers", "big.quantized_layers", "big.dequantize", "big.save_quantized", "big.quantization_of"],
     "Logging": ["get_logger", "seeing.logging.RankLogger"],
     "Tracking": [
         "Tracker", "tracked", "loop.tracked.TrackedRun", "track.of", "track.register", "track.installed", "track.Media", "track.Artifacts", "track.PerRank",
@@ -68,6 +68,8 @@ CONSTRUCTORS = {
 """The classes that a user calls. Other classes are made by fnaccel."""
 
 METHODS = {
+    "Dispatch": ["counts", "remove", "send_home", "fetched"],
+    "Mover": ["check", "device_of", "move", "fetch", "home"],
     "DeviceMap": ["devices", "main", "device_of", "check", "to_json", "from_json"],
     "Sizes": ["total", "largest"],
     "World": [

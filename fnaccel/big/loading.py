@@ -136,8 +136,8 @@ def load(
             options.mover.check(name)
         targets = _targets(model)
         choice = Choice(None, skip, rename, _WHERE, "the model")
-        shown = show_progress and (ranks is None or ranks.is_main)
-        reading = Reading(whole_map, options, kind, copy, max(1, readers), shown)
+        bar = show_progress and (ranks is None or ranks.is_main)
+        reading = Reading(whole_map, options, kind, copy, max(1, readers), bar)
         if broadcast and ranks is not None and ranks.size > 1:
             fits: list[Fit] = []
 
@@ -145,14 +145,14 @@ def load(
                 if ranks.is_main:
                     source = stack.enter_context(opened(Path(path), format, trust=trust_pickle))
                     fits.append(_fitted(source, targets, choice))
-                return {name: found.dtype for fitted in fits for name, found in fitted.pairs.items()}
+                return {name: entry.dtype for fitted in fits for name, entry in fitted.pairs.items()}
 
             stored = together(ranks, _WHERE, check)[0]
             values = sent_by_first(fits, stored, targets, reading, ranks)
         else:
             source = stack.enter_context(opened(Path(path), format, trust=trust_pickle))
-            rest, parts = split_source(source, model)
-            fitted = _fitted(rest, targets, choice)
+            remaining, parts = split_source(source, model)
+            fitted = _fitted(remaining, targets, choice)
             reading.fill(parts)
             values = reading.values(fitted, targets)
         _check_filled(model, values)
@@ -174,15 +174,15 @@ def _check_quantization(model: nn.Module, path: Path, record: Record | None) -> 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
     if dtype is None or dtype == "stored" or isinstance(dtype, torch.dtype):
         return dtype
-    known = NAMES | _SHORT
-    if dtype not in known or not known[dtype].is_floating_point:
-        names = [name for name, value in known.items() if value.is_floating_point]
+    dtypes = NAMES | _SHORT
+    if dtype not in dtypes or not dtypes[dtype].is_floating_point:
+        names = [name for name, value in dtypes.items() if value.is_floating_point]
         raise UnknownNameError(
             f"no floating-point dtype is called {dtype!r}",
             where=_WHERE,
             fix=nearest(dtype, [*names, "stored"]),
         )
-    return known[dtype]
+    return dtypes[dtype]
 
 
 def _targets(model: nn.Module) -> Targets:
@@ -209,9 +209,9 @@ def _targets(model: nn.Module) -> Targets:
 def _fitted(source: Source, targets: Targets, choice: Choice) -> Fit:
     """Compare a checkpoint with a model, and see that it can be read."""
     fitted = fit(source, targets, choice)
-    for found in fitted.pairs.values():
-        if found.check is not None:
-            found.check(whole(found.shape))
+    for entry in fitted.pairs.values():
+        if entry.check is not None:
+            entry.check(whole(entry.shape))
     differ = [path for path, other in fitted.doubled.items() if not equal(fitted.pairs[path], other)]
     if differ:
         problems = [f"{path}: tied in the model, and has two values in the source" for path in differ]

@@ -11,9 +11,17 @@ from fnaccel.errors import CapabilityError
 
 
 class Mover:
-    """Moves tensors by the names of devices in a map. Tests inject one that only notes what moves where.
+    """Moves tensors by the names of devices in a map. Tests inject one that only notes the moves.
 
     Not run on hardware: copies on a stream of an accelerator.
+
+    Example:
+        >>> class Noting(fa.big.Mover):
+        ...     def move(self, tensor, device):
+        ...         print(tuple(tensor.shape), "to", device)
+        ...         return super().move(tensor, device)
+        >>> model = torch.nn.Linear(4, 2, bias=False).requires_grad_(False)
+        >>> run = fa.big.dispatch(model, {"": "disk"}, folder="offload", mover=Noting())
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ _SHARD = 1 << 30
 
 @attrs.frozen(eq=False)
 class ToWrite:
-    """A tensor for the disk: its bytes, and what makes it. It is made when it is written."""
+    """A tensor for the disk: its bytes, and a function that makes it when it is written."""
 
     nbytes: int
     make: Callable[[], torch.Tensor]
@@ -40,7 +40,7 @@ def write_folder(tensors: Mapping[str, ToWrite], folder: Path | None, where: str
 
     Raises:
         ArgumentError: no folder was given, or its disk lacks the space. Nothing was written.
-        CheckpointError: writing failed. What was written is deleted.
+        CheckpointError: writing failed. The new files are deleted.
     """
     if not tensors:
         return {}
@@ -49,7 +49,7 @@ def write_folder(tensors: Mapping[str, ToWrite], folder: Path | None, where: str
         raise ArgumentError(
             f"{len(tensors)} tensors ({size_of(total)}) go to the disk, and there is no folder for them",
             where=where,
-            fix='folder="offload", or load a checkpoint of safetensors, which is used where it lies',
+            fix='folder="offload", or load a checkpoint of safetensors, which is used in place',
         )
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free

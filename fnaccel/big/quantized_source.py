@@ -78,11 +78,11 @@ def split_source(source: Source, model: nn.Module) -> tuple[Source, list[Part]]:
     for strip in strips(source.weights):
         parts = {path: Part(path, layer, {}) for path, layer in layers.items()}
         taken: set[str] = set()
-        for name, found in source.weights.items():
+        for name, entry in source.weights.items():
             owner = stored_owner(model, strip(name))
             if owner is not None:
                 path = strip(name).removesuffix(owner[1]).rstrip(".")
-                parts[path].tensors[owner[1]] = found
+                parts[path].tensors[owner[1]] = entry
                 taken.add(name)
         problems = [problem for part in parts.values() for problem in _problems(part)]
         if best is None or len(problems) < len(best[0]):
@@ -95,8 +95,8 @@ def split_source(source: Source, model: nn.Module) -> tuple[Source, list[Part]]:
             "quantization=fa.big.quantization_of(path) if the checkpoint is quantized, or the model that was "
         )
         raise mismatch(problems, source, _WHERE, f"{hint}saved. The model is as before", "the model")
-    rest = {name: found for name, found in source.weights.items() if name not in taken}
-    return attrs.evolve(source, weights=rest), found_parts
+    remaining = {name: entry for name, entry in source.weights.items() if name not in taken}
+    return attrs.evolve(source, weights=remaining), found_parts
 
 
 def _problems(part: Part) -> list[str]:

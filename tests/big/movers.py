@@ -25,7 +25,7 @@ def set_device(tensor, device):
 class Devices(TorchFunctionMode):
     """Results are on the device of the operands, and these must be on one.
 
-    What the model makes without operands (`torch.arange(..., device=x.device)`) may meet tensors of any device.
+    A tensor without operands (`torch.arange(..., device=x.device)`) may meet tensors of any device.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -42,7 +42,7 @@ class Devices(TorchFunctionMode):
 
 
 class Simulated(Mover):
-    """Notes what moves where, and how many bytes are on each device."""
+    """Notes the moves, and how many bytes are on each device."""
 
     def __init__(self, count=2):
         super().__init__()

@@ -30,7 +30,7 @@ def values(net):
 
 
 def check_restored(net, before):
-    """No hooks, no meta tensors, the same values, and what was tied still is."""
+    """No hooks, no meta tensors, the same values, and tied parameters still tied."""
     after = dict([*net.named_parameters(remove_duplicate=False), *net.named_buffers()])
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -99,7 +99,7 @@ def test_the_next_layers_are_fetched_while_one_computes(tmp_path, home, prefetch
     assert run.counts.most <= 1 + prefetch
     largest = fa.big.sizes(net).largest[1]
     buffers = sum(buffer.nbytes for buffer in net.buffers())
-    inputs = 4096  # what else lies on the device: tokens
+    inputs = 4096  # tokens lie on the device too
     assert mover.most[0] <= (1 + prefetch) * largest + buffers + inputs
     assert run.counts.out_of_order == 0
     run.remove()
@@ -245,7 +245,7 @@ def test_models_that_take_turns():
     for _ in range(2):
         hidden = second(hidden)
     assert two.counts.fetched == 1
-    assert mover.live[0] - 2 * 32 <= size  # and what passed between them
+    assert mover.live[0] - 2 * 32 <= size  # and the activations between them
     assert torch.equal(third(hidden), expected)
     three.send_home()
     assert mover.live[0] <= 3 * 32
