@@ -176,6 +176,7 @@ def test_a_pass_that_fails_leaves_nothing_behind():
         with pytest.raises(error):
             model(torch.full((1, 2), value / 1.0))
         assert torch.equal(model(torch.zeros(1, 2)), zeros)
+        assert run.counts.reentered == 0
     run.send_home()
     assert mover.live[0] == 0
 
@@ -283,6 +284,7 @@ def test_pages_of_a_file_are_used_where_they_are(tmp_path):
     expected, before = output(net), values(net)
     run = fa.big.dispatch(net, {"": "disk"}, folder=tmp_path)
     pointers = {p.data_ptr() for p in net.parameters()}
+    assert 0 not in pointers
     for _ in range(3):
         assert torch.equal(output(net), expected)
         assert {p.data_ptr() for p in net.parameters()} == pointers
