@@ -198,7 +198,7 @@ def footprint(
     built = construct(dict(model) if isinstance(model, Mapping) else model, 0, empty=True)
     try:
         freeze(built, frozen)
-        return _of(built, axes, degrees, optimizer, f"{axes}: {_axes(degrees, ranks)}")
+        return footprint_of(built, axes, degrees, optimizer, f"{axes}: {_axes(degrees, ranks)}")
     finally:
         release(built)
 
@@ -208,9 +208,18 @@ def _axes(degrees: Mapping[str, int], ranks: int) -> str:
     return f"{ranks} rank{'s' if ranks > 1 else ''}{listed}"
 
 
-def _of(
+def footprint_of(
     built: Built, axes: Strategy, degrees: Mapping[str, int], optimizer: object, layout: str
 ) -> Footprint:
+    """The footprint of modules that are built already, whole and without values. Changes nothing.
+
+    Args:
+        built: the modules.
+        axes: the strategy.
+        degrees: the ranks along each axis.
+        optimizer: as for `footprint`.
+        layout: the first line of its text.
+    """
     units = _units(built, axes) if "dp_shard" in degrees else {}
     cuts: dict[str, Cut] = {}
     talks: list[Traffic] = []
