@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import attrs
 
 from fnaccel.estimate.storages import LiveStorages
+from fnaccel.estimate.work import Work
 
 
 @attrs.frozen
@@ -37,6 +39,8 @@ class Account(LiveStorages):
     def __init__(self) -> None:
         super().__init__()
         self.phase = ""
+        self.work = Work()
+        """The operations and collectives of the step."""
         self.labelled: set[int] = set()
         """The parameters whose gradients have a label."""
         self._kinds: dict[str, int] = {}
@@ -52,6 +56,10 @@ class Account(LiveStorages):
         if highest is None or self.live > highest.total:
             kinds = {**self._kinds, "activations": self.live - sum(self._kinds.values())}
             self.highest[self.phase] = Peak(self.live, self.phase, kinds)
+
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Count the work of an operation."""
+        self.work.observe(operation, args, kwargs, result)
 
     def label(self, size: int, kind: str) -> None:
         """Give storages that are counted already a kind."""

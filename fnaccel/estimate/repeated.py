@@ -77,8 +77,18 @@ def _runs(members: list[nn.Module]) -> tuple[list[nn.Module], list[Repeated]]:
 
 
 def _signature(block: nn.Module) -> object:
-    """Equal for blocks of one class whose parameters have equal shapes and dtypes."""
-    return type(block), [
+    """Equal for blocks of one class with equal shapes and dtypes of parameters, and equal switches.
+
+    A switch is an attribute that is a truth value or a text, or the window of an attention.
+    """
+    parameters = [
         (name, tuple(param.shape), param.dtype, param.requires_grad)
         for name, param in block.named_parameters()
     ]
+    switches = [
+        (name, key, value)
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | str) or key == "sliding_window"
+    ]
+    return type(block), parameters, switches

@@ -118,6 +118,10 @@ class Gathers:
             self._reducing = 0
             return
         self._account.hold(unit.sent, BUFFERS)
+        if self._shards > 1:
+            self._account.work.send("shard", "reduce_scatter", unit.sent)
+        if self._replicas:
+            self._account.work.send("dp_replicate", "all_reduce", unit.sent // self._shards)
         for param in unit.params:
             param.grad = None
             self._account.labelled.discard(id(param))
@@ -149,6 +153,7 @@ class Gathers:
         if unit.gathered or unit.ahead or self._shards == 1:
             return
         unit.ahead = True
+        self._account.work.send("shard", "all_gather", unit.whole)
         self._account.hold(unit.whole + unit.cast, BUFFERS)
         self._account.hold(-unit.cast, BUFFERS)
 

@@ -89,7 +89,11 @@ class LiveStorages(DispatchMode):
             self._count((args, options))
         result = func(*args, **options)
         self._count(result)
+        self.observe(func, args, options, result)
         return result
+
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Called after each operation."""
 
     def _count(self, values: object) -> None:
         for value in tree_leaves(values):

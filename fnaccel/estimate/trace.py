@@ -67,10 +67,8 @@ def trace(plan: Plan, account: Account) -> int:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(fake)
         stack.enter_context(ordinary_batch())
-        _fill(plan)
-        batch = _torch.tree_map(_empty, plan.batch)
-        tensors = [*plan.built.host.parameters(), *plan.built.host.buffers()]
-        account.leave_out([*tensors, *(x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor))])
+        units = [unit for _, unit in plan.units] + ([] if plan.root is None else [plan.root])
+        batch = fill(plan.built.host, units, plan.batch, account)
         pass_ = _Pass(plan, account, runs)
         plan.built.host.train()
         stack.enter_context(account)
@@ -78,13 +76,12 @@ def trace(plan: Plan, account: Account) -> int:
     return sum(run.left_out for run in runs)
 
 
-def _fill(plan: Plan) -> None:
-    """Put fake tensors on the CPU in the place of parameters and buffers."""
-    dtypes = {
-        id(param): unit.compute
-        for _, unit in [*plan.units, *([] if plan.root is None else [(None, plan.root)])]
-        for param in unit.params
-    }
+def fill(host: nn.Module, units: Sequence[Unit], batch: Tree, account: Account) -> Any:
+    """Put fake tensors on the CPU in the place of parameters and buffers, and return a batch of them.
+
+    Parameters of a unit have its compute dtype. None of these tensors are counted.
+    """
+    dtypes = {id(param): unit.compute for unit in units for param in unit.params}
     replaced: dict[int, nn.Parameter] = {}
 
     def filled(param: nn.Parameter) -> nn.Parameter:
@@ -94,15 +91,17 @@ def _fill(plan: Plan) -> None:
             replaced[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
         return replaced[id(param)]
 
-    framework.replace_parameters(plan.built.host, filled)
-    for _, unit in plan.units:
+    framework.replace_parameters(host, filled)
+    for unit in units:
         unit.params = [replaced[id(param)] for param in unit.params if id(param) in replaced]
-    if plan.root is not None:
-        plan.root.params = [replaced[id(param)] for param in plan.root.params if id(param) in replaced]
-    for module in plan.built.host.modules():
+    for module in host.modules():
         slots = framework.buffers_of(module)
         for name, value in slots.items():
             slots[name] = None if value is None else _empty(value)
+    made = _torch.tree_map(_empty, batch)
+    inputs = (value for value in _torch.tree_leaves(made) if isinstance(value, torch.Tensor))
+    account.leave_out([*host.parameters(), *host.buffers(), *inputs])
+    return made
 
 
 def _empty(value: Any) -> Any:
@@ -145,7 +144,10 @@ class _Pass:
             self._communicates = number == len(traced) - 1 or settings.sync_each
             if self._plan.gathers is not None:
                 self._plan.gathers.communicates = self._communicates
+            work = account.work.copy()
             self._differentiate(self._forward(micro.data, kept))
+            if number == 1 and len(micros) > _TRACED:
+                account.work.repeat(work, len(micros) - _TRACED)
         account.phase = "update"
         account.hold(0)
 
@@ -188,24 +190,27 @@ class _Pass:
         """Count the blocks that are not traced like the second and the third, between which they would be."""
         account = self._account
         before_second = activations = grads = 0
+        work = account.work
 
         # in forward ahead of the strategy's events, in backward behind them: with what earlier blocks free
         def second_begins() -> None:
-            nonlocal before_second
-            before_second = account.live
+            nonlocal before_second, work
+            before_second, work = account.live, account.work.copy()
 
         def third_begins() -> None:
             nonlocal activations
             activations = (account.live - before_second) * run.left_out
             account.hold(activations)
+            account.work.repeat(work, run.left_out)
 
         def backward_begins() -> None:
-            nonlocal grads
-            grads = account.held(GRADIENTS)
+            nonlocal grads, work
+            grads, work = account.held(GRADIENTS), account.work.copy()
 
         def backward_ended() -> None:
             account.hold(-activations)
             account.hold((account.held(GRADIENTS) - grads) * run.left_out, GRADIENTS)
+            account.work.repeat(work, run.left_out)
 
         events(run.second).insert(0, Crossings(second_begins, _nothing, _nothing, _nothing))
         events(run.third).insert(0, Crossings(third_begins, _nothing, backward_begins, _nothing))

@@ -16,6 +16,7 @@ from fnaccel.estimate.account import Account, Peak
 from fnaccel.estimate.sharded import GRADIENTS, Gathers
 from fnaccel.estimate.sharding import units_of
 from fnaccel.estimate.trace import Plan, trace
+from fnaccel.estimate.work import Work
 from fnaccel.models.blocks import HasUnits, find_units
 from fnaccel.models.building import Built, construct, freeze, has_factories, release
 from fnaccel.program.axes_applied import apply_axes
@@ -56,6 +57,8 @@ class TrainingEstimate:
         peak: the moment with the most live bytes.
         phases: live bytes at most in each phase of the step.
         left_out: how many blocks were counted, and not traced.
+        work: floating-point operations, and the collectives of a step by axis and kind.
+        degrees: ranks along each axis.
 
     Example:
         >>> estimate = fa.estimate.training(
@@ -70,6 +73,8 @@ class TrainingEstimate:
     peak: Peak
     phases: Mapping[str, int]
     left_out: int
+    work: Work
+    degrees: Mapping[str, int]
 
     @property
     def total(self) -> int:
@@ -84,7 +89,14 @@ class TrainingEstimate:
             if self.peak.kinds.get(kind)
         ]
         phases = ", ".join(f"{phase} {size_of(size)}" for phase, size in self.phases.items())
-        return "\n".join([*lines, f"  by phase: {phases}"])
+        lines.append(f"  by phase: {phases}")
+        if self.work.counts:
+            lines.append("  collectives of a step:")
+        lines += [
+            f"    {axis:<13}{self.work.counts[axis, kind]} {kind}, {size_of(size)}"
+            for (axis, kind), size in self.work.sizes.items()
+        ]
+        return "\n".join(lines)
 
 
 def training(
@@ -188,7 +200,15 @@ def _of(built: Built, made: Planned, strategy: Strategy, batch: Tree) -> Trainin
         _add_strategy(plan, account, spec, sizes)
         left_out = trace(plan, account)
     phases = {phase: peak.total for phase, peak in account.highest.items() if phase}
-    return TrainingEstimate(footprint=sizes, peak=account.top, phases=phases, left_out=left_out)
+    _send_by_step(account, sizes, lowered, sharded=plan.gathers is not None)
+    return TrainingEstimate(
+        footprint=sizes,
+        peak=account.top,
+        phases=phases,
+        left_out=left_out,
+        work=account.work,
+        degrees=degrees,
+    )
 
 
 def _hold(account: Account, built: Built, sizes: Footprint, lowered: Lowered, batch: Tree) -> None:
@@ -199,6 +219,21 @@ def _hold(account: Account, built: Built, sizes: Footprint, lowered: Lowered, ba
     account.hold(sizes.gradients if lowered.settings.ema_decay is not None else 0, "averages")
     account.hold(sum(value.nbytes for _, value in built.named("buffers")), "model")
     account.hold(sum(value.nbytes for value in tensors), "batch")
+
+
+def _send_by_step(account: Account, sizes: Footprint, lowered: Lowered, *, sharded: bool) -> None:
+    """Count the collectives that follow the backward pass. The trace met those of shards and of `tp`."""
+    settings = lowered.settings
+    reduce = settings.precision.reduce
+    for row in sizes.traffic:
+        gradients = row.what.startswith("gradients")
+        if row.per != "step" or (sharded and row.axis in ("shard", "dp_replicate")):
+            continue
+        size = row.size
+        if gradients and reduce in (torch.bfloat16, torch.float16) and row.axis == "loss":
+            size = size * reduce.itemsize // settings.precision.param.itemsize
+        times = max(1, settings.micro_batches) if settings.sync_each and gradients else 1
+        account.work.send(row.axis, row.kind, size * times, row.count * times)
 
 
 def _add_strategy(plan: Plan, account: Account, spec: Spec, sizes: Footprint) -> None:

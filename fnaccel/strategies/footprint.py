@@ -20,7 +20,7 @@ from fnaccel.models.blocks import HasUnits, find_units
 from fnaccel.models.building import Built, construct, freeze, has_factories, release
 from fnaccel.models.parameter import Cut, Leaf
 from fnaccel.step.html_table import size_of
-from fnaccel.strategies.ddp_buckets import lay_out
+from fnaccel.strategies.ddp_buckets import MIB, bucket_bytes
 from fnaccel.strategies.layout import fsdp_dim
 from fnaccel.strategies.strategy import Strategy, strategy
 from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, resolve
@@ -299,11 +299,10 @@ def _data_parallel(placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[
         size = math.prod(degrees.get(axis, 1) for axis in LOSS_AXES)
         if size == 1:
             return []
-        buckets = lay_out([torch.empty(each.part, dtype=each.dtype, device="meta") for each in trained], None)
+        wanted = next((axis.bucket_mb for axis in axes.axes if hasattr(axis, "bucket_mb")), None)
+        count = _buckets(trained, bucket_bytes(grads) if wanted is None else wanted * MIB)
         return [
-            Traffic(
-                axis="loss", kind="all_reduce", count=len(buckets), size=grads, per="step", what="gradients"
-            ),
+            Traffic(axis="loss", kind="all_reduce", count=count, size=grads, per="step", what="gradients"),
             _report(),
         ]
     units = len({each.unit for each in placed})
@@ -328,6 +327,18 @@ def _data_parallel(placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[
             )
         )  # fmt: skip
     return [*rows, _report()]
+
+
+def _buckets(trained: list[Placed], limit: float) -> int:
+    """How many buckets torch's reducer makes: one is full as soon as it has `limit` bytes."""
+    filled: dict[torch.dtype, int] = {}
+    count = 0
+    for each in reversed(trained):
+        filled[each.dtype] = filled.get(each.dtype, 0) + each.bytes_of(each.part)
+        if filled[each.dtype] >= limit:
+            filled[each.dtype] = 0
+            count += 1
+    return count + sum(size > 0 for size in filled.values())
 
 
 def _report() -> Traffic:
