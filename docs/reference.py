@@ -27,7 +27,10 @@ GROUPS = {
         "with_ema", "remat", "attention", "compile",
     ],
     "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategies.footprint", "strategies.Footprint", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "tensor", "context", "deepspeed", "xla", "world.mesh.Mesh"],
-    "Estimates": ["estimate.training", "estimate.TrainingEstimate", "estimate.Peak", "estimate.LiveStorages"],
+    "Estimates": [
+        "estimate.training", "estimate.TrainingEstimate", "estimate.Peak", "estimate.choices", "estimate.Choice", "estimate.cheapest", "estimate.inference", "estimate.InferenceEstimate",
+        "estimate.least_time", "estimate.Rates", "estimate.LeastTime", "estimate.find_model", "estimate.NamedModel", "estimate.Work", "estimate.LiveStorages",
+    ],
     "Optimizers and schedules": [
         "sgd", "adam", "adamw", "optim.adamw8bit", "optim.adafactor", "from_torch", "optimizer_groups", "optim.OptimizerGroups", "optim.starting_at", "optim.from_deepspeed", "optim.deepspeed_lr", "optim.Optimizer", "schedules.constant", "schedules.linear", "schedules.cosine",
         "schedules.warmup_constant", "schedules.warmup_linear", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined",

@@ -56,8 +56,9 @@ def run(arguments: Sequence[str]) -> int:
     named = find_model(options.model, trust_remote_code=options.trust_remote_code)
     recipe = recipe_of(options, _PROG)
     recipe = attrs.evolve(recipe, remat=recipe.remat or options.remat)
-    report: dict[str, Any] = {"model": options.model, "sizes": _sizes(named, split_list(options.dtypes))}
-    texts = [_table_of_sizes(report["sizes"])]
+    measured = _sizes(named, split_list(options.dtypes))
+    report: dict[str, Any] = {"model": options.model, "sizes": [_plain_sizes(each) for each in measured]}
+    texts = [_table_of_sizes(measured)]
     code = 0
     if options.inference:
         result = inference(named, rows=options.batch, length=options.length, dtype=_dtype(recipe))
@@ -221,6 +222,11 @@ def _table_of_choices(compared: Sequence[Choice], best: Choice | None, options: 
 
 def _dtype(recipe: Recipe) -> str:
     return "bf16" if recipe.precision in ("fp8", "fp32") and recipe == Recipe() else recipe.precision
+
+
+def _plain_sizes(measured: Sizes) -> dict[str, Any]:
+    path, size = measured.largest
+    return {"dtype": measured.dtype, "total": measured.total, "largest_layer": path, "largest": size}
 
 
 def _plain(estimate: TrainingEstimate) -> dict[str, Any]:

@@ -36,6 +36,12 @@ class Work:
         flops: floating-point operations of matrix products, convolutions and attention.
         counts: collectives by link.
         sizes: their bytes by link. Of a gather, the result. Of a reduction, the argument.
+
+    Example:
+        >>> work = fa.estimate.Work()
+        >>> work.send("shard", "all_gather", 1_000)
+        >>> work.sizes["shard", "all_gather"]
+        1000
     """
 
     flops: int = 0
