@@ -15,7 +15,7 @@ import fnaccel as fa
 from fnaccel import errors
 
 GROUPS = {
-    "World": ["start", "World", "notebook_launch", "debug_launch"],
+    "World": ["start", "World", "simulate", "notebook_launch", "debug_launch"],
     "Steps and programs": [
         "train_step", "TrainStep", "scan", "evaluate", "Step", "Transform", "Phase", "transforms.Capability", "transforms.Info", "Plan",
         "program.compile_meter.Compilation", "fit_batch_size", "progress",
@@ -27,6 +27,10 @@ GROUPS = {
         "with_ema", "remat", "attention", "compile",
     ],
     "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategies.footprint", "strategies.Footprint", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "tensor", "context", "deepspeed", "xla", "world.mesh.Mesh"],
+    "Estimates": [
+        "estimate.training", "estimate.TrainingEstimate", "estimate.Peak", "estimate.choices", "estimate.Choice", "estimate.cheapest", "estimate.inference", "estimate.InferenceEstimate",
+        "estimate.least_time", "estimate.Rates", "estimate.LeastTime", "estimate.find_model", "estimate.NamedModel", "estimate.Work", "estimate.LiveStorages",
+    ],
     "Optimizers and schedules": [
         "sgd", "adam", "adamw", "optim.adamw8bit", "optim.adafactor", "from_torch", "optimizer_groups", "optim.OptimizerGroups", "optim.starting_at", "optim.from_deepspeed", "optim.deepspeed_lr", "optim.Optimizer", "schedules.constant", "schedules.linear", "schedules.cosine",
         "schedules.warmup_constant", "schedules.warmup_linear", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined",
