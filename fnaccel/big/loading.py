@@ -144,7 +144,7 @@ def load(
             def check() -> dict[str, torch.dtype]:
                 if ranks.is_main:
                     source = stack.enter_context(opened(Path(path), format, trust=trust_pickle))
-                    fits.append(_fitted(source, targets, choice))
+                    fits.append(_fitted(source, model, targets, choice))
                 return {name: entry.dtype for fitted in fits for name, entry in fitted.pairs.items()}
 
             stored = together(ranks, _WHERE, check)[0]
@@ -152,7 +152,7 @@ def load(
         else:
             source = stack.enter_context(opened(Path(path), format, trust=trust_pickle))
             remaining, parts = split_source(source, model)
-            fitted = _fitted(remaining, targets, choice)
+            fitted = _fitted(remaining, model, targets, choice)
             reading.fill(parts)
             values = reading.values(fitted, targets)
         _check_filled(model, values)
@@ -206,9 +206,12 @@ def _targets(model: nn.Module) -> Targets:
     return Targets(tensors, persistent, tied, plain)
 
 
-def _fitted(source: Source, targets: Targets, choice: Choice) -> Fit:
+def _fitted(source: Source, model: nn.Module, targets: Targets, choice: Choice) -> Fit:
     """Compare a checkpoint with a model, and see that it can be read."""
-    fitted = fit(source, targets, choice)
+    try:
+        fitted = fit(source, targets, choice)
+    except TreeMismatchError as error:
+        raise _with_hint(error, model) from None
     for entry in fitted.pairs.values():
         if entry.check is not None:
             entry.check(whole(entry.shape))
@@ -218,6 +221,15 @@ def _fitted(source: Source, targets: Targets, choice: Choice) -> Fit:
         raise mismatch(problems, source, _WHERE, target="the model")
     source.check_unchanged()
     return fitted
+
+
+def _with_hint(error: TreeMismatchError, model: nn.Module) -> TreeMismatchError:
+    """The error of other names. transformers changes those of some models as it saves and loads them."""
+    if not type(model).__module__.startswith("transformers."):
+        return error
+    read = f"{type(model).__name__}.from_pretrained(path), then fa.big.dispatch(model, placed)"
+    fix = f"{error.fix}. If transformers wrote it under other names: {read}"
+    return TreeMismatchError(error.what, where=error.where, fix=fix)
 
 
 def _check_filled(model: nn.Module, values: Mapping[str, Value]) -> None:

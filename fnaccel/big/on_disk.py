@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -64,12 +65,12 @@ def write_folder(tensors: Mapping[str, ToWrite], folder: Path | None, where: str
     try:
         for number, names in enumerate(_shards(tensors)):
             file = folder / f"offloaded-{number:05}.safetensors"
-            part = file.with_suffix(".partial")
+            part = folder / f"{file.stem}.{os.getpid()}.partial"
             written += [part, file]
             save_file({name: _plain(tensors[name].make()) for name in names}, part)
-            part.replace(file)  # a file that another process maps stays as it is
-            with safe_open(file, "pt") as handle:
+            with safe_open(part, "pt") as handle:  # before another rank may write the same name
                 mapped |= {name: handle.get_tensor(name) for name in names}
+            part.replace(file)  # a file that another process maps stays as it is
     except (OSError, SafetensorError) as error:
         for file in written:
             file.unlink(missing_ok=True)

@@ -360,3 +360,24 @@ def test_a_compiled_model_breaks_its_graph_at_the_hooks(tmp_path):
     compiled = torch.compile(net, backend="eager")
     with torch.no_grad(), contextlib.suppress(AttributeError):
         assert torch.equal(compiled(TOKENS)["logits"], expected)
+
+
+def write_on_ranks(folder):
+    net = Net(width=64).eval()
+    expected = output(net)
+    fa.big.dispatch(net, {"": "disk"}, folder=folder)
+    return torch.equal(output(net), expected)
+
+
+def test_ranks_may_share_a_folder(pools, tmp_path):
+    assert pools.run(3, write_on_ranks, tmp_path) == [True] * 3
+    assert [file.name for file in tmp_path.iterdir()] == ["offloaded-00000.safetensors"]
+
+
+def test_tensors_without_elements(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 2)).requires_grad_(False)
+    expected = model(torch.ones(1, 3))
+    run = fa.big.dispatch(model, {"": "disk"}, folder=tmp_path)
+    assert torch.equal(model(torch.ones(1, 3)), expected)
+    run.remove()
+    assert model[0].weight.shape == (0, 3)

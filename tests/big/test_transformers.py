@@ -101,3 +101,12 @@ def test_files_are_used_where_they_are(kind, tmp_path):
     fa.big.load(model, tmp_path / "hf", "disk")
     assert torch.equal(generated(model), generated(model_of(kind)))
     assert {file.name: file.read_bytes() for file in (tmp_path / "hf").iterdir()} == before
+
+
+def test_names_that_transformers_changes_get_a_hint(tmp_path):
+    model_of("mixtral").save_pretrained(tmp_path / "hf")
+    with fa.big.empty():
+        model = built("mixtral")
+    with pytest.raises(fa.errors.TreeMismatchError) as error:
+        fa.big.load(model, tmp_path / "hf")
+    assert "MixtralForCausalLM.from_pretrained(path), then fa.big.dispatch" in error.value.fix
