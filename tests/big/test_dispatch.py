@@ -374,6 +374,7 @@ def test_ranks_may_share_a_folder(pools, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["offloaded-00000.safetensors"]
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
 def test_tensors_without_elements(tmp_path):
     model = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 2)).requires_grad_(False)
     expected = model(torch.ones(1, 3))
