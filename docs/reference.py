@@ -15,7 +15,7 @@ import fnaccel as fa
 from fnaccel import errors
 
 GROUPS = {
-    "World": ["start", "World", "notebook_launch", "debug_launch"],
+    "World": ["start", "World", "simulate", "notebook_launch", "debug_launch"],
     "Steps and programs": [
         "train_step", "TrainStep", "scan", "evaluate", "Step", "Transform", "Phase", "transforms.Capability", "transforms.Info", "Plan",
         "program.compile_meter.Compilation", "fit_batch_size", "progress",
@@ -27,6 +27,10 @@ GROUPS = {
         "with_ema", "remat", "attention", "compile",
     ],
     "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategies.footprint", "strategies.Footprint", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "tensor", "context", "deepspeed", "xla", "world.mesh.Mesh"],
+    "Estimates": [
+        "estimate.training", "estimate.TrainingEstimate", "estimate.Peak", "estimate.choices", "estimate.Choice", "estimate.cheapest", "estimate.inference", "estimate.InferenceEstimate",
+        "estimate.least_time", "estimate.Rates", "estimate.LeastTime", "estimate.find_model", "estimate.NamedModel", "estimate.Work", "estimate.LiveStorages",
+    ],
     "Optimizers and schedules": [
         "sgd", "adam", "adamw", "optim.adamw8bit", "optim.adafactor", "from_torch", "optimizer_groups", "optim.OptimizerGroups", "optim.starting_at", "optim.from_deepspeed", "optim.deepspeed_lr", "optim.Optimizer", "schedules.constant", "schedules.linear", "schedules.cosine",
         "schedules.warmup_constant", "schedules.warmup_linear", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined",
@@ -46,7 +50,7 @@ GROUPS = {
         "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.RunRecipe", "config.CheckpointRecipe", "config.TrackingRecipe", "config.LaunchRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
         "config.from_yaml", "config.to_yaml", "config.import_document", "config.Imported", "config.Row",
     ],
-    "Big models": ["big.empty", "big.on", "big.sizes", "big.Sizes", "big.device_map", "big.DeviceMap", "big.quantize", "big.Nf4", "big.Fp4", "big.Int8", "big.Int8Weights", "big.Int4Weights", "big.chosen_layers", "big.quantized_layers", "big.dequantize", "big.save_quantized", "big.quantization_of"],
+    "Big models": ["big.empty", "big.on", "big.sizes", "big.Sizes", "big.device_map", "big.DeviceMap", "big.load", "big.dispatch", "big.offload", "big.Dispatch", "big.dispatch_of", "big.Mover", "big.quantize", "big.Nf4", "big.Fp4", "big.Int8", "big.Int8Weights", "big.Int4Weights", "big.chosen_layers", "big.quantized_layers", "big.dequantize", "big.save_quantized", "big.quantization_of"],
     "Logging": ["get_logger", "seeing.logging.RankLogger"],
     "Tracking": [
         "Tracker", "tracked", "loop.tracked.TrackedRun", "track.of", "track.register", "track.installed", "track.Media", "track.Artifacts", "track.PerRank",
@@ -68,6 +72,8 @@ CONSTRUCTORS = {
 """The classes that a user calls. Other classes are made by fnaccel."""
 
 METHODS = {
+    "Dispatch": ["counts", "remove", "send_home", "fetched"],
+    "Mover": ["check", "device_of", "move", "fetch", "home"],
     "DeviceMap": ["devices", "main", "device_of", "check", "to_json", "from_json"],
     "Sizes": ["total", "largest"],
     "World": [

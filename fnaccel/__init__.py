@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fnaccel import config as config
     from fnaccel import data as data
     from fnaccel import errors as errors
+    from fnaccel import estimate as estimate
     from fnaccel import optim as optim
     from fnaccel import seeing as seeing
     from fnaccel import state as state
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
     from fnaccel.transforms import with_ema as with_ema
     from fnaccel.transforms import with_precision as with_precision
     from fnaccel.transforms import with_weight as with_weight
+    from fnaccel.world.simulation import simulate as simulate
     from fnaccel.world.world import World as World
     from fnaccel.world.world import start as start
 
@@ -105,8 +107,8 @@ __version__ = "0.1.0"
 
 # a name is imported when it is first used
 _NAMESPACES = (
-    "big", "checkpoint", "config", "data", "errors", "optim", "seeing", "state", "strategies", "track",
-    "transforms", "tree",
+    "big", "checkpoint", "config", "data", "errors", "estimate", "optim", "seeing", "state", "strategies",
+    "track", "transforms", "tree",
 )  # fmt: skip
 _NAMES = {
     "fnaccel.checkpoint": "checkpoints latest restore resume_or_init save save_async save_on_main",
@@ -135,6 +137,7 @@ _NAMES = {
     "fnaccel.track.tracker": "Tracker",
     "fnaccel.transforms": "Float8 Precision accumulate attention clip_norm clip_value compile on_spike remat "
     "skip_nonfinite with_ema with_precision with_weight",
+    "fnaccel.world.simulation": "simulate",
     "fnaccel.world.world": "World start",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -48,7 +48,7 @@ class AwayParameter(Away):
 
 
 def away(tensor: torch.Tensor, name: str) -> Away:
-    """What stands for a tensor. A parameter if this is one."""
+    """The stand-in for a tensor: a parameter if this is one."""
     parameter = isinstance(tensor, nn.Parameter)
     empty: Any = torch.empty_like(tensor, device="meta", requires_grad=False).detach()
     empty = empty.as_subclass(AwayParameter if parameter else Away)

@@ -17,13 +17,17 @@ from fnaccel.big.dispatch import Dispatch, check_free, dispatched
 from fnaccel.big.mover import Mover
 from fnaccel.big.placing import STRATEGIES
 from fnaccel.big.planning import Options, Value
+from fnaccel.big.quantize.choosing import quantized_layers
+from fnaccel.big.quantize.config import quantization_of
+from fnaccel.big.quantize.records import Record
+from fnaccel.big.quantized_source import quantized, split_source
 from fnaccel.big.reading import Reading, equal, sent_by_first
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.format.boxes import whole
 from fnaccel.checkpoint.format.dtypes import NAMES
 from fnaccel.checkpoint.format.found import Source, unescaped
-from fnaccel.errors import TreeMismatchError, UnknownNameError, nearest
+from fnaccel.errors import ArgumentError, TreeMismatchError, UnknownNameError, nearest
 from fnaccel.interchange.fitting import Choice, Fit, fit, mismatch
 from fnaccel.interchange.sources.detect import opened
 from fnaccel.interchange.targets import Targets
@@ -41,6 +45,7 @@ def load(
     budget: Budget | None = None,
     dtype: torch.dtype | str | None = None,
     no_split: Collection[str] | None = None,
+    quantization: Record | None = None,
     skip: Patterns = None,
     rename: Rename = None,
     format: str | None = None,  # noqa: A002 - the word for it
@@ -76,6 +81,8 @@ def load(
         dtype: the dtype of floating-point parameters and buffers, `torch.bfloat16` or `"bf16"`. `"stored"`:
             that of the checkpoint. By default that of the model.
         no_split: for a strategy: classes of modules that stay on one device.
+        quantization: quantize the model as its weights stream in, or read a quantized checkpoint:
+            `fa.big.Nf4()`, `fa.big.quantization_of(path)`. See `fa.big.quantize`.
         skip: shell patterns of paths that are not read: `"params/head.*"`. They must have values.
         rename: regular expressions and their replacements, from the checkpoint's paths (`params/NAME`).
         format: as in `fa.adopt`. By default detected from the files.
@@ -105,6 +112,7 @@ def load(
         torch.bfloat16
     """
     check_free(model)
+    _check_quantization(model, Path(path), quantization)
     options = Options(
         folder=None if folder is None else Path(folder),
         device=device,
@@ -115,51 +123,66 @@ def load(
         mover=mover or Mover(),
     )
     kind = _dtype(dtype)
-    if isinstance(placed, str) and placed in STRATEGIES:
-        width = kind if isinstance(kind, torch.dtype) else None
-        placed = device_map(model, budget, placed, no_split=no_split, dtype=width)  # pyright: ignore[reportArgumentType]
-    elif not isinstance(placed, Mapping):
-        placed = {"": check_device(placed)}
-    whole_map = placed if isinstance(placed, DeviceMap) else DeviceMap(placed)
-    whole_map.check(model)
-    for name in whole_map.devices:
-        options.mover.check(name)
     ranks = world or find_current()
-    targets = _targets(model)
-    choice = Choice(None, skip, rename, _WHERE, "the model")
-    shown = show_progress and (ranks is None or ranks.is_main)
-    reading = Reading(whole_map, options, kind, copy, max(1, readers), shown)
-    with ExitStack() as stack:
+    with quantized(model, quantization), ExitStack() as stack:
+        if isinstance(placed, str) and placed in STRATEGIES:
+            width = kind if isinstance(kind, torch.dtype) else None
+            placed = device_map(model, budget, placed, no_split=no_split, dtype=width)  # pyright: ignore[reportArgumentType]
+        elif not isinstance(placed, Mapping):
+            placed = {"": check_device(placed)}
+        whole_map = placed if isinstance(placed, DeviceMap) else DeviceMap(placed)
+        whole_map.check(model)
+        for name in whole_map.devices:
+            options.mover.check(name)
+        targets = _targets(model)
+        choice = Choice(None, skip, rename, _WHERE, "the model")
+        bar = show_progress and (ranks is None or ranks.is_main)
+        reading = Reading(whole_map, options, kind, copy, max(1, readers), bar)
         if broadcast and ranks is not None and ranks.size > 1:
             fits: list[Fit] = []
 
             def check() -> dict[str, torch.dtype]:
                 if ranks.is_main:
                     source = stack.enter_context(opened(Path(path), format, trust=trust_pickle))
-                    fits.append(_fitted(source, targets, choice))
-                return {name: found.dtype for fitted in fits for name, found in fitted.pairs.items()}
+                    fits.append(_fitted(source, model, targets, choice))
+                return {name: entry.dtype for fitted in fits for name, entry in fitted.pairs.items()}
 
             stored = together(ranks, _WHERE, check)[0]
             values = sent_by_first(fits, stored, targets, reading, ranks)
         else:
             source = stack.enter_context(opened(Path(path), format, trust=trust_pickle))
-            values = reading.values(_fitted(source, targets, choice), targets)
+            remaining, parts = split_source(source, model)
+            fitted = _fitted(remaining, model, targets, choice)
+            reading.fill(parts)
+            values = reading.values(fitted, targets)
         _check_filled(model, values)
         return dispatched(model, whole_map, values, options)
+
+
+def _check_quantization(model: nn.Module, path: Path, record: Record | None) -> None:
+    """See that a quantized checkpoint finds quantized layers."""
+    if record is None and not quantized_layers(model) and (path / "config.json").is_file():
+        stored = quantization_of(path)
+        if stored is not None:
+            raise ArgumentError(
+                f"{path} holds codes of {stored}, and the model has full-width layers",
+                where=_WHERE,
+                fix="quantization=fa.big.quantization_of(path)",
+            )
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str | None:
     if dtype is None or dtype == "stored" or isinstance(dtype, torch.dtype):
         return dtype
-    known = NAMES | _SHORT
-    if dtype not in known or not known[dtype].is_floating_point:
-        names = [name for name, value in known.items() if value.is_floating_point]
+    dtypes = NAMES | _SHORT
+    if dtype not in dtypes or not dtypes[dtype].is_floating_point:
+        names = [name for name, value in dtypes.items() if value.is_floating_point]
         raise UnknownNameError(
             f"no floating-point dtype is called {dtype!r}",
             where=_WHERE,
             fix=nearest(dtype, [*names, "stored"]),
         )
-    return known[dtype]
+    return dtypes[dtype]
 
 
 def _targets(model: nn.Module) -> Targets:
@@ -183,18 +206,30 @@ def _targets(model: nn.Module) -> Targets:
     return Targets(tensors, persistent, tied, plain)
 
 
-def _fitted(source: Source, targets: Targets, choice: Choice) -> Fit:
+def _fitted(source: Source, model: nn.Module, targets: Targets, choice: Choice) -> Fit:
     """Compare a checkpoint with a model, and see that it can be read."""
-    fitted = fit(source, targets, choice)
-    for found in fitted.pairs.values():
-        if found.check is not None:
-            found.check(whole(found.shape))
+    try:
+        fitted = fit(source, targets, choice)
+    except TreeMismatchError as error:
+        raise _with_hint(error, model) from None
+    for entry in fitted.pairs.values():
+        if entry.check is not None:
+            entry.check(whole(entry.shape))
     differ = [path for path, other in fitted.doubled.items() if not equal(fitted.pairs[path], other)]
     if differ:
         problems = [f"{path}: tied in the model, and has two values in the source" for path in differ]
         raise mismatch(problems, source, _WHERE, target="the model")
     source.check_unchanged()
     return fitted
+
+
+def _with_hint(error: TreeMismatchError, model: nn.Module) -> TreeMismatchError:
+    """The error of other names. transformers changes those of some models as it saves and loads them."""
+    if not type(model).__module__.startswith("transformers."):
+        return error
+    read = f"{type(model).__name__}.from_pretrained(path), then fa.big.dispatch(model, placed)"
+    fix = f"{error.fix}. If transformers wrote it under other names: {read}"
+    return TreeMismatchError(error.what, where=error.where, fix=fix)
 
 
 def _check_filled(model: nn.Module, values: Mapping[str, Value]) -> None:

@@ -33,7 +33,7 @@ def offload(
 
     Args:
         model: a module with values.
-        device: where it runs.
+        device: the device that runs it.
         home: `"cpu"` or `"disk"`.
         folder: for `home="disk"`.
         prefetch: how many layers are fetched ahead.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ _SHARD = 1 << 30
 
 @attrs.frozen(eq=False)
 class ToWrite:
-    """A tensor for the disk: its bytes, and what makes it. It is made when it is written."""
+    """A tensor for the disk: its bytes, and a function that makes it when it is written."""
 
     nbytes: int
     make: Callable[[], torch.Tensor]
@@ -40,7 +41,7 @@ def write_folder(tensors: Mapping[str, ToWrite], folder: Path | None, where: str
 
     Raises:
         ArgumentError: no folder was given, or its disk lacks the space. Nothing was written.
-        CheckpointError: writing failed. What was written is deleted.
+        CheckpointError: writing failed. The new files are deleted.
     """
     if not tensors:
         return {}
@@ -49,7 +50,7 @@ def write_folder(tensors: Mapping[str, ToWrite], folder: Path | None, where: str
         raise ArgumentError(
             f"{len(tensors)} tensors ({size_of(total)}) go to the disk, and there is no folder for them",
             where=where,
-            fix='folder="offload", or load a checkpoint of safetensors, which is used where it lies',
+            fix='folder="offload", or load a checkpoint of safetensors, which is used in place',
         )
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
@@ -64,12 +65,12 @@ def write_folder(tensors: Mapping[str, ToWrite], folder: Path | None, where: str
     try:
         for number, names in enumerate(_shards(tensors)):
             file = folder / f"offloaded-{number:05}.safetensors"
-            part = file.with_suffix(".partial")
+            part = folder / f"{file.stem}.{os.getpid()}.partial"
             written += [part, file]
             save_file({name: _plain(tensors[name].make()) for name in names}, part)
-            part.replace(file)  # a file that another process maps stays as it is
-            with safe_open(file, "pt") as handle:
+            with safe_open(part, "pt") as handle:  # before another rank may write the same name
                 mapped |= {name: handle.get_tensor(name) for name in names}
+            part.replace(file)  # a file that another process maps stays as it is
     except (OSError, SafetensorError) as error:
         for file in written:
             file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""From a device map to units: which module is hooked, where it runs, and which of its tensors are fetched."""
+"""From a device map to units: modules with hooks, their devices, and the tensors fetched for them."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _is_fetched(unit: Unit, slot: Slot, home: Device, options: Options) -> bool:
 
 
 class _Tied:
-    """What was made of a tensor before, so that tied ones stay tied."""
+    """The copies and stand-ins of each tensor, made once, so that tied ones stay tied."""
 
     def __init__(self) -> None:
         self._empty: dict[int, tuple[torch.Tensor, Away]] = {}
@@ -177,20 +177,20 @@ def _check_values(slots: list[tuple[Unit, Slot, Device]]) -> None:
 
 
 def _written(slots: list[tuple[Unit, Slot, Device]], options: Options) -> dict[int, torch.Tensor]:
-    """Tensors for the disk, written to the folder and mapped, by `id` of what is in memory."""
-    wanted: dict[str, ToWrite] = {}
+    """Tensors for the disk, written to the folder and mapped, by `id` of the tensor in memory."""
+    unwritten: dict[str, ToWrite] = {}
     names: dict[int, str] = {}
     for unit, slot, home in slots:
         fetched = home == "disk" and _is_fetched(unit, slot, home, options)
         if fetched and not slot.mapped and id(slot.value) not in names:
             names[id(slot.value)] = slot.name
-            wanted[slot.name] = ToWrite(slot.value.nbytes, lambda value=slot.value: value)
-    files = write_folder(wanted, options.folder, _WHERE)
+            unwritten[slot.name] = ToWrite(slot.value.nbytes, lambda value=slot.value: value)
+    files = write_folder(unwritten, options.folder, _WHERE)
     return {key: files[name] for key, name in names.items()}
 
 
 def _leave_at_home(slot: Slot, files: Mapping[int, torch.Tensor], tied: _Tied, mover: Mover) -> None:
-    """Give a slot its values where they stay while the layer is not in use."""
+    """Give a slot its values as they stay while the layer is not in use."""
     original, slot.original = slot.original, None
     if slot.mapped:
         return

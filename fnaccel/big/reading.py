@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from fnaccel.big.device_map import DeviceMap
+from fnaccel.big.mover import torch_device
 from fnaccel.big.on_disk import ToWrite, write_folder
 from fnaccel.big.planning import Options, Value
+from fnaccel.big.quantized_source import Part
 from fnaccel.checkpoint.format.boxes import whole
 from fnaccel.checkpoint.format.found import Found
 from fnaccel.interchange.fitting import Fit
@@ -32,18 +34,18 @@ def equal(first: Found, second: Found) -> bool:
     return one.data_ptr() == other.data_ptr() or torch.equal(one, other.to(one.dtype))
 
 
-def tensor_of(found: Found) -> torch.Tensor:
+def tensor_of(entry: Found) -> torch.Tensor:
     """A stored tensor: mapped if it can be, or read."""
-    if found.view is not None:
-        return found.view()
-    out = torch.empty(found.shape, dtype=found.dtype)
-    found.read(whole(found.shape), out)
+    if entry.view is not None:
+        return entry.view()
+    out = torch.empty(entry.shape, dtype=entry.dtype)
+    entry.read(whole(entry.shape), out)
     return out
 
 
 @attrs.frozen(eq=False)
 class Reading:
-    """How values are read, and where they go.
+    """How values are read, and their devices.
 
     Attributes:
         placed: the device of each tensor.
@@ -77,40 +79,52 @@ class Reading:
             _WHERE,
         )
         values = {path: Value(tensor, mapped=True) for path, tensor in files.items()}
-        rest = [path for path in paths if path not in values]
+        unwritten = [path for path in paths if path not in values]
         bar: Any = None
         if self.bar:
-            bar = open_bar(sum(found.nbytes for found in fitted.pairs.values()), 0, unit="B")
+            bar = open_bar(sum(entry.nbytes for entry in fitted.pairs.values()), 0, unit="B")
         with ThreadPoolExecutor(self.readers) as pool, bar or contextlib.nullcontext():
-            read = pool.map(lambda path: self._value(path, fitted.pairs[path], targets), rest)
-            for path, value in zip(rest, read, strict=True):
+            read = pool.map(lambda path: self._value(path, fitted.pairs[path], targets), unwritten)
+            for path, value in zip(unwritten, read, strict=True):
                 values[path] = value
                 if bar is not None:
                     bar.update(fitted.pairs[path].nbytes)
         return named(values, targets)
+
+    def fill(self, parts: list[Part]) -> None:
+        """Give quantized layers their codes. A weight in full width is quantized on its device."""
+
+        def fill_one(part: Part) -> None:
+            home = self.placed.device_of(part.path)
+            device = "cpu" if home in ("cpu", "disk") else torch_device(home)
+            for suffix, entry in part.tensors.items():
+                part.layer.fill(suffix, tensor_of(entry), device)
+
+        with ThreadPoolExecutor(self.readers) as pool:
+            list(pool.map(fill_one, parts))
 
     def _stays(self, path: str) -> bool:
         """Whether a tensor stays on the disk."""
         section, _, name = path.partition("/")
         return self.placed.device_of(name) == "disk" and (section == "params" or self.options.offload_buffers)
 
-    def _value(self, path: str, found: Found, targets: Targets) -> Value:
+    def _value(self, path: str, entry: Found, targets: Targets) -> Value:
         home = self.placed.device_of(path.partition("/")[2])
-        dtype = self.wanted(found.dtype, targets.tensors[path])
-        if found.view is not None and self._stays(path):
-            return Value(found.view(), mapped=True, dtype=dtype)
+        dtype = self.wanted(entry.dtype, targets.tensors[path])
+        if entry.view is not None and self._stays(path):
+            return Value(entry.view(), mapped=True, dtype=dtype)
         if home in ("cpu", "disk"):
-            if found.view is not None and found.dtype == dtype and not self.copy:
-                return Value(found.view())
-            return Value(self._in_memory(path, found, targets))
-        return Value(self.options.mover.move(tensor_of(found).to(dtype), home))
+            if entry.view is not None and entry.dtype == dtype and not self.copy:
+                return Value(entry.view())
+            return Value(self._in_memory(path, entry, targets))
+        return Value(self.options.mover.move(tensor_of(entry).to(dtype), home))
 
-    def _in_memory(self, path: str, found: Found, targets: Targets) -> torch.Tensor:
-        out = torch.empty(found.shape, dtype=self.wanted(found.dtype, targets.tensors[path]))
-        if found.view is not None:
-            out.copy_(found.view())
+    def _in_memory(self, path: str, entry: Found, targets: Targets) -> torch.Tensor:
+        out = torch.empty(entry.shape, dtype=self.wanted(entry.dtype, targets.tensors[path]))
+        if entry.view is not None:
+            out.copy_(entry.view())
         else:
-            found.read(whole(found.shape), out)
+            entry.read(whole(entry.shape), out)
         return out
 
     def wanted(self, stored: torch.dtype, target: torch.Tensor) -> torch.dtype:
@@ -140,16 +154,16 @@ def sent_by_first(
         fits: the tensors of the checkpoint. Empty on other ranks.
         stored: their dtypes by path, the same on all ranks.
         targets: the tensors of the model.
-        reading: where values go.
+        reading: how values are read.
         ranks: the ranks.
     """
     values: dict[str, Value] = {}
     for path, dtype in stored.items():
         target = targets.tensors[path]
-        sent = torch.empty(target.shape, dtype=reading.wanted(dtype, target), device=ranks.device)
+        value = torch.empty(target.shape, dtype=reading.wanted(dtype, target), device=ranks.device)
         if fits:
-            sent.copy_(tensor_of(fits[0].pairs[path]))
-        dist.broadcast(sent, 0)
+            value.copy_(tensor_of(fits[0].pairs[path]))
+        dist.broadcast(value, 0)
         home = reading.placed.device_of(path.partition("/")[2])
-        values[path] = Value(sent if home == "disk" else reading.options.mover.move(sent, home))
+        values[path] = Value(value if home == "disk" else reading.options.mover.move(value, home))
     return named(values, targets)

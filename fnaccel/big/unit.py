@@ -26,12 +26,12 @@ class Slot:
         module, key: the module and its name for the tensor.
         name: the full name.
         empty: a tensor without values, which stands there while the layer is not in use. Tied names share it.
-        original: what stood there before the model was dispatched, or None if its values were let go.
+        original: the tensor from before the model was dispatched, or None if its values were let go.
         value: the values, in the memory of the host, in a mapped file, or on a device.
         origin: the device of the original.
         mapped: whether the values are in a mapped file.
         dtype: the dtype that the layer computes with. None: that of the values.
-        in_place: whether the layer computes with the values where they are in the file.
+        in_place: whether the layer computes with the values in the mapped file.
     """
 
     module: nn.Module
@@ -52,8 +52,8 @@ class Slot:
     def put(self, value: torch.Tensor) -> None:
         """Let the module see a tensor."""
         parameter = isinstance(self.empty, nn.Parameter)
-        held: Any = _torch.parameters_of(self.module) if parameter else _torch.buffers_of(self.module)
-        held[self.key] = value
+        registered: Any = _torch.parameters_of(self.module) if parameter else _torch.buffers_of(self.module)
+        registered[self.key] = value
 
     def as_registered(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor as a parameter if the module has one there."""
@@ -92,7 +92,7 @@ class Unit:
     Attributes:
         path: of the module whose forward pass needs it.
         module: this module.
-        device: where it runs.
+        device: its device when it runs.
         slots: the tensors that are fetched for it. Others stay on its device.
         after: the unit that came next, the last time.
         depth: how many of its forward passes have begun and not ended.

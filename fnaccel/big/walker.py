@@ -16,7 +16,7 @@ from fnaccel.errors import CapabilityError
 
 @attrs.define
 class Counts:
-    """What a dispatched model has done so far.
+    """The fetches of a dispatched model so far.
 
     Attributes:
         fetched: layers that were brought to their device.
@@ -130,8 +130,8 @@ class Walker:
         self.counts.most = max(self.counts.most, len(self._held))
         if self._thread is None:
             return
-        wanted = [unit] if not unit.here else []  # it comes first if it was not fetched ahead
-        for other in [*wanted, *self._ahead]:
+        current = [unit] if not unit.here else []  # it comes first if it was not fetched ahead
+        for other in [*current, *self._ahead]:
             if other.pending is None:
                 other.pending = self._thread.submit(self._begin, other)
 
@@ -148,9 +148,12 @@ class Walker:
             unit.pending = None
         if not unit.here:
             self._held.discard(id(unit))
+            for slot in unit.slots:
+                if slot.in_place:
+                    let_go(slot.value)
 
     def _begin(self, unit: Unit) -> Fetched:
-        """Read what is used in place, and begin to copy the rest."""
+        """Read the pages that are used in place, and begin to copy other tensors."""
         for slot in unit.slots:
             if slot.in_place:
                 read_ahead(slot.value)

@@ -23,7 +23,15 @@ from fnaccel.models.constant_buffers import ConstantBuffers, constant_buffers
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp_buckets import MIB, Buckets, bucket_bytes, lay_out
-from fnaccel.strategies.ddp_hooks import HOOKS, Hook, comm_hook, named_hook, powersgd, register
+from fnaccel.strategies.ddp_hooks import (
+    HOOKS,
+    Hook,
+    comm_hook,
+    named_hook,
+    powersgd,
+    register,
+    register_simulated,
+)
 from fnaccel.strategies.local import capture_whole, place, whole_engine
 from fnaccel.strategies.strategy import ARGUMENT_MAKERS, Axis, Strategy, check_degree, maker
 from fnaccel.world.mesh import ensure_group
@@ -166,7 +174,9 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
         **_torch.buffer_sync(options.sync_buffers),
         gradient_as_bucket_view=options.gradient_as_bucket_view,
     )
-    if hook is not None:
+    if mesh.world.backend == "fake":
+        register_simulated(wrapped)
+    elif hook is not None:
         register(hook, wrapped)
     torn: list[bool] = []
     engine = whole_engine(

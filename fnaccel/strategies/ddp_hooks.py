@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -120,6 +121,19 @@ def powersgd(*, batched: bool = False, wrap: str | None = None, **options: Any) 
         )
     name = "batched_powersgd" if batched else "powersgd"
     return Hook(f"{wrap}+{name}" if wrap else name, tuple(sorted(options.items())))
+
+
+def register_simulated(wrapped: DistributedDataParallel) -> None:
+    """Register the plain all-reduce of a simulated world, whose collectives complete without a result."""
+    group = wrapped.process_group
+
+    def reduced(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        dist.all_reduce(bucket.buffer(), group=group)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped.register_comm_hook(None, reduced)
 
 
 def register(hook: Hook, wrapped: DistributedDataParallel) -> None:

@@ -20,7 +20,7 @@ from fnaccel.models.blocks import HasUnits, find_units
 from fnaccel.models.building import Built, construct, freeze, has_factories, release
 from fnaccel.models.parameter import Cut, Leaf
 from fnaccel.step.html_table import size_of
-from fnaccel.strategies.ddp_buckets import lay_out
+from fnaccel.strategies.ddp_buckets import MIB, bucket_bytes
 from fnaccel.strategies.layout import fsdp_dim
 from fnaccel.strategies.strategy import Strategy, strategy
 from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, resolve
@@ -198,7 +198,7 @@ def footprint(
     built = construct(dict(model) if isinstance(model, Mapping) else model, 0, empty=True)
     try:
         freeze(built, frozen)
-        return _of(built, axes, degrees, optimizer, f"{axes}: {_axes(degrees, ranks)}")
+        return footprint_of(built, axes, degrees, optimizer, f"{axes}: {_axes(degrees, ranks)}")
     finally:
         release(built)
 
@@ -208,9 +208,18 @@ def _axes(degrees: Mapping[str, int], ranks: int) -> str:
     return f"{ranks} rank{'s' if ranks > 1 else ''}{listed}"
 
 
-def _of(
+def footprint_of(
     built: Built, axes: Strategy, degrees: Mapping[str, int], optimizer: object, layout: str
 ) -> Footprint:
+    """The footprint of modules that are built already, whole and without values. Changes nothing.
+
+    Args:
+        built: the modules.
+        axes: the strategy.
+        degrees: the ranks along each axis.
+        optimizer: as for `footprint`.
+        layout: the first line of its text.
+    """
     units = _units(built, axes) if "dp_shard" in degrees else {}
     cuts: dict[str, Cut] = {}
     talks: list[Traffic] = []
@@ -290,11 +299,10 @@ def _data_parallel(placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[
         size = math.prod(degrees.get(axis, 1) for axis in LOSS_AXES)
         if size == 1:
             return []
-        buckets = lay_out([torch.empty(each.part, dtype=each.dtype, device="meta") for each in trained], None)
+        wanted = next((axis.bucket_mb for axis in axes.axes if hasattr(axis, "bucket_mb")), None)
+        count = _buckets(trained, bucket_bytes(grads) if wanted is None else wanted * MIB)
         return [
-            Traffic(
-                axis="loss", kind="all_reduce", count=len(buckets), size=grads, per="step", what="gradients"
-            ),
+            Traffic(axis="loss", kind="all_reduce", count=count, size=grads, per="step", what="gradients"),
             _report(),
         ]
     units = len({each.unit for each in placed})
@@ -319,6 +327,18 @@ def _data_parallel(placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[
             )
         )  # fmt: skip
     return [*rows, _report()]
+
+
+def _buckets(trained: list[Placed], limit: float) -> int:
+    """How many buckets torch's reducer makes: one is full as soon as it has `limit` bytes."""
+    filled: dict[torch.dtype, int] = {}
+    count = 0
+    for each in reversed(trained):
+        filled[each.dtype] = filled.get(each.dtype, 0) + each.bytes_of(each.part)
+        if filled[each.dtype] >= limit:
+            filled[each.dtype] = 0
+            count += 1
+    return count + sum(size > 0 for size in filled.values())
 
 
 def _report() -> Traffic:

@@ -154,13 +154,15 @@ def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None
         _check_tied(units, ignored)
         for _, unit in reversed(units):
             if any(p not in ignored for p in unit.parameters()):
-                fully_shard(unit, **shared, mp_policy=options.policy or _policy(build.settings.precision))
+                fully_shard(
+                    unit, **shared, mp_policy=options.policy or mixed_precision_of(build.settings.precision)
+                )
         in_order += [unit for _, unit in units if isinstance(unit, FSDPModule)]
         for _, unit in units:
             for method in options.methods:
                 if hasattr(unit, method):
                     register_fsdp_forward_method(unit, method)
-    root = options.policy or _policy(build.settings.precision, root=built.host, ignored=ignored)
+    root = options.policy or mixed_precision_of(build.settings.precision, root=built.host, ignored=ignored)
     # backward begins with the root: freed after forward, it would be gathered again at once
     fully_shard(built.host, **shared | {"reshard_after_forward": False}, mp_policy=root)
     _prefetch(built.host, in_order, options)
@@ -196,7 +198,7 @@ def _check_tied(units: Sequence[tuple[str, nn.Module]], ignored: set[Any]) -> No
                 )
 
 
-def _policy(precision: Precision, root: nn.Module | None = None, ignored: object = ()) -> Any:
+def mixed_precision_of(precision: Precision, root: nn.Module | None = None, ignored: object = ()) -> Any:
     """The policy of `with_precision`: gather in the compute dtype, reduce in the reduce dtype."""
     from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 - slow to import
 

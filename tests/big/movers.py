@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from fnaccel.big import Mover
 
+ANY = "any"
+
 
 def device_of(tensor):
     """The device that a tensor's storage carries: views and parameters share it."""
@@ -21,24 +23,26 @@ def set_device(tensor, device):
 
 
 class Devices(TorchFunctionMode):
-    """Results are on the device of the operands, and these must be on one."""
+    """Results are on the device of the operands, and these must be on one.
+
+    A tensor without operands (`torch.arange(..., device=x.device)`) may meet tensors of any device.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         tensors = [x for x in tree_leaves([args, kwargs or {}]) if isinstance(x, torch.Tensor) and x.dim()]
-        found = {device_of(x) for x in tensors}
+        found = {device_of(x) for x in tensors} - {ANY}
         name = getattr(func, "__name__", "")
         if name not in ("__get__", "__set__") and len(found) > 1:
             raise AssertionError(f"{name} mixes {found}")
         result = func(*args, **(kwargs or {}))  # the mode is off in here
-        if len(found) == 1:
-            for x in tree_leaves(result):
-                if isinstance(x, torch.Tensor) and not hasattr(x.untyped_storage(), "device_name"):
-                    set_device(x, next(iter(found)))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and not hasattr(x.untyped_storage(), "device_name"):
+                set_device(x, next(iter(found), ANY))
         return result
 
 
 class Simulated(Mover):
-    """Notes what moves where, and how many bytes are on each device."""
+    """Notes the moves, and how many bytes are on each device."""
 
     def __init__(self, count=2):
         super().__init__()

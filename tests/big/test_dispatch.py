@@ -30,7 +30,7 @@ def values(net):
 
 
 def check_restored(net, before):
-    """No hooks, no meta tensors, the same values, and what was tied still is."""
+    """No hooks, no meta tensors, the same values, and tied parameters still tied."""
     after = dict([*net.named_parameters(remove_duplicate=False), *net.named_buffers()])
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -99,7 +99,7 @@ def test_the_next_layers_are_fetched_while_one_computes(tmp_path, home, prefetch
     assert run.counts.most <= 1 + prefetch
     largest = fa.big.sizes(net).largest[1]
     buffers = sum(buffer.nbytes for buffer in net.buffers())
-    inputs = 4096  # what else lies on the device: tokens
+    inputs = 4096  # tokens lie on the device too
     assert mover.most[0] <= (1 + prefetch) * largest + buffers + inputs
     assert run.counts.out_of_order == 0
     run.remove()
@@ -176,6 +176,7 @@ def test_a_pass_that_fails_leaves_nothing_behind():
         with pytest.raises(error):
             model(torch.full((1, 2), value / 1.0))
         assert torch.equal(model(torch.zeros(1, 2)), zeros)
+        assert run.counts.reentered == 0
     run.send_home()
     assert mover.live[0] == 0
 
@@ -245,7 +246,7 @@ def test_models_that_take_turns():
     for _ in range(2):
         hidden = second(hidden)
     assert two.counts.fetched == 1
-    assert mover.live[0] - 2 * 32 <= size  # and what passed between them
+    assert mover.live[0] - 2 * 32 <= size  # and the activations between them
     assert torch.equal(third(hidden), expected)
     three.send_home()
     assert mover.live[0] <= 3 * 32
@@ -283,6 +284,7 @@ def test_pages_of_a_file_are_used_where_they_are(tmp_path):
     expected, before = output(net), values(net)
     run = fa.big.dispatch(net, {"": "disk"}, folder=tmp_path)
     pointers = {p.data_ptr() for p in net.parameters()}
+    assert 0 not in pointers
     for _ in range(3):
         assert torch.equal(output(net), expected)
         assert {p.data_ptr() for p in net.parameters()} == pointers
@@ -358,3 +360,25 @@ def test_a_compiled_model_breaks_its_graph_at_the_hooks(tmp_path):
     compiled = torch.compile(net, backend="eager")
     with torch.no_grad(), contextlib.suppress(AttributeError):
         assert torch.equal(compiled(TOKENS)["logits"], expected)
+
+
+def write_on_ranks(folder):
+    net = Net(width=64).eval()
+    expected = output(net)
+    fa.big.dispatch(net, {"": "disk"}, folder=folder)
+    return torch.equal(output(net), expected)
+
+
+def test_ranks_may_share_a_folder(pools, tmp_path):
+    assert pools.run(3, write_on_ranks, tmp_path) == [True] * 3
+    assert [file.name for file in tmp_path.iterdir()] == ["offloaded-00000.safetensors"]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_tensors_without_elements(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 2)).requires_grad_(False)
+    expected = model(torch.ones(1, 3))
+    run = fa.big.dispatch(model, {"": "disk"}, folder=tmp_path)
+    assert torch.equal(model(torch.ones(1, 3)), expected)
+    run.remove()
+    assert model[0].weight.shape == (0, 3)

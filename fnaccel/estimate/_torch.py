@@ -1,0 +1,36 @@
+"""The private names of torch that a trace without values needs, with the versions each was checked on."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# ruff: noqa: SLF001
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# the base class of modes that see each operation (2.9 to 2.13)
+DispatchMode = TorchDispatchMode
+
+# the operation behind `tensor.item()` and `bool(tensor)` (2.9 to 2.13)
+VALUE_OF: Any = torch.ops.aten._local_scalar_dense
+
+
+def fake_mode() -> Any:
+    """A mode in which tensors have a shape, a dtype and a device, and no values. (2.13)"""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# torch's own trees: transformers registers its outputs with them (2.9 to 2.13)
+tree_leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
+tree_map: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
+tree_unflatten: Callable[[Sequence[Any], Any], Any] = _pytree.tree_unflatten
+
+
+def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`, which torch's stubs leave without a type. (2.9 to 2.13)"""
+    return function.apply(*args)

@@ -1,0 +1,156 @@
+"""`inference`: the memory of a forward pass without gradients, with its cache of keys and values."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from fnaccel.big.sizes import Dtype, bits_of, nbytes
+from fnaccel.errors import ArgumentError
+from fnaccel.estimate import _torch
+from fnaccel.estimate.account import Account
+from fnaccel.estimate.crossings import Crossings, watch
+from fnaccel.estimate.model_names import NamedModel
+from fnaccel.estimate.repeated import Repeated, shorten
+from fnaccel.estimate.trace import fill
+from fnaccel.estimate.unknown_values import ordinary_batch
+from fnaccel.models.building import construct, release
+from fnaccel.step.html_table import size_of
+
+
+@attrs.frozen(kw_only=True)
+class InferenceEstimate:
+    """The memory of inference on one rank. Print it.
+
+    Attributes:
+        parameters: bytes of parameters and buffers.
+        cache: bytes of keys and values of all tokens.
+        activations: further bytes at the peak of the forward pass over all tokens at once.
+        rows, length: of the batch.
+
+    Example:
+        >>> fa.estimate.InferenceEstimate(parameters=900, cache=80, activations=20, rows=1, length=8).total
+        1000
+    """
+
+    parameters: int
+    cache: int
+    activations: int
+    rows: int
+    length: int | None
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.parameters + self.cache + self.activations
+
+    def __str__(self) -> str:
+        shape = f"{self.rows} rows" + ("" if self.length is None else f" of {self.length:,} tokens")
+        return "\n".join(
+            [
+                f"inference of {shape}: {size_of(self.total)}",
+                f"    parameters  {size_of(self.parameters)}",
+                f"    cache       {size_of(self.cache)}",
+                f"    activations {size_of(self.activations)}",
+            ]
+        )
+
+
+def inference(
+    model: NamedModel, *, rows: int = 1, length: int | None = None, dtype: Dtype = "bf16"
+) -> InferenceEstimate:
+    """The memory of a forward pass over a whole batch, and of the cache that it leaves. Nothing is allocated.
+
+    Args:
+        model: a model by name, whose kind of batch is known.
+        rows: sequences, or images.
+        length: tokens of each. By default as long as the model can, 2,048 at most.
+        dtype: of parameters. Activations and cache are in bf16 if it is smaller than that.
+
+    Raises:
+        ArgumentError: the kind of batch is unknown.
+
+    Example:
+        >>> model = fa.estimate.find_model("torch.nn:Identity")
+        >>> fa.estimate.inference(model)
+        Traceback (most recent call last):
+        fnaccel.errors.ArgumentError: nothing is known of the batches of torch.nn:Identity...
+    """
+    if model.batch is None:
+        raise ArgumentError(
+            f"nothing is known of the batches of {model.name}",
+            where="fa.estimate.inference",
+            fix="name a model of transformers or timm",
+        )
+    bits = bits_of(dtype) or 16
+    kind = (
+        torch.float32
+        if bits == 32
+        else torch.float16
+        if str(dtype) in ("fp16", "float16")
+        else torch.bfloat16
+    )
+    built = construct(model.factory, 0, empty=True)
+    try:
+        module = built.modules[None]
+        parameters = nbytes([*module.parameters(), *module.buffers()], bits)
+        module.to(kind).eval().requires_grad_(False)
+        account = Account()
+        batch: Any = model.batch(rows, length)
+        tokens = batch["input_ids"].shape[1] if isinstance(batch, dict) and "input_ids" in batch else None
+        cache = _forward(module, built.host, batch, account)
+        return InferenceEstimate(
+            parameters=parameters,
+            cache=cache,
+            activations=account.top.total - cache,
+            rows=rows,
+            length=tokens,
+        )
+    finally:
+        release(built)
+
+
+def _forward(module: nn.Module, host: nn.Module, batch: Any, account: Account) -> int:
+    """Run a forward pass without values, and return the bytes of the cache that it leaves."""
+    runs = shorten(module, ())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_torch.fake_mode())
+        stack.enter_context(ordinary_batch())
+        inputs = fill(host, (), batch, account)
+        for run in runs:
+            _repeat(run, account)
+        stack.enter_context(account)
+        stack.enter_context(torch.no_grad())
+        if not isinstance(inputs, dict):
+            module(inputs[0])
+            return 0
+        options: dict[str, Any] = {key: value for key, value in inputs.items() if key != "labels"}
+        accepted = inspect.signature(module.forward).parameters
+        options |= {"use_cache": True} if "use_cache" in accepted else {}
+        options |= {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        # the result is dropped at once, but for the cache
+        kept = getattr(module(**options), "past_key_values", None)
+        return 0 if kept is None else account.live
+
+
+def _repeat(run: Repeated, account: Account) -> None:
+    """Count the blocks that are not traced: the cache grows by as much in each of them."""
+    before = 0
+
+    def second_begins() -> None:
+        nonlocal before
+        before = account.live
+
+    def third_begins() -> None:
+        account.hold((account.live - before) * run.left_out)
+
+    def nothing() -> None:
+        pass
+
+    watch(run.second, Crossings(second_begins, nothing, nothing, nothing))
+    watch(run.third, Crossings(third_begins, nothing, nothing, nothing))

@@ -1,0 +1,80 @@
+"""The units of fsdp as a trace counts them: bytes and dtypes of each group of parameters."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fnaccel.estimate.sharded import Unit
+from fnaccel.models.blocks import find_units
+from fnaccel.models.building import Built
+from fnaccel.step.precision_policy import Precision
+from fnaccel.strategies.fsdp import Fsdp
+from fnaccel.strategies.fsdp_engine import mixed_precision_of
+from fnaccel.strategies.layout import fsdp_dim
+
+Units = list[tuple[nn.Module, Unit]]
+
+
+def units_of(
+    built: Built, options: Fsdp, shards: int, precision: Precision
+) -> tuple[Units, Unit, dict[str | None, list[str]]]:
+    """The units of a model, the unit of its root, and the names of the modules that are units."""
+    named = dict(built.named("parameters"))
+    left: set[int] = {
+        id(param)
+        for name, param in named.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in options.ignore)
+        or fsdp_dim(param.shape, built.cuts.get(name), shards) is None
+    }
+    cuts = {id(param): built.cuts.get(name) for name, param in named.items()}
+    units: Units = []
+    names: dict[str | None, list[str]] = {}
+    for key, module in built.modules.items():
+        found = find_units(module, built.units.get(key, options.units), "fa.fsdp(units=...)")
+        names[key] = [name for name, _ in found]
+        policy = options.policy or mixed_precision_of(precision)
+        for _, inner in reversed(found):
+            params = [param for param in inner.parameters() if id(param) not in left]
+            if params:
+                left |= {id(param) for param in params}
+                frees = bool(options.reshard_after_forward)
+                units.append((inner, _unit(params, cuts, shards, policy, frees=frees)))
+    taken = {param for param in named.values() if id(param) in left}
+    policy = options.policy or mixed_precision_of(precision, root=built.host, ignored=taken)
+    rest = [param for param in named.values() if id(param) not in left]
+    return units, _unit(rest, cuts, shards, policy, frees=False), names
+
+
+def _unit(params: list[Any], cuts: Mapping[int, Any], shards: int, policy: Any, *, frees: bool) -> Unit:
+    param_dtype = params[0].dtype if params else torch.float32
+    compute = policy.param_dtype or param_dtype
+    reduce = policy.reduce_dtype or compute
+    padded = {id(param): _padded(param, cuts.get(id(param)), shards) for param in params}
+    whole = sum(padded.values())
+    trained = sum(padded[id(param)] for param in params if param.requires_grad)
+    casts = any(param.dtype != compute for param in params)
+    return Unit(
+        params=params,
+        whole=whole * compute.itemsize,
+        cast=whole * compute.itemsize // shards if casts else 0,
+        sent=trained * reduce.itemsize,
+        part=trained * param_dtype.itemsize // shards,
+        frees=frees,
+        compute=compute,
+        casts_gradients=reduce != param_dtype,
+        dtype=policy.param_dtype if policy.cast_forward_inputs else None,
+    )
+
+
+def _padded(param: Any, cut: Any, shards: int) -> int:
+    """The elements of a parameter, with the padding of its dimension that is sharded."""
+    dim = fsdp_dim(param.shape, cut, shards)
+    if dim is None or not param.shape:
+        return param.numel()
+    rows = param.shape[dim]
+    return param.numel() // rows * (-(-rows // shards) * shards) if rows else 0

@@ -1,0 +1,273 @@
+"""`training`: the memory of one rank over a train step, for any strategy and any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Generator, Iterable, Mapping
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from fnaccel.errors import ArgumentError, CapabilityError
+from fnaccel.estimate import _torch
+from fnaccel.estimate.account import Account, Peak
+from fnaccel.estimate.sharded import GRADIENTS, Gathers
+from fnaccel.estimate.sharding import units_of
+from fnaccel.estimate.trace import Plan, trace
+from fnaccel.estimate.work import Work
+from fnaccel.models.blocks import HasUnits, find_units
+from fnaccel.models.building import Built, construct, freeze, has_factories, release
+from fnaccel.program.axes_applied import apply_axes
+from fnaccel.program.lower import Lowered
+from fnaccel.program.planned import Planned, check_distributed, planned
+from fnaccel.step.html_table import size_of
+from fnaccel.step.spec import Spec
+from fnaccel.step.step import StepLike
+from fnaccel.strategies.axis import Rewrites
+from fnaccel.strategies.distribute import Distributed
+from fnaccel.strategies.footprint import Footprint, footprint_of
+from fnaccel.strategies.fsdp import Fsdp
+from fnaccel.strategies.strategy import Strategy
+from fnaccel.tree import Tree
+from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, Mesh, build, resolve
+from fnaccel.world.simulation import simulate
+from fnaccel.world.world import World
+
+_KINDS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "averages": "averages of parameters",
+    "model": "buffers of the model",
+    "batch": "batch",
+    "gathered": "gathered parameters",
+    "buffers": "buffers of collectives",
+    "activations": "activations",
+}
+
+
+@attrs.frozen(kw_only=True)
+class TrainingEstimate:
+    """The memory of the largest rank over a step. Print it.
+
+    Attributes:
+        footprint: parameters, slots and collectives of the rank.
+        peak: the moment with the most live bytes.
+        phases: live bytes at most in each phase of the step.
+        left_out: how many blocks were counted, and not traced.
+        work: floating-point operations, and the collectives of a step by axis and kind.
+        degrees: ranks along each axis.
+
+    Example:
+        >>> estimate = fa.estimate.training(
+        ...     loss_fn, model=fa.distribute(GPT, "ddp"), optimizer=fa.adamw(3e-4), batch=batch, ranks=2
+        ... )
+        >>> print(estimate)
+        ddp(): 2 ranks, dp_replicate=2
+          peak ...
+    """
+
+    footprint: Footprint
+    peak: Peak
+    phases: Mapping[str, int]
+    left_out: int
+    work: Work
+    degrees: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of the rank at the peak."""
+        return self.peak.total
+
+    def __str__(self) -> str:
+        lines = [self.footprint.layout, f"  peak {size_of(self.total)}, in {self.peak.phase}:"]
+        lines += [
+            f"    {title:<23}{size_of(self.peak.kinds[kind])}"
+            for kind, title in _KINDS.items()
+            if self.peak.kinds.get(kind)
+        ]
+        phases = ", ".join(f"{phase} {size_of(size)}" for phase, size in self.phases.items())
+        lines.append(f"  by phase: {phases}")
+        if self.work.counts:
+            lines.append("  collectives of a step:")
+        lines += [
+            f"    {axis:<13}{self.work.counts[axis, kind]} {kind}, {size_of(size)}"
+            for (axis, kind), size in self.work.sizes.items()
+        ]
+        return "\n".join(lines)
+
+
+def training(
+    step: StepLike,
+    *,
+    model: Distributed,
+    optimizer: object,
+    batch: Tree,
+    ranks: int = 1,
+    per_machine: int | None = None,
+    frozen: str | Iterable[str] = (),
+) -> TrainingEstimate:
+    """The memory of one rank over a train step. Nothing is allocated, and no rank is started.
+
+    The forward and backward passes run once without values, for four of each run of equal blocks. What the
+    strategy holds is arithmetic. So the number of ranks and blocks costs nothing.
+
+    Args:
+        step: as for `fa.train_step`.
+        model: a distributed factory.
+        optimizer: a description such as `fa.adamw(3e-4)`.
+        batch: the rows of one rank: tensors of which only shapes and dtypes are read.
+        ranks: how many ranks there would be.
+        per_machine: how many of them on one machine. By default all.
+        frozen: patterns of the parameters that are not trained.
+
+    Raises:
+        ArgumentError: a built module in the place of a factory.
+        AxisProductError: the strategy does not fit the ranks.
+        CapabilityError: a runtime such as DeepSpeed lays the model out itself.
+
+    Example:
+        >>> estimate = fa.estimate.training(
+        ...     loss_fn, model=fa.distribute(GPT, "fsdp"), optimizer=fa.adamw(3e-4), batch=batch, ranks=8
+        ... )
+        >>> estimate.total == sum(estimate.peak.kinds.values())
+        True
+    """
+    check_distributed(model)
+    if not has_factories(model.model):
+        raise ArgumentError("a built module was given", where="fa.estimate.training", fix="give its factory")
+    made = _planned(step, model, optimizer, ranks, per_machine, frozen)
+    if made.delegation is not None:
+        raise CapabilityError(
+            f"{made.delegation.by} lays the model out itself, and its memory is not counted here",
+            where="fa.estimate.training",
+            fix="estimate fsdp, which holds as much as ZeRO-3: fa.distribute(model, fa.fsdp())",
+        )
+    built = construct(model.model, 0, empty=True)
+    try:
+        return _of(built, made, model.strategy, batch)
+    finally:
+        release(built)
+
+
+def _planned(
+    step: StepLike,
+    model: Distributed,
+    optimizer: object,
+    ranks: int,
+    per_machine: int | None,
+    frozen: str | Iterable[str],
+) -> Planned:
+    """The plan of a train step on ranks that do not exist."""
+    local = per_machine or ranks
+    world = World(
+        rank=0, size=ranks, local_rank=0, local_size=local, machine=0, machines=max(1, ranks // local),
+        device=torch.device("cpu"), backend="none", source="fa.estimate",
+    )  # fmt: skip
+    axes = model.strategy
+    mesh = Mesh(world=world, degrees=resolve(axes.degrees(), ranks, str(axes)))
+    return planned(step, model, optimizer, mesh, frozen=frozen)
+
+
+def _of(built: Built, made: Planned, strategy: Strategy, batch: Tree) -> TrainingEstimate:
+    spec, lowered = made.spec, made.lowered(None)
+    degrees = spec.mesh.degrees
+    if degrees.get("cp", 1) > 1:
+        raise CapabilityError(
+            "ranks of context share a row, and their activations are not counted yet",
+            where="fa.estimate.training",
+            fix="estimate a shorter row without the axis: its activations are those of one rank",
+        )
+    freeze(built, spec.frozen)
+    if lowered.settings.casts:
+        for module in built.modules.values():
+            module.to(lowered.settings.precision.param)
+    layout = made.plan.layout.replace(" (cpu)", "")
+    sizes = footprint_of(built, strategy, degrees, spec.optimizers, layout)
+    account = Account()
+    _hold(account, built, sizes, lowered, batch)
+    with _model_axes(spec, strategy) as alone:
+        hooks = apply_axes(built, alone, lowered.modules)
+        inside: dict[str | None, list[str]] = {key: [] for key in built.modules}
+        for key, module in built.modules.items():
+            for name, hook in hooks[key]:
+                if isinstance(hook, HasUnits):
+                    inside[key] += [found for found, _ in find_units(module, hook.units, name)]
+                hook.on_module(module, f"transform {name}")
+        plan = Plan(built=built, lowered=lowered, batch=batch, inside=inside)
+        _add_strategy(plan, account, spec, sizes)
+        left_out = trace(plan, account)
+    phases = {phase: peak.total for phase, peak in account.highest.items() if phase}
+    _send_by_step(account, sizes, lowered, sharded=plan.gathers is not None)
+    return TrainingEstimate(
+        footprint=sizes,
+        peak=account.top,
+        phases=phases,
+        left_out=left_out,
+        work=account.work,
+        degrees=degrees,
+    )
+
+
+def _hold(account: Account, built: Built, sizes: Footprint, lowered: Lowered, batch: Tree) -> None:
+    """The bytes that live for all of a step."""
+    tensors = [value for value in _torch.tree_leaves(batch) if isinstance(value, torch.Tensor)]
+    account.hold(sizes.parameters, "parameters")
+    account.hold(sizes.slots or 0, "optimizer")
+    account.hold(sizes.gradients if lowered.settings.ema_decay is not None else 0, "averages")
+    account.hold(sum(value.nbytes for _, value in built.named("buffers")), "model")
+    account.hold(sum(value.nbytes for value in tensors), "batch")
+
+
+def _send_by_step(account: Account, sizes: Footprint, lowered: Lowered, *, sharded: bool) -> None:
+    """Count the collectives that follow the backward pass. The trace met those of shards and of `tp`."""
+    settings = lowered.settings
+    reduce = settings.precision.reduce
+    for row in sizes.traffic:
+        gradients = row.what.startswith("gradients")
+        if row.per != "step" or (sharded and row.axis in ("shard", "dp_replicate")):
+            continue
+        size = row.size
+        if gradients and reduce in (torch.bfloat16, torch.float16) and row.axis == "loss":
+            size = size * reduce.itemsize // settings.precision.param.itemsize
+        times = max(1, settings.micro_batches) if settings.sync_each and gradients else 1
+        account.work.send(row.axis, row.kind, size * times, row.count * times)
+
+
+def _add_strategy(plan: Plan, account: Account, spec: Spec, sizes: Footprint) -> None:
+    degrees, precision = spec.mesh.degrees, plan.lowered.settings.precision
+    fsdp = next((axis for axis in spec.strategy.axes if isinstance(axis, Fsdp)), None)
+    if fsdp is not None:
+        shards = math.prod(degrees.get(axis, 1) for axis in SHARD_AXES)
+        units, root, names = units_of(plan.built, fsdp, shards, precision)
+        plan.units, plan.root = units, root
+        plan.gathers = Gathers(account, root, shards=shards, replicas=degrees.get("dp_replicate", 1) > 1)
+        plan.inside = {key: [*plan.inside.get(key, ()), *found] for key, found in names.items()}
+    elif math.prod(degrees.get(axis, 1) for axis in LOSS_AXES) > 1:
+        plan.averaged = True
+        account.hold(sizes.gradients, GRADIENTS)
+
+
+@contextlib.contextmanager
+def _model_axes(spec: Spec, strategy: Strategy) -> Generator[Spec]:
+    """The train step on a mesh of the axes that change modules, whose ranks are simulated."""
+    rewriting = [
+        name
+        for axis in strategy.axes
+        if isinstance(axis, Rewrites)
+        for name in (getattr(axis, "mesh_axis", ""),)
+    ]
+    degrees = {name: size for name, size in spec.mesh.degrees.items() if name in rewriting and size > 1}
+    if not degrees:
+        yield spec
+        return
+    if dist.is_initialized():
+        raise CapabilityError(
+            f"the axis {next(iter(degrees))} needs a process group of its own here, and one runs already",
+            where="fa.estimate.training",
+            fix="call it outside of a job, or run `fnaccel estimate`",
+        )
+    with simulate(ranks=math.prod(degrees.values())) as world:
+        yield attrs.evolve(spec, mesh=build(world, degrees, strategy.follows()))

@@ -1,0 +1,57 @@
+"""Answers to a model that asks for values during a trace, in which tensors have none.
+
+A model may ask whether a mask has only ones, or whether sequences are packed, and skip work if not. The
+answers are those of an ordinary batch: "all of them" is true, "any of them" is false, and a number is 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Generator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fnaccel.estimate._torch import VALUE_OF, DispatchMode
+
+
+class Answers(DispatchMode):
+    """While the body runs, tensors without values answer for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._any: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        packet = getattr(func, "overloadpacket", None)
+        if packet is VALUE_OF:
+            value = args[0]
+            truth = value.untyped_storage() not in self._any
+            return truth if value.dtype is torch.bool else 1.0 if value.is_floating_point() else 1
+        result = func(*args, **dict(kwargs or {}))
+        if packet is torch.ops.aten.any:
+            self._any.add(result.untyped_storage())
+        return result
+
+
+@contextlib.contextmanager
+def ordinary_batch() -> Generator[None]:
+    """Answer questions about values as an ordinary batch would.
+
+    transformers asks whether a tensor is a fake one, and then builds masks that it would skip with values.
+    """
+    with contextlib.ExitStack() as stack:
+        module = sys.modules.get("transformers.utils.import_utils")
+        if hasattr(module, "is_fake_tensor"):
+            stack.enter_context(mock.patch.object(module, "is_fake_tensor", return_value=False))
+        stack.enter_context(Answers())
+        yield

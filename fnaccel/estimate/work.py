@@ -1,0 +1,79 @@
+"""The work of a step: floating-point operations, and collectives by axis and kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import attrs
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from fnaccel.estimate._torch import tree_leaves
+
+Link = tuple[str, str]
+"""A mesh axis, and a kind of collective."""
+
+_NAMESPACES = ("c10d", "_c10d_functional")
+_KINDS = {
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_base": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+}
+
+
+@attrs.define
+class Work:
+    """Operations and collectives, counted from the beginning.
+
+    Attributes:
+        flops: floating-point operations of matrix products, convolutions and attention.
+        counts: collectives by link.
+        sizes: their bytes by link. Of a gather, the result. Of a reduction, the argument.
+
+    Example:
+        >>> work = fa.estimate.Work()
+        >>> work.send("shard", "all_gather", 1_000)
+        >>> work.sizes["shard", "all_gather"]
+        1000
+    """
+
+    flops: int = 0
+    counts: Counter[Link] = attrs.field(factory=Counter)
+    sizes: Counter[Link] = attrs.field(factory=Counter)
+
+    def send(self, axis: str, kind: str, size: int, count: int = 1) -> None:
+        """Count collectives of one kind."""
+        self.counts[axis, kind] += count
+        self.sizes[axis, kind] += size
+
+    def copy(self) -> Work:
+        """The work until now."""
+        return Work(self.flops, self.counts.copy(), self.sizes.copy())
+
+    def repeat(self, since: Work, times: int) -> None:
+        """Count the work that was done since then as often again."""
+        self.flops += (self.flops - since.flops) * times
+        for mine, before in ((self.counts, since.counts), (self.sizes, since.sizes)):
+            for link in list(mine):
+                mine[link] += (mine[link] - before[link]) * times
+
+    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Count an operation of a trace. Collectives in it are those along `tp`."""
+        formula: Any = flop_registry.get(getattr(operation, "overloadpacket", None))
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        elif getattr(operation, "namespace", "") in _NAMESPACES:
+            name = operation.overloadpacket.__name__.strip("_")
+            kind = _KINDS.get(name)
+            if kind is not None:
+                values = result if kind == "all_gather" else args
+                tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+                # of an operation in place, the argument is the result
+                self.send("tp", kind, max((value.nbytes for value in tensors), default=0))

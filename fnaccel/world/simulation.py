@@ -1,0 +1,62 @@
+"""A world of any number of ranks in one process, to plan and to count. Its collectives move nothing."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fnaccel.errors import WorldError, require
+from fnaccel.world._torch import begin_fake_group
+from fnaccel.world.world import World
+
+
+def simulate(*, ranks: int, per_machine: int | None = None, rank: int = 0) -> World:
+    """One rank of a world whose other ranks do not exist. Use it as a context manager.
+
+    Train steps build, print their plan and run: collectives return at once and leave their results as they
+    were. So values are wrong, and shapes, bytes and the number of collectives are right.
+
+    Args:
+        ranks: how many ranks there would be.
+        per_machine: how many of them on one machine. By default all.
+        rank: the rank that this process is.
+
+    Raises:
+        ArgumentError: no such rank, or machines that do not divide the ranks.
+        WorldError: this process is part of a process group already.
+
+    Example:
+        >>> with fa.simulate(ranks=8, per_machine=4) as pretended:
+        ...     pretended.size, pretended.machines
+        (8, 2)
+    """
+    local = ranks if per_machine is None else per_machine
+    require(ranks >= 1, f"{ranks} ranks can't train", "fa.simulate(ranks=)", "ranks=1, or more")
+    require(
+        local >= 1 and ranks % local == 0,
+        f"{ranks} ranks do not make machines of {local}",
+        "fa.simulate(per_machine=)",
+        "a number that divides the ranks",
+    )
+    require(0 <= rank < ranks, f"there is no rank {rank}", "fa.simulate(rank=)", f"0 to {ranks - 1}")
+    if dist.is_initialized():
+        raise WorldError(
+            "this process is part of a process group, and a second one can't begin",
+            where="fa.simulate",
+            fix="leave the world first: close it, or end its `with` block",
+        )
+    begin_fake_group(rank, ranks)
+    world = World(
+        rank=rank,
+        size=ranks,
+        local_rank=rank % local,
+        local_size=local,
+        machine=rank // local,
+        machines=ranks // local,
+        device=torch.device("cpu"),
+        backend="fake",
+        source="fa.simulate",
+        owns_group=True,
+    )
+    world.enter()
+    return world

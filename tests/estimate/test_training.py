@@ -1,0 +1,75 @@
+"""Estimates of training against the live storages of real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+import fnaccel as fa
+from tests.estimate.models import GPT, GPT2, Llama, Perceptron, loss_fn, peak_of, step_of, tokens_of
+
+LLAMA_PLAN = {
+    "*.q_proj": "colwise", "*.k_proj": "colwise", "*.v_proj": "colwise", "*.o_proj": "rowwise",
+    "*.gate_proj": "colwise", "*.up_proj": "colwise", "*.down_proj": "rowwise",
+}  # fmt: skip
+ROWS = [
+    (1, "local", GPT, {}),
+    (1, "local", GPT, {"remat": True}),
+    (1, "local", GPT, {"precision": "bf16", "accumulate": 3}),
+    (1, "local", Perceptron, {}),
+    (1, "local", Llama, {"precision": "bf16", "remat": True}),
+    (1, "local", GPT2, {"precision": fa.Precision(param="bf16", compute="bf16")}),
+    (1, "fsdp", GPT, {}),
+    (2, "ddp", GPT, {}),
+    (2, "ddp", Llama, {"precision": "bf16", "remat": True}),
+    (2, "ddp", GPT2, {"accumulate": 2}),
+    (2, "fsdp", GPT, {"precision": "bf16"}),
+    (2, "fsdp", Llama, {"remat": True}),
+    (2, "fsdp", Perceptron, {}),
+    (2, "fsdp", GPT, {"accumulate": 2}),
+    (2, fa.tensor(2, LLAMA_PLAN), Llama, {}),
+    (4, "ddp", GPT, {"precision": "bf16"}),
+    (4, "fsdp", GPT, {"remat": True}),
+    (4, "fsdp", Llama, {"precision": "bf16", "remat": True}),
+    (4, "fsdp(reshard_after_forward=False)", GPT2, {"precision": "bf16"}),
+    (4, "hsdp(2, 2)", GPT, {"precision": "bf16", "remat": True}),
+    (4, "hsdp(2, 2)", Llama, {}),
+    (4, fa.fsdp(2) * fa.tensor(2, LLAMA_PLAN), Llama, {"remat": True}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "strategy", "model", "options"), ROWS, ids=str)
+def test_it_is_what_the_largest_rank_holds(pools, ranks, strategy, model, options):
+    step, optimizer = step_of(**options), fa.adamw(1e-3)
+    held = max(pools.run(ranks, peak_of, step, model, strategy, optimizer))
+    estimate = fa.estimate.training(
+        step, model=fa.distribute(model, strategy), optimizer=optimizer, batch=tokens_of("meta"), ranks=ranks
+    )
+    assert estimate.total == pytest.approx(held, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("step", "optimizer", "frozen"),
+    [
+        (fa.clip_norm(loss_fn, 1.0), fa.sgd(0.1, momentum=0.9), ()),
+        (fa.with_ema(loss_fn, 0.9), fa.adamw(1e-3), ()),
+        (loss_fn, fa.sgd(0.1), ("embed.*", "blocks.0.*")),
+    ],
+    ids=["clip", "ema", "frozen"],
+)
+def test_transforms_and_optimizers(pools, step, optimizer, frozen):
+    held = pools.run(1, _peak_of_frozen, step, optimizer, frozen)[0]
+    estimate = fa.estimate.training(
+        step, model=fa.distribute(GPT, "local"), optimizer=optimizer, batch=tokens_of("meta"), frozen=frozen
+    )
+    assert estimate.total == pytest.approx(held, rel=0.05)
+
+
+def _peak_of_frozen(step, optimizer, frozen):
+    train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=optimizer, frozen=frozen)
+    state, tokens = train_step.init(seed=0), tokens_of()
+    state, _ = train_step(state, tokens)
+    with fa.estimate.LiveStorages(arguments=True) as storages:
+        state, _ = train_step(state, tokens)
+        storages.begin()
+        state, _ = train_step(state, tokens)
+    return storages.peak
