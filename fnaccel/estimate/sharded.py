@@ -26,6 +26,9 @@ class Unit:
         cast: bytes of this rank's part in the compute dtype, if gathering casts it. Else 0.
         sent: bytes of its gradients as they are reduced, with padding.
         part: bytes of its sharded gradients.
+        summed: bytes of its gradients as micro-batches that do not communicate add them, if that is in
+            another dtype than the gradients'. Else 0.
+        kept: bytes that stay after forward, if it is sharded over fewer ranks until backward.
         frees: whether it is freed after forward.
         compute: the dtype of its gathered parameters.
         casts_gradients: whether gradients are reduced in another dtype than the parameters'.
@@ -37,6 +40,8 @@ class Unit:
     cast: int
     sent: int
     part: int
+    summed: int
+    kept: int
     frees: bool
     compute: torch.dtype
     casts_gradients: bool = False
@@ -44,6 +49,7 @@ class Unit:
     gathered: bool = False
     ahead: bool = False
     reduced: bool = False
+    sums: bool = False
     done: bool = False
 
 
@@ -86,6 +92,7 @@ class Gathers:
         unit.done = False
         if unit.frees:
             self._free(unit)
+            self._account.hold(unit.kept, GATHERED)
         if unit is self._root:
             self._free_buffer()
 
@@ -94,6 +101,7 @@ class Gathers:
         if not unit.gathered:
             self._gather(unit)
             self._copy_out(unit)
+            self._account.hold(-unit.kept, GATHERED)
             if self._shards > 1:
                 self._account.hold(-unit.whole, BUFFERS)
         unit.ahead = False
@@ -106,10 +114,15 @@ class Gathers:
         if unit.done:
             return
         unit.done = True
+        grads = sum(param.grad.nbytes for param in unit.params if param.grad is not None)
+        if unit.summed and grads and not unit.sums and not self.communicates:
+            unit.sums = True
+            self._account.hold(unit.summed, GRADIENTS)
+        if unit.sums:
+            self._drop(unit, grads)
         self._free(unit)
         if not self.communicates:
             return
-        grads = sum(param.grad.nbytes for param in unit.params if param.grad is not None)
         self._account.hold(-self._reducing, BUFFERS)
         self._reducing = unit.sent
         self._account.hold(-self._averaging, BUFFERS)
@@ -122,10 +135,11 @@ class Gathers:
             self._account.work.send("shard", "reduce_scatter", unit.sent)
         if self._replicas:
             self._account.work.send("dp_replicate", "all_reduce", unit.sent // self._shards)
-        for param in unit.params:
-            param.grad = None
-            self._account.labelled.discard(id(param))
-        self._account.label(-grads, GRADIENTS)
+        if unit.sums:
+            unit.sums = False
+            self._account.hold(-unit.summed, GRADIENTS)
+        else:
+            self._drop(unit, grads)
         output = unit.sent // self._shards
         if unit.casts_gradients or unit.reduced:
             self._account.hold(output, BUFFERS)
@@ -148,6 +162,13 @@ class Gathers:
         self._account.hold(-self._reducing - self._averaging, BUFFERS)
         self._reducing = self._averaging = 0
         self._order.clear()
+
+    def _drop(self, unit: Unit, grads: int) -> None:
+        """Free the gradients that autograd made."""
+        for param in unit.params:
+            param.grad = None
+            self._account.labelled.discard(id(param))
+        self._account.label(-grads, GRADIENTS)
 
     def _gather(self, unit: Unit) -> None:
         if unit.gathered or unit.ahead or self._shards == 1:

@@ -42,15 +42,14 @@ def units_of(
             params = [param for param in inner.parameters() if id(param) not in left]
             if params:
                 left |= {id(param) for param in params}
-                frees = bool(options.reshard_after_forward)
-                units.append((inner, _unit(params, cuts, shards, policy, frees=frees)))
+                units.append((inner, _unit(params, cuts, shards, policy, options.reshard_after_forward)))
     taken = {param for param in named.values() if id(param) in left}
     policy = options.policy or mixed_precision_of(precision, root=built.host, ignored=taken)
     rest = [param for param in named.values() if id(param) not in left]
-    return units, _unit(rest, cuts, shards, policy, frees=False), names
+    return units, _unit(rest, cuts, shards, policy, False), names
 
 
-def _unit(params: list[Any], cuts: Mapping[int, Any], shards: int, policy: Any, *, frees: bool) -> Unit:
+def _unit(params: list[Any], cuts: Mapping[int, Any], shards: int, policy: Any, frees: bool | int) -> Unit:
     param_dtype = params[0].dtype if params else torch.float32
     compute = policy.param_dtype or param_dtype
     reduce = policy.reduce_dtype or compute
@@ -64,7 +63,11 @@ def _unit(params: list[Any], cuts: Mapping[int, Any], shards: int, policy: Any, 
         cast=whole * compute.itemsize // shards if casts else 0,
         sent=trained * reduce.itemsize,
         part=trained * param_dtype.itemsize // shards,
-        frees=frees,
+        summed=sum(p.numel() for p in params if p.requires_grad) * reduce.itemsize
+        if reduce != compute
+        else 0,
+        kept=0 if isinstance(frees, bool) else whole * compute.itemsize // frees,
+        frees=bool(frees),
         compute=compute,
         casts_gradients=reduce != param_dtype,
         dtype=policy.param_dtype if policy.cast_forward_inputs else None,

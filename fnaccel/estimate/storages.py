@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 from unittest import mock
@@ -98,8 +98,8 @@ class LiveStorages(DispatchMode):
     def _count(self, values: object) -> None:
         for value in tree_leaves(values):
             if isinstance(value, torch.Tensor):
-                local: Any = getattr(value, "_local_tensor", value)
-                self.refresh(local.untyped_storage())
+                for part in _parts(value):
+                    self.refresh(part.untyped_storage())
 
     def refresh(self, storage: torch.UntypedStorage) -> None:
         """Count a storage, or its new size."""
@@ -117,3 +117,14 @@ class LiveStorages(DispatchMode):
     def _end(self, key: int) -> None:
         self._finalizers.pop(key, None)
         self.live -= self._sizes.pop(key)
+
+
+def _parts(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors with memory of a tensor: those inside of a DTensor, or of a quantized tensor."""
+    if not hasattr(value, "__tensor_flatten__"):
+        yield value
+        return
+    for name in value.__tensor_flatten__()[0]:
+        part = getattr(value, name)
+        if isinstance(part, torch.Tensor):  # a DTensor has its mesh here too
+            yield from _parts(part)

@@ -16,6 +16,7 @@ from fnaccel.estimate.account import Account, Peak
 from fnaccel.estimate.sharded import GRADIENTS, Gathers
 from fnaccel.estimate.sharding import units_of
 from fnaccel.estimate.trace import Plan, trace
+from fnaccel.estimate.unknown_values import ordinary_batch
 from fnaccel.estimate.work import Work
 from fnaccel.models.blocks import HasUnits, find_units
 from fnaccel.models.building import Built, construct, freeze, has_factories, release
@@ -27,7 +28,7 @@ from fnaccel.step.spec import Spec
 from fnaccel.step.step import StepLike
 from fnaccel.strategies.axis import Rewrites
 from fnaccel.strategies.distribute import Distributed
-from fnaccel.strategies.footprint import Footprint, footprint_of
+from fnaccel.strategies.footprint import Footprint, footprint_of, slots_of
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.strategy import Strategy
 from fnaccel.tree import Tree
@@ -185,7 +186,9 @@ def _of(built: Built, made: Planned, strategy: Strategy, batch: Tree) -> Trainin
         for module in built.modules.values():
             module.to(lowered.settings.precision.param)
     layout = made.plan.layout.replace(" (cpu)", "")
-    sizes = footprint_of(built, strategy, degrees, spec.optimizers, layout)
+    sizes = footprint_of(built, strategy, degrees, None, layout)
+    if spec.optimizers is not None:
+        sizes = attrs.evolve(sizes, slots=_slots(built, sizes, spec.optimizers))
     account = Account()
     _hold(account, built, sizes, lowered, batch)
     with _model_axes(spec, strategy) as alone:
@@ -209,6 +212,12 @@ def _of(built: Built, made: Planned, strategy: Strategy, batch: Tree) -> Trainin
         work=account.work,
         degrees=degrees,
     )
+
+
+def _slots(built: Built, sizes: Footprint, optimizers: object) -> int | None:
+    """The bytes of slots. Optimizers of torch make theirs by a first step, which reads values on the CPU."""
+    with _torch.fake_mode(), ordinary_batch():
+        return slots_of(built, sizes.placed, optimizers, "cpu")
 
 
 def _hold(account: Account, built: Built, sizes: Footprint, lowered: Lowered, batch: Tree) -> None:

@@ -237,7 +237,7 @@ def footprint_of(
     return Footprint(
         layout=layout,
         placed=placed,
-        slots=0 if optimizer is None else _slots(built, placed, optimizer),
+        slots=0 if optimizer is None else slots_of(built, placed, optimizer),
         traffic=(*talks, *_data_parallel(placed, axes, degrees)),
     )
 
@@ -273,17 +273,24 @@ def _placed(
     )
 
 
-def _slots(built: Built, placed: tuple[Placed, ...], optimizer: object) -> int | None:
-    """The bytes of an optimizer's slots on the rank: it makes them over tensors without memory."""
+def slots_of(built: Built, placed: tuple[Placed, ...], optimizer: object, device: str = "meta") -> int | None:
+    """The bytes of an optimizer's slots on the rank: it makes them over tensors without memory.
+
+    Args:
+        built: the modules.
+        placed: their parameters.
+        optimizer: as for `footprint`.
+        device: of the tensors. Those of "cpu" have memory, unless a mode of the caller's keeps them from it.
+    """
     leaves = [
         Leaf(each.name, param, param.detach(), param)
         for each in placed
         if each.trained
-        for param in (nn.Parameter(torch.empty(each.part, dtype=each.dtype, device="meta")),)
+        for param in (nn.Parameter(torch.empty(each.part, dtype=each.dtype, device=device)),)
     ]
     optimizers = by_model(optimizer, list(built.modules))
     try:
-        updater = Updater(leaves, optimizers, torch.device("meta"), on_device=False)
+        updater = Updater(leaves, optimizers, torch.device(device), on_device=False)
     except FnaccelError:
         raise
     except Exception:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import fnaccel as fa
+from fnaccel import errors
 from tests.estimate.models import GPT, GPT2, Llama, Perceptron, loss_fn, peak_of, step_of, tokens_of
 
 LLAMA_PLAN = {
@@ -56,12 +58,71 @@ def test_it_is_what_the_largest_rank_holds(pools, ranks, strategy, model, option
     ],
     ids=["clip", "ema", "frozen"],
 )
-def test_transforms_and_optimizers(pools, step, optimizer, frozen):
+def test_transforms(pools, step, optimizer, frozen):
     held = pools.run(1, _peak_of_frozen, step, optimizer, frozen)[0]
     estimate = fa.estimate.training(
         step, model=fa.distribute(GPT, "local"), optimizer=optimizer, batch=tokens_of("meta"), frozen=frozen
     )
     assert estimate.total == pytest.approx(held, rel=0.05)
+
+
+OPTIONS = [
+    (1, "local", fa.with_precision(loss_fn, "fp16"), fa.adamw(1e-3)),
+    (1, "local", fa.remat(loss_fn, save="matmuls"), fa.adamw(1e-3)),
+    (1, "local", loss_fn, fa.optim.adafactor(1e-3)),
+    (1, "local", loss_fn, fa.optim.adamw8bit(1e-3)),
+    (2, "fsdp", loss_fn, fa.from_torch(torch.optim.RMSprop, lr=1e-3)),
+    (2, "fsdp", fa.accumulate(fa.with_precision(loss_fn, "bf16"), 2), fa.adamw(1e-3)),
+    (2, "fsdp", fa.accumulate(loss_fn, 2, sync="each"), fa.adamw(1e-3)),
+    (2, fa.fsdp(units=None), loss_fn, fa.adamw(1e-3)),
+    (2, fa.fsdp(ignore="embed.*"), loss_fn, fa.adamw(1e-3)),
+    (2, fa.ddp(hook="bf16"), fa.remat(loss_fn), fa.adamw(1e-3)),
+    (4, fa.fsdp(reshard_after_forward=2), loss_fn, fa.adamw(1e-3)),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "step", "optimizer"), OPTIONS, ids=lambda value: str(value)[:50]
+)
+def test_options_of_strategies_and_optimizers(pools, ranks, strategy, step, optimizer):
+    held = max(pools.run(ranks, peak_of, step, GPT, strategy, optimizer))
+    estimate = fa.estimate.training(
+        step, model=fa.distribute(GPT, strategy), optimizer=optimizer, batch=tokens_of("meta"), ranks=ranks
+    )
+    assert estimate.total == pytest.approx(held, rel=0.05)
+
+
+def test_the_number_of_blocks_and_of_ranks_costs_nothing():
+    """What it traces is the same, and the bytes are linear in the blocks."""
+
+    def estimated(blocks, ranks):
+        return fa.estimate.training(
+            fa.remat(loss_fn), model=fa.distribute(lambda: GPT(blocks), "fsdp"), optimizer=fa.adamw(1e-3),
+            batch=tokens_of("meta"), ranks=ranks,
+        )  # fmt: skip
+
+    few, more, most = (estimated(blocks, 2) for blocks in (8, 12, 16))
+    assert (few.left_out, more.left_out, most.left_out) == (4, 8, 12)
+    assert most.total - more.total == more.total - few.total
+    assert estimated(8, 16).total < few.total
+
+
+def test_mistakes():
+    model, optimizer = fa.distribute(GPT, "fsdp(4)"), fa.adamw(1e-3)
+    with pytest.raises(errors.AxisProductError, match="and the world has 2"):
+        fa.estimate.training(loss_fn, model=model, optimizer=optimizer, batch=tokens_of("meta"), ranks=2)
+    with pytest.raises(errors.ArgumentError, match="a built module was given"):
+        fa.estimate.training(
+            loss_fn, model=fa.distribute(GPT(1), "local"), optimizer=optimizer, batch=tokens_of("meta")
+        )
+    with (
+        fa.simulate(ranks=2),
+        pytest.raises(errors.CapabilityError, match="needs a process group of its own"),
+    ):
+        fa.estimate.training(
+            loss_fn, model=fa.distribute(Llama, fa.tensor(2, LLAMA_PLAN)), optimizer=optimizer,
+            batch=tokens_of("meta"), ranks=2,
+        )  # fmt: skip
 
 
 def _peak_of_frozen(step, optimizer, frozen):
