@@ -30,10 +30,13 @@ def config_of(record: Record, skipped: Sequence[str], dtype: torch.dtype) -> dic
         dtype: the dtype of the weights that were quantized: that of a product without `compute`.
     """
     if isinstance(record, Int8):
-        own: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         keys: dict[str, Any] = {"load_in_8bit": True, "llm_int8_threshold": record.threshold}
     elif isinstance(record, Nf4 | Fp4):
-        own = {"block": record.block, "compute": None if record.compute is None else name_of(record.compute)}
+        extra = {
+            "block": record.block,
+            "compute": None if record.compute is None else name_of(record.compute),
+        }
         keys = {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": record.kind,
@@ -49,7 +52,7 @@ def config_of(record: Record, skipped: Sequence[str], dtype: torch.dtype) -> dic
             where="fa.big.save_quantized",
             fix="quantize with fa.big.Nf4(), Fp4(), Int8(), Int8Weights() or Int4Weights()",
         )
-    return {"quant_method": "bitsandbytes", **keys, "llm_int8_skip_modules": list(skipped), _OWN: own}
+    return {"quant_method": "bitsandbytes", **keys, "llm_int8_skip_modules": list(skipped), _OWN: extra}
 
 
 def quantization_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Record | None:
@@ -71,19 +74,19 @@ def quantization_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Recor
         Nf4(skip=('lm_head', '*.lm_head'), double=True)
     """
     content = source if isinstance(source, Mapping) else _read(Path(source))
-    found: Any = content.get("quantization_config")
-    if found is None:
+    section: Any = content.get("quantization_config")
+    if section is None:
         return None
-    method = found.get("quant_method", "bitsandbytes")
+    method = section.get("quant_method", "bitsandbytes")
     if method == "torchao":
-        return _named(_of_torchao(found), found.get("modules_to_not_convert"))
+        return _named(_of_torchao(section), section.get("modules_to_not_convert"))
     if method != "bitsandbytes":
         raise CheckpointError(
             f"the checkpoint was quantized by {method!r}, which fnaccel does not read",
             where="quantization_config in config.json",
             fix="load it with transformers, or quantize the full-width checkpoint: fa.big.Nf4()",
         )
-    return _named(_of_bitsandbytes(found), found.get("llm_int8_skip_modules"))
+    return _named(_of_bitsandbytes(section), section.get("llm_int8_skip_modules"))
 
 
 def _named(record: Record, names: Sequence[str] | None) -> Record:
@@ -95,23 +98,23 @@ def _named(record: Record, names: Sequence[str] | None) -> Record:
     return attrs.evolve(record, skip=patterns, optional=True)
 
 
-def _of_bitsandbytes(found: Mapping[str, Any]) -> Record:
-    own: Mapping[str, Any] = found.get(_OWN) or {}
-    if found.get("load_in_8bit") or found.get("_load_in_8bit"):
-        return Int8(threshold=found.get("llm_int8_threshold", 6.0))
-    kind = _FOUR_BITS.get(found.get("bnb_4bit_quant_type", "fp4"))
-    storage = found.get("bnb_4bit_quant_storage") or "uint8"
+def _of_bitsandbytes(section: Mapping[str, Any]) -> Record:
+    extra: Mapping[str, Any] = section.get(_OWN) or {}
+    if section.get("load_in_8bit") or section.get("_load_in_8bit"):
+        return Int8(threshold=section.get("llm_int8_threshold", 6.0))
+    kind = _FOUR_BITS.get(section.get("bnb_4bit_quant_type", "fp4"))
+    storage = section.get("bnb_4bit_quant_storage") or "uint8"
     if kind is None or storage != "uint8":
         raise CheckpointError(
-            f"codes of {found.get('bnb_4bit_quant_type')!r} stored as {storage} are unknown here",
+            f"codes of {section.get('bnb_4bit_quant_type')!r} stored as {storage} are unknown here",
             where="quantization_config in config.json",
             fix="quantize the full-width checkpoint: fa.big.Nf4()",
         )
-    compute = own.get("compute", found.get("bnb_4bit_compute_dtype"))
+    compute = extra.get("compute", section.get("bnb_4bit_compute_dtype"))
     return kind(
-        double=bool(found.get("bnb_4bit_use_double_quant")),
+        double=bool(section.get("bnb_4bit_use_double_quant")),
         compute=None if compute is None else NAMES[compute],
-        block=own.get("block", 64),
+        block=extra.get("block", 64),
     )
 
 
@@ -127,8 +130,8 @@ def _of_integers(record: Int8Weights | Int4Weights, skipped: Sequence[str]) -> d
     }
 
 
-def _of_torchao(found: Mapping[str, Any]) -> Record:
-    default: Any = (found.get("quant_type") or {}).get("default") or {}
+def _of_torchao(section: Mapping[str, Any]) -> Record:
+    default: Any = (section.get("quant_type") or {}).get("default") or {}
     data: Any = default.get("_data") or {}
     granularity: Any = data.get("granularity") or {}
     group = (granularity.get("_data") or {}).get("group_size")

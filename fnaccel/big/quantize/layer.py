@@ -74,7 +74,7 @@ class QuantizedLayer(ConstantBuffers):
 
     @abstractmethod
     def full_weight(self) -> torch.Tensor:
-        """The weight in full width, `[out_features, in_features]`, rounded to what the codes stand for."""
+        """The weight in full width, `[out_features, in_features]`, as rounded as the codes."""
 
     def fill(self, suffix: str, tensor: torch.Tensor, device: torch.device | str) -> None:
         """Take a full-width `weight`, which is quantized on `device`, or a tensor of a quantized file.
@@ -99,7 +99,7 @@ class QuantizedLayer(ConstantBuffers):
             self.put(suffix, tensor.detach().to(device))
 
     def header(self) -> str | None:
-        """What the library wants to know about the weight in the header of a safetensors file, or None."""
+        """The text about the weight that the library reads in the header of a safetensors file, or None."""
         return None
 
     def missing(self) -> list[str]:
@@ -168,8 +168,8 @@ class QuantizedLayer(ConstantBuffers):
                 self.bias.copy_(bias)
         weight = left.get(f"{prefix}weight")
         full = weight is not None and weight.is_floating_point()
-        wanted = ["weight"] if full else list(self.stored_shapes())
-        for suffix in wanted:
+        suffixes = ["weight"] if full else list(self.stored_shapes())
+        for suffix in suffixes:
             value = left.pop(prefix + suffix, None)
             if value is None:
                 missing_keys.append(prefix + suffix)

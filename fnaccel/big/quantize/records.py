@@ -25,7 +25,7 @@ def _compute(name: Any) -> torch.dtype | None:
 
 @attrs.frozen(kw_only=True)
 class Record:
-    """What all descriptions share: the layers that are left.
+    """The fields that all descriptions share: the layers that are left.
 
     Attributes:
         skip: shell patterns of layers, or of modules above them, that are not quantized. None: the output

@@ -151,7 +151,7 @@ def _check_dtypes(module: nn.Module, paths: tuple[str, ...], where: str) -> None
 
 
 def _keep(module: nn.Module, record: Record) -> None:
-    """Store what `keep` names in fp32."""
+    """Store the parameters that `keep` names in fp32."""
     for name, param in module.named_parameters():
         parts = name.split(".")
         names = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
@@ -160,15 +160,15 @@ def _keep(module: nn.Module, record: Record) -> None:
 
 
 def _tell_peft(module: nn.Module, bits: int | None) -> None:
-    """Set what peft asks a model for, before it puts its layers around bitsandbytes' own."""
+    """Set the flags by which peft learns that its layers go around layers of bitsandbytes."""
     marked: Any = module
-    own = any(
+    from_bitsandbytes = any(
         hasattr(layer, "quant_storage") or hasattr(layer, "index")
         for layer in quantized_layers(module).values()
     )
     for width in (4, 8):
         name = f"is_loaded_in_{width}bit"
-        if own and width == bits:
+        if from_bitsandbytes and width == bits:
             setattr(marked, name, True)
         elif name in vars(module):
             delattr(marked, name)

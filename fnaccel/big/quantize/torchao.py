@@ -72,10 +72,10 @@ class IntegerLinear(QuantizedLayer, _Linear):
         inner = torch.nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         inner.weight = torch.nn.Parameter(weight, requires_grad=False)
         torchao.quantize_(inner, config)
-        made: Any = inner.weight
-        self.put("_weight_qdata", made.qdata)
-        self.put("_weight_scale", made.scale)
-        self.put("_weight_zero_point", made.zero_point)
+        weight_tensor: Any = inner.weight
+        self.put("_weight_qdata", weight_tensor.qdata)
+        self.put("_weight_scale", weight_tensor.scale)
+        self.put("_weight_zero_point", weight_tensor.zero_point)
 
     def full_weight(self) -> torch.Tensor:
         """The weight in full width, `[out_features, in_features]` of `weight_dtype`."""
@@ -105,7 +105,7 @@ class IntegerLinear(QuantizedLayer, _Linear):
         self.set_value(_SUFFIXES[suffix], tensor)
 
     def header(self) -> str:
-        """What torchao wants to know about the weight, in the header of a safetensors file."""
+        """The text about the weight that torchao reads in the header of a safetensors file."""
         encoder: Any = importlib.import_module("torchao.prototype.safetensors.safetensors_utils")
         return json.dumps(self.weight, cls=encoder.TensorSubclassAttributeJSONEncoder)
 
@@ -191,6 +191,6 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(codes: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """What `packed` took, as int8 of a shape."""
+    """The codes that `packed` took, as int8 of a shape."""
     pairs = torch.stack((codes & 15, codes >> 4), dim=1).view(-1)[: torch.Size(shape).numel()]
     return ((pairs ^ 8).view(torch.int8) - 8).view(shape)

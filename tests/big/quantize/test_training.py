@@ -137,3 +137,26 @@ def test_a_quantized_teacher_needs_no_words(world):
     train_step = program(models, step=distil)
     state, _ = train_step(train_step.init(seed=0), batch())
     assert state.buffers["teacher"]["up.codes"].dtype is torch.int8
+
+
+def different_ranks(strategy):
+    """Codes after `init` of models that differ between ranks, and whether a forward sends them again."""
+    rank = fa.world.world.current().rank
+    model = made(lambda: fa.big.quantize(Net(), fa.big.Nf4()), seed=rank)
+    train_step = program(
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["up"])), strategy=strategy
+    )
+    state = train_step.init(seed=0)
+    name = next(name for name in state.buffers if name.endswith("up.base_layer.codes"))
+    first = state.buffers[name].clone()
+    with torch.no_grad():
+        state.buffers[name].fill_(rank)  # nobody does this: it shows whether buffers are broadcast
+    state, _ = train_step(state, batch())
+    return first, int(state.buffers[name][0])
+
+
+@pytest.mark.parametrize("strategy", ["ddp()", "fsdp()"])
+def test_codes_are_those_of_rank_0_and_are_sent_once(pools, strategy):
+    (first, mark), (other, other_mark) = pools.run(2, different_ranks, strategy)
+    assert torch.equal(first, other)
+    assert (mark, other_mark) == (0, 1)
