@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import threading
 from collections.abc import Collection, Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 from fnaccel import tree
 from fnaccel.big.budget import Device
 from fnaccel.big.device_map import DeviceMap
+from fnaccel.big.guards import guard, unguard
 from fnaccel.big.mover import Mover
 from fnaccel.big.planning import Options, Values, plan
 from fnaccel.big.unit import Slot, Unit, restore
@@ -21,6 +24,7 @@ from fnaccel.big.walker import Counts, Walker
 from fnaccel.errors import OwnershipError
 
 _KEY = "_fnaccel_dispatch"
+_eager: Any = torch.compiler.disable  # a fetch can't be traced
 
 
 class Dispatch:
@@ -54,18 +58,19 @@ class Dispatch:
         self._mover = options.mover
         self._walker = Walker(options.mover, options.prefetch)
         self._several = len({unit.device for unit in units}) > 1
-        self._came_from: Device | None = None
+        self._passes: dict[int, list[Device | None]] = {}  # by thread: the devices of the inputs
         self._hooks: list[Any] = []
         for unit in units:
             self._attach(unit)
         if not self._hooks and all(unit.device == "cpu" for unit in units):
             return  # a module as any other
         self._hooks += [
-            model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+            model.register_forward_pre_hook(_eager(self._begin), prepend=True, with_kwargs=True),
+            model.register_forward_hook(_eager(self._end), with_kwargs=True, always_call=True),
             model.register_state_dict_post_hook(lambda *arguments: self._with_values(*arguments)),
         ]
         model.__dict__[_KEY] = self
+        guard(model)
 
     @property
     def counts(self) -> Counts:
@@ -83,6 +88,7 @@ class Dispatch:
         self._hooks = []
         self._walker.close()
         self.model.__dict__.pop(_KEY, None)
+        unguard(self.model)
         fetched = [slot for unit in self._units for slot in unit.slots]
         restore([*fetched, *self._moved], self._mover.move)
         self._units, self._moved = [], []
@@ -123,28 +129,42 @@ class Dispatch:
         def leave(*_: object) -> None:
             self._walker.leave(unit, keep=self._options.keep)
 
-        eager: Any = torch.compiler.disable  # a fetch can't be traced
         self._hooks.append(
-            unit.module.register_forward_pre_hook(eager(enter), prepend=True, with_kwargs=True)
+            unit.module.register_forward_pre_hook(_eager(enter), prepend=True, with_kwargs=True)
         )
         if unit.slots:
-            self._hooks.append(unit.module.register_forward_hook(eager(leave), always_call=True))
+            self._hooks.append(unit.module.register_forward_hook(_eager(leave), always_call=True))
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._options.after is not None:
             self._options.after.send_home()
-        for unit in self._units:
-            if unit.depth:  # the last pass was interrupted
-                self._walker.release(unit)
+        passes = self._passes.setdefault(threading.get_ident(), [])
+        if len(passes) > self._calls_on_the_stack() - 1:  # a pass of this thread was interrupted
+            passes.clear()
+            if not any(self._passes.values()):
+                for unit in self._units:
+                    if unit.depth:
+                        self._walker.release(unit)
         tensors = [leaf for leaf in tree.leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
-        self._came_from = self._mover.device_of(tensors[0]) if tensors else None
+        passes.append(self._mover.device_of(tensors[0]) if tensors else None)
         if self._several or not self._units:
             return None
         return self._placed(args, kwargs, self._units[0].device)
 
     def _end(self, _: nn.Module, __: object, ___: object, output: Any) -> Any:
-        came_from, self._came_from = self._came_from, None
+        passes = self._passes.get(threading.get_ident(), [])
+        came_from = passes.pop() if passes else None
+        if not passes:
+            self._passes.pop(threading.get_ident(), None)
         return None if came_from is None else self._on(output, came_from)
+
+    def _calls_on_the_stack(self) -> int:
+        """How many forward passes of the model this thread is in, this one included."""
+        count, frame = 0, inspect.currentframe()
+        while frame is not None:
+            count += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is self.model
+            frame = frame.f_back
+        return count
 
     def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device) -> Any:
         skip = self._options.skip_keys

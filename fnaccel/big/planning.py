@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import nn
 
+from fnaccel import _torch
 from fnaccel.big.away import Away, away
 from fnaccel.big.budget import Device
 from fnaccel.big.device_map import DeviceMap, place_of
@@ -100,6 +101,7 @@ def plan(
         if _is_fetched(unit, slot, home, options):
             _leave_at_home(slot, files, tied, options.mover)
             slot.in_place = slot.mapped and unit.device == "cpu" and slot.dtype in (None, slot.value.dtype)
+            slot.version = 0 if slot.value.is_inference() else _torch.version_of(slot.value)
             unit.slots.append(slot)
         else:
             _move(slot, unit.device, tied, options.mover)

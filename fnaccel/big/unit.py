@@ -13,6 +13,7 @@ from torch import nn
 from fnaccel import _torch
 from fnaccel.big.away import Away
 from fnaccel.big.budget import Device
+from fnaccel.big.mapped_pages import let_go
 
 Fetched = Callable[[], list[torch.Tensor]]
 """Gives tensors whose copies were begun before."""
@@ -32,6 +33,7 @@ class Slot:
         mapped: whether the values are in a mapped file.
         dtype: the dtype that the layer computes with. None: that of the values.
         in_place: whether the layer computes with the values in the mapped file.
+        version: that of the values when they were mapped.
     """
 
     module: nn.Module
@@ -44,6 +46,14 @@ class Slot:
     mapped: bool = False
     dtype: torch.dtype | None = None
     in_place: bool = False
+    version: int = 0
+
+    def release(self) -> None:
+        """Let the module see no values, or let the pages of its file go, unless somebody wrote to them."""
+        if not self.in_place:
+            self.put(self.empty)
+        elif not self.value.is_inference() and _torch.version_of(self.value) == self.version:
+            let_go(self.value)
 
     def computed(self) -> torch.Tensor:
         """The values in the dtype that the layer computes with."""

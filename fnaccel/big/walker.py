@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 import torch
 
-from fnaccel.big.mapped_pages import let_go, read_ahead
+from fnaccel.big.mapped_pages import read_ahead
 from fnaccel.big.mover import Mover
 from fnaccel.big.unit import Fetched, Unit, put
 from fnaccel.errors import CapabilityError
@@ -54,6 +55,7 @@ class Walker:
         self._ahead: list[Unit] = []
         self._held: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "fnaccel fetch") if prefetch else None
+        self._lock = threading.RLock()  # the model may run in several threads
 
     def enter(self, unit: Unit) -> None:
         """Bring a unit to its device, before its forward pass.
@@ -67,31 +69,30 @@ class Walker:
                 where="a dispatched model",
                 fix="with torch.inference_mode(): ..., or train with fa.fsdp(offload=True)",
             )
-        unit.depth += 1
-        if unit.depth > 1:
-            self.counts.reentered += 1
-            return
-        self._note(unit)
-        self.counts.ahead += unit.pending is not None
-        self._fetch_ahead(unit)
-        if not unit.here:
-            self._bring(unit)
+        with self._lock:
+            unit.depth += 1
+            if unit.depth > 1:
+                self.counts.reentered += 1
+                return
+            self._note(unit)
+            self.counts.ahead += unit.pending is not None
+            self._fetch_ahead(unit)
+            if not unit.here:
+                self._bring(unit)
 
     def leave(self, unit: Unit, *, keep: bool = False) -> None:
         """Take a unit away after its forward pass, unless it comes next again or is kept."""
-        unit.depth = max(0, unit.depth - 1)  # it did not rise if `enter` raised
-        if unit.depth == 0 and unit.after is not unit and not keep:
-            self.release(unit)
+        with self._lock:
+            unit.depth = max(0, unit.depth - 1)  # it did not rise if `enter` raised
+            if unit.depth == 0 and unit.after is not unit and not keep:
+                self.release(unit)
 
     def release(self, unit: Unit) -> None:
         """Take a unit away."""
         unit.depth, unit.here = 0, False
         self._held.discard(id(unit))
         for slot in unit.slots:
-            if slot.in_place:
-                let_go(slot.value)
-            else:
-                slot.put(slot.empty)
+            slot.release()
 
     def bring(self, unit: Unit) -> None:
         """Bring a unit to its device, whatever comes next."""
@@ -149,8 +150,7 @@ class Walker:
         if not unit.here:
             self._held.discard(id(unit))
             for slot in unit.slots:
-                if slot.in_place:
-                    let_go(slot.value)
+                slot.release()
 
     def _begin(self, unit: Unit) -> Fetched:
         """Read the pages that are used in place, and begin to copy other tensors."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import threading
 
 import pytest
@@ -382,3 +384,72 @@ def test_tensors_without_elements(tmp_path):
     assert torch.equal(model(torch.ones(1, 3)), expected)
     run.remove()
     assert model[0].weight.shape == (0, 3)
+
+
+def test_a_model_that_calls_itself():
+    class Deeper(nn.Sequential):
+        def forward(self, x, times=2):
+            x = super().forward(x)
+            return self(x, times - 1) if times else x
+
+    model = Deeper(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    expected = model(torch.ones(1, 4))
+    run, mover = offloaded(model)
+    for _ in range(2):
+        assert torch.equal(model(torch.ones(1, 4)), expected)
+    assert run.counts.reentered == 0
+    run.send_home()
+    assert mover.live[0] == 0
+
+
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+def test_threads_may_call_one_model(tmp_path, home):
+    net = Net(width=32, depth=3).eval()
+    expected = output(net)
+    run, mover = offloaded(net, tmp_path, home)
+    results, failures = [], []
+
+    def call():
+        try:
+            results.extend(output(net) for _ in range(20))
+        except Exception as error:  # shown by the assertion below
+            failures.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert all(torch.equal(found, expected) for found in results)
+    run.send_home()
+    assert mover.live[0] == sum(buffer.nbytes for buffer in net.buffers())
+
+
+def test_what_is_written_to_a_mapped_weight_stays(tmp_path):
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 4)).requires_grad_(False)
+    run = fa.big.dispatch(model, {"": "disk"}, folder=tmp_path)
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+        model(torch.ones(1, 256))
+    assert (model[0].weight == 2).all()
+    run.remove()
+    assert (model[0].weight == 2).all()
+
+
+def test_a_dispatched_model_is_not_moved_or_copied(tmp_path):
+    net = Net(width=64)
+    run, _ = offloaded(net, tmp_path, "disk")
+    for call in (
+        net.half,
+        net.cpu,
+        lambda: net.to("cpu"),
+        lambda: copy.deepcopy(net),
+        lambda: pickle.dumps(net),
+    ):
+        with pytest.raises(fa.errors.CapabilityError, match="this model is dispatched"):
+            call()
+    with pytest.raises(RuntimeError, match="is not on its device"), pytest.warns(UserWarning, match="no-op"):
+        net.load_state_dict(net.state_dict())
+    run.remove()
+    copy.deepcopy(net).half()

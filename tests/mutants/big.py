@@ -32,8 +32,8 @@ MUTANTS = [
         (DISPATCH, "-k", "next_layers"),
     ),
     Mutant(
-        "layers that are never taken away", "big/walker.py", "                slot.put(slot.empty)\n",
-        "                pass\n", (DISPATCH, "-k", "next_layers"),
+        "layers that are never taken away", "big/unit.py", "            self.put(self.empty)\n",
+        "            pass\n", (DISPATCH, "-k", "next_layers"),
     ),
     Mutant(
         "gradients through layers that are gone", "big/walker.py", "if torch.is_grad_enabled() and unit.trained:",
@@ -57,8 +57,8 @@ MUTANTS = [
         "        if True:\n            placed[id(slot.empty)] = slot.as_registered(", (DISPATCH, "-k", "any_map"),
     ),
     Mutant(
-        "interrupted layers that stay", "big/dispatch.py", "            if unit.depth:  # the last pass was interrupted",
-        "            if False:", (DISPATCH, "-k", "that_fails"),
+        "interrupted layers that stay", "big/dispatch.py", "                    if unit.depth:\n",
+        "                    if False:\n", (DISPATCH, "-k", "that_fails"),
     ),
     Mutant(
         "values of the wrong dtype", "big/reading.py", "entry.dtype == dtype and not self.copy", "not self.copy",
