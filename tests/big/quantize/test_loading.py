@@ -34,7 +34,7 @@ def test_layers_on_the_disk_are_codes(record, tmp_path):
     model = empty().eval()
     places = {"up": "disk", "down": "disk", "norm": "cpu", "lm_head": "cpu"}
     run = fa.big.load(model, tmp_path / "net.pt", places, quantization=record, folder=tmp_path / "offload")
-    x = made(lambda: torch.randn(4, 48))
+    x = made(lambda: torch.randn(4, 128))
     for _ in range(2):
         assert torch.equal(model(x), expected(x))
     run.remove()
@@ -56,3 +56,14 @@ def test_codes_need_a_record_and_wrong_ones_leave_the_model(tmp_path):
     fa.big.load(model, folder).remove()
     assert isinstance(model, Net)
     assert not model.up.missing()
+
+
+def test_a_file_with_layers_that_bitsandbytes_gets_wrong_is_refused(tmp_path, monkeypatch):
+    kind = lambda: Net(96)  # noqa: E731
+    with monkeypatch.context() as patched:
+        patched.setattr(fa.big.Nf4, "obstacle", lambda self, layer: None)  # as other tools do
+        folder = fa.big.save_quantized(tmp_path / "codes", fa.big.quantize(made(kind), fa.big.Nf4()))
+    model = empty(kind)
+    with pytest.raises(TreeMismatchError, match="up"):
+        fa.big.load(model, folder, quantization=fa.big.quantization_of(folder))
+    assert type(model.down) is nn.Linear
