@@ -18,7 +18,7 @@ from fnaccel.estimate import find_model
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable is read at import
 
 
 def trained(model, rows=2, length=None):
