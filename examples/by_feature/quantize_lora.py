@@ -23,8 +23,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 import fnaccel as fa
 
 CODES = {
-    "nf4": fa.big.Nf4(double=True, compute="bf16"),
-    "fp4": fa.big.Fp4(compute="bf16"),
+    "nf4": fa.big.Nf4(double=True, compute="bf16", block=32),
+    "fp4": fa.big.Fp4(compute="bf16", block=32),
     "int8": fa.big.Int8(),
     "int8_weights": fa.big.Int8Weights(),
     "int4_weights": fa.big.Int4Weights(),

@@ -35,7 +35,7 @@ def chosen_layers(module: nn.Module, record: Record) -> Layers:
         ArgumentError: a pattern of `skip` or `keep` matches nothing, or no layer is left to be quantized.
 
     Example:
-        >>> print(*fa.big.chosen_layers(GPT(), fa.big.Nf4(skip="*.down")).describe(), sep="\\n")
+        >>> print(*fa.big.chosen_layers(GPT(), fa.big.Nf4(skip="*.down", block=32)).describe(), sep="\\n")
         blocks.0-1.up, lm_head
         not blocks.0-1.down: skip='*.down'
     """
@@ -86,10 +86,10 @@ def quantized_layers(module: nn.Module) -> dict[str, QuantizedLayer]:
     Each has `full_weight()`, the rounded weight `[out_features, in_features]`, and `record`, its description.
 
     Example:
-        >>> model = fa.big.quantize(GPT(), fa.big.Nf4())
+        >>> model = fa.big.quantize(GPT(), fa.big.Nf4(block=32))
         >>> layers = fa.big.quantized_layers(model)
         >>> str(layers["blocks.0.up"].record), "lm_head" in layers
-        ('Nf4()', False)
+        ('Nf4(block=32)', False)
     """
     return {
         path: layer

@@ -69,9 +69,9 @@ def quantization_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Recor
         CheckpointError: no such file, or a method of quantization that is unknown here.
 
     Example:
-        >>> path = fa.big.save_quantized("small", fa.big.quantize(GPT(), fa.big.Nf4(double=True)))
+        >>> path = fa.big.save_quantized("small", fa.big.quantize(GPT(), fa.big.Nf4(block=32)))
         >>> print(fa.big.quantization_of(path))
-        Nf4(skip=('lm_head', '*.lm_head'), double=True)
+        Nf4(skip=('lm_head', '*.lm_head'), block=32)
     """
     content = source if isinstance(source, Mapping) else _read(Path(source))
     section: Any = content.get("quantization_config")

@@ -13,7 +13,7 @@ def quantized_owner(module: nn.Module, name: str) -> QuantizedLayer | None:
 
     Example:
         >>> from fnaccel.big.quantize.filling import quantized_owner
-        >>> model = fa.big.quantize(GPT(), fa.big.Nf4())
+        >>> model = fa.big.quantize(GPT(), fa.big.Nf4(block=32))
         >>> quantized_owner(model, "blocks.0.up.weight") is model.blocks[0].up
         True
         >>> print(quantized_owner(model, "blocks.0.up.bias"))
@@ -30,7 +30,7 @@ def stored_owner(module: nn.Module, name: str) -> tuple[QuantizedLayer, str] | N
 
     Example:
         >>> from fnaccel.big.quantize.filling import stored_owner
-        >>> model = fa.big.quantize(GPT(), fa.big.Nf4())
+        >>> model = fa.big.quantize(GPT(), fa.big.Nf4(block=32))
         >>> stored_owner(model, "blocks.0.up.weight.absmax")[1]
         'weight.absmax'
     """
@@ -59,7 +59,7 @@ def fill(layer: QuantizedLayer, suffix: str, tensor: torch.Tensor, device: torch
     Example:
         >>> from fnaccel.big.quantize.filling import fill
         >>> with torch.device("meta"):
-        ...     model = fa.big.quantize(GPT(), fa.big.Nf4())
+        ...     model = fa.big.quantize(GPT(), fa.big.Nf4(block=32))
         >>> fill(model.blocks[0].up, "weight", GPT().blocks[0].up.weight, "cpu")
         >>> model.blocks[0].up.missing(), model.blocks[1].up.missing()
         ([], ['codes', 'absmax', 'quant_map'])

@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import nn
 
+from fnaccel.big.quantize.layer import is_conv1d
 from fnaccel.errors import MissingBackendError, as_names, require, require_counts
 from fnaccel.step.precision_policy import dtype_of
 
@@ -130,6 +131,15 @@ class _FourBits(Record):
             'compute="bf16", "fp16" or "fp32"',
         )
 
+    def obstacle(self, layer: Any) -> str | None:
+        """Why a layer can't be quantized, or None.
+
+        If a block goes over the end of a row, bitsandbytes 0.50 reads the scale of another block on CPUs with
+        AVX-512, and the weight is wrong by a quarter. That hits its own layers, peft and transformers too.
+        """
+        inputs = layer.weight.shape[0] if is_conv1d(type(layer)) else layer.weight.shape[1]
+        return f"its {inputs} inputs are no multiple of block={self.block}" if inputs % self.block else None
+
     @property
     def bits(self) -> int:
         """The bits of a code."""
@@ -150,13 +160,14 @@ class Nf4(_FourBits):
         skip, keep: patterns of layers that are left, see `fa.big.chosen_layers`.
         double: whether scales are quantized too, to 8 bits in blocks of 256.
         compute: the dtype of the product: `"bf16"`, `"fp16"`, `"fp32"`. By default that of the input.
-        block: weights that share a scale: 32, 64, 128, 256, 512, 1024, 2048 or 4096.
+        block: weights that share a scale: 32, 64, 128, 256, 512, 1024, 2048 or 4096. Layers whose inputs are
+            no multiple of it are left.
 
     Raises:
         ArgumentError: a block or a dtype that bitsandbytes lacks.
 
     Example:
-        >>> model = fa.big.quantize(GPT(), fa.big.Nf4(double=True))
+        >>> model = fa.big.quantize(GPT(), fa.big.Nf4(double=True, block=32))
         >>> up = model.blocks[0].up
         >>> up.codes.dtype, up.codes.numel() == up.in_features * up.out_features / 2
         (torch.uint8, True)
@@ -173,14 +184,15 @@ class Fp4(_FourBits):
         skip, keep: patterns of layers that are left, see `fa.big.chosen_layers`.
         double: whether scales are quantized too, to 8 bits in blocks of 256.
         compute: the dtype of the product: `"bf16"`, `"fp16"`, `"fp32"`. By default that of the input.
-        block: weights that share a scale: 32, 64, 128, 256, 512, 1024, 2048 or 4096.
+        block: weights that share a scale: 32, 64, 128, 256, 512, 1024, 2048 or 4096. Layers whose inputs are
+            no multiple of it are left.
 
     Raises:
         ArgumentError: a block or a dtype that bitsandbytes lacks.
 
     Example:
         >>> model = fa.big.quantize(GPT(), fa.big.Fp4())
-        >>> print(model.blocks[0].up.record)
+        >>> print(model.blocks[0].down.record)
         Fp4()
     """
 

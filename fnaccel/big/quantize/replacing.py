@@ -37,7 +37,7 @@ def quantize(module: nn.Module, record: Record) -> nn.Module:
         MissingBackendError: the library is not installed.
 
     Example:
-        >>> model = fa.big.quantize(GPT(), fa.big.Nf4(skip="blocks.1.*"))
+        >>> model = fa.big.quantize(GPT(), fa.big.Nf4(skip="blocks.1.*", block=32))
         >>> sorted(fa.big.quantized_layers(model))
         ['blocks.0.down', 'blocks.0.up', 'lm_head']
     """
@@ -77,7 +77,7 @@ def dequantize(module: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
 
     Example:
         >>> model = fa.big.dequantize(fa.big.quantize(GPT(), fa.big.Nf4()))
-        >>> type(model.blocks[0].up)
+        >>> type(model.blocks[0].down)
         <class 'torch.nn.modules.linear.Linear'>
     """
     where = "fa.big.dequantize"

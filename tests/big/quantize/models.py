@@ -28,7 +28,7 @@ RECORDS = [*BITSANDBYTES, *TORCHAO]
 class Net(nn.Module):
     """Two linear layers, with and without a bias, a norm, and a head called lm_head."""
 
-    def __init__(self, width: int = 48) -> None:
+    def __init__(self, width: int = 128) -> None:
         super().__init__()
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width, bias=False)
@@ -61,7 +61,7 @@ def llama(**options):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=128, max_position_embeddings=64, **options,
     )  # fmt: skip
     return made(lambda: LlamaForCausalLM(config).eval())
@@ -70,7 +70,7 @@ def llama(**options):
 def gpt2(**options):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64, **options)
+    config = GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=128, n_positions=64, **options)
     return made(lambda: GPT2LMHeadModel(config).eval())
 
 

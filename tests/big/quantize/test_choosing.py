@@ -70,8 +70,20 @@ def test_tied_and_shared_layers():
 
 
 def test_layers_whose_weights_others_read_are_left():
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 2), "out": nn.Linear(32, 32)})
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 2), "out": nn.Linear(64, 64)})
     assert chosen(model, Nf4()).converted == ("out",)
+
+
+def test_layers_whose_rows_end_within_a_block_are_left():
+    model = nn.ModuleDict({"wide": nn.Linear(128, 8), "narrow": nn.Linear(96, 8)})
+    for record in (fa.big.Nf4(skip=()), fa.big.Fp4(skip=())):
+        assert chosen(model, record).converted == ("wide",)
+        assert chosen(model, record).skipped == {"narrow": "its 96 inputs are no multiple of block=64"}
+    assert chosen(model, fa.big.Nf4(block=32)).converted == ("wide", "narrow")
+    assert chosen(gpt2(), fa.big.Nf4(block=512)).converted == (
+        "transformer.h.0.mlp.c_proj",
+        "transformer.h.1.mlp.c_proj",
+    )
 
 
 def test_each_full_width_weight_is_freed_before_the_next(monkeypatch):
@@ -79,7 +91,7 @@ def test_each_full_width_weight_is_freed_before_the_next(monkeypatch):
 
     from fnaccel.big.quantize.layer import QuantizedLayer
 
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     weights = [weakref.ref(layer.weight) for layer in model]
     alive = []
     real = QuantizedLayer.fill
@@ -135,9 +147,9 @@ def test_tensors_that_do_not_fit_raise():
     layer = fa.big.quantize(made(), Nf4()).up
     codes = layer.codes.clone()
     for suffix, tensor, text in (
-        ("weight", torch.zeros(48, 96), "in full width"),
-        ("weight", torch.zeros(5, 1, dtype=torch.uint8), "[2304, 1]"),
-        ("weight.absmax", torch.zeros(72, dtype=torch.uint8), "float32"),
+        ("weight", torch.zeros(128, 256), "in full width"),
+        ("weight", torch.zeros(5, 1, dtype=torch.uint8), "[16384, 1]"),
+        ("weight.absmax", torch.zeros(512, dtype=torch.uint8), "float32"),
         ("weight.nested_absmax", torch.zeros(1), "no tensor"),
     ):
         with pytest.raises(CheckpointError, match=text.replace("[", r"\[")):
@@ -156,7 +168,7 @@ def test_without_the_library(monkeypatch):
     code = (
         "import sys; sys.modules['bitsandbytes'] = None\n"
         "import torch, fnaccel as fa\n"
-        "try: fa.big.quantize(torch.nn.Linear(4, 4), fa.big.Nf4())\n"
+        "try: fa.big.quantize(torch.nn.Linear(64, 64), fa.big.Nf4())\n"
         "except fa.errors.MissingBackendError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,16 +13,17 @@ from torch.utils.data import DataLoader
 import fnaccel as fa
 from fnaccel.errors import FnaccelError
 from fnaccel.testing import RankPool
-from tests.big.quantize.models import empty, llama, made, stream
+from tests.big.quantize.models import empty, llama, made
 
 STEPS, EVERY, KILLED = 8, 2, 5
 DATA = made(lambda: torch.randint(128, (40, 12)))
 
 
 def adapted(base):
-    model = fa.big.quantize(empty(llama), fa.big.quantization_of(base))
+    model = empty(llama)
+    fa.big.load(model, base, quantization=fa.big.quantization_of(base)).remove()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.2)
-    return peft.get_peft_model(stream(model, base), config)
+    return peft.get_peft_model(model, config)
 
 
 def losses(model, rows):

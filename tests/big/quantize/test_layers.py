@@ -40,12 +40,12 @@ def reference(layer, record):
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_layer_computes_the_bits_of_bitsandbytes(record, dtype, train):
-    layer = made(lambda: nn.Linear(48, 40)).to(dtype)
+    layer = made(lambda: nn.Linear(128, 40)).to(dtype)
     theirs = reference(layer, record).train(train)
     ours = fa.big.quantize(layer, record).train(train)
     outs = []
     for tested in (ours, theirs):
-        x = made(lambda: torch.randn(3, 5, 48)).to(dtype).requires_grad_()
+        x = made(lambda: torch.randn(3, 5, 128)).to(dtype).requires_grad_()
         out = tested(x)
         outs.append((out.detach(), *torch.autograd.grad(out.square().sum(), x)))
     assert outs[0][0].dtype is dtype
@@ -55,15 +55,15 @@ def test_a_layer_computes_the_bits_of_bitsandbytes(record, dtype, train):
 
 @LIBRARY
 def test_a_state_dict_is_that_of_bitsandbytes_and_loads_back(record):
-    layer = made(lambda: nn.Linear(48, 40))
+    layer = made(lambda: nn.Linear(128, 40))
     theirs = reference(layer, record).state_dict()
     ours = fa.big.quantize(layer, record)
     assert same(dict(sorted(ours.state_dict().items())), dict(sorted(theirs.items())))
-    again = fa.big.quantize(nn.Linear(48, 40), record)
+    again = fa.big.quantize(nn.Linear(128, 40), record)
     assert again.load_state_dict(theirs).missing_keys == []
     assert same(again.state_dict(), ours.state_dict())
-    full = fa.big.quantize(nn.Linear(48, 40), record)
-    full.load_state_dict(made(lambda: nn.Linear(48, 40)).state_dict())  # full width is quantized
+    full = fa.big.quantize(nn.Linear(128, 40), record)
+    full.load_state_dict(made(lambda: nn.Linear(128, 40)).state_dict())  # full width is quantized
     assert same(full.state_dict(), ours.state_dict())
 
 
@@ -111,7 +111,7 @@ def test_full_width_weights_are_rounded_and_come_back(record):
     assert torch.equal(model.up.weight, rounded)
     assert torch.equal(model.up.bias, bias)
     error = float((rounded - weight).norm() / weight.norm())
-    assert 0 < error < (0.01 if record.bits == 8 else 0.16)
+    assert 0 < error < (0.01 if record.bits == 8 else 0.13)
     assert not fa.big.quantized_layers(model)
     again = fa.big.quantize(model, record).up.full_weight()
     # the codes of nf4, fp4 and int8 stay. Scales that are codes, and torchao's 15 steps of 4 bits, move a little
@@ -123,7 +123,7 @@ def test_full_width_weights_are_rounded_and_come_back(record):
 def test_values_and_forwards_survive_dtypes_copies_and_pickles(record):
     model = fa.big.quantize(made(), record).eval()
     codes = {name: value.clone() for name, value in model.named_buffers()}
-    x = made(lambda: torch.randn(4, 48))
+    x = made(lambda: torch.randn(4, 128))
     before = model(x)
     assert same(dict(model.named_buffers()), codes)  # bitsandbytes would have rewritten its codes here
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -139,7 +139,7 @@ def test_codes_are_small_and_nothing_is_left_to_train(record):
     model = fa.big.quantize(made(), record)
     assert sorted(fa.big.quantized_layers(model)) == ["down", "up"]
     held = sum(value.nbytes for value in model.down.buffers())
-    full = 48 * 96 * 4
+    full = 128 * 256 * 4
     assert held < full * (0.34 if record.bits == 8 else 0.28)
     assert not any(param.requires_grad for param in model.parameters())
     if record in BITSANDBYTES:  # peft asks
@@ -160,7 +160,22 @@ def test_peft_sees_the_layer_of_bitsandbytes_and_merges(record):
     delta = layer.get_delta_weight("default").detach()
     with pytest.warns(UserWarning, match="rounding errors"):
         layer.merge()
-    merged = nn.Linear(48, 96)
+    merged = nn.Linear(128, 256)
     merged.weight = nn.Parameter(before + delta)
     assert float(delta.norm() / before.norm()) > 0.01
     assert torch.equal(layer.base_layer.full_weight(), fa.big.quantize(merged, record).full_weight())
+
+
+@LIBRARY
+def test_transposed_layers_round_their_own_weights(record):
+    full, model = gpt2(), fa.big.dequantize(fa.big.quantize(gpt2(), record))
+    for (name, before), after in zip(full.named_parameters(), model.parameters(), strict=True):
+        assert before.shape == after.shape, name
+        assert float((after - before).detach().norm()) <= 0.3 * float(before.detach().norm()), name
+    assert type(model.transformer.h[0].attn.c_attn) is type(full.transformer.h[0].attn.c_attn)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        expected, found = full(ids).logits, model(ids).logits
+    assert (
+        float((found - expected).norm() / expected.norm()) < 0.35
+    )  # another order of weights is off by more than 1

@@ -76,12 +76,12 @@ def test_codes_are_packed_two_in_a_byte(count, random):
 
 
 def test_layers_that_do_not_fit_are_left_with_the_reason():
-    layers = fa.big.chosen_layers(Net(), fa.big.Int8Weights(group=96))
+    layers = fa.big.chosen_layers(Net(), fa.big.Int8Weights(group=256))
     assert layers.converted == ("down",)
-    assert layers.skipped["up"] == "its 48 inputs are no multiple of group=96"
+    assert layers.skipped["up"] == "its 128 inputs are no multiple of group=256"
     assert len(fa.big.chosen_layers(llama(), fa.big.Int4Weights()).converted) == 14
-    with pytest.raises(ArgumentError, match="no layer of this Net can be quantized: not up: its 48"):
-        fa.big.quantize(Net(), fa.big.Int4Weights(group=64))
+    with pytest.raises(ArgumentError, match="no layer of this Net can be quantized: not up: its 128"):
+        fa.big.quantize(Net(), fa.big.Int4Weights(group=96))
     for group in (0, -1, 1.5):
         with pytest.raises(ArgumentError, match="group is 1 or more"):
             fa.big.Int4Weights(group=group)

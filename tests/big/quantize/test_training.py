@@ -20,7 +20,7 @@ def loss_fn(model, batch):
 
 
 def batch(seed=0):
-    return made(lambda: (torch.randn(6, 48), torch.randn(6, 8)), seed)
+    return made(lambda: (torch.randn(6, 128), torch.randn(6, 8)), seed)
 
 
 def adapted(record=None, target=("up", "down")):
