@@ -150,9 +150,9 @@ def _class_of(transformers: Any, config: Any, *, trust_remote_code: bool) -> Any
     if trust_remote_code and getattr(config, "auto_map", None):
         return None
     names = getattr(config, "architectures", None) or ()
-    found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-    if found is not None:
-        return found
+    first = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    if first is not None:
+        return first
     mapping = transformers.AutoModelForCausalLM._model_mapping  # noqa: SLF001 - which classes it has
     return mapping.get(type(config), None)
 
