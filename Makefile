@@ -7,6 +7,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
+# the rows of one file stay in one process, which has forked its ranks
+BOTH := -n 2 --dist loadfile
+
 .PHONY: demo test test-all test-nvme soak structure lint types check format bench clean
 
 demo: .venv/.demo  ## train the main job, with a progress bar, a sample of text and a report
@@ -14,10 +17,10 @@ demo: .venv/.demo  ## train the main job, with a progress bar, a sample of text 
 	$(BIN)/python examples/train_gpt.py --steps 600 --precision bf16 --report runs/gpt/report.html --sample 400 --dir runs/gpt
 
 test: .venv/.dev  ## all but the long rows: ten minutes on two cores
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long" $(BOTH)
 
 test-all: .venv/.dev .venv-trackers/.trackers  ## what `make test` leaves out: deliberate bugs, long rows, trackers
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long $(BOTH)
 	$(TRACKERS)/python -m pytest tests/trackers
 
 # trackers bring 120 packages and pins, so they have an environment of their own: beside torch and the rest of .venv,
@@ -105,6 +108,8 @@ bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/result
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/axes.py
 	$(BIN)/python benchmarks/seeing.py
+	$(BIN)/python benchmarks/offload.py
+	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/plots.py
 
 # torch by itself first: the constraints pin the build that the rest must accept

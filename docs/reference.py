@@ -50,7 +50,7 @@ GROUPS = {
         "config.Recipe", "config.OptimizerRecipe", "config.DataRecipe", "config.RunRecipe", "config.CheckpointRecipe", "config.TrackingRecipe", "config.LaunchRecipe", "config.recipe", "config.apply", "config.shard_options", "config.scan_options",
         "config.from_yaml", "config.to_yaml", "config.import_document", "config.Imported", "config.Row",
     ],
-    "Big models": ["big.empty", "big.on", "big.sizes", "big.Sizes", "big.device_map", "big.DeviceMap"],
+    "Big models": ["big.empty", "big.on", "big.sizes", "big.Sizes", "big.device_map", "big.DeviceMap", "big.load", "big.dispatch", "big.offload", "big.Dispatch", "big.dispatch_of", "big.Mover", "big.quantize", "big.Nf4", "big.Fp4", "big.Int8", "big.Int8Weights", "big.Int4Weights", "big.chosen_layers", "big.quantized_layers", "big.dequantize", "big.save_quantized", "big.quantization_of"],
     "Logging": ["get_logger", "seeing.logging.RankLogger"],
     "Tracking": [
         "Tracker", "tracked", "loop.tracked.TrackedRun", "track.of", "track.register", "track.installed", "track.Media", "track.Artifacts", "track.PerRank",
@@ -61,6 +61,7 @@ GROUPS = {
 }  # fmt: skip
 
 CONSTRUCTORS = {
+    "Nf4", "Fp4", "Int8", "Int8Weights", "Int4Weights",
     "DeviceMap",
     "Transform", "Mean", "Sum", "Concat", "Precision", "Float8", "Window", "Recipe", "OptimizerRecipe",
     "Throughput", "ReportTracker", "DataRecipe", "RunRecipe", "CheckpointRecipe", "TrackingRecipe", "LaunchRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
@@ -71,6 +72,8 @@ CONSTRUCTORS = {
 """The classes that a user calls. Other classes are made by fnaccel."""
 
 METHODS = {
+    "Dispatch": ["counts", "remove", "send_home", "fetched"],
+    "Mover": ["check", "device_of", "move", "fetch", "home"],
     "DeviceMap": ["devices", "main", "device_of", "check", "to_json", "from_json"],
     "Sizes": ["total", "largest"],
     "World": [

@@ -56,19 +56,19 @@ def read_budget(budget: Budget) -> dict[Device, int | None]:
     Raises:
         ArgumentError: no device is named, or a device or its bytes can't be read.
     """
-    given = {
+    sizes = {
         check_device(device): parse_bytes(size, f"budget= of {device}") for device, size in budget.items()
     }
-    if not given.keys() - {"disk"}:
+    if not sizes.keys() - {"disk"}:
         raise ArgumentError(
             "the budget names no device that can run a layer",
             where="budget=",
             fix='name an accelerator or the CPU: {0: "10GiB", "cpu": "30GiB"}',
         )
-    ordered: dict[Device, int | None] = {d: size for d, size in given.items() if d not in ("cpu", "disk")}
-    if "cpu" in given:
-        ordered["cpu"] = given["cpu"]
-    ordered["disk"] = given.get("disk")
+    ordered: dict[Device, int | None] = {d: size for d, size in sizes.items() if d not in ("cpu", "disk")}
+    if "cpu" in sizes:
+        ordered["cpu"] = sizes["cpu"]
+    ordered["disk"] = sizes.get("disk")
     return ordered
 
 
@@ -99,16 +99,16 @@ def detected_budget(accelerator: Any = None, available: int | None = None) -> tu
 
     Args:
         accelerator: in the place of `torch.accelerator`, with `device_count()` and `get_memory_info(index)`.
-        available: bytes of memory that the host has free. By default what psutil reads.
+        available: bytes of memory that the host has free. By default as psutil reads it.
     """
     import psutil  # noqa: PLC0415 - only if a budget is read from the machine
 
-    found: dict[Device, int] = {}
+    free_bytes: dict[Device, int] = {}
     api: Any = torch.accelerator if accelerator is None else accelerator
     for index in range(api.device_count()):
         free, _ = api.get_memory_info(index)
-        found[index] = max(0, free - max(int(free * _KEPT), _LEAST_KEPT))
+        free_bytes[index] = max(0, free - max(int(free * _KEPT), _LEAST_KEPT))
     host = psutil.virtual_memory().available if available is None else available
-    found["cpu"] = int(host * (1 - _KEPT))
-    kept = "10 % of the free memory of each device are kept back"
-    return found, kept + (", on accelerators at least 1 GiB" if len(found) > 1 else "")
+    free_bytes["cpu"] = int(host * (1 - _KEPT))
+    sentence = "10 % of the free memory of each device are kept back"
+    return free_bytes, sentence + (", on accelerators at least 1 GiB" if len(free_bytes) > 1 else "")

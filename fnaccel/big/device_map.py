@@ -35,7 +35,7 @@ class DeviceMap(Mapping[str, Device]):
             CPU and on the disk run on the first accelerator of the map, if it has one.
         sizes: bytes of each place, if they are known.
         budget: bytes that each device may hold, if they are known. The disk has no bound.
-        notes: what was decided, and why.
+        notes: decisions and their reasons.
 
     Example:
         >>> fa.big.DeviceMap({"embed": 0, "blocks": "cpu", "head": 0}).devices
@@ -89,16 +89,16 @@ class DeviceMap(Mapping[str, Device]):
         """Check that the map covers each tensor of a model, and names nothing else.
 
         Raises:
-            ArgumentError: lists what is missing, or names that the model does not have.
+            ArgumentError: lists tensors without a device, or names that the model does not have.
         """
-        known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        names = {name for name, _ in model.named_modules(remove_duplicate=False)}
         tensors = [name for layer in layers(model) for name in layer.tensors]
         for path in self.places:
-            if path not in known and path not in tensors:
+            if path not in names and path not in tensors:
                 raise ArgumentError(
                     f"the map names {path!r}, which the model does not have",
                     where="a device map",
-                    fix=nearest(path, [*known, *tensors]),
+                    fix=nearest(path, [*names, *tensors]),
                 )
         missing = [name for name in dict.fromkeys(tensors) if place_of(name, self.places) is None]
         if missing:
@@ -147,11 +147,11 @@ class DeviceMap(Mapping[str, Device]):
         rows = [("device", "bytes", "of", "layers")]
         for device in dict.fromkeys([*self.budget, *self.devices]):
             paths = [path for path, placed in self.places.items() if placed == device]
-            known = all(path in self.sizes for path in paths)
-            held = size_of(sum(self.sizes[path] for path in paths)) if known else "?"
+            complete = all(path in self.sizes for path in paths)
+            text = size_of(sum(self.sizes[path] for path in paths)) if complete else "?"
             limit = self.budget.get(device)
             if paths or device != "disk":
-                rows.append((str(device), held, "" if limit is None else size_of(limit), _named(paths)))
+                rows.append((str(device), text, "" if limit is None else size_of(limit), _named(paths)))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [
             f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip()
@@ -280,13 +280,13 @@ def _placed(
         if alone and host is not None and size <= host:
             host -= size
         elif alone or (run == "cpu" and size > (limits[run] or 0)):
-            known = {
+            bounds = {
                 device: limit for device, limit in limits.items() if limit is not None and device != "disk"
             }
-            largest = max(known, key=lambda device: known[device])
+            largest = max(bounds, key=lambda device: bounds[device])
             raise ArgumentError(
                 f"{group[0].path or 'the model'} has {size_of(size)}, and no device of the budget can run "
-                f"it: the largest is {largest} with {size_of(known[largest])}",
+                f"it: the largest is {largest} with {size_of(bounds[largest])}",
                 where="fa.big.device_map",
                 fix=f'at least that for one device: {{{largest!r}: "{-(-size // (1 << 20))}MiB"}}',
             )
@@ -294,14 +294,14 @@ def _placed(
     if host is not None and run != "cpu":
         left["cpu"] = host  # less the layers that must run there
     usual = [size for size, alone in zip(parts, apart, strict=True) if not alone]
-    found = place(usual, list(left.items()), strategy)
-    if found is None:
+    placement = place(usual, list(left.items()), strategy)
+    if placement is None:
         raise ArgumentError(
             f"the model has {size_of(sum(parts))}, and the budget of the disk is too small for the rest",
             where="fa.big.device_map",
             fix="leave the disk out of the budget: it has no bound by default",
         )
-    devices = iter(found)
+    devices = iter(placement)
     places: dict[str, Device] = {}
     on_cpu: list[str] = []
     for group, alone in zip(groups, apart, strict=True):
@@ -318,13 +318,13 @@ def _merged(model: nn.Module, places: Mapping[str, Device], apart: frozenset[str
         if path in places:
             return {path: places[path]}
         prefix = f"{path}." if path else ""
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        found = {prefix + name: places[prefix + name] for name, _ in own if prefix + name in places}
+        direct = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        placement = {prefix + name: places[prefix + name] for name, _ in direct if prefix + name in places}
         for name, child in module.named_children():
-            found |= visit(prefix + name, child)
-        if len(set(found.values())) == 1 and not apart.intersection(found):
-            return {path: next(iter(found.values()))}
-        return found
+            placement |= visit(prefix + name, child)
+        if len(set(placement.values())) == 1 and not apart.intersection(placement):
+            return {path: next(iter(placement.values()))}
+        return placement
 
     return visit("", model)
 
@@ -334,10 +334,10 @@ def _sizes(
 ) -> dict[str, int]:
     """Bytes of each place. A tied tensor counts at the first."""
     seen: set[int] = set()
-    held = dict.fromkeys(places, 0)
+    counts = dict.fromkeys(places, 0)
     for name, tensor in tensors.items():
         place = place_of(name, places)
         if place is not None and id(tensor) not in seen:
             seen.add(id(tensor))
-            held[place] += nbytes([tensor], bits)
-    return held
+            counts[place] += nbytes([tensor], bits)
+    return counts

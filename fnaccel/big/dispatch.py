@@ -16,7 +16,7 @@ from fnaccel.big.budget import Device
 from fnaccel.big.device_map import DeviceMap
 from fnaccel.big.mover import Mover
 from fnaccel.big.planning import Options, Values, plan
-from fnaccel.big.unit import Slot, Unit, put
+from fnaccel.big.unit import Slot, Unit, restore
 from fnaccel.big.walker import Counts, Walker
 from fnaccel.errors import OwnershipError
 
@@ -58,6 +58,8 @@ class Dispatch:
         self._hooks: list[Any] = []
         for unit in units:
             self._attach(unit)
+        if not self._hooks and all(unit.device == "cpu" for unit in units):
+            return  # a module as any other
         self._hooks += [
             model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
@@ -67,13 +69,13 @@ class Dispatch:
 
     @property
     def counts(self) -> Counts:
-        """What was fetched so far."""
+        """The number of layers and bytes fetched so far."""
         return self._walker.counts
 
     def remove(self) -> None:
         """Take the hooks away, and give the module plain tensors again.
 
-        What was on an accelerator goes back to its device before. Values that lie on the disk stay there, as
+        Tensors go back to the devices that they came from. Values on the disk stay there, as
         tensors of a mapped file: they can be used as any other, and are read when they are.
         """
         for hook in self._hooks:
@@ -81,9 +83,8 @@ class Dispatch:
         self._hooks = []
         self._walker.close()
         self.model.__dict__.pop(_KEY, None)
-        slots = [slot for unit in self._units for slot in unit.slots]
-        put(slots, [self._restored(slot) for slot in slots])
-        put(self._moved, [self._mover.move(slot.value, slot.origin) for slot in self._moved])
+        fetched = [slot for unit in self._units for slot in unit.slots]
+        restore([*fetched, *self._moved], self._mover.move)
         self._units, self._moved = [], []
 
     def send_home(self) -> None:
@@ -110,9 +111,6 @@ class Dispatch:
             for unit in fresh:
                 self._walker.release(unit)
 
-    def _restored(self, slot: Slot) -> torch.Tensor:
-        return self._mover.move(slot.computed(), slot.origin) if slot.original.is_meta else slot.original
-
     def _attach(self, unit: Unit) -> None:
         if not (unit.slots or self._several):
             return
@@ -123,10 +121,9 @@ class Dispatch:
             return self._placed(args, kwargs, unit.device) if self._several else None
 
         def leave(*_: object) -> None:
-            if not self._options.keep:
-                self._walker.leave(unit)
+            self._walker.leave(unit, keep=self._options.keep)
 
-        eager: Any = torch.compiler.disable  # what fetches can't be traced
+        eager: Any = torch.compiler.disable  # a fetch can't be traced
         self._hooks.append(
             unit.module.register_forward_pre_hook(eager(enter), prepend=True, with_kwargs=True)
         )
@@ -139,8 +136,8 @@ class Dispatch:
         for unit in self._units:
             if unit.depth:  # the last pass was interrupted
                 self._walker.release(unit)
-        found = [leaf for leaf in tree.leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
-        self._came_from = self._mover.device_of(found[0]) if found else None
+        tensors = [leaf for leaf in tree.leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
+        self._came_from = self._mover.device_of(tensors[0]) if tensors else None
         if self._several or not self._units:
             return None
         return self._placed(args, kwargs, self._units[0].device)
@@ -165,8 +162,8 @@ class Dispatch:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         tree.learn(value)
-        found = [leaf for leaf in tree.leaves(value) if isinstance(leaf, torch.Tensor)]
-        if all(self._mover.device_of(tensor) == device for tensor in found):
+        tensors = [leaf for leaf in tree.leaves(value) if isinstance(leaf, torch.Tensor)]
+        if all(self._mover.device_of(tensor) == device for tensor in tensors):
             return value
         return tree.map_tensors(move, value)
 
@@ -174,8 +171,8 @@ class Dispatch:
         """Put values into a state dict, in the place of tensors without any."""
         for unit in self._units:
             for slot in unit.slots:
-                held = state.get(prefix + slot.name)
-                if held is not None and held.is_meta:
+                value = state.get(prefix + slot.name)
+                if value is not None and value.is_meta:
                     state[prefix + slot.name] = slot.computed().detach()
 
 
@@ -195,7 +192,7 @@ def dispatch(
     skip_keys: Collection[str] = (),
     mover: Mover | None = None,
 ) -> Dispatch:
-    """Put the layers of a module where a map says, and have them fetched when they run.
+    """Place the layers of a module by a map, and have them fetched when they run.
 
     Layers on `"cpu"` and `"disk"` run on the first accelerator of the map, or on the CPU if it has none.
     Layers whose classes should not be split are fetched whole, and so are those of `preload`.
@@ -203,13 +200,13 @@ def dispatch(
     Args:
         model: a module with values. It is changed in place.
         placed: a device map, or a dict of paths and devices.
-        folder: for layers on the disk. Not needed for what `fa.big.load` found in safetensors.
+        folder: for layers on the disk. Not needed for files that `fa.big.load` uses in place.
         device: the device that runs layers on the CPU and on the disk, if not the first accelerator.
         prefetch: how many layers are fetched ahead. 0: each when it is needed.
         offload_buffers: fetch buffers too. By default they stay on the device of their layer.
         preload: classes whose modules are fetched whole, because their forward reads weights of inner modules
             without calling these.
-        skip_keys: keyword arguments of layers that stay where they are, such as a cache.
+        skip_keys: keyword arguments of layers that are not moved, such as a cache.
         mover: copies tensors. Tests inject one.
 
     Raises:

@@ -46,9 +46,9 @@ class _LargeOnMeta(TorchFunctionMode):
     ) -> Any:
         options: dict[str, Any] = kwargs or {}
         if func in _FACTORIES and options.get("device") is None:
-            made = func(*args, **{**options, "device": "meta"})
-            if made.nbytes >= _LARGE:
-                return made
+            tensor = func(*args, **{**options, "device": "meta"})
+            if tensor.nbytes >= _LARGE:
+                return tensor
         return func(*args, **options)
 
 

@@ -60,14 +60,14 @@ def split(parts: Sequence[Layer], too_large: Collection[Layer], model: nn.Module
 
 def _layers(path: str, module: nn.Module, classes: frozenset[str]) -> Iterator[Layer]:
     children = list(module.named_children())
-    own = _own(path, module)
+    direct = _own(path, module)
     whole = (path and type(module).__name__ in classes) or "parametrizations" in dict(children)
     if whole or not children:
         tensors = _tensors(path, module)
         if tensors:
             yield Layer(path, tensors)
         return
-    for name, tensor in own.items():
+    for name, tensor in direct.items():
         yield Layer(name, {name: tensor})
     for name, child in children:
         yield from _layers(f"{path}.{name}" if path else name, child, classes)

@@ -11,9 +11,17 @@ from fnaccel.errors import CapabilityError
 
 
 class Mover:
-    """Moves tensors by the names of devices in a map. Tests inject one that only notes what moves where.
+    """Moves tensors by the names of devices in a map. Tests inject one that only notes the moves.
 
     Not run on hardware: copies on a stream of an accelerator.
+
+    Example:
+        >>> class Noting(fa.big.Mover):
+        ...     def move(self, tensor, device):
+        ...         print(tuple(tensor.shape), "to", device)
+        ...         return super().move(tensor, device)
+        >>> model = torch.nn.Linear(4, 2, bias=False).requires_grad_(False)
+        >>> run = fa.big.dispatch(model, {"": "disk"}, folder="offload", mover=Noting())
     """
 
     def __init__(self) -> None:
@@ -43,7 +51,7 @@ class Mover:
 
     def move(self, tensor: torch.Tensor, device: Device) -> torch.Tensor:
         """A tensor on a device: itself if it is there."""
-        return tensor.to(_torch_device(device))
+        return tensor.to(torch_device(device))
 
     def fetch(self, tensors: Sequence[torch.Tensor], device: Device) -> Callable[[], list[torch.Tensor]]:
         """Begin to copy tensors to a device. Called in a thread beside the computation.
@@ -54,7 +62,7 @@ class Mover:
         if device == "cpu":
             copies = [self.move(tensor, device) for tensor in tensors]
             return lambda: copies
-        place = _torch_device(device)
+        place = torch_device(device)
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.Stream(device=place)
@@ -77,7 +85,8 @@ class Mover:
         return host.pin_memory() if torch.accelerator.is_available() else host
 
 
-def _torch_device(device: Device) -> torch.device:
+def torch_device(device: Device) -> torch.device:
+    """The device of torch that a map names."""
     if isinstance(device, str):
         return torch.device(device)
     kind = torch.accelerator.current_accelerator()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import attrs
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fnaccel.errors import ArgumentError, CheckpointError
@@ -16,15 +18,21 @@ from fnaccel.step.html_table import size_of
 _SHARD = 1 << 30
 
 
-def write_folder(
-    tensors: Mapping[str, torch.Tensor], folder: Path | None, where: str
-) -> dict[str, torch.Tensor]:
+@attrs.frozen(eq=False)
+class ToWrite:
+    """A tensor for the disk: its bytes, and a function that makes it when it is written."""
+
+    nbytes: int
+    make: Callable[[], torch.Tensor]
+
+
+def write_folder(tensors: Mapping[str, ToWrite], folder: Path | None, where: str) -> dict[str, torch.Tensor]:
     """Write tensors to safetensors files of about 1 GiB, and map them.
 
     Files of an earlier run are replaced. Mapped tensors stay valid if the folder is deleted.
 
     Args:
-        tensors: by name, in memory.
+        tensors: by name.
         folder: made if it does not exist.
         where: the location in error messages.
 
@@ -33,7 +41,7 @@ def write_folder(
 
     Raises:
         ArgumentError: no folder was given, or its disk lacks the space. Nothing was written.
-        CheckpointError: writing failed. What was written is deleted.
+        CheckpointError: writing failed. The new files are deleted.
     """
     if not tensors:
         return {}
@@ -42,7 +50,7 @@ def write_folder(
         raise ArgumentError(
             f"{len(tensors)} tensors ({size_of(total)}) go to the disk, and there is no folder for them",
             where=where,
-            fix='folder="offload", or load a checkpoint of safetensors, which is used where it lies',
+            fix='folder="offload", or load a checkpoint of safetensors, which is used in place',
         )
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
@@ -57,14 +65,13 @@ def write_folder(
     try:
         for number, names in enumerate(_shards(tensors)):
             file = folder / f"offloaded-{number:05}.safetensors"
-            written.append(file)
-            part = file.with_suffix(".partial")
-            written.append(part)
-            save_file({name: _plain(tensors[name]) for name in names}, part)
-            part.replace(file)  # a file that another process maps stays as it is
-            with safe_open(file, "pt") as handle:
+            part = folder / f"{file.stem}.{os.getpid()}.partial"
+            written += [part, file]
+            save_file({name: _plain(tensors[name].make()) for name in names}, part)
+            with safe_open(part, "pt") as handle:  # before another rank may write the same name
                 mapped |= {name: handle.get_tensor(name) for name in names}
-    except OSError as error:
+            part.replace(file)  # a file that another process maps stays as it is
+    except (OSError, SafetensorError) as error:
         for file in written:
             file.unlink(missing_ok=True)
         raise CheckpointError(
@@ -78,7 +85,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format)
 
 
-def _shards(tensors: Mapping[str, torch.Tensor]) -> Iterable[list[str]]:
+def _shards(tensors: Mapping[str, ToWrite]) -> Iterable[list[str]]:
     names: list[str] = []
     count = 0
     for name, tensor in tensors.items():

@@ -69,9 +69,9 @@ def place(
     """
     fast = [(device, limit) for device, limit in budget if device not in ("cpu", "disk")]
     for keep_room in (True, False):  # all on accelerators is better than a layer that is offloaded
-        found = _on_accelerators(parts, fast, strategy, keep_room)
-        if found is not None:
-            return found
+        devices = _on_accelerators(parts, fast, strategy, keep_room)
+        if devices is not None:
+            return devices
     rooms = [Room(device, limit, limit if not at else None) for at, (device, limit) in enumerate(budget)]
     return fill(parts, rooms)
 
@@ -110,9 +110,9 @@ def _least(parts: Sequence[int], rooms: Callable[[int], list[Room]], most: int) 
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2
-        found = fill(parts, rooms(middle))
-        if found is None:
+        devices = fill(parts, rooms(middle))
+        if devices is None:
             low = middle + 1
         else:
-            best, high = found, middle
+            best, high = devices, middle
     return best

@@ -1,4 +1,4 @@
-"""From a device map to units: which module is hooked, where it runs, and which of its tensors are fetched."""
+"""From a device map to units: modules with hooks, their devices, and the tensors fetched for them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import attrs
 import torch
 from torch import nn
 
+from fnaccel.big.away import Away, away
 from fnaccel.big.budget import Device
 from fnaccel.big.device_map import DeviceMap, place_of
 from fnaccel.big.layers import Layer, classes_not_split, layers, split
 from fnaccel.big.mover import Mover
-from fnaccel.big.on_disk import write_folder
-from fnaccel.big.unit import Slot, Unit, put, without_values
+from fnaccel.big.on_disk import ToWrite, write_folder
+from fnaccel.big.unit import Slot, Unit, put
 from fnaccel.errors import ArgumentError
+from fnaccel.models.constant_buffers import ConstantBuffers
 
 _WHERE = "fa.big.dispatch"
 
@@ -75,6 +77,7 @@ def plan(
         options.mover.check(device)
     units: dict[str, Unit] = {}
     slots: list[tuple[Unit, Slot, Device]] = []
+    tied = _Tied()
     for layer in _layers(model, placed, options):
         for name, tensor in layer.tensors.items():
             path = layer.path if layer.path not in layer.tensors else layer.path.rpartition(".")[0]
@@ -87,39 +90,44 @@ def plan(
                     where="a device map",
                     fix="place the tensors of one module together",
                 )
-            slots.append((unit, _slot(model, name, tensor, values, options), home))
+            slots.append(
+                (unit, _slot(model, name, tensor, values, tied.empty(tensor, name), options.mover), home)
+            )
     _check_values(slots)
     files = _written(slots, options)
     moved: list[Slot] = []
-    tied = _Tied()
     for unit, slot, home in slots:
-        empty = tied.empty(slot.original)
-        fetched = home == "disk" or (home == "cpu" and unit.device != "cpu")
-        if fetched and (isinstance(slot.original, nn.Parameter) or options.offload_buffers):
+        if _is_fetched(unit, slot, home, options):
             _leave_at_home(slot, files, tied, options.mover)
+            slot.in_place = slot.mapped and unit.device == "cpu" and slot.dtype in (None, slot.value.dtype)
             unit.slots.append(slot)
-            unit.empty.append(empty)
         else:
             _move(slot, unit.device, tied, options.mover)
             moved.append(slot)
-    put(moved, [slot.value for slot in moved])
-    for unit in units.values():
-        shown = zip(unit.slots, unit.empty, strict=True)
-        put(unit.slots, [slot.value if slot.in_place else empty for slot, empty in shown])
+    everything = [*moved, *(slot for unit in units.values() for slot in unit.slots)]
+    here = {id(slot) for slot in everything if slot.in_place} | {id(slot) for slot in moved}
+    put(everything, [slot.value if id(slot) in here else slot.empty for slot in everything])
     return list(units.values()), moved
 
 
+def _is_fetched(unit: Unit, slot: Slot, home: Device, options: Options) -> bool:
+    """Whether a tensor comes to its layer when this runs. Buffers do if that is wanted, codes always."""
+    away = home == "disk" or (home == "cpu" and unit.device != "cpu")
+    weight = isinstance(slot.empty, nn.Parameter) or isinstance(slot.module, ConstantBuffers)
+    return away and (weight or options.offload_buffers)
+
+
 class _Tied:
-    """What was made of a tensor before, so that tied ones stay tied."""
+    """The copies and stand-ins of each tensor, made once, so that tied ones stay tied."""
 
     def __init__(self) -> None:
-        self._empty: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._empty: dict[int, tuple[torch.Tensor, Away]] = {}
         self.copies: dict[tuple[int, Device], torch.Tensor] = {}
 
-    def empty(self, original: torch.Tensor) -> torch.Tensor:
-        """A tensor without values like the original. It holds the original, whose id stays its own."""
+    def empty(self, original: torch.Tensor, name: str) -> Away:
+        """A tensor without values like the original. The original is held, so that its id stays its own."""
         if id(original) not in self._empty:
-            self._empty[id(original)] = original, without_values(original)
+            self._empty[id(original)] = original, away(original, name)
         return self._empty[id(original)][1]
 
 
@@ -140,11 +148,22 @@ def _runs_on(name: str, home: Device, main: Device, placed: DeviceMap) -> Device
     return "cpu" if apart else main
 
 
-def _slot(model: nn.Module, name: str, tensor: torch.Tensor, values: Values, options: Options) -> Slot:
+def _slot(
+    model: nn.Module, name: str, tensor: torch.Tensor, values: Values, empty: Away, mover: Mover
+) -> Slot:
     path, _, key = name.rpartition(".")
     value = values.get(name, Value(tensor))
-    origin = "cpu" if tensor.is_meta else options.mover.device_of(tensor)
-    return Slot(model.get_submodule(path), key, name, tensor, value.tensor, origin, value.mapped, value.dtype)
+    return Slot(
+        model.get_submodule(path),
+        key,
+        name,
+        empty,
+        None if tensor.is_meta else tensor,
+        value.tensor,
+        "cpu" if tensor.is_meta else mover.device_of(tensor),
+        value.mapped,
+        value.dtype,
+    )
 
 
 def _check_values(slots: list[tuple[Unit, Slot, Device]]) -> None:
@@ -158,34 +177,33 @@ def _check_values(slots: list[tuple[Unit, Slot, Device]]) -> None:
 
 
 def _written(slots: list[tuple[Unit, Slot, Device]], options: Options) -> dict[int, torch.Tensor]:
-    """Tensors for the disk, written to the folder and mapped, by `id` of what is in memory."""
-    wanted: dict[str, torch.Tensor] = {}
+    """Tensors for the disk, written to the folder and mapped, by `id` of the tensor in memory."""
+    unwritten: dict[str, ToWrite] = {}
     names: dict[int, str] = {}
-    for _, slot, home in slots:
-        offloaded = isinstance(slot.original, nn.Parameter) or options.offload_buffers
-        if home == "disk" and offloaded and not slot.mapped and id(slot.value) not in names:
+    for unit, slot, home in slots:
+        fetched = home == "disk" and _is_fetched(unit, slot, home, options)
+        if fetched and not slot.mapped and id(slot.value) not in names:
             names[id(slot.value)] = slot.name
-            wanted[slot.name] = slot.value
-    files = write_folder(wanted, options.folder, _WHERE)
+            unwritten[slot.name] = ToWrite(slot.value.nbytes, lambda value=slot.value: value)
+    files = write_folder(unwritten, options.folder, _WHERE)
     return {key: files[name] for key, name in names.items()}
 
 
 def _leave_at_home(slot: Slot, files: Mapping[int, torch.Tensor], tied: _Tied, mover: Mover) -> None:
-    """Give a slot its values where they stay while the layer is not in use."""
-    empty = tied.empty(slot.original)
+    """Give a slot its values as they stay while the layer is not in use."""
+    original, slot.original = slot.original, None
     if slot.mapped:
-        slot.original = empty
-    elif id(slot.value) in files:
-        slot.value, slot.mapped, slot.original = files[id(slot.value)], True, empty
-    else:
-        key = id(slot.value), "home"
-        if key not in tied.copies:
-            tied.copies[key] = mover.home(slot.value.detach())
-        if slot.original is slot.value and slot.origin == "cpu":
-            slot.original.data = tied.copies[key]  # the same memory, or pinned
-        else:
-            slot.original = empty
-        slot.value = tied.copies[key]
+        return
+    if id(slot.value) in files:
+        slot.value, slot.mapped = files[id(slot.value)], True
+        return
+    key = id(slot.value), "home"
+    if key not in tied.copies:
+        tied.copies[key] = mover.home(slot.value.detach())
+    if original is slot.value and slot.origin == "cpu":
+        slot.original = original
+        slot.value.data = tied.copies[key]  # the same memory, or pinned
+    slot.value = tied.copies[key]
 
 
 def _move(slot: Slot, device: Device, tied: _Tied, mover: Mover) -> None:
@@ -196,5 +214,5 @@ def _move(slot: Slot, device: Device, tied: _Tied, mover: Mover) -> None:
         here = mover.device_of(value) == device
         tied.copies[key] = value if here else mover.move(value.detach(), device)
     if tied.copies[key] is not slot.original:
-        slot.original = tied.empty(slot.original)
+        slot.original = None
     slot.value = tied.copies[key]

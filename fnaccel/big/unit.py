@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fnaccel import _torch
+from fnaccel.big.away import Away
 from fnaccel.big.budget import Device
 
 Fetched = Callable[[], list[torch.Tensor]]
@@ -24,26 +25,25 @@ class Slot:
     Attributes:
         module, key: the module and its name for the tensor.
         name: the full name.
-        original: what stood there before the model was dispatched, or a tensor without values like it.
+        empty: a tensor without values, which stands there while the layer is not in use. Tied names share it.
+        original: the tensor from before the model was dispatched, or None if its values were let go.
         value: the values, in the memory of the host, in a mapped file, or on a device.
         origin: the device of the original.
         mapped: whether the values are in a mapped file.
         dtype: the dtype that the layer computes with. None: that of the values.
+        in_place: whether the layer computes with the values in the mapped file.
     """
 
     module: nn.Module
     key: str
     name: str
-    original: torch.Tensor
+    empty: Away
+    original: torch.Tensor | None
     value: torch.Tensor
     origin: Device = "cpu"
     mapped: bool = False
     dtype: torch.dtype | None = None
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the layer can compute with the values as they are in the file."""
-        return self.mapped and self.dtype in (None, self.value.dtype)
+    in_place: bool = False
 
     def computed(self) -> torch.Tensor:
         """The values in the dtype that the layer computes with."""
@@ -51,14 +51,14 @@ class Slot:
 
     def put(self, value: torch.Tensor) -> None:
         """Let the module see a tensor."""
-        parameter = isinstance(self.original, nn.Parameter)
-        held: Any = _torch.parameters_of(self.module) if parameter else _torch.buffers_of(self.module)
-        held[self.key] = value
+        parameter = isinstance(self.empty, nn.Parameter)
+        registered: Any = _torch.parameters_of(self.module) if parameter else _torch.buffers_of(self.module)
+        registered[self.key] = value
 
-    def like_original(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor as a parameter if the original is one."""
-        if isinstance(self.original, nn.Parameter) and not isinstance(value, nn.Parameter):
-            return nn.Parameter(value, requires_grad=self.original.requires_grad)
+    def as_registered(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor as a parameter if the module has one there."""
+        if isinstance(self.empty, nn.Parameter) and not isinstance(value, nn.Parameter):
+            return nn.Parameter(value, requires_grad=self.empty.requires_grad)
         return value
 
 
@@ -66,17 +66,23 @@ def put(slots: Iterable[Slot], values: Iterable[torch.Tensor]) -> None:
     """Let modules see values. A tied parameter stays one parameter."""
     placed: dict[tuple[int, int], torch.Tensor] = {}
     for slot, value in zip(slots, values, strict=True):
-        key = id(slot.original), id(slot.value)
+        key = id(slot.empty), id(slot.value)
         if key not in placed:
-            placed[key] = slot.like_original(value)
+            placed[key] = slot.as_registered(value)
         slot.put(placed[key])
 
 
-def without_values(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the meta device, and a parameter if this is one."""
-    if not isinstance(tensor, nn.Parameter):
-        return torch.empty_like(tensor, device="meta")
-    return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+def restore(slots: Iterable[Slot], move: Callable[[torch.Tensor, Device], torch.Tensor]) -> None:
+    """Give modules plain tensors again: the originals, or their values on the device that these were on."""
+    listed = list(slots)
+    placed: dict[int, torch.Tensor] = {}
+    for slot in listed:
+        if slot.original is not None:
+            placed[id(slot.empty)] = slot.original.requires_grad_(slot.empty.requires_grad)
+    for slot in listed:
+        if id(slot.empty) not in placed:
+            placed[id(slot.empty)] = slot.as_registered(move(slot.computed(), slot.origin))
+        slot.put(placed[id(slot.empty)])
 
 
 @attrs.define(eq=False)
@@ -86,9 +92,8 @@ class Unit:
     Attributes:
         path: of the module whose forward pass needs it.
         module: this module.
-        device: where it runs.
+        device: its device when it runs.
         slots: the tensors that are fetched for it. Others stay on its device.
-        empty: what its module sees in their place while it is not in use.
         after: the unit that came next, the last time.
         depth: how many of its forward passes have begun and not ended.
         pending: its tensors, while they are fetched.
@@ -99,7 +104,6 @@ class Unit:
     module: nn.Module
     device: Device
     slots: list[Slot] = attrs.field(factory=list)
-    empty: list[torch.Tensor] = attrs.field(factory=list)
     after: Unit | None = None
     depth: int = 0
     pending: Future[Fetched] | None = None
@@ -108,7 +112,7 @@ class Unit:
     @property
     def trained(self) -> bool:
         """Whether a parameter that is fetched wants a gradient."""
-        return any(slot.original.requires_grad for slot in self.slots)
+        return any(slot.empty.requires_grad for slot in self.slots)
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,7 @@ from fnaccel.errors import CapabilityError
 
 @attrs.define
 class Counts:
-    """What a dispatched model has done so far.
+    """The fetches of a dispatched model so far.
 
     Attributes:
         fetched: layers that were brought to their device.
@@ -77,21 +77,21 @@ class Walker:
         if not unit.here:
             self._bring(unit)
 
-    def leave(self, unit: Unit) -> None:
-        """Take a unit away after its forward pass, unless it comes next again."""
+    def leave(self, unit: Unit, *, keep: bool = False) -> None:
+        """Take a unit away after its forward pass, unless it comes next again or is kept."""
         unit.depth = max(0, unit.depth - 1)  # it did not rise if `enter` raised
-        if unit.depth == 0 and unit.after is not unit:
+        if unit.depth == 0 and unit.after is not unit and not keep:
             self.release(unit)
 
     def release(self, unit: Unit) -> None:
         """Take a unit away."""
         unit.depth, unit.here = 0, False
         self._held.discard(id(unit))
-        for slot, empty in zip(unit.slots, unit.empty, strict=True):
+        for slot in unit.slots:
             if slot.in_place:
                 let_go(slot.value)
             else:
-                slot.put(empty)
+                slot.put(slot.empty)
 
     def bring(self, unit: Unit) -> None:
         """Bring a unit to its device, whatever comes next."""
@@ -130,8 +130,8 @@ class Walker:
         self.counts.most = max(self.counts.most, len(self._held))
         if self._thread is None:
             return
-        wanted = [unit] if not unit.here else []  # it comes first if it was not fetched ahead
-        for other in [*wanted, *self._ahead]:
+        current = [unit] if not unit.here else []  # it comes first if it was not fetched ahead
+        for other in [*current, *self._ahead]:
             if other.pending is None:
                 other.pending = self._thread.submit(self._begin, other)
 
@@ -148,9 +148,12 @@ class Walker:
             unit.pending = None
         if not unit.here:
             self._held.discard(id(unit))
+            for slot in unit.slots:
+                if slot.in_place:
+                    let_go(slot.value)
 
     def _begin(self, unit: Unit) -> Fetched:
-        """Read what is used in place, and begin to copy the rest."""
+        """Read the pages that are used in place, and begin to copy other tensors."""
         for slot in unit.slots:
             if slot.in_place:
                 read_ahead(slot.value)

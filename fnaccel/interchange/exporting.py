@@ -23,7 +23,7 @@ from fnaccel.checkpoint.format.walk import child
 from fnaccel.errors import ArgumentError, NoWorldError, UnleasedStateError, nearest
 from fnaccel.interchange.model_config import files_for
 from fnaccel.interchange.sources.detect import opened
-from fnaccel.interchange.targets import modules_of, persistent_paths, tensors_of
+from fnaccel.interchange.targets import check_full_width, modules_of, persistent_paths, tensors_of
 from fnaccel.state import TrainState, check_live, check_trained, lease_of
 from fnaccel.step.precision_policy import dtype_of
 from fnaccel.tree import Tree
@@ -153,7 +153,7 @@ def export_source(
         for name, shard in zip(style.names(len(shards)), shards, strict=True):
             style.write(staged / name, shard, progress)
         source.check_unchanged()
-        _finish(staged, target, shards, files, style)
+        finish(staged, target, shards, files, style)
     except BaseException:
         placing.discard(staged)
         raise
@@ -204,6 +204,7 @@ def _export_state(
 
     def begin() -> None:
         modules = modules_of(state)
+        check_full_width((modules or {}).get(style.model), style.where)
         tensors = one_model(weights_of(state, modules, style), keys_of(state), style)
         picked = pick(tensors, style.only, style.skip, style.rename, _WHERE)
         items = of_tensors(picked, dtype_in(style), keep=active.is_main)
@@ -219,7 +220,7 @@ def _export_state(
         for name, shard in zip(style.names(len(shards)), shards, strict=True):
             together(active, _WHERE, writer(staged[0] / name if staged else None, shard, style.write))
         together(
-            active, _WHERE, lambda: _finish(staged[0], place[0], shards, files, style) if staged else None
+            active, _WHERE, lambda: finish(staged[0], place[0], shards, files, style) if staged else None
         )
     except BaseException:
         for directory in staged:
@@ -255,9 +256,10 @@ def writer(
     return write
 
 
-def _finish(
+def finish(
     staged: Path, target: Path, shards: Sequence[Sequence[Item]], files: Mapping[str, str], style: Style
 ) -> None:
+    """Write the index and the other files, and make the filled directory the target."""
     extra = dict(files)
     if len(shards) > 1:
         names = style.names(len(shards))

@@ -37,12 +37,13 @@ class Fit:
 
 @attrs.frozen
 class Choice:
-    """The user's arguments, and the name of the public function."""
+    """The user's arguments, the name of the public function, and what it calls the object that it fills."""
 
     only: Patterns
     skip: Patterns
     rename: Rename
     where: str
+    target: str = "like"
 
 
 def fit(source: Source, targets: Targets, choice: Choice) -> Fit:
@@ -64,7 +65,8 @@ def fit(source: Source, targets: Targets, choice: Choice) -> Fit:
             break
     problems, fitted = best or ([], Fit({}, {}))
     if problems:
-        raise mismatch(problems, source, choice.where, _rename_hint(source, targets, choice))
+        hint = _rename_hint(source, targets, choice)
+        raise mismatch(problems, source, choice.where, hint, choice.target)
     if any(path.startswith("opt/") for path in fitted.pairs):
         return attrs.evolve(fitted, updates=source.count_updates(), step=source.step)
     return fitted
@@ -95,9 +97,11 @@ def _placed(
             if _fits(tensor, placed[path]):
                 pairs[path] = placed[path]
             else:
-                problems.append(f"{path}: {placed[path]} in the source, {_described(tensor)} in like")
+                problems.append(
+                    f"{path}: {placed[path]} in the source, {_described(tensor)} in {choice.target}"
+                )
         elif path in chosen and _needed(path, source, targets):
-            problems.append(f"{path}: only in like ({_described(tensor)})")
+            problems.append(f"{path}: only in {choice.target} ({_described(tensor)})")
     problems += [
         f"{path}: only in the source ({tensor})"
         for path, tensor in placed.items()
@@ -194,11 +198,14 @@ def _rename_hint(source: Source, targets: Targets, choice: Choice) -> str | None
     return None
 
 
-def mismatch(problems: list[str], source: Source, where: str, hint: str | None = None) -> TreeMismatchError:
+def mismatch(
+    problems: list[str], source: Source, where: str, hint: str | None = None, target: str = "like"
+) -> TreeMismatchError:
     """The error that lists them."""
     count = len(problems)
     moments = all(problem.startswith("opt/") for problem in problems)
-    fix = hint or "rename=, skip= or only= if names differ, or a like= of the same model. Nothing was changed"
+    other = "a like= of the same model" if target == "like" else "the model that was saved"
+    fix = hint or f"rename=, skip= or only= if names differ, or {other}. Nothing was changed"
     if moments:
         fix = (
             'skip="opt/*" leaves the moments out, or give a like= of the same optimizer. Nothing was changed'
@@ -208,7 +215,7 @@ def mismatch(problems: list[str], source: Source, where: str, hint: str | None =
         fix += "group of the optimizer keeps the model's order. Nothing was changed"
     return TreeMismatchError(
         f"{count} {'path differs' if count == 1 else 'paths differ'} between {source.path} "
-        f"(read as {source.format}) and like=: " + "; ".join(problems),
+        f"(read as {source.format}) and {target}{'=' if target == 'like' else ''}: " + "; ".join(problems),
         where=where,
         fix=fix,
     )

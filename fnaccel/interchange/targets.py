@@ -12,6 +12,7 @@ from torch import nn
 from fnaccel.checkpoint.format.found import unescaped
 from fnaccel.checkpoint.format.walk import child, shown
 from fnaccel.errors import ArgumentError, UnleasedStateError
+from fnaccel.models.constant_buffers import constant_buffers
 from fnaccel.state import TrainState, check_live, lease_of
 from fnaccel.tree import Tree
 
@@ -122,8 +123,20 @@ def persistent_paths(modules: Mapping[str | None, nn.Module]) -> set[str]:
     return {
         child("" if key is None else child("", key), name)
         for key, module in modules.items()
-        for name in module.state_dict(keep_vars=True)
+        # a quantized layer's state_dict has the names of its library
+        for name in (*module.state_dict(keep_vars=True), *dict(constant_buffers(module)))
     }
+
+
+def check_full_width(module: nn.Module | None, where: str) -> None:
+    """Raise ArgumentError if weights of a module are codes, which have names of their own in a file."""
+    name = None if module is None else next((name for name, _ in constant_buffers(module)), None)
+    if name is not None:
+        raise ArgumentError(
+            f"the weights of the model are codes, such as {name}",
+            where=where,
+            fix="fa.big.save_quantized(directory, state), or fa.export_adapter(...) for an adapter alone",
+        )
 
 
 def _tied(modules: Mapping[str | None, nn.Module]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from torch import nn
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import ArgumentError, CapabilityError, OwnershipError, PlanMismatchError, nearest
 from fnaccel.models.blocks import NamedUnits
+from fnaccel.models.constant_buffers import constant_weights
 from fnaccel.models.meta import making
 from fnaccel.models.parameter import Cut
 from fnaccel.world.world import World
@@ -279,7 +280,7 @@ def freeze(built: Built, patterns: tuple[str, ...]) -> None:
     named = dict(built.named("parameters"))
     for pattern in patterns:
         matched = fnmatch.filter(named, pattern)
-        if not matched:
+        if not matched and not fnmatch.filter(constant_weights(built.modules), pattern):
             raise ArgumentError(
                 f"the pattern {pattern!r} matches no parameter", where="frozen=", fix=nearest(pattern, named)
             )

@@ -16,6 +16,7 @@ from fnaccel.engine.same_rows import SameRows
 from fnaccel.engine.updater import Optimizers, Updater, traceable
 from fnaccel.errors import ArgumentError, CapabilityError, TreeMismatchError
 from fnaccel.models.building import Built, check_patched, claim, freeze, release
+from fnaccel.models.constant_buffers import ConstantBuffers, check_not_trained
 from fnaccel.models.moving_buffers import MovingBuffers
 from fnaccel.models.trained_modules import TrainedModules
 from fnaccel.program.axes_applied import apply_axes
@@ -66,7 +67,9 @@ class Owned:
         self.same_rows = SameRows(engine.layout.mesh)
         self.sharded = is_sharded(engine.layout.parameters.values())
         self._watched = TrainedModules(built.modules, leaves if bound is None else ())
-        self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in self._buffer_slots])
+        self.moving_buffers = MovingBuffers(
+            [(m, name) for m, name, _ in self._buffer_slots if not isinstance(m, ConstantBuffers)]
+        )
 
     def _captured(self, inside: bool) -> CapturedStep | None:
         """The compiled programs of the step if it asks for them. The update is part of them if `inside`."""
@@ -338,6 +341,8 @@ def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | N
             for _, param in built.named("parameters"):
                 param.requires_grad_(False)
         freeze(built, spec.frozen)
+        if trains:
+            check_not_trained(built.modules, spec.frozen)
         if trains and not any(p.requires_grad for _, p in built.named("parameters")):
             raise ArgumentError(
                 "no parameter is left to train: "

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import attrs
+from torch import nn
 
 from fnaccel.engine.updater import by_model, check_own
 from fnaccel.errors import ArgumentError, as_names
+from fnaccel.models.constant_buffers import check_not_trained
 from fnaccel.program.lower import Lowered, lower
 from fnaccel.program.plan import Plan, make_plan
 from fnaccel.step.spec import LossPart, Rng, Spec, resolve
@@ -69,6 +71,9 @@ def planned(
         )
     )
     check_device(spec)
+    if optimizers is not None:  # a factory's model is checked when it is built
+        parts = model.model if isinstance(model.model, dict) else {None: model.model}
+        check_not_trained({k: m for k, m in parts.items() if isinstance(m, nn.Module)}, spec.frozen)
     delegation = delegate(spec)
     if delegation is not None:
         spec = attrs.evolve(spec, step=delegation.step, runtime=delegation.by)

@@ -19,6 +19,7 @@ from fnaccel import _torch
 from fnaccel.engine.engine import Engine, Hooks
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest, require
 from fnaccel.models.building import Built, construct
+from fnaccel.models.constant_buffers import ConstantBuffers, constant_buffers
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp_buckets import MIB, Buckets, bucket_bytes, lay_out
@@ -201,6 +202,7 @@ def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> En
         for root in built.modules.values()
         for module in root.modules()
         for name in _torch.buffers_of(module)
+        if not isinstance(module, ConstantBuffers)
     ]
 
     def share_buffers() -> None:
@@ -226,13 +228,17 @@ def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> En
 
 
 def _send_small(built: Built, group: Any) -> None:
-    """Broadcast rank 0's fp8 weights as bytes, since gloo sends no fp8. The wrapper skips them."""
+    """Broadcast what the wrapper then skips: rank 0's fp8 weights, since gloo sends no fp8, and constants."""
     named = list(built.host.named_parameters())
+    constant = dict(constant_buffers(built.host))
     small = {n: p for n, p in named if p.is_floating_point() and p.itemsize == 1 and not p.requires_grad}
-    if small:
-        with torch.no_grad():
+    with torch.no_grad():
+        if small:
             _share([param.view(torch.uint8) for param in small.values()], group)
-        _torch.leave_to_others(built.host, list(small))
+        for value in constant.values():  # one by one, since `_share` copies all of them
+            _share([value], group)
+    if small or constant:
+        _torch.leave_to_others(built.host, [*small, *constant])
 
 
 def _share(values: list[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -103,6 +103,12 @@ def test_a_layer_that_no_accelerator_holds_runs_on_the_cpu():
     assert placed.on_cpu == {"1"}
     assert [placed.device_of(str(index)) for index in range(4)] == [0, "cpu", 0, 0]
     assert "1: run on the CPU" in str(placed)
+    assert fa.big.device_map(large, {0: 7, "cpu": 300}).places == {
+        "0": "cpu",
+        "1": "cpu",
+        "2": "cpu",
+        "3": "cpu",
+    }
     with pytest.raises(fa.errors.ArgumentError, match="the largest is cpu with 100 B") as error:
         fa.big.device_map(large, {0: 20, "cpu": 100})
     assert "1 has 200 B" in str(error.value)

@@ -189,3 +189,19 @@ def test_ragged_rows_have_one_curve():
     losses = [number(r"epoch 3: loss ([\d.]+)", text) for text in (alone, both)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
     assert losses[0] < 1.5
+
+
+def test_a_big_model_generates_the_tokens_of_the_model_in_memory():
+    text = output("big_model", "--budget", "5MB", ranks=None)
+    assert "the tokens of the model in memory: True" in text
+    fetched, ahead = re.search(r"(\d+) layers fetched, (\d+) of them ahead", text).groups()
+    assert int(ahead) > int(fetched) // 2
+
+
+def test_quantize_lora_goes_on_where_it_stopped(tmp_path):
+    flags = ("--dir", str(tmp_path), "--base-steps", "10", "--save-every", "5")
+    first = output("quantize_lora", *flags, "--steps", "10")
+    assert "begins at step 0" in first
+    second = output("quantize_lora", *flags, "--steps", "20", ranks=None)
+    assert "begins at step 10" in second
+    assert "adapter: ['adapter_config.json', 'adapter_model.safetensors']" in second

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import axes, context, seeing, tensor, tracking, watchdog
+from tests.mutants import axes, big, context, seeing, tensor, tracking, watchdog
 from tests.mutants.mutant import Mutant
 
 pytestmark = pytest.mark.long
@@ -296,6 +296,7 @@ MUTANTS = [
     *tensor.MUTANTS,
     *tracking.MUTANTS,
     *seeing.MUTANTS,
+    *big.MUTANTS,
 ]  # fmt: skip
 
 

@@ -28,6 +28,7 @@ class Found:
         at_once: whether reading a block costs as much as reading the whole tensor.
         check: `check(box)` raises CheckpointError if a block can't be read, without reading its values.
             None if only a read can tell.
+        view: all of it as a tensor in mapped memory, without a copy. None if it is not stored as one piece.
     """
 
     dtype: torch.dtype
@@ -35,6 +36,7 @@ class Found:
     read: Callable[[Box, torch.Tensor], None]
     at_once: bool = False
     check: Callable[[Box], None] | None = None
+    view: Callable[[], torch.Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +145,7 @@ def held(value: torch.Tensor) -> Found:
     def read(box: Box, out: torch.Tensor) -> None:
         out.copy_(plain[box.within(whole(tuple(plain.shape)))])
 
-    return Found(plain.dtype, tuple(plain.shape), read, check=_nothing)
+    return Found(plain.dtype, tuple(plain.shape), read, check=_nothing, view=lambda: plain)
 
 
 def read_all(tensor: Found) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,26 @@ def widest_first(items: Iterable[Item]) -> list[Item]:
     return sorted(items, key=lambda item: -item.dtype.itemsize)
 
 
-def write_items(path: Path, items: Sequence[Item], progress: Progress | None = None) -> FileRecord:
+def write_items(
+    path: Path,
+    items: Sequence[Item],
+    progress: Progress | None = None,
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> FileRecord:
     """Write one file, and wait until the device holds it.
+
+    Args:
+        path: a new file.
+        items: widest first.
+        progress: called as bytes are written.
+        metadata: further texts for the header.
 
     Raises:
         OSError: the file can't be written.
         CheckpointError: a tensor can't be read, or has another size than it said.
     """
-    return write_file(path, _chunks(items, progress))
+    return write_file(path, _chunks(items, progress, metadata or {}))
 
 
 def drain(items: Sequence[Item]) -> None:
@@ -83,8 +95,10 @@ def drain(items: Sequence[Item]) -> None:
             pass
 
 
-def _chunks(items: Sequence[Item], progress: Progress | None) -> Iterator[memoryview]:
-    yield memoryview(_header(items))
+def _chunks(
+    items: Sequence[Item], progress: Progress | None, metadata: Mapping[str, str]
+) -> Iterator[memoryview]:
+    yield memoryview(_header(items, metadata))
     for item in items:
         size = 0
         for block in item.blocks():
@@ -100,8 +114,8 @@ def _chunks(items: Sequence[Item], progress: Progress | None) -> Iterator[memory
             )
 
 
-def _header(items: Sequence[Item]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _header(items: Sequence[Item], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for item in items:
         begin, end = end, end + item.nbytes

@@ -113,7 +113,12 @@ class _Reader:
                     block = Block(piece.name or stored.path, stored.dtype, piece.box)
                     self.mapped.check(self.path / piece.file, block)
 
-        return Found(stored.dtype, stored.shape, read, check=check)
+        def view() -> torch.Tensor:
+            (piece,) = stored.pieces
+            return self.mapped.handle(self.path / piece.file).get_tensor(piece.name or stored.path)
+
+        one = len(stored.pieces) == 1
+        return Found(stored.dtype, stored.shape, read, check=check, view=view if one else None)
 
     def count(self, value: Tree) -> int | None:
         """The number of updates from a number or a tensor, or None."""

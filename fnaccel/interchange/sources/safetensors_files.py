@@ -136,4 +136,9 @@ def _found(
             if overlap(block.box, box):
                 mapped.check(file, block)
 
-    return Found(parts[0][1].dtype, shape, read, check=check)
+    (file, block), *others = parts
+
+    def view() -> torch.Tensor:
+        return mapped.handle(file).get_tensor(block.name)
+
+    return Found(block.dtype, shape, read, check=check, view=None if others else view)

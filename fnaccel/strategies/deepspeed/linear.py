@@ -1,30 +1,45 @@
-"""DeepSpeed replaces `torch.nn.functional.linear` for stage 3, and leaves it so. Here it is put back.
+"""DeepSpeed replaces `torch.nn.functional.linear` for stage 3. Here that holds only while its engine runs.
 
-It keeps no gathered weight for backward, and gives up a fused kernel for that. Sums of other models in the
-process would round in another order.
+Its function keeps no gathered weight for backward, and gives up a fused kernel for that. DeepSpeed itself
+leaves it in place for the life of the process, so that sums of other models would round in another order.
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 
-_open: set[int] = set()
-"""The engines of stage 3 that are open, by `id`."""
+Linear = Callable[..., torch.Tensor]
 
 
-def enter(engine: object) -> None:
-    """Note an engine of stage 3."""
-    _open.add(id(engine))
+class LinearFunction:
+    """The linear function of one engine: DeepSpeed's if the engine replaces torch's, or None."""
 
+    def __init__(self) -> None:
+        self._replacement: Linear | None = None
 
-def leave(engine: object) -> None:
-    """Put torch's function back when the last engine of stage 3 closes."""
-    _open.discard(id(engine))
-    if not _open:
-        patches: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-        before = getattr(patches.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
-        if torch.nn.functional.linear is patches.zero3_linear_wrap and before is not None:
-            torch.nn.functional.linear = before
+    @contextlib.contextmanager
+    def built(self) -> Generator[None]:
+        """Note the function that DeepSpeed puts in place as the body builds it, and put torch's back."""
+        functions: Any = torch.nn.functional
+        before = functions.linear
+        try:
+            yield
+        finally:
+            if functions.linear is not before:
+                self._replacement = functions.linear
+            functions.linear = before
+
+    @contextlib.contextmanager
+    def active(self) -> Generator[None]:
+        """Have the engine's function in place while the body runs."""
+        functions: Any = torch.nn.functional
+        before = functions.linear
+        functions.linear = self._replacement or before
+        try:
+            yield
+        finally:
+            functions.linear = before

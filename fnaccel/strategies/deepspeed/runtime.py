@@ -21,8 +21,8 @@ from fnaccel.optim.description import Group, Member, Optimizer, group_leaves
 from fnaccel.optim.foreign import TorchKernel, copied_slots, first_slots, shared_options
 from fnaccel.optim.fused import FusedKernel
 from fnaccel.strategies.axis import Build, finisher
-from fnaccel.strategies.deepspeed import linear
 from fnaccel.strategies.deepspeed.comm import begin, part_of_package, quiet
+from fnaccel.strategies.deepspeed.linear import LinearFunction
 from fnaccel.strategies.deepspeed.partitioned_init import check_partitioned, partitioned_init
 from fnaccel.strategies.deepspeed.parts import Native, Parts
 from fnaccel.strategies.deepspeed.record import Deepspeed
@@ -48,7 +48,9 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
     config = copy.deepcopy(build.delegation.config)
     mesh = build.spec.mesh
     package = begin(mesh.world)
-    built = _construct(build, record, package, config)
+    linear = LinearFunction()
+    with linear.built():
+        built = _construct(build, record, package, config)
     _mark_leaves(built, record)
     half = any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
     _check_parameters(built)
@@ -65,7 +67,8 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
     groups = [] if optimizer is None else group_leaves(optimizer, leaves_of(built, mesh))
     if optimizer is not None:
         _check_foreign(optimizer, len(groups), record.level)
-    engine = _initialise(package, built, optimizer, groups, config)
+    with linear.built():
+        engine = _initialise(package, built, optimizer, groups, config)
     parts = Parts(engine, record.level)
     named = dict(built.named("parameters"))
     for name, value in values.items():
@@ -80,8 +83,6 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
         }
         clip = float(config["gradient_clipping"])
         bound = BoundDeepspeed(engine, parts, slots, clip, skips=build.settings.skips)
-    if parts.stage == 3:
-        linear.enter(engine)
     torn: list[bool] = []
     wrapped = Engine(
         name="deepspeed",
@@ -93,11 +94,11 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
             buffers=dict(built.named("buffers")),
         ),
         forward=Forward(
-            run=_runner(engine, torn),
-            lend=_runner(engine.module, torn),
+            run=_runner(engine, torn, linear),
+            lend=_runner(engine.module, torn, linear),
             sync=_syncer(engine),
             averaged=mesh.batch_size,
-            backward=_backward(engine, record.level, torn),
+            backward=_backward(engine, record.level, torn, linear),
         ),
         hooks=Hooks(recover=_recoverer(engine, record.level), free=_freer(engine, parts)),
         runtime=Runtime(bound=bound, native=engine, rows=build.delegation.rows),
@@ -298,7 +299,7 @@ def _remote(mesh: Mesh, parts: Parts, param: torch.Tensor, name: str, slot: str 
     )
 
 
-def _runner(module: nn.Module, torn: list[bool]) -> Callable[..., Any]:
+def _runner(module: nn.Module, torn: list[bool], linear: LinearFunction) -> Callable[..., Any]:
     """Run a function of the model inside DeepSpeed's forward, whose hooks know tensors only."""
 
     def run(fn: Callable[..., Any], *args: Any) -> Any:
@@ -317,19 +318,23 @@ def _runner(module: nn.Module, torn: list[bool]) -> Callable[..., Any]:
             outputs.append(result)
             return ()
 
-        result = module(entry, *args)
+        with linear.active():
+            result = module(entry, *args)
         return outputs[0] if outputs else result
 
     return run
 
 
-def _backward(engine: Native, stage: int, torn: list[bool]) -> Callable[[torch.Tensor], None]:
+def _backward(
+    engine: Native, stage: int, torn: list[bool], linear: LinearFunction
+) -> Callable[[torch.Tensor], None]:
     """Differentiate a total. `torn` is filled if that fails in the middle of a reduction."""
 
     def backward(total: torch.Tensor) -> None:
         try:
             # times one: DeepSpeed divides the forward's own output by the number of micro-batches
-            engine.backward(total * 1.0, scale_wrt_gas=False)
+            with linear.active():  # blocks may run again
+                engine.backward(total * 1.0, scale_wrt_gas=False)
         except BaseException:
             if stage >= 2:
                 torn.append(True)
@@ -374,7 +379,6 @@ def _freer(engine: Native, parts: Parts) -> Callable[[], None]:
         # stage 3 ties parameters, modules, hooks and the engine into one knot. torch holds parts of it (a
         # class of autograd functions for each module), so that Python would never collect it
         if parts.stage == 3:
-            linear.leave(engine)
             for param in params:
                 param.data = param.data.new_empty(0)
         for owner in (*params, getattr(optimizer, "parameter_offload", None), optimizer, engine):

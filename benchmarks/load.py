@@ -1,0 +1,137 @@
+"""Loading a sharded checkpoint into a model without values: fnaccel and Accelerate.
+
+    OMP_NUM_THREADS=1 python benchmarks/load.py [--quick]
+
+A Llama of random weights in shards of safetensors and of `torch.save`, to the CPU, with the dtype of the
+files and with another one. Each loads in processes of its own, which take turns: seconds of the load alone
+and with a first forward pass, and the largest memory that the process held during the load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from offload import config
+from options import begin
+from report import Row, compare, publish
+
+GOAL, MEMORY = 0.8, 1.0
+TOKENS = torch.arange(8)[None]
+
+
+def ours(folder: Path, settings: Any, dtype: Any) -> Any:
+    import fnaccel as fa
+
+    with fa.big.empty():
+        model = transformers.LlamaForCausalLM(settings).eval()
+    began = time.perf_counter()
+    fa.big.load(model, folder, {"": "cpu"}, dtype=dtype)
+    return model, time.perf_counter() - began
+
+
+def peer(folder: Path, settings: Any, dtype: Any) -> Any:
+    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+
+    with init_empty_weights():
+        model: Any = transformers.LlamaForCausalLM(settings).eval()
+    began = time.perf_counter()
+    model = load_checkpoint_and_dispatch(model, folder, device_map={"": "cpu"}, dtype=dtype)
+    return model, time.perf_counter() - began
+
+
+def child(name: str, folder: Path, dtype: str, layers: int, width: int) -> None:
+    """Load once in this process, and print what it took."""
+    torch.set_num_threads(1)
+    kind = None if dtype == "stored" else getattr(torch, dtype)
+    model, seconds = {"fnaccel": ours, "Accelerate": peer}[name](folder, config(layers, width), kind)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    began = time.perf_counter()
+    with torch.inference_mode():
+        logits = model(TOKENS).logits
+    first = time.perf_counter() - began
+    print(
+        json.dumps(
+            {
+                "load": seconds,
+                "both": seconds + first,
+                "peak": peak,
+                "sum": float(logits.double().abs().sum()),
+            }
+        )
+    )
+
+
+def measure(folder: Path, dtype: str, layers: int, width: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Medians of each figure, by contestant. They take turns."""
+    taken: dict[str, list[dict[str, float]]] = {"fnaccel": [], "Accelerate": []}
+    for _ in range(rounds):
+        for name in taken:
+            words = [sys.executable, __file__, "--child", name, str(folder), dtype, str(layers), str(width)]
+            done = subprocess.run(words, check=True, capture_output=True, text=True)
+            taken[name].append(json.loads(done.stdout.splitlines()[-1]))
+    sums = {round(found["sum"], 1) for runs in taken.values() for found in runs}
+    if max(sums) - min(sums) > 1e-3 * max(sums):
+        raise SystemExit(f"the logits differ: {sums}")
+    return {
+        key: {name: statistics.median(found[key] for found in runs) for name, runs in taken.items()}
+        for key in ("load", "both", "peak")
+    }
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        name, folder, dtype, layers, width = sys.argv[2:]
+        child(name, Path(folder), dtype, int(layers), int(width))
+        return
+    options = begin(str(__doc__))
+    layers, width, rounds = (4, 512, 2) if options.quick else (12, 1024, 7)
+    root = Path(tempfile.mkdtemp())
+    table: list[Row] = []
+    try:
+        model = transformers.LlamaForCausalLM(config(layers, width))
+        model.save_pretrained(root / "safetensors", max_shard_size="150MB")
+        _save_torch(model, root / "torch")
+        size = sum(p.nbytes for p in model.parameters()) / 1e6
+        del model
+        for form in ("safetensors", "torch"):
+            for dtype in ("stored", "bfloat16"):
+                found = measure(root / form, dtype, layers, width, rounds)
+                what = f"{size:,.0f} MB of {form} to the CPU, {dtype}"
+                table += compare(f"load {what}", found["load"], {"Accelerate": GOAL}, unit="ms")
+                table += compare(f"load and first forward, {what}", found["both"], unit="ms")
+                mega = {name: value / 2**20 for name, value in found["peak"].items()}
+                table += compare(f"peak memory, {what}", mega, {"Accelerate": MEMORY}, unit="MiB")
+    finally:
+        shutil.rmtree(root)
+    publish("quick" if options.quick else "load", table)
+
+
+def _save_torch(model: Any, folder: Path) -> None:
+    """Shards of `torch.save` with the index of Hugging Face."""
+    folder.mkdir()
+    names = list(model.state_dict())
+    files = {name: f"pytorch_model-{1 + 4 * i // len(names):05}-of-00004.bin" for i, name in enumerate(names)}
+    for file in sorted(set(files.values())):
+        torch.save(
+            {name: model.state_dict()[name].clone() for name in names if files[name] == file}, folder / file
+        )
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+if __name__ == "__main__":
+    main()
