@@ -118,7 +118,7 @@ def choices(
                 obstacle = str(error).splitlines()[0]
                 compared.append(Choice(strategy=text, remat=recomputes, estimate=None, obstacle=obstacle))
             else:
-                fits = estimate.total <= budget
+                fits = estimate.on_device <= budget
                 compared.append(Choice(strategy=text, remat=recomputes, estimate=estimate, fits=fits))
     return compared
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 from collections.abc import Callable
@@ -67,7 +68,8 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> NamedModel:
         factory = load(name, "fnaccel estimate MODEL")
         if isinstance(factory, nn.Module):
             module: nn.Module = factory
-            return NamedModel(name=name, factory=lambda: module)
+            # a trace takes blocks away from its modules
+            return NamedModel(name=name, factory=lambda: copy.deepcopy(module).to("meta"))
         return NamedModel(name=name, factory=functools.partial(_built, name, factory))
     return _of_transformers(name, trust_remote_code=trust_remote_code)
 

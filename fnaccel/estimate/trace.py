@@ -41,6 +41,7 @@ class TracePlan:
         gathers: the account of shards, or None.
         averaged: whether gradients are copied into buckets as backward makes them.
         inside: names of modules that transforms and strategy are about.
+        shortens: whether repeated blocks are left out.
     """
 
     built: Built
@@ -51,6 +52,7 @@ class TracePlan:
     gathers: Gathers | None = None
     averaged: bool = False
     inside: Mapping[str | None, Sequence[str]] = attrs.field(factory=dict[str | None, Sequence[str]])
+    shortens: bool = True
 
 
 def trace(plan: TracePlan, account: Account) -> int:
@@ -59,9 +61,8 @@ def trace(plan: TracePlan, account: Account) -> int:
     Returns:
         How many blocks were not traced, since they equal one that was.
     """
-    runs = [
-        run for key, module in plan.built.modules.items() for run in shorten(module, plan.inside.get(key, ()))
-    ]
+    modules = plan.built.modules.items() if plan.shortens else ()
+    runs = [run for key, module in modules for run in shorten(module, plan.inside.get(key, ()))]
     fake = _torch.fake_mode()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))

@@ -10,7 +10,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from fnaccel.errors import ArgumentError, CapabilityError
+from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError
 from fnaccel.estimate import _torch
 from fnaccel.estimate.account import Account, Peak
 from fnaccel.estimate.sharded import GRADIENTS, Gathers
@@ -60,6 +60,7 @@ class TrainingEstimate:
         left_out: how many blocks were counted, and not traced.
         work: floating-point operations, and the collectives of a step by axis and kind.
         degrees: ranks along each axis.
+        offloads: whether parameters, gradients and slots are in the memory of the host.
 
     Example:
         >>> estimate = fa.estimate.training(
@@ -76,14 +77,22 @@ class TrainingEstimate:
     left_out: int
     work: Work
     degrees: Mapping[str, int]
+    offloads: bool = False
 
     @property
     def total(self) -> int:
-        """Bytes of the rank at the peak."""
+        """Bytes of the rank at the peak, on its device and on the host."""
         return self.peak.total
 
+    @property
+    def on_device(self) -> int:
+        """Bytes of the rank at the peak, without those that are offloaded to the host."""
+        offloaded = ("parameters", GRADIENTS, "optimizer") if self.offloads else ()
+        return self.total - sum(self.peak.kinds.get(kind, 0) for kind in offloaded)
+
     def __str__(self) -> str:
-        lines = [self.footprint.layout, f"  peak {size_of(self.total)}, in {self.peak.phase}:"]
+        host = f" ({size_of(self.on_device)} of it on the device)" if self.offloads else ""
+        lines = [self.footprint.layout, f"  peak {size_of(self.total)}{host}, in {self.peak.phase}:"]
         lines += [
             f"    {title:<23}{size_of(self.peak.kinds[kind])}"
             for kind, title in _KINDS.items()
@@ -127,7 +136,7 @@ def training(
     Raises:
         ArgumentError: a built module in the place of a factory.
         AxisProductError: the strategy does not fit the ranks.
-        CapabilityError: a runtime such as DeepSpeed lays the model out itself.
+        CapabilityError: a runtime such as DeepSpeed lays the model out itself, or an operation needs values.
 
     Example:
         >>> estimate = fa.estimate.training(
@@ -146,9 +155,28 @@ def training(
             where="fa.estimate.training",
             fix="estimate fsdp, which holds as much as ZeRO-3: fa.distribute(model, fa.fsdp())",
         )
+    try:
+        return _built_and_traced(model, planned_step, batch, shortens=True)
+    except FnaccelError:
+        raise
+    except _torch.NEEDS_VALUES as error:
+        raise CapabilityError(
+            f"an operation of the model needs values, and there are none: {str(error).splitlines()[0]}",
+            where="fa.estimate.training",
+            fix="estimate a variant of the model without it, such as dense layers in the place of experts; "
+            "`fnaccel plan` counts all but activations",
+        ) from error
+    except Exception:
+        # a model may count on the number of its blocks
+        return _built_and_traced(model, planned_step, batch, shortens=False)
+
+
+def _built_and_traced(
+    model: Distributed, planned_step: Planned, batch: Tree, *, shortens: bool
+) -> TrainingEstimate:
     built = construct(model.model, 0, empty=True)
     try:
-        return _of(built, planned_step, model.strategy, batch)
+        return _of(built, planned_step, model.strategy, batch, shortens=shortens)
     finally:
         release(built)
 
@@ -172,7 +200,9 @@ def _planned(
     return planned(step, model, optimizer, mesh, frozen=frozen)
 
 
-def _of(built: Built, planned_step: Planned, strategy: Strategy, batch: Tree) -> TrainingEstimate:
+def _of(
+    built: Built, planned_step: Planned, strategy: Strategy, batch: Tree, *, shortens: bool
+) -> TrainingEstimate:
     spec, lowered = planned_step.spec, planned_step.lowered(None)
     degrees = spec.mesh.degrees
     if degrees.get("cp", 1) > 1:
@@ -199,7 +229,7 @@ def _of(built: Built, planned_step: Planned, strategy: Strategy, batch: Tree) ->
                 if isinstance(hook, HasUnits):
                     inside[key] += [unit for unit, _ in find_units(module, hook.units, name)]
                 hook.on_module(module, f"transform {name}")
-        plan = TracePlan(built=built, lowered=lowered, batch=batch, inside=inside)
+        plan = TracePlan(built=built, lowered=lowered, batch=batch, inside=inside, shortens=shortens)
         _add_strategy(plan, account, spec, sizes)
         left_out = trace(plan, account)
     phases = {phase: peak.total for phase, peak in account.highest.items() if phase}
@@ -211,6 +241,7 @@ def _of(built: Built, planned_step: Planned, strategy: Strategy, batch: Tree) ->
         left_out=left_out,
         work=account.work,
         degrees=degrees,
+        offloads=any(isinstance(axis, Fsdp) and axis.offload for axis in strategy.axes),
     )
 
 
