@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import axes, big, context, seeing, tensor, tracking, watchdog
+from tests.mutants import axes, big, context, estimate, seeing, tensor, tracking, watchdog
 from tests.mutants.mutant import Mutant
 
 pytestmark = pytest.mark.long
@@ -297,6 +297,7 @@ MUTANTS = [
     *tracking.MUTANTS,
     *seeing.MUTANTS,
     *big.MUTANTS,
+    *estimate.MUTANTS,
 ]  # fmt: skip
 
 
