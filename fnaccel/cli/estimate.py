@@ -233,6 +233,7 @@ def _plain(estimate: TrainingEstimate) -> dict[str, Any]:
     return {
         "layout": estimate.footprint.layout,
         "total": estimate.total,
+        "on_device": estimate.on_device,
         "phase": estimate.peak.phase,
         "kinds": dict(estimate.peak.kinds),
         "phases": dict(estimate.phases),

@@ -8,7 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +27,14 @@ VALUE_OF: Any = torch.ops.aten._local_scalar_dense
 def fake_mode() -> Any:
     """A mode in which tensors have a shape, a dtype and a device, and no values. (2.13)"""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# an operation whose result, or its shape, depends on values (2.13)
+NEEDS_VALUES: tuple[type[Exception], ...] = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 
 # torch's own trees: transformers registers its outputs with them (2.9 to 2.13)

@@ -18,7 +18,7 @@ class Peak:
     Attributes:
         total: live bytes.
         phase: the phase of the step.
-        kinds: bytes by kind. What the trace itself made, and what is no gradient, is under `"activations"`.
+        kinds: bytes by kind. Tensors of the trace that are no gradients are under `"activations"`.
 
     Example:
         >>> estimate = fa.estimate.training(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 
 from fnaccel.errors import FnaccelError
 from fnaccel.estimate.training_memory import TrainingEstimate, training
-from fnaccel.step.step import Step, StepLike
+from fnaccel.step.step import StepLike
 from fnaccel.strategies.distribute import Model, distribute
 from fnaccel.transforms import remat
 from fnaccel.tree import Tree
@@ -102,23 +102,23 @@ def choices(
         >>> fa.estimate.cheapest(choices).strategy
         'ddp'
     """
-    steps: tuple[tuple[bool, Callable[[], Step | StepLike]], ...] = (
-        (False, lambda: step),
-        (True, lambda: remat(step)),
-    )
     compared: list[Choice] = []
     for text in only or strategies_for(ranks, per_machine or ranks):
-        for recomputes, made in steps:
+        for recomputes in (False, True):
             try:
                 estimate = training(
-                    made(), model=distribute(model, text), optimizer=optimizer, batch=batch, ranks=ranks,
+                    remat(step) if recomputes else step,
+                    model=distribute(model, text),
+                    optimizer=optimizer,
+                    batch=batch,
+                    ranks=ranks,
                     per_machine=per_machine,
-                )  # fmt: skip
+                )
             except FnaccelError as error:
                 obstacle = str(error).splitlines()[0]
                 compared.append(Choice(strategy=text, remat=recomputes, estimate=None, obstacle=obstacle))
             else:
-                fits = estimate.total <= budget
+                fits = estimate.on_device <= budget
                 compared.append(Choice(strategy=text, remat=recomputes, estimate=estimate, fits=fits))
     return compared
 

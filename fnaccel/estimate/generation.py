@@ -134,8 +134,8 @@ def _forward(module: nn.Module, host: nn.Module, batch: Any, account: Account) -
         options |= {"use_cache": True} if "use_cache" in accepted else {}
         options |= {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         # the result is dropped at once, but for the cache
-        kept = getattr(module(**options), "past_key_values", None)
-        return 0 if kept is None else account.live
+        cache = getattr(module(**options), "past_key_values", None)
+        return 0 if cache is None else account.live
 
 
 def _repeat(run: Repeated, account: Account) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 from collections.abc import Callable
@@ -67,7 +68,8 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> NamedModel:
         factory = load(name, "fnaccel estimate MODEL")
         if isinstance(factory, nn.Module):
             module: nn.Module = factory
-            return NamedModel(name=name, factory=lambda: module)
+            # a trace takes blocks away from its modules
+            return NamedModel(name=name, factory=lambda: copy.deepcopy(module).to("meta"))
         return NamedModel(name=name, factory=functools.partial(_built, name, factory))
     return _of_transformers(name, trust_remote_code=trust_remote_code)
 
@@ -150,9 +152,9 @@ def _class_of(transformers: Any, config: Any, *, trust_remote_code: bool) -> Any
     if trust_remote_code and getattr(config, "auto_map", None):
         return None
     names = getattr(config, "architectures", None) or ()
-    found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-    if found is not None:
-        return found
+    first = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    if first is not None:
+        return first
     mapping = transformers.AutoModelForCausalLM._model_mapping  # noqa: SLF001 - which classes it has
     return mapping.get(type(config), None)
 

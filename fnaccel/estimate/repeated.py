@@ -50,18 +50,18 @@ def shorten(model: nn.Module, within: Sequence[str]) -> list[Repeated]:
         container = model.get_submodule(parent)
         if [key for key, _ in members] != [key for key, _ in container.named_children()]:
             continue
-        kept, found = _runs([block for _, block in members])
-        shortened += found
-        if found:
+        remaining, runs = _runs([block for _, block in members])
+        shortened += runs
+        if runs:
             for key, _ in members:
                 delattr(container, key)
-            for number, block in enumerate(kept):
+            for number, block in enumerate(remaining):
                 container.add_module(str(number), block)
     return shortened
 
 
 def _runs(members: list[nn.Module]) -> tuple[list[nn.Module], list[Repeated]]:
-    kept: list[nn.Module] = []
+    remaining: list[nn.Module] = []
     shortened: list[Repeated] = []
     start = 0
     while start < len(members):
@@ -69,11 +69,11 @@ def _runs(members: list[nn.Module]) -> tuple[list[nn.Module], list[Repeated]]:
         while end < len(members) and _signature(members[end]) == _signature(members[start]):
             end += 1
         run = members[start:end]
-        kept += run[:_TRACED]
+        remaining += run[:_TRACED]
         if len(run) > _TRACED:
             shortened.append(Repeated(run[1], run[2], len(run) - _TRACED))
         start = end
-    return kept, shortened
+    return remaining, shortened
 
 
 def _signature(block: nn.Module) -> object:

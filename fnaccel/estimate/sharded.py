@@ -24,11 +24,11 @@ class Unit:
         params: its parameters, whole along the axes of shards, as modules compute with them.
         whole: bytes of the gathered unit in the compute dtype, with padding.
         cast: bytes of this rank's part in the compute dtype, if gathering casts it. Else 0.
-        sent: bytes of its gradients as they are reduced, with padding.
+        reduction: bytes of its gradients as they are reduced, with padding.
         part: bytes of its sharded gradients.
         summed: bytes of its gradients as micro-batches that do not communicate add them, if that is in
             another dtype than the gradients'. Else 0.
-        kept: bytes that stay after forward, if it is sharded over fewer ranks until backward.
+        resharded: bytes that stay after forward, if it is sharded over fewer ranks until backward.
         frees: whether it is freed after forward.
         compute: the dtype of its gathered parameters.
         casts_gradients: whether gradients are reduced in another dtype than the parameters'.
@@ -38,10 +38,10 @@ class Unit:
     params: list[nn.Parameter]
     whole: int
     cast: int
-    sent: int
+    reduction: int
     part: int
     summed: int
-    kept: int
+    resharded: int
     frees: bool
     compute: torch.dtype
     casts_gradients: bool = False
@@ -54,7 +54,7 @@ class Unit:
 
 
 class Gathers:
-    """What `fully_shard` holds, event by event.
+    """The bytes that `fully_shard` holds, event by event.
 
     Args:
         account: where its bytes are counted.
@@ -92,7 +92,7 @@ class Gathers:
         unit.done = False
         if unit.frees:
             self._free(unit)
-            self._account.hold(unit.kept, GATHERED)
+            self._account.hold(unit.resharded, GATHERED)
         if unit is self._root:
             self._free_buffer()
 
@@ -101,7 +101,7 @@ class Gathers:
         if not unit.gathered:
             self._gather(unit)
             self._copy_out(unit)
-            self._account.hold(-unit.kept, GATHERED)
+            self._account.hold(-unit.resharded, GATHERED)
             if self._shards > 1:
                 self._account.hold(-unit.whole, BUFFERS)
         unit.ahead = False
@@ -124,23 +124,23 @@ class Gathers:
         if not self.communicates:
             return
         self._account.hold(-self._reducing, BUFFERS)
-        self._reducing = unit.sent
+        self._reducing = unit.reduction
         self._account.hold(-self._averaging, BUFFERS)
         self._averaging = 0
         if not grads:
             self._reducing = 0
             return
-        self._account.hold(unit.sent, BUFFERS)
+        self._account.hold(unit.reduction, BUFFERS)
         if self._shards > 1:
-            self._account.work.send("shard", "reduce_scatter", unit.sent)
+            self._account.work.send("shard", "reduce_scatter", unit.reduction)
         if self._replicas:
-            self._account.work.send("dp_replicate", "all_reduce", unit.sent // self._shards)
+            self._account.work.send("dp_replicate", "all_reduce", unit.reduction // self._shards)
         if unit.sums:
             unit.sums = False
             self._account.hold(-unit.summed, GRADIENTS)
         else:
             self._drop(unit, grads)
-        output = unit.sent // self._shards
+        output = unit.reduction // self._shards
         if unit.casts_gradients or unit.reduced:
             self._account.hold(output, BUFFERS)
         if not unit.reduced:

@@ -35,16 +35,16 @@ def units_of(
     units: Units = []
     names: dict[str | None, list[str]] = {}
     for key, module in built.modules.items():
-        found = find_units(module, built.units.get(key, options.units), "fa.fsdp(units=...)")
-        names[key] = [name for name, _ in found]
+        chosen = find_units(module, built.units.get(key, options.units), "fa.fsdp(units=...)")
+        names[key] = [name for name, _ in chosen]
         policy = options.policy or mixed_precision_of(precision)
-        for _, inner in reversed(found):
+        for _, inner in reversed(chosen):
             params = [param for param in inner.parameters() if id(param) not in left]
             if params:
                 left |= {id(param) for param in params}
                 units.append((inner, _unit(params, cuts, shards, policy, options.reshard_after_forward)))
-    taken = {param for param in named.values() if id(param) in left}
-    policy = options.policy or mixed_precision_of(precision, root=built.host, ignored=taken)
+    sharded = {param for param in named.values() if id(param) in left}
+    policy = options.policy or mixed_precision_of(precision, root=built.host, ignored=sharded)
     rest = [param for param in named.values() if id(param) not in left]
     return units, _unit(rest, cuts, shards, policy, False), names
 
@@ -61,12 +61,12 @@ def _unit(params: list[Any], cuts: Mapping[int, Any], shards: int, policy: Any, 
         params=params,
         whole=whole * compute.itemsize,
         cast=whole * compute.itemsize // shards if casts else 0,
-        sent=trained * reduce.itemsize,
+        reduction=trained * reduce.itemsize,
         part=trained * param_dtype.itemsize // shards,
         summed=sum(p.numel() for p in params if p.requires_grad) * reduce.itemsize
         if reduce != compute
         else 0,
-        kept=0 if isinstance(frees, bool) else whole * compute.itemsize // frees,
+        resharded=0 if isinstance(frees, bool) else whole * compute.itemsize // frees,
         frees=bool(frees),
         compute=compute,
         casts_gradients=reduce != param_dtype,

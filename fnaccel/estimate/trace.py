@@ -30,8 +30,8 @@ _TRACED = 3
 
 
 @attrs.define(kw_only=True, eq=False)
-class Plan:
-    """What a trace runs.
+class TracePlan:
+    """The modules, the step and the batch that a trace runs, and the strategy's part in it.
 
     Attributes:
         built: the modules of one rank, after model axes and transforms changed them, without values.
@@ -41,6 +41,7 @@ class Plan:
         gathers: the account of shards, or None.
         averaged: whether gradients are copied into buckets as backward makes them.
         inside: names of modules that transforms and strategy are about.
+        shortens: whether repeated blocks are left out.
     """
 
     built: Built
@@ -51,17 +52,17 @@ class Plan:
     gathers: Gathers | None = None
     averaged: bool = False
     inside: Mapping[str | None, Sequence[str]] = attrs.field(factory=dict[str | None, Sequence[str]])
+    shortens: bool = True
 
 
-def trace(plan: Plan, account: Account) -> int:
+def trace(plan: TracePlan, account: Account) -> int:
     """Run the forward and backward passes of one step, and count them in `account`.
 
     Returns:
         How many blocks were not traced, since they equal one that was.
     """
-    runs = [
-        run for key, module in plan.built.modules.items() for run in shorten(module, plan.inside.get(key, ()))
-    ]
+    modules = plan.built.modules.items() if plan.shortens else ()
+    runs = [run for key, module in modules for run in shorten(module, plan.inside.get(key, ()))]
     fake = _torch.fake_mode()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -98,10 +99,10 @@ def fill(host: nn.Module, units: Sequence[Unit], batch: Tree, account: Account) 
         slots = framework.buffers_of(module)
         for name, value in slots.items():
             slots[name] = None if value is None else _empty(value)
-    made = _torch.tree_map(_empty, batch)
-    inputs = (value for value in _torch.tree_leaves(made) if isinstance(value, torch.Tensor))
-    account.leave_out([*host.parameters(), *host.buffers(), *inputs])
-    return made
+    inputs = _torch.tree_map(_empty, batch)
+    tensors = (value for value in _torch.tree_leaves(inputs) if isinstance(value, torch.Tensor))
+    account.leave_out([*host.parameters(), *host.buffers(), *tensors])
+    return inputs
 
 
 def _empty(value: Any) -> Any:
@@ -113,7 +114,7 @@ def _empty(value: Any) -> Any:
 class _Pass:
     """The passes of a step, with an account of everything that they hold."""
 
-    def __init__(self, plan: Plan, account: Account, runs: Sequence[Repeated]) -> None:
+    def __init__(self, plan: TracePlan, account: Account, runs: Sequence[Repeated]) -> None:
         self._plan = plan
         self._account = account
         self._communicates = True
@@ -139,25 +140,25 @@ class _Pass:
         account.phase = "forward"
         account.hold(0)
         traced = [*micros[: _TRACED - 1], micros[-1]] if len(micros) > _TRACED else micros
-        kept: list[Any] = []
+        results: list[Any] = []
         for number, micro in enumerate(traced):
             self._communicates = number == len(traced) - 1 or settings.sync_each
             if self._plan.gathers is not None:
                 self._plan.gathers.communicates = self._communicates
             work = account.work.copy()
-            self._differentiate(self._forward(micro.data, kept))
+            self._differentiate(self._forward(micro.data, results))
             if number == 1 and len(micros) > _TRACED:
                 account.work.repeat(work, len(micros) - _TRACED)
         account.phase = "update"
         account.hold(0)
 
-    def _forward(self, data: Tree, kept: list[Any]) -> torch.Tensor:
+    def _forward(self, data: Tree, results: list[Any]) -> torch.Tensor:
         gathers, root, loss = self._plan.gathers, self._plan.root, self._plan.lowered.loss
         self._account.phase = "forward"
         if gathers is not None and root is not None:
             gathers.before_forward(root)
         parts = read_loss(loss.fn(self._plan.built.model, data), loss.where)
-        kept.append(_torch.tree_map(_plain, (parts.weight, parts.aux)))
+        results.append(_torch.tree_map(_plain, (parts.weight, parts.aux)))
         total = parts.total
         if gathers is not None and root is not None:
             gathers.after_forward(root)
@@ -192,7 +193,8 @@ class _Pass:
         before_second = activations = grads = 0
         work = account.work
 
-        # in forward ahead of the strategy's events, in backward behind them: with what earlier blocks free
+        # In forward they run ahead of the strategy's events, and in backward behind them. By then the blocks
+        # before have freed their tensors.
         def second_begins() -> None:
             nonlocal before_second, work
             before_second, work = account.live, account.work.copy()

@@ -10,12 +10,12 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from fnaccel.errors import ArgumentError, CapabilityError
+from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError
 from fnaccel.estimate import _torch
 from fnaccel.estimate.account import Account, Peak
 from fnaccel.estimate.sharded import GRADIENTS, Gathers
 from fnaccel.estimate.sharding import units_of
-from fnaccel.estimate.trace import Plan, trace
+from fnaccel.estimate.trace import TracePlan, trace
 from fnaccel.estimate.unknown_values import ordinary_batch
 from fnaccel.estimate.work import Work
 from fnaccel.models.blocks import HasUnits, find_units
@@ -60,6 +60,7 @@ class TrainingEstimate:
         left_out: how many blocks were counted, and not traced.
         work: floating-point operations, and the collectives of a step by axis and kind.
         degrees: ranks along each axis.
+        offloads: whether parameters, gradients and slots are in the memory of the host.
 
     Example:
         >>> estimate = fa.estimate.training(
@@ -76,14 +77,22 @@ class TrainingEstimate:
     left_out: int
     work: Work
     degrees: Mapping[str, int]
+    offloads: bool = False
 
     @property
     def total(self) -> int:
-        """Bytes of the rank at the peak."""
+        """Bytes of the rank at the peak, on its device and on the host."""
         return self.peak.total
 
+    @property
+    def on_device(self) -> int:
+        """Bytes of the rank at the peak, without those that are offloaded to the host."""
+        offloaded = ("parameters", GRADIENTS, "optimizer") if self.offloads else ()
+        return self.total - sum(self.peak.kinds.get(kind, 0) for kind in offloaded)
+
     def __str__(self) -> str:
-        lines = [self.footprint.layout, f"  peak {size_of(self.total)}, in {self.peak.phase}:"]
+        host = f" ({size_of(self.on_device)} of it on the device)" if self.offloads else ""
+        lines = [self.footprint.layout, f"  peak {size_of(self.total)}{host}, in {self.peak.phase}:"]
         lines += [
             f"    {title:<23}{size_of(self.peak.kinds[kind])}"
             for kind, title in _KINDS.items()
@@ -112,8 +121,8 @@ def training(
 ) -> TrainingEstimate:
     """The memory of one rank over a train step. Nothing is allocated, and no rank is started.
 
-    The forward and backward passes run once without values, for four of each run of equal blocks. What the
-    strategy holds is arithmetic. So the number of ranks and blocks costs nothing.
+    The forward and backward passes run once without values, for four of each run of equal blocks. The bytes
+    that the strategy holds are arithmetic. So the number of ranks and blocks costs nothing.
 
     Args:
         step: as for `fa.train_step`.
@@ -127,7 +136,7 @@ def training(
     Raises:
         ArgumentError: a built module in the place of a factory.
         AxisProductError: the strategy does not fit the ranks.
-        CapabilityError: a runtime such as DeepSpeed lays the model out itself.
+        CapabilityError: a runtime such as DeepSpeed lays the model out itself, or an operation needs values.
 
     Example:
         >>> estimate = fa.estimate.training(
@@ -139,16 +148,35 @@ def training(
     check_distributed(model)
     if not has_factories(model.model):
         raise ArgumentError("a built module was given", where="fa.estimate.training", fix="give its factory")
-    made = _planned(step, model, optimizer, ranks, per_machine, frozen)
-    if made.delegation is not None:
+    planned_step = _planned(step, model, optimizer, ranks, per_machine, frozen)
+    if planned_step.delegation is not None:
         raise CapabilityError(
-            f"{made.delegation.by} lays the model out itself, and its memory is not counted here",
+            f"{planned_step.delegation.by} lays the model out itself, and its memory is not counted here",
             where="fa.estimate.training",
             fix="estimate fsdp, which holds as much as ZeRO-3: fa.distribute(model, fa.fsdp())",
         )
+    try:
+        return _built_and_traced(model, planned_step, batch, shortens=True)
+    except FnaccelError:
+        raise
+    except _torch.NEEDS_VALUES as error:
+        raise CapabilityError(
+            f"an operation of the model needs values, and there are none: {str(error).splitlines()[0]}",
+            where="fa.estimate.training",
+            fix="estimate a variant of the model without it, such as dense layers in the place of experts; "
+            "`fnaccel plan` counts all but activations",
+        ) from error
+    except Exception:
+        # a model may count on the number of its blocks
+        return _built_and_traced(model, planned_step, batch, shortens=False)
+
+
+def _built_and_traced(
+    model: Distributed, planned_step: Planned, batch: Tree, *, shortens: bool
+) -> TrainingEstimate:
     built = construct(model.model, 0, empty=True)
     try:
-        return _of(built, made, model.strategy, batch)
+        return _of(built, planned_step, model.strategy, batch, shortens=shortens)
     finally:
         release(built)
 
@@ -172,8 +200,10 @@ def _planned(
     return planned(step, model, optimizer, mesh, frozen=frozen)
 
 
-def _of(built: Built, made: Planned, strategy: Strategy, batch: Tree) -> TrainingEstimate:
-    spec, lowered = made.spec, made.lowered(None)
+def _of(
+    built: Built, planned_step: Planned, strategy: Strategy, batch: Tree, *, shortens: bool
+) -> TrainingEstimate:
+    spec, lowered = planned_step.spec, planned_step.lowered(None)
     degrees = spec.mesh.degrees
     if degrees.get("cp", 1) > 1:
         raise CapabilityError(
@@ -185,7 +215,7 @@ def _of(built: Built, made: Planned, strategy: Strategy, batch: Tree) -> Trainin
     if lowered.settings.casts:
         for module in built.modules.values():
             module.to(lowered.settings.precision.param)
-    layout = made.plan.layout.replace(" (cpu)", "")
+    layout = planned_step.plan.layout.replace(" (cpu)", "")
     sizes = footprint_of(built, strategy, degrees, None, layout)
     if spec.optimizers is not None:
         sizes = attrs.evolve(sizes, slots=_slots(built, sizes, spec.optimizers))
@@ -197,9 +227,9 @@ def _of(built: Built, made: Planned, strategy: Strategy, batch: Tree) -> Trainin
         for key, module in built.modules.items():
             for name, hook in hooks[key]:
                 if isinstance(hook, HasUnits):
-                    inside[key] += [found for found, _ in find_units(module, hook.units, name)]
+                    inside[key] += [unit for unit, _ in find_units(module, hook.units, name)]
                 hook.on_module(module, f"transform {name}")
-        plan = Plan(built=built, lowered=lowered, batch=batch, inside=inside)
+        plan = TracePlan(built=built, lowered=lowered, batch=batch, inside=inside, shortens=shortens)
         _add_strategy(plan, account, spec, sizes)
         left_out = trace(plan, account)
     phases = {phase: peak.total for phase, peak in account.highest.items() if phase}
@@ -211,6 +241,7 @@ def _of(built: Built, made: Planned, strategy: Strategy, batch: Tree) -> Trainin
         left_out=left_out,
         work=account.work,
         degrees=degrees,
+        offloads=any(isinstance(axis, Fsdp) and axis.offload for axis in strategy.axes),
     )
 
 
@@ -245,7 +276,7 @@ def _send_by_step(account: Account, sizes: Footprint, lowered: Lowered, *, shard
         account.work.send(row.axis, row.kind, size * times, row.count * times)
 
 
-def _add_strategy(plan: Plan, account: Account, spec: Spec, sizes: Footprint) -> None:
+def _add_strategy(plan: TracePlan, account: Account, spec: Spec, sizes: Footprint) -> None:
     degrees, precision = spec.mesh.degrees, plan.lowered.settings.precision
     fsdp = next((axis for axis in spec.strategy.axes if isinstance(axis, Fsdp)), None)
     if fsdp is not None:
@@ -253,7 +284,7 @@ def _add_strategy(plan: Plan, account: Account, spec: Spec, sizes: Footprint) ->
         units, root, names = units_of(plan.built, fsdp, shards, precision)
         plan.units, plan.root = units, root
         plan.gathers = Gathers(account, root, shards=shards, replicas=degrees.get("dp_replicate", 1) > 1)
-        plan.inside = {key: [*plan.inside.get(key, ()), *found] for key, found in names.items()}
+        plan.inside = {key: [*plan.inside.get(key, ()), *units_] for key, units_ in names.items()}
     elif math.prod(degrees.get(axis, 1) for axis in LOSS_AXES) > 1:
         plan.averaged = True
         account.hold(sizes.gradients, GRADIENTS)

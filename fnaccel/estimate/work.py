@@ -60,9 +60,9 @@ class Work:
     def repeat(self, since: Work, times: int) -> None:
         """Count the work that was done since then as often again."""
         self.flops += (self.flops - since.flops) * times
-        for mine, before in ((self.counts, since.counts), (self.sizes, since.sizes)):
-            for link in list(mine):
-                mine[link] += (mine[link] - before[link]) * times
+        for totals, before in ((self.counts, since.counts), (self.sizes, since.sizes)):
+            for link in list(totals):
+                totals[link] += (totals[link] - before[link]) * times
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Count an operation of a trace. Collectives in it are those along `tp`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
@@ -123,6 +124,59 @@ def test_mistakes():
             loss_fn, model=fa.distribute(Llama, fa.tensor(2, LLAMA_PLAN)), optimizer=optimizer,
             batch=tokens_of("meta"), ranks=2,
         )  # fmt: skip
+
+
+class Numbered(GPT):
+    """A model that counts on the number of its blocks."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for number in range(7):
+            x = self.blocks[number](x)
+        return self.head(self.norm(x))
+
+
+class Choosing(nn.Module):
+    """A model whose shapes depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(400, 8)
+        self.head = nn.Linear(8, 400)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens)) + tokens.nonzero().float().mean()
+
+
+def test_models_that_can_not_be_shortened_or_traced():
+    def estimated(model):
+        return fa.estimate.training(
+            loss_fn, model=fa.distribute(model, "local"), optimizer=fa.sgd(0.1), batch=tokens_of("meta")
+        )
+
+    assert estimated(Numbered).left_out == 0
+    assert estimated(Numbered).total == estimated(GPT).total
+    with pytest.raises(errors.CapabilityError, match="an operation of the model needs values") as caught:
+        estimated(Choosing)
+    assert "fix: estimate a variant of the model without it" in str(caught.value)
+
+
+def test_offloaded_bytes_are_on_the_host():
+    def estimated(strategy):
+        return fa.estimate.training(
+            loss_fn,
+            model=fa.distribute(GPT, strategy),
+            optimizer=fa.adamw(1e-3),
+            batch=tokens_of("meta"),
+            ranks=2,
+        )
+
+    plain, offloaded = estimated("fsdp"), estimated(fa.fsdp(offload=True))
+    assert plain.on_device == plain.total == offloaded.total
+    kinds = offloaded.peak.kinds
+    host = kinds["parameters"] + kinds["optimizer"] + kinds.get("gradients", 0)
+    assert offloaded.on_device == offloaded.total - host
+    assert "of it on the device" in str(offloaded)
 
 
 def _peak_of_frozen(step, optimizer, frozen):

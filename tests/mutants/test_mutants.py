@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import axes, big, context, quantize, seeing, tensor, tracking, watchdog
+from tests.mutants import axes, big, context, estimate, quantize, seeing, tensor, tracking, watchdog
 from tests.mutants.mutant import Mutant
 
 pytestmark = pytest.mark.long
@@ -296,7 +296,9 @@ MUTANTS = [
     *tensor.MUTANTS,
     *tracking.MUTANTS,
     *seeing.MUTANTS,
-    *big.MUTANTS, *quantize.MUTANTS,
+    *big.MUTANTS,
+    *quantize.MUTANTS,
+    *estimate.MUTANTS,
 ]  # fmt: skip
 
 

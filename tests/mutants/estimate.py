@@ -1,0 +1,42 @@
+"""Deliberate bugs of estimates: bytes that are not counted, work that is not repeated."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+STORAGES = "tests/estimate/test_storages.py"
+TRAINING = "tests/estimate/test_training.py"
+WORK = "tests/estimate/test_work.py"
+
+MUTANTS = [
+    Mutant(
+        "storages that were resized", "estimate/storages.py", "            storages.refresh(storage)\n", "",
+        (STORAGES, "-k", "resized"),
+    ),
+    Mutant(
+        "a gathered unit without its buffer", "estimate/sharded.py",
+        "        self._account.hold(unit.whole + unit.cast, BUFFERS)\n", "", (TRAINING, "-k", "4-fsdp"),
+    ),
+    Mutant(
+        "activations of traced blocks alone", "estimate/trace.py",
+        "            account.hold(activations)\n", "", (TRAINING, "-k", "1-local and GPT"),
+    ),
+    Mutant(
+        "masks that transformers makes for fake tensors", "estimate/unknown_values.py",
+        'if hasattr(module, "is_fake_tensor"):', "if False:", (TRAINING, "-k", "hsdp and Llama"),
+    ),
+    Mutant(
+        "operations of traced blocks alone", "estimate/trace.py",
+        "            account.hold(activations)\n            account.work.repeat(work, run.left_out)\n",
+        "            account.hold(activations)\n", (WORK, "-k", "operations"),
+    ),
+    Mutant(
+        "an all-reduce that passes its bytes once", "estimate/rates.py", '"all_reduce": 2.0', '"all_reduce": 1.0',
+        (WORK, "-k", "least_time"),
+    ),
+    Mutant(
+        "a bucket that is full before its last gradient", "strategies/footprint.py",
+        "if filled[each.dtype] >= limit:", "if filled[each.dtype] >= limit / 2:",
+        (WORK, "-k", "2-ddp"),
+    ),
+]  # fmt: skip
