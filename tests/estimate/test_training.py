@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -82,9 +84,12 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "strategy", "step", "optimizer"), OPTIONS, ids=lambda value: str(value)[:50]
-)
+def name_of(value):
+    """A short text without addresses: two processes of pytest have to name the same rows."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))[:50]
+
+
+@pytest.mark.parametrize(("ranks", "strategy", "step", "optimizer"), OPTIONS, ids=name_of)
 def test_options_of_strategies_and_optimizers(pools, ranks, strategy, step, optimizer):
     held = max(pools.run(ranks, peak_of, step, GPT, strategy, optimizer))
     estimate = fa.estimate.training(
