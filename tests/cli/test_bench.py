@@ -428,6 +428,7 @@ def test_a_run(folder, capfd):
     assert re.match(r"recommended: (eager|block), ", recommended)
 
 
+@pytest.mark.long
 @pytest.mark.launcher
 def test_rows_as_json(folder, capfd):
     assert bench("--steps", "2", "--scopes", "eager,block", "--json") == 0
@@ -436,6 +437,7 @@ def test_rows_as_json(folder, capfd):
     assert rows[1]["cache_hits"] + rows[1]["cache_misses"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.launcher
 def test_strategies_are_compared(folder, capfd):
     assert bench("--steps", "2", "-n", "2", "--strategies", "local, ddp, fsdp, context(2)") == 0
@@ -459,6 +461,7 @@ def test_the_strategy_to_use():
     assert recommend_strategy(rows[2:]).name is None
 
 
+@pytest.mark.long
 @pytest.mark.launcher
 def test_a_scope_that_fails_is_a_row_on_two_ranks_too(folder, capfd):
     assert bench("--steps", "1", "--scopes", "block", "--strategy", "ddp", "-n", "2", model="flat") == 0
@@ -494,6 +497,7 @@ def test_processes_that_are_killed_say_by_what(folder):
     assert "was ended by SIGKILL" in found.text
 
 
+@pytest.mark.long
 @pytest.mark.launcher
 def test_a_signal_ends_what_was_started(folder):
     (folder / "subject.py").write_text(SUBJECT + SLEEPS)

@@ -9,6 +9,7 @@ import pytest
 from tests.examples.test_examples import run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("precision", "most"), [("fp32", 1e-5), pytest.param("bf16", 2e-2, marks=pytest.mark.long)]
 )

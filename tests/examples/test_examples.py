@@ -32,6 +32,7 @@ def test_train_digits_is_above_97_percent():
     assert float(found[1]) > 0.97
 
 
+@pytest.mark.long
 def test_train_digits_on_three_ranks_by_a_flag():
     out = run("train_digits", "--epochs", "8", ranks=3, launch=("--strategy", "ddp")).out
     found = re.search(r"accuracy ([\d.]+) on 397 held-out digits", out)
@@ -44,6 +45,7 @@ def test_gan():
     assert len(re.findall(r"epoch \d+: discriminator [\d.]+, generator [\d.]+", out)) == 2
 
 
+@pytest.mark.long
 def test_train_parallel_goes_on_under_another_strategy(tmp_path):
     losses = r"step (\d+): ([\d.]+) nats"
     first = run(
@@ -65,6 +67,7 @@ def test_distill_with_a_sharded_teacher_and_a_replicated_student():
     assert scores["student"] > 0.8
 
 
+@pytest.mark.long
 def test_distill_with_one_strategy_by_a_flag():
     out = run("distill", "--epochs", "3", ranks=2, launch=("--strategy", "fsdp")).out
     assert len(re.findall(r"(teacher|student): accuracy 0.[5-9]", out)) == 2
@@ -77,6 +80,7 @@ def test_own_transform(ranks):
     assert "GRADS    gradient_noise" in out
 
 
+@pytest.mark.long
 def test_accumulate_tokens_on_one_rank_and_on_two():
     texts = [
         run("accumulate_tokens").out,

@@ -56,6 +56,7 @@ def losses_of(loss_fn, build_model, loader, rate, updates):
         return [float(metrics["loss"]) for _, metrics in scan]
 
 
+@pytest.mark.long
 def test_nlp_classification_learns_and_its_curve_is_one(tmp_path):
     flags = ("--rows", "640", "--epochs", "2")
     runs = [

@@ -37,6 +37,7 @@ def adopted(layout, path, factory=net):
     return gathered(fa.adopt(path, like=step.init(seed=4), trust_pickle=True))
 
 
+@pytest.mark.long
 @pytest.mark.launcher
 @pytest.mark.parametrize(("stage", "precision"), CASES)
 def test_what_two_ranks_of_zero_saved(tmp_path, stage, precision):

@@ -16,7 +16,7 @@ import pytest
 from fnaccel.launch.network import free_port
 from tests.launch.conftest import LIMIT, buffered
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.long]
 
 SSH = """#!/bin/sh
 # ssh -o A -o B HOST LINE: what sshd would do, on this machine. `down` can't be reached

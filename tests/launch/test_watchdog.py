@@ -183,6 +183,7 @@ PATIENT = """
 """
 
 
+@pytest.mark.long
 def test_slow_ranks_are_no_alarm(launcher):
     ended = launcher("-n", 2, "--watchdog", 1, launcher.write(PATIENT), constants=QUICK)
     assert ended.code == 0, ended.err

@@ -78,6 +78,7 @@ LAYOUTS = [("local()", 1), ("ddp()", 2), ("fsdp()", 2), ("fsdp()", 3)]
 WANTED = {}
 
 
+@pytest.mark.long
 @settings(max_examples=20)
 @given(
     layout=st.sampled_from(LAYOUTS),
