@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> NamedModel:
     return _of_transformers(name, trust_remote_code=trust_remote_code)
 
 
-def _built(name: str, factory: Any) -> nn.Module:
+def _built(name: str, factory: Callable[[], object]) -> nn.Module:
     with empty():
         module = factory()
     if not isinstance(module, nn.Module):
@@ -116,7 +116,7 @@ def _of_timm(name: str) -> NamedModel:
         pixels = torch.empty(rows, channels, height, width, device="meta")
         return pixels, torch.empty(rows, dtype=torch.long, device="meta")
 
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+    def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return F.cross_entropy(model(batch[0]).float(), batch[1])
 
     return NamedModel(name=name, factory=factory, loss_fn=loss_fn, batch=batch)
@@ -143,7 +143,7 @@ def _of_transformers(name: str, *, trust_remote_code: bool) -> NamedModel:
     )
 
 
-def _has_code(config: Any) -> bool:
+def _has_code(config: object) -> bool:
     return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
 
 
@@ -175,13 +175,13 @@ def _not_loaded(name: str, error: Exception) -> ConfigError:
     )
 
 
-def _own_loss(model: nn.Module, batch: Any) -> Any:
+def _own_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Any:
     """The loss that a model of transformers computes from labels."""
     options = {"use_cache": False} if "input_ids" in batch else {}
     return model(**batch, **options).loss
 
 
-def _batch_for(config: Any, kind: Any) -> Callable[[int, int | None], Tree] | None:
+def _batch_for(config: Any, kind: type[nn.Module] | None) -> Callable[[int, int | None], Tree] | None:
     """A function that makes batches without values. None if the kind of model is unknown."""
     name = "" if kind is None else kind.__name__
     inputs = getattr(kind, "main_input_name", "input_ids")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fnaccel.tree import Tree
@@ -22,7 +22,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(_leaves(plain(config), ""))
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Tree, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _leaves(each, f"{name}/{key}" if name else key)
@@ -30,10 +30,10 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, str(value) if isinstance(value, list) else value
 
 
-def markdown_table(columns: Any, rows: Any) -> str:
+def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     """A table as Markdown, for libraries that show text and no tables."""
 
-    def line(cells: Any) -> str:
+    def line(cells: Iterable[object]) -> str:
         return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
     return "\n".join([line(columns), line("---" for _ in columns), *map(line, rows)])

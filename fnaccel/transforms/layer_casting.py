@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,11 +37,11 @@ _KINDS = (
 )  # fmt: skip
 
 
-def _to_storage(name: Any) -> torch.dtype:
+def _to_storage(name: str | torch.dtype) -> torch.dtype:
     return _FP8[name] if isinstance(name, str) and name in _FP8 else dtype_of(name, _WHERE)
 
 
-def _to_compute(name: Any) -> torch.dtype:
+def _to_compute(name: str | torch.dtype) -> torch.dtype:
     return dtype_of(name, _WHERE)
 
 
@@ -293,7 +293,12 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def cast_layers(
-    step: StepLike, storage: Any = "fp8", *, compute: Any = "bf16", only: Any = (), skip: Any = ("*norm*",)
+    step: StepLike,
+    storage: str | torch.dtype = "fp8",
+    *,
+    compute: str | torch.dtype = "bf16",
+    only: str | Iterable[str] = (),
+    skip: str | Iterable[str] = ("*norm*",),
 ) -> Step:
     """Store frozen weights in a small dtype and cast them around each layer's forward.
 

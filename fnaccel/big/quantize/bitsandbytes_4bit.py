@@ -13,7 +13,8 @@ from typing import Any
 import bitsandbytes
 import torch
 
-from fnaccel.big.quantize.layer import QuantizedLayer, Shape
+from fnaccel.big.quantize.layer import LinearLayer, QuantizedLayer, Shape
+from fnaccel.big.quantize.records import Fp4, Nf4
 from fnaccel.checkpoint.format.dtypes import NAMES, name_of
 from fnaccel.errors import CheckpointError
 
@@ -39,7 +40,7 @@ class FourBitLinear(QuantizedLayer, _Linear4bit):
     fp32, `nested_quant_map` `[256]` fp32 and `offset` `[]` fp32.
     """
 
-    def __init__(self, layer: Any, record: Any) -> None:
+    def __init__(self, layer: LinearLayer, record: Nf4 | Fp4) -> None:
         super().__init__(layer, record)
         # names that peft and bitsandbytes read
         self.compute_dtype = record.compute

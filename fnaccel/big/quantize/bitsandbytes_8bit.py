@@ -7,7 +7,8 @@ from typing import Any
 import bitsandbytes
 import torch
 
-from fnaccel.big.quantize.layer import QuantizedLayer, Shape
+from fnaccel.big.quantize.layer import LinearLayer, QuantizedLayer, Shape
+from fnaccel.big.quantize.records import Int8
 from fnaccel.errors import CheckpointError
 
 _bnb: Any = bitsandbytes
@@ -20,7 +21,7 @@ class Int8Linear(QuantizedLayer, _Linear8bit):
     Buffers: `codes` `[out_features, in_features]` int8 and `scales` `[out_features]` fp32.
     """
 
-    def __init__(self, layer: Any, record: Any) -> None:
+    def __init__(self, layer: LinearLayer, record: Int8) -> None:
         super().__init__(layer, record)
         self.index = None  # peft reads it
         self.declare("codes", (self.out_features, self.in_features), torch.int8)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
-from fnaccel.big.quantize.layer import QuantizedLayer, is_conv1d
+from fnaccel.big.quantize.layer import LinearLayer, QuantizedLayer, is_conv1d
 from fnaccel.big.quantize.records import Record
 from fnaccel.errors import ArgumentError
 from fnaccel.models.layers import Layers, check_patterns
@@ -70,14 +70,14 @@ def chosen_layers(module: nn.Module, record: Record) -> Layers:
     return Layers(tuple(converted), skipped)
 
 
-def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def linear_layers(module: nn.Module) -> Iterator[tuple[str, LinearLayer]]:
     """(path, layer) of all layers in full width that could be quantized, under each of their paths.
 
     A subclass of `nn.Linear` is left: its owner may read the weight itself, as `nn.MultiheadAttention` does.
     """
     for path, layer in module.named_modules(remove_duplicate=False):
         if type(layer) is nn.Linear or is_conv1d(type(layer)):
-            yield path, layer
+            yield path, cast(LinearLayer, layer)
 
 
 def quantized_layers(module: nn.Module) -> dict[str, QuantizedLayer]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,23 @@ from fnaccel.models.constant_buffers import ConstantBuffers
 
 Shape = tuple[int, ...] | None
 """None: the length depends on the values."""
+
+
+class LinearLayer(Protocol):
+    """A layer with a weight of two dimensions: `nn.Linear`, or transformers' `Conv1D`."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    training: bool
+
+
+class Named(Protocol):
+    """A record, as far as all layers read it."""
+
+    @property
+    def name(self) -> str:
+        """The name of the codes."""
+        ...
 
 
 class QuantizedLayer(ConstantBuffers):
@@ -34,14 +51,14 @@ class QuantizedLayer(ConstantBuffers):
     record: Any
     bias: nn.Parameter | None
 
-    def __init__(self, layer: Any, record: Any) -> None:
+    def __init__(self, layer: LinearLayer, record: Named) -> None:
         nn.Module.__init__(self)
         self.record = record
         self.constant_weight = f"is quantized ({record.name})"
-        self.kind: type[nn.Module] = type(layer)
+        self.kind: type[Any] = type(layer)
         self.weight_dtype: torch.dtype = layer.weight.dtype
-        shape = tuple(layer.weight.shape)
-        self.out_features, self.in_features = shape[::-1] if self.transposed else shape
+        rows, columns = layer.weight.shape
+        self.out_features, self.in_features = (columns, rows) if self.transposed else (rows, columns)
         self.bias = layer.bias
         self.train(layer.training)
 
@@ -53,8 +70,8 @@ class QuantizedLayer(ConstantBuffers):
     @property
     def full_shape(self) -> tuple[int, int]:
         """The shape that the weight has in full-width files."""
-        shape = (self.out_features, self.in_features)
-        return shape[::-1] if self.transposed else shape
+        rows, columns = self.out_features, self.in_features
+        return (columns, rows) if self.transposed else (rows, columns)
 
     @abstractmethod
     def stored_shapes(self) -> dict[str, tuple[Shape, torch.dtype]]:
@@ -194,6 +211,6 @@ class QuantizedLayer(ConstantBuffers):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.record}"
 
 
-def is_conv1d(kind: type[nn.Module]) -> bool:
+def is_conv1d(kind: type[Any]) -> bool:
     """Whether a class is transformers' `Conv1D`: a linear layer with a transposed weight."""
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import attrs
 import torch
 from torch import nn
 
-from fnaccel.big.quantize.layer import is_conv1d
+from fnaccel.big.quantize.layer import LinearLayer, is_conv1d
 from fnaccel.errors import MissingBackendError, as_names, require, require_counts
 from fnaccel.step.precision_policy import dtype_of
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-def _patterns(names: Any) -> tuple[str, ...] | None:
+def _patterns(names: str | Iterable[str] | None) -> tuple[str, ...] | None:
     return None if names is None else as_names(names)
 
 
-def _compute(name: Any) -> torch.dtype | None:
+def _compute(name: str | torch.dtype | None) -> torch.dtype | None:
     return None if name is None else dtype_of(name, "compute=")
 
 
@@ -49,7 +50,7 @@ class Record:
         """The bits of a code."""
         raise NotImplementedError
 
-    def obstacle(self, layer: Any) -> str | None:  # noqa: ARG002 - some records take any layer
+    def obstacle(self, layer: LinearLayer) -> str | None:  # noqa: ARG002 - some records take any layer
         """Why a linear layer can't be quantized, or None."""
         return None
 
@@ -131,7 +132,7 @@ class _FourBits(Record):
             'compute="bf16", "fp16" or "fp32"',
         )
 
-    def obstacle(self, layer: Any) -> str | None:
+    def obstacle(self, layer: LinearLayer) -> str | None:
         """Why a layer can't be quantized, or None.
 
         If a block goes over the end of a row, bitsandbytes 0.50 reads the scale of another block on CPUs with
@@ -206,7 +207,7 @@ class _Integers(Record):
     def __attrs_post_init__(self) -> None:
         require_counts(f"fa.big.{type(self).__name__}", group=self.group)
 
-    def obstacle(self, layer: Any) -> str | None:
+    def obstacle(self, layer: LinearLayer) -> str | None:
         """Why torchao can't quantize a layer, or None."""
         if not isinstance(layer, nn.Linear):
             return "torchao quantizes nn.Linear only"

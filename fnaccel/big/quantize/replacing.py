@@ -108,11 +108,11 @@ def check_filled(layers: dict[str, QuantizedLayer], where: str) -> None:
         )
 
 
-def _full_layer(layer: Any, dtype: torch.dtype | None) -> nn.Module:
+def _full_layer(layer: QuantizedLayer, dtype: torch.dtype | None) -> nn.Module:
     weight = layer.full_weight().to(dtype or layer.weight_dtype)
     with torch.device("meta"):
         if is_conv1d(layer.kind):
-            full = layer.kind(layer.out_features, layer.in_features)
+            full: Any = layer.kind(layer.out_features, layer.in_features)
             weight = weight.t().contiguous()
         else:
             full = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)

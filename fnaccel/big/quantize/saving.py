@@ -14,6 +14,7 @@ from torch import nn
 from fnaccel.big.quantize.choosing import linear_layers, quantized_layers
 from fnaccel.big.quantize.config import config_of
 from fnaccel.big.quantize.layer import QuantizedLayer
+from fnaccel.big.quantize.records import Record
 from fnaccel.big.quantize.replacing import check_filled
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.disk import placing
@@ -31,9 +32,9 @@ _WHERE = "fa.big.save_quantized"
 
 def save_quantized(
     directory: str | os.PathLike[str],
-    source: Any,
+    source: nn.Module | TrainState,
     *,
-    config: Any = None,
+    config: object = None,
     max_shard_size: int | str = "5GB",
     model: str | None = None,
     overwrite: bool = False,
@@ -138,7 +139,7 @@ def _module(source: Any, model: str | None) -> nn.Module:
     return module
 
 
-def _record(module: nn.Module) -> Any:
+def _record(module: nn.Module) -> Record:
     layers = quantized_layers(module)
     require(
         bool(layers), f"no layer of this {type(module).__name__} is quantized", _WHERE, "fa.export_hf(...)"
@@ -193,7 +194,7 @@ def _metadata(module: nn.Module, names: Sequence[str]) -> dict[str, str]:
     return {**headers, "tensor_names": json.dumps(list(headers))}
 
 
-def _files(module: nn.Module, config: Any, record: Any) -> dict[str, str]:
+def _files(module: nn.Module, config: object, record: Record) -> dict[str, str]:
     files = files_for(config, module, None, _WHERE)
     content: Mapping[str, Any] = json.loads(files.get("config.json", "{}"))
     first: QuantizedLayer = next(iter(quantized_layers(module).values()))

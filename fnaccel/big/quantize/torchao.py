@@ -14,7 +14,8 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from fnaccel.big.quantize.layer import QuantizedLayer, Shape
+from fnaccel.big.quantize.layer import LinearLayer, QuantizedLayer, Shape
+from fnaccel.big.quantize.records import Int4Weights, Int8Weights
 
 _Linear: Any = torch.nn.Linear
 _INT4: Any = vars(torch)["int4"]  # torch's stubs lack it
@@ -29,7 +30,7 @@ class IntegerLinear(QuantizedLayer, _Linear):
     the same shape, all 0.
     """
 
-    def __init__(self, layer: Any, record: Any) -> None:
+    def __init__(self, layer: LinearLayer, record: Int8Weights | Int4Weights) -> None:
         super().__init__(layer, record)
         shape = (self.out_features, self.in_features)
         self._form = _Form(shape, record.group, record.bits, self.weight_dtype)
@@ -171,7 +172,7 @@ class _Product(torch.autograd.Function):
         return into_x, into_bias, None, None, None
 
 
-def config_of(record: Any) -> Any:
+def config_of(record: Int8Weights | Int4Weights) -> Any:
     """torchao's own config of a record."""
     torchao: Any = importlib.import_module("torchao.quantization")
     if record.bits == 8:

@@ -94,7 +94,7 @@ class Draft:
         self._rows: dict[str, Row] = {}
         self._sources: dict[str, str] = {}
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """The value of a key. `default` if the key is absent or null."""
         value = self.leaves.get(key)
         return default if value is None else value
@@ -107,7 +107,7 @@ class Draft:
         """The keys of a section that have no row yet."""
         return [key for key in self.leaves if key.startswith(f"{section}.") and key not in self._rows]
 
-    def set(self, key: str, field: str, value: Any, why: str) -> None:
+    def set(self, key: str, field: str, value: object, why: str) -> None:
         """Set a field of the recipe from a key, and write the row of the key.
 
         Raises:
@@ -116,7 +116,7 @@ class Draft:
         self.fill(field, value, key)
         self.row(key, f"{field}: {value}", why)
 
-    def fill(self, field: str, value: Any, source: str) -> None:
+    def fill(self, field: str, value: object, source: str) -> None:
         """Set a field of the recipe without a row.
 
         Raises:

@@ -181,7 +181,7 @@ def _sequence_pairs(model: nn.Module, ready: Ready, name: str) -> list[tuple[str
     return [*ends, *inputs, *((norm, "sequence") for norm in ready.norms)]
 
 
-def _own(model: Any, config: object, kind: str, *, sequence: bool) -> Plan:
+def _own(model: nn.Module, config: object, kind: str, *, sequence: bool) -> Plan:
     """The plan that a model brings: in our styles, or in those of transformers."""
     theirs: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not isinstance(theirs, Mapping) or not theirs:
