@@ -18,6 +18,7 @@ import torch._dynamo  # 800 modules that every train step imports: here once, an
 from hypothesis import Phase, settings
 
 from fnaccel.testing import RankPools
+from tests.representatives import is_long
 
 # shells let jobs in the background ignore the first, and nohup the second
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -40,3 +41,11 @@ def quick_collections() -> None:
     """Leave what was imported by now out of collections: worlds collect as they end, a second each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not long"` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the rows that `make test` leaves out."""
+    for item in items:
+        if is_long(item.nodeid):
+            item.add_marker(pytest.mark.long)

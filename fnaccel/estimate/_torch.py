@@ -4,6 +4,7 @@
 # ruff: noqa: SLF001
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # the base class of modes that see each operation (2.9 to 2.13)
 DispatchMode = TorchDispatchMode
@@ -27,6 +29,15 @@ VALUE_OF: Any = torch.ops.aten._local_scalar_dense
 def fake_mode() -> Any:
     """A mode in which tensors have a shape, a dtype and a device, and no values. (2.13)"""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def without_values(value: object) -> bool:
+    """Whether this is a tensor of `fake_mode`. (2.13)"""
+    return isinstance(value, FakeTensor)
+
+
+# while the body runs, operations go past all modes (2.13)
+past_modes: Callable[[], contextlib.AbstractContextManager[object]] = _disable_current_modes
 
 
 # an operation whose result, or its shape, depends on values (2.13)

@@ -16,7 +16,7 @@ from fnaccel.estimate.account import Account, Peak
 from fnaccel.estimate.sharded import GRADIENTS, Gathers
 from fnaccel.estimate.sharding import units_of
 from fnaccel.estimate.trace import TracePlan, trace
-from fnaccel.estimate.unknown_values import ordinary_batch
+from fnaccel.estimate.unknown_values import Constants, ordinary_batch
 from fnaccel.estimate.work import Work
 from fnaccel.models.blocks import HasUnits, find_units
 from fnaccel.models.building import Built, construct, freeze, has_factories, release
@@ -247,7 +247,7 @@ def _of(
 
 def _slots(built: Built, sizes: Footprint, optimizers: object) -> int | None:
     """The bytes of slots. Optimizers of torch make theirs by a first step, which reads values on the CPU."""
-    with _torch.fake_mode(), ordinary_batch():
+    with _torch.fake_mode(), ordinary_batch(), Constants():
         return slots_of(built, sizes.placed, optimizers, "cpu")
 
 

@@ -15,7 +15,9 @@ from unittest import mock
 
 import torch
 
-from fnaccel.estimate._torch import VALUE_OF, DispatchMode
+from fnaccel.estimate._torch import VALUE_OF, DispatchMode, past_modes, tree_leaves, without_values
+
+_SMALL = 1 << 16  # elements
 
 
 class Answers(DispatchMode):
@@ -41,6 +43,31 @@ class Answers(DispatchMode):
         if packet is torch.ops.aten.any:
             self._any.add(result.untyped_storage())
         return result
+
+
+class Constants(DispatchMode):
+    """While the body runs in a fake mode, small tensors that are made of no other ones have values.
+
+    Libraries keep such tables for the process. One that was made without values would be wrong in training.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        tensors = [each for each in tree_leaves((args, options)) if isinstance(each, torch.Tensor)]
+        if torch.Tag.nondeterministic_seeded in func.tags or any(map(without_values, tensors)):
+            return func(*args, **options)
+        if not tensors:
+            made = func(*args, **options)
+            if not isinstance(made, torch.Tensor) or made.numel() > _SMALL:
+                return made
+        with past_modes():
+            return func(*args, **options)
 
 
 @contextlib.contextmanager

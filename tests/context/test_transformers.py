@@ -139,6 +139,7 @@ def test_a_model_of_transformers(pools, name, padding, loss):
     compare(pools.run(2, trained, "context(2)", name, padding, loss), expected)
 
 
+@pytest.mark.long
 def test_a_captured_model(pools):
     expected = pools.run(1, trained, "local", "llama")[0]
     compare(pools.run(2, trained, "context(2)", "llama", compiled=True), expected)

@@ -79,6 +79,7 @@ def test_a_recipe_and_options_over_it(capsys, tmp_path):
     assert small["total"] < whole["total"]
 
 
+@pytest.mark.long
 def test_what_fits(capsys):
     sizes = {}
     for text in ("1GiB", "12MB", "1MB"):

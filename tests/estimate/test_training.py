@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -193,3 +194,28 @@ def _peak_of_frozen(step, optimizer, frozen):
         storages.begin()
         state, _ = train_step(state, tokens)
     return storages.peak
+
+
+@functools.cache
+def table():
+    """What a library would keep for the process."""
+    return tuple(torch.linspace(0.0, 1.0, 5).tolist())
+
+
+class FromTable(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["codes"] = torch.zeros_like(param) + torch.tensor(table()).sum()
+        return super().step(closure)
+
+
+def test_tables_that_libraries_keep_have_their_values():
+    """torchao's map of 8-bit codes had ones only, and training after an estimate was wrong."""
+    fa.estimate.training(
+        loss_fn,
+        model=fa.distribute(Perceptron, "local"),
+        optimizer=fa.from_torch(FromTable, lr=0.1),
+        batch=tokens_of("meta"),
+    )
+    assert table() == (0.0, 0.25, 0.5, 0.75, 1.0)

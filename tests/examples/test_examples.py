@@ -25,6 +25,7 @@ def test_every_script_says_how_to_start_it_and_is_listed(script):
     assert f"]({name})" in (ROOT / "examples" / "README.md").read_text()
 
 
+@pytest.mark.long
 def test_train_digits_is_above_97_percent():
     out = run("train_digits").out
     found = re.search(r"accuracy ([\d.]+) on 397 held-out digits", out)
@@ -40,6 +41,7 @@ def test_train_digits_on_three_ranks_by_a_flag():
     assert float(found[1]) > 0.94
 
 
+@pytest.mark.long
 def test_gan():
     out = run("gan", "--epochs", "2", ranks=2, launch=("--strategy", "ddp")).out
     assert len(re.findall(r"epoch \d+: discriminator [\d.]+, generator [\d.]+", out)) == 2

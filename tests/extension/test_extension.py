@@ -288,6 +288,7 @@ def test_a_tracker_and_a_reader():
     assert [row["loss"] for _, row in tracker.rows] == pytest.approx([float(loss) for loss in seen])
 
 
+@pytest.mark.long
 @pytest.mark.launcher
 def test_the_launcher_takes_the_text(launcher):
     blocks = TEXT.split("```python\n")[1:]

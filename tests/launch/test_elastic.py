@@ -126,7 +126,8 @@ def test_a_signal_to_one_launcher_ends_ranks_that_do_not_talk(launcher, machine)
     assert all(gone(int(path.read_text())) for path in launcher.folder.glob("pid*"))
 
 
-@pytest.mark.parametrize("silent", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("silent", [0, 1])
 def test_a_machine_that_goes_silent_ends_the_job(launcher, machine, silent):
     """As one that lost its power does: nothing is closed, and nothing answers."""
     script, constants = launcher.write(SLEEP), {"fnaccel.launch.elastic.LOST": 3.0}

@@ -36,6 +36,7 @@ def attempts(ended):
     return [line for line in ended.err.splitlines() if ": attempt " in line]
 
 
+@pytest.mark.long
 def test_a_failure_anywhere_starts_all_again(launcher):
     plan = {"0": [1, 2, KILL], "1": [0, 4, "raise ValueError('boom')"]}
     ended = [one.wait() for one in train(launcher, plan)]

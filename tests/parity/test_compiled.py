@@ -54,15 +54,9 @@ def test_compiled_equals_eager(pools, strategy, scope, kind):
         assert one["compilation"].scope == scope
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("strategy", "kind"),
-    [
-        ("local", "ragged"),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (("local", "fp16"), ("ddp", "aux"), ("fsdp", "ragged"))
-        ),
-    ],
+    ("strategy", "kind"), [("local", "ragged"), ("local", "fp16"), ("ddp", "aux"), ("fsdp", "ragged")]
 )
 def test_inductor_equals_eager(pools, strategy, kind):
     expected = eager(pools, strategy, kind)

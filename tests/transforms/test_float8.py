@@ -92,6 +92,7 @@ def world():
 @pytest.mark.parametrize(
     "recipe", [RECIPES[0], *(pytest.param(r, marks=pytest.mark.long) for r in RECIPES[1:])]
 )
+@pytest.mark.long
 def test_digits_within_a_point_of_bf16(recipe, world):
     assert accuracy("bf16") > 0.95
     assert accuracy(fp8(recipe)) > accuracy("bf16") - 0.01
