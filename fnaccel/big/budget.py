@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, require
 
 Device = int | str
 """An accelerator's index, `"cpu"`, or `"disk"`. Also a device of torch by name: `"cuda:1"`."""
@@ -56,6 +56,12 @@ def read_budget(budget: Budget) -> dict[Device, int | None]:
     Raises:
         ArgumentError: no device is named, or a device or its bytes can't be read.
     """
+    require(
+        isinstance(budget, Mapping),
+        f"a budget of {budget!r}",
+        "budget=",
+        'write {0: "10GiB", "cpu": "30GiB"}',
+    )
     sizes = {
         check_device(device): parse_bytes(size, f"budget= of {device}") for device, size in budget.items()
     }
@@ -82,13 +88,20 @@ def check_device(device: object) -> Device:
         device = "cpu" if device.type == "cpu" else str(device)
     if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
         return device
-    if isinstance(device, str) and re.fullmatch(r"cpu|disk|meta|[a-z]+(:\d+)?", device) and device != "meta":
+    if isinstance(device, str) and (device == "disk" or _is_of_torch(device)):
         return device
     raise ArgumentError(
         f"{device!r} is no device",
         where="a device map or a budget",
         fix='an index (0), "cpu", "disk" or "cuda:1"',
     )
+
+
+def _is_of_torch(name: str) -> bool:
+    try:
+        return torch.device(name).type != "meta"
+    except RuntimeError:
+        return False
 
 
 def detected_budget(accelerator: Any = None, available: int | None = None) -> tuple[dict[Device, int], str]:

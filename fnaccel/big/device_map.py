@@ -167,6 +167,17 @@ def _named(paths: list[str]) -> str:
     return "the model" if paths == [""] else folded(paths) or "-"
 
 
+def as_map(placed: DeviceMap | Mapping[str, Device] | Device) -> DeviceMap:
+    """A device map, from one, from a dict, or from one device for all.
+
+    Raises:
+        ArgumentError: a device is none.
+    """
+    if isinstance(placed, DeviceMap):
+        return placed
+    return DeviceMap(placed if isinstance(placed, Mapping) else {"": check_device(placed)})
+
+
 def place_of(name: str, places: Mapping[str, Device]) -> str | None:
     """The longest path of a map that is a module or tensor, or a module around it."""
     while name:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 import threading
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from fnaccel import tree
 from fnaccel.big.budget import Device
-from fnaccel.big.device_map import DeviceMap
+from fnaccel.big.device_map import DeviceMap, as_map
 from fnaccel.big.guards import guard, unguard
 from fnaccel.big.mover import Mover
 from fnaccel.big.planning import Options, Values, plan
@@ -202,14 +202,14 @@ def _below(path: str, parent: str) -> bool:
 
 def dispatch(
     model: nn.Module,
-    placed: DeviceMap | Mapping[str, Device],
+    placed: DeviceMap | Mapping[str, Device] | Device,
     *,
     folder: str | os.PathLike[str] | None = None,
     device: Device | None = None,
     prefetch: int = 1,
     offload_buffers: bool = False,
-    preload: Collection[str] = (),
-    skip_keys: Collection[str] = (),
+    preload: Iterable[str] | str = (),
+    skip_keys: Iterable[str] | str = (),
     mover: Mover | None = None,
 ) -> Dispatch:
     """Place the layers of a module by a map, and have them fetched when they run.
@@ -219,7 +219,7 @@ def dispatch(
 
     Args:
         model: a module with values. It is changed in place.
-        placed: a device map, or a dict of paths and devices.
+        placed: a device map, a dict of paths and devices, or one device for all.
         folder: for layers on the disk. Not needed for files that `fa.big.load` uses in place.
         device: the device that runs layers on the CPU and on the disk, if not the first accelerator.
         prefetch: how many layers are fetched ahead. 0: each when it is needed.
@@ -246,15 +246,15 @@ def dispatch(
         device=device,
         prefetch=prefetch,
         offload_buffers=offload_buffers,
-        preload=tuple(preload),
-        skip_keys=frozenset(skip_keys),
+        preload=preload,
+        skip_keys=skip_keys,
         mover=mover or Mover(),
     )
     return dispatched(model, placed, {}, options)
 
 
 def dispatched(
-    model: nn.Module, placed: DeviceMap | Mapping[str, Device], values: Values, options: Options
+    model: nn.Module, placed: DeviceMap | Mapping[str, Device] | Device, values: Values, options: Options
 ) -> Dispatch:
     """`dispatch`, with values for parameters that have none.
 
@@ -265,7 +265,7 @@ def dispatched(
         options: the other arguments.
     """
     check_free(model)
-    whole = placed if isinstance(placed, DeviceMap) else DeviceMap(placed)
+    whole = as_map(placed)
     whole.check(model)
     units, moved = plan(model, whole, values, options)
     return Dispatch(model, whole, units, moved, options)

@@ -87,13 +87,16 @@ def _tensors(path: str, module: nn.Module) -> dict[str, torch.Tensor]:
     return {f"{prefix}{name}": tensor for name, tensor in named}
 
 
-def classes_not_split(model: nn.Module, no_split: Collection[str] | None = None) -> frozenset[str]:
+def classes_not_split(
+    model: nn.Module, no_split: Collection[str] | None = None, where: str = "no_split="
+) -> frozenset[str]:
     """The classes of modules that stay on one device, as residual connections need it.
 
     Args:
         model: with values or without.
         no_split: names of classes. By default those that the model names in `_no_split_modules`, as models of
             transformers do, or else the classes of the repeated members of its outermost ModuleList.
+        where: the location in error messages.
 
     Raises:
         ArgumentError: the model has no module of a class.
@@ -108,6 +111,6 @@ def classes_not_split(model: nn.Module, no_split: Collection[str] | None = None)
     classes = {type(module).__name__ for module in model.modules()}
     for name in sorted(names - classes):
         raise ArgumentError(
-            f"the model has no module of class {name!r}", where="no_split=", fix=nearest(name, classes)
+            f"the model has no module of class {name!r}", where=where, fix=nearest(name, classes)
         )
     return frozenset(names)

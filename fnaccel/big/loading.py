@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from fnaccel.big.budget import Budget, Device, check_device
-from fnaccel.big.device_map import DeviceMap, device_map
+from fnaccel.big.budget import Budget, Device
+from fnaccel.big.device_map import DeviceMap, as_map, device_map
 from fnaccel.big.dispatch import Dispatch, check_free, dispatched
 from fnaccel.big.mover import Mover
 from fnaccel.big.placing import STRATEGIES
@@ -27,7 +27,7 @@ from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.format.boxes import whole
 from fnaccel.checkpoint.format.dtypes import NAMES
 from fnaccel.checkpoint.format.found import Source, unescaped
-from fnaccel.errors import ArgumentError, TreeMismatchError, UnknownNameError, nearest
+from fnaccel.errors import ArgumentError, TreeMismatchError, UnknownNameError, nearest, require_counts
 from fnaccel.interchange.fitting import Choice, Fit, fit, mismatch
 from fnaccel.interchange.sources.detect import opened
 from fnaccel.interchange.targets import Targets
@@ -58,8 +58,8 @@ def load(
     device: Device | None = None,
     prefetch: int = 1,
     offload_buffers: bool = False,
-    preload: Collection[str] = (),
-    skip_keys: Collection[str] = (),
+    preload: Iterable[str] | str = (),
+    skip_keys: Iterable[str] | str = (),
     mover: Mover | None = None,
     world: World | None = None,
 ) -> Dispatch:
@@ -74,7 +74,7 @@ def load(
 
     Args:
         model: built without values (`fa.big.empty`), or with values that are replaced.
-        path: a file or directory of any format that `fa.adopt` reads.
+        path: a file, a directory, or the index of one, of any format that `fa.adopt` reads.
         placed: a device map, a dict of paths and devices, one device for all, or a strategy of
             `fa.big.device_map`: `"auto"`, `"balanced"`, `"balanced_low_0"`, `"sequential"`.
         budget: for a strategy: bytes by device. By default the free memory of this machine.
@@ -112,14 +112,15 @@ def load(
         torch.bfloat16
     """
     check_free(model)
+    require_counts(_WHERE, readers=readers)
     _check_quantization(model, Path(path), quantization)
     options = Options(
         folder=None if folder is None else Path(folder),
         device=device,
         prefetch=prefetch,
         offload_buffers=offload_buffers,
-        preload=tuple(preload),
-        skip_keys=frozenset(skip_keys),
+        preload=preload,
+        skip_keys=skip_keys,
         mover=mover or Mover(),
     )
     kind = _dtype(dtype)
@@ -128,16 +129,14 @@ def load(
         if isinstance(placed, str) and placed in STRATEGIES:
             width = kind if isinstance(kind, torch.dtype) else None
             placed = device_map(model, budget, placed, no_split=no_split, dtype=width)  # pyright: ignore[reportArgumentType]
-        elif not isinstance(placed, Mapping):
-            placed = {"": check_device(placed)}
-        whole_map = placed if isinstance(placed, DeviceMap) else DeviceMap(placed)
+        whole_map = as_map(placed)
         whole_map.check(model)
         for name in whole_map.devices:
             options.mover.check(name)
         targets = _targets(model)
         choice = Choice(None, skip, rename, _WHERE, "the model")
         bar = show_progress and (ranks is None or ranks.is_main)
-        reading = Reading(whole_map, options, kind, copy, max(1, readers), bar)
+        reading = Reading(whole_map, options, kind, copy, readers, bar)
         if broadcast and ranks is not None and ranks.size > 1:
             fits: list[Fit] = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from fnaccel.big.layers import Layer, classes_not_split, layers, split
 from fnaccel.big.mover import Mover
 from fnaccel.big.on_disk import ToWrite, write_folder
 from fnaccel.big.unit import Slot, Unit, put
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, as_names, require
 from fnaccel.models.constant_buffers import ConstantBuffers
 
 _WHERE = "fa.big.dispatch"
@@ -42,6 +42,10 @@ class Value:
 Values = Mapping[str, Value]
 
 
+def _keys(names: Iterable[str] | str) -> frozenset[str]:
+    return frozenset(as_names(names))
+
+
 @attrs.frozen(kw_only=True)
 class Options:
     """The arguments of `fa.big.dispatch`, and two that only `fa.big.offload` has.
@@ -55,11 +59,19 @@ class Options:
     device: Device | None = None
     prefetch: int = 1
     offload_buffers: bool = False
-    preload: tuple[str, ...] = ()
-    skip_keys: frozenset[str] = frozenset()
+    preload: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    skip_keys: frozenset[str] = attrs.field(default=frozenset(), converter=_keys)
     mover: Mover = attrs.field(factory=Mover)
     keep: bool = False
     after: Any = None
+
+    def __attrs_post_init__(self) -> None:
+        require(
+            type(self.prefetch) is int and self.prefetch >= 0,
+            f"prefetch={self.prefetch!r}",
+            _WHERE,
+            "0 or more layers: 1 hides most of the time of a fetch",
+        )
 
 
 def plan(
@@ -138,7 +150,8 @@ def _layers(model: nn.Module, placed: DeviceMap, options: Options) -> list[Layer
     if options.keep:
         tensors = {name: tensor for layer in layers(model, ()) for name, tensor in layer.tensors.items()}
         return [Layer("", tensors)] if tensors else []
-    parts = layers(model, classes_not_split(model) | {*options.preload})
+    preloaded = classes_not_split(model, options.preload, "preload=")
+    parts = layers(model, classes_not_split(model) | preloaded)
     cut = [part for part in parts if len({place_of(name, placed.places) for name in part.tensors}) > 1]
     return split(parts, cut, model)
 

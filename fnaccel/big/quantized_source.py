@@ -12,7 +12,7 @@ from fnaccel.big.quantize.choosing import chosen_layers, quantized_layers
 from fnaccel.big.quantize.filling import stored_owner
 from fnaccel.big.quantize.layer import QuantizedLayer
 from fnaccel.big.quantize.records import Record
-from fnaccel.big.quantize.replacing import quantize
+from fnaccel.big.quantize.replacing import quantize, tell_peft
 from fnaccel.checkpoint.format.found import Found, Source
 from fnaccel.errors import ArgumentError
 from fnaccel.interchange.fitting import mismatch
@@ -53,15 +53,17 @@ def quantized(model: nn.Module, record: Record | None) -> Generator[None]:
             where=_WHERE,
             fix="put it into a module: torch.nn.Sequential(layer)",
         )
-    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    as_it_was = [(parameter, parameter.requires_grad, parameter.data) for parameter in model.parameters()]
     quantize(model, record)
     try:
         yield
     except BaseException:
         for path, layer in before.items():
             model.set_submodule(path, layer)
-        for parameter, flag in trained:
-            parameter.requires_grad_(flag)
+        for parameter, trained, values in as_it_was:
+            parameter.data = values
+            parameter.requires_grad_(trained)
+        tell_peft(model, None)
         raise
 
 

@@ -52,6 +52,7 @@ class Walker:
         self._mover = mover
         self._prefetch = prefetch
         self._last: Unit | None = None
+        self._stays: Unit | None = None  # it was called twice in a row the last time
         self._ahead: list[Unit] = []
         self._held: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "fnaccel fetch") if prefetch else None
@@ -74,6 +75,9 @@ class Walker:
             if unit.depth > 1:
                 self.counts.reentered += 1
                 return
+            stays, self._stays = self._stays, None
+            if stays is not None and stays is not unit and stays.depth == 0:
+                self.release(stays)
             self._note(unit)
             self.counts.ahead += unit.pending is not None
             self._fetch_ahead(unit)
@@ -84,7 +88,11 @@ class Walker:
         """Take a unit away after its forward pass, unless it comes next again or is kept."""
         with self._lock:
             unit.depth = max(0, unit.depth - 1)  # it did not rise if `enter` raised
-            if unit.depth == 0 and unit.after is not unit and not keep:
+            if unit.depth or keep:
+                return
+            if unit.after is unit:
+                self._stays = unit
+            else:
                 self.release(unit)
 
     def release(self, unit: Unit) -> None:

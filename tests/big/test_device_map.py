@@ -198,7 +198,19 @@ def test_bytes_as_text(text, count):
 
 
 @pytest.mark.parametrize(
-    "budget", [{0: "10 apples"}, {0: -1}, {0: 1.5}, {"disk": 5}, {}, {-1: 5}, {"meta": 5}, {0: True}]
+    "budget",
+    [
+        {0: "10 apples"},
+        {0: -1},
+        {0: 1.5},
+        {"disk": 5},
+        {},
+        {-1: 5},
+        {"meta": 5},
+        {0: True},
+        {"gpu": 5},
+        "10GB",
+    ],
 )
 def test_a_budget_that_cannot_be_read(budget):
     with pytest.raises(fa.errors.ArgumentError):

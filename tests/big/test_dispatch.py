@@ -150,6 +150,26 @@ def test_a_layer_that_comes_twice_in_a_row_stays():
     assert run.counts.out_of_order > 0  # the same layer is followed by itself, then by another
 
 
+def test_a_layer_that_stays_goes_when_another_comes():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(4) for _ in range(6))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(block(x))
+            return x
+
+    model, x = Twice().eval(), torch.ones(2, 4)
+    with torch.inference_mode():
+        expected = model(x)
+        run, _ = offloaded(model)
+        for _ in range(3):
+            assert torch.equal(model(x), expected)
+    assert run.counts.most == 2
+
+
 def test_gradients_raise_and_frozen_layers_run():
     net = Net()
     run, _ = offloaded(net)
@@ -314,6 +334,9 @@ def test_threads_end_with_the_dispatch():
         ({"": "disk"}, "go to the disk, and there is no folder"),
         ({"embed": 0}, "the map has no device for"),
         ({"": 0, "norm.weight": 1}, "norm.bias would run on 0|norm.weight would run on 1"),
+        ({"": "gpu"}, "'gpu' is no device"),
+        ("nowhere", "'nowhere' is no device"),
+        (None, "None is no device"),
     ],
 )
 def test_errors_come_before_changes(placed, message):
@@ -322,6 +345,23 @@ def test_errors_come_before_changes(placed, message):
     with pytest.raises(fa.errors.FnaccelError, match=message):
         fa.big.dispatch(net, placed, mover=Simulated())
     check_restored(net, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"prefetch": 1.5}, "prefetch=1.5"),
+        ({"preload": "Blok"}, "the model has no module of class 'Blok'"),
+    ],
+)
+def test_options_that_are_wrong(options, message):
+    net = Net()
+    before = values(net)
+    with pytest.raises(fa.errors.ArgumentError, match=message):
+        fa.big.dispatch(net, "cpu", **options)
+    check_restored(net, before)
+    fa.big.dispatch(net, "cpu", preload="Block", skip_keys="extra").remove()
 
 
 def test_a_disk_without_space(tmp_path, monkeypatch):

@@ -125,6 +125,15 @@ def test_a_strategy_in_the_place_of_a_map(tmp_path):
     assert torch.equal(output(model), output(net()))
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_the_path_of_an_index(tmp_path, suffix):
+    original = net()
+    (index,) = sharded(tmp_path / "sharded", original, suffix).glob("*.index.json")
+    model = empty()
+    fa.big.load(model, index).remove()
+    assert torch.equal(output(model), output(original))
+
+
 def test_prefixes_and_new_names(tmp_path):
     torch.save({f"module.{name}": value for name, value in net().state_dict().items()}, tmp_path / "net.pt")
     model = empty()
@@ -250,6 +259,10 @@ def test_other_mistakes(tmp_path):
         fa.big.load(empty(), tmp_path / "net.safetensors", 0)
     with pytest.raises(fa.errors.ArgumentError, match="no device of the budget can run it"):
         fa.big.load(empty(), tmp_path / "net.safetensors", "auto", budget={"cpu": 10})
+    with pytest.raises(fa.errors.ArgumentError, match="readers=0"):
+        fa.big.load(empty(), tmp_path / "net.safetensors", readers=0)
+    with pytest.raises(fa.errors.ArgumentError, match="the record is 'nf4'"):
+        fa.big.load(empty(), tmp_path / "net.safetensors", quantization="nf4")
     model = empty()
     run = fa.big.load(model, tmp_path / "net.safetensors", "disk")
     with pytest.raises(fa.errors.OwnershipError, match="dispatched already"):

@@ -10,7 +10,7 @@ from torch import nn
 
 from fnaccel.big.quantize.layer import LinearLayer, QuantizedLayer, is_conv1d
 from fnaccel.big.quantize.records import Record
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, require
 from fnaccel.models.layers import Layers, check_patterns
 
 _HEAD = "lm_head"
@@ -40,6 +40,7 @@ def chosen_layers(module: nn.Module, record: Record) -> Layers:
         not blocks.0-1.down: skip='*.down'
     """
     where = f"fa.big.quantize(module, {record})"
+    require(isinstance(record, Record), f"the record is {record!r}", "fa.big.quantize", "fa.big.Nf4()")
     if not record.optional:
         check_patterns((*(record.skip or ()), *record.keep), module, where)
     heads = _heads(module) if record.skip is None else set[int]()

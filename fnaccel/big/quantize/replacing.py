@@ -42,9 +42,6 @@ def quantize(module: nn.Module, record: Record) -> nn.Module:
         ['blocks.0.down', 'blocks.0.up', 'lm_head']
     """
     where = f"fa.big.quantize(module, {record})"
-    require(
-        isinstance(record, Record), f"record is a {type(record).__name__}", "fa.big.quantize", "fa.big.Nf4()"
-    )
     _check(module, where)
     choice = chosen_layers(module, record)
     _check_dtypes(module, choice.converted, where)
@@ -56,7 +53,7 @@ def quantize(module: nn.Module, record: Record) -> nn.Module:
         for group in paths.values():
             module = _replaced(module, group, record.make(module.get_submodule(group[0])))
     module.requires_grad_(False)
-    _tell_peft(module, record.bits)
+    tell_peft(module, record.bits)
     return module
 
 
@@ -92,7 +89,7 @@ def dequantize(module: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
         for group in paths.values():
             layer: Any = module.get_submodule(group[0])
             module = _replaced(module, group, _full_layer(layer, dtype))
-    _tell_peft(module, None)
+    tell_peft(module, None)
     return module
 
 
@@ -159,7 +156,7 @@ def _keep(module: nn.Module, record: Record) -> None:
             param.data = param.data.to(torch.float32)
 
 
-def _tell_peft(module: nn.Module, bits: int | None) -> None:
+def tell_peft(module: nn.Module, bits: int | None) -> None:
     """Set the flags by which peft learns that its layers go around layers of bitsandbytes."""
     marked: Any = module
     from_bitsandbytes = any(

@@ -29,7 +29,7 @@ def opened(
     """A checkpoint of any format, for as long as the body runs.
 
     Args:
-        path: a file or a directory.
+        path: a file, a directory, or the index of a directory.
         form: one of `FORMATS`. By default detected from the files.
         trust: whether pickles may be loaded.
         step: which step of an fnaccel root.
@@ -38,9 +38,10 @@ def opened(
         CheckpointError: no known format, damaged, or not trusted.
         UnknownNameError: no such format.
     """
-    if form is None:
-        form = detect(path)
-    elif form not in FORMATS:
+    form = detect(path) if form is None else form
+    if path.name.endswith(INDEX) and path.is_file():
+        path = path.parent
+    if form not in FORMATS:
         raise UnknownNameError(
             f"no format is called {form!r}", where=f"reading {path}", fix=nearest(form, FORMATS)
         )
@@ -97,6 +98,8 @@ def _check_extent(source: Source) -> None:
         fix="save tensors with values of their own: {name: x.clone() for name, x in state_dict.items()}",
     )
 
+
+INDEX = ".index.json"
 
 _MOST_SHARED = 64
 """How many times the bytes of its files a source may hold: layers may share weights, not without end."""
@@ -158,8 +161,10 @@ def detect(path: Path) -> str:
 
 
 def _of_file(path: Path) -> str | None:
-    if path.suffix == ".safetensors":
+    if path.name.endswith((".safetensors", f".safetensors{INDEX}")):
         return "safetensors"
+    if path.name == f"pytorch_model.bin{INDEX}":
+        return "torch"
     return "torch" if path.suffix in SUFFIXES else None
 
 

@@ -52,6 +52,11 @@ def test_codes_need_a_record_and_wrong_ones_leave_the_model(tmp_path):
             fa.big.load(model, folder, quantization=record)
         assert type(model.up) is nn.Linear
         assert model.up.weight.requires_grad
+    model = made().to(torch.bfloat16)
+    with pytest.raises(TreeMismatchError, match="up"):
+        fa.big.load(model, folder, quantization=fa.big.Int8(keep="norm"))
+    assert model.norm.weight.dtype is torch.bfloat16
+    assert not hasattr(model, "is_loaded_in_8bit")
     model = fa.big.quantize(empty(), fa.big.Nf4())  # a model that is quantized and empty needs no record
     fa.big.load(model, folder).remove()
     assert isinstance(model, Net)
