@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import nn
 
-from fnaccel.estimate import _torch
+from fnaccel.models import _torch
 
 
 @attrs.frozen

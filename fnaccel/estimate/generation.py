@@ -12,14 +12,14 @@ from torch import nn
 
 from fnaccel.big.sizes import Dtype, bits_of, nbytes
 from fnaccel.errors import ArgumentError
-from fnaccel.estimate import _torch
 from fnaccel.estimate.account import Account
 from fnaccel.estimate.crossings import Crossings, watch
 from fnaccel.estimate.model_names import NamedModel
 from fnaccel.estimate.repeated import Repeated, shorten
 from fnaccel.estimate.trace import fill
-from fnaccel.estimate.unknown_values import ordinary_batch
+from fnaccel.models import _torch
 from fnaccel.models.building import construct, release
+from fnaccel.models.unknown_values import ordinary_batch
 from fnaccel.step.html_table import size_of
 
 

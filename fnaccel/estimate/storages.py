@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from fnaccel.estimate._torch import DispatchMode, tree_leaves
+from fnaccel.models._torch import DispatchMode, tree_leaves
 
 
 class LiveStorages(DispatchMode):

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from fnaccel import _torch as framework
-from fnaccel.estimate import _torch
 from fnaccel.estimate.account import Account
 from fnaccel.estimate.crossings import Crossings, watch
 from fnaccel.estimate.repeated import Repeated, shorten
 from fnaccel.estimate.sharded import GRADIENTS, Gathers, Unit
-from fnaccel.estimate.unknown_values import ordinary_batch
+from fnaccel.models import _torch
 from fnaccel.models.building import Built
+from fnaccel.models.unknown_values import ordinary_batch
 from fnaccel.program.lower import Lowered, micro_batches
 from fnaccel.step.loss import read_loss
 from fnaccel.tree import Tree

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 
 from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError
-from fnaccel.estimate import _torch
 from fnaccel.estimate.account import Account, Peak
 from fnaccel.estimate.sharded import GRADIENTS, Gathers
 from fnaccel.estimate.sharding import units_of
 from fnaccel.estimate.trace import TracePlan, trace
-from fnaccel.estimate.unknown_values import Constants, ordinary_batch
 from fnaccel.estimate.work import Work
+from fnaccel.models import _torch
 from fnaccel.models.blocks import HasUnits, find_units
 from fnaccel.models.building import Built, construct, freeze, has_factories, release
 from fnaccel.program.axes_applied import apply_axes
@@ -28,7 +27,7 @@ from fnaccel.step.spec import Spec
 from fnaccel.step.step import StepLike
 from fnaccel.strategies.axis import Rewrites
 from fnaccel.strategies.distribute import Distributed
-from fnaccel.strategies.footprint import Footprint, footprint_of, slots_of
+from fnaccel.strategies.footprint import Footprint, footprint_of
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.strategy import Strategy
 from fnaccel.tree import Tree
@@ -216,9 +215,7 @@ def _of(
         for module in built.modules.values():
             module.to(lowered.settings.precision.param)
     layout = planned_step.plan.layout.replace(" (cpu)", "")
-    sizes = footprint_of(built, strategy, degrees, None, layout)
-    if spec.optimizers is not None:
-        sizes = attrs.evolve(sizes, slots=_slots(built, sizes, spec.optimizers))
+    sizes = footprint_of(built, strategy, degrees, spec.optimizers, layout)
     account = Account()
     _hold(account, built, sizes, lowered, batch)
     with _model_axes(spec, strategy) as alone:
@@ -243,12 +240,6 @@ def _of(
         degrees=degrees,
         offloads=any(isinstance(axis, Fsdp) and axis.offload for axis in strategy.axes),
     )
-
-
-def _slots(built: Built, sizes: Footprint, optimizers: object) -> int | None:
-    """The bytes of slots. Optimizers of torch make theirs by a first step, which reads values on the CPU."""
-    with _torch.fake_mode(), ordinary_batch(), Constants():
-        return slots_of(built, sizes.placed, optimizers, "cpu")
 
 
 def _hold(account: Account, built: Built, sizes: Footprint, lowered: Lowered, batch: Tree) -> None:

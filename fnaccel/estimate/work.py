@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from fnaccel.estimate._torch import tree_leaves
+from fnaccel.models._torch import tree_leaves
 
 Link = tuple[str, str]
 """A mesh axis, and a kind of collective."""

@@ -19,6 +19,7 @@ from fnaccel.errors import ArgumentError, FnaccelError
 from fnaccel.models.blocks import HasUnits, find_units
 from fnaccel.models.building import Built, construct, freeze, has_factories, release
 from fnaccel.models.parameter import Cut, Leaf
+from fnaccel.models.unknown_values import without_memory
 from fnaccel.step.html_table import size_of
 from fnaccel.strategies.ddp_buckets import MIB, bucket_bytes
 from fnaccel.strategies.layout import fsdp_dim
@@ -237,7 +238,7 @@ def footprint_of(
     return Footprint(
         layout=layout,
         placed=placed,
-        slots=0 if optimizer is None else slots_of(built, placed, optimizer),
+        slots=0 if optimizer is None else _slots_of(built, placed, optimizer),
         traffic=(*talks, *_data_parallel(placed, axes, degrees)),
     )
 
@@ -273,29 +274,26 @@ def _placed(
     )
 
 
-def slots_of(built: Built, placed: tuple[Placed, ...], optimizer: object, device: str = "meta") -> int | None:
+def _slots_of(built: Built, placed: tuple[Placed, ...], optimizer: object) -> int | None:
     """The bytes of an optimizer's slots on the rank: it makes them over tensors without memory.
 
-    Args:
-        built: the modules.
-        placed: their parameters.
-        optimizer: as for `footprint`.
-        device: of the tensors. Those of "cpu" have memory, unless a mode of the caller's keeps them from it.
+    Optimizers of torch make theirs by a first step, which reads values on the CPU.
     """
-    leaves = [
-        Leaf(each.name, param, param.detach(), param)
-        for each in placed
-        if each.trained
-        for param in (nn.Parameter(torch.empty(each.part, dtype=each.dtype, device=device)),)
-    ]
     optimizers = by_model(optimizer, list(built.modules))
-    try:
-        updater = Updater(leaves, optimizers, torch.device(device), on_device=False)
-    except FnaccelError:
-        raise
-    except Exception:
-        return None
-    tensors = [value for value in tree.leaves(updater.slots) if isinstance(value, torch.Tensor)]
+    with without_memory():
+        leaves = [
+            Leaf(each.name, param, param.detach(), param)
+            for each in placed
+            if each.trained
+            for param in (nn.Parameter(torch.empty(each.part, dtype=each.dtype)),)
+        ]
+        try:
+            updater = Updater(leaves, optimizers, torch.device("cpu"), on_device=False)
+        except FnaccelError:
+            raise
+        except Exception:
+            return None
+        tensors = [value for value in tree.leaves(updater.slots) if isinstance(value, torch.Tensor)]
     return sum(value.numel() * value.element_size() for value in tensors)
 
 

@@ -71,6 +71,13 @@ def test_thousands_of_ranks():
     assert sizes.slots == 0
 
 
+def test_slots_of_an_optimizer_that_reads_values():
+    """torch's Adafactor asks for the number of its step. It keeps a row and a column of each matrix."""
+    whole = fa.strategies.footprint(GPT, "local", 1, optimizer=fa.adamw(0.1)).slots
+    factored = fa.strategies.footprint(GPT, "local", 1, optimizer=fa.optim.adafactor(0.1)).slots
+    assert 0 < factored < whole / 5
+
+
 def test_mistakes():
     with pytest.raises(errors.ArgumentError, match="a built module was given"):
         fa.strategies.footprint(GPT(), "local", 1)

@@ -22,7 +22,7 @@ MUTANTS = [
         "            account.hold(activations)\n", "", (TRAINING, "-k", "1-local and GPT"),
     ),
     Mutant(
-        "masks that transformers makes for fake tensors", "estimate/unknown_values.py",
+        "masks that transformers makes for fake tensors", "models/unknown_values.py",
         'if hasattr(module, "is_fake_tensor"):', "if False:", (TRAINING, "-k", "hsdp and Llama"),
     ),
     Mutant(

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from fnaccel.estimate._torch import VALUE_OF, DispatchMode, past_modes, tree_leaves, without_values
+from fnaccel.models._torch import VALUE_OF, DispatchMode, fake_mode, past_modes, tree_leaves, without_values
 
 _SMALL = 1 << 16  # elements
 
@@ -68,6 +68,13 @@ class Constants(DispatchMode):
                 return made
         with past_modes():
             return func(*args, **options)
+
+
+@contextlib.contextmanager
+def without_memory() -> Generator[None]:
+    """While the body runs, new tensors have no memory. Small ones that are made of constants have values."""
+    with fake_mode(), ordinary_batch(), Constants():
+        yield
 
 
 @contextlib.contextmanager
