@@ -33,7 +33,7 @@ GROUPS = {
     ],
     "Optimizers and schedules": [
         "sgd", "adam", "adamw", "optim.adamw8bit", "optim.adafactor", "from_torch", "optimizer_groups", "optim.OptimizerGroups", "optim.starting_at", "optim.from_deepspeed", "optim.deepspeed_lr", "optim.Optimizer", "schedules.constant", "schedules.linear", "schedules.cosine",
-        "schedules.warmup_constant", "schedules.warmup_linear", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined",
+        "schedules.warmup_constant", "schedules.warmup_linear", "schedules.warmup_stable_decay", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined",
         "schedules.from_torch_scheduler",
     ],
     "Data": ["shard", "set_seed", "data.Shards", "Batch", "Window", "data.Rows", "data.register_batch"],

@@ -48,7 +48,7 @@ _SCHEDULES = {
     name: getattr(schedules, name)
     for name in (
         "constant", "linear", "cosine", "inverse_sqrt", "one_cycle", "piecewise",
-        "warmup_constant", "warmup_cosine", "warmup_linear",
+        "warmup_constant", "warmup_cosine", "warmup_linear", "warmup_stable_decay",
     )
 } | {"deepspeed_lr": optim.deepspeed_lr}  # fmt: skip
 

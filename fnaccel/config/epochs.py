@@ -33,7 +33,7 @@ def in_updates(
     """
     options = dict(described.schedule_options)
     total = options.get("total")
-    for name in ("total", *(name for name in options if name != "total")):
+    for name in ("total", *(name for name in options if name not in ("total", "shape"))):
         if isinstance(options.get(name), str):
             options[name] = _updates(name, options[name], total, shards, strategy, world)
             total = options.get("total")

@@ -22,6 +22,12 @@ SCHEDULES = {
     "warmup_constant": fa.schedules.warmup_constant(0.3, warmup=4),
     "warmup_linear": fa.schedules.warmup_linear(0.3, warmup=4, total=20),
     "warmup_cosine": fa.warmup_cosine(0.3, warmup=4, total=20, end=0.03),
+    **{
+        f"warmup_stable_decay, {shape}": fa.schedules.warmup_stable_decay(
+            0.3, warmup=4, total=20, decay=6, shape=shape, end=0.03
+        )
+        for shape in ("linear", "cosine", "sqrt")
+    },
     "one_cycle": fa.schedules.one_cycle(0.3, total=20),
     "piecewise": fa.schedules.piecewise(0.3, boundaries=(5, 9), factors=(0.1, 0.5)),
     "joined": fa.schedules.joined(
@@ -90,6 +96,17 @@ THEIRS = {
         fa.schedules.warmup_constant(0.3, warmup=4),
         lambda o: transformers.get_constant_schedule_with_warmup(o, 4),
     ),
+    **{
+        f"stable, then {shape}": (
+            fa.schedules.warmup_stable_decay(
+                0.3, warmup=4, total=20, decay=decay, shape=shape, end=0.03, start=0.03
+            ),
+            lambda o, shape=shape, decay=decay: transformers.get_wsd_schedule(
+                o, 4, decay, 20, decay_type="1-sqrt" if shape == "sqrt" else shape, min_lr_ratio=0.1
+            ),
+        )
+        for shape, decay in (("linear", 6), ("cosine", 6), ("sqrt", 16))
+    },
     "inverse square root": (
         fa.schedules.inverse_sqrt(0.3, warmup=4),
         lambda o: transformers.get_inverse_sqrt_schedule(o, 4),
@@ -156,7 +173,7 @@ def rows_of_the_page():
     page = Path(__file__).parents[2] / "docs" / "optimizers.md"
     cells = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()]
     found = [row for row in cells if len(row) == 3 and row[2].count(",") == 4 and "(" in row[1]]
-    assert len(found) == 8
+    assert len(found) == 9
     return [(theirs, ours, [float(rate) for rate in rates.split(",")]) for theirs, ours, rates in found]
 
 

@@ -35,18 +35,20 @@ _OTHERS = {
     "fault_tolerance": "needs torchft. launch.restarts and launch.min_machines go on with fewer machines",
     "memory_estimation": "fnaccel plan shows memory for any number of ranks",
     "mx": "needs TransformerEngine: fp8: {backend: transformer_engine, recipe: mxfp8}",
-    "quantize": "fp8 is precision: fp8",
+    "quantize": "model.converters does not name it, or it has no form here",
     "debug": "of torchtitan's own checks",
     "parallelism": "needs an axis that fnaccel does not have, or is the default of its axis",
     "training": "the data come from your script",
     "checkpoint": "fa.save and fa.restore do it: any layout restores any other",
     "metrics": "of torchtitan's own loggers",
     "optimizer": "of torchtitan's own container of optimizers",
-    "lr_scheduler": "of torchtitan's own schedules",
+    "lr_scheduler": "the schedule takes its own number",
     "activation_checkpoint": "fa.remat keeps attention or matmuls: remat: attention",
     "compile": "of torchtitan's own choice of parts",
-    "float8": "of torchtitan's own filter: fp8.only and fp8.skip are patterns of layers",
+    "float8": "model.converters does not name it, or it is of torchtitan's own filter",
 }
+_FLOAT8 = """recipe_name enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp
+    filter_fqns emulate force_recompute_fp8_weight_in_bwd"""
 _NAMES = {
     "parallelism": """data_parallel_replicate_degree data_parallel_shard_degree context_parallel_degree
         tensor_parallel_degree fsdp_reshard_after_forward context_parallel_rotate_method
@@ -61,8 +63,8 @@ _NAMES = {
         last_save_model_only""",
     "activation_checkpoint": "mode selective_ac_option",
     "compile": "enable components backend",
-    "float8": """recipe_name enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp
-        filter_fqns emulate force_recompute_fp8_weight_in_bwd""",
+    "float8": _FLOAT8,
+    "quantize.linear.float8": _FLOAT8,
     "metrics": """log_freq enable_tensorboard enable_wandb enable_color_printing disable_color_printing
         save_tb_folder""",
 }
@@ -143,8 +145,9 @@ def _parallelism(draft: Draft) -> None:
 
 def _training(draft: Draft) -> None:
     draft.set("training.steps", "run.steps", draft.whole("training.steps", 10_000), "updates of the run")
-    if draft.get("training.seed") is not None:
-        draft.set("training.seed", "run.seed", draft.whole("training.seed"), "of parameters, draws and data")
+    for key in ("training.seed", "debug.seed"):
+        if draft.get(key) is not None:
+            draft.set(key, "run.seed", draft.whole(key), "of parameters, draws and data")
     norm = draft.number("training.max_norm", 1.0)
     draft.set("training.max_norm", "clip_norm", norm or None, "the norm over all ranks. 0: no bound")
     # without the key torchtitan computes in bf16 where parameters are sharded
@@ -184,8 +187,7 @@ def _optimizer(draft: Draft) -> None:
     betas = [draft.number(f"optimizer.{key}", value) for key, value in (("beta1", 0.9), ("beta2", 0.95))]
     if chosen in ("adamw", "adam"):
         options = {"betas": betas, "eps": draft.number("optimizer.eps", 1e-8)}
-        if chosen == "adamw":
-            options["weight_decay"] = draft.number("optimizer.weight_decay", 0.1)
+        options["weight_decay"] = draft.number("optimizer.weight_decay", 0.1)
         for key in ("beta1", "beta2", "eps", "weight_decay"):
             draft.row(f"optimizer.{key}", "optimizer.options", "with the same meaning")
     draft.fill("optimizer.options", options, "optimizer")
@@ -196,37 +198,29 @@ def _optimizer(draft: Draft) -> None:
 
 
 def _schedule(draft: Draft) -> None:
-    warmup, total = draft.whole("lr_scheduler.warmup_steps", 200) or 0, draft.fields["run.steps"]
-    kind = draft.choice(
-        "lr_scheduler.decay_type",
-        {"linear": "warmup_linear", "cosine": "warmup_cosine", "sqrt": "sqrt"},
-        "linear",
+    """Torchtitan counts updates from 1: the first rate is above 0, and the last one above the lowest."""
+    total, peak = draft.fields["run.steps"], draft.fields["optimizer.lr"]
+    warmup = min(draft.whole("lr_scheduler.warmup_steps", 200) or 0, max(total - 1, 0))
+    shape = draft.choice(
+        "lr_scheduler.decay_type", {name: name for name in ("linear", "cosine", "sqrt")}, "linear"
     )
-    ratio = draft.get("lr_scheduler.decay_ratio")
-    low = draft.number(
-        "lr_scheduler.min_lr_factor"
-        if draft.get("lr_scheduler.min_lr_factor") is not None
-        else "lr_scheduler.lr_min",
-        0.0,
-    )
-    warmup = min(warmup, max(total - 1, 0))
-    keys = [key for key in draft.leaves if key.startswith("lr_scheduler.") and key in _KNOWN]
-    stable = ratio is not None and draft.number("lr_scheduler.decay_ratio") < 1 - warmup / max(total, 1)
-    if kind == "sqrt" or stable:
-        for key in keys:
-            draft.row(
-                key,
-                "optimizer.schedule: constant",
-                "needs fa.schedules.joined: warm-up, constant, decay. See docs/optimizers.md",
-            )
-        draft.fill("optimizer.schedule", "constant", "lr_scheduler")
-        draft.fill("optimizer.schedule_options", {}, "lr_scheduler")
-        return
-    options = {"warmup": warmup, "total": total, "end": low * draft.fields["optimizer.lr"]}
-    draft.fill("optimizer.schedule", kind, "lr_scheduler")
+    ratio = draft.number("lr_scheduler.decay_ratio", 1.0)
+    decay = max(1, min(round(total * ratio), total - warmup))
+    newer = draft.get("lr_scheduler.min_lr_factor") is not None
+    low = draft.number(f"lr_scheduler.{'min_lr_factor' if newer else 'lr_min'}", 0.0)
+    options = {
+        "warmup": max(warmup - 1, 0),
+        "total": total,
+        "decay": decay,
+        "shape": shape,
+        "end": low * peak,
+    }
+    if warmup > 1:
+        options["start"] = peak / warmup
+    draft.fill("optimizer.schedule", "warmup_stable_decay", "lr_scheduler")
     draft.fill("optimizer.schedule_options", options, "lr_scheduler")
-    for key in keys:
-        draft.row(key, f"optimizer.schedule: {kind}", "warm-up, then decay until the last step")
+    for key in [key for key in draft.leaves if key.startswith("lr_scheduler.") and key in _KNOWN]:
+        draft.row(key, "optimizer.schedule: warmup_stable_decay", "the same rate at each update")
     _note(draft, "lr_scheduler.warmup_steps", "lr_scheduler.decay_type")
 
 
@@ -250,22 +244,28 @@ def _transforms(draft: Draft) -> None:
         draft.set(
             "compile.backend", "compile_options.backend", draft.get("compile.backend"), "of torch.compile"
         )
-    if not [key for key in draft.leaves if key.startswith("float8.")]:
-        return
-    recipe = draft.get("float8.recipe_name", "tensorwise")
+    converters = draft.names("model.converters")
+    section = next((name for name in ("float8", "quantize.linear.float8") if name in converters), None)
+    if section is not None:
+        _float8(draft, section)
+
+
+def _float8(draft: Draft, section: str) -> None:
+    """Layers in fp8. A section without its name in `model.converters` changes nothing in torchtitan."""
     draft.fields["precision"] = "fp8"
-    draft.notes.append(
-        "the section float8 makes the precision fp8. It needs torchao, and a GPU that computes in fp8"
-    )
-    draft.set("float8.recipe_name", "fp8.recipe", recipe, "how tensors are scaled")
+    draft.row("model.converters", "precision: fp8", "needs torchao, and a GPU that computes in fp8")
+    recipe = draft.get(f"{section}.recipe_name", "tensorwise")
+    draft.fill("fp8.recipe", recipe, section)
+    draft.row(f"{section}.recipe_name", f"fp8.recipe: {recipe}", "how tensors are scaled")
     for key, field in (("enable_fsdp_float8_all_gather", "all_gather"), ("emulate", "emulate")):
-        if draft.has(f"float8.{key}"):
-            draft.set(f"float8.{key}", f"fp8.{field}", draft.truth(f"float8.{key}"), "of torchao's layers")
-    names = draft.names("float8.filter_fqns")
+        if draft.has(f"{section}.{key}"):
+            draft.set(
+                f"{section}.{key}", f"fp8.{field}", draft.truth(f"{section}.{key}"), "of torchao's layers"
+            )
+    names = draft.names(f"{section}.filter_fqns")
     if names:
-        draft.set(
-            "float8.filter_fqns", "fp8.skip", [f"*{name}*" for name in names], "layers that stay in bf16"
-        )
+        skipped = [f"*{name}*" for name in names]
+        draft.set(f"{section}.filter_fqns", "fp8.skip", skipped, "layers that stay in bf16")
 
 
 def _saving(draft: Draft) -> None:

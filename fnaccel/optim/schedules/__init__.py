@@ -13,4 +13,5 @@ from fnaccel.optim.schedules.shapes import piecewise as piecewise
 from fnaccel.optim.schedules.shapes import warmup_constant as warmup_constant
 from fnaccel.optim.schedules.shapes import warmup_cosine as warmup_cosine
 from fnaccel.optim.schedules.shapes import warmup_linear as warmup_linear
+from fnaccel.optim.schedules.shapes import warmup_stable_decay as warmup_stable_decay
 from fnaccel.optim.schedules.torch_scheduler import from_torch_scheduler as from_torch_scheduler

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -222,6 +222,67 @@ def warmup_cosine(peak: float, *, warmup: int, total: int, end: float = 0.0, sta
     _check_total(warmup, total)
     written = f"warmup_cosine({peak}, warmup={warmup}, total={total}, end={end}{_written_start(start)})"
     return _warmup(peak, warmup, start, cosine(peak, total - warmup, end), written)
+
+
+def warmup_stable_decay(
+    peak: float,
+    *,
+    warmup: int,
+    total: int,
+    decay: int,
+    shape: Literal["linear", "cosine", "sqrt"] = "linear",
+    end: float = 0.0,
+    start: float = 0.0,
+) -> joined:
+    """Linear warm-up from `start` to `peak`, then `peak`, then down to `end` over the last `decay` updates.
+
+    Source: https://arxiv.org/abs/2404.06395 (WSD). The rates of `get_wsd_schedule` of transformers, whose
+    `"1-sqrt"` is `"sqrt"` here.
+
+    Args:
+        peak: the rate between warm-up and decay.
+        warmup: updates of the warm-up.
+        total: the update at which the decay ends.
+        decay: updates of the decay.
+        shape: along a line, half a cosine, or one minus a square root.
+        end: the last rate.
+        start: the first rate, if there is a warm-up.
+
+    Raises:
+        ArgumentError: warm-up and decay are longer than `total`, or no such shape.
+
+    Example:
+        >>> schedule = fa.schedules.warmup_stable_decay(1.0, warmup=10, total=110, decay=20)
+        >>> schedule(5), schedule(10), schedule(90), schedule(100), schedule(110)
+        (0.5, 1.0, 1.0, 0.5, 0.0)
+    """
+    _check(
+        decay > 0 and warmup + decay <= total,
+        f"a warm-up of {warmup} and a decay of {decay} updates do not fit in {total}",
+        "all count updates, decay is 1 or more, and warmup + decay <= total",
+    )
+    parts = {
+        "linear": linear(peak, end, decay),
+        "cosine": cosine(peak, decay, end),
+        "sqrt": _sqrt(peak, end, decay),
+    }
+    _check(shape in parts, f"shape={shape!r}", f"one of {', '.join(map(repr, parts))}")
+    after: Schedule = parts[shape]
+    if warmup + decay < total:
+        after = joined((constant(peak), after), (total - decay - warmup,))
+    options = f"shape={shape!r}, end={end}{_written_start(start)}"
+    written = f"warmup_stable_decay({peak}, warmup={warmup}, total={total}, decay={decay}, {options})"
+    return _warmup(peak, warmup, start, after, written)
+
+
+@attrs.frozen
+class _sqrt:  # noqa: N801
+    start: float
+    end: float
+    total: int
+
+    def __call__(self, updates: Scalar) -> Any:
+        return self.start + (self.end - self.start) * _clip(updates / self.total, 0.0, 1.0) ** 0.5
 
 
 def _written_start(start: float) -> str:
