@@ -13,7 +13,7 @@ STAY = {
     "axes/test_tensor.py::test_parity": r"^(?!captured)",
     "axes/test_tensor_state.py::test_updates_are_those_of_one_process":
         "tensor|fsdp-(adamw|Muon|averages|weight)|ddp-(adamw|adafactor)",
-    "big/test_load.py::test_the_host_holds_the_model_and_a_tensor_a_reader": "float32",
+    "big/test_load.py::test_the_host_holds_the_model_and_a_tensor_a_reader": "float64",
     "checkpoint/test_layouts.py::test_any_layout_restores_any_other":
         r"local|ddp\(\)', [23]|fsdp\(\)', [34]|hsdp\(2, 2\)",
     "cli/test_config_import.py::test_two_commands_train_an_accelerate_project": "fsdp",
@@ -41,7 +41,7 @@ STAY = {
         "block|plain|ragged|local-step-(rich|ema|fp16|own|models|replacing|each)|local-loss-rich",
     "parity/test_matrix.py::test_equals_the_raw_loop": "-1-|-2-|acc3-clip-4",
     "parity/test_options.py::test_an_option_beside_others": "accumulate|-ema",
-    "parity/test_regather.py::test_a_gather_of_the_model_s_own_stays_in_its_place": "inputs",
+    "parity/test_regather.py::test_a_gather_of_the_model_s_own_stays_in_its_place": r"activations-fsdp\(2\)-",
     "track/test_failing.py::test_a_full_disk_does_not_end_training": "jsonl",
     "track/test_real_runs.py::test_a_real_run_is_read_back": "wandb|tensorboard",
     "transforms/test_remat.py::test_compiled_blocks": "attention-block",

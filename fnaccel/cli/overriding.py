@@ -11,7 +11,7 @@ import attrs
 
 from fnaccel.cli.options.config import DEFAULT_FILE
 from fnaccel.config import Recipe, from_yaml
-from fnaccel.config.yaml import load, override
+from fnaccel.config.yaml import load, override, text_of
 from fnaccel.errors import LaunchError
 from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
@@ -193,7 +193,7 @@ def _machine_limits(text: str) -> tuple[int, int]:
 def _fields_of(path: Path) -> dict[str, Any]:
     from_yaml(path)
     # the text and not the recipe: a field that the file sets to its default is an override too
-    plain: dict[str, Any] = load(path.read_text(encoding="utf-8"))
+    plain: dict[str, Any] = load(text_of(path, "a recipe"))
     defaults = Recipe()
     fields: dict[str, Any] = {}
     for name, value in plain.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from fnaccel.config.importing import kind_of
-from fnaccel.config.yaml import from_yaml, load
+from fnaccel.config.yaml import from_yaml, load, text_of
 from fnaccel.errors import ConfigError
 
 RENAMED: dict[str, str] = {}
@@ -31,9 +31,7 @@ def renamed(path: Path, table: Mapping[str, str] | None = None) -> tuple[str, st
         >>> renamed(Path("r.yaml"), {"launch.procs": "ranks"})[1]
         'launch: {ranks: 2}  # one machine'
     """
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}", where=_COMMAND, fix="check the path")
-    before = after = path.read_text(encoding="utf-8")
+    before = after = text_of(path, _COMMAND)
     table = RENAMED if table is None else table
     try:
         plain, root = load(before), yaml.compose(before, yaml.SafeLoader)

@@ -61,8 +61,34 @@ def load(text: str) -> Any:
     Raises:
         yaml.YAMLError: the text is not YAML, or a mapping has a key twice.
     """
-    plain = yaml.load(text, _Loader)
+    try:
+        plain = yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError("values are nested too deeply") from None
     return {} if plain is None else plain
+
+
+def text_of(path: Path, where: str) -> str:
+    """The text of a file.
+
+    Raises:
+        ConfigError: there is no such file, it can't be read, or it is no text.
+
+    Example:
+        >>> Path("gpt.yaml").write_text("strategy: fsdp")
+        >>> text_of(Path("gpt.yaml"), "a recipe")
+        'strategy: fsdp'
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}", where=where, fix="check the path")
+    try:
+        return path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
+    except OSError as error:
+        raise ConfigError(
+            f"{path} can't be read: {error.strerror}", where=where, fix="check its permissions"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8", where=where, fix="write it in UTF-8") from error
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -119,10 +145,7 @@ def from_yaml(source: str | Path) -> Recipe:
     text = str(source)
     if isinstance(source, Path) or text.endswith((".yaml", ".yml")):
         where = text
-        path = Path(source)
-        if not path.is_file():
-            raise ConfigError(f"there is no file {text}", where="fa.config.from_yaml", fix="check the path")
-        text = path.read_text(encoding="utf-8")
+        text = text_of(Path(source), "fa.config.from_yaml")
     try:
         plain = load(text)
     except yaml.YAMLError as error:

@@ -7,12 +7,13 @@ import gc
 import json
 import os
 import signal
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
 
-from fnaccel.launch.ending import end, end_function, forget_handlers
+from fnaccel.launch.ending import end, end_function, forget_handlers, leave
 from fnaccel.launch.failure import Failure
 from fnaccel.launch.job import Job
 from fnaccel.launch.rank import live
@@ -101,26 +102,30 @@ def fork(
                 os.waitpid(rank.pid, 0)
             raise
         if pid == 0:
-            for other in [read, *(rank.pipe for rank in ranks if rank.pipe is not None)]:
-                os.close(other)
-            forget()
-            if job.function is not None:
-                forget_handlers()
-            tee(local_rank)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            environ = variables(
-                job,
-                local_rank,
-                port=port,
-                environ=os.environ,
-                interface=interface,
-                restarts=restarts,
-                several=several,
-                presets=presets,
-            )
-            trace(local_rank)
-            ending = end if job.function is None else end_function
-            ending(live(job, local_rank, environ=environ, launcher=launcher, pipe=write))
+            try:
+                for other in [read, *(rank.pipe for rank in ranks if rank.pipe is not None)]:
+                    os.close(other)
+                forget()
+                if job.function is not None:
+                    forget_handlers()
+                tee(local_rank)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                environ = variables(
+                    job,
+                    local_rank,
+                    port=port,
+                    environ=os.environ,
+                    interface=interface,
+                    restarts=restarts,
+                    several=several,
+                    presets=presets,
+                )
+                trace(local_rank)
+                code = live(job, local_rank, environ=environ, launcher=launcher, pipe=write)
+            except BaseException:  # above are the frames of the launcher, or of a notebook's cell
+                traceback.print_exc()
+                leave(1)
+            (end if job.function is None else end_function)(code)
         os.close(write)
         os.set_blocking(read, False)
         ranks.append(Rank(job.rank(local_rank), pid, read))

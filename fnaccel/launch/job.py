@@ -202,6 +202,17 @@ def check_values(job: Job) -> None:
         f"{', '.join(reserved)} can't be set by --env or launch.env: the launcher sets it",
         "leave it out. --master-addr and --master-port set the address",
     )
+    for name, value in job.env.items():
+        _require(
+            isinstance(name, str) and bool(name) and not {"=", "\0"} & set(name),  # pyright: ignore[reportUnnecessaryIsInstance]
+            f"{name!r} can't be the name of an environment variable",
+            "a name without '='",
+        )
+        _require(
+            isinstance(value, str) and "\0" not in value,  # pyright: ignore[reportUnnecessaryIsInstance]
+            f"the environment variable {name} can't be {value!r}",
+            "a text without the character 0",
+        )
 
 
 def _check_restarts(job: Job) -> None:

@@ -92,6 +92,9 @@ def notebook_launch(
         _WHERE,
         "args=(value,) for one argument",
     )
+    for name, count in {"processes": processes, "nodes": nodes}.items():
+        whole = count is None or type(count) is int
+        require(whole, f"{name}={count!r} is no whole number", _WHERE, "write a number: 2")
     _check_process(threads)
     job = Job(
         function=lambda: None,
@@ -116,11 +119,18 @@ def notebook_launch(
         if code != 0:
             _raise_for(code, folder, told=outcome is not None and outcome.told)
         files = sorted(folder.glob("*.pt"), key=lambda file: int(file.stem))
-        if not files:
+        if not files and nodes > 1:
             raise LaunchError(
                 "the job on the other machines has ended without this one",
                 where=_WHERE,
                 fix="call it on all machines together, with a port of its own for each job",
+            )
+        if len(files) < job.processes:
+            returned = ", ".join(file.stem for file in files)
+            raise LaunchError(
+                f"only {len(files)} of {job.processes} ranks returned ({returned}): the others have exited",
+                where=_WHERE,
+                fix="return from the function, without sys.exit() and os._exit()",
             )
         return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
 

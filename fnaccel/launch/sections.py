@@ -38,7 +38,10 @@ def as_words(field: str) -> Any:
         items = value.split(",") if isinstance(value, str) else value
         if not isinstance(items, list | tuple) or not all(isinstance(item, str | int) for item in items):
             raise ConfigError(f"{value!r} is no list of names", where=field, fix="write [a, b], or text: a,b")
-        return tuple(str(item).strip() for item in cast(Iterable[Any], items) if str(item).strip())
+        words = tuple(str(item).strip() for item in cast(Iterable[Any], items) if str(item).strip())
+        if items and not words and value != "":
+            raise ConfigError(f"{value!r} names nothing", where=field, fix="write [a, b], or text: a,b")
+        return words
 
     return convert
 
@@ -130,6 +133,12 @@ class HostsRecipe:
         if self.include and self.exclude:
             raise ConfigError(
                 "include and exclude can't be used together", where="launch.hosts", fix="one of the two"
+            )
+        if (self.include or self.exclude) and not (self.names or self.file):
+            raise ConfigError(
+                "include and exclude choose among hosts, and there are none",
+                where="launch.hosts",
+                fix="--hosts gpu1,gpu2, or --hostfile FILE",
             )
 
 

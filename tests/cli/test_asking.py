@@ -131,6 +131,8 @@ def test_a_file_of_answers(folder, capsys):
         ("strategie: ddp", "nobody asks for strategie after these answers"),
         ("where: here\nmachines: 2", "nobody asks for machines"),
         ("ranks: zero", "'zero' is no answer to: How many ranks"),
+        ("- 1", "holds a list, not answers by name"),
+        ("a: [1", "answers.yaml is not YAML"),
     ],
 )
 def test_answers_that_do_not_fit(folder, capsys, text, what):

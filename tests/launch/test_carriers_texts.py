@@ -60,7 +60,7 @@ launch:
 
 
 def test_a_pytorch_job():
-    manifest = yaml.safe_load(planned("t.py --lr '$(x)'", KUBERNETES).output)
+    manifest = yaml.safe_load(planned("t.py --lr '$(x)' '$5'", KUBERNETES).output)
     assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert manifest["metadata"] == {"name": "gpt", "namespace": "ml", "labels": {"team": "a"}}
     assert manifest["spec"]["runPolicy"] == {"cleanPodPolicy": "None", "backoffLimit": 4}
@@ -74,9 +74,9 @@ def test_a_pytorch_job():
     assert container["name"] == "pytorch", "the operator looks for this name"
     assert " ".join([*container["command"], *container["args"]]) == (
         "fnaccel launch --no-config --carrier elastic -n 8 --nnodes 3 --node-rank $(RANK) --master-addr gpt-master-0 "
-        "--max-restarts 2 --set strategy=fsdp t.py --lr $$(x)"
+        "--max-restarts 2 --set strategy=fsdp t.py --lr $$(x) $$5"
     )
-    assert container["env"] == [{"name": "A", "value": "$(B) c"}]
+    assert container["env"] == [{"name": "A", "value": "$$(B) c"}]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     assert container["workingDir"] == "/app"
 

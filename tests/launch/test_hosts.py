@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fnaccel.errors import LaunchError
+from fnaccel.errors import ConfigError, LaunchError
 from fnaccel.launch.carriers.hosts import Host, parse_filter, parse_host, ranks_of_each, read_hosts
 from fnaccel.launch.sections import HostsRecipe
 
@@ -93,3 +93,17 @@ def test_the_grammar_of_deepspeed():
     """The examples of DeepSpeed's own parser."""
     assert parse_filter("worker-0@worker-1:0,2") == {"worker-0": (), "worker-1": (0, 2)}
     assert parse_filter("worker-1:0") == {"worker-1": (0,)}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"names": ","}, "',' names nothing"),
+        ({"include": "a"}, "there are none"),
+        ({"exclude": "a"}, "there are none"),
+    ],
+)
+def test_hosts_that_name_nothing_are_not_this_machine(options, says):
+    with pytest.raises(ConfigError, match=says):
+        HostsRecipe(**options)
+    assert HostsRecipe(names="").names == ()

@@ -213,6 +213,27 @@ def test_a_result_that_cannot_be_pickled_is_named():
         fa.debug_launch(lambda: (row for row in [1]), processes=1)
 
 
+def leave_alone():
+    if os.environ["RANK"] == "0":
+        sys.exit(0)
+    return "one"
+
+
+def test_a_rank_that_exits_has_no_result():
+    with pytest.raises(LaunchError, match=r"only 1 of 2 ranks returned \(1\)"):
+        fa.debug_launch(leave_alone)
+
+
+def test_a_rank_never_leaves_its_fork(monkeypatch, capfd):
+    """Above its frames is the code of the caller, which would run twice."""
+    caller = os.getpid()
+    monkeypatch.setattr("fnaccel.launch.forking.variables", lambda *_, **__: 1 / 0)
+    with pytest.raises(LaunchError):
+        fa.debug_launch(int)
+    assert os.getpid() == caller
+    assert capfd.readouterr().err.count("ZeroDivisionError: division by zero") == 2
+
+
 def test_variables_reach_the_ranks():
     read = lambda: os.environ["COLOUR"]  # noqa: E731
     assert fa.notebook_launch(read, processes=2, cpu=True, env={"COLOUR": "red"}) == ["red", "red"]
@@ -263,6 +284,7 @@ def test_a_used_accelerator_is_named(monkeypatch):
         ({"node_rank": 1}, "node_rank without nodes"),
         ({"nodes": 2}, "2 machines need an address"),
         ({"processes": 0}, "0 processes"),
+        ({"env": {"A": 1}}, "the environment variable A can't be 1"),
         ({"env": {"RANK": "1"}}, "RANK can't be set"),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from fnaccel.cli.options import config as options_of
 from fnaccel.cli.options.config import DEFAULT_FILE
@@ -18,7 +19,7 @@ from fnaccel.cli.terminal import print_json
 from fnaccel.config import to_yaml
 from fnaccel.config.questions import Machine, Question, next_question, recipe_of
 from fnaccel.config.recipe import Recipe
-from fnaccel.config.yaml import load
+from fnaccel.config.yaml import load, text_of
 from fnaccel.errors import ConfigError, nearest
 from fnaccel.launch.accelerators import count_accelerators
 from fnaccel.launch.tpu import is_tpu
@@ -111,14 +112,21 @@ def answers_by(machine: Machine, read: Read) -> dict[str, Any]:
 
 def _answers_of(machine: Machine, file: Path) -> dict[str, Any]:
     """The answers of a file, with defaults for questions that it does not answer."""
+    where = f"{_PROG} --answers"
     try:
-        given: Any = load(file.read_text(encoding="utf-8")) or {}
-    except OSError as error:
+        given: Any = load(text_of(file, where))
+    except yaml.YAMLError as error:
         raise ConfigError(
-            f"{file} can't be read: {error.strerror}",
-            where=f"{_PROG} --answers",
-            fix="give a file of answers",
+            f"{file} is not YAML: {' '.join(str(error).split())}",
+            where=where,
+            fix="correct the line it names",
         ) from error
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"{file} holds a {type(given).__name__}, not answers by name",
+            where=where,
+            fix="write name: answer",
+        )
     answers: dict[str, Any] = {}
     while (question := next_question(machine, answers)) is not None:
         answers[question.name] = question.parse(given.get(question.name))

@@ -130,7 +130,13 @@ def _optimizer(draft: Draft, prefix: str) -> None:
         draft.set(key, "optimizer.schedule", "deepspeed_lr", why)
         draft.fill("optimizer.schedule_options", {}, key)
         peaks = [draft.get(f"{prefix}scheduler.params.{name}") for name in _PEAKS]
-        rate = next((peak for peak in peaks if peak not in (None, "auto")), rate)
+        first, rate = rate, next((peak for peak in peaks if peak not in (None, "auto")), rate)
+        if first not in (None, "auto", rate):
+            raise draft.wrong(
+                f"{prefix}optimizer.params.lr",
+                f"the scheduler rises to {rate}, which DeepSpeed takes",
+                f'write {rate} or "auto"',
+            )
     for key in (f"{prefix}optimizer.params.lr", *(f"{prefix}scheduler.params.{name}" for name in _PEAKS)):
         if draft.get(key) == rate and rate not in (None, "auto"):
             draft.set(key, "optimizer.lr", draft.number(key), "the file and the recipe have to agree")

@@ -15,7 +15,7 @@ import yaml
 from fnaccel.config.importing.draft import NOTHING, Imported
 from fnaccel.config.importing.kinds import import_document
 from fnaccel.config.recipe import Recipe
-from fnaccel.config.yaml import load
+from fnaccel.config.yaml import load, text_of
 from fnaccel.errors import ConfigError
 
 _ORDER = [field.name for field in attrs.fields(Recipe)]
@@ -32,19 +32,26 @@ def parse(path: Path) -> Any:
         >>> parse(Path("job.toml"))
         {'training': {'steps': 3}}
     """
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}", where="fnaccel config import", fix="check the path")
+    text = text_of(path, "fnaccel config import")
     try:
-        text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=_once)
         return tomllib.loads(text) if path.suffix == ".toml" else load(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(
             f"this can't be parsed: {' '.join(str(error).split())}",
             where=str(path),
             fix="correct the line it names",
         ) from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. ValueError if a key is there twice: json would keep the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"two keys {next(name for name in names if names.count(name) > 1)!r}")
+    return found
 
 
 def import_file(path: Path, deepspeed: Path | None = None) -> Imported:

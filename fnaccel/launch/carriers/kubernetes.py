@@ -128,7 +128,8 @@ def _container(request: Request) -> dict[str, Any]:
         words[words.index("--master-addr") + 1] = job.address
     container: dict[str, Any] = {"image": section["image"], "command": words[:2], "args": words[2:]}
     if job.env:
-        container["env"] = [{"name": name, "value": value} for name, value in job.env.items()]
+        values = zip(job.env, _plain(list(job.env.values())), strict=True)
+        container["env"] = [{"name": name, "value": value} for name, value in values]
     resources = section.get("resources")
     if resources is None and request.ranks is not None and not job.cpu:
         resources = {"limits": {"nvidia.com/gpu": request.ranks}}
@@ -141,7 +142,7 @@ def _container(request: Request) -> dict[str, Any]:
 
 def _plain(words: list[str]) -> list[str]:
     """Words in which Kubernetes replaces nothing."""
-    return [word.replace("$(", "$$(") for word in words]
+    return [word.replace("$", "$$") for word in words]
 
 
 def _name(section: Mapping[str, Any]) -> str:

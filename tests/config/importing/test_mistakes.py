@@ -40,6 +40,8 @@ from fnaccel.errors import ConfigError, FnaccelError
         ("parallelism_config: {cp_size: 2, sp_size: 2}", "both cut sequences"),
         ("{additional_args: {use_spot_instances: true}}", "max_wait"),
         ("{bf16: {enabled: true}, fp16: {enabled: true}}", "both true"),
+        ("{optimizer: {type: AdamW, params: {lr: 0.01}}, zero_optimization: {stage: 2}, "
+         "scheduler: {type: WarmupLR, params: {warmup_max_lr: 0.02}}}", "the scheduler rises to 0.02"),
         ("{zero_optimization: {stage: 2}, train_batch_size: 10, train_micro_batch_size_per_gpu: 4, "
          "gradient_accumulation_steps: 1}", "no number of ranks"),
         ("{training: {local_batch_size: 4, global_batch_size: 6}, parallelism: {data_parallel_shard_degree: 1}}",
@@ -102,10 +104,16 @@ def test_sections_of_another_kind_are_not_used():
 def test_files_that_can_not_be_read(tmp_path):
     with pytest.raises(ConfigError, match="there is no file"):
         import_file(tmp_path / "a.yaml")
-    for name, text in (("a.yaml", "a: [1"), ("a.json", "{"), ("a.toml", "a = ")):
+    twice, deep = '{"a": 1, "a": 2}', "[" * 100_000
+    files = (("a.yaml", "a: [1"), ("a.json", "{"), ("a.toml", "a = "), ("b.json", twice), ("c.json", deep))
+    for name, text in (*files, ("d.yaml", deep)):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match="can't be parsed"):
             import_file(tmp_path / name)
+    (tmp_path / "e.yaml").write_bytes(b"strategy: \xff\xfe")
+    for read in (import_file, fa.config.from_yaml):
+        with pytest.raises(ConfigError, match=r"e\.yaml is no text in UTF-8"):
+            read(tmp_path / "e.yaml")
 
 
 def test_the_kinds():
