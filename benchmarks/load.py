@@ -4,20 +4,20 @@
 
 A Llama of random weights in shards of safetensors and of `torch.save`, to the CPU, with the dtype of the
 files and with another one. Each loads in processes of its own, which take turns: seconds of the load alone
-and with a first forward pass, and the largest memory that the process held during the load.
+and with a first forward pass, and the largest memory during the load, less that from before.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +34,42 @@ GOAL, MEMORY = 0.8, 1.0
 TOKENS = torch.arange(8)[None]
 
 
-def ours(folder: Path, settings: Any, dtype: Any) -> Any:
+def ours(settings: Any) -> tuple[Any, Callable[..., Any]]:
     import fnaccel as fa
 
+    def load(model: Any, folder: Path, dtype: Any) -> Any:
+        fa.big.load(model, folder, {"": "cpu"}, dtype=dtype)
+        return model
+
     with fa.big.empty():
-        model = transformers.LlamaForCausalLM(settings).eval()
-    began = time.perf_counter()
-    fa.big.load(model, folder, {"": "cpu"}, dtype=dtype)
-    return model, time.perf_counter() - began
+        return transformers.LlamaForCausalLM(settings).eval(), load
 
 
-def peer(folder: Path, settings: Any, dtype: Any) -> Any:
+def peer(settings: Any) -> tuple[Any, Callable[..., Any]]:
     from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 
+    def load(model: Any, folder: Path, dtype: Any) -> Any:
+        return load_checkpoint_and_dispatch(model, folder, device_map={"": "cpu"}, dtype=dtype)
+
     with init_empty_weights():
-        model: Any = transformers.LlamaForCausalLM(settings).eval()
-    began = time.perf_counter()
-    model = load_checkpoint_and_dispatch(model, folder, device_map={"": "cpu"}, dtype=dtype)
-    return model, time.perf_counter() - began
+        return transformers.LlamaForCausalLM(settings).eval(), load
+
+
+def memory(name: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith(f"{name}:")) * 1024
 
 
 def child(name: str, folder: Path, dtype: str, layers: int, width: int) -> None:
     """Load once in this process, and print what it took."""
     torch.set_num_threads(1)
     kind = None if dtype == "stored" else getattr(torch, dtype)
-    model, seconds = {"fnaccel": ours, "Accelerate": peer}[name](folder, config(layers, width), kind)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    model, call = {"fnaccel": ours, "Accelerate": peer}[name](config(layers, width))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on: an exec keeps that of its parent
+    before, began = memory("VmRSS"), time.perf_counter()
+    model = call(model, folder, kind)
+    seconds, peak = time.perf_counter() - began, memory("VmHWM") - before
     began = time.perf_counter()
     with torch.inference_mode():
         logits = model(TOKENS).logits

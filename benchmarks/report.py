@@ -103,6 +103,11 @@ def compare(
     ]
 
 
+def _is_installed(name: str) -> bool:
+    """`make bench` installs all peers. One benchmark alone needs its own."""
+    return bool(list(importlib.metadata.distributions(name=name)))
+
+
 def environment() -> dict[str, Any]:
     """Versions and cores: what a reader needs to judge the figures by, and nothing that names a machine."""
     return {
@@ -111,7 +116,7 @@ def environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "threads_per_process": torch.get_num_threads(),
-        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+        **{name: importlib.metadata.version(name) for name in _PACKAGES if _is_installed(name)},
     }
 
 

@@ -32,7 +32,7 @@ settings.load_profile("suite")
 @pytest.fixture(scope="session")
 def pools() -> Iterator[RankPools]:
     """Worlds of any size: `pools.run(2, fn, *args)` -> the results of both ranks."""
-    with RankPools() as started:
+    with RankPools(timeout=150.0) as started:  # beside others, inductor compiles for a minute
         yield started
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fnaccel.big.device_map import DeviceMap
+from fnaccel.big.mapped_pages import let_go
 from fnaccel.big.mover import torch_device
 from fnaccel.big.on_disk import ToWrite, write_folder
 from fnaccel.big.planning import Options, Value
@@ -24,6 +25,12 @@ from fnaccel.loop.progress import open_bar
 from fnaccel.world.world import World
 
 _WHERE = "fa.big.load"
+
+
+def forget(entry: Found) -> None:
+    """Let the pages of a mapped tensor go that was copied: they would count as memory of the process."""
+    if entry.view is not None:
+        let_go(entry.view())
 
 
 def equal(first: Found, second: Found) -> bool:
@@ -99,6 +106,7 @@ class Reading:
             device = "cpu" if home in ("cpu", "disk") else torch_device(home)
             for suffix, entry in part.tensors.items():
                 part.layer.fill(suffix, tensor_of(entry), device)
+                forget(entry)
 
         with ThreadPoolExecutor(self.readers) as pool:
             list(pool.map(fill_one, parts))
@@ -117,12 +125,15 @@ class Reading:
             if entry.view is not None and entry.dtype == dtype and not self.copy:
                 return Value(entry.view())
             return Value(self._in_memory(path, entry, targets))
-        return Value(self.options.mover.move(tensor_of(entry).to(dtype), home))
+        moved = Value(self.options.mover.move(tensor_of(entry).to(dtype), home))
+        forget(entry)
+        return moved
 
     def _in_memory(self, path: str, entry: Found, targets: Targets) -> torch.Tensor:
         out = torch.empty(entry.shape, dtype=self.wanted(entry.dtype, targets.tensors[path]))
         if entry.view is not None:
             out.copy_(entry.view())
+            forget(entry)
         else:
             entry.read(whole(entry.shape), out)
         return out

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import save_file, save_model
+from torch import nn
 
 import fnaccel as fa
 from tests.big.models import Net
@@ -132,6 +133,23 @@ def test_the_path_of_an_index(tmp_path, suffix):
     model = empty()
     fa.big.load(model, index).remove()
     assert torch.equal(output(model), output(original))
+
+
+@pytest.mark.parametrize("placed", ["cpu", "disk"])
+def test_a_file_that_torch_does_not_map(tmp_path, placed):
+    """One of before torch 1.6 is read into memory. Pages of that can't be let go: they would be zeros."""
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))  # 64 pages each
+    torch.save(original.state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with fa.big.empty():
+        model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    run = fa.big.load(model, tmp_path / "old.pt", placed, folder=tmp_path / "disk")
+    x = torch.randn(2, 256)
+    with torch.inference_mode():
+        for _ in range(3):
+            assert torch.equal(model(x), original(x))
+    run.remove()
+    assert torch.equal(model(x), original(x))
 
 
 def test_prefixes_and_new_names(tmp_path):

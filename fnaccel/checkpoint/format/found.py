@@ -28,7 +28,8 @@ class Found:
         at_once: whether reading a block costs as much as reading the whole tensor.
         check: `check(box)` raises CheckpointError if a block can't be read, without reading its values.
             None if only a read can tell.
-        view: all of it as a tensor in mapped memory, without a copy. None if it is not stored as one piece.
+        view: all of it as the pages of a mapped file, without a copy: they may be let go and read again.
+            None if it is not stored as one piece, or was read into memory.
     """
 
     dtype: torch.dtype
@@ -138,14 +139,15 @@ class Source:
         return int(distinct[0]) if distinct else None
 
 
-def held(value: torch.Tensor) -> Found:
-    """A tensor that is in memory, or mapped into it."""
+def held(value: torch.Tensor, *, mapped: bool) -> Found:
+    """A tensor that is in memory, or that is the pages of a mapped file."""
     plain = value.detach()
 
     def read(box: Box, out: torch.Tensor) -> None:
         out.copy_(plain[box.within(whole(tuple(plain.shape)))])
 
-    return Found(plain.dtype, tuple(plain.shape), read, check=_nothing, view=lambda: plain)
+    view = (lambda: plain) if mapped else None
+    return Found(plain.dtype, tuple(plain.shape), read, check=_nothing, view=view)
 
 
 def read_all(tensor: Found) -> torch.Tensor:

@@ -75,6 +75,12 @@ def load_plain(file: Path) -> Any:
             ) from error
 
 
+def _is_archive(file: Path) -> bool:
+    """Whether a file was written by torch 1.6 or later. torch maps only these."""
+    with file.open("rb") as stream:
+        return stream.read(4) == b"PK\x03\x04"
+
+
 def _reason(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     chosen = next(
@@ -121,12 +127,13 @@ def tensors_in(state: Mapping[Any, Any], file: Path) -> dict[str, Found]:
         CheckpointError: a value is no dense tensor.
     """
     tensors: dict[str, Found] = {}
+    mapped = _is_archive(file)
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
             if str(name).endswith("_extra_state"):  # a module's extra state, no tensor
                 continue
             raise damaged(f"{name} in {file.name} is a {type(value).__name__}, not a dense tensor", file)
-        tensors[str(name)] = held(value)
+        tensors[str(name)] = held(value, mapped=mapped)
     return tensors
 
 
@@ -140,7 +147,7 @@ def with_optimizer(source: Source, content: Mapping[str, Any], file: Path) -> So
     if not isinstance(state, Mapping) or not isinstance(groups, list):
         raise damaged(f"{file.name} is no state of a torch optimizer: it has {list(content)}", file)
     slots: dict[Any, dict[str, Found]] = {
-        key: {str(slot): held(x) for slot, x in entry.items() if isinstance(x, torch.Tensor)}
+        key: {str(slot): held(x, mapped=False) for slot, x in entry.items() if isinstance(x, torch.Tensor)}
         for key, entry in state.items()
         if isinstance(entry, Mapping)
     }
