@@ -17,8 +17,10 @@ STAY = {
     "checkpoint/test_layouts.py::test_any_layout_restores_any_other":
         r"local|ddp\(\)', [23]|fsdp\(\)', [34]|hsdp\(2, 2\)",
     "cli/test_config_import.py::test_two_commands_train_an_accelerate_project": "fsdp",
+    "config/test_premade_recipes.py::test_a_recipe_trains": "^(?!compile|gpu|tracking)",
     "context/test_parity.py::test_compiled": "options[012]",
     "context/test_parity.py::test_products": "step[012]",
+    "context/test_parity.py::test_two_ranks_share_a_sequence": r"options(0|1|3|6|8|9|11|12|15|18|21)-",
     "deepspeed/test_parity.py::test_equals_the_raw_loop": "acc3",
     "deepspeed/test_state.py::test_any_layout_restores_any_other": r"local|'ddp'|zero[13]', 2",
     "estimate/test_training.py::test_it_is_what_the_largest_rank_holds":
@@ -43,7 +45,7 @@ STAY = {
     "parity/test_options.py::test_an_option_beside_others": "accumulate|-ema",
     "parity/test_regather.py::test_a_gather_of_the_model_s_own_stays_in_its_place": r"activations-fsdp\(2\)-",
     "track/test_failing.py::test_a_full_disk_does_not_end_training": "jsonl",
-    "track/test_real_runs.py::test_a_real_run_is_read_back": "wandb|tensorboard",
+    "track/test_real_runs.py::test_a_real_run_is_read_back": "tensorboard",
     "transforms/test_remat.py::test_compiled_blocks": "attention-block",
 }  # fmt: skip
 

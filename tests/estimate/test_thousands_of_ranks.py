@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import json, resource
 import torch._dynamo, torch.distributed.fsdp, transformers
@@ -35,6 +37,7 @@ print(json.dumps([peak() - before, estimate.left_out, estimate.peak.kinds, estim
 """
 
 
+@pytest.mark.long
 def test_it_takes_less_than_a_gibibyte():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     added, left_out, kinds, total, parameters = json.loads(done.stdout.splitlines()[-1])

@@ -125,6 +125,7 @@ def test_a_rank_that_takes_a_step_more_is_named(launcher, size):
     assert re.search(waits, ended.err), ended.err
 
 
+@pytest.mark.long
 def test_a_restart_follows(launcher):
     arguments = ["-n", 2, "--watchdog", 1.5, "--max-restarts", 1, launcher.write(SCRIPT), "stop", 1, "ddp"]
     ended = launcher(*arguments, constants=QUICK)
