@@ -25,11 +25,14 @@ class Away(torch.Tensor):
     """A tensor without values. It has a shape, a dtype, and the name of the tensor that it stands for."""
 
     stands_for: str
+    runs_on: torch.device
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if getattr(func, "__self__", None) is torch.Tensor.device:
+            return args[0].runs_on  # what a model makes there meets the layer's own output
         if getattr(func, "__name__", "") in _ALLOWED:
             return super().__torch_function__(func, types, args, kwargs or {})
         operands = [x for x in [*args, *(kwargs or {}).values()] if isinstance(x, Away)]
@@ -47,10 +50,10 @@ class AwayParameter(Away):
     _is_param = True
 
 
-def away(tensor: torch.Tensor, name: str) -> Away:
-    """The stand-in for a tensor: a parameter if this is one."""
+def away(tensor: torch.Tensor, name: str, device: torch.device, dtype: torch.dtype) -> Away:
+    """The stand-in for a tensor: a parameter if this is one. It shows the device and dtype of its layer."""
     parameter = isinstance(tensor, nn.Parameter)
-    empty: Any = torch.empty_like(tensor, device="meta", requires_grad=False).detach()
+    empty: Any = torch.empty_like(tensor, device="meta", dtype=dtype, requires_grad=False).detach()
     empty = empty.as_subclass(AwayParameter if parameter else Away)
-    empty.stands_for = name
+    empty.stands_for, empty.runs_on = name, device
     return empty.requires_grad_(parameter and tensor.requires_grad)

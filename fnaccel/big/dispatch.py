@@ -67,8 +67,10 @@ class Dispatch:
         self._hooks += [
             model.register_forward_pre_hook(_eager(self._begin), prepend=True, with_kwargs=True),
             model.register_forward_hook(_eager(self._end), with_kwargs=True, always_call=True),
-            model.register_state_dict_post_hook(lambda *arguments: self._with_values(*arguments)),
         ]
+        for module in {slot.module: None for unit in units for slot in unit.slots}:  # parts have values, too
+            hook = module.register_state_dict_post_hook(lambda *arguments: self._with_values(*arguments))
+            self._hooks.append(hook)
         model.__dict__[_KEY] = self
         guard(model)
 
@@ -187,13 +189,12 @@ class Dispatch:
             return value
         return tree.map_tensors(move, value)
 
-    def _with_values(self, _: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
-        """Put values into a state dict, in the place of tensors without any."""
-        for unit in self._units:
-            for slot in unit.slots:
-                value = state.get(prefix + slot.name)
-                if value is not None and value.is_meta:
-                    state[prefix + slot.name] = slot.computed().detach()
+    def _with_values(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        """Put values of a module into a state dict, in the place of tensors without any."""
+        for slot in (slot for unit in self._units for slot in unit.slots if slot.module is module):
+            value = state.get(prefix + slot.key)
+            if value is not None and value.is_meta:
+                state[prefix + slot.key] = slot.computed().detach()
 
 
 def _below(path: str, parent: str) -> bool:

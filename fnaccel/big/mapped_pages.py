@@ -23,8 +23,24 @@ def read_ahead(tensor: torch.Tensor) -> None:
 
 def let_go(tensor: torch.Tensor) -> None:
     """Unmap the pages of a tensor in a mapped file. They stay in the page cache while there is room."""
-    if tensor.nbytes >= _LEAST:
+    if tensor.nbytes >= _LEAST and not _written(tensor):
         _advise(tensor, getattr(mmap, "MADV_DONTNEED", 4))
+
+
+def _written(tensor: torch.Tensor) -> bool:
+    """Whether somebody wrote to a page, also past torch (`weight.data`): the process has a copy of it then.
+
+    Source: https://docs.kernel.org/admin-guide/mm/pagemap.html.
+    """
+    start, end = tensor.data_ptr() // mmap.PAGESIZE, -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pages:  # noqa: PTH123 - as quick as can be
+            pages.seek(start * 8)
+            entries = pages.read((end - start) * 8)
+    except OSError:
+        return False
+    kinds = torch.frombuffer(bytearray(entries), dtype=torch.int64) >> 61 & 7
+    return bool(((kinds & 1 == 0) & (kinds & 6 != 0)).any())  # here or swapped out, and no page of a file
 
 
 @functools.cache

@@ -27,6 +27,10 @@ class Mover:
     def __init__(self) -> None:
         self._streams: dict[Device, torch.Stream] = {}
 
+    def shown(self, device: Device) -> torch.device:
+        """The device that weights of a layer show while they are elsewhere."""
+        return torch_device(device)
+
     def check(self, device: Device) -> None:
         """See that this machine has a device.
 

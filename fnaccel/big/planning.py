@@ -103,9 +103,8 @@ def plan(
                     where="a device map",
                     fix="place the tensors of one module together",
                 )
-            slots.append(
-                (unit, _slot(model, name, tensor, values, tied.empty(tensor, name), options.mover), home)
-            )
+            empty = tied.empty(tensor, name, options.mover.shown(runs), values)
+            slots.append((unit, _slot(model, name, tensor, values, empty, options.mover), home))
     _check_values(slots)
     files = _written(slots, options)
     moved: list[Slot] = []
@@ -138,10 +137,12 @@ class _Tied:
         self._empty: dict[int, tuple[torch.Tensor, Away]] = {}
         self.copies: dict[tuple[int, Device], torch.Tensor] = {}
 
-    def empty(self, original: torch.Tensor, name: str) -> Away:
+    def empty(self, original: torch.Tensor, name: str, device: torch.device, values: Values) -> Away:
         """A tensor without values like the original. The original is held, so that its id stays its own."""
         if id(original) not in self._empty:
-            self._empty[id(original)] = original, away(original, name)
+            value = values.get(name, Value(original))
+            stand_in = away(original, name, device, value.dtype or value.tensor.dtype)
+            self._empty[id(original)] = original, stand_in
         return self._empty[id(original)][1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +56,11 @@ class Walker:
         self._stays: Unit | None = None  # it was called twice in a row the last time
         self._ahead: list[Unit] = []
         self._held: set[int] = set()
-        self._thread = ThreadPoolExecutor(1, "fnaccel fetch") if prefetch else None
+        self._begin_process()
+
+    def _begin_process(self) -> None:
+        self._process = os.getpid()
+        self._thread = ThreadPoolExecutor(1, "fnaccel fetch") if self._prefetch else None
         self._lock = threading.RLock()  # the model may run in several threads
 
     def enter(self, unit: Unit) -> None:
@@ -70,6 +75,10 @@ class Walker:
                 where="a dispatched model",
                 fix="with torch.inference_mode(): ..., or train with fa.fsdp(offload=True)",
             )
+        if self._process != os.getpid():  # a fork has neither the thread nor what it was fetching
+            for other in (unit, *self._ahead):
+                other.pending = None
+            self._begin_process()
         with self._lock:
             unit.depth += 1
             if unit.depth > 1:

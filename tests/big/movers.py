@@ -55,6 +55,9 @@ class Simulated(Mover):
         if isinstance(device, int) and device >= self.count:
             super().check(device)
 
+    def shown(self, device):
+        return torch.device("cpu")
+
     def device_of(self, tensor):
         return device_of(tensor)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import multiprocessing
 import pickle
+import sys
 import threading
 
 import pytest
@@ -493,3 +495,69 @@ def test_a_dispatched_model_is_not_moved_or_copied(tmp_path):
         net.load_state_dict(net.state_dict())
     run.remove()
     copy.deepcopy(net).half()
+
+
+class Asks(nn.Module):
+    """Reads the device and the dtype of weights that are elsewhere, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            here = torch.arange(x.shape[-1], device=layer.weight.device)
+            x = layer(x[..., here].to(layer.weight.dtype))
+        return x
+
+
+def loaded(tmp_path, dtype):
+    torch.manual_seed(0)
+    original = Asks()
+    torch.save(original.state_dict(), tmp_path / "asks.pt")
+    model = Asks()
+    run = fa.big.load(model, tmp_path / "asks.pt", "disk", dtype=dtype)
+    return original.to(dtype), model, run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_elsewhere_has_the_device_and_dtype_of_its_layer(tmp_path, dtype):
+    original, model, run = loaded(tmp_path, dtype)
+    x = torch.randn(2, 256)
+    with torch.inference_mode():
+        for _ in range(3):
+            assert torch.equal(model(x), original(x))
+    assert fa.big.sizes(model).total == fa.big.sizes(original).total
+    run.remove()
+
+
+def test_a_state_dict_of_a_part_has_values(tmp_path):
+    original, model, _ = loaded(tmp_path, torch.bfloat16)
+    part = model.layers.state_dict()
+    assert all(torch.equal(part[name], value) for name, value in original.layers.state_dict().items())
+
+
+def test_what_is_written_past_torch_stays(tmp_path):
+    """peft merges an adapter so: `.data` has a version of its own."""
+    _, model, run = loaded(tmp_path, torch.float32)
+    model.layers[0].weight.data.zero_()
+    with torch.inference_mode():
+        for _ in range(3):
+            model(torch.ones(1, 256))
+    assert not model.layers[0].weight.any()
+    run.remove()
+    assert not model.layers[0].weight.any()
+
+
+def test_a_fork_fetches_by_a_thread_of_its_own(tmp_path):
+    original, model, _ = loaded(tmp_path, torch.bfloat16)
+    x = torch.randn(2, 256)
+    with torch.inference_mode():
+        expected = original(x)
+        model(x), model(x)
+        child = multiprocessing.get_context("fork").Process(
+            target=lambda: sys.exit(not torch.equal(model(x), expected))
+        )
+        child.start()
+        child.join(60)
+    assert child.exitcode == 0
