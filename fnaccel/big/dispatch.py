@@ -21,7 +21,7 @@ from fnaccel.big.mover import Mover
 from fnaccel.big.planning import Options, Values, plan
 from fnaccel.big.unit import Slot, Unit, restore
 from fnaccel.big.walker import Counts, Walker
-from fnaccel.errors import OwnershipError
+from fnaccel.errors import CapabilityError, OwnershipError
 
 _KEY = "_fnaccel_dispatch"
 _eager: Any = torch.compiler.disable  # a fetch can't be traced
@@ -110,14 +110,12 @@ class Dispatch:
             path: of the module. By default the whole model.
         """
         inside = [unit for unit in self._units if unit.slots and _below(unit.path, path)]
-        fresh = [unit for unit in inside if not unit.here]
-        for unit in fresh:
-            self._walker.bring(unit)
-        try:
+        kept = [unit.here for unit in inside]
+        with contextlib.ExitStack() as stack:
+            for unit, keep in zip(inside, kept, strict=True):
+                self._walker.bring(unit)
+                stack.callback(self._walker.leave, unit, keep=keep)
             yield self.model.get_submodule(path)
-        finally:
-            for unit in fresh:
-                self._walker.release(unit)
 
     def _attach(self, unit: Unit) -> None:
         if not (unit.slots or self._several):
@@ -273,8 +271,19 @@ def dispatched(
 
 
 def check_free(model: nn.Module) -> None:
-    """Raise OwnershipError if a module, or one inside of it, is dispatched."""
+    """See that no module is dispatched already, and that hooks can be registered.
+
+    Raises:
+        OwnershipError: a module, or one inside of it, is dispatched.
+        CapabilityError: one is compiled by TorchScript.
+    """
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CapabilityError(
+                f"{name or 'the model'} is compiled by TorchScript, which takes no hooks",
+                where="fa.big.dispatch",
+                fix="dispatch the module that torch.jit.script was given",
+            )
         if _KEY in module.__dict__:
             raise OwnershipError(
                 f"{name or 'the model'} is dispatched already",

@@ -12,7 +12,7 @@ from torch import nn
 
 from fnaccel import _torch
 from fnaccel.big.away import Away, away
-from fnaccel.big.budget import Device
+from fnaccel.big.budget import Device, check_device
 from fnaccel.big.device_map import DeviceMap, place_of
 from fnaccel.big.layers import Layer, classes_not_split, layers, split
 from fnaccel.big.mover import Mover
@@ -56,7 +56,7 @@ class Options:
     """
 
     folder: Path | None = None
-    device: Device | None = None
+    device: Device | None = attrs.field(default=None, converter=attrs.converters.optional(check_device))
     prefetch: int = 1
     offload_buffers: bool = False
     preload: tuple[str, ...] = attrs.field(default=(), converter=as_names)
@@ -71,6 +71,12 @@ class Options:
             f"prefetch={self.prefetch!r}",
             _WHERE,
             "0 or more layers: 1 hides most of the time of a fetch",
+        )
+        require(
+            self.device != "disk",
+            'device="disk"',
+            _WHERE,
+            'layers run on "cpu" or on an accelerator: an index (0), or "cuda:1"',
         )
 
 

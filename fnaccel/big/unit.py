@@ -14,6 +14,7 @@ from fnaccel import _torch
 from fnaccel.big.away import Away
 from fnaccel.big.budget import Device
 from fnaccel.big.mapped_pages import let_go
+from fnaccel.errors import OwnershipError
 
 Fetched = Callable[[], list[torch.Tensor]]
 """Gives tensors whose copies were begun before."""
@@ -34,6 +35,7 @@ class Slot:
         dtype: the dtype that the layer computes with. None: that of the values.
         in_place: whether the layer computes with the values in the mapped file.
         version: that of the values when they were mapped.
+        seen: the tensor that the module was given last.
     """
 
     module: nn.Module
@@ -47,11 +49,13 @@ class Slot:
     dtype: torch.dtype | None = None
     in_place: bool = False
     version: int = 0
+    seen: torch.Tensor | None = None
 
     def release(self) -> None:
         """Let the module see no values, or let the pages of its file go, unless somebody wrote to them."""
         if not self.in_place:
-            self.put(self.empty)
+            if not self.replaced:
+                self.put(self.empty)
         elif not self.value.is_inference() and _torch.version_of(self.value) == self.version:
             let_go(self.value)
 
@@ -61,9 +65,26 @@ class Slot:
 
     def put(self, value: torch.Tensor) -> None:
         """Let the module see a tensor."""
+        self._registered[self.key] = self.seen = value
+
+    @property
+    def replaced(self) -> bool:
+        """Whether somebody else gave the module another tensor."""
+        return self.seen is not None and self._registered.get(self.key) is not self.seen
+
+    def check(self) -> None:
+        """Raise OwnershipError if somebody else gave the module another tensor."""
+        if self.replaced:
+            raise OwnershipError(
+                f"{self.name} was assigned while the model is dispatched",
+                where="a dispatched model",
+                fix="fa.big.dispatch_of(model).remove() keeps what was assigned. Dispatch it again",
+            )
+
+    @property
+    def _registered(self) -> dict[str, Any]:
         parameter = isinstance(self.empty, nn.Parameter)
-        registered: Any = _torch.parameters_of(self.module) if parameter else _torch.buffers_of(self.module)
-        registered[self.key] = value
+        return _torch.parameters_of(self.module) if parameter else _torch.buffers_of(self.module)
 
     def as_registered(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor as a parameter if the module has one there."""
@@ -84,7 +105,7 @@ def put(slots: Iterable[Slot], values: Iterable[torch.Tensor]) -> None:
 
 def restore(slots: Iterable[Slot], move: Callable[[torch.Tensor, Device], torch.Tensor]) -> None:
     """Give modules plain tensors again: the originals, or their values on the device that these were on."""
-    listed = list(slots)
+    listed = [slot for slot in slots if not slot.replaced]
     placed: dict[int, torch.Tensor] = {}
     for slot in listed:
         if slot.original is not None:

@@ -25,7 +25,7 @@ class Counts:
         nbytes: bytes of these.
         ahead: how many of them were fetched before they were needed.
         out_of_order: layers that came after another one than the last time.
-        reentered: layers that were called while they were running.
+        reentered: layers that were called while they were running, or while `fetched` held them.
         most: the largest number of layers on their devices, or on the way there, at one time.
     """
 
@@ -56,9 +56,15 @@ class Walker:
         self._stays: Unit | None = None  # it was called twice in a row the last time
         self._ahead: list[Unit] = []
         self._held: set[int] = set()
+        self._process = 0
         self._begin_process()
 
-    def _begin_process(self) -> None:
+    def _begin_process(self, unit: Unit | None = None) -> None:
+        """Make a thread. A fork has neither that of its parent nor what this one was fetching."""
+        if self._process == os.getpid():
+            return
+        for other in [*self._ahead, *([] if unit is None else [unit])]:
+            other.pending = None
         self._process = os.getpid()
         self._thread = ThreadPoolExecutor(1, "fnaccel fetch") if self._prefetch else None
         self._lock = threading.RLock()  # the model may run in several threads
@@ -75,10 +81,7 @@ class Walker:
                 where="a dispatched model",
                 fix="with torch.inference_mode(): ..., or train with fa.fsdp(offload=True)",
             )
-        if self._process != os.getpid():  # a fork has neither the thread nor what it was fetching
-            for other in (unit, *self._ahead):
-                other.pending = None
-            self._begin_process()
+        self._begin_process(unit)
         with self._lock:
             unit.depth += 1
             if unit.depth > 1:
@@ -112,15 +115,21 @@ class Walker:
             slot.release()
 
     def bring(self, unit: Unit) -> None:
-        """Bring a unit to its device, whatever comes next."""
-        if not unit.here:
-            self._bring(unit)
+        """Bring a unit to its device, whatever comes next. It stays until `leave`."""
+        self._begin_process(unit)
+        with self._lock:
+            unit.depth += 1
+            if not unit.here:
+                self._bring(unit)
 
     def drop(self) -> None:
         """Let go of the units that were fetched ahead and not used."""
+        self._begin_process()
         for unit in self._ahead:
             self._forget(unit)
         self._ahead, self._last = [], None
+        if self._thread is not None:
+            self._thread.submit(int).result()  # the thread, too, has let go of what it fetched
 
     def close(self) -> None:
         """End the thread."""
@@ -178,6 +187,8 @@ class Walker:
         return self._mover.fetch([slot.computed() for slot in copied], unit.device)
 
     def _bring(self, unit: Unit) -> None:
+        for slot in unit.slots:
+            slot.check()
         copied = [slot for slot in unit.slots if not slot.in_place]
         pending, unit.pending = unit.pending, None
         if copied:

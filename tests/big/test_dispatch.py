@@ -550,14 +550,55 @@ def test_what_is_written_past_torch_stays(tmp_path):
 
 
 def test_a_fork_fetches_by_a_thread_of_its_own(tmp_path):
-    original, model, _ = loaded(tmp_path, torch.bfloat16)
+    original, model, run = loaded(tmp_path, torch.bfloat16)
     x = torch.randn(2, 256)
     with torch.inference_mode():
         expected = original(x)
         model(x), model(x)
-        child = multiprocessing.get_context("fork").Process(
-            target=lambda: sys.exit(not torch.equal(model(x), expected))
-        )
-        child.start()
-        child.join(60)
-    assert child.exitcode == 0
+        in_fork = [
+            lambda: sys.exit(not torch.equal(model(x), expected)),
+            run.remove,
+        ]
+        for target in in_fork:
+            child = multiprocessing.get_context("fork").Process(target=target)
+            child.start()
+            child.join(60)
+            assert child.exitcode == 0
+
+
+def test_a_pass_leaves_values_that_were_fetched_by_hand(tmp_path):
+    original, model, run = loaded(tmp_path, torch.bfloat16)
+    with torch.inference_mode(), run.fetched("layers.1") as layer:
+        model(torch.ones(1, 256))
+        assert torch.equal(layer.weight, original.layers[1].weight)
+    with pytest.raises(fa.errors.CapabilityError, match=r"layers\.1\.weight"):
+        layer.weight + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_assigned_raises_and_stays(tmp_path, dtype):
+    _, model, run = loaded(tmp_path, dtype)
+    mine = nn.Parameter(torch.ones(256, 256, dtype=dtype))
+    model.layers[1].weight = mine
+    with (
+        pytest.raises(fa.errors.OwnershipError, match=r"layers\.1\.weight was assigned"),
+        torch.inference_mode(),
+    ):
+        model(torch.ones(1, 256))
+    run.remove()
+    assert model.layers[1].weight is mine
+    assert not model.layers[0].weight.is_meta
+
+
+def test_a_scripted_module_is_refused_and_left_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4))).requires_grad_(False)
+    with pytest.raises(fa.errors.CapabilityError, match="TorchScript"):
+        fa.big.dispatch(model, "cpu")
+    assert not model._forward_pre_hooks
+    model(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("device", ["gpu", "disk", -1, True])
+def test_a_device_that_runs_no_layers(device):
+    with pytest.raises(fa.errors.ArgumentError):
+        fa.big.dispatch(nn.Linear(4, 4), "cpu", device=device)
