@@ -16,8 +16,16 @@ from typing import get_args
 import attrs
 import torch
 
-from fnaccel.benching.answer import EAGER, Answer, Failed, Task, answer_in
-from fnaccel.benching.verdict import Row, brief, document, judge, recommend, recommend_strategy, tolerance_of
+from fnaccel.cli.benching.answer import EAGER, Answer, Failed, Task, answer_in
+from fnaccel.cli.benching.verdict import (
+    Row,
+    brief,
+    document,
+    judge,
+    recommend,
+    recommend_strategy,
+    tolerance_of,
+)
 from fnaccel.cli.options.bench import SCOPES, parser
 from fnaccel.cli.subject import recipe_of
 from fnaccel.cli.terminal import columns, print_json, printable, split_list
@@ -164,7 +172,7 @@ def run_isolated(task: Task, ranks: int, *, cpu: bool, cold: bool) -> Answer:
     with tempfile.TemporaryDirectory(prefix="fnaccel-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         command = [sys.executable, "-m", "fnaccel", "launch", "-n", str(ranks), "--timeout-grace", "5"]
-        command += [*(["--cpu"] if cpu else []), "-m", "fnaccel.benching.measuring"]
+        command += [*(["--cpu"] if cpu else []), "-m", "fnaccel.cli.benching.measuring"]
         command += [name, json.dumps(attrs.asdict(task))]
         environ = os.environ | ({"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")} if cold else {})
         with (folder / "output.txt").open("w+", errors="replace") as output:

@@ -11,11 +11,11 @@ import attrs
 import torch
 
 from fnaccel.cli.options.test import parser
+from fnaccel.cli.selftest import communication, machine, training
+from fnaccel.cli.selftest.running import CheckFailedError, Ranks, Result, judged
 from fnaccel.cli.terminal import columns, print_json, printable, split_list
 from fnaccel.errors import require
 from fnaccel.launch.accelerators import count_accelerators
-from fnaccel.selftest import communication, machine, training
-from fnaccel.selftest.running import CheckFailedError, Ranks, Result, judged
 from fnaccel.strategies import strategy
 
 _PROG = "fnaccel test"

@@ -19,9 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fnaccel as fa
-from fnaccel.benching.answer import Failed, Measured, Task, answer_in, write_answer
-from fnaccel.benching.measuring import Memory, Subject, find_subject, first_batch, measure, rows_of_rank
-from fnaccel.benching.verdict import (
+from fnaccel.cli.bench import read, run_isolated, table
+from fnaccel.cli.benching.answer import Failed, Measured, Task, answer_in, write_answer
+from fnaccel.cli.benching.measuring import Memory, Subject, find_subject, first_batch, measure, rows_of_rank
+from fnaccel.cli.benching.verdict import (
     document,
     judge,
     pays_back_after,
@@ -29,7 +30,6 @@ from fnaccel.benching.verdict import (
     recommend_strategy,
     tolerance_of,
 )
-from fnaccel.cli.bench import read, run_isolated, table
 from fnaccel.cli.main import main
 from fnaccel.config.references import load
 from fnaccel.errors import ArgumentError, ConfigError

@@ -14,9 +14,9 @@ import torch
 
 import fnaccel as fa
 from fnaccel.cli.main import main
+from fnaccel.cli.selftest import communication, machine, training
+from fnaccel.cli.selftest.running import CheckFailedError, NotAvailableError, Ranks, judged
 from fnaccel.launch.network import free_port
-from fnaccel.selftest import communication, machine, training
-from fnaccel.selftest.running import CheckFailedError, NotAvailableError, Ranks, judged
 
 pytestmark = pytest.mark.launcher
 TWO = Ranks(processes=2, cpu=True)
@@ -126,14 +126,16 @@ def test_a_port_that_is_closed_is_found(monkeypatch):
     def refuse(address, timeout):
         raise OSError(113, "No route to host")
 
-    monkeypatch.setattr("fnaccel.selftest.machine.socket.create_connection", refuse)
+    monkeypatch.setattr("fnaccel.cli.selftest.machine.socket.create_connection", refuse)
     with pytest.raises(CheckFailedError, match=r"does not reach .* at 127.0.0.1:\d+: No route to host"):
         machine.check_ports(TWO)
 
 
 def test_clocks_that_differ_are_found(monkeypatch):
     right = time.time
-    monkeypatch.setattr("fnaccel.selftest.machine.time.time", lambda: right() + 7 * int(os.environ["RANK"]))
+    monkeypatch.setattr(
+        "fnaccel.cli.selftest.machine.time.time", lambda: right() + 7 * int(os.environ["RANK"])
+    )
     monkeypatch.setattr(machine, "on_ranks", lambda ranks, fn: fa.notebook_launch(fn, processes=2, cpu=True))
     with pytest.raises(CheckFailedError, match=r"clocks differ by 7\.\d s"):
         machine.check_clocks(Ranks(processes=1, nodes=2, cpu=True))
@@ -142,7 +144,9 @@ def test_clocks_that_differ_are_found(monkeypatch):
 def test_a_folder_that_is_not_shared_is_found(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "PATIENCE", 0.2)
     monkeypatch.setattr(machine, "on_ranks", lambda _, fn, at: fa.notebook_launch(fn, (at,), 2, cpu=True))
-    monkeypatch.setattr("fnaccel.selftest.machine.Path.exists", lambda path: os.environ.get("RANK") == "0")
+    monkeypatch.setattr(
+        "fnaccel.cli.selftest.machine.Path.exists", lambda path: os.environ.get("RANK") == "0"
+    )
     with pytest.raises(CheckFailedError, match="does not see a file of rank 0"):
         machine.check_folder(Ranks(processes=1, nodes=2, cpu=True), tmp_path)
 

@@ -28,7 +28,7 @@ ROWS = [
     "interchange testing",
     "loop",
     "big",
-    "benching selftest estimate",
+    "estimate",
     "cli",
 ]
 """Rooms, bottom first. A room imports rooms of rows below, and none of its own row."""

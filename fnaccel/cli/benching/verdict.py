@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from fnaccel.benching.answer import EAGER, Answer, Failed, Measured
+from fnaccel.cli.benching.answer import EAGER, Answer, Failed, Measured
 
 _WORTH = 1.05
 """The speed-up from which a scope is recommended. A smaller speed-up is noise between two runs."""

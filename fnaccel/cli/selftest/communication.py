@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fnaccel as fa
-from fnaccel.selftest.running import CheckFailedError, NotAvailableError, Ranks, on_ranks
+from fnaccel.cli.selftest.running import CheckFailedError, NotAvailableError, Ranks, on_ranks
 
 ELEMENTS = 4_000_000
 """Elements of the timed all-reduce: 16 MB in fp32."""

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 import fnaccel as fa
+from fnaccel.cli.selftest.running import CheckFailedError, NotAvailableError, Ranks, on_ranks
 from fnaccel.launch.network import address_to
-from fnaccel.selftest.running import CheckFailedError, NotAvailableError, Ranks, on_ranks
 
 OLDEST_KERNEL = (5, 5)
 """Processes of several ranks may hang on older Linux kernels."""

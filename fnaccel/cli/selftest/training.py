@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import fnaccel as fa
-from fnaccel.selftest.running import CheckFailedError, NotAvailableError, Ranks, on_ranks
+from fnaccel.cli.selftest.running import CheckFailedError, NotAvailableError, Ranks, on_ranks
 
 STEPS = 3
 TOLERANCE = 1e-4

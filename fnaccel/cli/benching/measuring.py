@@ -1,4 +1,4 @@
-"""`python -m fnaccel.benching.measuring FOLDER TASK`: one rank of one scope, started by the launcher."""
+"""`python -m fnaccel.cli.benching.measuring FOLDER TASK`: one rank of one scope, started by the launcher."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ import torch
 
 import fnaccel as fa
 from fnaccel import _torch, tree
-from fnaccel.benching.answer import EAGER, Failed, Measured, Task, failure_of, write_answer
+from fnaccel.cli.benching.answer import EAGER, Failed, Measured, Task, failure_of, write_answer
 from fnaccel.collectives import gather_objects
 from fnaccel.config import Recipe, apply, from_yaml
 from fnaccel.config.apply import make_optimizer
 from fnaccel.config.references import load
 from fnaccel.data.batch import Window
 from fnaccel.data.cut import cut, rows_of, split_sizes
-from fnaccel.data.seeding import reseed
 from fnaccel.errors import ConfigError, FnaccelError, require
 from fnaccel.step.step import Step, as_step
 from fnaccel.strategies import distribute
 from fnaccel.tree import Tree
-from fnaccel.world.devices import generators_of
 from fnaccel.world.mesh import Mesh
+from fnaccel.world.random_streams import generators_of, reseed
 from fnaccel.world.world import World
 
 _WHERE = "fnaccel bench"
