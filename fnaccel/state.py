@@ -19,8 +19,6 @@ from fnaccel.step.html_table import folded, size_of, table
 from fnaccel.tree import Tree
 from fnaccel.world.devices import run_recorded
 
-_MASK = (1 << 64) - 1
-
 
 @attrs.frozen
 class Position:
@@ -93,17 +91,6 @@ class ReadOnlyDict(dict[str, Any]):
 
 
 tree.register_mapping(ReadOnlyDict)
-
-
-def fold(root: int, *parts: int) -> int:
-    """Mix integers into one 63-bit seed (splitmix64, Steele et al. 2014), without a generator."""
-    value = 0
-    for part in (root, *parts):
-        value = (value ^ part) + 0x9E3779B97F4A7C15 & _MASK
-        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
-        value ^= value >> 31
-    return value >> 1
 
 
 class Lease:

@@ -13,13 +13,12 @@ from fnaccel.errors import CapabilityError, MissingBackendError, WorldError
 from fnaccel.world import devices
 from fnaccel.world.devices import (
     KINDS,
-    ModuleStream,
     check_precision,
     check_processes,
     open_device,
-    stream_of,
 )
 from fnaccel.world.launched import Ranks
+from fnaccel.world.random_streams import ModuleStream, stream_of
 from fnaccel.world.world import World, _choose_device
 from tests.models import Net, loss_fn
 

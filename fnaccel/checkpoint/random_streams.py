@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from fnaccel.data.seeding import reseed
-from fnaccel.world.devices import generators_of
+from fnaccel.world.random_streams import generators_of, reseed
 
 ROOT = "~streams"
 """The path of streams in a checkpoint, which no path in a tree can have."""

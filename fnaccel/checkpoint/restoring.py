@@ -32,10 +32,11 @@ from fnaccel.checkpoint.reading import Files
 from fnaccel.checkpoint.selection import is_complete, select
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import CheckpointError, UnleasedStateError
-from fnaccel.state import TrainState, fold, lease_of
+from fnaccel.state import TrainState, lease_of
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.progress_marks import within
+from fnaccel.world.random_streams import fold
 from fnaccel.world.world import World, current
 
 _WHERE = "fa.restore"

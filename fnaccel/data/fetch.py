@@ -16,8 +16,8 @@ import torch.utils.data as torch_data
 
 from fnaccel import tree
 from fnaccel.data.seeding import SeededDataset
-from fnaccel.state import fold
 from fnaccel.tree import Tree
+from fnaccel.world.random_streams import fold
 
 _WORKERS = 0x776F726B657273  # "workers": their base seeds are no other part's seeds
 

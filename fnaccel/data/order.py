@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from fnaccel.errors import ArgumentError, UnknownNameError, nearest
-from fnaccel.state import fold
+from fnaccel.world.random_streams import fold
 
 ORDER_VERSION = "randperm-splitmix64/1"
 """The algorithm of `permutation`. It changes whenever the order of one (seed, epoch) would."""

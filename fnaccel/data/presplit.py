@@ -16,7 +16,8 @@ from fnaccel.data.batch import Batch
 from fnaccel.data.epoch import Reading
 from fnaccel.data.reader_ranks import Link
 from fnaccel.errors import LoaderError
-from fnaccel.state import Position, fold
+from fnaccel.state import Position
+from fnaccel.world.random_streams import fold
 from fnaccel.world.world import find_current
 
 Open = Callable[[Reading, Link], Iterator[Batch]]

@@ -22,7 +22,7 @@ import torch
 import torch.utils.data as torch_data
 
 from fnaccel.errors import require
-from fnaccel.state import fold
+from fnaccel.world.random_streams import fold, reseed
 from fnaccel.world.world import World, find_current
 
 T = TypeVar("T")
@@ -31,15 +31,6 @@ _BATCH = 0x6261746368  # "batch" as well
 _SAMPLER = 0x73616D706C6572  # "sampler" as well
 _END = object()
 _SAMPLE = 0x73616D706C65  # "sample": seeds of samples are no other part's seeds
-
-
-def reseed(seed: int) -> None:
-    """Seed `random`, PyTorch's CPU generator, and NumPy's global one if NumPy is loaded."""
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed & 0xFFFFFFFF)
 
 
 def set_seed(seed: int, *, per_rank: bool = False, world: World | None = None) -> None:

@@ -17,7 +17,6 @@ from fnaccel.engine.gradients import Gradients, zeroed
 from fnaccel.engine.step_totals import Report
 from fnaccel.engine.stop_request import Notice
 from fnaccel.errors import LossError, MicroBatchError
-from fnaccel.state import fold
 from fnaccel.step.loss import (
     Scalar,
     check_attached,
@@ -27,8 +26,8 @@ from fnaccel.step.loss import (
     gradients_changed,
     read_loss,
 )
-from fnaccel.world.devices import generators_of
 from fnaccel.world.progress_marks import enter
+from fnaccel.world.random_streams import fold, generators_of
 
 T = TypeVar("T")
 
@@ -238,12 +237,13 @@ def up_front_of(loss: Loss, micros: Sequence[Micro], call: Call, report: Report,
 
 def _ratio(engine: Engine, weight: Scalar) -> Any:
     """The factor that undoes the engine's own average, over the global weight."""
+    ranks = engine.layout.mesh.loss_size
     if isinstance(weight, torch.Tensor):
         dtype = wide_dtype(engine)
         # a count divides to torch's default dtype
         weight = weight.to(dtype) if dtype is torch.float64 else weight
-        return torch.where(weight > 0, engine.forward.averaged / weight, torch.zeros_like(weight)).to(dtype)
-    return engine.forward.averaged / weight if weight else 0.0
+        return torch.where(weight > 0, ranks / weight, torch.zeros_like(weight)).to(dtype)
+    return ranks / weight if weight else 0.0
 
 
 def wide_dtype(engine: Engine) -> torch.dtype:

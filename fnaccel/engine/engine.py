@@ -7,6 +7,7 @@ forward from backward.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +30,6 @@ class Layout:
         model: a module, or a dict of modules, as the loss sees it.
         leaves: the trainable parameters.
         parameters, buffers: by canonical name, as the state shows them.
-        held_by: the ranks that together hold the leaves, in parts: norms are added over them. None if each
-            rank holds all of them.
     """
 
     mesh: Mesh
@@ -38,7 +37,14 @@ class Layout:
     leaves: tuple[Leaf, ...]
     parameters: dict[str, Any]
     buffers: dict[str, torch.Tensor]
-    held_by: MeshAxis | None = None
+
+    @functools.cached_property
+    def held_by(self) -> MeshAxis | None:
+        """The ranks that together hold the leaves, in parts: norms are added over them.
+
+        None if each rank holds all leaves.
+        """
+        return self.mesh["model"] if any(leaf.sharded for leaf in self.leaves) else None
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
@@ -53,8 +59,8 @@ class Forward:
     Attributes:
         run: `run(fn, *args)` calls `fn(model, *args)` with the strategy's forward hooks armed.
         lend: the same without the hooks that average gradients, for models of other train steps.
-        sync: `sync(communicate)` is the context of a micro-batch, or None.
-        averaged: the number by which the engine's own averaging divides gradients.
+        sync: `sync(communicate)` is the context of a micro-batch, or None. The engine's own averaging
+            divides gradients by the number of ranks in `mesh["loss"]`.
         backward: differentiates a total. `total.backward()` if it is None.
         capture: how a step can be captured as one graph, or None.
     """
@@ -62,7 +68,6 @@ class Forward:
     run: Callable[..., Any]
     lend: Callable[..., Any]
     sync: Callable[[bool], contextlib.AbstractContextManager[Any]] | None = None
-    averaged: int = 1
     backward: Callable[[torch.Tensor], Any] | None = None
     capture: Capture | None = None
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from fnaccel import _torch
 from fnaccel.errors import CapabilityError
 from fnaccel.models.parameter import part_of_whole
-from fnaccel.state import fold
+from fnaccel.world.random_streams import fold
 
 _LIKE = (torch.rand_like, torch.randn_like, torch.randint_like)
 _IN_PLACE = tuple(

@@ -7,7 +7,6 @@ import fnmatch
 import gc
 import itertools
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -16,13 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fnaccel.collectives import gather_objects
-from fnaccel.errors import ArgumentError, CapabilityError, OwnershipError, PlanMismatchError, nearest
+from fnaccel.errors import ArgumentError, CapabilityError, OwnershipError, nearest
 from fnaccel.models.blocks import NamedUnits
 from fnaccel.models.constant_buffers import constant_weights
 from fnaccel.models.meta import making
 from fnaccel.models.parameter import Cut
-from fnaccel.world.world import World
 
 Init = Literal["seeded", "rank0", "meta"]
 
@@ -221,38 +218,6 @@ def _check_shared(modules: dict[str | None, nn.Module]) -> None:
                 fix="train both models in one train step: model={'generator': g, 'critic': c}; "
                 "or call requires_grad_(False) on it before both, if neither is to train it",
             )
-
-
-def check_alike(built: Built, world: World) -> None:
-    """Compare names, shapes and dtypes of parameters and buffers over ranks.
-
-    Raises:
-        PlanMismatchError: they differ. Every rank raises, and lists its differences from rank 0.
-    """
-    if world.size == 1:
-        return
-    signature = {
-        name: f"{list(built.cuts[name].shape if name in built.cuts else value.shape)} {value.dtype}"
-        for what in ("parameters", "buffers")
-        for name, value in built.named(what)
-    }
-    digest = zlib.crc32(repr(list(signature.items())).encode())
-    if len(set(gather_objects(digest, world=world))) == 1:
-        return
-    signatures: list[dict[str, str]] = gather_objects(signature, world=world)
-    first = signatures[0]
-    rank, other = next(
-        (rank, other) for rank, other in enumerate(signatures) if list(other.items()) != list(first.items())
-    )
-    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-    listed = "; ".join(
-        f"{name}: {first.get(name, 'missing')} and {other.get(name, 'missing')}" for name in names[:5]
-    )
-    raise PlanMismatchError(
-        f"ranks 0 and {rank} built different models: {listed or 'in another order'}",
-        where="train_step.init",
-        fix="build the same model on every rank; its values may differ, and are those of rank 0",
-    )
 
 
 def _one(source: Any, key: str | None, *, empty: bool) -> nn.Module:

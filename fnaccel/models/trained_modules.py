@@ -21,13 +21,12 @@ from torch.nn.modules.module import (
 from fnaccel import _torch
 from fnaccel.errors import ReplacedParameterError
 from fnaccel.models.parameter import Leaf
-from fnaccel.tree import Tree
 
 _watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[TrainedModules]] = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 
 
-def _on_registration(module: nn.Module, name: str, value: Tree) -> None:  # noqa: ARG001 - torch's signature
+def _on_registration(module: nn.Module, name: str, value: object) -> None:  # noqa: ARG001 - torch's signature
     # a slice of a ModuleList makes a new one in each forward of Llama. A graph that read the dictionary would
     # be guarded by all of its keys, and can't be compiled if a module among them is freed meanwhile
     if torch.compiler.is_compiling():
@@ -38,7 +37,7 @@ def _on_registration(module: nn.Module, name: str, value: Tree) -> None:  # noqa
         owner.suspicious = True
 
 
-def _on_buffer(module: nn.Module, name: str, value: Tree) -> None:
+def _on_buffer(module: nn.Module, name: str, value: object) -> None:
     # a buffer that only gets another value is no news
     if value is not None and _torch.buffers_of(module).get(name) is None:
         _on_registration(module, name, value)

@@ -56,6 +56,7 @@ class StepGraph:
         # hooks find the very tensors that the graph changes
         self._traced = attrs.evolve(engine, layout=attrs.evolve(engine.layout, leaves=capture.leaves))
         self._group = engine.layout.mesh.group("loss")
+        self._held_by = engine.layout.held_by  # read here, since a cached property can't be traced
 
     def add(
         self,
@@ -143,7 +144,7 @@ class StepGraph:
 
     def check_reached(self, grads: Sequence[Any]) -> None:
         """Raise LossError if no parameter got a gradient, unless another rank may have some."""
-        if self._group is None and self._engine.layout.held_by is None:
+        if self._group is None and self._held_by is None:
             check_reached(grads, self._loss.where)
 
     def _forward(self, data: Tree, lent_models: Tree, keep: torch.Tensor, sums: torch.Tensor) -> Any:
@@ -205,7 +206,7 @@ class StepGraph:
         with torch.no_grad():
             layout = engine.layout
             device = layout.mesh.world.device
-            gradients = Gradients(layout.leaves, list(grads), multiplier, layout.held_by, device)
+            gradients = Gradients(layout.leaves, list(grads), multiplier, self._held_by, device)
             gradients.idle = idle(metrics["weight"])
             info = Info(
                 step=0 if step is None else step,

@@ -28,9 +28,9 @@ from fnaccel.step.loss import Scalar, idle
 from fnaccel.step.spec import Rng
 from fnaccel.step.step import Info
 from fnaccel.tree import Tree
-from fnaccel.world.devices import generators_of
 from fnaccel.world.interrupts import SigintHeld
 from fnaccel.world.progress_marks import enter, enter_step, leave_step
+from fnaccel.world.random_streams import generators_of
 
 _NOTHING = contextlib.nullcontext()
 

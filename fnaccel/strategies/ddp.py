@@ -186,7 +186,6 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
         run=_guarded(wrapped, torn),
         hooks=Hooks(recover=lambda: torn.append(True)),
         sync=_syncer(wrapped, options.static_graph),
-        averaged=mesh.loss_size,
     )
     return engine, built
 
@@ -224,7 +223,7 @@ def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> En
         average=buckets.average,
         complete=mesh.loss_size > 1,
     )
-    return whole_engine("ddp", built, build, averaged=mesh.loss_size, capture=capture)
+    return whole_engine("ddp", built, build, capture=capture)
 
 
 def _send_small(built: Built, group: Any) -> None:

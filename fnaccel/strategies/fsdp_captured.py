@@ -129,9 +129,8 @@ def build_captured(built: Built, build: Build, options: Fsdp) -> Engine:
             leaves=leaves,
             parameters={name: pieces[name].param for name in order},
             buffers=dict(built.named("buffers")),
-            held_by=mesh["model"],
         ),
-        forward=Forward(run=run, lend=run, averaged=mesh.loss_size, capture=capture),
+        forward=Forward(run=run, lend=run, capture=capture),
     )
 
 

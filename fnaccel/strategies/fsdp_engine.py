@@ -20,7 +20,7 @@ from fnaccel import _torch
 from fnaccel.engine.engine import Engine, Forward, Hooks, Layout
 from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, nearest
 from fnaccel.models.blocks import find_units
-from fnaccel.models.building import Built, check_alike, construct, has_factories, share_first_values
+from fnaccel.models.building import Built, construct, has_factories, share_first_values
 from fnaccel.step.precision_policy import Precision
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp import Ddp
@@ -28,6 +28,7 @@ from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_captured import build_captured
 from fnaccel.strategies.layout import fsdp_dim, leaves_of, parameters_shown
 from fnaccel.strategies.partial_gradients import with_sums
+from fnaccel.strategies.same_model import check_alike
 from fnaccel.world.mesh import Mesh, ensure_group
 
 _CAST_SAFE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -75,9 +76,8 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
             leaves=leaves_of(built, mesh),
             parameters=parameters_shown(built, mesh),
             buffers=dict(built.named("buffers")),
-            held_by=mesh["model"],
         ),
-        forward=Forward(run=_runner(host), lend=_runner(host), sync=_syncer(host), averaged=mesh.loss_size),
+        forward=Forward(run=_runner(host), lend=_runner(host), sync=_syncer(host)),
         hooks=with_sums(hooks, built, mesh),
     )
     return engine, attrs.evolve(built, empty=options.init == "meta")

@@ -10,7 +10,7 @@ import torch
 from fnaccel import _torch
 from fnaccel.models.building import Built
 from fnaccel.models.parameter import Cut, Leaf
-from fnaccel.world.mesh import Mesh, MeshAxis
+from fnaccel.world.mesh import Mesh
 
 
 def shown_over(mesh: Mesh, param: Any, cut: Cut | None = None) -> Any:
@@ -89,8 +89,3 @@ def fsdp_dim(shape: Sequence[int], cut: Cut | None, shards: int) -> int | None:
 def parameters_shown(built: Built, mesh: Mesh) -> dict[str, Any]:
     """All parameters by name, as states show them."""
     return {name: shown_over(mesh, param, built.cuts.get(name)) for name, param in built.named("parameters")}
-
-
-def held_by(built: Built, mesh: Mesh) -> MeshAxis | None:
-    """The ranks that together hold a model whose parameters axes have cut. None if each rank has all."""
-    return mesh["model"] if any(cut.dim is not None for cut in built.cuts.values()) else None

@@ -10,10 +10,11 @@ import torch
 
 from fnaccel.engine.capture import Capture
 from fnaccel.engine.engine import Engine, Forward, Hooks, Layout, Runtime
-from fnaccel.models.building import Built, check_alike, construct
+from fnaccel.models.building import Built, construct
 from fnaccel.strategies.axis import Build, finisher
-from fnaccel.strategies.layout import held_by, leaves_of, parameters_shown
+from fnaccel.strategies.layout import leaves_of, parameters_shown
 from fnaccel.strategies.partial_gradients import with_sums, with_sums_in_graph
+from fnaccel.strategies.same_model import check_alike
 from fnaccel.strategies.strategy import Strategy, maker
 
 
@@ -102,7 +103,6 @@ def whole_engine(
             leaves=leaves_of(built, mesh),
             parameters=parameters_shown(built, mesh),
             buffers=dict(built.named("buffers")),
-            held_by=held_by(built, mesh),
         ),
         forward=Forward(run=run or direct, lend=direct, **forward),
         hooks=with_sums(hooks or Hooks(), built, mesh),

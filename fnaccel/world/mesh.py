@@ -174,7 +174,10 @@ class Mesh:
         return self.loss_size != self.batch_size
 
     def _size(self, axes: Sequence[str]) -> int:
-        return math.prod(self.degrees.get(axis, 1) for axis in axes)
+        size = 1  # a loop, since torch.compile does not trace math.prod
+        for axis in axes:
+            size *= self.degrees.get(axis, 1)
+        return size
 
     def _rank(self, axes: Sequence[str]) -> int:
         rank = 0

@@ -24,7 +24,7 @@ from tests.models import Net, batch_of, loss_fn, program, whole_params
 
 STEPS = 3
 ROWS = [(strategy, ranks) for strategy, ranks in [
-    ("extending_page:summed()", 1), ("extending_page:summed()", 2), ("extending_page:copies(2)", 2),
+    ("extending_page:averaged()", 1), ("extending_page:averaged()", 2), ("extending_page:copies(2)", 2),
     ("ddp(2) * extending_page:copies(2)", 4), ("fsdp(2) * extending_page:copies(2)", 4), ("extending_page:clipper()", 1),
     ("hsdp(2, 2) * extending_page:copies(2)", 8),
 ]]  # fmt: skip
@@ -306,6 +306,6 @@ def test_the_launcher_takes_the_text(launcher):
             print(train_step.plan.layout)
         """)
     )
-    ended = launcher("-n", 2, "--strategy", "axes:summed()", script)
+    ended = launcher("-n", 2, "--strategy", "axes:averaged()", script)
     assert (ended.code, ended.err) == (0, "")
-    assert ended.out.startswith("axes:summed(): 2 ranks")
+    assert ended.out.startswith("axes:averaged(): 2 ranks")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fnaccel as fa
-from fnaccel.world.devices import stream_of
+from fnaccel.world.random_streams import stream_of
 from tests.parity.rows import STEPS, Row, loss_fn, make_optimizer, make_step, rank_batch
 from tests.parity.rows import Net as OddNet
 

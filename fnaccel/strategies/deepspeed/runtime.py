@@ -14,7 +14,7 @@ from torch import nn
 from fnaccel.engine.engine import Engine, Forward, Hooks, Layout, Runtime
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import ArgumentError, CapabilityError, ConfigError, FnaccelError, nearest
-from fnaccel.models.building import Built, check_alike, construct, has_factories
+from fnaccel.models.building import Built, construct, has_factories
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.deepspeed import DeepspeedKernel
 from fnaccel.optim.description import Group, Member, Optimizer, group_leaves
@@ -28,6 +28,7 @@ from fnaccel.strategies.deepspeed.parts import Native, Parts
 from fnaccel.strategies.deepspeed.record import Deepspeed
 from fnaccel.strategies.deepspeed.update import BoundDeepspeed
 from fnaccel.strategies.layout import leaves_of
+from fnaccel.strategies.same_model import check_alike
 from fnaccel.world.mesh import Mesh
 
 _FIRST_MICRO_STEP = -1  # deepspeed.runtime.zero.stage_1_and_2.INITIAL_MICRO_STEP_ID
@@ -97,7 +98,6 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
             run=_runner(engine, torn, linear),
             lend=_runner(engine.module, torn, linear),
             sync=_syncer(engine),
-            averaged=mesh.batch_size,
             backward=_backward(engine, record.level, torn, linear),
         ),
         hooks=Hooks(recover=_recoverer(engine, record.level), free=_freer(engine, parts)),

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from fnaccel.state import fold
 from fnaccel.strategies.tensor.collectives import (
     Group,
     copied,
@@ -14,8 +13,8 @@ from fnaccel.strategies.tensor.collectives import (
     summed,
     summed_and_cut,
 )
-from fnaccel.world.devices import generators_of
 from fnaccel.world.mesh import MeshAxis
+from fnaccel.world.random_streams import fold, generators_of
 
 SEQUENCE_DIM = 1
 
