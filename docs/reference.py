@@ -17,14 +17,14 @@ from fnaccel import errors
 GROUPS = {
     "World": ["start", "World", "simulate", "notebook_launch", "debug_launch"],
     "Steps and programs": [
-        "train_step", "TrainStep", "scan", "evaluate", "Step", "Transform", "Phase", "transforms.Capability", "transforms.Info", "Plan",
+        "train_step", "TrainStep", "scan", "evaluate", "Step", "Transform", "Phase", "transforms.Capability", "transforms.Info", "program.plan.Plan",
         "program.compile_meter.Compilation", "fit_batch_size", "progress",
     ],
     "Preemption": ["preemption", "loop.preemption.Notice", "errors.Preempted"],
     "Losses": ["Mean", "Sum", "Concat"],
     "Transforms": [
-        "with_precision", "Precision", "Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite", "on_spike",
-        "with_ema", "remat", "attention", "compile",
+        "with_precision", "transforms.Precision", "transforms.Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite", "transforms.on_spike",
+        "with_ema", "remat", "transforms.attention", "compile",
     ],
     "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategies.footprint", "strategies.Footprint", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "tensor", "context", "deepspeed", "xla", "world.mesh.Mesh"],
     "Estimates": [
@@ -32,18 +32,18 @@ GROUPS = {
         "estimate.least_time", "estimate.Rates", "estimate.LeastTime", "estimate.find_model", "estimate.NamedModel", "estimate.Work", "estimate.LiveStorages",
     ],
     "Optimizers and schedules": [
-        "sgd", "adam", "adamw", "optim.adamw8bit", "optim.adafactor", "from_torch", "optimizer_groups", "optim.OptimizerGroups", "optim.starting_at", "optim.from_deepspeed", "optim.deepspeed_lr", "optim.Optimizer", "schedules.constant", "schedules.linear", "schedules.cosine",
+        "sgd", "adam", "adamw", "optim.adamw8bit", "optim.adafactor", "optim.from_torch", "optim.optimizer_groups", "optim.OptimizerGroups", "optim.starting_at", "optim.from_deepspeed", "optim.deepspeed_lr", "optim.Optimizer", "schedules.constant", "schedules.linear", "schedules.cosine",
         "schedules.warmup_constant", "schedules.warmup_linear", "schedules.warmup_stable_decay", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined",
         "schedules.from_torch_scheduler",
     ],
-    "Data": ["shard", "set_seed", "data.Shards", "Batch", "Window", "data.Rows", "data.register_batch"],
+    "Data": ["shard", "set_seed", "data.Shards", "data.Batch", "data.Window", "data.Rows", "data.register_batch"],
     "State and checkpoints": [
-        "TrainState", "state.Position", "state.Seed", "snapshot", "save", "save_async", "checkpoint.Saving", "restore", "resume_or_init", "latest", "checkpoints", "checkpoint.hooks", "checkpoint.Hooks",
-        "save_on_main", "adopt", "export_hf", "gather_state_dict", "export_adapter", "tree",
+        "TrainState", "state.Position", "state.Seed", "snapshot", "save", "save_async", "checkpoint.Saving", "restore", "resume_or_init", "checkpoint.latest", "checkpoint.checkpoints", "checkpoint.hooks", "checkpoint.Hooks",
+        "checkpoint.save_on_main", "interchange.adopt", "interchange.export_hf", "interchange.gather_state_dict", "interchange.export_adapter", "tree",
     ],
     "Collectives": [
-        "gather", "gather_objects", "reduce", "broadcast", "broadcast_objects", "pad_across_processes",
-        "concatenate", "split_between_processes", "any_process",
+        "gather", "collectives.gather_objects", "reduce", "broadcast", "collectives.broadcast_objects", "pad_across_processes",
+        "collectives.concatenate", "split_between_processes", "collectives.any_process",
         "print_in_order",
     ],
     "Recipes": [
@@ -51,9 +51,9 @@ GROUPS = {
         "config.from_yaml", "config.to_yaml", "config.import_document", "config.Imported", "config.Row",
     ],
     "Big models": ["big.empty", "big.on", "big.sizes", "big.Sizes", "big.device_map", "big.DeviceMap", "big.load", "big.dispatch", "big.offload", "big.Dispatch", "big.dispatch_of", "big.Mover", "big.quantize", "big.Nf4", "big.Fp4", "big.Int8", "big.Int8Weights", "big.Int4Weights", "big.chosen_layers", "big.quantized_layers", "big.dequantize", "big.save_quantized", "big.quantization_of"],
-    "Logging": ["get_logger", "seeing.logging.RankLogger"],
+    "Logging": ["seeing.get_logger", "seeing.logging.RankLogger"],
     "Tracking": [
-        "Tracker", "tracked", "loop.tracked.TrackedRun", "track.of", "track.register", "track.installed", "track.Media", "track.Artifacts", "track.PerRank",
+        "track.Tracker", "tracked", "loop.tracked.TrackedRun", "track.of", "track.register", "track.installed", "track.Media", "track.Artifacts", "track.PerRank",
         "track.JsonlTracker", "track.read_jsonl", "track.AimTracker", "track.ClearMLTracker", "track.CometTracker", "track.DVCLiveTracker", "track.MLflowTracker", "track.SwanLabTracker", "track.TensorBoardTracker", "track.TrackioTracker", "track.WandbTracker",
     ],
     "Time, memory, reports": ["seeing.write_report", "seeing.ReportTracker", "profile", "seeing.Profile", "seeing.summarize", "seeing.Summary", "seeing.Throughput"],

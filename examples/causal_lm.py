@@ -137,7 +137,7 @@ def main() -> None:
             world.print(f"steps {first} to {state.step}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
         world.print(f"perplexity {perplexity:.2f} on held-out text")
         if args.export:
-            fa.export_hf(args.export, state, overwrite=True)
+            fa.interchange.export_hf(args.export, state, overwrite=True)
             world.on_main(tokenizer.save_pretrained)(args.export)
             world.print(f"exported to {args.export}")
         if world.is_main and args.json:

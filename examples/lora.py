@@ -43,7 +43,7 @@ def train_base(directory: Path, strategy: str, batch: int, steps: int) -> None:
     state = train_step.init(seed=0)
     for state, _ in fa.scan(train_step, state, fa.shard(data(0, batch)), steps=steps):
         pass
-    fa.export_hf(directory, state)
+    fa.interchange.export_hf(directory, state)
     train_step.close()
 
 
@@ -74,8 +74,8 @@ def main() -> None:
         )
     )
     with fa.start() as world, tempfile.TemporaryDirectory() as temporary:
-        root = Path(args.dir or fa.broadcast_objects(temporary))
-        if not fa.broadcast_objects((root / "base").exists()):
+        root = Path(args.dir or fa.collectives.broadcast_objects(temporary))
+        if not fa.collectives.broadcast_objects((root / "base").exists()):
             train_base(root / "base", recipe.strategy, args.global_batch, args.base_steps)
 
         adapter = LoraConfig(r=args.rank, target_modules=["q_proj", "v_proj", "down_proj"])
@@ -98,7 +98,7 @@ def main() -> None:
 
         # a checkpoint goes into any strategy: see fa.restore. An adapter goes into peft
         state = fa.restore(root / "checkpoints", like=state)
-        fa.export_adapter(root / "adapter", state, overwrite=True)
+        fa.interchange.export_adapter(root / "adapter", state, overwrite=True)
         batch = loader.collate_fn([loader.dataset[row] for row in range(8)])
         expected = train_step.look(state, logits, batch)
         base = LlamaForCausalLM.from_pretrained(root / "base")

@@ -198,7 +198,7 @@ def main() -> None:
         else:
             world.print(f"finished already, at step {state.step}")
         if directory:
-            world.print(f"saved {fa.latest(directory)}")
+            world.print(f"saved {fa.checkpoint.latest(directory)}")
         if args.sample:
             text = train_step.look(state, sample, b"def ", args.sample)
             world.print("sample:\n" + text.decode("utf-8", "replace"))

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fnaccel import big as big
     from fnaccel import checkpoint as checkpoint
+    from fnaccel import collectives as collectives
     from fnaccel import config as config
     from fnaccel import data as data
     from fnaccel import errors as errors
     from fnaccel import estimate as estimate
+    from fnaccel import interchange as interchange
     from fnaccel import optim as optim
     from fnaccel import seeing as seeing
     from fnaccel import state as state
@@ -22,30 +24,17 @@ if TYPE_CHECKING:
     from fnaccel import track as track
     from fnaccel import transforms as transforms
     from fnaccel import tree as tree
-    from fnaccel.checkpoint import checkpoints as checkpoints
-    from fnaccel.checkpoint import latest as latest
     from fnaccel.checkpoint import restore as restore
     from fnaccel.checkpoint import resume_or_init as resume_or_init
     from fnaccel.checkpoint import save as save
     from fnaccel.checkpoint import save_async as save_async
-    from fnaccel.checkpoint import save_on_main as save_on_main
-    from fnaccel.collectives import any_process as any_process
     from fnaccel.collectives import broadcast as broadcast
-    from fnaccel.collectives import broadcast_objects as broadcast_objects
-    from fnaccel.collectives import concatenate as concatenate
     from fnaccel.collectives import gather as gather
-    from fnaccel.collectives import gather_objects as gather_objects
     from fnaccel.collectives import pad_across_processes as pad_across_processes
     from fnaccel.collectives import reduce as reduce
     from fnaccel.collectives import split_between_processes as split_between_processes
-    from fnaccel.data import Batch as Batch
-    from fnaccel.data import Window as Window
     from fnaccel.data import set_seed as set_seed
     from fnaccel.data import shard as shard
-    from fnaccel.interchange import adopt as adopt
-    from fnaccel.interchange import export_adapter as export_adapter
-    from fnaccel.interchange import export_hf as export_hf
-    from fnaccel.interchange import gather_state_dict as gather_state_dict
     from fnaccel.launch.notebook import debug_launch as debug_launch
     from fnaccel.launch.notebook import notebook_launch as notebook_launch
     from fnaccel.loop.batch_size import fit_batch_size as fit_batch_size
@@ -57,15 +46,11 @@ if TYPE_CHECKING:
     from fnaccel.loop.tracked import tracked as tracked
     from fnaccel.optim import adam as adam
     from fnaccel.optim import adamw as adamw
-    from fnaccel.optim import from_torch as from_torch
-    from fnaccel.optim import optimizer_groups as optimizer_groups
     from fnaccel.optim import schedules as schedules
     from fnaccel.optim import sgd as sgd
     from fnaccel.optim.schedules import warmup_cosine as warmup_cosine
-    from fnaccel.program.plan import Plan as Plan
     from fnaccel.program.train_step import TrainStep as TrainStep
     from fnaccel.program.train_step import train_step as train_step
-    from fnaccel.seeing.logging import get_logger as get_logger
     from fnaccel.seeing.profile import profile as profile
     from fnaccel.state import TrainState as TrainState
     from fnaccel.state import snapshot as snapshot
@@ -85,15 +70,10 @@ if TYPE_CHECKING:
     from fnaccel.strategies import strategy as strategy
     from fnaccel.strategies import tensor as tensor
     from fnaccel.strategies import xla as xla
-    from fnaccel.track.tracker import Tracker as Tracker
-    from fnaccel.transforms import Float8 as Float8
-    from fnaccel.transforms import Precision as Precision
     from fnaccel.transforms import accumulate as accumulate
-    from fnaccel.transforms import attention as attention
     from fnaccel.transforms import clip_norm as clip_norm
     from fnaccel.transforms import clip_value as clip_value
     from fnaccel.transforms import compile as compile  # noqa: A004 - jax.jit's place, torch.compile's name
-    from fnaccel.transforms import on_spike as on_spike
     from fnaccel.transforms import remat as remat
     from fnaccel.transforms import skip_nonfinite as skip_nonfinite
     from fnaccel.transforms import with_ema as with_ema
@@ -107,15 +87,13 @@ __version__ = "0.1.0"
 
 # a name is imported when it is first used
 _NAMESPACES = (
-    "big", "checkpoint", "config", "data", "errors", "estimate", "optim", "seeing", "state", "strategies",
-    "track", "transforms", "tree",
+    "big", "checkpoint", "collectives", "config", "data", "errors", "estimate", "interchange", "optim",
+    "seeing", "state", "strategies", "track", "transforms", "tree",
 )  # fmt: skip
 _NAMES = {
-    "fnaccel.checkpoint": "checkpoints latest restore resume_or_init save save_async save_on_main",
-    "fnaccel.collectives": "any_process broadcast broadcast_objects concatenate gather gather_objects "
-    "pad_across_processes reduce split_between_processes",
-    "fnaccel.data": "Batch Window set_seed shard",
-    "fnaccel.interchange": "adopt export_adapter export_hf gather_state_dict",
+    "fnaccel.checkpoint": "restore resume_or_init save save_async",
+    "fnaccel.collectives": "broadcast gather pad_across_processes reduce split_between_processes",
+    "fnaccel.data": "set_seed shard",
     "fnaccel.launch.notebook": "debug_launch notebook_launch",
     "fnaccel.loop.batch_size": "fit_batch_size",
     "fnaccel.loop.evaluating": "evaluate",
@@ -124,19 +102,16 @@ _NAMES = {
     "fnaccel.loop.progress": "progress",
     "fnaccel.loop.scanning": "scan",
     "fnaccel.loop.tracked": "tracked",
-    "fnaccel.optim": "adam adamw from_torch optimizer_groups schedules sgd",
+    "fnaccel.optim": "adam adamw schedules sgd",
     "fnaccel.optim.schedules": "warmup_cosine",
-    "fnaccel.program.plan": "Plan",
     "fnaccel.program.train_step": "TrainStep train_step",
     "fnaccel.seeing.profile": "profile",
-    "fnaccel.seeing.logging": "get_logger",
     "fnaccel.state": "TrainState snapshot",
     "fnaccel.step.loss": "Concat Mean Sum",
     "fnaccel.step.step": "Phase Step Transform",
     "fnaccel.strategies": "context ddp deepspeed distribute fsdp hsdp local strategy tensor xla",
-    "fnaccel.track.tracker": "Tracker",
-    "fnaccel.transforms": "Float8 Precision accumulate attention clip_norm clip_value compile on_spike remat "
-    "skip_nonfinite with_ema with_precision with_weight",
+    "fnaccel.transforms": "accumulate clip_norm clip_value compile remat skip_nonfinite with_ema "
+    "with_precision with_weight",
     "fnaccel.world.simulation": "simulate",
     "fnaccel.world.world": "World start",
 }

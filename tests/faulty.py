@@ -163,7 +163,7 @@ def reduce(run):
 
 @fault("broadcasts objects, the others step")
 def broadcast_objects(run):
-    fa.broadcast_objects("run")
+    fa.collectives.broadcast_objects("run")
     return True
 
 
@@ -187,7 +187,7 @@ def broadcast(run):
 
 @fault("asks any_process, the others step")
 def ask(run):
-    fa.any_process(True)
+    fa.collectives.any_process(True)
     return True
 
 
@@ -230,7 +230,7 @@ def evaluate(run):
 
 @fault("gathers objects, the others save")
 def gather_objects(run):
-    fa.gather_objects("mine")
+    fa.collectives.gather_objects("mine")
     return True
 
 

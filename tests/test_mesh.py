@@ -47,7 +47,7 @@ def test_nearest_layouts_of_three_axes_are_named():
 def coordinates():
     mesh = build(current(), {"dp_replicate": 2, "dp_shard": 2})
     batch = mesh["batch"]
-    ranks = fa.gather_objects(mesh.batch_rank, over=mesh["dp_shard"])
+    ranks = fa.collectives.gather_objects(mesh.batch_rank, over=mesh["dp_shard"])
     return batch.rank, batch.size, mesh.coordinate("dp_replicate"), mesh.coordinate("dp_shard"), ranks
 
 

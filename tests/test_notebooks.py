@@ -31,7 +31,7 @@ def test_what_is_shown(tmp_path):
         assert "16 tensors" in text
         assert "blocks.0.mix.weight" in text
         assert "donated" in shown(before)
-        html = shown(fa.checkpoints(tmp_path)[0])
+        html = shown(fa.checkpoint.checkpoints(tmp_path)[0])
         assert "manifest.json" in html
         assert str(path) in html
 

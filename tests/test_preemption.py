@@ -43,7 +43,7 @@ def scanned(root, *, steps=5, at=None, number=signal.SIGTERM, rank=0, strategy="
     except fa.errors.Preempted as stop:
         ended = (stop.code, stop.step, stop.path.name)
     train_step.close()
-    return seen, ended, [one.step for one in fa.checkpoints(root)]
+    return seen, ended, [one.step for one in fa.checkpoint.checkpoints(root)]
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_signal_before_the_first_step(world, tmp_path):
     loader = DataLoader(Early(*batch_of(12)), batch_size=4)
     with pytest.raises(fa.errors.Preempted) as stopped:
         list(fa.scan(train_step, train_step.init(), fa.shard(loader), steps=9, directory=tmp_path))
-    assert (stopped.value.step, fa.latest(tmp_path)) == (1, stopped.value.path)
+    assert (stopped.value.step, fa.checkpoint.latest(tmp_path)) == (1, stopped.value.path)
 
 
 def test_two_signals_during_a_save_do_not_tear_it(world, tmp_path, monkeypatch):
@@ -412,7 +412,7 @@ def test_workers_outlive_a_signal_to_the_whole_group(tmp_path):
     )
     try:
         until = time.monotonic() + 60
-        while not fa.checkpoints(root) and time.monotonic() < until:
+        while not fa.checkpoint.checkpoints(root) and time.monotonic() < until:
             time.sleep(0.05)
         os.killpg(job.pid, signal.SIGTERM)
         _, said = job.communicate(timeout=60)

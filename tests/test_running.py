@@ -130,7 +130,7 @@ def test_states_are_saved_as_it_goes_and_at_the_end(tmp_path):
     train_step = program()
     recipe = fa.config.Recipe(checkpoint=fa.config.CheckpointRecipe(directory=str(tmp_path), every=2))
     positions(train_step, train_step.init(), shards(), steps=5, **fa.config.scan_options(recipe))
-    assert [one.step for one in fa.checkpoints(tmp_path)] == [2, 4, 5]
+    assert [one.step for one in fa.checkpoint.checkpoints(tmp_path)] == [2, 4, 5]
     state = fa.restore(tmp_path, like=train_step.init(seed=1), step=4)
     _, found = positions(train_step, state, shards(), steps=5)
     assert found == [(5, 1, 8)]
@@ -147,7 +147,7 @@ def test_only_what_is_to_be_kept_stays_also_in_the_background(tmp_path):
         train_step = program()
         options = fa.config.scan_options(fa.config.Recipe(checkpoint=plan))
         positions(train_step, train_step.init(), shards(), steps=7, **options)
-        assert [one.step for one in fa.checkpoints(root)] == [3, 6, 7]
+        assert [one.step for one in fa.checkpoint.checkpoints(root)] == [3, 6, 7]
 
 
 def test_what_is_saved_in_the_background_is_there_however_the_loop_ends(tmp_path):
@@ -174,8 +174,8 @@ def test_what_is_saved_in_the_background_is_there_however_the_loop_ends(tmp_path
     next(held)
     next(held)
     held.close()
-    assert [one.step for one in fa.checkpoints(tmp_path / "error")] == [2, 4]
-    assert [one.step for one in fa.checkpoints(tmp_path / "closed")] == [1]
+    assert [one.step for one in fa.checkpoint.checkpoints(tmp_path / "error")] == [2, 4]
+    assert [one.step for one in fa.checkpoint.checkpoints(tmp_path / "closed")] == [1]
 
 
 def test_a_save_that_failed_in_the_background_is_told(tmp_path, monkeypatch):
@@ -199,7 +199,7 @@ def test_a_run_stops_when_its_time_is_over(monkeypatch, tmp_path):
     for state, _ in fa.scan(train_step, state, shards(), steps=50, max_seconds=3, directory=tmp_path):
         pass
     assert state.step == 3
-    assert fa.latest(tmp_path).name.endswith("3")
+    assert fa.checkpoint.latest(tmp_path).name.endswith("3")
     with pytest.raises(errors.ArgumentError, match="max_seconds"):
         fa.scan(train_step, state, shards(), max_seconds=0)
 

@@ -38,11 +38,13 @@ def main() -> None:
             options = {"directory": args.dir, "save_every": 11, "each_machine": args.each_machine}
             for state, _ in fa.scan(train_step, state, fa.shard(train_loader), epochs=args.epochs, **options):
                 pass
-        newest = fa.latest(args.dir)
+        newest = fa.checkpoint.latest(args.dir)
         labels = json.loads((newest / "labels.json").read_text())
         world.print(f"{len(labels)} labels beside step {state.step}")
         # for libraries that read no safetensors
-        exported = fa.export_hf(Path(args.dir) / "exported", state, safetensors=False, overwrite=True)
+        exported = fa.interchange.export_hf(
+            Path(args.dir) / "exported", state, safetensors=False, overwrite=True
+        )
         world.print("exported", sorted(file.name for file in exported.iterdir()))
 
 

@@ -35,7 +35,7 @@ def main() -> None:
             if state.step == args.stop_at:
                 break  # saves nothing more
         world.print(f"ends at step {state.step}, best accuracy {state.extras['best']:.4f}")
-        world.print("checkpoints:", [checkpoint.step for checkpoint in fa.checkpoints(args.dir)])
+        world.print("checkpoints:", [checkpoint.step for checkpoint in fa.checkpoint.checkpoints(args.dir)])
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def main() -> None:
     with fa.start() as world:
         model = build_model(len(tokenizer)).to(world.device)
         texts = generate(model, tokenizer, fa.split_between_processes(PROMPTS), args.length)
-        parts = fa.gather_objects(texts)  # a list for each rank, in the order of the prompts
+        parts = fa.collectives.gather_objects(texts)  # a list for each rank, in the order of the prompts
         world.print("prompts by rank:", [len(part) for part in parts])
         for prompt, text in zip(PROMPTS, [text for part in parts for text in part], strict=True):
             world.print(f"{prompt!r} -> {text!r}")

@@ -4,7 +4,8 @@
     fnaccel launch -n 2 --strategy fsdp examples/by_feature/early_stopping.py
 
 All ranks must stop at the same step. The result of `fa.evaluate` is equal on all ranks, so they agree. If
-only one rank has a reason to stop, `fa.any_process` tells all: here a file STOP on the machine of the rank.
+only one rank has a reason to stop, `fa.collectives.any_process` tells all: here a file STOP on the machine of
+the rank.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main() -> None:
             if held_out < lowest:
                 lowest, best, waited = held_out, fa.snapshot(state), 0
             world.print(f"epoch {state.data.epoch}: held-out loss {held_out:.4f}")
-            if fa.any_process(Path("STOP").exists()):
+            if fa.collectives.any_process(Path("STOP").exists()):
                 break
         stopped = state.data.epoch
         state = train_step.adopt(best)  # the best state is live again

@@ -28,7 +28,7 @@ def by_hand(train_step, state, shards):
         images, labels = batch.data
         predictions = train_step.look(state, lambda model, x: model(x), images).argmax(dim=1)
         parts.append(fa.gather({"predictions": predictions, "labels": labels}, valid=batch.valid))
-    return fa.concatenate(parts)
+    return fa.collectives.concatenate(parts)
 
 
 def main() -> None:

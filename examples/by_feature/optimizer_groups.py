@@ -25,9 +25,9 @@ def main() -> None:
         strategy = fa.strategy(chosen.strategy)
         epoch = train_shards.updates_per_epoch(strategy)
         total = train_shards.updates_per_epoch(strategy, epochs=args.epochs)
-        optimizer = fa.optimizer_groups(
+        optimizer = fa.optim.optimizer_groups(
             [
-                (is_matrix, fa.from_torch(torch.optim.Muon, lr=0.02)),
+                (is_matrix, fa.optim.from_torch(torch.optim.Muon, lr=0.02)),
                 # the first convolution stays as it is for one epoch
                 ("0.*", fa.optim.starting_at(epoch, fa.adamw(1e-3))),
                 ("*", fa.adamw(fa.schedules.one_cycle(3e-3, total=total))),

@@ -54,8 +54,8 @@ def main() -> None:
             print(f"loss {float(metrics['loss']):.4f}, says rank {world.rank}")
 
         farewell()
-        weights = fa.gather_state_dict(state)  # on rank 0, None on the others
-        path = fa.save_on_main(weights, args.weights)
+        weights = fa.interchange.gather_state_dict(state)  # on rank 0, None on the others
+        path = fa.checkpoint.save_on_main(weights, args.weights)
         world.print(f"{len(weights or ())} tensors in {path}")
 
 

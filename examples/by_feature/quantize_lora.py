@@ -48,7 +48,7 @@ def train_base(directory: Path, loader, steps: int) -> None:
     state = train_step.init(seed=0)
     for state, _ in fa.scan(train_step, state, fa.shard(loader), steps=steps):
         pass
-    fa.export_hf(directory, state)
+    fa.interchange.export_hf(directory, state)
     train_step.close()
 
 
@@ -61,9 +61,9 @@ def main() -> None:
         )
     )
     with fa.start() as world, tempfile.TemporaryDirectory() as temporary:
-        root = Path(args.dir or fa.broadcast_objects(temporary))
+        root = Path(args.dir or fa.collectives.broadcast_objects(temporary))
         loader, _ = data(build_tokenizer(), args.global_batch)
-        if not fa.broadcast_objects((root / "base").exists()):
+        if not fa.collectives.broadcast_objects((root / "base").exists()):
             train_base(root / "base", loader, args.base_steps)
         record = CODES[args.codes]
 
@@ -88,7 +88,7 @@ def main() -> None:
             losses.append(metrics["loss"])
         if losses:
             world.print(f"loss: {float(losses[0]):.3f} -> {float(losses[-1]):.3f}")
-        fa.export_adapter(root / "adapter", state, overwrite=True)
+        fa.interchange.export_adapter(root / "adapter", state, overwrite=True)
         world.print("adapter:", sorted(path.name for path in (root / "adapter").iterdir()))
         world.barrier()  # before the temporary directory is removed
 

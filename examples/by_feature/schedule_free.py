@@ -4,9 +4,9 @@ by_feature/schedule_free.py.
     python examples/by_feature/schedule_free.py
     fnaccel launch -n 2 --strategy fsdp examples/by_feature/schedule_free.py
 
-`fa.from_torch` takes any class that follows the rules of torch's optimizers, under any strategy. This one is
-schedule-free SGD (Defazio et al. 2024). It trains at one point and evaluates at another: `x`, an average of
-all steps. `x` is in `state.opt`, and `train_step.adopt` puts it into the model.
+`fa.optim.from_torch` takes any class that follows the rules of torch's optimizers, under any strategy. This
+one is schedule-free SGD (Defazio et al. 2024). It trains at one point and evaluates at another: `x`, an
+average of all steps. `x` is in `state.opt`, and `train_step.adopt` puts it into the model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
         train_step = fa.train_step(
             loss_fn,
             model=fa.distribute(build_model, strategy),
-            optimizer=fa.from_torch(ScheduleFreeSGD, lr=args.lr, beta=0.9),
+            optimizer=fa.optim.from_torch(ScheduleFreeSGD, lr=args.lr, beta=0.9),
         )
         state = train_step.init(seed=0)
         for state, metrics in fa.scan(train_step, state, fa.shard(train_loader), epochs=args.epochs):

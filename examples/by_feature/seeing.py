@@ -22,7 +22,7 @@ def main() -> None:
     args = arguments.parse_args()
     folder = Path(args.dir)
     train_loader, _ = loaders()
-    step = fa.on_spike(loss_fn, do="skip")  # a loss far above the usual one changes nothing
+    step = fa.transforms.on_spike(loss_fn, do="skip")  # a loss far above the usual one changes nothing
     with fa.start() as world:
         train_step = fa.config.apply(recipe(args.strategy, clip_norm=1.0), step, build_model)
         state = train_step.init(seed=0)

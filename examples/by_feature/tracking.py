@@ -14,7 +14,7 @@ from digits import build_model, loaders, loss_fn, metrics_fn, parser, recipe
 import fnaccel as fa
 from fnaccel.track import JsonlTracker, read_jsonl
 
-logger = fa.get_logger("digits", level="info")
+logger = fa.seeing.get_logger("digits", level="info")
 
 
 class LargestGradient:

@@ -70,11 +70,12 @@ def load(
     `torch.save` and has the right dtype: nothing is copied, and pages are read when they are used. Others are
     read tensor by tensor, so the host holds at most one tensor a reader beside the model.
 
-    For a model that a strategy trains, `fa.fsdp(init="meta")` with `fa.adopt` reads each rank's part.
+    For a model that a strategy trains, `fa.fsdp(init="meta")` with `fa.interchange.adopt` reads the part of
+    each rank.
 
     Args:
         model: built without values (`fa.big.empty`), or with values that are replaced.
-        path: a file, a directory, or the index of one, of any format that `fa.adopt` reads.
+        path: a file, a directory, or the index of one, of any format that `fa.interchange.adopt` reads.
         placed: a device map, a dict of paths and devices, one device for all, or a strategy of
             `fa.big.device_map`: `"auto"`, `"balanced"`, `"balanced_low_0"`, `"sequential"`.
         budget: for a strategy: bytes by device. By default the free memory of this machine.
@@ -85,7 +86,7 @@ def load(
             `fa.big.Nf4()`, `fa.big.quantization_of(path)`. See `fa.big.quantize`.
         skip: shell patterns of paths that are not read: `"params/head.*"`. They must have values.
         rename: regular expressions and their replacements, from the checkpoint's paths (`params/NAME`).
-        format: as in `fa.adopt`. By default detected from the files.
+        format: as in `fa.interchange.adopt`. By default detected from the files.
         trust_pickle: load pickles, which can run code: DCP and DeepSpeed need it.
         copy: read values on the CPU into memory, so that the files can be overwritten in use.
         readers: how many threads read.

@@ -142,7 +142,7 @@ class Filling:
             raise CheckpointError(
                 f"{stored.path} counts updates, and is {number}",
                 where=f"fa.restore of {self._files.path}",
-                fix="restore another of fa.checkpoints(directory)",
+                fix="restore another of fa.checkpoint.checkpoints(directory)",
             )
         return int(number)
 

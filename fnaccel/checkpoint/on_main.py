@@ -20,7 +20,7 @@ from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.world import World, current
 
-_WHERE = "fa.save_on_main"
+_WHERE = "fa.checkpoint.save_on_main"
 
 
 @every_rank
@@ -51,7 +51,7 @@ def save_on_main(
         ArgumentError: not a dict of tensors for safetensors.
 
     Example:
-        >>> path = fa.save_on_main({"vocabulary": ["a", "b"]}, "vocabulary.pt")
+        >>> path = fa.checkpoint.save_on_main({"vocabulary": ["a", "b"]}, "vocabulary.pt")
         >>> torch.load(path)
         {'vocabulary': ['a', 'b']}
     """

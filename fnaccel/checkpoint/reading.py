@@ -212,5 +212,5 @@ def _damaged(what: str, path: Path) -> CheckpointError:
     return CheckpointError(
         what,
         where=f"fa.restore of {path}",
-        fix="copy the checkpoint again if it was moved, or restore another of fa.checkpoints(directory)",
+        fix="copy it again if it was moved, or restore another of fa.checkpoint.checkpoints(directory)",
     )

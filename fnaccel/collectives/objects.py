@@ -38,17 +38,17 @@ def gather_objects(value: Tree, *, over: Over = None, world: World | None = None
         PeerLostError: a rank left, exited or made another call.
 
     Example, on 2 ranks:
-        >>> fa.gather_objects({"rank": world.rank, "rows": 8 - world.rank})
+        >>> fa.collectives.gather_objects({"rank": world.rank, "rows": 8 - world.rank})
         [{'rank': 0, 'rows': 8}, {'rank': 1, 'rows': 7}]
     """
-    where = scope(over, world, "gather_objects")
+    where = scope(over, world, "collectives.gather_objects")
     if where.size == 1:
         return [value]
-    data, problem = _dumped(value, "gather_objects")
+    data, problem = _dumped(value, "collectives.gather_objects")
     # a rank does not know yet whether the objects of the others fit in a signature too
     beginning = torch.frombuffer(data.ljust(room(where), b"\0"), dtype=torch.uint8)[: room(where)]
     # a save and a gather exchange objects of other kinds: they must not take each other's
-    call = Call("gather_objects", outer_call(world, "fa.gather_objects"))
+    call = Call("fa.collectives.gather_objects", outer_call(world, "fa.collectives.gather_objects"))
     agreed = agree(where, call, number=len(data), payload=beginning, problem=problem)
     sizes, parts = agreed.numbers, agreed.payloads
     most = max(sizes)
@@ -77,19 +77,19 @@ def broadcast_objects(value: Tree, *, src: int = 0, over: Over = None, world: Wo
         ArgumentError: there is no rank `src`.
 
     Example, on 2 ranks:
-        >>> fa.broadcast_objects("run-17" if world.is_main else None)
+        >>> fa.collectives.broadcast_objects("run-17" if world.is_main else None)
         'run-17'
     """
-    where = scope(over, world, "broadcast_objects")
-    problem = bad_source(src, where.size, "broadcast_objects")
+    where = scope(over, world, "collectives.broadcast_objects")
+    problem = bad_source(src, where.size, "collectives.broadcast_objects")
     if where.size == 1:
-        agree(where, Call("broadcast_objects"), problem=problem)
+        agree(where, Call("fa.collectives.broadcast_objects"), problem=problem)
         return value
     data = bytearray()
     trouble: NotSerializableError | None = None
     if where.rank == src:
-        data, trouble = _dumped(value, "broadcast_objects")
-    call = Call("broadcast_objects", f"src={src}")
+        data, trouble = _dumped(value, "collectives.broadcast_objects")
+    call = Call("fa.collectives.broadcast_objects", f"src={src}")
     sizes = agree(where, call, number=len(data), problem=problem or trouble).numbers
     device = where.signature_device()
     buffer = torch.frombuffer(data.ljust(sizes[src], b"\0"), dtype=torch.uint8).to(device)

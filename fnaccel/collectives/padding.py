@@ -113,12 +113,12 @@ def concatenate(trees: Sequence[tree.Tree], dim: int = 0) -> tree.Tree:
 
     Example:
         >>> parts = [{"x": torch.ones(2)}, {"x": torch.zeros(1)}]
-        >>> fa.concatenate(parts)
+        >>> fa.collectives.concatenate(parts)
         {'x': tensor([1., 1., 0.])}
     """
     if not trees:
         raise ArgumentError(
-            "there are no trees to put together", where="fa.concatenate", fix="pass one or more"
+            "there are no trees to put together", where="fa.collectives.concatenate", fix="pass one or more"
         )
     expected = tree.structure(trees[0])
     for index, item in enumerate(trees):
@@ -126,10 +126,10 @@ def concatenate(trees: Sequence[tree.Tree], dim: int = 0) -> tree.Tree:
             paths = sorted(set(tree.paths(item)) ^ set(tree.paths(trees[0])))
             raise TreeMismatchError(
                 f"tree {index} is not built like tree 0; " + (", ".join(paths) or "the containers differ"),
-                where=f"fa.concatenate(trees), trees[{index}]",
+                where=f"fa.collectives.concatenate(trees), trees[{index}]",
                 fix="pass trees with the same keys and lengths",
             )
-        _, _, problem = tensor_leaves(item, "concatenate")
+        _, _, problem = tensor_leaves(item, "collectives.concatenate")
         if problem is not None:
             raise problem
     return tree.map(lambda *parts: _joined(parts, dim), *trees)

@@ -133,11 +133,11 @@ def any_process(flag: bool, *, over: Over = None, world: World | None = None) ->
         PeerLostError: a rank left, exited or made another call.
 
     Example, on 2 ranks:
-        >>> fa.any_process(world.rank == 1)
+        >>> fa.collectives.any_process(world.rank == 1)
         True
     """
-    where = scope(over, world, "any_process")
-    call = Call("any_process", outer_call(world, "fa.any_process"))
+    where = scope(over, world, "collectives.any_process")
+    call = Call("fa.collectives.any_process", outer_call(world, "fa.collectives.any_process"))
     return any(agree(where, call, number=int(bool(flag))).numbers)
 
 

@@ -168,7 +168,7 @@ def _not_plain(value: tree.Tree, at: int, leaf: Tree, name: str) -> ArgumentErro
     tensors = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only once that is imported
     if not isinstance(leaf, torch.Tensor):
         what = f"{type(leaf).__name__}, not a tensor"
-        other = "broadcast_objects" if name == "broadcast" else "gather_objects"
+        other = "collectives.broadcast_objects" if name == "broadcast" else "collectives.gather_objects"
         fix = f"wrap it as torch.tensor(...), or use fa.{other} for Python objects"
     elif tensors is not None and isinstance(leaf, tensors.DTensor):
         what = "a DTensor: it is spread over ranks already"

@@ -34,7 +34,7 @@ def split_between_processes(
 
     Example, on 2 ranks:
         >>> prompts = ["a", "b", "c"]
-        >>> fa.gather_objects(fa.split_between_processes(prompts))
+        >>> fa.collectives.gather_objects(fa.split_between_processes(prompts))
         [['a', 'b'], ['c']]
     """
     where = scope(over, world, "split_between_processes")

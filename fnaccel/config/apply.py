@@ -58,7 +58,7 @@ def recipe(default: Recipe | str | None = None) -> Recipe:
 
     This is the hook of `fnaccel launch --strategy fsdp --precision bf16 --set optimizer.lr=1e-4`, and of
     the variable `FNACCEL_SET="strategy=fsdp optimizer.lr=1e-4"` under every launcher and
-    plain `python`. It also sets the level of `fa.get_logger`, if the recipe has a `tracking.level`. If
+    plain `python`. It also sets the level of `fa.seeing.get_logger`, if the recipe has a `tracking.level`. If
     the launcher was told something and the script never calls this, the launcher raises.
 
     Args:
@@ -262,7 +262,7 @@ def scan_options(recipe_: Recipe) -> dict[str, Any]:
         >>> options = fa.config.scan_options(recipe)
         >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), **options):
         ...     pass
-        >>> fa.latest("runs/gpt").name
+        >>> fa.checkpoint.latest("runs/gpt").name
         'step-0000000003'
     """
     plan, options = recipe_.checkpoint, _tracking_options(recipe_.tracking)

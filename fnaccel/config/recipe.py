@@ -114,8 +114,8 @@ class TrackingRecipe:
             of yours, or mappings of `name` and the options of that tracker.
         log_every: write each so many steps.
         report, throughput, memory, profile: as for `fa.scan`. `profile` is a directory.
-        level: the level of `fa.get_logger`: `"debug"`, `"info"`, `"warning"`, `"error"`. None leaves it
-            alone.
+        level: the level of `fa.seeing.get_logger`: `"debug"`, `"info"`, `"warning"`, `"error"`. None leaves
+            it alone.
 
     Example:
         >>> tracking = fa.config.TrackingRecipe(
@@ -162,13 +162,14 @@ class Recipe:
         accumulate: micro-batches in a batch.
         clip_norm, clip_value: bounds of the gradient, or None.
         skip_nonfinite: whether updates with NaN or infinite gradients are skipped.
-        on_spike: `"warn"`, `"skip"` or `"stop"` if a loss is far above the usual one: see `fa.on_spike`.
+        on_spike: `"warn"`, `"skip"` or `"stop"` if a loss is far above the usual one, as in
+            `fa.transforms.on_spike`.
         ema: decay of the average of parameters, or None.
         remat: whether blocks are recomputed in backward, or what is kept: `"attention"`, `"matmuls"`.
         compile: `"auto"`, `"block"`, `"loss"`, `"step"`, or None.
         compile_options: further arguments of `fa.compile`, such as `backend` and `mode`.
-        attention: names of kernels for `fa.attention`. Empty: torch chooses.
-        fp8: arguments of `fa.Float8`, if the precision is `"fp8"`.
+        attention: names of kernels for `fa.transforms.attention`. Empty: torch chooses.
+        fp8: arguments of `fa.transforms.Float8`, if the precision is `"fp8"`.
         transforms: references `"module:name"` to transforms of yours (`Step -> Step`), applied last.
         optimizer, data, run, checkpoint, tracking, launch: the sections, each a record of its own.
 

@@ -38,7 +38,7 @@ class Window(tuple[Any, ...]):
     A tuple type of its own, so that it is never mistaken for a batch.
 
     Example:
-        >>> state, metrics = train_step(state, fa.Window(batches))
+        >>> state, metrics = train_step(state, fa.data.Window(batches))
         >>> state.updates
         1
     """

@@ -207,7 +207,7 @@ def shard(
             from (seed, epoch), so that an epoch can be taken up again. An iterable is read
             whole by every rank and has to yield the same on all of them. A StatefulDataLoader that was
             given a place by `load_state_dict` raises: the position stands in the train state.
-        window: yield `fa.Window`s of 1 to `window` batches, for one update of several. A function
+        window: yield `fa.data.Window`s of 1 to `window` batches, for one update of several. A function
             `step -> batches` makes a batch size that grows: `lambda step: 1 if step < 1000 else 4`.
         across_epochs: a window may go over the end of an epoch. Else the last of an epoch may be smaller.
         remainder: `"keep"` uses the rows of a last batch that is not full, `"drop"` leaves them

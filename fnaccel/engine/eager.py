@@ -139,7 +139,7 @@ def _mixed_dtypes(error: BaseException, engine: Engine) -> LossError | None:
         f"the model's parameters are {names}, and something in the loss is not: {str(error).splitlines()[0]}",
         where="the loss function",
         fix="cast the batch to the parameters' dtype, or let fa.with_precision(step, "
-        'fa.Precision(param="bf16", compute="bf16")) do so',
+        'fa.transforms.Precision(param="bf16", compute="bf16")) do so',
     )
 
 

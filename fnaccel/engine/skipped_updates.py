@@ -68,5 +68,5 @@ class SkippedUpdates:
             f"{count} updates in a row were skipped: no gradient was finite",
             where="train_step(state, batch)",
             fix="look for a NaN in the data or the model, lower the rate, or clip (the state stays live); "
-            "max_skipped= of fa.Precision and fa.skip_nonfinite sets the number",
+            "max_skipped= of fa.transforms.Precision and fa.skip_nonfinite sets the number",
         )

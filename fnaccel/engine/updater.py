@@ -48,7 +48,7 @@ def by_model(optimizer: object, keys: Sequence[str | None]) -> Optimizers:
             raise ArgumentError(
                 f"the optimizer{'' if key is None else f' of {key!r}'} is {kind}, not a description",
                 where="fa.train_step(optimizer=...)",
-                fix="fa.adamw(lr=3e-4), or fa.from_torch(torch.optim.RMSprop, lr=1e-3): "
+                fix="fa.adamw(lr=3e-4), or fa.optim.from_torch(torch.optim.RMSprop, lr=1e-3): "
                 "it is made after the parameters are sharded",
             )
     return named

@@ -28,7 +28,7 @@ from fnaccel.interchange.targets import modules_of
 from fnaccel.state import TrainState, check_live
 from fnaccel.world.world import World
 
-_WHERE = "fa.export_adapter"
+_WHERE = "fa.interchange.export_adapter"
 _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -49,7 +49,7 @@ def export_adapter(
 
     Every rank must call it. Tensors are gathered one at a time, and rank 0 writes two files,
     `adapter_model.safetensors` and `adapter_config.json`. The directory appears when both are on the device.
-    Weights of the base model are not written. `fa.export_hf` writes all weights.
+    Weights of the base model are not written. `fa.interchange.export_hf` writes all weights.
 
     Args:
         directory: a new or empty one. Made if it is missing.
@@ -77,7 +77,7 @@ def export_adapter(
         ...     return get_peft_model(GPT(), LoraConfig(target_modules=["up", "down"]))
         >>> model = fa.distribute(adapted, fa.local())
         >>> train_step = fa.train_step(loss_fn, model=model, optimizer=fa.adamw(3e-4))
-        >>> path = fa.export_adapter("adapter", train_step.init())
+        >>> path = fa.interchange.export_adapter("adapter", train_step.init())
         >>> sorted(file.name for file in path.iterdir())
         ['adapter_config.json', 'adapter_model.safetensors']
     """
@@ -145,7 +145,7 @@ def _check_adapter(module: nn.Module, adapter: str) -> None:
         raise ArgumentError(
             f"the model is a {author_class(module).__name__}, which has no adapter of peft",
             where=_WHERE,
-            fix="model=lambda: peft.get_peft_model(base, config), or write all weights with fa.export_hf",
+            fix="model=lambda: peft.get_peft_model(base, config), or fa.interchange.export_hf for all",
         )
     names = list(map(str, adapters))  # pyright: ignore[reportUnknownArgumentType] - of a class of peft
     if adapter not in names:

@@ -27,7 +27,7 @@ from fnaccel.state import TrainState, lease_of
 from fnaccel.tree import Tree
 from fnaccel.world.world import World, current
 
-_WHERE = "fa.adopt"
+_WHERE = "fa.interchange.adopt"
 _WIDE = 1e38
 
 
@@ -79,7 +79,7 @@ def adopt(
 
     Example:
         >>> torch.save(GPT().state_dict(), "gpt.pt")
-        >>> state = fa.adopt("gpt.pt", like=train_step.init(seed=0))
+        >>> state = fa.interchange.adopt("gpt.pt", like=train_step.init(seed=0))
     """
     ranks = current(world)
     request = _Request(Path(path), format, trust_pickle, like, Choice(only, skip, rename, _WHERE))

@@ -1,7 +1,7 @@
 """Writes a foreign checkpoint as an fnaccel checkpoint, tensor by tensor, for `fnaccel convert`.
 
 It holds `{"params": {name: tensor}}`, and if the source has moments with names, `"opt"` and `"updates"`.
-Only a model can tell parameters from buffers: `fa.adopt` separates them.
+Only a model can tell parameters from buffers: `fa.interchange.adopt` separates them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def own_items(source: Source, style: Style) -> list[Item]:
         raise CheckpointError(
             "the optimizer's state has numbers instead of names, which only a model can give",
             where=style.where,
-            fix="--skip 'opt/*' leaves it out. fa.adopt(path, like=state) takes it from the source itself",
+            fix="--skip 'opt/*' leaves it out. fa.interchange.adopt(path, like=state) reads the source",
         )
     items = of_found(picked, dtype_in(style))
     check_items(items, style.where)

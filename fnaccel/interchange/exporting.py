@@ -29,7 +29,7 @@ from fnaccel.step.precision_policy import dtype_of
 from fnaccel.tree import Tree
 from fnaccel.world.world import World, current
 
-_WHERE = "fa.export_hf"
+_WHERE = "fa.interchange.export_hf"
 
 
 @attrs.frozen
@@ -113,7 +113,7 @@ def export_hf(
         StaleStateError: the state was donated.
 
     Example:
-        >>> path = fa.export_hf("exported", state, dtype="bf16", config={"model_type": "gpt2"})
+        >>> path = fa.interchange.export_hf("exported", state, dtype="bf16", config={"model_type": "gpt2"})
         >>> sorted(file.name for file in path.iterdir())
         ['config.json', 'model.safetensors']
     """
@@ -195,7 +195,7 @@ def _export_state(
             fix="give a state, or the path of a checkpoint of fa.save",
         )
     check_live(state)
-    check_trained(state, "fa.export_hf")
+    check_trained(state, "fa.interchange.export_hf")
     active = world_of(world, state)
     shards: list[list[Item]] = []
     files: dict[str, str] = {}

@@ -17,7 +17,7 @@ from fnaccel.state import TrainState, check_live, check_trained
 from fnaccel.tree import Tree
 from fnaccel.world.world import World
 
-_WHERE = "fa.gather_state_dict"
+_WHERE = "fa.interchange.gather_state_dict"
 
 
 def gather_state_dict(
@@ -34,11 +34,11 @@ def gather_state_dict(
     """Parameters and persistent buffers, whole and on the CPU, as `Module.state_dict` names them.
 
     Every rank calls it: sharded tensors are gathered one at a time. Rank 0 holds the whole model in host
-    memory. To write files, `fa.export_hf` and `fa.save` need no such copy.
+    memory. To write files, `fa.interchange.export_hf` and `fa.save` need no such copy.
 
     Args:
         state: the state of a train step, or a snapshot of it.
-        dtype, ema, model, only, skip, rename: as for `fa.export_hf`.
+        dtype, ema, model, only, skip, rename: as for `fa.interchange.export_hf`.
         world: the world, if none was started in this context.
 
     Returns:
@@ -49,7 +49,7 @@ def gather_state_dict(
         StaleStateError: the state was donated.
 
     Example:
-        >>> weights = fa.gather_state_dict(state, dtype="bf16")
+        >>> weights = fa.interchange.gather_state_dict(state, dtype="bf16")
         >>> weights["lm_head.weight"].dtype
         torch.bfloat16
     """

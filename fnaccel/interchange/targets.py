@@ -109,7 +109,7 @@ def modules_of(state: Tree) -> dict[str | None, nn.Module] | None:
     if not isinstance(state, TrainState):
         return None
     try:
-        owner = lease_of(state, "fa.adopt").owner
+        owner = lease_of(state, "fa.interchange.adopt").owner
     except UnleasedStateError:
         return None
     model = owner.engine.layout.model
@@ -135,7 +135,7 @@ def check_full_width(module: nn.Module | None, where: str) -> None:
         raise ArgumentError(
             f"the weights of the model are codes, such as {name}",
             where=where,
-            fix="fa.big.save_quantized(directory, state), or fa.export_adapter(...) for an adapter alone",
+            fix="fa.big.save_quantized(directory, state), or fa.interchange.export_adapter(...)",
         )
 
 

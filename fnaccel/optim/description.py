@@ -146,7 +146,7 @@ def refuse_unknown(where: str, unknown: Mapping[str, Any], names: Iterable[str])
         raise ConfigError(
             f"{where} has no option {option!r}",
             where=f"{where}({option}=...)",
-            fix=f"fa.from_torch(torch.optim.{torch_class}, lr=..., {option}=...) takes it"
+            fix=f"fa.optim.from_torch(torch.optim.{torch_class}, lr=..., {option}=...) takes it"
             if option in torch_options
             else nearest(option, [*names, "lr"]),
         )

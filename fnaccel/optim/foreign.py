@@ -123,7 +123,7 @@ def _shown(state: dict[str, Any], leaf: Leaf) -> dict[str, Any]:
     if odd:
         raise CapabilityError(
             f"the slot {odd[0]!r} is no tensor, and shards beside other axes show tensors only",
-            where="fa.from_torch",
+            where="fa.optim.from_torch",
             fix="fa.fsdp() alone, or an optimizer whose slots are tensors",
         )
     return {
@@ -188,8 +188,8 @@ def _explained(cls: type[Any], groups: Sequence[Group]) -> Generator[None]:
     except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise CapabilityError(
             f"{named(cls)} can't update these parameters: {str(error).splitlines()[0]}",
-            where="fa.from_torch",
-            fix="give them to another optimizer: fa.optimizer_groups([(selection, fa.from_torch(...)), "
+            where="fa.optim.from_torch",
+            fix="give them to another one: fa.optim.optimizer_groups([(selection, fa.optim.from_torch(...)), "
             '("*", fa.adamw(3e-4))])'
             + ("; or whole=True: each parameter is gathered" if _sharded(groups) else ""),
         ) from error
@@ -284,8 +284,8 @@ def _default_rate(cls: type[Any]) -> float:
     require(
         isinstance(default, float | int),
         f"{cls.__name__} has no default learning rate",
-        "fa.from_torch",
-        f"fa.from_torch({cls.__name__}, lr=1e-3)",
+        "fa.optim.from_torch",
+        f"fa.optim.from_torch({cls.__name__}, lr=1e-3)",
     )
     return float(default)  # pyright: ignore[reportArgumentType] - checked above
 
@@ -317,25 +317,25 @@ def from_torch(
         CapabilityError: at `init`, if it can't run on these parameters.
 
     Example:
-        >>> fa.from_torch(torch.optim.RMSprop, lr=1e-3, alpha=0.9)
+        >>> fa.optim.from_torch(torch.optim.RMSprop, lr=1e-3, alpha=0.9)
     """
     require(
         isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer),
         f"{cls!r} is not an optimizer class",
-        "fa.from_torch",
-        "pass the class: fa.from_torch(torch.optim.RMSprop, lr=1e-3)",
+        "fa.optim.from_torch",
+        "pass the class: fa.optim.from_torch(torch.optim.RMSprop, lr=1e-3)",
     )
     pairs = pairs_of(groups)
     require(
         not _needs_closure(cls),
         f"{cls.__name__} evaluates the loss several times in a step",
-        "fa.from_torch",
+        "fa.optim.from_torch",
         "choose an optimizer that needs one gradient for an update",
     )
     require(
         not any(settings.get("dampening") for settings in (options, *(extra for _, extra in pairs))),
         "dampening treats the first update apart, which a state made before step 0 can't tell",
-        "fa.from_torch",
+        "fa.optim.from_torch",
         "leave dampening at 0",
     )
     if lr is None:
@@ -344,7 +344,7 @@ def from_torch(
     for name in options:
         if taken is not None and name not in taken:
             raise ArgumentError(
-                f"{cls.__name__} takes no {name!r}", where="fa.from_torch", fix=nearest(name, taken)
+                f"{cls.__name__} takes no {name!r}", where="fa.optim.from_torch", fix=nearest(name, taken)
             )
     defaults = options
     for _, extra in pairs:
@@ -363,7 +363,7 @@ def from_torch(
 def adafactor(lr: Rate = 1e-2, *, groups: Groups = None, **options: Any) -> Optimizer:
     """Adafactor (Shazeer and Stern 2018), `torch.optim.Adafactor`: second moments by row and column.
 
-    Under `fsdp` each parameter is gathered for its update: see `whole` of `fa.from_torch`.
+    Under `fsdp` each parameter is gathered for its update: see `whole` of `fa.optim.from_torch`.
 
     Args:
         lr: a number, or a schedule `updates -> rate`.

@@ -86,7 +86,7 @@ class BoundFused:
                     raise CapabilityError(
                         f"torch has no fused {name} on {shard.device.type}",
                         where=f"fa.{name}",
-                        fix="fa.from_torch(...) with the class of torch.optim",
+                        fix="fa.optim.from_torch(...) with the class of torch.optim",
                     )
 
     def apply(

@@ -158,7 +158,7 @@ def _check_rows(leaf: Leaf) -> None:
         raise CapabilityError(
             f"{leaf.name} lies as {odd[0]}, and quantized moments are cut by rows",
             where="8-bit optimizers",
-            fix="fa.adamw(...), for this parameter by fa.optimizer_groups([(pattern, fa.adamw(...)), ...]); "
+            fix="fa.adamw(...), for it alone by fa.optim.optimizer_groups([(pattern, fa.adamw(...)), ...]); "
             "or a strategy that shards along dimension 0, which row layers of fa.tensor do not",
         )
 

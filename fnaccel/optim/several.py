@@ -32,7 +32,7 @@ class OptimizerGroups:
         optional: the selections that may match no parameter.
 
     Example:
-        >>> both = fa.optimizer_groups([("*bias", fa.sgd(0.1)), ("*", fa.adamw(3e-4))])
+        >>> both = fa.optim.optimizer_groups([("*bias", fa.sgd(0.1)), ("*", fa.adamw(3e-4))])
         >>> both.name
         'sgd + adamw'
     """
@@ -88,8 +88,8 @@ def optimizer_groups(
             selects, or a selection that matches nothing and is not optional.
 
     Example:
-        >>> matrices = fa.from_torch(torch.optim.Muon, lr=0.02)
-        >>> optimizer = fa.optimizer_groups(
+        >>> matrices = fa.optim.from_torch(torch.optim.Muon, lr=0.02)
+        >>> optimizer = fa.optim.optimizer_groups(
         ...     [(lambda name, p: p.ndim == 2, matrices), ("*", fa.adamw(3e-4))]
         ... )
         >>> train_step = fa.train_step(loss_fn, model=fa.distribute(GPT, "local"), optimizer=optimizer)
@@ -97,7 +97,7 @@ def optimizer_groups(
         >>> metrics["lr/Muon"], metrics["lr/adamw"]
         (0.02, 0.0003)
     """
-    where, fix = "fa.optimizer_groups", 'optimizer_groups([("*", fa.adamw(3e-4))])'
+    where, fix = "fa.optim.optimizer_groups", 'optimizer_groups([("*", fa.adamw(3e-4))])'
     require(not isinstance(members, Optimizer), "one optimizer is no list of pairs", where, fix)
     listed: list[Any] = list(members.items() if isinstance(members, Mapping) else members)
     for one in listed:
@@ -146,7 +146,7 @@ def starting_at(updates: int, optimizer: Optimizer) -> Optimizer:
         ArgumentError: a negative number, no whole number, no optimizer, or one that starts later already.
 
     Example:
-        >>> optimizer = fa.optimizer_groups([
+        >>> optimizer = fa.optim.optimizer_groups([
         ...     ("head*", fa.adamw(1e-3)),
         ...     ("*", fa.optim.starting_at(500, fa.adamw(1e-4))),
         ... ])
@@ -187,10 +187,10 @@ def assign(described: Optimizer | OptimizerGroups, leaves: Sequence[Leaf]) -> li
         more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
         raise ArgumentError(
             f"no optimizer was given for {missed[0]!r}{more}",
-            where="fa.optimizer_groups",
+            where="fa.optim.optimizer_groups",
             fix='end with ("*", fa.adamw(3e-4)), or leave parameters out: fa.train_step(frozen=("pattern",))',
         )
-    refuse_unmatched(selections, chosen, described.optional, names, "members of fa.optimizer_groups")
+    refuse_unmatched(selections, chosen, described.optional, names, "members of fa.optim.optimizer_groups")
     return [
         Assigned(label, optimizer, tuple(i for i, which in enumerate(chosen) if which == number))
         for number, (label, (_, optimizer)) in enumerate(

@@ -160,7 +160,7 @@ class TrainStep:
 
         Args:
             state: the live state, which is donated.
-            batch: this rank's rows (any pytree), a `fa.Batch`, or a `fa.Window` of micro-batches.
+            batch: this rank's rows (any pytree), a `fa.data.Batch`, or a `fa.data.Window` of micro-batches.
             given: states of other train steps. The loss gets their models as its third argument.
 
         Returns:

@@ -31,7 +31,7 @@ def whole_parameters(model: nn.Module, parameters: Mapping[str, Any]) -> Generat
         raise CapabilityError(
             "the runtime keeps the parameters in parts of its own",
             where="train_step.look(state, fn, whole=True)",
-            fix="fa.export_hf(directory, state), or read state.params, whose tensors are fetched whole",
+            fix="fa.interchange.export_hf(directory, state), or state.params, whose tensors are whole",
         )
     roots = model if isinstance(model, dict) else {"": model}
     shown = {
@@ -69,7 +69,7 @@ def explain(error: BaseException) -> CapabilityError | None:
     return CapabilityError(
         f"the function read parameters of which each rank holds a part: {(message.splitlines() or [''])[0]}",
         where="train_step.look(state, fn)",
-        fix="train_step.look(state, fn, whole=True) gathers them all; fa.export_hf(directory, state)",
+        fix="train_step.look(state, fn, whole=True), or fa.interchange.export_hf(directory, state)",
     )
 
 

@@ -1,5 +1,6 @@
-"""What a run does and costs: profiles, throughput, memory, reports."""
+"""What a run does and costs: logs, profiles, throughput, memory, reports."""
 
+from fnaccel.seeing.logging import get_logger as get_logger
 from fnaccel.seeing.profile import Profile as Profile
 from fnaccel.seeing.report import ReportTracker as ReportTracker
 from fnaccel.seeing.report import write_report as write_report

@@ -1,4 +1,4 @@
-"""`fa.get_logger`: loggers of Python's `logging` for the main rank, for all ranks, or in their order."""
+"""`fa.seeing.get_logger`: loggers of Python's `logging` for the main rank, all ranks, or in their order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             call, with the same level: they exchange their lines.
 
     Example, on 2 ranks:
-        >>> logger = fa.get_logger("train", level="info")
+        >>> logger = fa.seeing.get_logger("train", level="info")
         >>> logger.info("rows of this rank: %d", 8 - world.rank, in_order=True)
     """
 
@@ -95,7 +95,7 @@ def get_logger(name: str | None = None, *, level: int | str | None = None, rich:
         MissingBackendError: `rich`, and the package is not installed.
 
     Example:
-        >>> logger = fa.get_logger("train")
+        >>> logger = fa.seeing.get_logger("train")
         >>> logger.warning("loss is %.2f", 0.5)
         >>> logger.warning("on each rank", all_ranks=True)
     """
@@ -106,7 +106,7 @@ def get_logger(name: str | None = None, *, level: int | str | None = None, rich:
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
                 f"level={level!r} is no level",
-                where="fa.get_logger",
+                where="fa.seeing.get_logger",
                 fix='level="debug", "info", "warning", "error", "critical", or a number',
             ) from error
     if rich or level is not None:
@@ -143,7 +143,7 @@ def _rich_handler() -> logging.Handler:
     except ImportError as error:
         raise MissingBackendError(
             "the package rich is not installed",
-            where="fa.get_logger(rich=True)",
+            where="fa.seeing.get_logger(rich=True)",
             fix="pip install 'fnaccel[rich]', or leave rich=True out",
         ) from error
     handler = RichHandler(

@@ -45,7 +45,7 @@ def check_precision(name: str, where: str) -> None:
 
 
 def _to_dtype(name: str | torch.dtype) -> torch.dtype:
-    return dtype_of(name, "fa.Precision")
+    return dtype_of(name, "fa.transforms.Precision")
 
 
 @attrs.frozen(kw_only=True)
@@ -65,7 +65,7 @@ class Precision:
             (the state stays live). None allows any number. 25 of them are a warning.
 
     Example:
-        >>> step = fa.with_precision(loss_fn, fa.Precision(compute="bf16", reduce="bf16"))
+        >>> step = fa.with_precision(loss_fn, fa.transforms.Precision(compute="bf16", reduce="bf16"))
     """
 
     param: torch.dtype = attrs.field(default=torch.float32, converter=_to_dtype)

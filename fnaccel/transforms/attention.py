@@ -47,8 +47,8 @@ class Attention:
                 raise CapabilityError(
                     f"{self.describe()} attention can't compute this: the device, the dtype or the mask "
                     "does not fit",
-                    where="fa.attention",
-                    fix="let torch fall back: fa.attention(step, 'flash', 'math'); on GPUs flash "
+                    where="fa.transforms.attention",
+                    fix="let torch fall back: fa.transforms.attention(step, 'flash', 'math'); on GPUs flash "
                     "takes no mask, and half precision only",
                 ) from error
 
@@ -73,10 +73,10 @@ def attention(step: StepLike, *kernels: Kernel) -> Step:
         CapabilityError: in a step, if none of them can compute it. The state stays live.
 
     Example:
-        >>> step = fa.attention(loss_fn, "flash", "math")
+        >>> step = fa.transforms.attention(loss_fn, "flash", "math")
     """
-    where = "fa.attention"
-    require(bool(kernels), "no kernel is named", where, 'fa.attention(step, "flash")')
+    where = "fa.transforms.attention"
+    require(bool(kernels), "no kernel is named", where, 'fa.transforms.attention(step, "flash")')
     for name in kernels:
         if name not in get_args(Kernel):
             raise UnknownNameError(

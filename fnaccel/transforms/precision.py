@@ -34,7 +34,7 @@ def with_precision(step: StepLike, precision: Precision | Float8 | str, *, recip
         recipe is None,
         f"recipe={recipe!r} says how fp8 is scaled, and the precision is {precision!r}",
         "fa.with_precision",
-        'with_precision(step, "fp8", recipe=...), or fa.Float8(recipe=...)',
+        'with_precision(step, "fp8", recipe=...), or fa.transforms.Float8(recipe=...)',
     )
     if isinstance(precision, Float8):
         return with_float8(step, precision)

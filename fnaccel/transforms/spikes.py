@@ -81,7 +81,7 @@ class _Reader:
                 texts[0],
                 where="train_step(state, batch)",
                 fix="look at the batch of that step, go back to a checkpoint, or lower the rate (the state "
-                'stays live); fa.on_spike(step, do="skip") leaves such updates out',
+                'stays live); fa.transforms.on_spike(step, do="skip") leaves such updates out',
             )
         following, metrics = self._call(state, batch, **given)
         if "spike" not in metrics:  # a step of weight 0
@@ -130,16 +130,18 @@ def on_spike(
         ArgumentError: another word for `do`, or a number out of range.
 
     Example:
-        >>> step = fa.on_spike(loss_fn, do="skip")
+        >>> step = fa.transforms.on_spike(loss_fn, do="skip")
         >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
         >>> state, metrics = train_step(train_step.init(), batch)
         >>> float(metrics["spike"])
         0.0
     """
-    require(do in ("warn", "skip", "stop"), f"do={do!r}", "fa.on_spike", '"warn", "skip" or "stop"')
-    require(deviations > 0, f"deviations={deviations}", "fa.on_spike", "a number above 0")
+    require(
+        do in ("warn", "skip", "stop"), f"do={do!r}", "fa.transforms.on_spike", '"warn", "skip" or "stop"'
+    )
+    require(deviations > 0, f"deviations={deviations}", "fa.transforms.on_spike", "a number above 0")
     counts = window >= 2 and warmup >= 0
-    require(counts, f"{window=}, {warmup=}", "fa.on_spike", "window of 2 or more, warmup of 0 or more")
+    require(counts, f"{window=}, {warmup=}", "fa.transforms.on_spike", "window from 2, warmup from 0")
     record = OnSpike(do=do, deviations=deviations, window=window, warmup=warmup)
     needs = frozenset({Capability.GRADIENTS})
     compared = append(

@@ -1,4 +1,4 @@
-"""The level of log lines of this process, which a recipe sets and `fa.get_logger` reads."""
+"""The level of log lines of this process, which a recipe sets and `fa.seeing.get_logger` reads."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class ProcessControl:
             >>> @world.on_last
             ... def where():
             ...     return world.rank
-            >>> fa.gather_objects(where())
+            >>> fa.collectives.gather_objects(where())
             [None, 1]
         """
         return _only(fn, self.is_last)
@@ -104,7 +104,7 @@ class ProcessControl:
             >>> @world.on_local_process(1)
             ... def download():
             ...     return "done"
-            >>> fa.gather_objects(download())
+            >>> fa.collectives.gather_objects(download())
             [None, 'done']
         """
         _check(local_rank, self.local_size, "local rank", "world.on_local_process")

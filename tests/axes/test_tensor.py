@@ -182,7 +182,7 @@ def test_checkpoints_go_to_any_layout_and_back(pools, tmp_path, other, source):
 def test_each_piece_is_written_once(pools, tmp_path):
     """Packed matrices are several blocks of one file."""
     pools.run(4, saved, fa.fsdp(2) * one(2), tmp_path, fa.adamw(0.01))
-    text = (fa.latest(tmp_path) / "manifest.json").read_text()
+    text = (fa.checkpoint.latest(tmp_path) / "manifest.json").read_text()
     assert '"params/blocks.0.qkv.weight#2"' in text
     assert text.count('"params/blocks.0.qkv.weight#') == 2 * 4  # cut over both axes: 4 ranks write 3 blocks
 

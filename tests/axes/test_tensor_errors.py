@@ -151,7 +151,11 @@ def test_products_that_can_not_be(pools):
 
 
 def planned(strategy, *, fp8=False):
-    step = fa.with_precision(loss_fn, fa.Float8(recipe="tensorwise", emulate=True)) if fp8 else loss_fn
+    step = (
+        fa.with_precision(loss_fn, fa.transforms.Float8(recipe="tensorwise", emulate=True))
+        if fp8
+        else loss_fn
+    )
     try:
         fa.train_step(step, model=fa.distribute(GPT, strategy), optimizer=fa.sgd(0.1))
     except errors.FnaccelError as error:

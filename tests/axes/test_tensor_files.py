@@ -43,7 +43,7 @@ def scanned(strategy, folder, kill_at=None):
     """Six steps of ragged batches in random order. All ranks are killed in a step, or none."""
     train_step = program(strategy, step=fa.with_ema(fa.accumulate(loss_of_tuple, 2), 0.5))
     state = train_step.init(seed=0)
-    if fa.latest(folder) is not None:
+    if fa.checkpoint.latest(folder) is not None:
         state = fa.restore(folder, like=state)
     first = state.step
     data = fa.shard(DataLoader(rows(), batch_size=8, shuffle=True), seed=5)
@@ -79,7 +79,7 @@ def copied(strategy):
     state = train_step.adopt(copy)
     again = everything(state)
     state, _ = train_step(state, rows_of(1, 0, rows=4))
-    gathered = fa.gather_state_dict(state)
+    gathered = fa.interchange.gather_state_dict(state)
     return before, again, once, everything(state), gathered
 
 
@@ -97,7 +97,7 @@ def test_copies_of_a_state(pools, strategy):
 
 def adopted(strategy, path, only=None):
     train_step = program(strategy)
-    state = fa.adopt(path, like=train_step.init(seed=1), only=only)
+    state = fa.interchange.adopt(path, like=train_step.init(seed=1), only=only)
     params = whole_params(state)
     state, metrics = train_step(state, rows_of(0, 0, rows=4))
     return params, float(metrics["loss"])
@@ -125,7 +125,7 @@ def restored_in_part(folder):
     state = other.init(seed=1)
     before = whole_params(state)
     state = fa.restore(folder, like=state, only="params/blocks.*.qkv.*")
-    fa.save_on_main({"params": state.params}, folder / "params.pt")
+    fa.checkpoint.save_on_main({"params": state.params}, folder / "params.pt")
     return saved, before, whole_params(state)
 
 
@@ -143,7 +143,7 @@ def exported(make, strategy, folder):
     state, _ = train_step(
         train_step.init(seed=0), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     )
-    fa.export_hf(folder, state)
+    fa.interchange.export_hf(folder, state)
     return train_step.look(state, lambda model: model(input_ids=tokens).logits), tokens
 
 

@@ -306,7 +306,7 @@ def started_without_values(strategy, folder=None):
     """One step from a checkpoint of seed 0, which the first call writes."""
     train_step = fa.train_step(loss_fn, model=fa.distribute(GPT, strategy), optimizer=fa.sgd(0.1))
     state = train_step.init(seed=0)
-    if fa.latest(folder) is None:
+    if fa.checkpoint.latest(folder) is None:
         fa.save(folder, state)
     state = fa.restore(folder, like=state)
     part = rows_of(0, 0, rows=4).chunk(train_step.mesh.batch_size)[train_step.mesh.batch_rank]

@@ -37,7 +37,9 @@ def clamp(params, own, info):
 
 
 def muon(lr):
-    return fa.optimizer_groups([(is_matrix, fa.from_torch(torch.optim.Muon, lr=lr)), ("*", fa.adamw(0.01))])
+    return fa.optim.optimizer_groups(
+        [(is_matrix, fa.optim.from_torch(torch.optim.Muon, lr=lr)), ("*", fa.adamw(0.01))]
+    )
 
 
 def decayed(lr):
@@ -45,7 +47,7 @@ def decayed(lr):
 
 
 def late():
-    return fa.optimizer_groups(
+    return fa.optim.optimizer_groups(
         [("blocks.*.qkv.*", fa.optim.starting_at(1, fa.adamw(0.01))), ("*", fa.sgd(0.1, momentum=0.9))]
     )
 
@@ -61,8 +63,8 @@ CASES = {
     "adam": lambda: (loss_fn, fa.adam(0.01), {}),
     "adamw": lambda: (loss_fn, fa.adamw(0.01), {}),
     "groups": lambda: (loss_fn, decayed(0.01), {}),
-    "RMSprop": lambda: (loss_fn, fa.from_torch(torch.optim.RMSprop, lr=0.01, eps=1e-3), {}),
-    "Adagrad": lambda: (loss_fn, fa.from_torch(torch.optim.Adagrad, lr=0.01), {}),
+    "RMSprop": lambda: (loss_fn, fa.optim.from_torch(torch.optim.RMSprop, lr=0.01, eps=1e-3), {}),
+    "Adagrad": lambda: (loss_fn, fa.optim.from_torch(torch.optim.Adagrad, lr=0.01), {}),
     "adafactor": lambda: (loss_fn, fa.optim.adafactor(0.01), {}),
     "Muon": lambda: (loss_fn, muon(0.02), {}),
     "starting_at": lambda: (loss_fn, late(), {}),
@@ -70,7 +72,7 @@ CASES = {
     "averages": lambda: (fa.with_ema(fa.accumulate(loss_fn, 2), 0.5), fa.adamw(0.01), {}),
     "skip_nonfinite": lambda: (fa.skip_nonfinite(loses_some), fa.adamw(0.01), {}),
     "fp16": lambda: (
-        fa.clip_norm(fa.with_precision(loss_fn, fa.Precision(compute="fp16", init_scale=64.0)), 0.5),
+        fa.clip_norm(fa.with_precision(loss_fn, fa.transforms.Precision(compute="fp16", init_scale=64.0)), 0.5),
         fa.sgd(0.1), {},
     ),
     "weight": lambda: (

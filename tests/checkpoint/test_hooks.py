@@ -72,7 +72,7 @@ def refused(folder):
             found.append(error.what)
         handle.remove()
         handle.remove()
-    return found, [entry.step for entry in fa.checkpoints(folder)], path.exists()
+    return found, [entry.step for entry in fa.checkpoint.checkpoints(folder)], path.exists()
 
 
 def test_a_hook_that_fails_on_one_rank_fails_on_all(pools, tmp_path):
@@ -92,9 +92,9 @@ def test_hooks_that_are_none(given):
 def on_main(folder):
     _, state = trained("fsdp")
     paths = [
-        fa.save_on_main({"params": state.params, "words": ["a"]}, Path(folder) / "all.pt"),
-        fa.save_on_main(state.params, Path(folder) / "deep" / "all.safetensors"),
-        fa.save_on_main({"rank": current().rank}, Path(folder) / "rank.pt", each_machine=True),
+        fa.checkpoint.save_on_main({"params": state.params, "words": ["a"]}, Path(folder) / "all.pt"),
+        fa.checkpoint.save_on_main(state.params, Path(folder) / "deep" / "all.safetensors"),
+        fa.checkpoint.save_on_main({"rank": current().rank}, Path(folder) / "rank.pt", each_machine=True),
     ]
     loaded = torch.load(paths[0]), load_file(paths[1]), torch.load(paths[2])
     return loaded, whole_params(state)
@@ -111,21 +111,21 @@ def test_one_object_from_rank_0(pools, tmp_path):
 
 def test_what_save_on_main_refuses(tmp_path):
     with fa.start():
-        path = fa.save_on_main([1], tmp_path / "kept.pt")
+        path = fa.checkpoint.save_on_main([1], tmp_path / "kept.pt")
         with pytest.raises(errors.ArgumentError, match="dict of tensors"):
-            fa.save_on_main([1], tmp_path / "x.safetensors")
+            fa.checkpoint.save_on_main([1], tmp_path / "x.safetensors")
         with pytest.raises(errors.CheckpointError, match="exists"):
-            fa.save_on_main([2], path, overwrite=False)
+            fa.checkpoint.save_on_main([2], path, overwrite=False)
         with pytest.raises(errors.CheckpointError, match="pickle"):
-            fa.save_on_main(lambda: 1, path)
+            fa.checkpoint.save_on_main(lambda: 1, path)
     assert torch.load(path) == [1]
     assert [file.name for file in tmp_path.iterdir()] == ["kept.pt"]
 
 
 def gathered():
     _, state = trained("fsdp")
-    found = fa.gather_state_dict(state)
-    half = fa.gather_state_dict(state, dtype="bf16", only="out.*")
+    found = fa.interchange.gather_state_dict(state)
+    half = fa.interchange.gather_state_dict(state, dtype="bf16", only="out.*")
     return found, half, whole_params(state)
 
 
@@ -146,12 +146,12 @@ def test_a_state_dict_loads_into_a_module():
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
         train_step = program(model=lambda: model, optimizer=fa.sgd(0.1))
         state, _ = train_step(train_step.init(seed=0), batch_of(4))
-        found = fa.gather_state_dict(state)
+        found = fa.interchange.gather_state_dict(state)
         assert list(found) != []
         other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
         other.load_state_dict(found)  # strict
         with pytest.raises(errors.ArgumentError, match="give the state"):
-            fa.gather_state_dict({"a": torch.ones(1)})
+            fa.interchange.gather_state_dict({"a": torch.ones(1)})
 
 
 def misplaced(name):
@@ -175,15 +175,19 @@ def test_a_hook_that_takes_the_names_of_the_save_is_named(tmp_path, name):
             pytest.raises(errors.CheckpointError, match="before_save hook wrote or removed"),
         ):
             fa.save(tmp_path, state)
-        assert fa.latest(tmp_path) is None
-        assert fa.save(tmp_path, state) == fa.latest(tmp_path)
+        assert fa.checkpoint.latest(tmp_path) is None
+        assert fa.save(tmp_path, state) == fa.checkpoint.latest(tmp_path)
 
 
 def test_paths_are_absolute_and_counts_are_checked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with fa.start():
         train_step, state = trained()
-        assert fa.save("runs", state) == fa.latest("runs") == fa.checkpoints("runs")[0].path
+        assert (
+            fa.save("runs", state)
+            == fa.checkpoint.latest("runs")
+            == fa.checkpoint.checkpoints("runs")[0].path
+        )
         with pytest.raises(errors.ArgumentError, match="train_step is a TrainState"):
             fa.resume_or_init("runs", state)
         with pytest.raises(errors.ArgumentError, match="keep=0"):
@@ -191,4 +195,4 @@ def test_paths_are_absolute_and_counts_are_checked(tmp_path, monkeypatch):
         with pytest.raises(errors.ArgumentError, match="keep=0"):
             fa.config.CheckpointRecipe(directory="runs", keep=0)
         with pytest.raises(errors.CheckpointError, match="overwrite=True"):
-            fa.save_on_main([1], fa.save_on_main([1], "x.pt"), overwrite=False)
+            fa.checkpoint.save_on_main([1], fa.checkpoint.save_on_main([1], "x.pt"), overwrite=False)

@@ -125,7 +125,7 @@ def resumed(root, per):
         keep=2, each_machine=True,
     ):  # fmt: skip
         pass
-    return first, [entry.step for entry in fa.checkpoints(folder)]
+    return first, [entry.step for entry in fa.checkpoint.checkpoints(folder)]
 
 
 def test_a_run_goes_on_at_the_newest_step_that_all_machines_have(pools, tmp_path):

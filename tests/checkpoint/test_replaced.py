@@ -80,7 +80,7 @@ def restored_by_path(root):
 
 
 def adopted(root):
-    found = fa.adopt(root, like={"x": torch.zeros(3, 2), "y": torch.zeros(5)})
+    found = fa.interchange.adopt(root, like={"x": torch.zeros(3, 2), "y": torch.zeros(5)})
     return check({"params": found, "n": int(found["x"][0, 0])})
 
 
@@ -89,7 +89,7 @@ def exported(root):
 
     target = root.parent / "exported"
     shutil.rmtree(target, ignore_errors=True)
-    fa.export_hf(target, root)
+    fa.interchange.export_hf(target, root)
     tensors = load_file(target / "model.safetensors")
     return check({"params": tensors, "n": int(tensors["x"][0, 0])})
 
@@ -203,7 +203,7 @@ def test_between_two_renames(system, tmp_path, capsys):
         assert main(["inspect", str(where)]) == 0
     was = latest(root)
     was.rename(path)
-    assert check(restore(was, like=value(0))) == 1  # what fa.latest returned, under its other name
+    assert check(restore(was, like=value(0))) == 1  # what fa.checkpoint.latest returned, under its other name
 
 
 def test_a_listing_during_a_rename(monkeypatch, tmp_path):

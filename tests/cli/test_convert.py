@@ -43,7 +43,7 @@ def test_ours_to_hugging_face(world, tmp_path, capsys):
     said = capsys.readouterr()
     assert said.out == f"fnaccel -> hf: {tmp_path / 'hf'}\n"
     assert "B/s" in said.err  # the bar
-    fa.export_hf(
+    fa.interchange.export_hf(
         tmp_path / "wanted", state, ema=True, dtype="bf16", only="blocks.*", rename={"line": "linear"}
     )
     options = ("--ema", "--dtype", "bf16", "--only", "blocks.*", "--rename", "line=linear")
@@ -76,8 +76,8 @@ def test_any_to_ours_and_back(world, tmp_path):
         target = tmp_path / f"own-{name}"
         options = ("--trust-pickle",) if name == "d" else ()
         assert convert(tmp_path / name, target, *options, "--max-shard-size", "300") == 0
-        assert fa.latest(target).name == "step-0000000000"
-        state = fa.adopt(target, like=make("local()").init(seed=9))
+        assert fa.checkpoint.latest(target).name == "step-0000000000"
+        state = fa.interchange.adopt(target, like=make("local()").init(seed=9))
         assert unequal(by_name(gathered(state)), wanted) == []
         found = fa.restore(target, like={"params": {key: torch.zeros_like(x) for key, x in wanted.items()}})
         assert unequal(gathered(found["params"]), wanted) == []
@@ -105,7 +105,7 @@ def test_moments(world, tmp_path, capsys):
             assert convert(tmp_path / "state-False", target, "--skip", "opt/*") == 0
             continue
         assert convert(tmp_path / "state-True", target) == 0
-        state = fa.adopt(target, like=make("local()").init(seed=9))
+        state = fa.interchange.adopt(target, like=make("local()").init(seed=9))
         moments = moments_of(net, optimizer)
         found = gathered(state)
         assert unequal(by_name(found), state_of(net)) == []

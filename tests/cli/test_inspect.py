@@ -72,7 +72,7 @@ def test_damage_is_named_file_by_file(pools, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "3 pieces in 3 files" in said
     assert "verified: 3 files are what was written" in said
-    files = sorted(fa.latest(tmp_path).glob("*.safetensors"))
+    files = sorted(fa.checkpoint.latest(tmp_path).glob("*.safetensors"))
     data = files[0].read_bytes()
     files[0].write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     files[1].write_bytes(files[1].read_bytes()[:-1])

@@ -59,5 +59,5 @@ def some_updates(name: str, changes: dict[str, Any], folder: str) -> tuple[list[
         options = fa.config.scan_options(recipe)
         for state, metrics in fa.scan(train_step, state, shards, steps=4, **options):
             losses.append(float(metrics["loss"]))
-        saved = [checkpoint.path.name for checkpoint in fa.checkpoints(folder)] if options else []
+        saved = [checkpoint.path.name for checkpoint in fa.checkpoint.checkpoints(folder)] if options else []
         return losses, str(train_step.plan), saved

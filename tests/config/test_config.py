@@ -248,7 +248,7 @@ compile: loss
 compile_options: {backend: aot_eager, limit: 2}
 """)
     records = {t.name: t.apply for t in transformed(recipe, loss_fn).transforms}
-    assert records["float8"] == fa.Float8(recipe="rowwise", skip="*head*", emulate=True)
+    assert records["float8"] == fa.transforms.Float8(recipe="rowwise", skip="*head*", emulate=True)
     assert records["attention"].kernels == ("flash",)
     assert (records["compile"].backend, records["compile"].limit) == ("aot_eager", 2)
     assert fa.config.from_yaml(fa.config.to_yaml(recipe)) == recipe

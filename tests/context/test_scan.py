@@ -41,7 +41,7 @@ def test_an_epoch_with_a_remainder(pools, strategy, ranks, window):
 
 def of_two_lengths(strategy):
     train_step = program(strategy)
-    window = fa.Window([batch_of(0, 0, (8,)), batch_of(1, 0, (16,))])
+    window = fa.data.Window([batch_of(0, 0, (8,)), batch_of(1, 0, (16,))])
     _, metrics = train_step(train_step.init(seed=0), window)
     return float(metrics["loss"])
 

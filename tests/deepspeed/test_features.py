@@ -124,7 +124,7 @@ def test_other_optimizers_of_torch(pools, stage, ours, options, why_not):
 
 
 def anchored():
-    optimizer = fa.from_torch(Anchored, lr=0.1)
+    optimizer = fa.optim.from_torch(Anchored, lr=0.1)
     train_step = fa.train_step(loss_fn, model=fa.distribute(Net, fa.deepspeed(2)), optimizer=optimizer)
     with pytest.raises(fa.errors.CapabilityError) as caught:
         train_step.init(seed=0)

@@ -24,7 +24,7 @@ def of_ones(model, x):
 
 def trained(strategy):
     """Losses of linear layers whose products are rounded to fp8."""
-    step = fa.with_precision(of_ones, fa.Float8(emulate=True))
+    step = fa.with_precision(of_ones, fa.transforms.Float8(emulate=True))
     train_step = fa.train_step(step, model=fa.distribute(Wide, strategy), optimizer=fa.adamw(0.01))
     state, losses = train_step.init(seed=0), []
     for number in range(6):

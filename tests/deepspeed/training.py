@@ -20,7 +20,7 @@ def train_fp16(stage: int, weighted: bool) -> dict[str, Any]:
     import deepspeed
 
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    policy = fa.Precision(compute="fp16", init_scale=2.0**40, backoff=2.0**-30)
+    policy = fa.transforms.Precision(compute="fp16", init_scale=2.0**40, backoff=2.0**-30)
     step: Any = fa.clip_norm(fa.with_precision(loss_fn, policy), 0.25)
     if weighted:
         step = fa.with_weight(step, lambda batch: (batch["labels"] >= 0).sum())
@@ -237,11 +237,11 @@ def adopt_and_export(directory: Any) -> tuple[list[str], list[str]]:
     first.engine.runtime.native.save_checkpoint(str(directory / "native"), tag="global_step1")
     kept = gathered(state)
     second, other = made(2)
-    other = fa.adopt(directory / "native", like=other, trust_pickle=True)
+    other = fa.interchange.adopt(directory / "native", like=other, trust_pickle=True)
     found = gathered(other)
     wrong = unequal({k: v for k, v in found.items() if k.startswith("params/")},
                     {k: v for k, v in kept.items() if k.startswith("params/")})  # fmt: skip
-    fa.export_hf(directory / "hf", other, dtype="bf16")
+    fa.interchange.export_hf(directory / "hf", other, dtype="bf16")
     exported = load_file(directory / "hf" / "model.safetensors")
     bad = [
         name
@@ -257,7 +257,7 @@ def foreign(stage: int, name: str, options: dict[str, Any]) -> tuple[list[float]
     """Losses with an optimizer of torch on DeepSpeed and under ddp; what was said where it is refused."""
 
     def losses(strategy: Any) -> list[float]:
-        optimizer = fa.from_torch(getattr(torch.optim, name), lr=1e-2, **options)
+        optimizer = fa.optim.from_torch(getattr(torch.optim, name), lr=1e-2, **options)
         train_step = fa.train_step(loss_fn, model=fa.distribute(Net, strategy), optimizer=optimizer)
         try:
             state = train_step.init(seed=0)

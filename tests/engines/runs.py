@@ -96,14 +96,14 @@ SETUPS = {
     "tied": lambda: (loss_fn, None, Tied, {}),
     "frozen": lambda: (loss_fn, fa.adamw(0.05), Net, {"frozen": ("blocks.0.*", "inp.bias")}),
     "fp16": lambda: (
-        fa.clip_norm(fa.with_precision(loss_fn, fa.Precision(compute="fp16", init_scale=64.0)), 1.0),
+        fa.clip_norm(fa.with_precision(loss_fn, fa.transforms.Precision(compute="fp16", init_scale=64.0)), 1.0),
         None, Net, {},
     ),
-    "nadam": lambda: (loss_fn, fa.from_torch(torch.optim.NAdam, lr=0.05), Net, {}),
+    "nadam": lambda: (loss_fn, fa.optim.from_torch(torch.optim.NAdam, lr=0.05), Net, {}),
     "adafactor": lambda: (loss_fn, fa.optim.adafactor(0.05), Net, {}),
     "skipped": lambda: (fa.accumulate(loss_fn, 2), None, Skipping, {}),
     "sharded_adafactor": lambda: (
-        loss_fn, fa.from_torch(torch.optim.Adafactor, lr=0.05, whole=False), Net, {}
+        loss_fn, fa.optim.from_torch(torch.optim.Adafactor, lr=0.05, whole=False), Net, {}
     ),
     "module": lambda: (loss_fn, None, _module_of_this_rank(), {}),
     "noise": lambda: (_noise(loss_fn), None, Net, {}),

@@ -23,7 +23,7 @@ ROWS = [
     (1, "local", GPT, {"precision": "bf16", "accumulate": 3}),
     (1, "local", Perceptron, {}),
     (1, "local", Llama, {"precision": "bf16", "remat": True}),
-    (1, "local", GPT2, {"precision": fa.Precision(param="bf16", compute="bf16")}),
+    (1, "local", GPT2, {"precision": fa.transforms.Precision(param="bf16", compute="bf16")}),
     (1, "fsdp", GPT, {}),
     (2, "ddp", GPT, {}),
     (2, "ddp", Llama, {"precision": "bf16", "remat": True}),
@@ -75,7 +75,7 @@ OPTIONS = [
     (1, "local", fa.remat(loss_fn, save="matmuls"), fa.adamw(1e-3)),
     (1, "local", loss_fn, fa.optim.adafactor(1e-3)),
     (1, "local", loss_fn, fa.optim.adamw8bit(1e-3)),
-    (2, "fsdp", loss_fn, fa.from_torch(torch.optim.RMSprop, lr=1e-3)),
+    (2, "fsdp", loss_fn, fa.optim.from_torch(torch.optim.RMSprop, lr=1e-3)),
     (2, "fsdp", fa.accumulate(fa.with_precision(loss_fn, "bf16"), 2), fa.adamw(1e-3)),
     (2, "fsdp", fa.accumulate(loss_fn, 2, sync="each"), fa.adamw(1e-3)),
     (2, fa.fsdp(units=None), loss_fn, fa.adamw(1e-3)),
@@ -215,7 +215,7 @@ def test_tables_that_libraries_keep_have_their_values():
     fa.estimate.training(
         loss_fn,
         model=fa.distribute(Perceptron, "local"),
-        optimizer=fa.from_torch(FromTable, lr=0.1),
+        optimizer=fa.optim.from_torch(FromTable, lr=0.1),
         batch=tokens_of("meta"),
     )
     assert table() == (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -89,7 +89,7 @@ def test_checkpoints_go_both_ways(pools, tmp_path, strategy, ranks):
 
 
 @pytest.mark.parametrize("make", [
-    lambda: fa.adamw(0.05), lambda: fa.from_torch(torch.optim.NAdam, lr=0.05), lambda: fa.optim.adafactor(0.05),
+    lambda: fa.adamw(0.05), lambda: fa.optim.from_torch(torch.optim.NAdam, lr=0.05), lambda: fa.optim.adafactor(0.05),
 ], ids=["adamw", "nadam", "adafactor"])  # fmt: skip
 @pytest.mark.parametrize("other", ["fsdp(3)", "ddp(2) * extending_page:copies(2)"])
 def test_slots_beside_copies_go_to_any_layout(pools, tmp_path, make, other):

@@ -188,7 +188,12 @@ def axes():
         optimizer=fa.sgd(0.1),
     ).mesh
     loss, batch = mesh["loss"], mesh["batch"]
-    return current().rank, (loss.size, loss.rank), (batch.size, batch.rank), fa.gather_objects(1, over=batch)
+    return (
+        current().rank,
+        (loss.size, loss.rank),
+        (batch.size, batch.rank),
+        fa.collectives.gather_objects(1, over=batch),
+    )
 
 
 def test_the_derived_axes(pools):

@@ -158,7 +158,7 @@ def test_fsdp_shards_the_units_of_the_whole_model(pools, kind):
 
 def trained(strategy, compiled, parts):
     """Parameters after some steps with a frozen block and rates by size, and the names that were trained."""
-    optimizer = fa.optimizer_groups([
+    optimizer = fa.optim.optimizer_groups([
         (lambda name, p: p.numel() >= 30, fa.sgd(0.3)), ("out.*", fa.sgd(0.2)), ("*", fa.sgd(0.1)),
     ])  # fmt: skip
     step = fa.clip_norm(loss_fn, 0.5)

@@ -78,7 +78,7 @@ def moments_of(net, optimizer):
 
 def adopted(layout, path, options):
     step = make(layout, transform=lambda s: s)
-    state = fa.adopt(path, like=step.init(seed=4), **options)
+    state = fa.interchange.adopt(path, like=step.init(seed=4), **options)
     before = gathered(state)
     return before, gathered(train(step, state, 3, 2))
 
@@ -119,10 +119,10 @@ def refused(path, words, **options):
     state = step.init()
     kept = gathered(state)
     with pytest.raises((TreeMismatchError, CheckpointError), match=words) as raised:
-        fa.adopt(path, like=state)
+        fa.interchange.adopt(path, like=state)
     assert 'skip="opt/*"' in raised.value.fix
     assert unequal(gathered(state), kept) == []
-    state = fa.adopt(path, like=state, skip="opt/*")
+    state = fa.interchange.adopt(path, like=state, skip="opt/*")
     train(step, state, 0, 1)
 
 
@@ -149,7 +149,7 @@ def test_moments_that_do_not_fit(world, tmp_path):
     refused(tmp_path / "state", "counts 3 updates of .* up to 4")
     torch.save({"a": 1}, tmp_path / "state" / "optimizer.bin")
     with pytest.raises(CheckpointError, match="no state of a torch optimizer"):
-        fa.adopt(tmp_path / "state", like=make("local()").init())
+        fa.interchange.adopt(tmp_path / "state", like=make("local()").init())
 
 
 def test_momentum(world, tmp_path):
@@ -161,7 +161,7 @@ def test_momentum(world, tmp_path):
     moments = moments_of(net, optimizer)
     assert moments
     step = make("local()", optimizer=fa.sgd(0.1, momentum=0.9))
-    state = fa.adopt(tmp_path / "state", like=step.init())
+    state = fa.interchange.adopt(tmp_path / "state", like=step.init())
     found = gathered(state)
     assert unequal({p: x for p, x in found.items() if p in moments}, moments) == []
     assert state.updates == 0  # SGD counts nothing
@@ -172,9 +172,9 @@ def test_several_models(world, tmp_path):
     _, second = accelerator.prepare(nn.Linear(2, 1), nn.Linear(3, 1))
     accelerator.save_state(tmp_path / "state")
     with pytest.raises(CheckpointError, match="several models"):
-        fa.adopt(tmp_path / "state", like=make("local()").init())
+        fa.interchange.adopt(tmp_path / "state", like=make("local()").init())
     like = {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}
-    found = fa.adopt(tmp_path / "state" / "model_1.safetensors", like=like)
+    found = fa.interchange.adopt(tmp_path / "state" / "model_1.safetensors", like=like)
     assert torch.equal(found["weight"], second.weight)
 
 
@@ -217,7 +217,7 @@ def test_shards_of_fsdp(pools, tmp_path, flat):
             assert unequal({p: x for p, x in before.items() if p in moments}, moments) == []
             assert before["updates"] == 3
     with fa.start(device="cpu"), pytest.raises(CheckpointError, match="is a pickle") as raised:
-        fa.adopt(tmp_path / "state", like=make("local()").init())
+        fa.interchange.adopt(tmp_path / "state", like=make("local()").init())
     assert "trust_pickle=True" in raised.value.fix
 
 
@@ -231,7 +231,7 @@ def test_the_whole_state_of_fsdp(world, tmp_path):
     advance(net, optimizer, 0, 3)
     torch.save(net.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
     torch.save(get_optimizer_state_dict(net, optimizer), tmp_path / "optimizer.bin")
-    found = gathered(fa.adopt(tmp_path, like=make("local()").init()))
+    found = gathered(fa.interchange.adopt(tmp_path, like=make("local()").init()))
     moments = moments_of(net, optimizer)
     assert unequal(weights(found), state_of(net)) == []
     assert unequal({p: x for p, x in found.items() if p in moments}, moments) == []

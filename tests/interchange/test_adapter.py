@@ -47,7 +47,7 @@ def trained(factory, layout, updates=2, transform=lambda step: step):
 
 def exported(name, layout, directory):
     step, state = trained(lambda: adapted(name), layout)
-    fa.export_adapter(directory, state)
+    fa.interchange.export_adapter(directory, state)
     return step.look(state, logits, IDS)
 
 
@@ -82,7 +82,7 @@ def test_an_adapter_of_transformers(tmp_path):
 
     with fa.start(device="cpu"):
         step, state = trained(factory, "local()")
-        fa.export_adapter(tmp_path / "adapter", state)
+        fa.interchange.export_adapter(tmp_path / "adapter", state)
         wanted = step.look(state, logits, IDS)
     model = peft.PeftModel.from_pretrained(base("gpt2"), tmp_path / "adapter")
     torch.testing.assert_close(logits(model, IDS), wanted, rtol=0, atol=1e-6)
@@ -96,11 +96,11 @@ def test_one_of_several_averages_and_dtypes(tmp_path):
 
     with fa.start(device="cpu"):
         _, state = trained(factory, "local()", transform=lambda step: fa.with_ema(step, 0.5))
-        fa.export_adapter(tmp_path / "second", state, adapter="second", dtype="bf16")
-        fa.export_adapter(tmp_path / "ema", state, ema=True)
-        fa.export_adapter(tmp_path / "plain", state)
+        fa.interchange.export_adapter(tmp_path / "second", state, adapter="second", dtype="bf16")
+        fa.interchange.export_adapter(tmp_path / "ema", state, ema=True)
+        fa.interchange.export_adapter(tmp_path / "plain", state)
         with pytest.raises(ArgumentError, match="no adapter is called 'third'"):
-            fa.export_adapter(tmp_path / "third", state, adapter="third")
+            fa.interchange.export_adapter(tmp_path / "third", state, adapter="third")
     second, ema, plain = (
         load_file(tmp_path / name / "adapter_model.safetensors") for name in ("second", "ema", "plain")
     )
@@ -113,21 +113,21 @@ def test_one_of_several_averages_and_dtypes(tmp_path):
 def test_what_is_no_adapter(tmp_path):
     with fa.start(device="cpu"):
         with pytest.raises(ArgumentError, match="a Net, which has no adapter"):
-            fa.export_adapter(tmp_path / "a", make("local()").init())
+            fa.interchange.export_adapter(tmp_path / "a", make("local()").init())
         step, state = trained(lambda: adapted("gpt2"), "local()", 1)
         with pytest.raises(ArgumentError, match="not the live state"):
-            fa.export_adapter(tmp_path / "a", fa.snapshot(state))
+            fa.interchange.export_adapter(tmp_path / "a", fa.snapshot(state))
         with pytest.raises(ArgumentError, match="state is a ReadOnlyDict"):
-            fa.export_adapter(tmp_path / "a", state.params)
+            fa.interchange.export_adapter(tmp_path / "a", state.params)
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "notes.txt").write_text("mine")
         with pytest.raises(CheckpointError, match="is not empty"):
-            fa.export_adapter(tmp_path / "full", state)
-        fa.export_adapter(tmp_path / "full", state, overwrite=True)
+            fa.interchange.export_adapter(tmp_path / "full", state)
+        fa.interchange.export_adapter(tmp_path / "full", state, overwrite=True)
         assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
         step(state, IDS)
         with pytest.raises(StaleStateError):
-            fa.export_adapter(tmp_path / "a", state)
+            fa.interchange.export_adapter(tmp_path / "a", state)
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
@@ -141,5 +141,5 @@ def test_values_that_are_computed(tmp_path):
     with fa.start(device="cpu"):
         step = fa.train_step(loss, model=fa.distribute(factory, "local"), optimizer=fa.adamw(1e-2))
         with pytest.raises(ArgumentError, match=r"PREFIX_TUNING.* no parameters of the model"):
-            fa.export_adapter(tmp_path / "a", step.init(seed=1))
+            fa.interchange.export_adapter(tmp_path / "a", step.init(seed=1))
     assert not any(tmp_path.iterdir())

@@ -42,7 +42,7 @@ def by_name(leaves):
 def into(layout, path, options):
     step = make(layout)
     state = step.init(seed=4)
-    adopted = fa.adopt(path, like=state, **options)
+    adopted = fa.interchange.adopt(path, like=state, **options)
     found = gathered(adopted)
     train(step, adopted, 0, 1)
     return found
@@ -79,7 +79,7 @@ def test_any_layout_takes_any_file(pools, tmp_path, layout):
 
 def copied(name, layout, source):
     step, state = trained(name, layout, updates=0)
-    state = fa.adopt(source, like=state)
+    state = fa.interchange.adopt(source, like=state)
     return step.look(state, logits, IDS)
 
 
@@ -127,7 +127,7 @@ def test_tied_names_and_buffers_that_are_not_saved(world, tmp_path):
     for number, names in enumerate((["inner.weight"], ["head.weight"], ["inner.weight", "head.weight"])):
         file = tmp_path / f"{number}.safetensors"
         save_file({"scale": scale} | {name: weight.clone() for name in names}, file)
-        state = fa.adopt(file, like=state)
+        state = fa.interchange.adopt(file, like=state)
         assert torch.equal(state.params["inner.weight"], weight)
         assert torch.equal(state.buffers["scale"], scale)
         assert torch.equal(state.buffers["mask"], torch.ones(2))
@@ -135,11 +135,11 @@ def test_tied_names_and_buffers_that_are_not_saved(world, tmp_path):
         two = {"inner.weight": weight, "head.weight": other, "scale": scale}
         save_file(two, tmp_path / "two.safetensors")
         with pytest.raises(TreeMismatchError, match=r"params/inner\.weight: "):
-            fa.adopt(tmp_path / "two.safetensors", like=state)
+            fa.interchange.adopt(tmp_path / "two.safetensors", like=state)
     save_file({"inner.weight": weight}, tmp_path / "3.safetensors")
     with pytest.raises(TreeMismatchError, match=r"buffers/scale: only in like \(float32 \[2\]\)"):
-        fa.adopt(tmp_path / "3.safetensors", like=state)
-    state = fa.adopt(tmp_path / "3.safetensors", like=state, skip="buffers")
+        fa.interchange.adopt(tmp_path / "3.safetensors", like=state)
+    state = fa.interchange.adopt(tmp_path / "3.safetensors", like=state, skip="buffers")
 
 
 def test_every_mismatch_is_listed_and_nothing_changes(world, tmp_path):
@@ -152,7 +152,7 @@ def test_every_mismatch_is_listed_and_nothing_changes(world, tmp_path):
     state = step.init(seed=4)
     kept = gathered(state)
     with pytest.raises(TreeMismatchError) as raised:
-        fa.adopt(tmp_path / "other.safetensors", like=state)
+        fa.interchange.adopt(tmp_path / "other.safetensors", like=state)
     said = raised.value.what
     for line in (
         "params/first.weight: float32 [6, 7] in the source, float32 [5, 7] in like",
@@ -171,7 +171,7 @@ def fails(path):
     step = make("fsdp()")
     state = step.init(seed=4)
     with pytest.raises(fa.errors.FnaccelError) as raised:
-        fa.adopt(path, like=state)
+        fa.interchange.adopt(path, like=state)
     train(step, state, 0, 1)
     return raised.value.what
 
@@ -186,7 +186,7 @@ def test_patterns_and_names(world, tmp_path):
     changed = {name.replace("blocks.", "layers/").replace("line", "linear"): x for name, x in wanted.items()}
     save_file(changed, tmp_path / "a.safetensors")
     step = make("local()")
-    state = fa.adopt(
+    state = fa.interchange.adopt(
         tmp_path / "a.safetensors",
         like=step.init(seed=4),
         rename={"layers/": "blocks.", "linear": "line"},
@@ -196,12 +196,12 @@ def test_patterns_and_names(world, tmp_path):
     assert set(unequal(found, wanted)) == {"last.weight", "last.bias"}
     before = gathered(state)
     torch.save({"last.bias": torch.full((1,), 9.0)}, tmp_path / "b.pt")
-    state = fa.adopt(tmp_path / "b.pt", like=state, only="params/last.bias")
+    state = fa.interchange.adopt(tmp_path / "b.pt", like=state, only="params/last.bias")
     assert unequal(gathered(state), before) == ["params/last.bias"]
     with pytest.raises(ArgumentError, match="matches no path"):
-        fa.adopt(tmp_path / "b.pt", like=state, only="params/lost")
+        fa.interchange.adopt(tmp_path / "b.pt", like=state, only="params/lost")
     with pytest.raises(ArgumentError, match="both params/x"):
-        fa.adopt(tmp_path / "a.safetensors", like=state, rename=lambda path: "params/x")
+        fa.interchange.adopt(tmp_path / "a.safetensors", like=state, rename=lambda path: "params/x")
 
 
 def test_dtypes_are_converted(world, tmp_path):
@@ -210,7 +210,7 @@ def test_dtypes_are_converted(world, tmp_path):
         {name: x.bfloat16() if x.is_floating_point() else x for name, x in wanted.items()},
         tmp_path / "a.safetensors",
     )
-    state = fa.adopt(tmp_path / "a.safetensors", like=make("local()").init())
+    state = fa.interchange.adopt(tmp_path / "a.safetensors", like=make("local()").init())
     assert state.params["first.weight"].dtype == torch.float32
     assert torch.equal(state.params["first.weight"], wanted["first.weight"].bfloat16().float())
 
@@ -219,11 +219,11 @@ def test_values_that_would_be_cut_off(world, tmp_path):
     save_file({"a": torch.tensor([500.0, -2.0]), "b": torch.tensor([1e5])}, tmp_path / "a.safetensors")
     like = {"a": torch.zeros(2, dtype=torch.float8_e4m3fn), "b": torch.zeros(1, dtype=torch.float16)}
     with pytest.raises(TreeMismatchError) as raised:
-        fa.adopt(tmp_path / "a.safetensors", like=like)
+        fa.interchange.adopt(tmp_path / "a.safetensors", like=like)
     assert "params/a: holds 500, and float8_e4m3fn ends at 448" in str(raised.value)
     assert "params/b: holds 100000, and float16 ends at 65504" in str(raised.value)
     wide = {"a": torch.zeros(2, dtype=torch.float16), "b": torch.zeros(1, dtype=torch.bfloat16)}
-    assert fa.adopt(tmp_path / "a.safetensors", like=wide)["a"].tolist() == [500.0, -2.0]
+    assert fa.interchange.adopt(tmp_path / "a.safetensors", like=wide)["a"].tolist() == [500.0, -2.0]
 
 
 def test_other_trees(world, tmp_path):
@@ -232,20 +232,20 @@ def test_other_trees(world, tmp_path):
     step = make("local()")
     state = step.init(seed=4)
     kept = gathered(state)
-    params = fa.adopt(tmp_path / "a.safetensors", like=state.params, skip="*.norm.*")
+    params = fa.interchange.adopt(tmp_path / "a.safetensors", like=state.params, skip="*.norm.*")
     assert torch.equal(params["first.weight"], wanted["first.weight"])
     tree = {"params": state.params, "buffers": state.buffers, "note": "mine"}
-    found = fa.adopt(tmp_path / "a.safetensors", like=tree)
+    found = fa.interchange.adopt(tmp_path / "a.safetensors", like=tree)
     assert found["note"] == "mine"
     assert unequal(by_name(gathered(found)), wanted) == []
-    copy = fa.adopt(tmp_path / "a.safetensors", like=fa.snapshot(state))
+    copy = fa.interchange.adopt(tmp_path / "a.safetensors", like=fa.snapshot(state))
     assert unequal(gathered(state), kept) == []
     state = step.adopt(copy)
     assert unequal(by_name(gathered(state)), wanted) == []
     with pytest.raises(ArgumentError, match="like= is a list"):
-        fa.adopt(tmp_path / "a.safetensors", like=[1])
+        fa.interchange.adopt(tmp_path / "a.safetensors", like=[1])
     with pytest.raises(ArgumentError, match="params/a in like= is a list"):
-        fa.adopt(tmp_path / "a.safetensors", like={"a": [1]})
+        fa.interchange.adopt(tmp_path / "a.safetensors", like={"a": [1]})
 
 
 def test_several_models(world, tmp_path):
@@ -258,19 +258,19 @@ def test_several_models(world, tmp_path):
     weights = {"weight": torch.randn(3, 2), "bias": torch.randn(3)}
     save_file(weights, tmp_path / "b.safetensors")
     kept = state.params["a"]["weight"].detach().clone()
-    state = fa.adopt(
+    state = fa.interchange.adopt(
         tmp_path / "b.safetensors", like=state, rename={"^params/": "params/b/"}, skip="params/a"
     )
     assert torch.equal(state.params["b"]["weight"], weights["weight"])
     assert torch.equal(state.params["a"]["weight"], kept)
     fa.save(tmp_path / "own", state)
-    again = fa.adopt(tmp_path / "own", like=fa.snapshot(state))
+    again = fa.interchange.adopt(tmp_path / "own", like=fa.snapshot(state))
     assert torch.equal(again.params["b"]["bias"], weights["bias"])
     # other tools have names only, in which "/" may lead into a dict; also where they were converted
     save_file({f"b/{name}": x + 1 for name, x in weights.items()}, tmp_path / "c.safetensors")
     fa.save(tmp_path / "flat", {"params": {f"b/{name}": x + 1 for name, x in weights.items()}})
     for source in ("c.safetensors", "flat"):
-        again = fa.adopt(tmp_path / source, like=fa.snapshot(state), skip=["params/a", "buffers"])
+        again = fa.interchange.adopt(tmp_path / source, like=fa.snapshot(state), skip=["params/a", "buffers"])
         assert torch.equal(again.params["b"]["bias"], weights["bias"] + 1)
 
 
@@ -281,7 +281,7 @@ def moved(layout, directory, write):
         state = train(step, state, 0, 3)
         fa.save(directory, state)
     else:
-        state = fa.adopt(directory, like=state)
+        state = fa.interchange.adopt(directory, like=state)
     return gathered(state)
 
 
@@ -296,7 +296,8 @@ def test_our_own_checkpoints(pools, tmp_path):
     with fa.start(device="cpu"):
         fa.save(tmp_path / "plain", torch_own)
         assert torch.equal(
-            fa.adopt(tmp_path / "plain", like={"a": torch.zeros(3)}, only="params/a")["a"], torch_own["a"]
+            fa.interchange.adopt(tmp_path / "plain", like={"a": torch.zeros(3)}, only="params/a")["a"],
+            torch_own["a"],
         )
 
 
@@ -305,8 +306,8 @@ def partly(path):
     state = step.init()
     for skip in ("params/last.bias", "ema"):
         with pytest.raises(CapabilityError, match="not all of them are restored"):
-            fa.adopt(path, like=state, skip=[skip, f"{skip.replace('params', 'ema')}*"])
-    train(step, fa.adopt(path, like=state), 0, 1)
+            fa.interchange.adopt(path, like=state, skip=[skip, f"{skip.replace('params', 'ema')}*"])
+    train(step, fa.interchange.adopt(path, like=state), 0, 1)
 
 
 def test_a_model_without_values_takes_all_of_them(pools, tmp_path):
@@ -318,7 +319,7 @@ def test_a_donated_like(world, tmp_path):
     save_file(net_state(), tmp_path / "a.safetensors")
     step = make("local()")
     state = step.init()
-    following = fa.adopt(tmp_path / "a.safetensors", like=state)
+    following = fa.interchange.adopt(tmp_path / "a.safetensors", like=state)
     with pytest.raises(StaleStateError):
-        fa.adopt(tmp_path / "a.safetensors", like=state)
+        fa.interchange.adopt(tmp_path / "a.safetensors", like=state)
     train(step, following, 0, 1)

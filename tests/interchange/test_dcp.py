@@ -39,7 +39,7 @@ def shards(directory, nested):
 
 
 def into(layout, path, options):
-    return gathered(fa.adopt(path, like=make(layout).init(seed=4), **options))
+    return gathered(fa.interchange.adopt(path, like=make(layout).init(seed=4), **options))
 
 
 @pytest.mark.parametrize("nested", ["flat", "model", "app"])
@@ -72,13 +72,13 @@ def test_damage(tmp_path):
     dcp.save({"a": torch.ones(1000), "b": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     like = {"a": torch.zeros(1000), "b": torch.zeros(3)}
     with fa.start(device="cpu"):
-        found = fa.adopt(tmp_path / "dcp", like=like, trust_pickle=True)
+        found = fa.interchange.adopt(tmp_path / "dcp", like=like, trust_pickle=True)
         assert found["a"].all()
         [file] = (tmp_path / "dcp").glob("*.distcp")
         file.write_bytes(file.read_bytes()[:100])
         with pytest.raises(CheckpointError, match="can't be read"):
-            fa.adopt(tmp_path / "dcp", like=like, trust_pickle=True)
+            fa.interchange.adopt(tmp_path / "dcp", like=like, trust_pickle=True)
         (tmp_path / "dcp" / ".metadata").write_bytes(b"")
         with pytest.raises(CheckpointError, match=r"\.metadata can't be read"):
-            fa.adopt(tmp_path / "dcp", like=like, trust_pickle=True)
+            fa.interchange.adopt(tmp_path / "dcp", like=like, trust_pickle=True)
     assert not like["a"].any()

@@ -34,7 +34,7 @@ def loss(model, batch):
 
 def adopted(layout, path, factory=net):
     step = fa.train_step(loss, model=fa.distribute(factory, layout), optimizer=fa.adamw(1e-2))
-    return gathered(fa.adopt(path, like=step.init(seed=4), trust_pickle=True))
+    return gathered(fa.interchange.adopt(path, like=step.init(seed=4), trust_pickle=True))
 
 
 @pytest.mark.long
@@ -67,7 +67,7 @@ def test_what_two_ranks_of_zero_saved(tmp_path, stage, precision):
                 here.double(), value.double(), atol=1e-6 if precision == "fp32" else 1e-2
             ), name
         with pytest.raises(CheckpointError, match="pickles of its own classes"):
-            fa.adopt(tmp_path / "ds", like={"a": torch.zeros(1)})
+            fa.interchange.adopt(tmp_path / "ds", like={"a": torch.zeros(1)})
 
 
 class Gathered:

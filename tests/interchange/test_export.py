@@ -31,7 +31,7 @@ def loaded(directory):
 
 def exported(name, layout, directory, options):
     step, state = trained(name, layout)
-    fa.export_hf(directory, state, **options)
+    fa.interchange.export_hf(directory, state, **options)
     return step.look(state, logits, IDS)
 
 
@@ -58,11 +58,11 @@ def test_transformers_loads_it(pools, tmp_path, name, layout):
 def whole(layout, directory):
     step = make(layout)
     state = train(step, step.init(seed=3), 0, 2)
-    fa.export_hf(directory / "params", state)
-    fa.export_hf(directory / "ema", state, ema=True, dtype="bf16")
+    fa.interchange.export_hf(directory / "params", state)
+    fa.interchange.export_hf(directory / "ema", state, ema=True, dtype="bf16")
     fa.save(directory / "own", state)
     # a snapshot has no module to say which buffers are saved
-    fa.export_hf(directory / "snapshot", fa.snapshot(state))
+    fa.interchange.export_hf(directory / "snapshot", fa.snapshot(state))
     return gathered({"params": state.params, "buffers": state.buffers, "ema": state.ema})
 
 
@@ -83,7 +83,7 @@ def test_every_layout_writes_the_same(pools, tmp_path, layout):
     # and what is read from the checkpoint is the same, without any world
     for options in ({}, {"ema": True, "dtype": torch.bfloat16}):
         name = "ema" if options else "params"
-        fa.export_hf(tmp_path / f"{name}-from", tmp_path / "own", **options)
+        fa.interchange.export_hf(tmp_path / f"{name}-from", tmp_path / "own", **options)
         again = loaded(tmp_path / f"{name}-from")
         assert again.keys() == loaded(tmp_path / name).keys()
         assert all(torch.equal(value, again[key]) for key, value in loaded(tmp_path / name).items())
@@ -110,7 +110,7 @@ def full(layout, directory, kind):
             safetensors.write_file = refuse
     try:
         with pytest.raises(CheckpointError) as raised:
-            fa.export_hf(directory, state, max_shard_size=300)
+            fa.interchange.export_hf(directory, state, max_shard_size=300)
     finally:
         durable.write, safetensors.write_file = write, begin
     train(step, state, 0, 1)  # nobody is left waiting
@@ -142,9 +142,9 @@ def world():
 def test_overwriting_keeps_what_is_no_weight(world, tmp_path):
     target = tmp_path / "out"
     state = make("local()").init()
-    fa.export_hf(target, state, max_shard_size=300)
+    fa.interchange.export_hf(target, state, max_shard_size=300)
     (target / "tokenizer.json").write_text("{}")
-    fa.export_hf(target, state, overwrite=True, config={"model_type": "mine"})
+    fa.interchange.export_hf(target, state, overwrite=True, config={"model_type": "mine"})
     assert sorted(path.name for path in target.iterdir()) == [
         "config.json",
         "model.safetensors",
@@ -152,13 +152,13 @@ def test_overwriting_keeps_what_is_no_weight(world, tmp_path):
     ]
     (target / "inner").mkdir()
     with pytest.raises(CheckpointError, match="holds directories"):
-        fa.export_hf(target, state, overwrite=True)
+        fa.interchange.export_hf(target, state, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_names(world, tmp_path):
     state = make("local()").init()
-    fa.export_hf(
+    fa.interchange.export_hf(
         tmp_path / "out",
         state,
         only="blocks.*",
@@ -178,18 +178,18 @@ def test_names(world, tmp_path):
         "json": ({"config": {"a": torch.ones(1)}}, "no JSON"),
     }.values():
         with pytest.raises(ArgumentError, match=words):
-            fa.export_hf(tmp_path / "no", state, **options)
+            fa.interchange.export_hf(tmp_path / "no", state, **options)
     with pytest.raises(UnknownNameError, match="bf61"):
-        fa.export_hf(tmp_path / "no", state, dtype="bf61")
+        fa.interchange.export_hf(tmp_path / "no", state, dtype="bf61")
     with pytest.raises(ArgumentError, match="no averages"):
-        fa.export_hf(tmp_path / "no", make("local()", transform=lambda s: s).init(), ema=True)
+        fa.interchange.export_hf(tmp_path / "no", make("local()", transform=lambda s: s).init(), ema=True)
     with pytest.raises(ArgumentError, match="source is a dict"):
-        fa.export_hf(tmp_path / "no", {})
+        fa.interchange.export_hf(tmp_path / "no", {})
     step = make("local()")
     old = step.init()
     train(step, old, 0, 1)
     with pytest.raises(StaleStateError):
-        fa.export_hf(tmp_path / "no", old)
+        fa.interchange.export_hf(tmp_path / "no", old)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -202,17 +202,17 @@ def test_several_models(world, tmp_path):
     state = step.init()
     fa.save(tmp_path / "own", state)
     for number, source in enumerate((state, tmp_path / "own")):
-        fa.export_hf(tmp_path / str(number), source, model="b")
+        fa.interchange.export_hf(tmp_path / str(number), source, model="b")
         assert loaded(tmp_path / str(number))["weight"].shape == (3, 2)
         with pytest.raises(ArgumentError, match="there are 2 models"):
-            fa.export_hf(tmp_path / "no", source)
+            fa.interchange.export_hf(tmp_path / "no", source)
     with pytest.raises(ArgumentError, match="no model is called 'c'"):
-        fa.export_hf(tmp_path / "no", state, model="c")
+        fa.interchange.export_hf(tmp_path / "no", state, model="c")
 
 
 def test_no_such_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="there is nothing at"):
-        fa.export_hf(tmp_path / "out", tmp_path / "none")
+        fa.interchange.export_hf(tmp_path / "out", tmp_path / "none")
 
 
 def test_a_checkpoint_that_is_damaged_leaves_nothing(tmp_path):
@@ -228,7 +228,7 @@ def test_a_checkpoint_that_is_damaged_leaves_nothing(tmp_path):
         manifest["files"][shard.name]["size"] = shard.stat().st_size
         (path / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(CheckpointError, match=r"otherwise than was said|can't be read"):
-            fa.export_hf(tmp_path / "out", tmp_path / "own")
+            fa.interchange.export_hf(tmp_path / "out", tmp_path / "own")
     assert [one.name for one in tmp_path.iterdir()] == ["own"]
 
 
@@ -241,7 +241,7 @@ def test_sizes(text, count):
 
 
 def from_path(directory):
-    return fa.export_hf(directory / "out", directory / "own")
+    return fa.interchange.export_hf(directory / "out", directory / "own")
 
 
 def test_ranks_that_export_a_checkpoint_write_it_once(pools, tmp_path):
@@ -259,7 +259,7 @@ def test_values_are_aligned(tmp_path):
     }
     with fa.start(device="cpu"):
         fa.save(tmp_path / "own", {"params": tensors})
-    fa.export_hf(tmp_path / "out", tmp_path / "own")
+    fa.interchange.export_hf(tmp_path / "out", tmp_path / "own")
     data = (tmp_path / "out" / "model.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     entries = json.loads(data[8 : 8 + length])
@@ -284,7 +284,7 @@ def test_buffers_that_a_module_does_not_save_are_left_out_from_disk_too(world, t
     state = of(Tied).init(seed=0)
     fa.save(tmp_path / "run", state)
     for source in (state, tmp_path / "run"):
-        fa.export_hf(tmp_path / "hf", source, overwrite=True)
+        fa.interchange.export_hf(tmp_path / "hf", source, overwrite=True)
         assert sorted(load_file(tmp_path / "hf" / "model.safetensors")) == ["inner.weight", "scale"]
 
 
@@ -294,8 +294,10 @@ def test_torch_files_on_request(tmp_path, most):
     with fa.start():
         train_step = program()
         state = train_step.init(seed=0)
-        fa.export_hf(tmp_path / "a", state)
-        path = fa.export_hf(tmp_path / "a", state, max_shard_size=most, safetensors=False, overwrite=True)
+        fa.interchange.export_hf(tmp_path / "a", state)
+        path = fa.interchange.export_hf(
+            tmp_path / "a", state, max_shard_size=most, safetensors=False, overwrite=True
+        )
         expected = whole_params(state)
     files = sorted(file.name for file in path.iterdir())
     if most == "5GB":

@@ -44,9 +44,9 @@ def test_a_pickle_that_runs_code_is_not_run(world, tmp_path):
     torch.save({"state": Bomb(tmp_path / "executed"), "param_groups": []}, accelerate / "optimizer.bin")
     for name in ("a.bin", "b.bin", "accelerate"):
         with pytest.raises(CheckpointError, match=r"could run any code|no whole file"):
-            fa.adopt(tmp_path / name, like=state)
+            fa.interchange.adopt(tmp_path / name, like=state)
         with pytest.raises(CheckpointError):
-            fa.adopt(tmp_path / name, like=state, trust_pickle=True)
+            fa.interchange.adopt(tmp_path / name, like=state, trust_pickle=True)
     assert not (tmp_path / "executed").exists()
     train_again = make("local()")
     train(train_again, train_again.init(), 0, 1)
@@ -78,7 +78,7 @@ def test_damaged_files(world, tmp_path):
     for name, data in cases.items():
         (tmp_path / name).write_bytes(data)
         with pytest.raises(CheckpointError):
-            fa.adopt(tmp_path / name, like=state)
+            fa.interchange.adopt(tmp_path / name, like=state)
     assert state.step == 0
 
 
@@ -98,7 +98,7 @@ def test_hostile_indices(world, tmp_path):
         }.items():
             (inner / name).write_text(text)
             with pytest.raises(CheckpointError, match=words):
-                fa.adopt(inner, like=state)
+                fa.interchange.adopt(inner, like=state)
         (inner / name).unlink()
 
 
@@ -106,24 +106,24 @@ def test_what_is_no_checkpoint(world, tmp_path):
     state = make("local()").init()
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(CheckpointError, match=r"known format \(accelerate, dcp.*found: notes.txt"):
-        fa.adopt(tmp_path, like=state)
+        fa.interchange.adopt(tmp_path, like=state)
     with pytest.raises(CheckpointError, match="no checkpoint of a known format"):
-        fa.adopt(tmp_path / "notes.txt", like=state)
+        fa.interchange.adopt(tmp_path / "notes.txt", like=state)
     for form in (None, "torch"):
         with pytest.raises(CheckpointError, match="there is nothing at"):
-            fa.adopt(tmp_path / "lost", like=state, format=form)
+            fa.interchange.adopt(tmp_path / "lost", like=state, format=form)
     with pytest.raises(UnknownNameError, match="safetensor'"):
-        fa.adopt(tmp_path, like=state, format="safetensor")
+        fa.interchange.adopt(tmp_path, like=state, format="safetensor")
     torch.save({"epoch": 3}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="holds no state dict"):
-        fa.adopt(tmp_path / "a.pt", like=state)
+        fa.interchange.adopt(tmp_path / "a.pt", like=state)
     torch.save({"a": torch.ones(2), "b": 3}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"b in a\.pt is a int"):
-        fa.adopt(tmp_path / "a.pt", like=state)
+        fa.interchange.adopt(tmp_path / "a.pt", like=state)
     for name in "ab":
         save_file({"x": torch.ones(2)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(CheckpointError, match="and in another file"):
-        fa.adopt(tmp_path, like=state, format="safetensors")
+        fa.interchange.adopt(tmp_path, like=state, format="safetensors")
 
 
 def damage(directory, kind):
@@ -158,7 +158,7 @@ def adopts_damage(layout, path):
     state = step.init(seed=3)
     before = gathered(state)
     with pytest.raises(CheckpointError, match=r"not those that were written|otherwise than|can't be read"):
-        fa.adopt(path, like=state, trust_pickle=True)
+        fa.interchange.adopt(path, like=state, trust_pickle=True)
     same = unequal(gathered(state), before) == []
     train(step, state, 0, 1)  # it is live
     return same
@@ -186,7 +186,7 @@ def test_damage_is_not_converted(tmp_path):
     for to in ("hf", "fnaccel", "safetensors"):
         assert main(["convert", str(path), str(tmp_path / f"to-{to}"), "--to", to]) == 2
     with pytest.raises(CheckpointError, match="not those that were written"):
-        fa.export_hf(tmp_path / "exported", path)
+        fa.interchange.export_hf(tmp_path / "exported", path)
     assert [one.name for one in tmp_path.iterdir() if one.name != "to-fnaccel"] == ["own"]
 
 
@@ -202,26 +202,26 @@ def test_blocks_that_overlap(world, tmp_path):
         {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [4]}})},
     )
     with pytest.raises(CheckpointError, match="do not make up"):
-        fa.adopt(tmp_path, like={"w": torch.zeros(6)}, format="safetensors")
+        fa.interchange.adopt(tmp_path, like={"w": torch.zeros(6)}, format="safetensors")
 
 
 def test_a_source_that_is_replaced_while_it_is_read(world, tmp_path, monkeypatch):
     """An export over an earlier one renames the directory: what was opened and what is read must not mix."""
     target = tmp_path / "exported"
     state = make("local()").init(seed=1)
-    fa.export_hf(target, state)
+    fa.interchange.export_hf(target, state)
     real, calls = fitting.fit, []
 
     def fit(*args):
         if not calls:
             calls.append(True)
-            fa.export_hf(target, state, overwrite=True)
+            fa.interchange.export_hf(target, state, overwrite=True)
         return real(*args)
 
     monkeypatch.setattr("fnaccel.interchange.adopting.fit", fit)
     with pytest.raises(CheckpointError, match="was replaced while it was read"):
-        fa.adopt(target, like=state)
-    fa.adopt(target, like=state)
+        fa.interchange.adopt(target, like=state)
+    fa.interchange.adopt(target, like=state)
 
 
 @pytest.mark.parametrize("count", [-1.0, float("nan"), float("inf")])
@@ -232,7 +232,7 @@ def test_counts_that_are_none(world, tmp_path, count):
     slots = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
     state = {"params": {"weight": torch.ones(3)}, "opt": {"weight": slots}}
     with pytest.raises(CheckpointError, match="the optimizer counts"):
-        fa.adopt(tmp_path / "a.pt", like=state)
+        fa.interchange.adopt(tmp_path / "a.pt", like=state)
 
 
 def test_a_tensor_that_is_expanded(tmp_path, capsys):
@@ -255,12 +255,12 @@ def test_a_tensor_that_is_expanded(tmp_path, capsys):
 def test_a_tensor_that_is_expanded_is_named(world, tmp_path):
     torch.save({"w": torch.zeros(1).expand(10**12), "b": torch.ones(2)}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"4,000,000,000,008 bytes of values .*largest is w"):
-        fa.adopt(tmp_path / "a.pt", like={"w": torch.zeros(1), "b": torch.ones(2)})
+        fa.interchange.adopt(tmp_path / "a.pt", like={"w": torch.zeros(1), "b": torch.ones(2)})
 
 
 def test_weights_that_are_tied_or_expanded_a_little_are_read(world, tmp_path):
     base = torch.randn(50, 100)
     content = {"a": base, "b": base, "c": base[:1].expand(50, 100)}
     torch.save(content, tmp_path / "a.pt")
-    found = fa.adopt(tmp_path / "a.pt", like={name: torch.zeros(50, 100) for name in content})
+    found = fa.interchange.adopt(tmp_path / "a.pt", like={name: torch.zeros(50, 100) for name in content})
     assert all(torch.equal(found[name], content[name]) for name in content)

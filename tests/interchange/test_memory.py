@@ -13,9 +13,9 @@ _PROGRAM = """
 import resource, sys
 import torch
 import fnaccel as fa
-fa.export_hf(sys.argv[1] + "/small", sys.argv[1] + "/first")  # what is imported on the way
+fa.interchange.export_hf(sys.argv[1] + "/small", sys.argv[1] + "/first")  # what is imported on the way
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-fa.export_hf(sys.argv[1] + "/out", sys.argv[1] + "/own", dtype="bf16")
+fa.interchange.export_hf(sys.argv[1] + "/out", sys.argv[1] + "/own", dtype="bf16")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

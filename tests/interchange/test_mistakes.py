@@ -64,13 +64,13 @@ def test_moments_go_where_they_belong_or_nowhere(world, tmp_path, groups, fits):
     state = of(Three).init()
     kept = gathered(state)
     if fits:
-        state = fa.adopt(tmp_path / "run.pt", like=state)
+        state = fa.interchange.adopt(tmp_path / "run.pt", like=state)
         assert all(torch.equal(state.opt[name]["exp_avg"], value) for name, value in moments.items())
         return
     with pytest.raises(TreeMismatchError, match="each group of the optimizer keeps the model's order"):
-        fa.adopt(tmp_path / "run.pt", like=state)
+        fa.interchange.adopt(tmp_path / "run.pt", like=state)
     assert unequal(gathered(state), kept) == []
-    state = fa.adopt(tmp_path / "run.pt", like=state, skip="opt/*")
+    state = fa.interchange.adopt(tmp_path / "run.pt", like=state, skip="opt/*")
     assert not state.opt["c"]["exp_avg"].any()
 
 
@@ -88,7 +88,7 @@ def test_a_device_is_never_replaced(world, tmp_path):
     }.items():
         for overwrite in (False, True):
             with pytest.raises(CheckpointError, match=words):
-                fa.export_hf(tmp_path / name, state, overwrite=overwrite)
+                fa.interchange.export_hf(tmp_path / name, state, overwrite=overwrite)
     assert (tmp_path / "fifo").is_fifo()
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "mine"
@@ -96,9 +96,9 @@ def test_a_device_is_never_replaced(world, tmp_path):
     odd.mkdir()
     os.mkfifo(odd / "fifo")
     with pytest.raises(CheckpointError, match="other things than files, and stays as it is: fifo"):
-        fa.export_hf(odd, state, overwrite=True)
+        fa.interchange.export_hf(odd, state, overwrite=True)
     with pytest.raises(ArgumentError, match="has a NUL"):
-        fa.export_hf(f"{tmp_path}/a\0b", state)
+        fa.interchange.export_hf(f"{tmp_path}/a\0b", state)
 
 
 def test_links_are_followed(world, tmp_path, monkeypatch):
@@ -108,15 +108,15 @@ def test_links_are_followed(world, tmp_path, monkeypatch):
     (tmp_path / "new").symlink_to(tmp_path / "later")
     for name in ("link", "new"):
         for overwrite in (False, True):
-            fa.export_hf(tmp_path / name, state, overwrite=overwrite)
+            fa.interchange.export_hf(tmp_path / name, state, overwrite=overwrite)
         assert (tmp_path / name).is_symlink()
     assert loaded(tmp_path / "real").keys() == loaded(tmp_path / "later").keys() != set()
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
     with pytest.raises(CheckpointError, match="this process runs in"):
-        fa.export_hf(".", state)
-    fa.export_hf("exported", state)
+        fa.interchange.export_hf(".", state)
+    fa.interchange.export_hf("exported", state)
     assert [path.name for path in here.iterdir()] == ["exported"]
 
 
@@ -127,7 +127,7 @@ def test_overwriting_removes_weights_alone(world, tmp_path):
     gone = ["pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin", "model-1.safetensors"]
     for name in kept + gone:
         (target / name).write_text(name)
-    fa.export_hf(target, make("local()").init(), overwrite=True)
+    fa.interchange.export_hf(target, make("local()").init(), overwrite=True)
     assert sorted(path.name for path in target.iterdir()) == sorted([*kept, "model.safetensors"])
     assert all((target / name).read_text() == name for name in kept)
 
@@ -159,23 +159,23 @@ def test_names_with_slashes(world, tmp_path, count):
     wanted = gathered(state)
     fa.save(tmp_path / "own", state)
     options = {} if count == 1 else {"model": "g"}
-    fa.export_hf(tmp_path / "live", state, **options)
-    fa.export_hf(tmp_path / "disk", tmp_path / "own", **options)
+    fa.interchange.export_hf(tmp_path / "live", state, **options)
+    fa.interchange.export_hf(tmp_path / "disk", tmp_path / "own", **options)
     assert sorted(loaded(tmp_path / "live")) == NAMES
     assert unequal(loaded(tmp_path / "live"), loaded(tmp_path / "disk")) == []
     if count == 2:
         with pytest.raises(ArgumentError, match="there are 2 models"):
-            fa.export_hf(tmp_path / "no", tmp_path / "own")
+            fa.interchange.export_hf(tmp_path / "no", tmp_path / "own")
     else:
-        params = fa.adopt(tmp_path / "live", like=dict(state.params), skip="params/run/*")
+        params = fa.interchange.adopt(tmp_path / "live", like=dict(state.params), skip="params/run/*")
         assert unequal(gathered(params), gathered(state.params)) == []
-        other = fa.adopt(tmp_path / "live", like=step.init(seed=2))
+        other = fa.interchange.adopt(tmp_path / "live", like=step.init(seed=2))
         assert torch.equal(other.buffers["run/mean"], wanted["buffers/run/mean"])
     from fnaccel.cli.main import main
 
     assert main(["convert", str(tmp_path / "own"), str(tmp_path / "again"), "--to", "fnaccel"]) == 0
     for source in ("own", "again"):
-        found = gathered(fa.adopt(tmp_path / source, like=step.init(seed=3)))
+        found = gathered(fa.interchange.adopt(tmp_path / source, like=step.init(seed=3)))
         same = [path for path in wanted if path.startswith(("params", "buffers", "opt"))]
         assert unequal({path: found[path] for path in same}, {path: wanted[path] for path in same}) == []
 
@@ -195,7 +195,7 @@ def test_an_index_that_lists_what_is_nowhere(world, tmp_path):
             json.dumps({"weight_map": dict.fromkeys([*content, "lost.weight"], name)})
         )
         with pytest.raises(CheckpointError, match=r"lost\.weight is in .*none of its files \(1 in all"):
-            fa.adopt(folder, like=state, skip="params/lost*")
+            fa.interchange.adopt(folder, like=state, skip="params/lost*")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_only_floating_dtypes(world, tmp_path, dtype, words):
     fa.save(tmp_path / "own", state)
     for source in (state, tmp_path / "own"):
         with pytest.raises(ArgumentError, match=words):
-            fa.export_hf(tmp_path / "out", source, dtype=dtype)
+            fa.interchange.export_hf(tmp_path / "out", source, dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
@@ -222,7 +222,7 @@ def test_renames_that_are_none(world, tmp_path):
         ({"^f": r"\g<x>"}, "in the place of"),
     ):
         with pytest.raises(ArgumentError, match=words):
-            fa.export_hf(tmp_path / "out", state, rename=rename)
+            fa.interchange.export_hf(tmp_path / "out", state, rename=rename)
     with pytest.raises(ArgumentError, match="is no size"):
         bytes_in("9" * 400, "here")
     assert not list(tmp_path.iterdir())
@@ -240,21 +240,23 @@ def test_a_prefix_that_would_fit_is_named(world, tmp_path):
     base = Headed().transformer.state_dict()
     save_file(base, tmp_path / "base.safetensors")
     with pytest.raises(TreeMismatchError) as raised:
-        fa.adopt(tmp_path / "base.safetensors", like=state)
+        fa.interchange.adopt(tmp_path / "base.safetensors", like=state)
     rename = {r"^params/": "params/transformer."}
     assert 'rename={r"^params/": "params/transformer."}' in raised.value.fix
-    state = fa.adopt(tmp_path / "base.safetensors", like=state, rename=rename, skip="params/head.*")
+    state = fa.interchange.adopt(
+        tmp_path / "base.safetensors", like=state, rename=rename, skip="params/head.*"
+    )
     assert torch.equal(state.params["transformer.0.weight"], base["0.weight"])
     save_file(base | {"odd": torch.ones(1)}, tmp_path / "odd.safetensors")
     with pytest.raises(TreeMismatchError) as raised:
-        fa.adopt(tmp_path / "odd.safetensors", like=state)
+        fa.interchange.adopt(tmp_path / "odd.safetensors", like=state)
     assert "makes the names fit" not in raised.value.fix
 
 
 def test_an_empty_file_says_why(world, tmp_path):
     (tmp_path / "a.pt").write_bytes(b"")
     with pytest.raises(CheckpointError) as raised:
-        fa.adopt(tmp_path / "a.pt", like=make("local()").init())
+        fa.interchange.adopt(tmp_path / "a.pt", like=make("local()").init())
     assert not raised.value.what.endswith(": ")
 
 
@@ -262,8 +264,8 @@ def test_a_snapshot_has_no_module_to_ask(world, tmp_path):
     """As the documentation says: nothing tells which of its buffers a module would not save."""
     step = of(Slashed)
     state = step.init()
-    fa.export_hf(tmp_path / "live", state)
-    fa.export_hf(tmp_path / "copy", fa.snapshot(state))
+    fa.interchange.export_hf(tmp_path / "live", state)
+    fa.interchange.export_hf(tmp_path / "copy", fa.snapshot(state))
     assert loaded(tmp_path / "copy").keys() - loaded(tmp_path / "live").keys() == {"run/mask"}
     train(make("local()"), make("local()").init(), 0, 0)
     assert sorted(load_file(tmp_path / "live" / "model.safetensors")) == NAMES

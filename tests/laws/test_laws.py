@@ -133,7 +133,7 @@ def test_a_strategy_is_its_text(strategy):
 
 def test_law_12_and_13_hold_under_fp16_too():
     with fa.start():
-        step = fa.with_precision(loss_fn, fa.Precision(compute="fp16", init_scale=64.0))
+        step = fa.with_precision(loss_fn, fa.transforms.Precision(compute="fp16", init_scale=64.0))
         train_step = program(step, optimizer=fa.adamw(fa.schedules.linear(0.1, 0.0, 4)))
         state = train_step.init()
         structure = fa.tree.structure(state)

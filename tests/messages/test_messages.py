@@ -92,8 +92,8 @@ TABLE = [
     (errors.MicroBatchError, "3 rows on this rank can't be cut in 4", "at least 4 rows",
      lambda: one_step(fa.accumulate(loss_fn, 4), batch_of(3))),
     (errors.MicroBatchError, "2 rows on this rank can't be cut in 4", "at least 4 rows",
-     lambda: one_step(fa.accumulate(loss_fn, 4), fa.Window([batch_of(4), batch_of(2)]))),
-    (errors.MicroBatchError, "window holds 0 batches", "one batch or more", lambda: one_step(loss_fn, fa.Window())),
+     lambda: one_step(fa.accumulate(loss_fn, 4), fa.data.Window([batch_of(4), batch_of(2)]))),
+    (errors.MicroBatchError, "window holds 0 batches", "one batch or more", lambda: one_step(loss_fn, fa.data.Window())),
     (errors.LoaderError, "empty|no", "item|batch", lambda: fa.shard(DataLoader([]))),
     (errors.StaleStateError, "donated", "state, metrics = train_step", twice),
     (errors.UnleasedStateError, "made by hand", "adopt", by_hand),
@@ -170,7 +170,7 @@ def test_nothing_changes_before_a_mistake_is_named():
         train_step = program(fa.accumulate(loss_fn, 4))
         state = train_step.init()
         before = fa.snapshot(state)
-        for bad in (batch_of(3), fa.Window([batch_of(2)] * 2), fa.Window()):
+        for bad in (batch_of(3), fa.data.Window([batch_of(2)] * 2), fa.data.Window()):
             with pytest.raises(errors.MicroBatchError):
                 train_step(state, bad)
         assert fa.tree.allclose(fa.snapshot(state), before, rtol=0, atol=0)

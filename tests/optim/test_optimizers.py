@@ -80,15 +80,15 @@ FOREIGN = [
 @pytest.mark.parametrize("cls", FOREIGN, ids=lambda cls: cls.__name__)
 def test_any_torch_optimizer_starts_with_its_own_first_state(cls):
     expected = raw(lambda net: cls(net.parameters(), lr=0.01))
-    assert_close(ours(fa.from_torch(cls, lr=0.01)), expected)
+    assert_close(ours(fa.optim.from_torch(cls, lr=0.01)), expected)
 
 
 def test_options_that_only_a_constructor_reads():
     options = {"lr": 0.01, "initial_accumulator_value": 0.3, "lr_decay": 0.1}
     expected = raw(lambda net: torch.optim.Adagrad(net.parameters(), **options))
-    assert_close(ours(fa.from_torch(torch.optim.Adagrad, **options)), expected)
+    assert_close(ours(fa.optim.from_torch(torch.optim.Adagrad, **options)), expected)
     apart = {"*bias": {"initial_accumulator_value": 0.7}}
-    state = program(optimizer=fa.from_torch(torch.optim.Adagrad, **options, groups=apart)).init()
+    state = program(optimizer=fa.optim.from_torch(torch.optim.Adagrad, **options, groups=apart)).init()
     assert float(state.opt["out.bias"]["sum"].min()) == pytest.approx(0.7)
     assert float(state.opt["out.weight"]["sum"].min()) == pytest.approx(0.3)
 
@@ -106,18 +106,18 @@ class Marked(torch.optim.SGD):
 
 def test_marks_of_groups_and_misspelt_options():
     expected = raw(lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
-    assert_close(ours(fa.from_torch(Marked, lr=0.1, groups={"*": {"marked": True}})), expected)
+    assert_close(ours(fa.optim.from_torch(Marked, lr=0.1, groups={"*": {"marked": True}})), expected)
     with pytest.raises(errors.ArgumentError, match=r"RMSprop takes no 'alhpa'[\s\S]*alpha"):
-        fa.from_torch(torch.optim.RMSprop, lr=0.1, alhpa=0.9)
+        fa.optim.from_torch(torch.optim.RMSprop, lr=0.1, alhpa=0.9)
 
 
 def test_dampening_in_a_group():
     with pytest.raises(errors.ArgumentError, match="dampening"):
-        fa.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, groups={"*": {"dampening": 0.5}})
+        fa.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, groups={"*": {"dampening": 0.5}})
 
 
 def test_foreign_state_exists_before_the_first_step():
-    state = program(optimizer=fa.from_torch(torch.optim.NAdam, lr=0.01)).init()
+    state = program(optimizer=fa.optim.from_torch(torch.optim.NAdam, lr=0.01)).init()
     assert set(state.opt["out.bias"]) == {"step", "mu_product", "exp_avg", "exp_avg_sq"}
     assert float(state.opt["out.bias"]["mu_product"]) == 1.0
 
@@ -152,7 +152,7 @@ def test_mistakes_are_named():
     with pytest.raises(errors.ArgumentError, match="description"):
         program(optimizer=torch.optim.SGD(Net().parameters(), lr=0.1))
     with pytest.raises(errors.ArgumentError, match="LBFGS"):
-        fa.from_torch(torch.optim.LBFGS, lr=0.1)
+        fa.optim.from_torch(torch.optim.LBFGS, lr=0.1)
     with pytest.raises(errors.ArgumentError, match="learning rate"):
         fa.sgd("fast")
 
@@ -193,7 +193,9 @@ def test_foreign_optimizers_take_what_transforms_return():
         "zero", fa.Phase.GRADS,
         apply=lambda grads, own, info: ({k: torch.zeros_like(g) for k, g in grads.items()}, own),
     )  # fmt: skip
-    train_step = program(fa.clip_norm(zero(loss_fn), 1.0), optimizer=fa.from_torch(torch.optim.SGD, lr=1.0))
+    train_step = program(
+        fa.clip_norm(zero(loss_fn), 1.0), optimizer=fa.optim.from_torch(torch.optim.SGD, lr=1.0)
+    )
     state = train_step.init()
     before = fa.snapshot(state)
     state, _ = train_step(state, batch_of(4))
@@ -203,7 +205,7 @@ def test_foreign_optimizers_take_what_transforms_return():
 def test_a_foreign_sgd_with_momentum_and_decay_starts_from_nothing():
     options = {"momentum": 0.9, "weight_decay": 0.1}
     expected = raw(lambda net: torch.optim.SGD(net.parameters(), lr=0.05, **options))
-    assert_close(ours(fa.from_torch(torch.optim.SGD, lr=0.05, **options)), expected)
+    assert_close(ours(fa.optim.from_torch(torch.optim.SGD, lr=0.05, **options)), expected)
 
 
 class Anchored(torch.optim.Optimizer):
@@ -234,7 +236,7 @@ OPTIONS = {"lr": 0.05, "pull": 0.7, "weight_decay": 1.0}
 
 def test_a_slot_that_begins_as_a_copy_of_the_parameter():
     """Such as z of schedule-free optimizers. It began at zero, and training went on from there."""
-    optimizer = fa.from_torch(Anchored, **OPTIONS)
+    optimizer = fa.optim.from_torch(Anchored, **OPTIONS)
     assert_close(ours(optimizer), raw(lambda net: Anchored(net.parameters(), **OPTIONS)))
     state = program(optimizer=optimizer).init(seed=0)
     first = whole_params(state)
@@ -248,8 +250,8 @@ def test_such_a_slot_follows_weights_that_were_adopted_before_the_first_update(t
     net = Net()
     torch.save(net.state_dict(), tmp_path / "net.pt")
     expected = raw(lambda net: Anchored(net.parameters(), **OPTIONS), nets=net)
-    train_step = program(optimizer=fa.from_torch(Anchored, **OPTIONS))
-    state = fa.adopt(tmp_path / "net.pt", like=train_step.init(seed=0))
+    train_step = program(optimizer=fa.optim.from_torch(Anchored, **OPTIONS))
+    state = fa.interchange.adopt(tmp_path / "net.pt", like=train_step.init(seed=0))
     for step in range(4):
         state, _ = train_step(state, batch_of(5, step))
     assert_close(whole_params(state), expected)
@@ -257,13 +259,13 @@ def test_such_a_slot_follows_weights_that_were_adopted_before_the_first_update(t
     fa.save(tmp_path / "run", state)
     anchors = {name: slots["anchor"].clone() for name, slots in state.opt.items()}
     state = fa.restore(
-        tmp_path / "run", like=program(optimizer=fa.from_torch(Anchored, **OPTIONS)).init(seed=9)
+        tmp_path / "run", like=program(optimizer=fa.optim.from_torch(Anchored, **OPTIONS)).init(seed=9)
     )
     assert all(torch.equal(slots["anchor"], anchors[name]) for name, slots in state.opt.items())
 
 
 def anchored(strategy):
-    train_step = program(strategy=strategy, optimizer=fa.from_torch(Anchored, **OPTIONS))
+    train_step = program(strategy=strategy, optimizer=fa.optim.from_torch(Anchored, **OPTIONS))
     state = train_step.init(seed=0)
     for step in range(4):
         x, y = batch_of(6, step)

@@ -20,8 +20,8 @@ def is_matrix(name, parameter):
 
 
 def muon_and_adamw():
-    return fa.optimizer_groups(
-        [(is_matrix, fa.from_torch(torch.optim.Muon, lr=RATE)), ("*", fa.adamw(0.01, weight_decay=0.1))]
+    return fa.optim.optimizer_groups(
+        [(is_matrix, fa.optim.from_torch(torch.optim.Muon, lr=RATE)), ("*", fa.adamw(0.01, weight_decay=0.1))]
     )
 
 
@@ -84,7 +84,7 @@ def test_muon_works_on_whole_matrices_under_fsdp(pools, ranks, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_of_the_librarys_own_are_captured_and_restored(pools, strategy, tmp_path):
-    optimizer = fa.optimizer_groups(
+    optimizer = fa.optim.optimizer_groups(
         [("out*", fa.sgd(RATE, momentum=0.9)), ("*", fa.adamw(0.01, groups=[(is_matrix, {"lr": RATE})]))]
     )
     expected = pools.run(1, train, optimizer)[0][0]
@@ -98,7 +98,7 @@ def test_two_of_the_librarys_own_are_captured_and_restored(pools, strategy, tmp_
 
 
 def test_optimizers_of_one_class_are_numbered(world):
-    _, metrics = train(fa.optimizer_groups([("out*", fa.sgd(0.1)), ("*", fa.sgd(0.2))]))
+    _, metrics = train(fa.optim.optimizer_groups([("out*", fa.sgd(0.1)), ("*", fa.sgd(0.2))]))
     assert (metrics["lr/sgd.0"], metrics["lr/sgd.1"]) == (0.1, 0.2)
 
 
@@ -130,25 +130,25 @@ def test_groups_take_predicates(world):
 MISTAKES = {
     "matches nothing": (lambda: fa.sgd(0.1, groups={"nothing*": {"lr": 1.0}}), "'nothing\\*' matches no trainable"),
     "a predicate too": (
-        lambda: fa.optimizer_groups([(lambda n, p: p.ndim == 7, fa.sgd(0.1)), ("*", fa.sgd(0.1))]),
+        lambda: fa.optim.optimizer_groups([(lambda n, p: p.ndim == 7, fa.sgd(0.1)), ("*", fa.sgd(0.1))]),
         "matches no trainable parameter",
     ),
     "shadowed": (
-        lambda: fa.optimizer_groups([("*", fa.sgd(0.1)), ("out*", fa.sgd(0.1))]),
+        lambda: fa.optim.optimizer_groups([("*", fa.sgd(0.1)), ("out*", fa.sgd(0.1))]),
         "'out\\*' matches only parameters that an earlier one takes",
     ),
     "left over": (
-        lambda: fa.optimizer_groups([("out*", fa.sgd(0.1))]),
+        lambda: fa.optim.optimizer_groups([("out*", fa.sgd(0.1))]),
         "no optimizer was given for 'inp.weight' and 5 more",
     ),
     "no bool": (
-        lambda: fa.optimizer_groups([(lambda n, p: p.mean(), fa.sgd(0.1)), ("*", fa.sgd(0.1))]),
+        lambda: fa.optim.optimizer_groups([(lambda n, p: p.mean(), fa.sgd(0.1)), ("*", fa.sgd(0.1))]),
         "for 'inp.weight'",
     ),
     "one argument": (
         lambda: fa.sgd(0.1, groups=[(lambda p: p.ndim == 2, {"lr": 1.0})]), "can't select parameters",
     ),
-    "on vectors": (lambda: fa.from_torch(torch.optim.Muon), "Muon can't update these(.|\n)*fix: .*optimizer_groups"),
+    "on vectors": (lambda: fa.optim.from_torch(torch.optim.Muon), "Muon can't update these(.|\n)*fix: .*optimizer_groups"),
 }  # fmt: skip
 
 
@@ -173,25 +173,25 @@ def test_optional_selections_may_match_nothing(world):
     plain, _ = train(fa.sgd(0.1))
     grouped, _ = train(fa.sgd(0.1, groups={"lora*": {"lr": 1.0, "optional": True}}))
     several, _ = train(
-        fa.optimizer_groups([("lora*", fa.adamw(1.0)), ("*", fa.sgd(0.1))], optional=["lora*"])
+        fa.optim.optimizer_groups([("lora*", fa.adamw(1.0)), ("*", fa.sgd(0.1))], optional=["lora*"])
     )
     assert_close(grouped, plain)
     assert_close(several, plain)
 
 
 REFUSED = {
-    "none": lambda: fa.optimizer_groups([]),
-    "an instance": lambda: fa.optimizer_groups([("*", torch.optim.SGD([torch.zeros(1)], lr=0.1))]),
-    "a number": lambda: fa.optimizer_groups([(3, fa.sgd(0.1))]),
-    "optional, no member": lambda: fa.optimizer_groups([("*", fa.sgd(0.1))], optional=["x"]),
-    "optimizers without a selection": lambda: fa.optimizer_groups([fa.sgd(0.1), fa.adamw(0.1)]),
-    "one optimizer": lambda: fa.optimizer_groups(fa.sgd(0.1)),
+    "none": lambda: fa.optim.optimizer_groups([]),
+    "an instance": lambda: fa.optim.optimizer_groups([("*", torch.optim.SGD([torch.zeros(1)], lr=0.1))]),
+    "a number": lambda: fa.optim.optimizer_groups([(3, fa.sgd(0.1))]),
+    "optional, no member": lambda: fa.optim.optimizer_groups([("*", fa.sgd(0.1))], optional=["x"]),
+    "optimizers without a selection": lambda: fa.optim.optimizer_groups([fa.sgd(0.1), fa.adamw(0.1)]),
+    "one optimizer": lambda: fa.optim.optimizer_groups(fa.sgd(0.1)),
     "a negative start": lambda: fa.optim.starting_at(-1, fa.sgd(0.1)),
     "half a start": lambda: fa.optim.starting_at(2.5, fa.sgd(0.1)),
     "a start in the wrong order": lambda: fa.optim.starting_at(fa.sgd(0.1), 3),
     "a second start": lambda: fa.optim.starting_at(2, fa.optim.starting_at(3, fa.sgd(0.1))),
     "a start of several": lambda: fa.optim.starting_at(2, muon_and_adamw()),
-    "no rate": lambda: fa.from_torch(NoDefault),
+    "no rate": lambda: fa.optim.from_torch(NoDefault),
 }
 
 
@@ -208,7 +208,7 @@ def test_refused_as_it_is_written(name):
 
 def test_a_mapping_is_a_list_of_pairs():
     pairs = [("out*", fa.sgd(0.1)), ("*", fa.adamw(0.1))]
-    assert fa.optimizer_groups(dict(pairs)) == fa.optimizer_groups(pairs)
+    assert fa.optim.optimizer_groups(dict(pairs)) == fa.optim.optimizer_groups(pairs)
 
 
 def test_deepspeed_has_one_optimizer(world):
@@ -236,7 +236,9 @@ def unfrozen_by_hand(starts, steps, bound):
     return {name: value.detach() for name, value in net.named_parameters()}
 
 
-UNFREEZING = fa.optimizer_groups([("out*", fa.adamw(0.05)), ("*", fa.optim.starting_at(3, fa.adamw(0.02)))])
+UNFREEZING = fa.optim.optimizer_groups(
+    [("out*", fa.adamw(0.05)), ("*", fa.optim.starting_at(3, fa.adamw(0.02)))]
+)
 
 
 @pytest.mark.parametrize("guard", [False, True], ids=["plain", "skips"])
@@ -264,8 +266,8 @@ def test_a_late_start_under_a_captured_step(world):
 
 @pytest.mark.parametrize("gathered", [False, True])
 def test_slots_that_begin_as_a_copy(pools, gathered, tmp_path):
-    optimizer = fa.from_torch(Anchored, lr=0.1, whole=gathered)
-    expected = pools.run(1, train, fa.from_torch(Anchored, lr=0.1))[0][0]
+    optimizer = fa.optim.from_torch(Anchored, lr=0.1, whole=gathered)
+    expected = pools.run(1, train, fa.optim.from_torch(Anchored, lr=0.1))[0][0]
     torch.manual_seed(0)
     net = Net()
     rule = Anchored(net.parameters(), lr=0.1)
@@ -304,7 +306,7 @@ def host_reads(optimizer):
 
 def test_the_host_reads_no_more_than_the_plan_says(world):
     """Under skip_nonfinite updates are counted on the device, and a read waits for it."""
-    two = fa.optimizer_groups([("out*", fa.sgd(RATE)), ("*", fa.adamw(0.01))])
+    two = fa.optim.optimizer_groups([("out*", fa.sgd(RATE)), ("*", fa.adamw(0.01))])
     (first, step, said), several, late = map(host_reads, (fa.adamw(RATE), two, UNFREEZING))
     assert (first, said) == (0, 0)
     assert several == (0, step, 0)

@@ -110,7 +110,7 @@ def half_gradients(named, own, info):
 
 
 HALVED = fa.Transform("half", fa.Phase.GRADS, apply=half_gradients, init=lambda params: 0)
-POLICY = fa.Precision(compute="fp16", init_scale=2.0**20, interval=2)
+POLICY = fa.transforms.Precision(compute="fp16", init_scale=2.0**20, interval=2)
 
 
 def rows_of(batch):
@@ -138,7 +138,7 @@ SETUPS: dict[str, Any] = {
             )
         },
     ),
-    "foreign": lambda: (fa.clip_norm(loss_fn, 0.3), Net, {"optimizer": fa.from_torch(torch.optim.RMSprop, lr=0.01)}),
+    "foreign": lambda: (fa.clip_norm(loss_fn, 0.3), Net, {"optimizer": fa.optim.from_torch(torch.optim.RMSprop, lr=0.01)}),
     "own": lambda: (fa.clip_norm(HALVED(fa.accumulate(loss_fn, 2)), 0.3), Net, {}),
     "frozen": lambda: (loss_fn, Net, {"frozen": "blocks.0.*"}),
     "models": lambda: (
@@ -151,7 +151,7 @@ SETUPS: dict[str, Any] = {
     "strided": lambda: (loss_fn, Strided, {"optimizer": fa.adamw(0.05)}),
     "strided clip": lambda: (fa.clip_norm(fa.with_ema(loss_fn, 0.5), 0.3), Strided, {}),
     "strided foreign": lambda: (
-        fa.clip_value(loss_fn, 0.1), Strided, {"optimizer": fa.from_torch(torch.optim.RMSprop, lr=0.01)},
+        fa.clip_value(loss_fn, 0.1), Strided, {"optimizer": fa.optim.from_torch(torch.optim.RMSprop, lr=0.01)},
     ),
     "replacing": lambda: (loss_fn, Replacing, {}),
     "each": lambda: (fa.accumulate(loss_fn, 3, sync="each"), Net, {}),

@@ -100,7 +100,7 @@ def make_step(row: Row) -> Any:
     """The step of a row."""
     step: Any = loss_fn
     if row.precision == "fp64":
-        step = fa.with_precision(step, fa.Precision(param="fp64", compute="fp64"))
+        step = fa.with_precision(step, fa.transforms.Precision(param="fp64", compute="fp64"))
     elif row.precision != "fp32":
         step = fa.with_precision(step, row.precision)
     if row.accumulate > 1:

@@ -101,7 +101,7 @@ def test_the_plan_says_what_is_compiled_and_why():
 
 def test_the_plan_says_what_is_not_captured():
     own = fa.Transform("half", fa.Phase.GRADS, apply=lambda named, own, info: (named, own))
-    foreign = fa.from_torch(torch.optim.RMSprop, lr=0.01)
+    foreign = fa.optim.from_torch(torch.optim.RMSprop, lr=0.01)
     plan = str(program(own(fa.clip_norm(fa.compile(loss_fn), 1.0)), optimizer=foreign).plan)
     assert "note: half, RMSprop can't be captured: clipping and updates run after the graph" in plan
     assert "captured" not in str(program(fa.clip_norm(fa.compile(loss_fn), 1.0)).plan)

@@ -236,7 +236,7 @@ class TestAverages:
             lambda train_step, state, folder: fa.snapshot(state),
             lambda train_step, state, folder: fa.save(folder, state),
             lambda train_step, state, folder: fa.save_async(folder, state),
-            lambda train_step, state, folder: fa.export_hf(folder, state),
+            lambda train_step, state, folder: fa.interchange.export_hf(folder, state),
             lambda train_step, state, folder: train_step.adopt(state),
             lambda train_step, state, folder: copy.deepcopy(state),
             lambda train_step, state, folder: train_step.averaged(state).__enter__(),

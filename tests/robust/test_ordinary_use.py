@@ -71,13 +71,13 @@ class TestOptimizers:
 
         for kind in (torch.optim.LBFGS, Searching):
             with pytest.raises(errors.ArgumentError, match="evaluates the loss several times"):
-                fa.from_torch(kind, lr=0.1)
+                fa.optim.from_torch(kind, lr=0.1)
 
     @pytest.mark.parametrize(("kind", "name"), [(fa.sgd, "SGD"), (fa.adam, "Adam"), (fa.adamw, "AdamW")])
     def test_options_that_only_torch_has_and_misspelt_ones(self, kind, name):
         with pytest.raises(errors.ConfigError, match=f"torch.optim.{name}") as caught:
             kind(0.1, maximize=True)
-        assert "fa.from_torch(torch.optim." in caught.value.fix
+        assert "fa.optim.from_torch(torch.optim." in caught.value.fix
         with pytest.raises(errors.ConfigError, match="did you mean 'weight_decay'"):
             kind(0.1, weight_decai=0.1)
 
@@ -87,7 +87,7 @@ class TestOptimizers:
                 raise RuntimeError("only matrices")
 
         with pytest.raises(errors.CapabilityError, match="only matrices") as caught:
-            program(optimizer=fa.from_torch(Mine, lr=0.1)).init()
+            program(optimizer=fa.optim.from_torch(Mine, lr=0.1)).init()
         assert "Mine can't update these parameters" in caught.value.what
         assert "torch.optim.Mine" not in caught.value.what
         assert "unsharded" not in caught.value.fix
@@ -104,7 +104,7 @@ class TestOptimizers:
 class TestDtypes:
     @pytest.mark.parametrize("dtype", ["bf16", "fp64"])
     def test_a_policy_of_one_dtype_casts_the_batch(self, world, dtype):
-        step = fa.with_precision(loss_fn, fa.Precision(param=dtype, compute=dtype))
+        step = fa.with_precision(loss_fn, fa.transforms.Precision(param=dtype, compute=dtype))
         train_step = program(step)
         state, metrics = train_step(train_step.init(), batch_of(4))
         plain = program()

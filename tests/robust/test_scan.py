@@ -59,7 +59,7 @@ def test_a_tracker_that_raises_ends_nothing(tmp_path, caplog, fails):
     assert states == good.logged == bad.logged == [*range(1, STEPS + 1)]
     assert good.ended
     assert bad.ended
-    assert [each.step for each in fa.checkpoints(tmp_path)] == [STEPS]
+    assert [each.step for each in fa.checkpoint.checkpoints(tmp_path)] == [STEPS]
     with_traceback = [record for record in caplog.records if record.exc_info]
     assert len(with_traceback) == 1
     assert f"Recorder raised {len(fails)} times" in caplog.text
@@ -69,7 +69,7 @@ def test_the_last_state_is_saved_before_a_tracker_ends(tmp_path):
     class Slow(Recorder):
         def finish(self):
             super().finish()
-            self.saved = [each.step for each in fa.checkpoints(tmp_path)]
+            self.saved = [each.step for each in fa.checkpoint.checkpoints(tmp_path)]
 
     tracker = Slow()
     train_step = program()
@@ -96,7 +96,7 @@ def test_a_loop_that_is_left_saves_nothing_more(tmp_path):
     ):
         if state.step == 4:
             break
-    assert [each.step for each in fa.checkpoints(tmp_path)] == [2]
+    assert [each.step for each in fa.checkpoint.checkpoints(tmp_path)] == [2]
 
 
 @pytest.mark.parametrize("interrupted_first", [True, False])
@@ -114,7 +114,7 @@ def test_ctrl_c_in_one_tracker_leaves_the_others_ended(tmp_path, interrupted_fir
         ):
             pass
     assert good.ended
-    assert [each.step for each in fa.checkpoints(tmp_path)] == [3]
+    assert [each.step for each in fa.checkpoint.checkpoints(tmp_path)] == [3]
 
 
 def test_a_tracker_that_cannot_start_leaves_the_others_ended():

@@ -68,7 +68,7 @@ def test_a_micro_batch_without_labels_counts_for_nothing(world, scope, accumulat
     step = fa.accumulate(labelled, accumulate)
     step = step if scope is None else fa.compile(step, scope, backend="eager")
     train_step, plain = program(step), program(labelled)
-    window = fa.Window([(x, none), (x, some)])
+    window = fa.data.Window([(x, none), (x, some)])
     state, metrics = train_step(train_step.init(), window)
     expected, wanted = plain(plain.init(), (x, some))
     assert float(metrics["loss"]) == pytest.approx(float(wanted["loss"]), abs=1e-6)
@@ -92,7 +92,7 @@ def trained_on(strategy, ranks_without_labels, accumulate):
     some, none = torch.tensor([0, 1, 1, 0]), torch.full((4,), -1)
     bare = train_step.mesh.world.rank in ranks_without_labels
     micros = [(x, none if bare or index else some) for index in range(accumulate)]
-    state, metrics = train_step(train_step.init(), fa.Window(micros))
+    state, metrics = train_step(train_step.init(), fa.data.Window(micros))
     return float(metrics["loss"]), whole_params(state)
 
 
@@ -117,7 +117,7 @@ def test_aux_over_nothing_counts_for_nothing(world):
 
     train_step = program(with_aux)
     x, _ = batch_of(4)
-    window = fa.Window([(x, torch.full((4,), -1)), (x, torch.ones(4))])
+    window = fa.data.Window([(x, torch.full((4,), -1)), (x, torch.ones(4))])
     _, metrics = train_step(train_step.init(), window)
     assert torch.isfinite(metrics["mean"])
 
@@ -135,7 +135,7 @@ def test_a_loss_may_not_change_gradients(world, change):
     train_step = program(fa.accumulate(loss, 2))
     state = train_step.init()
     with pytest.raises(errors.LossError, match=r"called backward\(\) or zero_grad\(\)"):
-        train_step(state, fa.Window([batch_of(4), batch_of(4)]))
+        train_step(state, fa.data.Window([batch_of(4), batch_of(4)]))
     assert train_step.live_state is state
 
 
@@ -237,7 +237,7 @@ class TestLossScale:
             x, y = batch
             return fa.Mean(model(x).float().sum() * float("inf"), weight=len(y))
 
-        precision = fa.Precision(compute="fp16", **policy)
+        precision = fa.transforms.Precision(compute="fp16", **policy)
         train_step = program(fa.with_precision(huge, precision))
         return train_step, train_step.init()
 

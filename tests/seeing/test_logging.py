@@ -1,4 +1,4 @@
-"""`fa.get_logger` in processes of their own: levels, handlers, the launcher's rank, rich. Ranks: tests/track/test_ranks.py."""
+"""`fa.seeing.get_logger` in processes of their own: levels, handlers, the launcher's rank, rich. Ranks: tests/track/test_ranks.py."""
 
 from __future__ import annotations
 
@@ -30,25 +30,27 @@ def ends(lines):
 
 
 def test_without_a_level_it_is_a_plain_logger():
-    assert printed('log = fa.get_logger("a"); log.info("low"); log.warning("high")') == ["high"]
+    assert printed('log = fa.seeing.get_logger("a"); log.info("low"); log.warning("high")') == ["high"]
 
 
 def test_a_level_adds_a_handler_where_there_is_none():
-    lines = printed('log = fa.get_logger("a", level="info"); log.info("low %d", 1); log.debug("lower")')
+    lines = printed(
+        'log = fa.seeing.get_logger("a", level="info"); log.info("low %d", 1); log.debug("lower")'
+    )
     assert ends(lines) == ["INFO a: low 1"]
 
 
 def test_a_handler_of_the_script_is_used():
     code = """
 logging.basicConfig(format="mine %(message)s")
-log = fa.get_logger("a", level="info"); log.info("low")
+log = fa.seeing.get_logger("a", level="info"); log.info("low")
 """
     assert printed(code) == ["mine low"]
 
 
 def test_the_level_of_a_recipe_holds_for_loggers_that_were_made_before():
     code = """
-log, own, other = fa.get_logger("a"), fa.get_logger("b", level="error"), fa.get_logger("c")
+log, own, other = fa.seeing.get_logger("a"), fa.seeing.get_logger("b", level="error"), fa.seeing.get_logger("c")
 log.info("before")
 fa.config.recipe(fa.config.Recipe(tracking=fa.config.TrackingRecipe(level="info")))
 log.info("after"); own.info("no"); other.debug("no")
@@ -60,23 +62,23 @@ log.info("after"); own.info("no"); other.debug("no")
     ("rank", "lines"), [("0", ["[rank 0] main", "[rank 0] all"]), ("1", ["[rank 1] all"])]
 )
 def test_before_a_start_the_rank_is_that_of_the_launcher(rank, lines):
-    code = 'log = fa.get_logger("a"); log.warning("main"); log.warning("all", all_ranks=True)'
+    code = 'log = fa.seeing.get_logger("a"); log.warning("main"); log.warning("all", all_ranks=True)'
     assert printed(code, RANK=rank, WORLD_SIZE="2") == lines
 
 
 def test_in_order_needs_a_world_if_there_are_several_ranks():
-    assert printed('fa.get_logger("a").warning("alone", in_order=True)') == ["alone"]
+    assert printed('fa.seeing.get_logger("a").warning("alone", in_order=True)') == ["alone"]
     code = """
-try: fa.get_logger("a").warning("x", in_order=True)
-except fa.errors.NoWorldError: fa.get_logger("a").warning("none")
+try: fa.seeing.get_logger("a").warning("x", in_order=True)
+except fa.errors.NoWorldError: fa.seeing.get_logger("a").warning("none")
 """
     assert printed(code, RANK="0", WORLD_SIZE="2") == ["[rank 0] none"]
 
 
 def test_colours_and_tracebacks_of_rich():
     code = """
-log = fa.get_logger("a", level="info", rich=True)
-fa.get_logger("b", level="info", rich=True).info("once")
+log = fa.seeing.get_logger("a", level="info", rich=True)
+fa.seeing.get_logger("b", level="info", rich=True).info("once")
 try: raise ValueError("mine")
 except ValueError: log.exception("failed")
 """
@@ -89,14 +91,14 @@ except ValueError: log.exception("failed")
 
 def test_mistakes(monkeypatch):
     with pytest.raises(ArgumentError, match="level='lod' is no level"):
-        fa.get_logger("a", level="lod")
+        fa.seeing.get_logger("a", level="lod")
     monkeypatch.setitem(sys.modules, "rich.console", None)
     with pytest.raises(MissingBackendError, match=r"fnaccel\[rich\]"):
-        fa.get_logger("a", rich=True)
+        fa.seeing.get_logger("a", rich=True)
 
 
 def test_it_is_a_logger_of_python(caplog):
-    logger = fa.get_logger("tests.seeing")
+    logger = fa.seeing.get_logger("tests.seeing")
     with caplog.at_level(logging.INFO, logger="tests.seeing"):
         logger.info("x=%d", 1, extra={"step": 7})
     [record] = caplog.records

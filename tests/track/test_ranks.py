@@ -111,7 +111,7 @@ def logged(text):
     plain = logging.getLogger("tests.ranks")
     plain.addHandler(Keep())
     plain.propagate = False
-    logger = fa.get_logger("tests.ranks", level="info")
+    logger = fa.seeing.get_logger("tests.ranks", level="info")
     with fa.start(device="cpu") as world:
         logger.info("main %s", text)
         logger.warning("all", all_ranks=True)

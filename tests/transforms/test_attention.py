@@ -32,8 +32,8 @@ def test_the_kernel_that_was_chosen_runs_each_time(remat):
     """Two blocks: two calls forward. Recomputed: two more, in the backward pass."""
     step = fa.remat(loss_fn, units=("Attend",)) if remat else loss_fn
     *_, expected, plain = run(step)
-    *_, flash, by_flash = run(fa.attention(step, "flash"))
-    *_, math, by_math = run(fa.attention(step, "math"))
+    *_, flash, by_flash = run(fa.transforms.attention(step, "flash"))
+    *_, math, by_math = run(fa.transforms.attention(step, "math"))
     calls = 4 if remat else 2
     assert plain.count(FLASH) == by_flash.count(FLASH) == calls
     assert by_math.count(FLASH) == 0
@@ -48,7 +48,9 @@ def test_compiled_too(scope):
     torch.manual_seed(0)
     x = torch.randn(2, 5, 8)
     for kernel, count in (("flash", 2), ("math", 0)):
-        step = fa.compile(fa.attention(loss_fn, kernel), scope, backend="aot_eager", units=("Attend",))
+        step = fa.compile(
+            fa.transforms.attention(loss_fn, kernel), scope, backend="aot_eager", units=("Attend",)
+        )
         train_step = fa.train_step(step, model=fa.distribute(Model, "local"), optimizer=fa.sgd(0.1))
         state, first = train_step(train_step.init(seed=0), x)
         with torch.profiler.profile() as seen:
@@ -60,14 +62,16 @@ def test_compiled_too(scope):
 
 def test_torchs_switch_is_as_it_was():
     before = torch.backends.cuda.flash_sdp_enabled()
-    run(fa.attention(loss_fn, "math"))
+    run(fa.transforms.attention(loss_fn, "math"))
     assert torch.backends.cuda.flash_sdp_enabled() == before
     assert SDPBackend.FLASH_ATTENTION in torch.nn.attention._cur_sdpa_kernel_backends()
 
 
 def test_a_kernel_that_does_not_fit_says_so_and_the_state_lives():
     train_step = fa.train_step(
-        fa.attention(loss_fn, "efficient"), model=fa.distribute(Model, "local"), optimizer=fa.sgd(0.1)
+        fa.transforms.attention(loss_fn, "efficient"),
+        model=fa.distribute(Model, "local"),
+        optimizer=fa.sgd(0.1),
     )
     state = train_step.init(seed=0)
     with pytest.raises(errors.CapabilityError, match="efficient attention can't compute this"):
@@ -78,6 +82,6 @@ def test_a_kernel_that_does_not_fit_says_so_and_the_state_lives():
 
 def test_names():
     with pytest.raises(errors.UnknownNameError, match="'flash'"):
-        fa.attention(loss_fn, "flsh")
+        fa.transforms.attention(loss_fn, "flsh")
     with pytest.raises(errors.ArgumentError, match="no kernel"):
-        fa.attention(loss_fn)
+        fa.transforms.attention(loss_fn)

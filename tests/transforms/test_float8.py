@@ -53,7 +53,7 @@ def loss_fn(model, batch):
 
 
 def fp8(recipe="tensorwise", **options):
-    return fa.Float8(recipe=recipe, emulate=True, **options)
+    return fa.transforms.Float8(recipe=recipe, emulate=True, **options)
 
 
 def made(precision, strategy="local", model=Net, optimizer=None, step=loss_fn):
@@ -188,7 +188,7 @@ def gathered():
 
     x, y = digits()
     with tempfile.TemporaryDirectory() as folder:
-        folder = fa.broadcast_objects(folder)
+        folder = fa.collectives.broadcast_objects(folder)
         train_step = made(fp8(all_gather=True), "fsdp", optimizer=fa.adamw(1e-2))
         state = train_step.init(seed=0)
         state, metrics = train_step(state, (x[:64], y[:64]))
@@ -269,11 +269,11 @@ def test_other_linears_tied_weights_and_roots_are_skipped(world):
             self.inp, self.out = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
             self.out.weight = self.inp.weight
 
-    tied = fa.Float8(emulate=True).layers(Odd)
+    tied = fa.transforms.Float8(emulate=True).layers(Odd)
     assert tied.converted == ("inp", "out")
     assert "of its own kind" in tied.skipped["attend.out_proj"]
-    assert "tied" in fa.Float8(emulate=True, all_gather=True).layers(Odd).skipped["out"]
-    assert fa.Float8(emulate=True).layers(nn.Linear(16, 16)).skipped == {
+    assert "tied" in fa.transforms.Float8(emulate=True, all_gather=True).layers(Odd).skipped["out"]
+    assert fa.transforms.Float8(emulate=True).layers(nn.Linear(16, 16)).skipped == {
         "the model itself": "there is no module to put another layer in"
     }
 
@@ -311,7 +311,9 @@ CUDA = torch.device("cuda", 0)
 def test_a_gpu_without_fp8_is_an_error(capability, recipe, fits, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    record = fa.Float8(recipe=recipe, backend="transformer_engine" if recipe == "mxfp8" else "torchao")
+    record = fa.transforms.Float8(
+        recipe=recipe, backend="transformer_engine" if recipe == "mxfp8" else "torchao"
+    )
     if fits:
         check_device(CUDA, record)
         return
@@ -330,7 +332,7 @@ def test_amd_goes_by_architecture(monkeypatch):
             lambda device, arch=arch: types.SimpleNamespace(gcnArchName=arch),
         )
         with contextlib.nullcontext() if fits else pytest.raises(errors.CapabilityError, match="gfx90a"):
-            check_device(CUDA, fa.Float8())
+            check_device(CUDA, fa.transforms.Float8())
 
 
 def test_a_cpu_is_an_error_before_anything_is_built(world):
@@ -356,7 +358,7 @@ def test_mistakes_are_named(world, monkeypatch):
         ({"backend": "ms_amp"}, errors.CapabilityError, "msamp.initialize"),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
-            fa.Float8(**options)
+            fa.transforms.Float8(**options)
     with pytest.raises(errors.ArgumentError, match="recipe"):
         fa.with_precision(loss_fn, "bf16", recipe="rowwise")
     with pytest.raises(errors.UnknownNameError, match="did you mean 'fp8'"):
@@ -454,7 +456,7 @@ def engine(monkeypatch):
 def test_transformer_engine_is_called_as_it_asks(name, engine, world):
     setattr(engine.pytorch, name, engine.context)
     x, y = digits()
-    record = fa.Float8(
+    record = fa.transforms.Float8(
         backend="transformer_engine",
         recipe="e4m3",
         amax_history_len=16,
@@ -487,7 +489,7 @@ def test_transformer_engine_keeps_values_and_knows_mxfp8(engine, world):
     engine.pytorch.autocast = engine.context
     x, y = digits()
     losses = []
-    for precision in ("bf16", fa.Float8(backend="transformer_engine", recipe="mxfp8")):
+    for precision in ("bf16", fa.transforms.Float8(backend="transformer_engine", recipe="mxfp8")):
         train_step = made(precision)
         _, metrics = train_step(train_step.init(seed=0), (x[:64], y[:64]))
         losses.append(float(metrics["loss"]))
@@ -502,4 +504,4 @@ def test_transformer_engine_that_is_not_there(world, monkeypatch):
     monkeypatch.setattr("fnaccel.transforms.float8.record.check_device", lambda device, record: None)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     with pytest.raises(errors.MissingBackendError, match="TransformerEngine"):
-        made(fa.Float8(backend="transformer_engine"))
+        made(fa.transforms.Float8(backend="transformer_engine"))

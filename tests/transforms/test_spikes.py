@@ -46,7 +46,7 @@ def world():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_spike_is_skipped_and_named(caplog, compiled):
-    step = fa.on_spike(_scaled, do="skip", warmup=4)
+    step = fa.transforms.on_spike(_scaled, do="skip", warmup=4)
     with caplog.at_level(logging.WARNING, "fnaccel"):
         _, found = _run(fa.compile(step, backend="aot_eager") if compiled else step)
     assert [spike for spike, _, _ in found] == SPIKES
@@ -62,7 +62,7 @@ def test_a_spike_is_skipped_and_named(caplog, compiled):
 
 
 def test_steps_that_are_no_spikes_are_those_without_the_transform():
-    _, found = _run(fa.on_spike(_scaled, do="skip", warmup=4), FACTORS[:6])
+    _, found = _run(fa.transforms.on_spike(_scaled, do="skip", warmup=4), FACTORS[:6])
     train_step = program(_scaled)
     state = train_step.init()
     for _ in range(6):
@@ -72,20 +72,22 @@ def test_steps_that_are_no_spikes_are_those_without_the_transform():
 
 
 def test_a_second_spike_is_one_as_well():
-    _, found = _run(fa.on_spike(_scaled, warmup=4), [*[1.0] * 6, 50.0, 50.0, 1.0], optimizer=fa.sgd(0.0))
+    _, found = _run(
+        fa.transforms.on_spike(_scaled, warmup=4), [*[1.0] * 6, 50.0, 50.0, 1.0], optimizer=fa.sgd(0.0)
+    )
     assert [spike for spike, _, _ in found][5:] == [0.0, 1.0, 1.0, 0.0]
 
 
 def test_a_warning_changes_nothing(caplog):
     with caplog.at_level(logging.WARNING, "fnaccel"):
-        _, found = _run(fa.on_spike(_scaled, warmup=4), FACTORS[:7])
+        _, found = _run(fa.transforms.on_spike(_scaled, warmup=4), FACTORS[:7])
     assert [spike for spike, _, _ in found] == SPIKES[:7]
     assert any(not torch.equal(value, found[5][1][name]) for name, value in found[6][1].items())
     assert len(caplog.messages) == 1
 
 
 def test_a_stop_comes_before_the_next_step_changes_anything():
-    train_step, _ = _run(fa.on_spike(_scaled, do="stop", warmup=4), FACTORS[:7])
+    train_step, _ = _run(fa.transforms.on_spike(_scaled, do="stop", warmup=4), FACTORS[:7])
     state = train_step.live_state
     before = whole_params(state)
     with pytest.raises(LossError, match=r"the loss of step 7 is .*, far above the usual"):
@@ -98,7 +100,9 @@ def test_a_stop_comes_before_the_next_step_changes_anything():
 
 def test_a_loss_that_stays_high_becomes_the_usual_one():
     _, found = _run(
-        fa.on_spike(_scaled, warmup=4, window=10), [*[1.0] * 6, *[30.0] * 30], optimizer=fa.sgd(0.0)
+        fa.transforms.on_spike(_scaled, warmup=4, window=10),
+        [*[1.0] * 6, *[30.0] * 30],
+        optimizer=fa.sgd(0.0),
     )
     spikes = [spike for spike, _, _ in found]
     assert spikes[6] == 1.0
@@ -106,10 +110,10 @@ def test_a_loss_that_stays_high_becomes_the_usual_one():
 
 
 def test_the_mean_goes_through_checkpoints(tmp_path):
-    train_step, _ = _run(fa.on_spike(_scaled, warmup=4), FACTORS[:6])
+    train_step, _ = _run(fa.transforms.on_spike(_scaled, warmup=4), FACTORS[:6])
     fa.save(tmp_path, train_step.live_state)
     train_step.close()
-    again = program(fa.on_spike(_scaled, warmup=4))
+    again = program(fa.transforms.on_spike(_scaled, warmup=4))
     state = fa.resume_or_init(tmp_path, again)
     _, metrics = again(state, _batch(1000.0))
     assert float(metrics["spike"]) == 1.0
@@ -119,19 +123,21 @@ def test_a_step_of_weight_nothing_is_no_spike():
     def empty(model, batch):
         return fa.Mean(_scaled(model, batch).total * 0, weight=0)
 
-    _, metrics = (train_step := program(fa.on_spike(empty, warmup=0)))(train_step.init(), _batch(1.0))
+    _, metrics = (train_step := program(fa.transforms.on_spike(empty, warmup=0)))(
+        train_step.init(), _batch(1.0)
+    )
     assert metrics.get("spike", 0.0) == 0.0
 
 
 @pytest.mark.parametrize("options", [{"do": "panic"}, {"deviations": 0.0}, {"window": 1}, {"warmup": -1}])
 def test_bad_options_raise(options):
     with pytest.raises(ArgumentError, match=next(iter(options))):
-        fa.on_spike(_scaled, **options)
+        fa.transforms.on_spike(_scaled, **options)
 
 
 def _two():
     with fa.start() as world:
-        train_step = program(fa.on_spike(_scaled, do="skip", warmup=4), strategy="ddp")
+        train_step = program(fa.transforms.on_spike(_scaled, do="skip", warmup=4), strategy="ddp")
         state = train_step.init()
         spikes = []
         for factor in FACTORS[:8]:
@@ -146,5 +152,5 @@ def test_ranks_decide_together(pools):
 
 
 def test_the_first_loss_is_no_spike_without_warmup():
-    _, found = _run(fa.on_spike(_scaled, do="skip", warmup=0), FACTORS[:3])
+    _, found = _run(fa.transforms.on_spike(_scaled, do="skip", warmup=0), FACTORS[:3])
     assert [spike for spike, *_ in found] == [0.0, 0.0, 0.0]

@@ -44,7 +44,7 @@ class TestPrecision:
         assert metrics["loss"].dtype is torch.float32
 
     def test_an_explicit_policy_keeps_parameters_in_its_dtype(self):
-        policy = fa.Precision(param="bf16", compute="bf16")
+        policy = fa.transforms.Precision(param="bf16", compute="bf16")
         train_step = program(
             fa.with_precision(lambda m, b: loss_fn(m, fa.tree.cast(b, torch.bfloat16)), policy)
         )
@@ -59,17 +59,17 @@ class TestPrecision:
 
         for policy, dtype in (
             ("bf16", torch.float32),
-            (fa.Precision(compute="bf16", output="bf16"), torch.bfloat16),
+            (fa.transforms.Precision(compute="bf16", output="bf16"), torch.bfloat16),
         ):
             out = fa.with_precision(returning, policy)(Net(), batch_of(2))
             assert {out.total.dtype, out.aux["rows"].value.dtype, out.aux["one"].dtype} == {dtype}
 
     def test_a_policy_that_casts_up_is_refused(self):
         with pytest.raises(errors.CapabilityError, match="casts up"):
-            fa.with_precision(loss_fn, fa.Precision(param="bf16", compute="fp32"))
+            fa.with_precision(loss_fn, fa.transforms.Precision(param="bf16", compute="fp32"))
 
     def test_fp16_skips_halves_and_grows(self):
-        policy = fa.Precision(compute="fp16", init_scale=1024.0, interval=2)
+        policy = fa.transforms.Precision(compute="fp16", init_scale=1024.0, interval=2)
         step = fa.with_ema(fa.with_precision(loss_fn, policy), 0.5)
         train_step = program(step, optimizer=fa.adamw(fa.schedules.linear(0.1, 0.0, 10)))
         state = train_step.init()
@@ -89,7 +89,7 @@ class TestPrecision:
         assert float(state.scale["scale"]) == 1024.0
 
     def test_fp16_scale_divides_out(self):
-        policy = fa.Precision(compute="fp16", init_scale=256.0)
+        policy = fa.transforms.Precision(compute="fp16", init_scale=256.0)
         small, _ = run(fa.with_precision(loss_fn, policy))
         plain, _ = run(loss_fn)
         for name, value in whole_params(plain).items():
@@ -107,7 +107,7 @@ class TestAccumulation:
     def test_a_window_is_micro_batches_as_they_stand(self):
         batches = [batch_of(5, 1), batch_of(2, 2), batch_of(9, 3)]
         train_step = program()
-        state, metrics = train_step(train_step.init(), fa.Window(batches))
+        state, metrics = train_step(train_step.init(), fa.data.Window(batches))
         joined = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
         other = program()
         expected, whole = other(other.init(), joined)
@@ -122,7 +122,7 @@ class TestAccumulation:
             calls.append(len(batch[0]))
             return loss_fn(model, batch)
 
-        window = fa.Window([batch_of(5, 1), batch_of(2, 2), batch_of(9, 3)])
+        window = fa.data.Window([batch_of(5, 1), batch_of(2, 2), batch_of(9, 3)])
         step = fa.accumulate(counted, 2)
         train_step = program(step)
         state, _ = train_step(train_step.init(), window)
@@ -205,7 +205,9 @@ class TestClipping:
 
 
 def test_skip_nonfinite_leaves_everything_as_it_is():
-    train_step = program(fa.skip_nonfinite(loss_fn), optimizer=fa.from_torch(torch.optim.RMSprop, lr=0.1))
+    train_step = program(
+        fa.skip_nonfinite(loss_fn), optimizer=fa.optim.from_torch(torch.optim.RMSprop, lr=0.1)
+    )
     state = train_step.init()
     state, _ = train_step(state, batch_of(4))
     kept = fa.snapshot(state)
@@ -398,7 +400,7 @@ class TestOrderOfDecisions:
     """Whether an update is skipped is decided before a transform could hide the reason."""
 
     @pytest.mark.parametrize("wrap", [
-        lambda step: fa.with_precision(fa.clip_value(step, 0.1), fa.Precision(compute="fp16", init_scale=8.0)),
+        lambda step: fa.with_precision(fa.clip_value(step, 0.1), fa.transforms.Precision(compute="fp16", init_scale=8.0)),
         lambda step: fa.skip_nonfinite(fa.clip_value(step, 0.1)),
     ])  # fmt: skip
     def test_an_infinity_that_is_clamped_is_still_skipped(self, wrap):
@@ -441,6 +443,6 @@ def test_gradients_keep_the_layout_of_parameters():
 
 
 def test_what_an_output_dtype_of_fp64_means():
-    step = fa.with_precision(loss_fn, fa.Precision(compute="bf16", output="fp64"))
+    step = fa.with_precision(loss_fn, fa.transforms.Precision(compute="bf16", output="fp64"))
     _, metrics = run(step, calls=1)
     assert metrics["loss"].dtype is torch.float64

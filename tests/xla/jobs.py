@@ -300,7 +300,7 @@ def copies(folder):
 
 def half(folder):
     """Everything in bf16, averages too."""
-    pure = fa.Precision(param="bf16", compute="bf16")
+    pure = fa.transforms.Precision(param="bf16", compute="bf16")
     with fa.start(device="xla"):
         step = fa.with_precision(fa.with_ema(fa.skip_nonfinite(loss_fn), 0.75), pure)
         train_step = fa.train_step(step, model=fa.distribute(net, fa.xla(shard=True)), optimizer=fa.sgd(0.1))
@@ -356,7 +356,7 @@ def streams(folder):
 
 def broken(folder):
     """A step that XLA refuses, with another train step beside it that goes on."""
-    pure = fa.Precision(param="bf16", compute="bf16")
+    pure = fa.transforms.Precision(param="bf16", compute="bf16")
 
     def mixed(model, batch):
         x = batch["x"].float() if "wide" in batch else batch["x"]

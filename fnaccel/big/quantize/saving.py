@@ -134,7 +134,7 @@ def _module(source: Any, model: str | None) -> nn.Module:
         not getattr(module, "peft_config", None),
         "the model has an adapter of peft",
         _WHERE,
-        "fa.export_adapter(directory, state) writes the adapter. Save the base before get_peft_model",
+        "fa.interchange.export_adapter(directory, state) writes it. Save the base before get_peft_model",
     )
     return module
 
@@ -142,7 +142,10 @@ def _module(source: Any, model: str | None) -> nn.Module:
 def _record(module: nn.Module) -> Record:
     layers = quantized_layers(module)
     require(
-        bool(layers), f"no layer of this {type(module).__name__} is quantized", _WHERE, "fa.export_hf(...)"
+        bool(layers),
+        f"no layer of this {type(module).__name__} is quantized",
+        _WHERE,
+        "fa.interchange.export_hf(...)",
     )
     check_filled(layers, _WHERE)
     records = {layer.record: path for path, layer in layers.items()}

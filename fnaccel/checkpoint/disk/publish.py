@@ -61,7 +61,7 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Checkpoint]:
     Example:
         >>> for step in (1, 2):
         ...     path = fa.save("runs/gpt", state, step=step)
-        >>> [checkpoint.step for checkpoint in fa.checkpoints("runs/gpt")]
+        >>> [checkpoint.step for checkpoint in fa.checkpoint.checkpoints("runs/gpt")]
         [1, 2]
     """
     root = Path(directory).absolute()  # as fa.save returns it
@@ -114,10 +114,10 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         OSError: the root can't be listed.
 
     Example:
-        >>> fa.latest("runs/gpt") is None
+        >>> fa.checkpoint.latest("runs/gpt") is None
         True
         >>> path = fa.save("runs/gpt", state)
-        >>> fa.latest("runs/gpt").name
+        >>> fa.checkpoint.latest("runs/gpt").name
         'step-0000000000'
     """
     committed_steps = checkpoints(directory)

@@ -96,7 +96,7 @@ class Manifest:
                 raise CheckpointError(
                     f"the tree in the manifest holds the tensor {path}, which is stored nowhere",
                     where=where,
-                    fix="the checkpoint is damaged: restore another of fa.checkpoints(directory)",
+                    fix="the checkpoint is damaged: restore another of fa.checkpoint.checkpoints(directory)",
                 )
             return self.tensors[path]
 
@@ -177,7 +177,7 @@ class _Reader:
         raise CheckpointError(
             f"the manifest {what}"[:500],
             where=self.where,
-            fix="it was damaged or not written by fnaccel: restore another step of fa.checkpoints(directory)",
+            fix="it is damaged, or no manifest: restore another of fa.checkpoint.checkpoints(directory)",
         )
 
     def entries(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def _talk() -> tuple[list[str], float, str]:
             ),
         }
         wrong = [name for name, (got, expected) in results.items() if not torch.equal(got.cpu(), expected)]
-        if fa.gather_objects({"rank": rank}) != [{"rank": other} for other in range(size)]:
+        if fa.collectives.gather_objects({"rank": rank}) != [{"rank": other} for other in range(size)]:
             wrong.append("gather_objects")
         return wrong, _time(world), world.backend
 

@@ -95,7 +95,7 @@ def _clock_offsets() -> list[float]:
             world.barrier()
             begin = time.perf_counter()
             clock = torch.tensor([time.time()], dtype=torch.float64)
-            clocks = [float(each) for each in fa.gather_objects(float(clock))]
+            clocks = [float(each) for each in fa.collectives.gather_objects(float(clock))]
             rounds.append((time.perf_counter() - begin, [each - clocks[0] for each in clocks]))
         return min(rounds)[1]
 
@@ -120,7 +120,7 @@ def check_ports(ranks: Ranks) -> str:
 def _reach(address: str) -> list[str]:
     """In a rank: the connections that failed, as text."""
     with fa.start() as world, socket.create_server((address_to(address), 0), backlog=world.size) as server:
-        places = fa.gather_objects((socket.gethostname(), *server.getsockname()[:2]))
+        places = fa.collectives.gather_objects((socket.gethostname(), *server.getsockname()[:2]))
         missed: list[str] = []
         for host, where, port in places:
             try:
@@ -152,7 +152,7 @@ def check_folder(ranks: Ranks, folder: Path | None) -> str:
 def _see(folder: Path) -> str:
     """In a rank: what is missing, or nothing."""
     with fa.start() as world:
-        name = fa.broadcast_objects(f".fnaccel-test-{os.getpid()}-{time.time_ns()}")
+        name = fa.collectives.broadcast_objects(f".fnaccel-test-{os.getpid()}-{time.time_ns()}")
         file = folder / name
         if world.is_main:
             file.write_text("here")

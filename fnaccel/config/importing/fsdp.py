@@ -22,7 +22,7 @@ _POLICIES = {"TRANSFORMER_BASED_WRAP": "classes", "SIZE_BASED_WRAP": "size", "NO
 _UNUSED = {
     "fsdp_version": "fa.fsdp is FSDP2. It trains to the same values as FSDP1",
     "fsdp_state_dict_type": "each rank saves its shards, and any number of ranks restores them. "
-    "fa.export_hf writes one whole file",
+    "fa.interchange.export_hf writes one whole file",
     "fsdp_use_orig_params": "FSDP2 always keeps the parameters of the model",
     "fsdp_limit_all_gathers": "FSDP2 always limits them",
     "fsdp_ignored_modules": "needs patterns of parameter names: strategy: fsdp(ignore=('head*',))",

@@ -95,7 +95,8 @@ def _method(draft: Draft, sizes: Mapping[str, int]) -> str | None:
     )
     for name in ("cp_backend", "sp_backend", "sp_attn_implementation"):
         draft.skip(
-            _key(draft, name), "F.scaled_dot_product_attention is cut, with any kernel: see fa.attention"
+            _key(draft, name),
+            "F.scaled_dot_product_attention is cut, with any kernel: see fa.transforms.attention",
         )
     for name in ("sp_seq_length", "sp_seq_length_is_variable"):
         draft.skip(_key(draft, name), "each batch may have its own length")

@@ -80,7 +80,9 @@ class Context(Axis):
         if ranks > 1 and spec.mesh.world.local_size % span:
             notes.append("context: a group crosses machines, and it communicates in every attention")
         if self.method == "ring" and any(t.name == "attention" for t in spec.step.transforms):
-            notes.append("context: a ring computes blocks of attention itself, whatever fa.attention names")
+            notes.append(
+                "context: a ring has its own blocks of attention, whatever fa.transforms.attention names"
+            )
         return notes
 
     def apply(self, built: Built, mesh: Mesh) -> None:

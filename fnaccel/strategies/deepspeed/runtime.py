@@ -283,7 +283,7 @@ def _client(optimizer: Optimizer, params: list[dict[str, Any]], groups: Sequence
     raise CapabilityError(
         f"DeepSpeed takes an optimizer of torch, and fa.{optimizer.name} is none",
         where="fa.train_step(optimizer=)",
-        fix="fa.sgd, fa.adam, fa.adamw, fa.from_torch(...), or fa.optim.from_deepspeed(...)",
+        fix="fa.sgd, fa.adam, fa.adamw, fa.optim.from_torch(...), or fa.optim.from_deepspeed(...)",
     )
 
 

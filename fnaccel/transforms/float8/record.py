@@ -30,7 +30,7 @@ _OWN = {
     "torchao": ("emulate", "all_gather", "pad"),
     "transformer_engine": ("amax_history_len", "amax_compute_algo", "margin"),
 }
-_WHERE = "fa.Float8"
+_WHERE = "fa.transforms.Float8"
 # AMD's with fp8 of torch's dtypes. A compute capability means nothing there
 _ROCM = ("gfx942", "gfx950", "gfx12")
 
@@ -63,7 +63,7 @@ class Float8:
         CapabilityError: `backend="ms_amp"`, which has optimizers and parameters of its own.
 
     Example:
-        >>> step = fa.with_precision(loss_fn, fa.Float8(recipe="rowwise", skip="*lm_head*"))
+        >>> step = fa.with_precision(loss_fn, fa.transforms.Float8(recipe="rowwise", skip="*lm_head*"))
     """
 
     backend: Backend = "torchao"
@@ -91,7 +91,8 @@ class Float8:
                 "MS-AMP replaces parameters and optimizer by its own (msamp.initialize returns both), which "
                 "fnaccel's optimizers don't update, and is not maintained for torch 2.9 and later",
                 where=_WHERE,
-                fix='O1: fa.Float8(all_gather=True) under fsdp; O2 besides: fa.optim.adamw8bit(codes="fp8")',
+                fix="O1: fa.transforms.Float8(all_gather=True) under fsdp; O2 besides: "
+                'fa.optim.adamw8bit(codes="fp8")',
             )
         if self.recipe not in _RECIPES[self.backend]:
             raise UnknownNameError(
@@ -155,7 +156,7 @@ class Float8:
             ArgumentError: a pattern matches nothing, or the factory can't run without values.
 
         Example:
-            >>> list(fa.Float8(skip="*lm_head*").layers(GPT).skipped)
+            >>> list(fa.transforms.Float8(skip="*lm_head*").layers(GPT).skipped)
             ['lm_head']
         """
         require(
@@ -316,7 +317,7 @@ def check_device(device: torch.device, record: Float8) -> None:
         raise CapabilityError(
             f"fp8 can't run here: {problem}",
             where="fa.with_precision",
-            fix='fa.with_precision(step, "bf16"); or, to test on any device, fa.Float8(emulate=True)',
+            fix='fa.with_precision(step, "bf16"); or fa.transforms.Float8(emulate=True), to test anywhere',
         )
 
 
@@ -353,7 +354,7 @@ def float8_layers(train_step: Any) -> Layers | list[Layers]:
         ArgumentError: a train step without fp8.
 
     Example:
-        >>> step = fa.with_precision(loss_fn, fa.Float8(emulate=True, only="*up*"))
+        >>> step = fa.with_precision(loss_fn, fa.transforms.Float8(emulate=True, only="*up*"))
         >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
         >>> state = train_step.init()
         >>> list(fa.transforms.float8_layers(train_step).converted)

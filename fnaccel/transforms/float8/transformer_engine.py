@@ -36,7 +36,7 @@ def _module(name: str, where: str) -> Any:
             f"TransformerEngine can't be imported: {error}",
             where=where,
             fix="pip install --no-build-isolation 'transformer_engine[pytorch]' on a machine with CUDA, "
-            'or fa.Float8(backend="torchao")',
+            'or fa.transforms.Float8(backend="torchao")',
         ) from error
 
 
@@ -111,7 +111,7 @@ class Autocast:
         recipes: list[Any] = []
 
         def loss(model: object, batch: Tree, *lent_models: Any) -> Any:
-            where = 'fa.Float8(backend="transformer_engine")'
+            where = 'fa.transforms.Float8(backend="transformer_engine")'
             engine = backend(where)
             if not recipes:
                 recipes.append(self.build(where))

@@ -71,7 +71,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(base, tmp_path, ranks, strategy):
         expected = pool.run(train, base, tmp_path / "whole", strategy)
     with pytest.raises(FnaccelError, match="died"), RankPool(ranks, timeout=120) as pool:
         pool.run(train, base, tmp_path / "killed", strategy, ranks - 1)
-    assert [checkpoint.step for checkpoint in fa.checkpoints(tmp_path / "killed")][-1] == 4
+    assert [checkpoint.step for checkpoint in fa.checkpoint.checkpoints(tmp_path / "killed")][-1] == 4
     with RankPool(ranks, timeout=120) as pool:
         resumed = pool.run(train, base, tmp_path / "killed", strategy)
     for (_, loss, bits), (first, loss_after, bits_after) in zip(expected, resumed, strict=True):

@@ -139,7 +139,7 @@ def test_a_plain_module_and_a_live_state_are_saved(tmp_path):
         state, _ = train_step(train_step.init(seed=0), torch.ones(2, 128))
         second = fa.big.save_quantized(tmp_path / "b", state)
         with pytest.raises(ArgumentError, match=r"are codes, such as up\.codes"):
-            fa.export_hf(tmp_path / "c", state)
+            fa.interchange.export_hf(tmp_path / "c", state)
     for name in ("model.safetensors", "config.json"):
         assert (first / name).read_bytes() == (second / name).read_bytes()
     again = stream(fa.big.quantize(empty(), fa.big.quantization_of(first)), first)
