@@ -50,7 +50,6 @@ foreach_norm: Any = torch._foreach_norm
 foreach_mul_: Any = torch._foreach_mul_
 foreach_div: Any = torch._foreach_div
 foreach_mul: Any = torch._foreach_mul
-foreach_add_: Any = torch._foreach_add_
 foreach_lerp_: Any = torch._foreach_lerp_
 foreach_clamp_min_: Any = torch._foreach_clamp_min_
 foreach_clamp_max_: Any = torch._foreach_clamp_max_

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import attrs
@@ -19,7 +19,6 @@ from fnaccel.launch.accelerators import count_accelerators
 from fnaccel.strategies import strategy
 
 _PROG = "fnaccel test"
-Check = tuple[str, Callable[[], str]]
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -459,6 +459,7 @@ def test_the_strategy_to_use():
     assert verdict.name == "ddp"
     assert verdict.why == "the fastest. If memory is short: fsdp, 0.50x the memory of a rank at 4.0x the time"
     assert recommend_strategy(rows[2:]).name is None
+    assert judge({"ddp": FAILED, "fsdp": slow}, 1e-3, "ddp")[1].note == "losses not compared: ddp failed"
 
 
 @pytest.mark.long

@@ -40,6 +40,8 @@ def test_the_names_are_those_that_a_type_checker_sees():
 def test_other_names():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         getattr(fa, "nothing")  # noqa: B009
+    with pytest.raises(AttributeError, match=r"Did you mean fa\.interchange\.adopt\?"):
+        getattr(fa, "adopt")  # noqa: B009
     code = "import fnaccel as fa; print(fa.testing.RankPool.__name__, fa.track.JsonlTracker.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["RankPool", "JsonlTracker"]

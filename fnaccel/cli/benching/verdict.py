@@ -62,7 +62,7 @@ def _row(name: str, answer: Answer, reference: str, answers: Mapping[str, Answer
     gap = 0.0 if eager is None else _gap(eager.losses, answer.losses)
     differs, compared = gap > tolerance, eager is not None
     if eager is None:
-        notes.append("losses not compared: {reference} failed")
+        notes.append(f"losses not compared: {reference} failed")
     elif differs and eager.draws:
         differs = compared = False
         notes.append("losses can't be compared: dropout draws other masks")

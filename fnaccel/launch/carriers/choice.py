@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from fnaccel.errors import LaunchError
-from fnaccel.launch.carriers.request import Plan, Request
+from fnaccel.launch.carriers.request import Carrier, Plan, Request
 from fnaccel.launch.sections import SageMakerRecipe
 
 IN_THE_LAUNCHER = ("local", "elastic")
@@ -70,6 +70,5 @@ def plan(request: Request, carrier: str) -> Plan:
         ('python', 't.py')
     """
     # by name: a launch on this machine does not pay for the other carriers
-    module = importlib.import_module(f"fnaccel.launch.carriers.{carrier}")
-    result: Plan = module.plan(request)
-    return result
+    chosen: Carrier = importlib.import_module(f"fnaccel.launch.carriers.{carrier}").plan
+    return chosen(request)
