@@ -204,6 +204,11 @@ def summed_over(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return value
 
 
+def save_own(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Write the entries of a module itself, without those of its children, into a state dict."""
+    module._save_to_state_dict(state, prefix, False)
+
+
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The slots of a module's own buffers. nn.Module has no public way to read one. (2.9 to 2.13)"""
     return module._buffers

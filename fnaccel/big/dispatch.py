@@ -6,20 +6,20 @@ import contextlib
 import inspect
 import os
 import threading
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fnaccel import tree
+from fnaccel import _torch, tree
 from fnaccel.big.budget import Device
 from fnaccel.big.device_map import DeviceMap, as_map
 from fnaccel.big.guards import guard, unguard
 from fnaccel.big.mover import Mover
 from fnaccel.big.planning import Options, Values, plan
-from fnaccel.big.unit import Slot, Unit, restore
+from fnaccel.big.unit import Slot, Unit, put, restore
 from fnaccel.big.walker import Counts, Walker
 from fnaccel.errors import CapabilityError, OwnershipError
 
@@ -68,9 +68,11 @@ class Dispatch:
             model.register_forward_pre_hook(_eager(self._begin), prepend=True, with_kwargs=True),
             model.register_forward_hook(_eager(self._end), with_kwargs=True, always_call=True),
         ]
-        for module in {slot.module: None for unit in units for slot in unit.slots}:  # parts have values, too
-            hook = module.register_state_dict_post_hook(lambda *arguments: self._with_values(*arguments))
-            self._hooks.append(hook)
+        parts: dict[nn.Module, list[Slot]] = {}  # state dicts of parts have values, too
+        for slot in (slot for unit in units for slot in unit.slots):
+            parts.setdefault(slot.module, []).append(slot)
+        for module, slots in parts.items():
+            self._hooks.append(module.register_state_dict_post_hook(_with_values(slots)))
         model.__dict__[_KEY] = self
         guard(model)
 
@@ -187,12 +189,21 @@ class Dispatch:
             return value
         return tree.map_tensors(move, value)
 
-    def _with_values(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        """Put values of a module into a state dict, in the place of tensors without any."""
-        for slot in (slot for unit in self._units for slot in unit.slots if slot.module is module):
-            value = state.get(prefix + slot.key)
-            if value is not None and value.is_meta:
-                state[prefix + slot.key] = slot.computed().detach()
+
+def _with_values(slots: list[Slot]) -> Callable[..., None]:
+    """A hook that writes a module's entries of a state dict anew, with the values that are elsewhere."""
+
+    def write(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        absent = [slot for slot in slots if slot.absent]
+        try:
+            put(absent, [slot.computed() for slot in absent])
+            if absent:  # a quantized layer has other names in a file than its buffers
+                _torch.save_own(module, state, prefix)
+        finally:
+            for slot in absent:
+                slot.put(slot.empty)
+
+    return write
 
 
 def _below(path: str, parent: str) -> bool:

@@ -72,6 +72,11 @@ class Slot:
         """Whether somebody else gave the module another tensor."""
         return self.seen is not None and self._registered.get(self.key) is not self.seen
 
+    @property
+    def absent(self) -> bool:
+        """Whether the module sees no values now."""
+        return self._registered.get(self.key) is self.empty
+
     def check(self) -> None:
         """Raise OwnershipError if somebody else gave the module another tensor."""
         if self.replaced:

@@ -121,7 +121,10 @@ def test_ranks_in_different_calls(run, tmp_path, strategy, name, call, faulty):
 def test_objects_of_a_save_are_not_taken_for_others(run, tmp_path):
     outcomes = run(train, [1], "gathers objects, the others save", tmp_path, "ddp")
     assert [outcome.error for outcome in outcomes] == ["RankMismatchError"] * 3, outcomes
-    assert "gather_objects(in fa.save) on ranks 0 and 2, gather_objects() on rank 1" in outcomes[0].what
+    assert (
+        "gather_objects(in fa.save) on ranks 0 and 2, fa.collectives.gather_objects() on rank 1"
+        in outcomes[0].what
+    )
 
 
 def test_a_rank_that_is_killed_is_named(run, tmp_path, monkeypatch):

@@ -24,11 +24,14 @@ def test_offloaded_layers_stay_quantized(record, tmp_path):
     model = fa.big.quantize(made(), record).eval()
     x = made(lambda: torch.randn(4, 128))
     expected, codes = model(x), {name: value.clone() for name, value in model.named_buffers()}
+    stored = {name: value.clone() for name, value in model.state_dict().items()}
     places = {"up": "disk", "down": "disk", "norm": "cpu", "lm_head": "cpu"}
     run = fa.big.dispatch(model, places, folder=tmp_path)
     written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     for _ in range(2):
         assert torch.equal(model(x), expected)
+    assert same(dict(model.state_dict()), stored)
+    assert torch.equal(model(x), expected)
     assert sum(value.nbytes for value in codes.values()) <= written < 0.5 * 2 * 128 * 256 * 4
     run.remove()
     assert same(dict(model.named_buffers()), codes)
