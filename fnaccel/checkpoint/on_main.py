@@ -17,13 +17,13 @@ from fnaccel.checkpoint.format.safetensors import widest_first, write_items
 from fnaccel.checkpoint.format.torch_file import save_object
 from fnaccel.errors import ArgumentError
 from fnaccel.tree import Tree
-from fnaccel.world.every_rank import every_rank
+from fnaccel.world.every_rank import every_rank_of
 from fnaccel.world.world import World, current
 
 _WHERE = "fa.checkpoint.save_on_main"
 
 
-@every_rank
+@every_rank_of("fa.checkpoint")
 def save_on_main(
     value: Tree,
     path: str | os.PathLike[str],

@@ -17,11 +17,11 @@ from fnaccel.collectives.over import Over, scope
 from fnaccel.collectives.signature import Call, agree, bad_source, room
 from fnaccel.errors import NotSerializableError
 from fnaccel.tree import Tree
-from fnaccel.world.every_rank import every_rank, outer_call
+from fnaccel.world.every_rank import every_rank_of, outer_call
 from fnaccel.world.world import World
 
 
-@every_rank
+@every_rank_of("fa.collectives")
 def gather_objects(value: Tree, *, over: Over = None, world: World | None = None) -> list[Any]:
     """The objects of all ranks, on all ranks, as a list in rank order.
 
@@ -58,7 +58,7 @@ def gather_objects(value: Tree, *, over: Over = None, world: World | None = None
     return [_loaded(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
 
-@every_rank
+@every_rank_of("fa.collectives")
 def broadcast_objects(value: Tree, *, src: int = 0, over: Over = None, world: World | None = None) -> Any:
     """The object of rank `src`, on every rank.
 

@@ -16,7 +16,7 @@ from fnaccel.collectives.over import Over, Scope, carrier_of, scope
 from fnaccel.collectives.scratch import spare
 from fnaccel.collectives.signature import Call, agree, fits, tensor_leaves
 from fnaccel.errors import ArgumentError, FnaccelError, UnknownNameError, nearest
-from fnaccel.world.every_rank import every_rank, outer_call
+from fnaccel.world.every_rank import every_rank, every_rank_of, outer_call
 from fnaccel.world.world import World
 
 _ONE_PHASE = 2**18  # bytes. Above it gloo's reduction, which overlaps its phases, is faster
@@ -124,7 +124,7 @@ def _fold(part: torch.Tensor, op: str) -> torch.Tensor:
     return functools.reduce(combine, part.to(_wire(part.dtype)).unbind())
 
 
-@every_rank
+@every_rank_of("fa.collectives")
 def any_process(flag: bool, *, over: Over = None, world: World | None = None) -> bool:
     """Whether `flag` is true on any rank, so that all ranks can stop together.
 

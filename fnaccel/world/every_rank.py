@@ -25,18 +25,27 @@ def every_rank(fn: Callable[P, R]) -> Callable[P, R]:
     The world is that of `world=`, of a train step that comes first, or of this context. A call `over=`
     another process group is not counted: ranks outside of it do not make it, or a thread makes it.
     """
-    name = f"{'train_step' if '.' in fn.__qualname__ else 'fa'}.{fn.__name__}"
+    return every_rank_of("train_step" if "." in fn.__qualname__ else "fa")(fn)
 
-    @functools.wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        calls = _log_of(args, kwargs)
-        if calls is None:
-            return fn(*args, **kwargs)
-        if not _is_world(kwargs.get("over")):
-            return calls.explained(name, fn, *args, **kwargs)
-        return calls.run(name, fn, *args, **kwargs)
 
-    return run
+def every_rank_of(namespace: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """`every_rank` for a function of a namespace, such as `"fa.collectives"`."""
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        name = f"{namespace}.{fn.__name__}"
+
+        @functools.wraps(fn)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            calls = _log_of(args, kwargs)
+            if calls is None:
+                return fn(*args, **kwargs)
+            if not _is_world(kwargs.get("over")):
+                return calls.explained(name, fn, *args, **kwargs)
+            return calls.run(name, fn, *args, **kwargs)
+
+        return run
+
+    return decorate
 
 
 def outer_call(world: World | None, function: str) -> str:
