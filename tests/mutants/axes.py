@@ -50,7 +50,12 @@ MUTANTS = [
         'process_group=mesh.group("loss")', 'process_group=mesh.group("batch")', (PARTS, "-k", "one_loss and ddp and options3"),
     ),
     Mutant(
-        "fsdp divides by the parts of the rows", "strategies/fsdp_engine.py", "averaged=mesh.loss_size", "averaged=mesh.batch_size",
+        "norms of parts", "engine/engine.py", 'return self.mesh["model"] if', "return None if",
+        ("tests/parity/test_matrix.py", "-k", "clip"),
+    ),
+    Mutant(
+        "gradients divided by the parts of the rows", "engine/eager.py", "ranks = engine.layout.mesh.loss_size",
+        "ranks = engine.layout.mesh.batch_size",
         (PARTS, "-k", "one_loss and fsdp and options5"),
     ),
     Mutant(

@@ -72,4 +72,20 @@ MUTANTS = [
         "the whole file in memory", "big/reading.py", "            out.copy_(entry.view())\n",
         "            out.copy_(entry.view().clone().double())\n", (LOAD, "-k", "host_holds"),
     ),
+    Mutant(
+        "layers that are elsewhere show no device", "big/away.py",
+        'if getattr(func, "__self__", None) is torch.Tensor.device:', "if False:", (DISPATCH, "-k", "device_and_dtype"),
+    ),
+    Mutant(
+        "written pages let go", "big/mapped_pages.py", " and not _written(tensor)", "",
+        (DISPATCH, "-k", "written_past_torch"),
+    ),
+    Mutant(
+        "assigned weights that are ignored", "big/unit.py", "        if self.replaced:\n            raise",
+        "        if False:\n            raise", (DISPATCH, "-k", "is_assigned"),
+    ),
+    Mutant(
+        "codes without values in a state dict", "big/dispatch.py", "            if absent:  # a quantized layer", "            if False:  # a",
+        ("tests/big/quantize/test_offloading.py", "-k", "elsewhere_has_their_codes"),
+    ),
 ]  # fmt: skip
