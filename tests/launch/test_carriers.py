@@ -255,6 +255,12 @@ def test_a_tpu_vm_from_afar(folder):
     )
 
 
+def test_a_pod_has_no_number_of_machines():
+    request = Request(job=Job(script="t.py", machines=2), tpu_vm=TpuVmRecipe(name="a", zone="z"))
+    with pytest.raises(LaunchError, match="--nnodes can't be used with the carrier tpu"):
+        plan(request, "tpu")
+
+
 @pytest.mark.parametrize(
     ("folder_there", "place"),
     [("~", "~"), ("~/my code", "~/'my code'"), ("~/", "~/"), ("~other/x", "'~other/x'"), ("/a/b", "/a/b")],

@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 
 from fnaccel.errors import LaunchError
-from fnaccel.launch.carriers.command_line import options_of, program_of
+from fnaccel.launch.carriers.command_line import options_of, program_of, refuse
 from fnaccel.launch.carriers.request import Command, Plan, Request
 from fnaccel.launch.sections import TpuVmRecipe
 
@@ -20,7 +20,7 @@ def plan(request: Request) -> Plan:
     """One gcloud command for each name. Its shell installs, runs the commands, and starts the launcher.
 
     Raises:
-        LaunchError: there is no name or no zone, or a file of commands does not exist.
+        LaunchError: there is no name or no zone, a file of commands does not exist, or machines are counted.
 
     Example:
         >>> place = TpuVmRecipe(name="vm", zone="us-central2-b", folder="~/gpt")
@@ -38,6 +38,7 @@ def plan(request: Request) -> Plan:
             where="fnaccel launch --tpu-name",
             fix="--tpu-zone us-central2-b",
         )
+    refuse(request.job, {"machines": "--nnodes"}, "tpu", "leave it out: gcloud starts all hosts of a pod")
     line = remote_line(request)
     commands = tuple(
         Command(
