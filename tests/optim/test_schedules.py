@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fnaccel as fa
 from fnaccel import errors
+
+transformers = pytest.importorskip("transformers")
 
 SCHEDULES = {
     "constant": fa.schedules.constant(0.3),
