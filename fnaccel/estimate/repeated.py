@@ -1,7 +1,8 @@
 """Repeated blocks: a trace runs four of each run of equal blocks, and the others are arithmetic.
 
 Four, since the first and the last may hold other buffers than those between. Bytes change from block to block
-by the same amount, so the peak is in one of the first two or the last two.
+by the same amount, so the peak is in one of the first two or the last two. A model may use its blocks in
+another way: every second one, or with fewer rows each time. So a trace of six blocks has to agree.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from torch import nn
 
 from fnaccel.models.blocks import blocks
 
-_TRACED = 4
+TRACED = 4
+"""How many blocks of a run are traced."""
+CHECKED = 6
+"""How many are traced to check that the others are arithmetic."""
 
 
 @attrs.frozen
@@ -21,7 +25,7 @@ class Repeated:
     """A run of equal blocks that was shortened.
 
     Attributes:
-        second, third: of the four blocks that are left.
+        second, third: of the blocks that are left.
         left_out: how many equal blocks were taken away between the second and the third.
     """
 
@@ -30,11 +34,12 @@ class Repeated:
     left_out: int
 
 
-def shorten(model: nn.Module, within: Sequence[str]) -> list[Repeated]:
-    """Leave four blocks in each run of five or more equal blocks. Changes the model.
+def shorten(model: nn.Module, within: Sequence[str], most: int = TRACED) -> list[Repeated]:
+    """Leave the first blocks of each longer run of equal blocks. Changes the model.
 
     Args:
         model: the model.
+        most: how many blocks are left.
         within: names of modules that must be blocks, or inside of blocks. If one is not, nothing changes.
     """
     named = blocks(model)
@@ -50,7 +55,7 @@ def shorten(model: nn.Module, within: Sequence[str]) -> list[Repeated]:
         container = model.get_submodule(parent)
         if [key for key, _ in members] != [key for key, _ in container.named_children()]:
             continue
-        remaining, runs = _runs([block for _, block in members])
+        remaining, runs = _runs([block for _, block in members], most)
         shortened += runs
         if runs:
             for key, _ in members:
@@ -60,7 +65,7 @@ def shorten(model: nn.Module, within: Sequence[str]) -> list[Repeated]:
     return shortened
 
 
-def _runs(members: list[nn.Module]) -> tuple[list[nn.Module], list[Repeated]]:
+def _runs(members: list[nn.Module], most: int) -> tuple[list[nn.Module], list[Repeated]]:
     remaining: list[nn.Module] = []
     shortened: list[Repeated] = []
     start = 0
@@ -69,9 +74,9 @@ def _runs(members: list[nn.Module]) -> tuple[list[nn.Module], list[Repeated]]:
         while end < len(members) and _signature(members[end]) == _signature(members[start]):
             end += 1
         run = members[start:end]
-        remaining += run[:_TRACED]
-        if len(run) > _TRACED:
-            shortened.append(Repeated(run[1], run[2], len(run) - _TRACED))
+        remaining += run[:most]
+        if len(run) > most:
+            shortened.append(Repeated(run[1], run[2], len(run) - most))
         start = end
     return remaining, shortened
 

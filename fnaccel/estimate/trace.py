@@ -17,7 +17,7 @@ from torch import nn
 from fnaccel import _torch as framework
 from fnaccel.estimate.account import Account
 from fnaccel.estimate.crossings import Crossings, watch
-from fnaccel.estimate.repeated import Repeated, shorten
+from fnaccel.estimate.repeated import TRACED, Repeated, shorten
 from fnaccel.estimate.sharded import GRADIENTS, Gathers, Unit
 from fnaccel.models import _torch
 from fnaccel.models.building import Built
@@ -41,7 +41,7 @@ class TracePlan:
         gathers: the account of shards, or None.
         averaged: whether gradients are copied into buckets as backward makes them.
         inside: names of modules that transforms and strategy are about.
-        shortens: whether repeated blocks are left out.
+        most: how many blocks of a run of equal ones are traced. 0: all.
     """
 
     built: Built
@@ -52,7 +52,7 @@ class TracePlan:
     gathers: Gathers | None = None
     averaged: bool = False
     inside: Mapping[str | None, Sequence[str]] = attrs.field(factory=dict[str | None, Sequence[str]])
-    shortens: bool = True
+    most: int = TRACED
 
 
 def trace(plan: TracePlan, account: Account) -> int:
@@ -61,8 +61,8 @@ def trace(plan: TracePlan, account: Account) -> int:
     Returns:
         How many blocks were not traced, since they equal one that was.
     """
-    modules = plan.built.modules.items() if plan.shortens else ()
-    runs = [run for key, module in modules for run in shorten(module, plan.inside.get(key, ()))]
+    modules = plan.built.modules.items() if plan.most else ()
+    runs = [run for key, module in modules for run in shorten(module, plan.inside.get(key, ()), plan.most)]
     fake = _torch.fake_mode()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -190,17 +190,20 @@ class _Pass:
     def _leave_out(self, run: Repeated, events: Callable[[nn.Module], list[Crossings]]) -> None:
         """Count the blocks that are not traced like the second and the third, between which they would be."""
         account = self._account
-        before_second = activations = grads = 0
+        before_second = activations = grads = calls = 0
         work = account.work
 
         # In forward they run ahead of the strategy's events, and in backward behind them. By then the blocks
         # before have freed their tensors.
         def second_begins() -> None:
-            nonlocal before_second, work
-            before_second, work = account.live, account.work.copy()
+            nonlocal before_second, work, calls
+            before_second, work, calls = account.live, account.work.copy(), calls + 1
 
         def third_begins() -> None:
-            nonlocal activations
+            nonlocal activations, calls
+            calls -= 1
+            if calls:
+                raise RuntimeError("the blocks of a run are not called one after the other")
             activations = (account.live - before_second) * run.left_out
             account.hold(activations)
             account.work.repeat(work, run.left_out)

@@ -7,6 +7,7 @@ import gc
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fnaccel as fa
 
@@ -41,6 +42,57 @@ class GPT(nn.Module):
     def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Shrinking(GPT):
+    """Equal blocks, with fewer tokens each time."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)[:, 4:]
+        return self.head(self.norm(F.pad(x, (0, 0, LENGTH - x.shape[1], 0))))
+
+
+class Parallel(GPT):
+    """Equal blocks that all take the same input."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(self.norm(torch.stack([block(x) for block in self.blocks]).mean(0)))
+
+
+class Checkpointed(GPT):
+    """Blocks that the model itself recomputes."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+class Joined(GPT):
+    """The head reads the outputs of all blocks."""
+
+    def __init__(self, blocks: int = 7) -> None:
+        super().__init__(blocks)
+        self.head = nn.Linear(blocks * WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x, outputs = self.embed(tokens), []
+        for block in self.blocks:
+            x = block(x)
+            outputs.append(self.norm(x))
+        return self.head(torch.cat(outputs, -1))
+
+
+class EverySecond(GPT):
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks[::2]:
             x = block(x)
         return self.head(self.norm(x))
 

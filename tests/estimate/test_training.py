@@ -11,7 +11,21 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
-from tests.estimate.models import GPT, GPT2, Llama, Perceptron, loss_fn, peak_of, step_of, tokens_of
+from tests.estimate.models import (
+    GPT,
+    GPT2,
+    Checkpointed,
+    EverySecond,
+    Joined,
+    Llama,
+    Parallel,
+    Perceptron,
+    Shrinking,
+    loss_fn,
+    peak_of,
+    step_of,
+    tokens_of,
+)  # fmt: skip
 
 LLAMA_PLAN = {
     "*.q_proj": "colwise", "*.k_proj": "colwise", "*.v_proj": "colwise", "*.o_proj": "rowwise",
@@ -130,6 +144,30 @@ def test_mistakes():
             loss_fn, model=fa.distribute(Llama, fa.tensor(2, LLAMA_PLAN)), optimizer=optimizer,
             batch=tokens_of("meta"), ranks=2,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("model", [Shrinking, Parallel, Checkpointed, Joined])
+def test_blocks_that_are_not_called_one_after_the_other(pools, model, remat, capfd):
+    step, optimizer = step_of(remat=remat), fa.adamw(1e-3)
+    held = pools.run(1, peak_of, step, model, "local", optimizer)[0]
+    capfd.readouterr()
+    estimate = fa.estimate.training(
+        step, model=fa.distribute(model, "local"), optimizer=optimizer, batch=tokens_of("meta")
+    )
+    assert estimate.total == pytest.approx(held, rel=0.01)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_blocks_of_which_some_are_not_called():
+    def estimated(model):
+        return fa.estimate.training(
+            loss_fn, model=fa.distribute(model, "local"), optimizer=fa.sgd(0.1), batch=tokens_of("meta")
+        )
+
+    some, all_of_them = estimated(EverySecond), estimated(GPT)
+    assert (some.left_out, all_of_them.left_out) == (0, 3)
+    assert 0.5 < some.work.flops / all_of_them.work.flops < 0.7
 
 
 class Numbered(GPT):

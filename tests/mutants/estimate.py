@@ -19,7 +19,7 @@ MUTANTS = [
     ),
     Mutant(
         "activations of traced blocks alone", "estimate/trace.py",
-        "            account.hold(activations)\n", "", (TRAINING, "-k", "1-local and GPT"),
+        "            account.hold(activations)\n", "", (TRAINING, "-k", "costs_nothing"),
     ),
     Mutant(
         "masks that transformers makes for fake tensors", "models/unknown_values.py",
@@ -28,7 +28,11 @@ MUTANTS = [
     Mutant(
         "operations of traced blocks alone", "estimate/trace.py",
         "            account.hold(activations)\n            account.work.repeat(work, run.left_out)\n",
-        "            account.hold(activations)\n", (WORK, "-k", "operations"),
+        "            account.hold(activations)\n", (TRAINING, "-k", "costs_nothing"),
+    ),
+    Mutant(
+        "blocks that are all used alike", "estimate/training_memory.py", "return few if _alike(few, more) else None", "return few",
+        (TRAINING, "-k", "one_after_the_other"),
     ),
     Mutant(
         "an all-reduce that passes its bytes once", "estimate/rates.py", '"all_reduce": 2.0', '"all_reduce": 1.0',
