@@ -298,7 +298,7 @@ def check_free(model: nn.Module) -> None:
         if _KEY in module.__dict__:
             raise OwnershipError(
                 f"{name or 'the model'} is dispatched already",
-                where="fa.big.dispatch",
+                where="fa.big",
                 fix="remove() its dispatch first: fa.big.dispatch_of(model).remove()",
             )
 

@@ -167,6 +167,7 @@ class FourBitLinear(QuantizedLayer, _Linear4bit):
             "quant_type": self.record.kind,
             "blocksize": self.record.block,
             "shape": [self.out_features, self.in_features],
+            "nested_blocksize": _NESTED_BLOCK if self.record.double else None,
         }
         for name, value in expected.items():
             if numbers.get(name) != value:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import bitsandbytes
 import torch
 
+from fnaccel import _torch
 from fnaccel.big.quantize.layer import LinearLayer, QuantizedLayer, Shape
 from fnaccel.big.quantize.records import Int8
 from fnaccel.errors import CheckpointError
 
 _bnb: Any = bitsandbytes
 _Linear8bit: Any = _bnb.nn.Linear8bitLt
+
+
+class _Int8Weight(_bnb.nn.Int8Params):
+    """bitsandbytes' parameter, which `nn.TransformerEncoder` does not take for a weight in full width."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _torch.without_overrides(func, args, kwargs or {})
 
 
 class Int8Linear(QuantizedLayer, _Linear8bit):
@@ -45,7 +57,7 @@ class Int8Linear(QuantizedLayer, _Linear8bit):
     def weight(self) -> Any:
         """The codes as bitsandbytes' parameter, which peft reads. It shares their memory."""
         codes, scales = self.get_buffer("codes"), self.get_buffer("scales")
-        return _bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
+        return _Int8Weight(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # peft merges an adapter so

@@ -43,6 +43,7 @@ def chosen_layers(module: nn.Module, record: Record) -> Layers:
     require(isinstance(record, Record), f"the record is {record!r}", "fa.big.quantize", "fa.big.Nf4()")
     if not record.optional:
         check_patterns((*(record.skip or ()), *record.keep), module, where)
+    skip = _of_file(record.skip, module) if record.optional else record.skip or ()
     heads = _heads(module) if record.skip is None else set[int]()
     tied = _tied(module)
     converted: list[str] = []
@@ -51,12 +52,16 @@ def chosen_layers(module: nn.Module, record: Record) -> Layers:
         pattern = covering(path, record.keep)
         if pattern is not None:
             skipped[path] = f"keep={pattern!r}"
-        elif (pattern := covering(path, record.skip or ())) is not None:
+        elif (pattern := covering(path, skip)) is not None:
             skipped[path] = f"skip={pattern!r}"
         elif id(layer) in heads:
             skipped[path] = "the output head"
         elif path in tied:
             skipped[path] = f"tied to {tied[path]}"
+        elif not layer.weight.numel():
+            skipped[path] = "it has no weights"
+        elif "weight" not in dict(cast(nn.Module, layer).named_parameters(recurse=False)):
+            skipped[path] = "a hook computes its weight"
         elif (obstacle := record.obstacle(layer)) is not None:
             skipped[path] = obstacle
         else:
@@ -69,6 +74,12 @@ def chosen_layers(module: nn.Module, record: Record) -> Layers:
             fix="give fewer patterns in skip= and keep=",
         )
     return Layers(tuple(converted), skipped)
+
+
+def _of_file(patterns: Iterable[str] | None, module: nn.Module) -> list[str]:
+    """The patterns of a file. A name that is a whole path is no end of another path."""
+    paths = {path for path, _ in module.named_modules()}
+    return [p for p in patterns or () if not (p.startswith("*.") and p[2:] in paths)]
 
 
 def linear_layers(module: nn.Module) -> Iterator[tuple[str, LinearLayer]]:

@@ -77,6 +77,12 @@ def quantization_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> Recor
     section: Any = content.get("quantization_config")
     if section is None:
         return None
+    if not isinstance(section, Mapping):
+        raise CheckpointError(
+            f"quantization_config is a {type(section).__name__}",
+            where="config.json",
+            fix="an object with a quant_method",
+        )
     method = section.get("quant_method", "bitsandbytes")
     if method == "torchao":
         return _named(_of_torchao(section), section.get("modules_to_not_convert"))
@@ -113,9 +119,20 @@ def _of_bitsandbytes(section: Mapping[str, Any]) -> Record:
     compute = extra.get("compute", section.get("bnb_4bit_compute_dtype"))
     return kind(
         double=bool(section.get("bnb_4bit_use_double_quant")),
-        compute=None if compute is None else NAMES[compute],
+        compute=None if compute is None else _dtype(compute),
         block=extra.get("block", 64),
     )
+
+
+def _dtype(name: object) -> torch.dtype:
+    short = str(name).removeprefix("torch.")
+    if short not in NAMES:
+        raise CheckpointError(
+            f"bnb_4bit_compute_dtype is {name!r}",
+            where="quantization_config in config.json",
+            fix=f"one of {', '.join(NAMES)}",
+        )
+    return NAMES[short]
 
 
 def _of_integers(record: Int8Weights | Int4Weights, skipped: Sequence[str]) -> dict[str, Any]:

@@ -172,7 +172,7 @@ class QuantizedLayer(ConstantBuffers):
         self,
         state_dict: Mapping[str, Any],
         prefix: str,
-        local_metadata: Mapping[str, Any],  # noqa: ARG002 - torch's signature
+        local_metadata: Mapping[str, Any],
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
@@ -181,8 +181,15 @@ class QuantizedLayer(ConstantBuffers):
         left = {name: value for name, value in state_dict.items() if name.startswith(prefix)}
         bias = left.pop(f"{prefix}bias", None)
         if self.bias is not None and bias is not None:
-            with torch.no_grad():
-                self.bias.copy_(bias)
+            if bias.shape != self.bias.shape:
+                error_msgs.append(
+                    f"{prefix}bias is {list(bias.shape)}, and this layer has {list(self.bias.shape)}"
+                )
+            elif self.bias.is_meta or local_metadata.get("assign_to_params_buffers", False):
+                self.bias = nn.Parameter(bias.detach(), requires_grad=self.bias.requires_grad)
+            else:
+                with torch.no_grad():
+                    self.bias.copy_(bias)
         weight = left.get(f"{prefix}weight")
         full = weight is not None and weight.is_floating_point()
         suffixes = ["weight"] if full else list(self.stored_shapes())

@@ -18,7 +18,16 @@ BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def _patterns(names: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    return None if names is None else as_names(names)
+    if names is None:
+        return None
+    require(isinstance(names, Iterable), f"skip={names!r}", "a quantization", 'patterns: skip="*.down"')  # pyright: ignore[reportUnnecessaryIsInstance]
+    return as_names(names)
+
+
+def _number(value: float) -> float:
+    number = isinstance(value, int | float)  # pyright: ignore[reportUnnecessaryIsInstance]
+    require(number, f"threshold={value!r}", "fa.big.Int8", "0 or more. bitsandbytes' own is 6.0")
+    return float(value)
 
 
 def _compute(name: str | torch.dtype | None) -> torch.dtype | None:
@@ -91,7 +100,7 @@ class Int8(Record):
         torch.int8
     """
 
-    threshold: float = attrs.field(default=6.0, converter=float)
+    threshold: float = attrs.field(default=6.0, converter=_number)
 
     def __attrs_post_init__(self) -> None:
         require(

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fnaccel import _torch
+from fnaccel.big.dispatch import check_free
 from fnaccel.big.quantize.choosing import chosen_layers, quantized_layers
 from fnaccel.big.quantize.layer import QuantizedLayer, is_conv1d
 from fnaccel.big.quantize.records import Record
@@ -119,7 +121,8 @@ def _full_layer(layer: QuantizedLayer, dtype: torch.dtype | None) -> nn.Module:
 
 
 def _replaced(module: nn.Module, paths: list[str], layer: nn.Module) -> nn.Module:
-    """Put a layer at its paths. Returns the root, which is the layer itself for the path ''."""
+    """Put a layer at its paths, with the hooks of the one before. Returns the root: for '' the layer."""
+    _torch.hand_hooks_on(module.get_submodule(paths[0]), layer)
     for path in paths:
         if not path:
             return layer
@@ -128,6 +131,9 @@ def _replaced(module: nn.Module, paths: list[str], layer: nn.Module) -> nn.Modul
 
 
 def _check(module: nn.Module, where: str) -> None:
+    is_module = isinstance(module, nn.Module)  # pyright: ignore[reportUnnecessaryIsInstance]
+    require(is_module, f"a {type(module).__name__} is no module", "fa.big.quantize", "give a model")
+    check_free(module)
     if quantized_layers(module):
         raise CapabilityError(
             f"this {type(module).__name__} is quantized already",
