@@ -86,9 +86,12 @@ def split_source(source: Source, model: nn.Module) -> tuple[Source, list[Part]]:
                 path = strip(name).removesuffix(owner[1]).rstrip(".")
                 parts[path].tensors[owner[1]] = entry
                 taken.add(name)
-        problems = [problem for part in parts.values() for problem in _problems(part)]
+        filled = {id(part.layer) for part in parts.values() if part.tensors}
+        # a layer at two paths has its tensors under one of them
+        needed = [part for part in parts.values() if part.tensors or id(part.layer) not in filled]
+        problems = [problem for part in needed for problem in _problems(part)]
         if best is None or len(problems) < len(best[0]):
-            best = problems, list(parts.values()), taken
+            best = problems, needed, taken
         if not problems:
             break
     problems, found_parts, taken = best or ([], [], set[str]())

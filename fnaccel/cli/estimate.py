@@ -61,7 +61,9 @@ def run(arguments: Sequence[str]) -> int:
     texts = [_table_of_sizes(measured)]
     code = 0
     if options.inference:
-        result = inference(named, rows=options.batch, length=options.length, dtype=_dtype(recipe))
+        result = inference(
+            named, rows=options.batch or 1, length=options.length, dtype=_dtype(recipe, options)
+        )
         report["inference"] = _plain_inference(result)
         texts.append(str(result))
     elif options.fits is not None:
@@ -72,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
         report["cheapest"] = None if best is None else _plain_choice(best)
         texts.append(_table_of_choices(compared, best, options))
         code = int(best is None)
-    elif _trains(named, options):
+    elif _trains(named, options) or options.loss or options.inputs:
         estimate, least = _training(named, recipe, options)
         report |= {"training": _plain(estimate), "least_time": None if least is None else _plain_time(least)}
         texts += [str(estimate)] if least is None else [str(estimate), str(least)]
@@ -95,6 +97,13 @@ def _check(options: argparse.Namespace) -> None:
         f"{options.ranks} ranks do not make machines of {local}",
         f"{_PROG} --per-machine",
         "a number that divides the ranks",
+    )
+    alone = options.ranks == 1 and not (options.strategy or options.remat or options.accumulate)
+    require(
+        alone or not options.inference,
+        "--inference counts one device and one forward pass",
+        f"{_PROG} --inference",
+        "leave out --ranks, --strategy, --remat and --accumulate",
     )
     require(
         not (options.inference and options.fits),
@@ -137,10 +146,17 @@ def _subject(named: NamedModel, recipe: Recipe, options: argparse.Namespace) -> 
     loss_fn = named.loss_fn if options.loss is None else load(options.loss, f"{_PROG} --loss")
     if options.inputs is not None:
         batch = load(options.inputs, f"{_PROG} --inputs")
+        counted = callable(batch) and bool(inspect.signature(batch).parameters)
+        require(
+            counted or options.batch is None,
+            f"--batch {options.batch}, and {options.inputs} takes no number of rows",
+            f"{_PROG} --inputs",
+            "leave --batch out, or name a function of the number of rows",
+        )
         if callable(batch):
-            batch = batch(options.batch) if inspect.signature(batch).parameters else batch()
+            batch = batch(options.batch or 1) if counted else batch()
     else:
-        batch = None if named.batch is None else named.batch(options.batch, options.length)
+        batch = None if named.batch is None else named.batch(options.batch or 1, options.length)
     if loss_fn is None or batch is None:
         raise ArgumentError(
             f"nothing is known of the loss or of the batches of {named.name}",
@@ -220,8 +236,9 @@ def _table_of_choices(compared: Sequence[Choice], best: Choice | None, options: 
     return f'{table}\n\nsuggested: --strategy "{best.strategy}"' + (" --remat" if best.remat else "")
 
 
-def _dtype(recipe: Recipe) -> str:
-    return "bf16" if recipe.precision in ("fp8", "fp32") and recipe == Recipe() else recipe.precision
+def _dtype(recipe: Recipe, options: argparse.Namespace) -> str:
+    """The dtype of inference: bf16, unless another one was named."""
+    return "bf16" if options.precision is None and recipe.precision in ("fp8", "fp32") else recipe.precision
 
 
 def _plain_sizes(measured: Sizes) -> dict[str, Any]:

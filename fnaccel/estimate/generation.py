@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fnaccel.big.sizes import Dtype, bits_of, nbytes
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.estimate.account import Account
 from fnaccel.estimate.crossings import Crossings, watch
 from fnaccel.estimate.model_names import NamedModel
@@ -103,7 +103,14 @@ def inference(
         account = Account()
         batch: Any = model.batch(rows, length)
         tokens = batch["input_ids"].shape[1] if isinstance(batch, dict) and "input_ids" in batch else None
-        cache = _forward(module, built.host, batch, account)
+        try:
+            cache = _forward(module, built.host, batch, account)
+        except Exception as error:
+            raise CapabilityError(
+                f"a forward pass fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+                where="fa.estimate.inference",
+                fix="estimate training, whose batch has labels: fa.estimate.training(...)",
+            ) from error
         return InferenceEstimate(
             parameters=parameters,
             cache=cache,

@@ -11,7 +11,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError
+from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, require
 from fnaccel.estimate.account import Account, Peak
 from fnaccel.estimate.repeated import CHECKED, TRACED
 from fnaccel.estimate.sharded import GRADIENTS, Gathers
@@ -48,6 +48,9 @@ _KINDS = {
     "buffers": "buffers of collectives",
     "activations": "activations",
 }
+
+
+_WHERE = "fa.estimate.training"
 
 
 @attrs.frozen(kw_only=True)
@@ -149,31 +152,54 @@ def training(
     """
     check_distributed(model)
     if not has_factories(model.model):
-        raise ArgumentError("a built module was given", where="fa.estimate.training", fix="give its factory")
+        raise ArgumentError("a built module was given", where=_WHERE, fix="give its factory")
     planned_step = _planned(step, model, optimizer, ranks, per_machine, frozen)
     if planned_step.delegation is not None:
         raise CapabilityError(
             f"{planned_step.delegation.by} lays the model out itself, and its memory is not counted here",
-            where="fa.estimate.training",
+            where=_WHERE,
             fix="estimate fsdp, which holds as much as ZeRO-3: fa.distribute(model, fa.fsdp())",
         )
     try:
-        few = _of_few_blocks(model, planned_step, batch)
-        return _built_and_traced(model, planned_step, batch, 0) if few is None else few
+        with _quietly():
+            few = _of_few_blocks(model, planned_step, batch)
+            return _built_and_traced(model, planned_step, batch, 0) if few is None else few
+    except FnaccelError:
+        raise
     except _torch.NEEDS_VALUES as error:
         raise CapabilityError(
             f"an operation of the model needs values, and there are none: {str(error).splitlines()[0]}",
-            where="fa.estimate.training",
+            where=_WHERE,
             fix="estimate a variant of the model without it, such as dense layers in the place of experts; "
             "`fnaccel plan` counts all but activations",
         ) from error
+    except Exception as error:
+        raise CapabilityError(
+            f"the step fails on tensors without values: {type(error).__name__}: {_first_line(error)}",
+            where=_WHERE,
+            fix="run the loss on such a batch. If it runs, estimate it in another precision or without the "
+            "operation that fails",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or ["no text"])[0]
+
+
+@contextlib.contextmanager
+def _quietly() -> Generator[None]:
+    """Have torch log no traceback of operations that fail on tensors without values."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _of_few_blocks(model: Distributed, planned_step: Planned, batch: Tree) -> TrainingEstimate | None:
     """The estimate from a few of the repeated blocks, or None if they do not stand for the others."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")  # it writes a traceback for each error
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
     try:
         few = _built_and_traced(model, planned_step, batch, TRACED)
         if not few.left_out:
@@ -184,8 +210,6 @@ def _of_few_blocks(model: Distributed, planned_step: Planned, batch: Tree) -> Tr
         raise
     except Exception:
         return None  # a model may count on the number of its blocks
-    finally:
-        logger.setLevel(before)
 
 
 def _alike(one: TrainingEstimate, other: TrainingEstimate) -> bool:
@@ -212,7 +236,14 @@ def _planned(
     frozen: str | Iterable[str],
 ) -> Planned:
     """The plan of a train step on ranks that do not exist."""
-    local = per_machine or ranks
+    require(ranks >= 1, f"{ranks} ranks can't train", f"{_WHERE}(ranks=)", "ranks=1, or more")
+    local = ranks if per_machine is None else per_machine
+    require(
+        local >= 1 and ranks % local == 0,
+        f"{ranks} ranks do not make machines of {local}",
+        f"{_WHERE}(per_machine=)",
+        "a number that divides the ranks",
+    )
     world = World(
         rank=0, size=ranks, local_rank=0, local_size=local, machine=0, machines=max(1, ranks // local),
         device=torch.device("cpu"), backend="none", source="fa.estimate",
@@ -228,10 +259,16 @@ def _of(built: Built, planned_step: Planned, strategy: Strategy, batch: Tree, mo
     if degrees.get("cp", 1) > 1:
         raise CapabilityError(
             "ranks of context share a row, and their activations are not counted yet",
-            where="fa.estimate.training",
+            where=_WHERE,
             fix="estimate a shorter row without the axis: its activations are those of one rank",
         )
     freeze(built, spec.frozen)
+    require(
+        any(param.requires_grad for _, param in built.named("parameters")),
+        "no parameter is left to train",
+        f"{_WHERE}(frozen=)",
+        "fewer patterns in frozen=",
+    )
     if lowered.settings.casts:
         for module in built.modules.values():
             module.to(lowered.settings.precision.param)
@@ -318,7 +355,7 @@ def _model_axes(spec: Spec, strategy: Strategy) -> Generator[Spec]:
     if dist.is_initialized():
         raise CapabilityError(
             f"the axis {next(iter(degrees))} needs a process group of its own here, and one runs already",
-            where="fa.estimate.training",
+            where=_WHERE,
             fix="call it outside of a job, or run `fnaccel estimate`",
         )
     with simulate(ranks=math.prod(degrees.values())) as world:

@@ -132,6 +132,26 @@ def test_mistakes():
     model, optimizer = fa.distribute(GPT, "fsdp(4)"), fa.adamw(1e-3)
     with pytest.raises(errors.AxisProductError, match="and the world has 2"):
         fa.estimate.training(loss_fn, model=model, optimizer=optimizer, batch=tokens_of("meta"), ranks=2)
+    for wrong, message in [
+        ({"ranks": 0}, "0 ranks can't train"),
+        ({"ranks": 8, "per_machine": 3}, "8 ranks do not make machines of 3"),
+        ({"ranks": 4, "frozen": "*"}, "no parameter is left to train"),
+    ]:
+        with pytest.raises(errors.ArgumentError, match=message):
+            fa.estimate.training(
+                loss_fn,
+                model=fa.distribute(GPT, "fsdp"),
+                optimizer=optimizer,
+                batch=tokens_of("meta"),
+                **wrong,
+            )
+    with pytest.raises(errors.CapabilityError, match="the step fails on tensors without values: "):
+        fa.estimate.training(
+            loss_fn,
+            model=fa.distribute(GPT, "local"),
+            optimizer=optimizer,
+            batch=torch.ones(2, 8, device="meta"),
+        )
     with pytest.raises(errors.ArgumentError, match="a built module was given"):
         fa.estimate.training(
             loss_fn, model=fa.distribute(GPT(1), "local"), optimizer=optimizer, batch=tokens_of("meta")

@@ -32,7 +32,7 @@ def parser() -> Parser:
     add("--remat", action="store_true", help="recompute blocks in backward")
     add("-n", "--ranks", type=int, default=1, help="how many ranks there would be (default: 1)")
     add("--per-machine", type=int, metavar="RANKS", help="how many of them on one machine (default: all)")
-    add("--batch", type=int, default=1, metavar="ROWS", help="rows of each rank in a step (default: 1)")
+    add("--batch", type=int, metavar="ROWS", help="rows of each rank in a step (default: 1)")
     add("--length", type=int, metavar="TOKENS", help="tokens of a row (default: the model's, 2048 at most)")
     add("--loss", metavar="REF", help="loss_fn(model, batch) (default: the model's own)")
     add(

@@ -6,6 +6,7 @@ import copy
 
 import attrs
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -94,6 +95,37 @@ def test_a_path_that_is_the_end_of_another(record, tmp_path):
     x = made(lambda: torch.randn(2, 128))
     with torch.no_grad():
         assert torch.equal(again(x), model(x))
+
+
+class Twice(nn.Module):
+    """One layer at two paths."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(128, 128)
+        self.b, self.c = self.a, nn.Linear(128, 8)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x)))
+
+
+@ALL
+@pytest.mark.parametrize("quantized", [True, False], ids=["codes", "full"])
+def test_a_layer_at_two_paths(record, quantized, tmp_path):
+    expected = fa.big.quantize(made(Twice), record).eval()
+    folder = tmp_path / "saved"
+    if quantized:
+        fa.big.save_quantized(folder, expected)
+        record = fa.big.quantization_of(folder)
+    else:
+        folder.mkdir()
+        safetensors.torch.save_model(made(Twice), folder / "model.safetensors")
+    model = empty(Twice).eval()
+    fa.big.load(model, folder, quantization=record)
+    assert model.a is model.b
+    x = made(lambda: torch.randn(2, 128))
+    with torch.no_grad():
+        assert torch.equal(model(x), expected(x))
 
 
 def test_codes_of_another_record_are_an_error():
