@@ -128,8 +128,8 @@ def __getattr__(name: str) -> Any:
         return value
     if not name.startswith("_") and importlib.util.find_spec(f"fnaccel.{name}") is not None:
         return importlib.import_module(f"fnaccel.{name}")  # sets the attribute
-    rooms = () if name.startswith("_") else _NAMESPACES
-    homes = [room for room in rooms if hasattr(importlib.import_module(f"fnaccel.{room}"), name)]
+    rooms = () if name.startswith("_") else (*_NAMESPACES, "schedules")
+    homes = [room for room in rooms if hasattr(__getattr__(room), name)]
     hint = f". Did you mean fa.{homes[0]}.{name}?" if homes else ""
     raise AttributeError(f"module 'fnaccel' has no attribute {name!r}{hint}")
 

@@ -61,7 +61,7 @@ def check_start(n: int, reading: Reading) -> None:
         raise LoaderError(
             f"the position is {reading.start} samples into an epoch of {n}",
             where=f"epoch {reading.epoch} of shard(loader)",
-            fix="resume with the data the position was saved with, or begin at Position(epoch)",
+            fix="resume with the data the position was saved with, or begin at fa.state.Position(epoch)",
         )
 
 

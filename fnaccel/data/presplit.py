@@ -147,5 +147,5 @@ def _elsewhere(reading: Reading, why: str) -> LoaderError:
     return LoaderError(
         f"the position of {reading.start} samples can't be found in data that is split already: {why}",
         where=f"epoch {reading.epoch} of shard(loader, presplit=True)",
-        fix="go on with the same data on the number of ranks that saved it; or begin at Position(epoch)",
+        fix="go on with the same data on the ranks that saved it; or begin at fa.state.Position(epoch)",
     )

@@ -175,7 +175,7 @@ class Shards:
             raise LoaderError(
                 f"nothing is left of epoch {self.start.epoch} after {self.start.samples} samples",
                 where=f"shards.at({self.start})",
-                fix=f"go on with shards.at(Position({self.start.epoch + 1}))",
+                fix=f"go on with shards.at(fa.state.Position({self.start.epoch + 1}))",
             )
 
 

@@ -77,9 +77,12 @@ def _by_name(entry: ByName, folder: Path, where: str) -> Tracker:
 
 def _checked(tracker: object, where: str) -> Tracker:
     if isinstance(tracker, type) or not isinstance(tracker, Tracker):
-        name = f"the class {tracker.__name__}" if isinstance(tracker, type) else type(tracker).__name__
+        made = not isinstance(tracker, type)
+        name = type(tracker).__name__ if made else f"the class {tracker.__name__}"
+        methods = {"start": "start(config)", "log": "log(step, metrics)", "finish": "finish()"}
+        lacks = [text for method, text in methods.items() if not hasattr(tracker, method)]
         raise ArgumentError(
-            f"{name} is no tracker: it lacks start(config), log(step, metrics) and finish()",
+            f"{name} is no tracker: " + (f"it lacks {' and '.join(lacks)}" if lacks else "make an instance"),
             where=where,
             fix="trackers=fnaccel.track.JsonlTracker(path), a name, or an object of yours with these methods",
         )

@@ -97,7 +97,7 @@ def optimizer_groups(
         >>> metrics["lr/Muon"], metrics["lr/adamw"]
         (0.02, 0.0003)
     """
-    where, fix = "fa.optim.optimizer_groups", 'optimizer_groups([("*", fa.adamw(3e-4))])'
+    where, fix = "fa.optim.optimizer_groups", 'fa.optim.optimizer_groups([("*", fa.adamw(3e-4))])'
     require(not isinstance(members, Optimizer), "one optimizer is no list of pairs", where, fix)
     listed: list[Any] = list(members.items() if isinstance(members, Mapping) else members)
     for one in listed:

@@ -32,6 +32,8 @@ _CAUSES = (
     'with is not in the plan ("*.heads": "/"); column layers without a row layer; under fa.context, '
     "positions or labels that the model makes itself"
 )
+_SMALL = 1e-3
+"""A loss of less is compared by its absolute difference: it may be 0 up to rounding."""
 _logger = logging.getLogger("fnaccel")
 
 
@@ -50,7 +52,7 @@ class Probed:
     @property
     def difference(self) -> float:
         """The relative difference."""
-        return abs(self.cut - self.whole) / max(abs(self.whole), 1e-6)
+        return abs(self.cut - self.whole) / max(abs(self.whole), _SMALL)
 
 
 def is_split(mesh: Mesh) -> bool:
@@ -129,7 +131,7 @@ def check_forward(
     if group is not None:
         dist.all_reduce(sums, group=group)
     whole = _sums(_whole_loss(loss_fn, model, parameters, buffers, batch), mesh)
-    result = Probed(cut=float(sums[0] / sums[1]), whole=float(whole[0] / whole[1]))
+    result = Probed(cut=_mean(sums), whole=_mean(whole))
     every: list[Probed] = gather_objects(result, world=mesh.world)
     limit = _LOW_TOLERANCE if low else _TOLERANCE
     rank = next((rank for rank, each in enumerate(every) if not each.difference <= limit), None)
@@ -141,6 +143,11 @@ def check_forward(
             fix=_CAUSES,
         )
     return result
+
+
+def _mean(sums: torch.Tensor) -> float:
+    """Total by weight. The total of a row without a weight, such as one without labels."""
+    return float(sums[0] / sums[1] if sums[1] else sums[0])
 
 
 def _sums(output: Tree, mesh: Mesh) -> torch.Tensor:

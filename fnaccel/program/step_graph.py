@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel import _torch
+from fnaccel import _torch, tree
 from fnaccel.engine.capture import Capture
 from fnaccel.engine.combine import check_aux, detached, divide
 from fnaccel.engine.eager import Loss, multiplier_of
@@ -201,7 +201,7 @@ class StepGraph:
         engine = self._traced
 
         def record(name: str, value: Tree) -> None:
-            metrics[name] = value
+            metrics[name] = tree.whole(value)
 
         with torch.no_grad():
             layout = engine.layout

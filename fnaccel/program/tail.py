@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import torch
 
+from fnaccel import tree
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.gradients import Gradients
 from fnaccel.errors import ArgumentError
 from fnaccel.step.step import GradientHook, Info, UpdateHook
 from fnaccel.tree import Tree
+
+_ABSENT = object()
 
 
 @attrs.frozen(kw_only=True)
@@ -68,12 +73,46 @@ class Tail:
 
 
 def _keep(transforms: dict[str, Any], name: str, state: Tree) -> None:
-    """Keep the next state of a transform, if it has one: states keep their structure."""
-    if name in transforms:
-        transforms[name] = state
-    elif state is not None:
+    """Keep the next state of a transform, if it has one: states keep their structure.
+
+    Raises:
+        ArgumentError: a checkpoint with this state could not be restored, since the first state is another.
+    """
+    if name not in transforms:
+        if state is None:
+            return
         raise ArgumentError(
             f"transform {name!r} returned a state of its own and began without one",
             where=f"transform {name}",
             fix="give its first state: fa.Transform(..., init=lambda params: first)",
         )
+    before, after = dict(tree.items(transforms[name])), dict(tree.items(state))
+    for path in [*before, *(path for path in after if path not in before)]:
+        old, new = _kind(before, path), _kind(after, path)
+        if old != new:
+            raise ArgumentError(
+                f"the state of transform {name!r} changed: {path or 'it'} was {old}, and is {new}",
+                where=f"transform {name}",
+                fix="return values of the kinds and shapes that init= made: 0.0 for a float, "
+                "torch.zeros(n) for the last n numbers",
+            )
+    transforms[name] = tree.map(_settled, state) if any(map(_is_partial, after.values())) else state
+
+
+def _kind(leaves: Mapping[str, object], path: str) -> str:
+    """What a checkpoint compares of a leaf."""
+    leaf = leaves.get(path, _ABSENT)
+    if leaf is _ABSENT:
+        return "absent"
+    if isinstance(leaf, torch.Tensor):
+        return f"a tensor of shape {list(leaf.shape)}"
+    return "float" if isinstance(leaf, float) else type(leaf).__name__
+
+
+def _is_partial(leaf: object) -> bool:
+    return any(placement.is_partial() for placement in getattr(leaf, "placements", ()))
+
+
+def _settled(leaf: Any) -> Any:
+    """A value that is no sum over ranks which is still to be made."""
+    return tree.whole(leaf) if _is_partial(leaf) else leaf

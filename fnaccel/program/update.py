@@ -289,7 +289,10 @@ class Stepper:
 
 
 def _info(step: int, updates: int | torch.Tensor, owned: Owned, metrics: dict[str, Any]) -> Info:
-    return Info(step=step, updates=updates, params=owned.params, record=metrics.__setitem__, metrics=metrics)
+    def record(name: str, value: Tree) -> None:
+        metrics[name] = tree.map(tree.whole, value)  # ranks hold parts of sharded values
+
+    return Info(step=step, updates=updates, params=owned.params, record=record, metrics=metrics)
 
 
 def _counted(updates: Scalar, left_out: Scalar | None, skip: Scalar | None) -> Any:

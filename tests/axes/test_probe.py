@@ -49,8 +49,21 @@ def probed(strategy, model=GPT, loss=loss_fn, make_batch=rows_of, precision="fp3
     return result.difference, float(metrics["loss"])
 
 
+def without_labels(model, tokens):
+    return fa.Mean(loss_fn(model, tokens).total * 0.0, weight=0)
+
+
+def near_zero(model, tokens):
+    """A loss that is 0 up to rounding: a distribution against itself."""
+    logits = model(tokens[:, :-1]).log_softmax(-1)
+    difference = F.kl_div(logits, logits.detach() + 1e-7, reduction="sum", log_target=True)
+    return fa.Mean(difference, weight=len(tokens))
+
+
 RIGHT = [
     (2, fa.tensor(2, PLAN), {}),
+    (2, fa.tensor(2, PLAN), {"loss": without_labels}),
+    (2, fa.tensor(2, PLAN), {"loss": near_zero}),
     (4, fa.fsdp(2) * fa.tensor(2, SEQUENCE, sequence=True), {}),
     (4, fa.ddp(2) * fa.tensor(2, PLAN), {"precision": "bf16"}),
     (2, fa.context(2, cut=CUT), {"model": Net, "loss": token_loss, "make_batch": batch_of}),

@@ -54,6 +54,10 @@ MUTANTS = [
         ("tests/parity/test_matrix.py", "-k", "clip"),
     ),
     Mutant(
+        "recorded values of one rank", "program/update.py", "metrics[name] = tree.map(tree.whole, value)", "metrics[name] = value",
+        ("tests/transforms/test_own_values.py", "-k", "recorded and 2-fsdp and eager"),
+    ),
+    Mutant(
         "gradients divided by the parts of the rows", "engine/eager.py", "ranks = engine.layout.mesh.loss_size",
         "ranks = engine.layout.mesh.batch_size",
         (PARTS, "-k", "one_loss and fsdp and options5"),

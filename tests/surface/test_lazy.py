@@ -42,6 +42,8 @@ def test_other_names():
         getattr(fa, "nothing")  # noqa: B009
     with pytest.raises(AttributeError, match=r"Did you mean fa\.interchange\.adopt\?"):
         getattr(fa, "adopt")  # noqa: B009
+    with pytest.raises(AttributeError, match=r"Did you mean fa\.schedules\.linear\?"):
+        getattr(fa, "linear")  # noqa: B009
     code = "import fnaccel as fa; print(fa.testing.RankPool.__name__, fa.track.JsonlTracker.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["RankPool", "JsonlTracker"]
