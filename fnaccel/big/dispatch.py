@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fnaccel import _torch, tree
+from fnaccel import tree
+from fnaccel.big import _torch
 from fnaccel.big.budget import Device
 from fnaccel.big.device_map import DeviceMap, as_map
 from fnaccel.big.guards import guard, unguard

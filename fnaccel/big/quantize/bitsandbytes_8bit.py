@@ -8,7 +8,7 @@ from typing import Any
 import bitsandbytes
 import torch
 
-from fnaccel import _torch
+from fnaccel.big import _torch
 from fnaccel.big.quantize.layer import LinearLayer, QuantizedLayer, Shape
 from fnaccel.big.quantize.records import Int8
 from fnaccel.errors import CheckpointError

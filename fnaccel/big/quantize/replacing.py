@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fnaccel import _torch
+from fnaccel.big import _torch
 from fnaccel.big.dispatch import check_free
 from fnaccel.big.quantize.choosing import chosen_layers, quantized_layers
 from fnaccel.big.quantize.layer import QuantizedLayer, is_conv1d
