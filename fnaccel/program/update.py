@@ -288,9 +288,13 @@ class Stepper:
         return drawing(seed, step, generators_of(world.device), world.size)
 
 
+_WHOLE = (torch.Tensor, float, int)
+
+
 def _info(step: int, updates: int | torch.Tensor, owned: Owned, metrics: dict[str, Any]) -> Info:
     def record(name: str, value: Tree) -> None:
-        metrics[name] = tree.map(tree.whole, value)  # ranks hold parts of sharded values
+        # ranks hold parts of sharded values
+        metrics[name] = value if type(value) in _WHOLE else tree.map(tree.whole, value)
 
     return Info(step=step, updates=updates, params=owned.params, record=record, metrics=metrics)
 
