@@ -37,6 +37,7 @@ from fnaccel.step.html_table import size_of
 from fnaccel.step.step import StepLike
 from fnaccel.strategies import distribute
 from fnaccel.tree import Tree
+from fnaccel.world.simulation import check_machines
 
 _PROG = "fnaccel estimate"
 _SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
@@ -92,12 +93,7 @@ def _check(options: argparse.Namespace) -> None:
         value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
         require(value is None or value >= 1, f"{flag} {value} is too few", f"{_PROG} {flag}", "1, or more")
     local = options.per_machine or options.ranks
-    require(
-        options.ranks % local == 0,
-        f"{options.ranks} ranks do not make machines of {local}",
-        f"{_PROG} --per-machine",
-        "a number that divides the ranks",
-    )
+    check_machines(options.ranks, local, f"{_PROG} --per-machine")
     alone = options.ranks == 1 and not (options.strategy or options.remat or options.accumulate)
     require(
         alone or not options.inference,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
-import torch
 
 from fnaccel.cli.options.plan import parser
 from fnaccel.cli.subject import recipe_of
@@ -17,7 +16,7 @@ from fnaccel.errors import require
 from fnaccel.program.planned import check_distributed, planned
 from fnaccel.strategies import Footprint, distribute, footprint, strategy
 from fnaccel.world.mesh import Mesh, resolve
-from fnaccel.world.world import World
+from fnaccel.world.simulation import absent_world, check_machines
 
 _PROG = "fnaccel plan"
 
@@ -32,19 +31,10 @@ def run(arguments: Sequence[str]) -> int:
     ranks = options.ranks
     local = options.per_machine or ranks
     require(ranks >= 1, f"{ranks} ranks can't train", f"{_PROG} -n", "-n 1, or more")
-    require(
-        local >= 1 and ranks % local == 0,
-        f"{ranks} ranks do not make machines of {local}",
-        f"{_PROG} --per-machine",
-        "a number that divides the ranks",
-    )
+    check_machines(ranks, local, f"{_PROG} --per-machine")
     recipe = recipe_of(options, _PROG)
     axes = strategy(recipe.strategy)
-    world = World(
-        rank=0, size=ranks, local_rank=0, local_size=local, machine=0, machines=ranks // local,
-        device=torch.device("cpu"), backend="none", source=_PROG,
-    )  # fmt: skip
-    mesh = Mesh(world=world, degrees=resolve(axes.degrees(), ranks, str(axes)))
+    mesh = Mesh(world=absent_world(ranks, local, _PROG), degrees=resolve(axes.degrees(), ranks, str(axes)))
     model = distribute(load(options.model, f"{_PROG} --model"), axes)
     check_distributed(model)
     optimizer = make_optimizer(recipe.optimizer)

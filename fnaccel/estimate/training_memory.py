@@ -34,8 +34,7 @@ from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.strategy import Strategy
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, Mesh, build, resolve
-from fnaccel.world.simulation import simulate
-from fnaccel.world.world import World
+from fnaccel.world.simulation import absent_world, check_machines, simulate
 
 _KINDS = {
     "parameters": "parameters",
@@ -238,18 +237,11 @@ def _planned(
     """The plan of a train step on ranks that do not exist."""
     require(ranks >= 1, f"{ranks} ranks can't train", f"{_WHERE}(ranks=)", "ranks=1, or more")
     local = ranks if per_machine is None else per_machine
-    require(
-        local >= 1 and ranks % local == 0,
-        f"{ranks} ranks do not make machines of {local}",
-        f"{_WHERE}(per_machine=)",
-        "a number that divides the ranks",
-    )
-    world = World(
-        rank=0, size=ranks, local_rank=0, local_size=local, machine=0, machines=max(1, ranks // local),
-        device=torch.device("cpu"), backend="none", source="fa.estimate",
-    )  # fmt: skip
+    check_machines(ranks, local, f"{_WHERE}(per_machine=)")
     axes = model.strategy
-    mesh = Mesh(world=world, degrees=resolve(axes.degrees(), ranks, str(axes)))
+    mesh = Mesh(
+        world=absent_world(ranks, local, "fa.estimate"), degrees=resolve(axes.degrees(), ranks, str(axes))
+    )
     return planned(step, model, optimizer, mesh, frozen=frozen)
 
 

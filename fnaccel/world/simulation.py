@@ -10,6 +10,30 @@ from fnaccel.world._torch import begin_fake_group
 from fnaccel.world.world import World
 
 
+def check_machines(ranks: int, local: int, where: str) -> None:
+    """Raise ArgumentError if machines of `local` ranks do not make `ranks`."""
+    require(
+        local >= 1 and ranks % local == 0,
+        f"{ranks} ranks do not make machines of {local}",
+        where,
+        "a number that divides the ranks",
+    )
+
+
+def absent_world(ranks: int, local: int, source: str) -> World:
+    """A world of ranks that do not exist, to plan with. It has no collectives: see `simulate` for some.
+
+    Args:
+        ranks: how many there would be.
+        local: how many of them on one machine.
+        source: of the world, for messages.
+    """
+    return World(
+        rank=0, size=ranks, local_rank=0, local_size=local, machine=0, machines=ranks // local,
+        device=torch.device("cpu"), backend="none", source=source,
+    )  # fmt: skip
+
+
 def simulate(*, ranks: int, per_machine: int | None = None, rank: int = 0) -> World:
     """One rank of a world whose other ranks do not exist. Use it as a context manager.
 
@@ -32,12 +56,7 @@ def simulate(*, ranks: int, per_machine: int | None = None, rank: int = 0) -> Wo
     """
     local = ranks if per_machine is None else per_machine
     require(ranks >= 1, f"{ranks} ranks can't train", "fa.simulate(ranks=)", "ranks=1, or more")
-    require(
-        local >= 1 and ranks % local == 0,
-        f"{ranks} ranks do not make machines of {local}",
-        "fa.simulate(per_machine=)",
-        "a number that divides the ranks",
-    )
+    check_machines(ranks, local, "fa.simulate(per_machine=)")
     require(0 <= rank < ranks, f"there is no rank {rank}", "fa.simulate(rank=)", f"0 to {ranks - 1}")
     if dist.is_initialized():
         raise WorldError(
