@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import attrs
@@ -12,7 +12,9 @@ import torch
 
 from fnaccel.cli.options.test import parser
 from fnaccel.cli.selftest import communication, machine, training
-from fnaccel.cli.selftest.running import CheckFailedError, Ranks, Result, judged
+from fnaccel.cli.selftest.meeting import Meeting
+from fnaccel.cli.selftest.results import CheckFailedError, Result, judged
+from fnaccel.cli.selftest.running import Ranks
 from fnaccel.cli.terminal import columns, print_json, printable, split_list
 from fnaccel.errors import require
 from fnaccel.launch.accelerators import count_accelerators
@@ -38,6 +40,8 @@ def run(arguments: Sequence[str]) -> int:
         results.append(result)
         if not options.json:
             _show(result, verbose=options.verbose)
+    if ranks.meeting is not None:
+        ranks.meeting.leave()
     failed = sum(result.status == "fail" for result in results)
     if options.json:
         print_json([attrs.asdict(result) for result in results])
@@ -72,28 +76,48 @@ def _ranks(options: argparse.Namespace) -> Ranks:
         nodes=options.nnodes,
         node_rank=options.node_rank,
         address=options.master_addr,
-        port=options.master_port,
+        meeting=_meet(options) if nodes > 1 else None,
         cpu=options.cpu or not accelerators,
     )
+
+
+def _meet(options: argparse.Namespace) -> Meeting:
+    address, port = options.master_addr, options.master_port
+    print(f"waiting for {options.nnodes} machines at {address}", file=sys.stderr, flush=True)
+    return Meeting(options.nnodes, options.node_rank, address, port)
 
 
 def _results(options: argparse.Namespace, ranks: Ranks) -> Iterator[Result]:
     yield judged("kernel", machine.check_kernel)
     yield judged("cards: peer-to-peer", partial(machine.check_cards, ranks))
-    yield judged("ports", partial(machine.check_ports, ranks))
-    yield judged("clocks", partial(machine.check_clocks, ranks))
-    yield judged("shared folder", partial(machine.check_folder, ranks, options.folder))
-    yield judged("collectives", partial(communication.check_collectives, ranks))
+    yield _together(ranks, "ports", partial(machine.check_ports, ranks))
+    yield _together(ranks, "clocks", partial(machine.check_clocks, ranks))
+    yield _together(ranks, "shared folder", partial(machine.check_folder, ranks, options.folder))
+    yield _together(ranks, "collectives", partial(communication.check_collectives, ranks))
     try:
         expected = training.reference(ranks.cpu)
     except CheckFailedError as fault:
         yield Result("one process", "fail", str(fault), fault.output)
         return
     for text in split_list(options.strategies or "") or training.strategies_for(ranks.size):
-        yield judged(f"strategy {text}", partial(training.check_strategy, text, ranks, expected))
+        check = partial(training.check_strategy, text, ranks, expected)
+        yield _together(ranks, f"strategy {text}", check)
     for precision in ("bf16", "fp16"):
-        yield judged(f"precision {precision}", partial(training.check_precision, precision, ranks, expected))
-    yield judged("checkpoint", partial(training.check_checkpoint, ranks, expected, options.folder))
+        check = partial(training.check_precision, precision, ranks, expected)
+        yield _together(ranks, f"precision {precision}", check)
+    check = partial(training.check_checkpoint, ranks, expected, options.folder)
+    yield _together(ranks, "checkpoint", check)
+
+
+def _together(ranks: Ranks, check: str, run: Callable[[], str]) -> Result:
+    """The result of a check that all machines begin together."""
+
+    def begin_and_run() -> str:
+        if ranks.meeting is not None:
+            ranks.meeting.begin()
+        return run()
+
+    return judged(check, begin_and_run)
 
 
 def _show(result: Result, *, verbose: bool) -> None:

@@ -91,7 +91,7 @@ class _Coordinator:
     def __init__(self, job: Job, channel: Channel) -> None:
         self._job = job
         self._channel = channel
-        self._store, self._keeps_store = open_store(job, channel, LOST)
+        self._store, self._keeps_store = open_store(job, LOST, self._pause)
         self._root = _torch.PrefixStore("fnaccel", self._store)
         self._generation = 0
         self._handler: Any = None
@@ -107,6 +107,12 @@ class _Coordinator:
                 attempt = self._next(attempt, self._follow(attempt))
         finally:
             self._leave()
+
+    def _pause(self) -> None:
+        """Wait a moment. This process ends if its launcher has ended."""
+        self._channel.receive(0.1)
+        if self._channel.closed:
+            os._exit(0)
 
     # membership
 

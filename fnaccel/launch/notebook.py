@@ -46,6 +46,7 @@ def notebook_launch(
     threads: int = 1,
     env: Mapping[str, str] | None = None,
     watchdog: float = 120.0,
+    rdzv: Mapping[str, float] | None = None,
 ) -> list[Any]:
     """Run a function as several ranks, and return its results. For notebooks and tests.
 
@@ -68,6 +69,8 @@ def notebook_launch(
             threads do not survive a fork.
         env: environment variables of the ranks.
         watchdog: seconds for which ranks may wait for each other. 0: for ever.
+        rdzv: limits of the meeting of several machines, in seconds, as `--rdzv-conf` of `fnaccel launch`:
+            `{"join_timeout": 60}`.
 
     Returns:
         The results of this machine's ranks, in the order of their ranks. Tensors are on the CPU.
@@ -108,6 +111,7 @@ def notebook_launch(
         restarts=max_restarts,
         watchdog=watchdog,
         env=dict(env or {}),
+        rdzv=dict(rdzv or {}),
     )
     job = attrs.evolve(job, processes=count_processes(processes, job, where=_WHERE))
     with tempfile.TemporaryDirectory(prefix="fnaccel-") as name, Relay() as relay, warnings.catch_warnings():

@@ -8,15 +8,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
-import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from fnaccel import _torch
 from fnaccel.errors import LaunchError
-from fnaccel.launch.channel import Channel
 from fnaccel.launch.job import STATIC_PORT, Job
 from fnaccel.world.joining import BACKLOG, is_loopback, keep_store
 
@@ -24,13 +23,13 @@ PATIENCE = 600.0
 """Seconds in which the launchers of enough machines have to be started."""
 
 
-def open_store(job: Job, channel: Channel, timeout: float) -> tuple[Any, bool]:
+def open_store(job: Job, timeout: float, pause: Callable[[], object]) -> tuple[Any, bool]:
     """The store of the job, and whether this process keeps it.
 
     Args:
         job: its address and port.
-        channel: to the launcher: this process ends if the launcher does.
         timeout: seconds that an operation on the store may take.
+        pause: waits a moment between two tries to reach it.
 
     Raises:
         LaunchError: it can't be kept here, or not be reached.
@@ -54,9 +53,7 @@ def open_store(job: Job, channel: Channel, timeout: float) -> tuple[Any, bool]:
                 raise machines_error(
                     job, what, "start the launcher of the machine that has --master-addr"
                 ) from error
-            channel.receive(0.1)
-            if channel.closed:
-                os._exit(0)
+            pause()
 
 
 def _listen(job: Job) -> socket.socket | None:

@@ -267,6 +267,12 @@ def test_two_machines(tmp_path):
     assert outputs == ["[('here', 0, 4), ('here', 1, 4)]", "[('here', 2, 4), ('here', 3, 4)]"]
 
 
+def test_a_machine_that_does_not_come_is_waited_for_as_long_as_asked():
+    options = {"nodes": 2, "node_rank": 0, "address": "127.0.0.1", "port": free_port(), "cpu": True}
+    with pytest.raises(LaunchError, match=r"1 of 2 machines came within 0\.5 s"):
+        fa.notebook_launch(int, processes=1, rdzv={"join_timeout": 0.5}, **options)
+
+
 def test_a_used_accelerator_is_named(monkeypatch):
     noted = []
     monkeypatch.setattr("fnaccel._torch.on_cuda_start", noted.append)
@@ -286,6 +292,7 @@ def test_a_used_accelerator_is_named(monkeypatch):
         ({"processes": 0}, "0 processes"),
         ({"env": {"A": 1}}, "the environment variable A can't be 1"),
         ({"env": {"RANK": "1"}}, "RANK can't be set"),
+        ({"rdzv": {"join": 1}}, "no key 'join'"),
     ],
 )
 def test_mistakes(options, match):

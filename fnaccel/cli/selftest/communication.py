@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 import fnaccel as fa
-from fnaccel.cli.selftest.running import CheckFailedError, NotAvailableError, Ranks, on_ranks
+from fnaccel.cli.selftest.results import CheckFailedError, NotAvailableError
+from fnaccel.cli.selftest.running import Ranks, on_ranks
 
 ELEMENTS = 4_000_000
 """Elements of the timed all-reduce: 16 MB in fp32."""

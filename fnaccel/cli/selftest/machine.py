@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 import fnaccel as fa
-from fnaccel.cli.selftest.running import CheckFailedError, NotAvailableError, Ranks, on_ranks
+from fnaccel.cli.selftest.results import CheckFailedError, NotAvailableError
+from fnaccel.cli.selftest.running import Ranks, on_ranks
 from fnaccel.launch.network import address_to
 
 OLDEST_KERNEL = (5, 5)

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import fnaccel as fa
-from fnaccel.cli.selftest.running import CheckFailedError, NotAvailableError, Ranks, on_ranks
+from fnaccel.cli.selftest.results import CheckFailedError, NotAvailableError
+from fnaccel.cli.selftest.running import Ranks, on_ranks
 
 STEPS = 3
 TOLERANCE = 1e-4
