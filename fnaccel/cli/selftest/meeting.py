@@ -87,7 +87,7 @@ class Meeting:
             raise CheckFailedError("the first machine has ended") from None
 
     def leave(self) -> None:
-        """End the meeting, after the last check. The first machine waits for the others: it keeps the store."""
+        """End the meeting, after the last check. The first machine waits for the others: it has the store."""
         with contextlib.suppress(RuntimeError):
             left = self._store.add("left", 1)
             end = time.monotonic() + (PATIENCE if self._lost is None else 0.0)
