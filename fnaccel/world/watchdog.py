@@ -35,7 +35,7 @@ BEATS = 0.5, 5.0
 MISSED = 3
 """A rank that misses so many looks is silent."""
 
-ANSWER = 3.0
+ANSWER = 10.0
 """Seconds that the ranks get to write their stacks, and the rank that prints to print them."""
 
 PATIENCE = 5.0
@@ -230,10 +230,10 @@ class Watchdog:
         self._leave(pause)
 
     def _stacks(self, views: list[RankView]) -> dict[int, str]:
-        """The stacks of all ranks that answer in time."""
-        ranks = [view.rank for view in views if view.state != "T" and not view.silent]
-        self._wait_for([f"stacks/{rank}" for rank in ranks], ANSWER)
-        there = [rank for rank in ranks if self._store.check([f"stacks/{rank}"])]
+        """The stacks of all ranks that answer in time. Silent ranks are not waited for."""
+        expected = [view.rank for view in views if view.state != "T" and not view.silent]
+        self._wait_for([f"stacks/{rank}" for rank in expected], ANSWER)
+        there = [view.rank for view in views if self._store.check([f"stacks/{view.rank}"])]
         return {rank: self._store.get(f"stacks/{rank}").decode() for rank in there}
 
     def _wait_for(self, keys: list[str], seconds: float) -> None:

@@ -28,7 +28,7 @@ MUTANTS = [
         (PARITY, "-k", "share and causal-options9"),
     ),
     Mutant(
-        "a ring whose gradients do not come home", f"{FOLDER}/ring.py", "        of_both = arriving.wait()\n", "",
+        "a ring whose gradients do not come home", f"{FOLDER}/ring.py", "        of_both = arriving.wait()", "        arriving.wait()",
         (PARITY, "-k", "share and causal-options9"),
     ),
     Mutant(
