@@ -35,7 +35,7 @@ test-trackers: .venv-trackers/.trackers  ## the seven trackers that `make test` 
 	$(PYTHON) -m venv .venv-trackers
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 		$$($(TRACKERS)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of_venv.pth
-	$(TRACKERS)/python -m pip install --quiet -c constraints.txt "setuptools>=77,<82" -e ".[trackers]"
+	$(TRACKERS)/python -m pip install --quiet --no-compile -c constraints.txt "setuptools>=77,<82" -e ".[trackers]"
 	touch $@
 
 # the packages of SageMaker, Kubeflow and Ray: 1.8 GB, so only by hand, when a carrier has changed. Versions 2 and 3 of
@@ -52,7 +52,7 @@ test-services: .venv-services/.services .venv-sagemaker3/.sagemaker  ## carriers
 	$(PYTHON) -m venv .venv-services
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 		$$($(SERVICES)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of_venv.pth
-	$(SERVICES)/python -m pip install --quiet "sagemaker==2.257.7" "moto==5.2.5" "ray[train]==2.52.0" \
+	$(SERVICES)/python -m pip install --quiet --no-compile "sagemaker==2.257.7" "moto==5.2.5" "ray[train]==2.52.0" \
 		"kubeflow-training==1.9.3" "kubernetes<31" "kubeflow-trainer-api==2.0.0"
 	touch $@
 
@@ -60,7 +60,7 @@ test-services: .venv-services/.services .venv-sagemaker3/.sagemaker  ## carriers
 	$(PYTHON) -m venv .venv-sagemaker3
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 		$$($(SAGEMAKER3)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of_venv.pth
-	$(SAGEMAKER3)/python -m pip install --quiet "sagemaker-train==1.27.0" "moto==5.2.5"
+	$(SAGEMAKER3)/python -m pip install --quiet --no-compile "sagemaker-train==1.27.0" "moto==5.2.5"
 	touch $@
 
 # torch_xla links against one release of torch, so XLA has an environment of its own (7 GB)
@@ -74,8 +74,8 @@ test-xla: .venv-xla/.xla  ## the XLA strategy on virtual devices, and a sample o
 
 .venv-xla/.xla: pyproject.toml
 	$(PYTHON) -m venv .venv-xla
-	$(XLA)/python -m pip install --quiet torch==2.9.0 torch_xla==2.9.0
-	$(XLA)/python -m pip install --quiet torch==2.9.0 -e ".[data]" "numpy>=2,<3" "scikit-learn>=1.5" \
+	$(XLA)/python -m pip install --quiet --no-compile torch==2.9.0 torch_xla==2.9.0
+	$(XLA)/python -m pip install --quiet --no-compile torch==2.9.0 -e ".[data]" "numpy>=2,<3" "scikit-learn>=1.5" \
 		"hypothesis>=6.100" "pytest>=8" "pytest-timeout>=2.3" "expecttest>=0.2"
 	touch $@
 
@@ -112,28 +112,29 @@ bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/result
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/plots.py
 
-# torch by itself first: the constraints pin the build that the rest must accept
+# torch by itself first: the constraints pin the build that the rest must accept. Without --no-compile pip compiles
+# each module of each package, for a minute. A process compiles those that it imports
 .venv/.torch: constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade pip
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch
 	touch $@
 
 .venv/.demo: .venv/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[demo]"
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[demo]"
 	mkdir -p runs
 	touch $@
 
 .venv/.dev: .venv/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
 	@# its setup asks torch what it could compile, so it needs the one that is here; nothing is compiled now
-	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel ninja
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[deepspeed]"
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt setuptools wheel ninja
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e ".[deepspeed]"
 	mkdir -p runs
 	touch $@
 
 .venv/.bench: .venv/.dev
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[bench]"
 	touch $@
 
 clean:

@@ -235,8 +235,9 @@ def environ():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("fault", ["stop", "data", "another", "sleep", "apart"])
+@pytest.mark.parametrize(
+    ("fault", "size"), [("stop", 4), ("data", 2), ("another", 2), ("sleep", 2), ("apart", 4)]
+)
 def test_under_torchrun(launcher, fault, size):
     script = launcher.write(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
