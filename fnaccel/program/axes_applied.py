@@ -7,16 +7,18 @@ and for all strategies: that of the model as the user wrote it. So they are foun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import attrs
 
+from fnaccel.errors import CapabilityError
 from fnaccel.models.blocks import HasUnits, NamedUnits, find_units
 from fnaccel.models.building import Built
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import ModuleHook
 from fnaccel.strategies.axis import Rewrites
+from fnaccel.strategies.strategy import Axis
 
 Hooks = Sequence[tuple[str, ModuleHook]]
 
@@ -31,6 +33,7 @@ def apply_axes(built: Built, spec: Spec, hooks: Hooks) -> dict[str | None, Hooks
 
     Raises:
         ArgumentError: units that the whole model does not have.
+        CapabilityError: an axis gives parameters other names.
     """
     rewriting = [axis for axis in spec.strategy.axes if isinstance(axis, Rewrites)]
     if not rewriting:
@@ -44,9 +47,20 @@ def apply_axes(built: Built, spec: Spec, hooks: Hooks) -> dict[str | None, Hooks
                 built.units[key] = _named(axis, module, "fa.fsdp(units=...)").units
     for axis in rewriting:
         axis.apply(built, spec.mesh)
+        _check_names(built, trained, cast("Axis", axis))
     for name, param in built.named("parameters"):  # an axis may have made a new parameter
         param.requires_grad_(trained.get(name, param.requires_grad))
     return chosen
+
+
+def _check_names(built: Built, before: Mapping[str, bool], axis: Axis) -> None:
+    new = sorted({name for name, _ in built.named("parameters")} - set(before))
+    if new:
+        raise CapabilityError(
+            f"{axis.maker} names a parameter {new[0]}, which the model does not have",
+            where=f"strategies: {axis.maker}",
+            fix="keep the names of parameters in apply(built, mesh): states and checkpoints have them",
+        )
 
 
 def _named(record: Any, module: Any, where: str) -> Any:

@@ -14,7 +14,7 @@ from fnaccel import tree
 from fnaccel.data.batch import Batch, Window
 from fnaccel.data.cut import cut, rows_of, split_sizes
 from fnaccel.engine.eager import Loss, Micro
-from fnaccel.errors import ArgumentError, MicroBatchError
+from fnaccel.errors import ArgumentError, MicroBatchError, require
 from fnaccel.program.plan import order, title
 from fnaccel.program.tail import Tail
 from fnaccel.state import Position
@@ -78,7 +78,7 @@ class Lowered:
     settings: Settings
     modules: tuple[tuple[str, ModuleHook], ...]
     tail: Tail
-    calls: tuple[Callable[..., Any], ...]
+    calls: tuple[tuple[str, Callable[..., Any]], ...]
     inits: tuple[tuple[str, Callable[[Any], Any]], ...]
     part: LossPart | None = None
 
@@ -88,6 +88,18 @@ class Lowered:
         users, stateful = (UserGradients, UserUpdate), {name for name, _ in self.inits}
         hooks = (*self.tail.gradients, *self.tail.updates)
         return not any(isinstance(hook, users) or name in stateful for name, hook in hooks)
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call(state, batch)` under the CALL transforms, the first written innermost."""
+        for name, wrap in self.calls:
+            call = wrap(call)
+            require(
+                callable(call),
+                f"transform {name!r} returned {type(call).__name__}, not a function",
+                f"transform {name} (CALL)",
+                "apply(call) returns a function of (state, batch)",
+            )
+        return call
 
 
 def lower(step: Step, delegated: Container[str] = (), part: LossPart | None = None) -> Lowered:
@@ -111,7 +123,7 @@ def lower(step: Step, delegated: Container[str] = (), part: LossPart | None = No
     modules: list[tuple[str, ModuleHook]] = []
     gradients: list[tuple[str, GradientHook]] = []
     updates: list[tuple[str, UpdateHook]] = []
-    calls: list[Callable[..., Any]] = []
+    calls: list[tuple[str, Callable[..., Any]]] = []
     for t in ordered:
         if t.phase is Phase.MODULE:
             modules.append((t.name, t.apply if isinstance(t.apply, ModuleHook) else UserModule(t.apply)))
@@ -124,7 +136,7 @@ def lower(step: Step, delegated: Container[str] = (), part: LossPart | None = No
         elif t.phase is Phase.UPDATE:
             updates.append((t.name, t.apply if isinstance(t.apply, UpdateHook) else UserUpdate(t.apply)))
         elif t.phase is Phase.CALL and callable(t.apply):
-            calls.append(t.apply)
+            calls.append((t.name, t.apply))
     return Lowered(
         loss=Loss(
             fn=fn,

@@ -63,9 +63,7 @@ class TrainStep:
         self._stepper = Stepper(
             lowered, spec.rng, repr(self), world.device, speaks=world.is_main, shares=shares
         )
-        self._call: Callable[..., Any] = self._run
-        for wrap in lowered.calls:
-            self._call = wrap(self._call)
+        self._call = lowered.around(self._run)
         if mesh.world.calls is not None:
             self._call = mesh.world.calls.wrap("train_step(state, batch)", self._call)
 

@@ -6,15 +6,22 @@ Only description lives here. Validation and order are in `plan`, lowering is in 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import attrs
 import torch
 from torch import nn
 
-from fnaccel.errors import ArgumentError, RepeatedTransformError, require
+from fnaccel.errors import (
+    ArgumentError,
+    RepeatedTransformError,
+    UnknownNameError,
+    as_names,
+    nearest,
+    require,
+)
 from fnaccel.step.loss import Scalar
 from fnaccel.step.settings import Configures, Settings
 from fnaccel.tree import Tree
@@ -198,6 +205,21 @@ class Info:
     metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
+def _as_phase(phase: object) -> Phase:
+    require(
+        phase in list(Phase), f"{phase!r} is no phase of a step", "fa.Transform", "name one: fa.Phase.GRADS"
+    )
+    return Phase(cast("int", phase))
+
+
+def _as_capabilities(names: Iterable[str] | str) -> frozenset[Capability]:
+    for name in as_names(names):
+        if name not in list(Capability):
+            fix = nearest(name, map(str, Capability))
+            raise UnknownNameError(f"there is no capability {name!r}", where="fa.Transform(needs=)", fix=fix)
+    return frozenset(map(Capability, as_names(names)))
+
+
 @attrs.frozen
 class Transform:
     """One record in the description of a step. Users add their own transforms with it.
@@ -211,11 +233,12 @@ class Transform:
             UPDATE   `apply(params, own, info) -> own`, after the update, parameters by name,
             CALL     `apply(call) -> call`, around `call(state, batch) -> (state, metrics)`.
         init: `init(params) -> own`, the transform's own state, a pytree of tensors and numbers.
-        needs: capabilities that the strategy must have.
+        needs: capabilities that the strategy must have: one, or several.
         repeatable: whether a step may hold several.
 
     Raises:
-        ArgumentError: a phase that is the engine's own (BACKWARD).
+        ArgumentError: `apply` can't be called, or the phase is no phase, or the engine's own (BACKWARD).
+        UnknownNameError: there is no such capability.
 
     Example:
         >>> def add_noise(grads, own, info):
@@ -227,21 +250,28 @@ class Transform:
     """
 
     name: str
-    phase: Phase = attrs.field(converter=Phase)
+    phase: Phase = attrs.field(converter=_as_phase)
     apply: Any = attrs.field(kw_only=True)
     init: Callable[[Any], Any] | None = attrs.field(default=None, kw_only=True)
-    needs: frozenset[Capability] = attrs.field(
-        factory=frozenset, converter=lambda names: frozenset(map(Capability, names)), kw_only=True
-    )
+    needs: frozenset[Capability] = attrs.field(factory=frozenset, converter=_as_capabilities, kw_only=True)
     repeatable: bool = attrs.field(default=False, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        if self.phase is Phase.BACKWARD and not attrs.has(type(self.apply)):
-            raise ArgumentError(
-                f"transform {self.name!r} asks for the BACKWARD phase, which is the engine's own",
-                where="fa.Transform",
-                fix="act on the loss (FORWARD) or on the gradients (GRADS)",
-            )
+        named = isinstance(self.name, str) and self.name  # pyright: ignore[reportUnnecessaryIsInstance]
+        require(bool(named), f"{self.name!r} is no name of a transform", "fa.Transform", "give a text")
+        record = attrs.has(type(self.apply))
+        require(
+            record or callable(self.apply),
+            f"transform {self.name!r} has apply={self.apply!r}, which can't be called",
+            "fa.Transform",
+            f"give a function, as the phase {self.phase.name} calls it",
+        )
+        require(
+            record or self.phase is not Phase.BACKWARD,
+            f"transform {self.name!r} asks for the BACKWARD phase, which is the engine's own",
+            "fa.Transform",
+            "act on the loss (FORWARD) or on the gradients (GRADS)",
+        )
 
     def __call__(self, step: StepLike) -> Step:
         """Append this record to a step or to a plain loss function."""

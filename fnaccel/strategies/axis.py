@@ -116,12 +116,25 @@ def make_engine(build: Build) -> tuple[Engine, Built]:
     if axis is None and build.spec.mesh.loss_size > 1:
         axis = _averaging()
     finish, _ = _finishers[None if axis is None else type(axis)]
-    result = finish(build, axis)
+    prepared = False
+
+    def prepare(built: Built) -> None:
+        nonlocal prepared
+        prepared = True
+        build.prepare(built)
+
+    result = finish(attrs.evolve(build, prepare=prepare), axis)
     if not isinstance(result, tuple) or [type(part) for part in result] != [Engine, Built]:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CapabilityError(
             f"the finisher {getattr(finish, '__qualname__', finish)} returned {type(result).__name__}",
             where=f"strategy {build.spec.strategy}",
             fix="return two values: the engine, and the Built of construct(...)",
+        )
+    if not prepared:
+        raise CapabilityError(
+            f"the finisher {getattr(finish, '__qualname__', finish)} left out the MODULE transforms",
+            where=f"strategy {build.spec.strategy}",
+            fix="call place(built, build) before the engine is made: docs/extending.md",
         )
     return result
 

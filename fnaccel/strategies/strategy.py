@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest
+from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest, require
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import EVERYTHING, Capability
 from fnaccel.tree import Tree
@@ -65,6 +65,14 @@ class Strategy:
 
     axes: tuple[Any, ...] = ()
 
+    def __attrs_post_init__(self) -> None:
+        require(
+            isinstance(self.axes, tuple) and all(map(_is_axis, self.axes)),  # pyright: ignore[reportUnnecessaryIsInstance]
+            f"{self.axes!r} is no tuple of axes",
+            "fa.strategies.Strategy",
+            "give records of fnaccel.strategies.Axis that have a maker: docs/extending.md",
+        )
+
     def __mul__(self, other: Strategy) -> Strategy:
         if not isinstance(other, Strategy):
             return NotImplemented
@@ -86,6 +94,10 @@ class Strategy:
 
     def __str__(self) -> str:
         return " * ".join(_text(axis) for axis in self.axes) or "local()"
+
+
+def _is_axis(value: object) -> bool:
+    return isinstance(value, Axis) and attrs.has(type(value)) and hasattr(value, "maker")
 
 
 def runtime_in(spec: Spec) -> str:

@@ -252,6 +252,40 @@ def test_extensions_that_return_something_else_are_named(monkeypatch):
         made(fa.strategies.Strategy((Half(),))).init()
 
 
+def test_a_finisher_that_places_no_model_is_named(monkeypatch):
+    @attrs.frozen
+    class Bare(page.Axis):
+        maker = "bare"
+        degree: int = 1
+
+    monkeypatch.setattr(page, "place", lambda built, build: None)
+    page.finisher(Bare)(page.build_clipper)
+    page.delegator(Bare)(page.clips)
+    with fa.start(device="cpu"), pytest.raises(CapabilityError, match=r"build_clipper left out[\s\S]*place"):
+        made(fa.strategies.Strategy((Bare(),))).init()
+
+
+def test_an_axis_that_renames_parameters_is_named():
+    @attrs.frozen
+    class Wrapping(page.Axis):
+        maker = "wrapping"
+        degree: int = 1
+
+        def apply(self, built, mesh):
+            for module in built.modules.values():
+                for name, child in list(module.named_children()):
+                    setattr(module, name, torch.nn.Sequential(child))
+
+    with fa.start(device="cpu"), pytest.raises(CapabilityError, match="wrapping names a parameter"):
+        made(fa.strategies.Strategy((Wrapping(),))).init()
+
+
+@pytest.mark.parametrize("axes", [(5,), [page.Copies(2)], (fa.ddp(),), (page.Copies,)])
+def test_a_strategy_holds_axes(axes):
+    with pytest.raises(ArgumentError, match="no tuple of axes"):
+        fa.strategies.Strategy(axes)
+
+
 def test_a_kernel_that_keeps_slots_for_no_parameter_is_named(monkeypatch):
     def bind(self, groups):
         made = page.HeavyBallUpdate(groups)

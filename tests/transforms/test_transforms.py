@@ -323,6 +323,28 @@ class TestOwnTransforms:
         with pytest.raises(errors.ArgumentError, match="engine's own"):
             fa.Transform("mine", fa.Phase.BACKWARD, apply=lambda x: x)
 
+    @pytest.mark.parametrize(("arguments", "message"), [
+        ({"phase": "GRADS"}, "'GRADS' is no phase"),
+        ({"phase": 7}, "7 is no phase"),
+        ({"name": ""}, "'' is no name of a transform"),
+        ({"apply": None}, r"apply=None, which can't be called[\s\S]*phase GRADS"),
+    ])  # fmt: skip
+    def test_a_transform_checks_its_arguments(self, arguments, message):
+        with pytest.raises(errors.ArgumentError, match=message):
+            fa.Transform(
+                **{"name": "mine", "phase": fa.Phase.GRADS, "apply": lambda grads: grads} | arguments
+            )
+
+    @pytest.mark.parametrize("needs", ["gradientz", ["modules", "gradientz"]])
+    def test_a_transform_needs_capabilities_that_exist(self, needs):
+        with pytest.raises(errors.UnknownNameError, match=r"'gradientz'[\s\S]*did you mean 'gradients'"):
+            fa.Transform("mine", fa.Phase.GRADS, apply=lambda grads: grads, needs=needs)
+
+    def test_a_call_transform_that_returns_no_function_is_named(self):
+        silent = fa.Transform("silent", fa.Phase.CALL, apply=lambda call: None)
+        with pytest.raises(errors.ArgumentError, match="'silent' returned NoneType, not a function"):
+            run(silent(loss_fn), calls=1)
+
     def test_a_name_stands_once_unless_repeatable(self):
         once = fa.Transform("mine", fa.Phase.FORWARD, apply=lambda fn: fn)
         with pytest.raises(errors.RepeatedTransformError):
