@@ -200,7 +200,7 @@ def lent():
 
 def test_a_lent_model(pools):
     for (loss, params), (same, others) in pools.run(2, lent):
-        assert same == pytest.approx(loss, abs=1e-6)
+        assert same == pytest.approx(loss, rel=1e-6, abs=1e-6)
         assert fa.tree.allclose(params, others, atol=1e-6)
 
 

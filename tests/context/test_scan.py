@@ -48,4 +48,4 @@ def of_two_lengths(strategy):
 
 def test_micro_batches_of_two_lengths(pools):
     expected = pools.run(1, of_two_lengths, "local")[0]
-    assert pools.run(2, of_two_lengths, SHARED) == [pytest.approx(expected, abs=1e-6)] * 2
+    assert pools.run(2, of_two_lengths, SHARED) == [pytest.approx(expected, rel=1e-6, abs=1e-6)] * 2

@@ -121,7 +121,7 @@ def test_remat_recomputes_the_units_of_the_whole_model(pools, kind):
     assert whole == UNITS[kind][1]
     for units, there in pools.run(2, remat_units, COLUMNS, kind):
         assert units == whole
-        assert there == pytest.approx(loss, abs=1e-6)
+        assert there == pytest.approx(loss, rel=1e-6, abs=1e-6)
 
 
 def compiled_units(strategy, kind):

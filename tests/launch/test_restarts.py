@@ -113,8 +113,8 @@ def test_a_run_goes_on_with_fewer_ranks(launcher, undisturbed):
     ]
     size, first, losses, weight = done
     assert size == 1
-    assert losses == pytest.approx(undisturbed[2][first:], abs=1e-6)
-    assert weight[0] == pytest.approx(undisturbed[3][0], abs=1e-6)
+    assert losses == pytest.approx(undisturbed[2][first:], rel=1e-6, abs=1e-6)
+    assert weight[0] == pytest.approx(undisturbed[3][0], rel=1e-6, abs=1e-6)
 
 
 def test_an_error_leaves_no_rank_out(launcher):
@@ -140,7 +140,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_with_75(launcher, undisturbed, 
     ended, done = run(launcher, {}, ranks=ranks)
     assert ended.code == 0, ended.err
     assert done[1] == 3
-    assert done[2] == pytest.approx(undisturbed[2][3:], abs=1e-6)
+    assert done[2] == pytest.approx(undisturbed[2][3:], rel=1e-6, abs=1e-6)
 
 
 def test_a_signal_to_one_rank_ends_all_with_75(launcher):
