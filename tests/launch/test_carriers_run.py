@@ -37,7 +37,7 @@ os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # one write: lines of
 WAIT = """
 import os, signal, sys, time
 def stop(*_):
-    print("told", os.environ["RANK"], flush=True)
+    os.write(1, f"told {os.environ['RANK']}\\n".encode())
     sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
 open(f"ready{os.environ['RANK']}", "w").write(str(os.getpid()))
@@ -294,7 +294,7 @@ def test_mpirun(place, monkeypatch):
     code, out, err = launched("--carrier", "mpirun", *flags, "meet.py", "it's")
     assert code == 0, err
     assert sorted(out.splitlines()) == [f"{rank} 1 11.0 ddp {place} it's" for rank in range(2)]
-    (place / "a.py").write_text("import os, sys; print(os.environ['A']); sys.exit(3)")
+    (place / "a.py").write_text("import os, sys; os.write(1, os.environb[b'A'] + b'\\n'); sys.exit(3)")
     code, out, err = launched("--carrier", "mpirun", *flags, "a.py")
     assert (code, set(out.splitlines())) == (3, {"1,2;3 4"}), err
     (place / "hosts").write_text(f"{socket.gethostname()} slots=2\n")
