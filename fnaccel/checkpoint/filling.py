@@ -44,11 +44,14 @@ class Filling:
         self._requests: list[Request] = []
         self._made: dict[tuple[int, str], torch.Tensor] = {}  # tied tensors stay tied
         self._objects: list[tuple[Any, Any]] = []
+        self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._own = False
 
     def read(self) -> None:
         """Fill the tensors of all trees made so far, and give objects their states."""
         self._files.read(self._requests)
+        for part, value in self._casts:
+            part.copy_(value)
         for target, state in self._objects:
             target.load_state_dict(state)
 
@@ -119,7 +122,11 @@ class Filling:
             device = self._world.device if like.is_meta and not is_sharded(like) else like.device
             tensor = like if in_place else torch.empty_like(like.detach(), device=device)
             for part in parts_of(tensor, self._world.rank):
-                self._requests.append(Request(stored, part.box, part.local))
+                local = part.local
+                if local.dtype != stored.dtype:  # averages of before: see `matching.widens`
+                    local = torch.empty_like(local, dtype=stored.dtype)
+                    self._casts.append((part.local, local))
+                self._requests.append(Request(stored, part.box, local))
             self._made[key] = tensor
         return self._made[key]
 

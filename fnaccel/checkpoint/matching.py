@@ -63,6 +63,7 @@ class _Matcher:
         self.problems: list[str] = []
         self.pairs: list[tuple[torch.Tensor | None, Stored]] = []
         self.own = False  # in a state's extras
+        self.averages = False  # in a state's ema
 
     def node(self, path: str, like: Tree, stored: Tree) -> None:
         if stored is KEEP:
@@ -128,6 +129,9 @@ class _Matcher:
             was_own, self.own = self.own, True
             self.node(walk.child(path, "extras"), ours.pop("extras"), saved.pop("extras"))
             self.own = was_own
+        self.averages = True
+        self.node(walk.child(path, "ema"), ours.pop("ema"), saved.pop("ema"))
+        self.averages = False
         if _counts(ours["updates"]) and _counts(saved["updates"]):
             self.updates(walk.child(path, "updates"), ours.pop("updates"), saved.pop("updates"))
         self.entries(path, ours, saved)
@@ -152,13 +156,11 @@ class _Matcher:
                 self.collect(entry)
 
     def tensor(self, path: str, like: Tree, stored: Stored) -> None:
-        if not isinstance(like, torch.Tensor) or (like.dtype, tuple(like.shape)) != (
-            stored.dtype,
-            stored.shape,
-        ):
-            self.differ(path, like, stored)
-        else:
+        fits = isinstance(like, torch.Tensor) and tuple(like.shape) == stored.shape
+        if fits and (like.dtype == stored.dtype or (self.averages and widens(stored.dtype, like.dtype))):
             self.pairs.append((like, stored))
+        else:
+            self.differ(path, like, stored)
 
     def differ(self, path: str, like: Tree, stored: Tree) -> None:
         self.problems.append(
@@ -174,6 +176,11 @@ class _Matcher:
             self.only(walk.child(path, key), entry, side)
         if not inner:
             self.problems.append(f"{path}: only in {side} ({_described(value)})")
+
+
+def widens(stored: torch.dtype, like: torch.dtype) -> bool:
+    """Whether averages were saved in 16 bits, as they once were, and are kept in 32."""
+    return like is torch.float32 and stored in (torch.bfloat16, torch.float16)
 
 
 def comes_back(like: Tree, stored: Tree) -> bool:

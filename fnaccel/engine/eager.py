@@ -60,7 +60,8 @@ class Loss:
 @attrs.frozen(kw_only=True)
 class Call:
     """The values that change from call to call: the root seed (None: PyTorch's own stream), the loss
-    scale, lent models, the notice of stop requests, and a function told of an error before it is undone."""
+    scale, lent models, the notice of stop requests, a function told of an error before it is undone, and
+    whether hooks in the backward pass are to see gradients of a mean."""
 
     root: int | None
     step: int
@@ -69,6 +70,7 @@ class Call:
     given: Any = None
     notice: Notice | None = None
     explain: Callable[[BaseException], None] | None = None
+    hooked: bool = False
 
 
 def gradients(engine: Engine, loss: Loss, micros: Sequence[Micro], call: Call) -> tuple[Gradients, Report]:
@@ -159,6 +161,8 @@ def _run_micro_batches(
         partial_rows=mesh.partial_rows,
     )
     up_front = up_front_of(loss, micros, call, report, engine)
+    # of one micro-batch the weight is known after its forward, at the cost of a wait for the other ranks
+    late = call.hooked and len(micros) == 1 and loss.weight_fn is None
     last, sync = len(micros) - 1, engine.forward.sync
     for index, micro in enumerate(micros):
         seed(index)
@@ -166,13 +170,13 @@ def _run_micro_batches(
             enter("forward", index)
             total = _forward(engine, loss, micro, call, report)
             enter("backward", index)
-            _backward(engine, total, up_front, report, index == last)
+            _backward(engine, total, up_front, report, index == last, late=late)
         else:
             with sync(index == last or loss.sync_each):
                 enter("forward", index)
                 total = _forward(engine, loss, micro, call, report)
                 enter("backward", index)
-                _backward(engine, total, up_front, report, index == last)
+                _backward(engine, total, up_front, report, index == last, late=late)
     enter("gradients")
     if engine.hooks.finish is not None:
         engine.hooks.finish()
@@ -184,10 +188,12 @@ def _run_micro_batches(
     # a runtime may keep gradients to itself
     if engine.runtime.bound is None and engine.layout.held_by is None and (not grads or grads[0] is None):
         check_reached(grads, loss.where)
-    report.wait()
+    if not late:
+        report.wait()
     if odd is not None and report.any_odd():
         raise _wrong_rows(engine, odd)
-    multiplier = multiplier_of(loss, engine, report.weight, call.scale, up_front)
+    left = float(mesh.loss_size) if late or (call.hooked and loss.weight_fn is not None) else None
+    multiplier = multiplier_of(loss, engine, report.weight, call.scale, up_front, left)
     return Gradients(engine.layout.leaves, grads, multiplier, engine.layout.held_by, device), report
 
 
@@ -211,14 +217,28 @@ def _wrong_rows(engine: Engine, odd: list[int]) -> MicroBatchError:
 
 
 def multiplier_of(
-    loss: Loss, engine: Engine, weight: Scalar, scale: Scalar | None, up_front: Scalar | None
+    loss: Loss,
+    engine: Engine,
+    weight: Scalar,
+    scale: Scalar | None,
+    up_front: Scalar | None,
+    left: float | None = None,
 ) -> Any:
-    """The factor that the gradients still lack. None for 1."""
-    if loss.weight_fn is not None:
-        return None if scale is None else 1.0 / scale
-    multiplier = _ratio(engine, weight)
-    if up_front is not None:
-        multiplier = multiplier / up_front
+    """The factor that the gradients still lack. None for 1.
+
+    Args:
+        loss, engine, weight, scale: of the step.
+        up_front: the factor of totals before backward.
+        left: the factor if totals were divided by the weight before backward, but for the loss scale.
+    """
+    if left is None and loss.weight_fn is not None:
+        left = 1.0
+    if left is not None:
+        multiplier = left if scale is None else left / scale
+    else:
+        multiplier = _ratio(engine, weight)
+        if up_front is not None:
+            multiplier = multiplier / up_front
     return None if isinstance(multiplier, float) and multiplier == 1.0 else multiplier
 
 
@@ -228,9 +248,13 @@ def up_front_of(loss: Loss, micros: Sequence[Micro], call: Call, report: Report,
         weights = [check_weight(loss.weight_fn(m.data), loss.where) if m.valid else 0 for m in micros]
         report.know_weights(weights)
         factor = _ratio(engine, report.weight)
+        if call.hooked:  # hooks of modules see the gradients that they would see on one rank
+            factor = factor / engine.layout.mesh.loss_size
         return factor if call.scale is None else call.scale * factor
     if call.scale is None:
         return None
+    if call.hooked and len(micros) == 1:
+        return call.scale
     # the last global weight stands in for this one, so that a raw sum does not overflow fp16
     return call.scale / call.last_weight.to(engine.layout.mesh.world.device)
 
@@ -274,10 +298,13 @@ def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Repor
 
 
 def _backward(
-    engine: Engine, total: torch.Tensor, up_front: Scalar | None, report: Report, last: bool
+    engine: Engine, total: torch.Tensor, up_front: Scalar | None, report: Report, last: bool, *, late: bool
 ) -> None:
     if last:
         report.send()  # overlaps with the backward pass
+    if late:
+        report.wait()
+        total = total * (_ratio(engine, report.weight) / engine.layout.mesh.loss_size)
     if up_front is not None:
         total = total * up_front
     if report.counts:

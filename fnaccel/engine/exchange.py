@@ -1,4 +1,4 @@
-"""`Exchange`: pairs of tensors that trade their values for a while, and are put back exactly."""
+"""`Exchange`: tensors hold the values of others for a while, and are put back exactly."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from fnaccel.world.interrupts import SigintHeld
 
 
 class Exchange:
-    """A context in whose body the tensors of each pair hold each other's values.
+    """A context in whose body the first tensor of each pair holds the value of the second.
 
-    The pairs that were exchanged are put back, and no others, also if the exchange itself fails.
+    The second holds that of the first, so nothing is allocated. If it has another dtype it would round that
+    value: it is left as it is, and the value is kept in a copy. The pairs that were exchanged are put back,
+    and no others, also if the exchange itself fails.
 
     Args:
-        pairs: tensors of equal shape and dtype.
+        pairs: tensors of equal shape.
     """
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._pairs = pairs
-        self._exchanged = 0
+        self._kept: list[torch.Tensor | None] = []
 
     def __enter__(self) -> None:
         try:
             with SigintHeld(), torch.no_grad():
                 for first, second in self._pairs:
-                    _swap(first, second)
-                    self._exchanged += 1
+                    self._kept.append(_exchange(first, second))
         except BaseException:
             self._put_back()
             raise
@@ -37,13 +38,22 @@ class Exchange:
 
     def _put_back(self) -> None:
         with SigintHeld(), torch.no_grad():
-            while self._exchanged:
-                _swap(*self._pairs[self._exchanged - 1])
-                self._exchanged -= 1
+            while self._kept:
+                first, second = self._pairs[len(self._kept) - 1]
+                value = self._kept[-1]
+                if value is None:
+                    _exchange(first, second)
+                else:
+                    first.copy_(value)
+                self._kept.pop()
 
 
-def _swap(first: torch.Tensor, second: torch.Tensor) -> None:
+def _exchange(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
+    """Give `first` the value of `second`. Returns its own value if `second` can't hold that."""
     # the copy may fail if memory runs out, so it comes before any change
     value = first.clone()
     first.copy_(second)
+    if first.dtype != second.dtype:
+        return value
     second.copy_(value)
+    return None

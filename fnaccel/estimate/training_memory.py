@@ -297,9 +297,16 @@ def _hold(account: Account, built: Built, sizes: Footprint, lowered: Lowered, ba
     tensors = [value for value in _torch.tree_leaves(batch) if isinstance(value, torch.Tensor)]
     account.hold(sizes.parameters, "parameters")
     account.hold(sizes.slots or 0, "optimizer")
-    account.hold(sizes.gradients if lowered.settings.ema_decay is not None else 0, "averages")
+    account.hold(_averages(sizes) if lowered.settings.ema_decay is not None else 0, "averages")
     account.hold(sum(value.nbytes for _, value in built.named("buffers")), "model")
     account.hold(sum(value.nbytes for value in tensors), "batch")
+
+
+def _averages(sizes: Footprint) -> int:
+    """The bytes of the averages of the parameters, which have 32 bits at least."""
+    trained = (each for each in sizes.placed if each.trained)
+    wide = torch.float32
+    return sum(math.prod(each.part) * torch.promote_types(each.dtype, wide).itemsize for each in trained)
 
 
 def _send_by_step(account: Account, sizes: Footprint, lowered: Lowered, *, sharded: bool) -> None:

@@ -17,6 +17,7 @@ from fnaccel.data.lengths import updates
 from fnaccel.errors import ArgumentError, LoaderError, require
 from fnaccel.loop.autosave import Autosave, Steps
 from fnaccel.loop.measured import Measures
+from fnaccel.loop.nonfinite import NonfiniteLoss
 from fnaccel.loop.preemption import SIGNALS
 from fnaccel.loop.tracked import Bar, ByName, logged, trackers_of_rank
 from fnaccel.program.train_step import TrainStep
@@ -221,6 +222,7 @@ def _steps(
     measures: Measures | None,
 ) -> Steps:
     began = state.step
+    nonfinite = NonfiniteLoss(speaks=train_step.mesh.world.is_main)
     while (steps is None or state.step < steps) and (epochs is None or state.data.epoch < epochs):
         started = state.step
         for batch in _run(train_step, shards, state, epochs):
@@ -230,6 +232,7 @@ def _steps(
                 measures.before(state, batch)
             position = state.data
             state, metrics = train_step(state, batch)
+            nonfinite.look(state.step, metrics)
             if measures is not None:
                 measures.add(batch, position, state.data, metrics)
             yield state, metrics

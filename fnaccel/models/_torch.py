@@ -26,6 +26,17 @@ Dropout = _DropoutNd
 BatchNorm = _BatchNorm
 Norm = _NormBase
 
+
+def hooks_on_parameter(param: torch.Tensor) -> int:
+    """How many hooks a backward pass runs at a parameter. (2.9 to 2.13)"""
+    return len(param._backward_hooks or ()) + len(getattr(param, "_post_accumulate_grad_hooks", None) or ())
+
+
+def hooks_on_module(module: torch.nn.Module) -> int:
+    """How many hooks a backward pass runs at a module. (2.9 to 2.13)"""
+    return len(module._backward_hooks) + len(module._backward_pre_hooks)
+
+
 # the base class of modes that see each operation (2.9 to 2.13)
 DispatchMode = TorchDispatchMode
 

@@ -6,6 +6,7 @@ buffer that is added later is noticed too, since states do not hold it.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,8 +21,10 @@ from torch.nn.modules.module import (
 
 from fnaccel import _torch
 from fnaccel.errors import ReplacedParameterError
+from fnaccel.models.note import first_of
 from fnaccel.models.parameter import Leaf
 
+_takes_gradient = operator.attrgetter("requires_grad")
 _watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[TrainedModules]] = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 
@@ -52,13 +55,17 @@ class TrainedModules:
     Args:
         modules: the modules by key.
         leaves: the trainable parameters.
+        trains: whether there is an optimizer. If so, a frozen parameter has to stay frozen.
     """
 
-    def __init__(self, modules: Mapping[str | None, nn.Module], leaves: Sequence[Leaf]) -> None:
+    def __init__(
+        self, modules: Mapping[str | None, nn.Module], leaves: Sequence[Leaf], *, trains: bool = True
+    ) -> None:
         self.suspicious = False
         self._modules = dict(modules)
         self._names = self._named()
         self._buffers = self._saved_buffers()
+        self._frozen = [param for param in self._names.values() if trains and not param.requires_grad]
         self._identities = {name: id(value) for name, value in self._names.items()}
         whole = [
             leaf
@@ -107,6 +114,21 @@ class TrainedModules:
                 if leaf.param.data_ptr() != address
             ]
             raise _replaced(f"the storage of {', '.join(moved[:5])} was replaced")
+
+    def check_frozen(self) -> None:
+        """Raise ReplacedParameterError if a frozen parameter takes a gradient, since no optimizer has it."""
+        if any(map(_takes_gradient, self._frozen)):
+            names = [
+                name
+                for name, param in self._names.items()
+                if param.requires_grad and any(param is frozen for frozen in self._frozen)
+            ]
+            raise ReplacedParameterError(
+                f"{first_of(names)} takes a gradient since the optimizer was made, and would not be trained",
+                where="the model of this train step",
+                fix="let it take one in the factory; to train it from a later update on: "
+                "fa.optim.starting_at(updates, optimizer), in fa.optim.optimizer_groups",
+            )
 
     def _check_names(self) -> None:
         now = self._named()

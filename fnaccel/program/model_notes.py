@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 import attrs
 from torch import nn
 
+from fnaccel.models.gradient_hooks import hook_notes
 from fnaccel.models.module_modes import mode_notes
 from fnaccel.models.note import Note
 from fnaccel.program.plan import Plan
@@ -27,7 +28,8 @@ def model_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> tuple[No
     """
     if spec.optimizers is None:
         return ()
-    return (*mode_notes(modules),)
+    hooks = () if spec.step.settings.weight_fn is not None else hook_notes(modules)
+    return (*mode_notes(modules), *hooks)
 
 
 def with_notes(plan: Plan, notes: Iterable[Note]) -> Plan:

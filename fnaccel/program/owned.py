@@ -17,9 +17,11 @@ from fnaccel.engine.updater import Optimizers, Updater, traceable
 from fnaccel.errors import ArgumentError, CapabilityError, TreeMismatchError
 from fnaccel.models.building import Built, check_memory, check_patched, claim, freeze, release
 from fnaccel.models.constant_buffers import ConstantBuffers, check_not_trained
+from fnaccel.models.gradient_hooks import GradientHooks, check_hooks_run
 from fnaccel.models.module_modes import ModuleModes
 from fnaccel.models.moving_buffers import MovingBuffers
 from fnaccel.models.note import Note
+from fnaccel.models.parameter import Leaf
 from fnaccel.models.trained_modules import TrainedModules
 from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.captured_step import CapturedStep
@@ -46,7 +48,7 @@ class Owned:
         notes: tuple[Note, ...] = (),
     ) -> None:
         if lowered.settings.ema_decay is not None:
-            averages = tuple(leaf.shard.clone() for leaf in engine.layout.leaves)
+            averages = tuple(map(average_of, engine.layout.leaves))
             engine = attrs.evolve(engine, averages=averages)
         self.engine = engine
         self.notes = notes
@@ -76,9 +78,10 @@ class Owned:
         ]
         self.buffers = self._show(engine.layout.buffers)
         self.modes = ModuleModes(engine.layout.modules, trains=self._trains)
+        self.gradient_hooks = GradientHooks(built.modules, captured=self.whole is not None)
         self.same_rows = SameRows(engine.layout.mesh)
         self.sharded = is_sharded(engine.layout.parameters.values())
-        self._watched = TrainedModules(built.modules, leaves if bound is None else ())
+        self._watched = TrainedModules(built.modules, leaves if bound is None else (), trains=self._trains)
         self.moving_buffers = MovingBuffers(
             [(m, name) for m, name, _ in self._buffer_slots if not isinstance(m, ConstantBuffers)]
         )
@@ -139,8 +142,12 @@ class Owned:
         )
 
     def check_ready(self) -> None:
-        """Raise CapabilityError if there is nothing to train, ReplacedParameterError as `check_modules`."""
+        """Raise CapabilityError if there is nothing to train, ReplacedParameterError as `check_modules`.
+
+        The latter is raised too if a frozen parameter takes a gradient now.
+        """
         self._watched.check()
+        self._watched.check_frozen()
         if not self._trains:
             raise CapabilityError(
                 "this train step has no optimizer, so it can't be called",
@@ -293,6 +300,15 @@ class Owned:
         release(self._built)
 
 
+def average_of(leaf: Leaf) -> torch.Tensor:
+    """The first average of a parameter: a copy, in fp32 at least.
+
+    An average in bf16 would not move: a step of 0.001 of a difference is less than half of its last digit.
+    """
+    dtype = torch.promote_types(leaf.shard.dtype, torch.float32)
+    return leaf.shard.to(dtype, copy=True)
+
+
 def _buffers_of(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
     persistent = dict(root.named_buffers())
     slots: list[tuple[str, torch.nn.Module, str]] = []
@@ -352,6 +368,8 @@ def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | N
         if trains:
             check_not_trained(built.modules, spec.frozen)
             check_memory(built)
+            if settings.captured:
+                check_hooks_run(built.modules, captured=True, shards=False)
         if trains and not any(p.requires_grad for _, p in built.named("parameters")):
             raise ArgumentError(
                 "no parameter is left to train: "

@@ -111,6 +111,7 @@ class Stepper:
         grad_mode = torch.is_grad_enabled()
         autocast = autocast_state(self._cast_on) if self._cast_on else None
         owned.modes.train()
+        self._check_hooks(owned, len(micros))
         before = _Before(state)
         buffers = owned.moving_buffers
         buffers.begin()
@@ -226,7 +227,19 @@ class Stepper:
             given=models,
             notice=notice,
             explain=functools.partial(explain_out_of_memory, named=owned.named_tensors),
+            hooked=owned.gradient_hooks.present,
         )
+
+    def _check_hooks(self, owned: Owned, micro_batches: int) -> None:
+        """Look for backward hooks that see gradients of another scale than the user's loop had.
+
+        Raises:
+            CapabilityError: a hook was added that would never run.
+        """
+        hooks = owned.gradient_hooks
+        hooks.look_again()
+        if hooks.present and self._speaks and micro_batches > 1 and self._lowered.loss.weight_fn is None:
+            hooks.warn()
 
     def _captured(
         self,

@@ -21,6 +21,7 @@ from fnaccel.engine.engine import Engine, Forward, Hooks, Layout
 from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, nearest
 from fnaccel.models.blocks import find_units
 from fnaccel.models.building import Built, construct, has_factories, share_first_values
+from fnaccel.models.gradient_hooks import check_hooks_run
 from fnaccel.step.precision_policy import Precision
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp import Ddp
@@ -121,7 +122,8 @@ def _ignored(built: Built, patterns: tuple[str, ...]) -> set[Any]:
 
 
 def _check_parameters(built: Built, ignored: set[Any], build: Build) -> None:
-    """Raise CapabilityError for a parameter that can't be sharded."""
+    """Raise CapabilityError for a parameter that can't be sharded, or whose hooks would be lost."""
+    check_hooks_run(built.modules, captured=False, shards=True)
     for name, param in built.named("parameters"):
         # the captured engine copies its parts, and FSDP2 refuses strides
         strides = not build.settings.captured and not param.is_contiguous()

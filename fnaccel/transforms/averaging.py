@@ -35,7 +35,12 @@ class Ema:
     def on_update(self, engine: Trained, state: Tree, info: Info) -> Any:
         """Move the averages, sharded as the parameters are. No change if the update was skipped."""
         averages = engine.averages
-        shards = [leaf.shard for leaf in engine.layout.leaves]
+        pairs = zip(engine.layout.leaves, averages, strict=True)
+        # averages of 16-bit parameters are fp32
+        shards = [
+            leaf.shard if leaf.shard.dtype is average.dtype else leaf.shard.to(average.dtype)
+            for leaf, average in pairs
+        ]
         if info.skip is None:
             _torch.foreach_lerp_(averages, shards, 1.0 - self.decay)
         else:
@@ -47,7 +52,7 @@ class Ema:
 
 
 def with_ema(step: StepLike, decay: float = 0.999) -> Step:
-    """Keep an average of the parameters (Polyak and Juditsky 1992) in `state.ema`.
+    """Keep an average of the parameters (Polyak and Juditsky 1992) in `state.ema`, in fp32 at least.
 
     Args:
         step: a step or a loss function.

@@ -26,4 +26,23 @@ MUTANTS = [
         "gradients of numbers are left apart", "strategies/layout.py", "if not shape or 0 in shape:", "if 0 in shape:",
         (TRAPS, "-k", "scalars and fsdp-eager"),
     ),
+    Mutant(
+        "hooks see the gradient of the sum", "program/update.py", "hooked=owned.gradient_hooks.present", "hooked=False",
+        (TRAPS, "-k", "module and hooks and local-eager"),
+    ),
+    Mutant(
+        "hooks see the gradient of the mean of ranks", "engine/eager.py",
+        "_ratio(engine, report.weight) / engine.layout.mesh.loss_size", "_ratio(engine, report.weight)",
+        (TRAPS, "-k", "module and hooks and ddp-eager"),
+    ),
+    Mutant(
+        "a parameter that takes a gradient later is not noticed", "models/trained_modules.py",
+        "if any(map(_takes_gradient, self._frozen)):", "if False:",
+        ("tests/robust/test_hooks.py", "-k", "after_init and local"),
+    ),
+    Mutant(
+        "averages in the dtype of the parameters", "program/owned.py",
+        "dtype = torch.promote_types(leaf.shard.dtype, torch.float32)", "dtype = leaf.shard.dtype",
+        ("tests/transforms/test_averaging.py", "-k", "move and local-1-eager"),
+    ),
 ]  # fmt: skip

@@ -12,13 +12,18 @@ from tests.parity.traps import RATES, STEPS, TRAPS, rank_batch, run_trap
 STRATEGIES = {"local": 1, "ddp": 2, "fsdp": 2}
 
 
-# options are those of sgd
-ROWS = [(name, rule) for name, trap in TRAPS.items() for rule in RATES if rule == "sgd" or not trap.options]
+# the options of a trap are those of sgd
+ROWS = [
+    (name, rule, strategy)
+    for name, trap in TRAPS.items()
+    for rule in RATES
+    for strategy in trap.strategies
+    if rule == "sgd" or not trap.options
+]
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("name", "optimizer"), ROWS)
+@pytest.mark.parametrize(("name", "optimizer", "strategy"), ROWS)
 def test_equals_the_raw_loop(pools, name, optimizer, strategy, mode):
     trap, ranks, compiled = TRAPS[name], STRATEGIES[strategy], mode == "compiled"
     refused = trap.refused.get((strategy, mode))

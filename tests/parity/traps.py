@@ -32,6 +32,7 @@ class Trap:
         options: of the optimizer.
         step: the transforms around the loss that the oracle needs not have.
         between: called with (train_step, state) after each step. Changes no parameter.
+        strategies: those with one meaning for the trap.
         refused: the message of the error at `init`, by strategy and "eager" or "compiled".
     """
 
@@ -40,6 +41,7 @@ class Trap:
     options: Mapping[str, Any] = attrs.field(factory=dict)
     step: Callable[[Any], Any] = lambda loss: loss
     between: Callable[[Any, Any], Any] | None = None
+    strategies: tuple[str, ...] = ("local", "ddp", "fsdp")
     refused: Mapping[tuple[str, str], str] = attrs.field(factory=dict)
 
 
@@ -67,6 +69,22 @@ class Gaps(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight + self.bias + 0.1 * (x @ self.neighbours).sum(dim=1, keepdim=True)
+
+
+class Hooked(nn.Module):
+    """Backward hooks that clamp: the gradient of a sum is cut where that of a mean is not."""
+
+    def __init__(self, *, on: str) -> None:
+        super().__init__()
+        self.inp = nn.Linear(3, 6)
+        self.out = nn.Linear(6, 1)
+        if on == "parameter":  # the hook of a rank sees its summand only
+            self.inp.weight.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
+        else:
+            self.out.register_full_backward_pre_hook(lambda _, grads: (grads[0].clamp(-0.02, 0.02),))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.inp(x)))
 
 
 class Complex(nn.Module):
@@ -105,6 +123,7 @@ def evaluated(train_step: Any, state: Any) -> None:
 
 NOT_FSDP = "fsdp shards real, contiguous parameters"
 NO_GRAPH = "and the step is captured as one graph"
+NO_HOOKS = dict.fromkeys([(name, "compiled") for name in ("local", "ddp", "fsdp")], "would never run")
 NO_GAPS = {("fsdp", "eager"): NOT_FSDP, ("local", "compiled"): NO_GRAPH, ("ddp", "compiled"): NO_GRAPH}
 TRAPS = {
     "gaps": Trap(make=Gaps, loss=squares, refused=NO_GAPS),
@@ -115,6 +134,19 @@ TRAPS = {
         refused=NO_GAPS,
     ),
     "complex": Trap(make=Complex, loss=squares, refused=NO_GAPS | {("fsdp", "compiled"): NOT_FSDP}),
+    "module hooks": Trap(make=lambda: Hooked(on="module"), loss=squares, refused=NO_HOOKS),
+    "parameter hooks": Trap(
+        make=lambda: Hooked(on="parameter"),
+        loss=squares,
+        strategies=("local", "fsdp"),
+        refused=NO_HOOKS | {("fsdp", "eager"): "would never run"},
+    ),
+    "module hooks, two micro-batches": Trap(
+        make=lambda: Hooked(on="module"),
+        loss=squares,
+        step=lambda loss: fa.accumulate(fa.with_weight(loss, lambda batch: len(batch[0])), 2),
+        refused=NO_HOOKS,
+    ),
     "scalars": Trap(make=Scalars, loss=squares),
     "evaluation mode": Trap(make=in_evaluation_mode, loss=squares, between=evaluated),
 }

@@ -268,15 +268,15 @@ class TestAverages:
 
         train_step, state = self.begun()
         before = fa.snapshot(state)
-        swap, calls = exchange._swap, []
+        swap, calls = exchange._exchange, []
 
         def out_of_memory(first, second):
             calls.append(1)
             if len(calls) == 3:
                 raise MemoryError
-            swap(first, second)
+            return swap(first, second)
 
-        monkeypatch.setattr(exchange, "_swap", out_of_memory)
+        monkeypatch.setattr(exchange, "_exchange", out_of_memory)
         with pytest.raises(MemoryError), train_step.averaged(state):
             pass
         assert same(fa.snapshot(state), before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 from torch.utils.data import DataLoader, TensorDataset
@@ -128,3 +129,29 @@ def test_a_tracker_that_cannot_start_leaves_the_others_ended():
         next(fa.scan(train_step, train_step.init(), shards(), trackers=[good, Unreachable()]))
     assert good.ended
     train_step(train_step.live_state, batch_of(4))
+
+
+@pytest.mark.parametrize("strategy", ["local", "ddp"])
+@pytest.mark.parametrize("transform", [None, fa.skip_nonfinite, fa.transforms.on_spike])
+def test_a_loss_that_is_nan_is_named_once(caplog, strategy, transform):
+    """A run trained to its end on parameters that were NaN. The two transforms speak for themselves."""
+    calls = []
+
+    def loss(model, batch):
+        calls.append(1)
+        x, y = batch
+        scale = math.nan if len(calls) == 3 else 1.0
+        return fa.Mean((model(x) - y).square().sum() * scale, weight=len(y))
+
+    train_step = program(transform(loss) if transform else loss, strategy=strategy)
+    with caplog.at_level(logging.WARNING, logger="fnaccel"):
+        for _ in fa.scan(train_step, train_step.init(), shards(), steps=STEPS):
+            pass
+    lines = [text for record in caplog.records if "goes on" in (text := record.getMessage())]
+    if transform is not None:
+        assert lines == []
+        return
+    (line,) = lines
+    assert "the loss of step 3 is nan" in line
+    assert "fa.skip_nonfinite(step)" in line
+    assert 'fa.transforms.on_spike(step, do="stop")' in line
