@@ -129,12 +129,13 @@ class _Matcher:
             was_own, self.own = self.own, True
             self.node(walk.child(path, "extras"), ours.pop("extras"), saved.pop("extras"))
             self.own = was_own
-        self.averages = True
-        self.node(walk.child(path, "ema"), ours.pop("ema"), saved.pop("ema"))
-        self.averages = False
+        averages = ours.pop("ema"), saved.pop("ema")
         if _counts(ours["updates"]) and _counts(saved["updates"]):
             self.updates(walk.child(path, "updates"), ours.pop("updates"), saved.pop("updates"))
         self.entries(path, ours, saved)
+        self.averages = True
+        self.node(walk.child(path, "ema"), *averages)
+        self.averages = False
 
     def updates(self, path: str, like: Tree, stored: Tree) -> None:
         """An int in one tree may be a tensor in the other, if a transform skips updates."""
