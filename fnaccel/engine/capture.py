@@ -25,7 +25,6 @@ class Capture:
         average: in the graph, from these gradients to those of the leaves, averaged over ranks.
         complete: whether a parameter that no rank has a gradient for is an error.
         graph_pass: a change of the graph before inductor lowers it. Other backends run without it.
-        before: called before the first micro-batch of a step, outside of the graph.
     """
 
     leaves: tuple[Leaf, ...]
@@ -33,5 +32,4 @@ class Capture:
     blank: Callable[[], list[torch.Tensor]]
     average: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
     complete: bool = False
-    before: Callable[[], None] | None = None
     graph_pass: Any = None

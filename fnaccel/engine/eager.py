@@ -178,6 +178,8 @@ def _run_micro_batches(
                 enter("backward", index)
                 _backward(engine, total, up_front, report, index == last, late=late)
     enter("gradients")
+    if engine.hooks.micro_batch is not None:
+        engine.hooks.micro_batch(True)
     if engine.hooks.finish is not None:
         engine.hooks.finish()
     plain = torch.Tensor
@@ -284,6 +286,8 @@ def _forward(engine: Engine, loss: Loss, micro: Micro, call: Call, report: Repor
             check_divided(parts, loss.where)
         return report.take(parts, valid=micro.valid > 0)
 
+    if engine.hooks.micro_batch is not None:
+        engine.hooks.micro_batch(micro.valid > 0)
     first = engine.layout.leaves[0].param if engine.layout.leaves else None
     before = None if first is None else first.grad
     args = (micro.data,) if call.given is None else (micro.data, call.given.models)
@@ -310,6 +314,8 @@ def _backward(
     if report.counts:
         _differentiate(engine, total)
     else:
+        if engine.hooks.micro_batch is not None:
+            engine.hooks.micro_batch(False)
         # 0 times an infinity in the loss, such as a mean over nothing, would make every gradient NaN
         with zeroed(total):
             _differentiate(engine, total)

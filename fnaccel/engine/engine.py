@@ -30,6 +30,7 @@ class Layout:
         model: a module, or a dict of modules, as the loss sees it.
         leaves: the trainable parameters.
         parameters, buffers: by canonical name, as the state shows them.
+        shares_buffers: whether all ranks take the first one's buffers after each update.
     """
 
     mesh: Mesh
@@ -37,6 +38,7 @@ class Layout:
     leaves: tuple[Leaf, ...]
     parameters: dict[str, Any]
     buffers: dict[str, torch.Tensor]
+    shares_buffers: bool = True
 
     @functools.cached_property
     def held_by(self) -> MeshAxis | None:
@@ -77,6 +79,8 @@ class Hooks:
     """Functions that are called at certain moments, each None if there is nothing to do.
 
     Attributes:
+        micro_batch: before each forward, with whether its micro-batch counts. And before its backward if that
+            does not, since its weight is 0.
         settle: after a forward without a backward, and after a failure.
         finish: after the last backward, before gradients are read.
         recover: after a step that failed before its update.
@@ -84,6 +88,7 @@ class Hooks:
         free: at `close()`.
     """
 
+    micro_batch: Callable[[bool], None] | None = None
     settle: Callable[[], None] | None = None
     finish: Callable[[], None] | None = None
     recover: Callable[[], None] | None = None

@@ -45,7 +45,8 @@ def evaluate(
     Raises:
         LoaderError: no data.
         ArgumentError: `ema` without `with_ema`, or not shards.
-        LossError: `fa.Concat`, if the ranks of one row each have a part of it.
+        LossError: `fa.Concat`, if the ranks of one row each have a part of it. Or an `fa.Mean` with a mean in
+            the place of its total: see `train_step.check_totals`.
 
     Example:
         >>> def score(model, batch):
@@ -72,5 +73,6 @@ def evaluate(
             bar = stack.enter_context(open_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))
             batches = ticking(batches, bar)
         for batch in batches:
+            train_step.check_totals(state, metric_fn, batch.data)
             scores.take(train_step.look(state, scored, batch.data), batch)
     return scores.finish()

@@ -72,9 +72,6 @@ def scan(
     finish the same step, save and end: `Preempted` is raised, a SystemExit with code 75. Started again
     with `fa.resume_or_init(directory, train_step)`, the run goes on from there.
 
-    Before step 0 a model that `fa.tensor` or `fa.context` cuts is compared with the whole one, if that fits
-    in half of the free memory: see `train_step.probe`.
-
     Args:
         train_step: the result of `fa.train_step`.
         state: its live state. The data goes on at `state.data`.
@@ -226,8 +223,6 @@ def _steps(
     while (steps is None or state.step < steps) and (epochs is None or state.data.epoch < epochs):
         started = state.step
         for batch in _run(train_step, shards, state, epochs):
-            if state.step == 0 and train_step.can_probe():
-                train_step.probe(batch)
             if measures is not None and state.step == began:
                 measures.before(state, batch)
             position = state.data

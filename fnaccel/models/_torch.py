@@ -27,6 +27,11 @@ BatchNorm = _BatchNorm
 Norm = _NormBase
 
 
+def check_norm_input(norm: Any, value: torch.Tensor) -> None:
+    """Raise ValueError if a batch norm does not take a tensor of so many dimensions. (2.9 to 2.13)"""
+    norm._check_input_dim(value)
+
+
 def hooks_on_parameter(param: torch.Tensor) -> int:
     """How many hooks a backward pass runs at a parameter. (2.9 to 2.13)"""
     return len(param._backward_hooks or ()) + len(getattr(param, "_post_accumulate_grad_hooks", None) or ())

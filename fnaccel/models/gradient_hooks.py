@@ -68,22 +68,24 @@ def check_hooks_run(modules: Modules, *, captured: bool, shards: bool) -> None:
 
 
 class GradientHooks:
-    """Counts the hooks of a model's modules as they arrived, and again in some steps.
+    """Counts the hooks of a model's modules in some steps. A strategy may have added hooks of its own.
 
     Args:
-        modules: the modules by key.
+        modules: the modules by key, as the strategy left them.
         captured: whether the step is captured as one graph.
+        arrived: how many hooks the user's code had made before.
 
     Attributes:
-        present: whether there is a hook.
+        present: whether the user has a hook.
     """
 
-    def __init__(self, modules: Modules, *, captured: bool) -> None:
+    def __init__(self, modules: Modules, *, captured: bool, arrived: int) -> None:
         self._modules = modules
         self._captured = captured
         self._steps = 0
         self._warned = False
-        self.present = any(True for _ in hooked(modules))
+        self._first = count_hooks(modules)
+        self.present = arrived > 0
 
     def look_again(self) -> None:
         """Look in the first two steps and in each hundredth: a hook may have been added.
@@ -92,8 +94,8 @@ class GradientHooks:
             CapabilityError: one was, and would never run.
         """
         self._steps += 1
-        if self._steps <= 2 or self._steps % _EVERY == 0:
-            self.present = any(True for _ in hooked(self._modules))
+        if (self._steps <= 2 or self._steps % _EVERY == 0) and count_hooks(self._modules) > self._first:
+            self.present = True
             check_hooks_run(self._modules, captured=self._captured, shards=False)
 
     def warn(self) -> None:
@@ -102,3 +104,8 @@ class GradientHooks:
             self._warned = True
             for note in hook_notes(self._modules):
                 warnings.warn(note.text, UserWarning, stacklevel=2)
+
+
+def count_hooks(modules: Modules) -> int:
+    """How many hooks on gradients there are."""
+    return sum(1 for _ in hooked(modules))

@@ -1,11 +1,14 @@
 """Buffers that a forward changes (running statistics), so that a step that fails can put them back.
 
+A block that remat runs twice puts them back too.
+
 Constant buffers, such as masks, are not copied: only those that changed in an earlier step are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -28,13 +31,24 @@ class MovingBuffers:
         self._before: list[tuple[torch.Tensor | None, int]] = []
         self._copies: dict[int, torch.Tensor] = {}
 
-    def begin(self) -> None:
-        """Note the buffers before a step."""
+    @property
+    def moving(self) -> set[int]:
+        """The slots whose buffers moved in an earlier step."""
+        return self._known
+
+    def tensor(self, slot: int) -> torch.Tensor | None:
+        """The buffer of a slot at this moment: a forward may have put another in its place."""
+        buffers, name = self._slots[slot]
+        return buffers.get(name)
+
+    def begin(self) -> dict[int, torch.Tensor]:
+        """Note the buffers before a step, or another run. Returns copies of those that may move, by slot."""
         if not self._slots:
-            return
+            return {}
         tensors = [buffers.get(name) for buffers, name in self._slots]
         self._before = [(x, -1 if x is None else _torch.version_of(x)) for x in tensors]
         self._copies = {i: x.detach().clone() for i in self._moving if (x := tensors[i]) is not None}
+        return self._copies
 
     def end(self) -> None:
         """Learn from a step that succeeded which buffers move."""
@@ -45,6 +59,25 @@ class MovingBuffers:
             self._known.update(index for index in self._copies if self._differs(index))
         self._moving = set(self._known)
         self._copies = {}
+
+    @contextlib.contextmanager
+    def holding(self, copies: Mapping[int, torch.Tensor]) -> Generator[None]:
+        """In the body the slots of buffers that move hold copies, which take all changes.
+
+        Args:
+            copies: those of `begin`. A buffer that moved for the first time since then is copied now.
+        """
+        slots = [(*self._slots[slot], slot) for slot in self._known]
+        held = [
+            (buffers, name, x, slot) for buffers, name, slot in slots if (x := buffers.get(name)) is not None
+        ]
+        try:
+            for buffers, name, tensor, slot in held:
+                buffers[name] = copies[slot].clone() if slot in copies else tensor.detach().clone()
+            yield
+        finally:
+            for buffers, name, tensor, _ in held:
+                buffers[name] = tensor
 
     def put_back(self) -> bool:
         """Restore the buffers. False if one changed for the first time, so that no copy of it exists."""

@@ -102,8 +102,6 @@ class CapturedStep:
         step = filled(call.step, torch.int64, device) if hooked else None
 
         def body(seed: Callable[[int], None]) -> tuple[Any, Report, AuxValues]:
-            if self._capture.before is not None:
-                self._capture.before()
             self._agree(last.data, lent_models)
             report = Report(self._group, device, engine.agreement, call.notice)
             up_front = up_front_of(self._loss, micros, call, report, engine)

@@ -89,6 +89,10 @@ class Lowered:
         hooks = (*self.tail.gradients, *self.tail.updates)
         return not any(isinstance(hook, users) or name in stateful for name, hook in hooks)
 
+    def autocast_on(self, device: torch.device) -> str:
+        """The kind of device on which a forward switches autocast, or ""."""
+        return device.type if self.settings.precision.autocast else ""
+
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call(state, batch)` under the CALL transforms, the first written innermost."""
         for name, wrap in self.calls:

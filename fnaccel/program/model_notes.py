@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping
 import attrs
 from torch import nn
 
+from fnaccel.models._torch import BatchNorm
 from fnaccel.models.gradient_hooks import hook_notes
 from fnaccel.models.module_modes import mode_notes
-from fnaccel.models.note import Note
+from fnaccel.models.note import Note, count_of
 from fnaccel.program.plan import Plan
 from fnaccel.step.spec import Spec
 
@@ -29,7 +30,28 @@ def model_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> tuple[No
     if spec.optimizers is None:
         return ()
     hooks = () if spec.step.settings.weight_fn is not None else hook_notes(modules)
-    return (*mode_notes(modules), *hooks)
+    return (*mode_notes(modules), *hooks, *norm_notes(modules, spec))
+
+
+def norm_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> list[Note]:
+    """A note on what the statistics of batch norms are of, if that is not the whole batch."""
+    norms = [
+        module
+        for root in modules.values()
+        for module in root.modules()
+        if isinstance(module, BatchNorm) and (module.training or not root.training)
+    ]
+    ranks, micro_batches = spec.mesh.loss_size, max(spec.step.settings.micro_batches, 1)
+    if not norms or ranks * micro_batches == 1:
+        return []
+    sizes = [f"{ranks} ranks"] * (ranks > 1) + [f"{micro_batches} an update"] * (micro_batches > 1)
+    text = f"{count_of(norms)}: statistics are those of each micro-batch ({', '.join(sizes)})"
+    if ranks == 1:
+        return [Note(text)]
+    if any(transform.name == "sync_batch_norm" for transform in spec.step.transforms):
+        return [Note(f"{text} over all ranks")]
+    fix = "fa.transforms.sync_batch_norm(step) takes them over all ranks"
+    return [Note(f"{text} on each rank, and running statistics those of the first rank. {fix}")]
 
 
 def with_notes(plan: Plan, notes: Iterable[Note]) -> Plan:

@@ -13,15 +13,17 @@ from fnaccel.engine.engine import Engine
 from fnaccel.engine.exchange import Exchange
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.engine.same_rows import SameRows
+from fnaccel.engine.shared_buffers import SharedBuffers
 from fnaccel.engine.updater import Optimizers, Updater, traceable
 from fnaccel.errors import ArgumentError, CapabilityError, TreeMismatchError
 from fnaccel.models.building import Built, check_memory, check_patched, claim, freeze, release
 from fnaccel.models.constant_buffers import ConstantBuffers, check_not_trained
-from fnaccel.models.gradient_hooks import GradientHooks, check_hooks_run
+from fnaccel.models.gradient_hooks import GradientHooks, check_hooks_run, count_hooks
 from fnaccel.models.module_modes import ModuleModes
 from fnaccel.models.moving_buffers import MovingBuffers
 from fnaccel.models.note import Note
 from fnaccel.models.parameter import Leaf
+from fnaccel.models.synced_norm import connect
 from fnaccel.models.trained_modules import TrainedModules
 from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.captured_step import CapturedStep
@@ -46,12 +48,18 @@ class Owned:
         lowered: Lowered,
         optimizers: Optimizers | None,
         notes: tuple[Note, ...] = (),
+        arrived: int = 0,
     ) -> None:
+        tell = connect(engine.layout.modules, engine.layout.mesh.group("loss"))
+        if tell is not None:
+            engine = attrs.evolve(engine, hooks=attrs.evolve(engine.hooks, micro_batch=tell))
         if lowered.settings.ema_decay is not None:
             averages = tuple(map(average_of, engine.layout.leaves))
             engine = attrs.evolve(engine, averages=averages)
         self.engine = engine
         self.notes = notes
+        self.probed = False  # whether the cut model was compared with the whole one
+        self.checked: set[object] = set()  # the code whose totals were compared
         self._built = built
         self._lowered = lowered
         self._trains = optimizers is not None
@@ -78,13 +86,23 @@ class Owned:
         ]
         self.buffers = self._show(engine.layout.buffers)
         self.modes = ModuleModes(engine.layout.modules, trains=self._trains)
-        self.gradient_hooks = GradientHooks(built.modules, captured=self.whole is not None)
+        self.gradient_hooks = GradientHooks(built.modules, captured=self.whole is not None, arrived=arrived)
         self.same_rows = SameRows(engine.layout.mesh)
         self.sharded = is_sharded(engine.layout.parameters.values())
         self._watched = TrainedModules(built.modules, leaves if bound is None else (), trains=self._trains)
-        self.moving_buffers = MovingBuffers(
-            [(m, name) for m, name, _ in self._buffer_slots if not isinstance(m, ConstantBuffers)]
-        )
+        slots = [slot for slot in self._buffer_slots if not isinstance(slot[0], ConstantBuffers)]
+        self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in slots])
+        self.shared_buffers = self._shared([name for *_, name in slots])
+
+    def _shared(self, names: list[str]) -> SharedBuffers | None:
+        """The buffers that ranks share after each update."""
+        layout = self.engine.layout
+        group = layout.mesh.group("loss")
+        if group is None or not names or not layout.shares_buffers:
+            return None
+        transient = set(self.transient())
+        saved = ["" if name in transient else name for name in names]
+        return SharedBuffers(self.moving_buffers, saved, group)
 
     def _captured(self, inside: bool) -> CapturedStep | None:
         """The compiled programs of the step if it asks for them. The update is part of them if `inside`."""
@@ -356,11 +374,12 @@ def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | N
     builds: list[Built] = []
     settings, trains = lowered.settings, spec.optimizers is not None
     notes: tuple[Note, ...] = ()
+    arrived = 0
 
     def prepare(built: Built) -> None:
-        nonlocal notes
+        nonlocal notes, arrived
         builds.append(built)
-        notes = model_notes(built.modules, spec)
+        notes, arrived = model_notes(built.modules, spec), count_hooks(built.modules)
         if not trains:
             for _, param in built.named("parameters"):
                 param.requires_grad_(False)
@@ -390,7 +409,7 @@ def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | N
         engine, built = make_engine(
             Build(spec=spec, settings=settings, seed=seed, prepare=prepare, delegation=delegation)
         )
-        return Owned(engine, built, lowered, cast("Optimizers | None", spec.optimizers), notes)
+        return Owned(engine, built, lowered, cast("Optimizers | None", spec.optimizers), notes, arrived)
     except BaseException:
         for built in builds:
             release(built)

@@ -122,8 +122,8 @@ def check_forward(
             fix="give a factory: fa.distribute(lambda: GPT(config), strategy)",
         )
     batch = tree.to(batch, mesh.world.device)
-    try:
-        sums = _sums(look(loss_fn, batch), mesh)
+    try:  # copies, since a loss may change its batch in place
+        sums = _sums(look(loss_fn, tree.map_tensors(torch.clone, batch)), mesh)
     except Exception as error:
         error.add_note(f"in {_WHERE}, the first forward of a model that is cut. {_CAUSES}")
         raise

@@ -12,12 +12,14 @@ from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
 from fnaccel.errors import UnleasedStateError
 from fnaccel.models.building import check_factories
+from fnaccel.program.autocast import keeping_modes
 from fnaccel.program.compile_meter import Compilation
-from fnaccel.program.lent_models import lend
+from fnaccel.program.doubled_row import check_loss, check_metrics
+from fnaccel.program.lent_models import Given, lend
 from fnaccel.program.look import LOOK, flops_of, look_at
 from fnaccel.program.lower import Lowered, micro_batches, parts_of
 from fnaccel.program.model_notes import warn_of, with_notes
-from fnaccel.program.owned import assemble
+from fnaccel.program.owned import Owned, assemble
 from fnaccel.program.plan import Plan, compare
 from fnaccel.program.planned import check_distributed, planned
 from fnaccel.program.probe import Probed, check_forward, fits, is_split, short
@@ -184,7 +186,8 @@ class TrainStep:
         Raises:
             StaleStateError, UnleasedStateError: not the live state.
             CapabilityError: a model in `given` is cut over ranks that have different rows here.
-            MicroBatchError, LossError: see there. The state stays live.
+            MicroBatchError, LossError: see there. The state stays live. At step 0 an `fa.Mean` is checked for
+                a mean in the place of its total, and a cut model against the whole one: see `probe`.
             RankMismatchError: ranks that share the rows of a batch, such as those along a tensor axis, got
                 different rows in the first batch of an epoch.
             PeerLostError: another rank left, exited or made another call. The message names it.
@@ -204,10 +207,51 @@ class TrainStep:
         owned.check_ready()
         micros, position = micro_batches(batch, self._lowered.settings.micro_batches, self.mesh.world.device)
         owned.same_rows.check(state.data.epoch, [micro.data for micro in micros])
-        micros, around = parts_of(micros, self._lowered.part)
         models = None if given is None else lend(given, self._owner)
+        if state.step == 0:
+            self._check_first(owned, micros[0].data, models)
+        micros, around = parts_of(micros, self._lowered.part)
         notice, lease = self.notice, self._owner.lease
         return self._stepper.move(owned, state, micros, position, models, notice, lease, around)
+
+    def _check_first(self, owned: Owned, batch: Tree, lent: Given | None) -> None:
+        """Compare a cut model with the whole one, and totals with their weights, before the first update."""
+        if not owned.probed and self.can_probe():
+            self.probe(batch)
+        step = self._spec.step
+        with self._keeping():
+            check_loss(owned, self._lowered, self._run_of(step.forward()), step.loss_fn, batch, lent)
+
+    def _keeping(self) -> contextlib.AbstractContextManager[None]:
+        """If the body is interrupted, grad mode and autocast are as before."""
+        return keeping_modes(self._lowered.autocast_on(self.mesh.world.device))
+
+    def check_totals(self, state: TrainState, fn: Callable[..., Any], batch: Tree) -> None:
+        """See that each `fa.Mean` that a metric function returns holds a total and its weight, not a mean.
+
+        The function is called with the first row, and with that row twice. `fa.evaluate` does this at its
+        first batch. It is done once for each function.
+
+        Args:
+            state: the live state.
+            fn: `fn(model, batch)`, as for `fa.evaluate`.
+            batch: this rank's batch.
+
+        Raises:
+            LossError: a mean in the place of a total, or the other way round.
+
+        Example:
+            >>> rows = lambda model, batch: fa.Mean(len(batch["tokens"]), weight=1)
+            >>> train_step.check_totals(state, rows, batch)
+        """
+        owned = self._owner.owned
+        lease_of(state, LOOK, averaged=True)
+        with self._keeping():
+            check_metrics(owned, self._run_of(fn), fn, batch)
+
+    def _run_of(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the model and a batch as the step runs it: its part, under its precision."""
+        return self._lowered.settings.precision(self.as_loss(fn))
 
     @within("evaluate")
     def look(
@@ -237,7 +281,7 @@ class TrainStep:
         owned = self._owner.owned
         lease_of(state, LOOK, averaged=True)
         owned.check_modules()
-        with owned.modes.during(training=train):
+        with self._keeping(), owned.modes.during(training=train):
             return look_at(owned, self._lowered.settings.precision(fn), *args, whole=whole)
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
@@ -307,7 +351,7 @@ class TrainStep:
     def probe(self, batch: Tree) -> Probed:
         """Compare the cut model's loss of one row with that of the whole model, gathered on every rank.
 
-        For strategies with `fa.tensor` or `fa.context`, after `init`. `fa.scan` calls it before step 0 if
+        For strategies with `fa.tensor` or `fa.context`, after `init`. The call of step 0 does it if
         `can_probe()`. Modules are in evaluation mode, nothing is differentiated, and the state stays.
 
         Args:
@@ -323,7 +367,8 @@ class TrainStep:
         """
         owned = self._owner.owned
         settings, loss = self._lowered.settings, self._spec.step.forward()
-        with owned.modes.during(training=False):
+        owned.probed = True
+        with self._keeping(), owned.modes.during(training=False):
             return check_forward(
                 settings.precision(loss),
                 lambda fn, row: look_at(owned, self.as_loss(fn), row, whole=False),

@@ -16,7 +16,7 @@ from fnaccel.engine.skipped_updates import SkippedUpdates
 from fnaccel.engine.stop_request import Notice
 from fnaccel.engine.user_draws import drawing
 from fnaccel.optim import kernels
-from fnaccel.program.autocast import autocast_state, restore_autocast
+from fnaccel.program.autocast import torch_modes
 from fnaccel.program.compile_meter import Compilation, Meter
 from fnaccel.program.lent_models import Given
 from fnaccel.program.lower import Lowered
@@ -62,8 +62,7 @@ class Stepper:
         self._where = where
         self._speaks = speaks
         self._shares = shares
-        # the kind of device on which autocast is switched, if the step does so
-        self._cast_on = device.type if lowered.settings.precision.autocast else ""
+        self._cast_on = lowered.autocast_on(device)
         # the library's own hooks draw nothing
         self._library_only = _NOTHING if lowered.own_hooks else None
         self._meter: Meter | None = None
@@ -108,8 +107,7 @@ class Stepper:
         if not self._clean:
             undo(owned.engine)
         self._clean = False
-        grad_mode = torch.is_grad_enabled()
-        autocast = autocast_state(self._cast_on) if self._cast_on else None
+        modes = torch_modes(self._cast_on)
         owned.modes.train()
         self._check_hooks(owned, len(micros))
         before = _Before(state)
@@ -129,9 +127,7 @@ class Stepper:
         except BaseException as error:
             explain_out_of_memory(error, owned.named_tensors)  # of the update
             leave_step(state.step)
-            torch.set_grad_enabled(grad_mode)  # an interrupt may have cut off the end of a context
-            if autocast is not None:
-                restore_autocast(self._cast_on, autocast)
+            modes.put_back()
             if not is_stale(state) and (not buffers.put_back() or before.own_changed()):
                 donate(state)
             raise
@@ -189,6 +185,8 @@ class Stepper:
         if self._meter is not None:
             metrics["recompilations"] = self._meter.found.recompilations
         owned.moving_buffers.end()
+        if owned.shared_buffers is not None:
+            owned.shared_buffers.share(before.step)
         if before.scale is not None:
             metrics["loss_scale"] = before.scale["scale"].clone()
             if update.idle is not True:

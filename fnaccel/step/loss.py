@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ class Mean:
         weight: how many, as an int, a float or a 0-d tensor.
         aux: any pytree to report beside the loss. Its leaves combine as their type says
             (`Mean`, `Sum`, `Concat`). A bare tensor is averaged.
+        of_mean: whether `fa.Mean.of` made it, for messages.
 
     Example:
         >>> logits, labels = GPT()(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
@@ -43,6 +44,7 @@ class Mean:
     total: Any
     weight: Scalar
     aux: Any = None
+    of_mean: bool = field(default=False, repr=False, compare=False)
 
     @staticmethod
     def of(mean: torch.Tensor, weight: Scalar, aux: Any = None) -> Mean:
@@ -60,7 +62,7 @@ class Mean:
             >>> train_step = make(loss_fn)
             >>> state, metrics = train_step(train_step.init(), batch)
         """
-        return Mean(mean * weight, weight, aux)
+        return Mean(mean * weight, weight, aux, of_mean=True)
 
     @staticmethod
     def of_tokens(
@@ -181,6 +183,12 @@ def read_loss(output: Tree, where: str) -> LossParts:
         total, weight, aux = output.total, output.weight, output.aux
     elif isinstance(output, tuple) and len(output) == 2:  # pyright: ignore[reportUnknownArgumentType]
         (total, aux), weight = output, 1
+        if isinstance(total, Mean):
+            raise LossError(
+                "the loss function returned (fa.Mean, aux)",
+                where=where,
+                fix="give aux to the mean: fa.Mean(total, weight=..., aux=aux)",
+            )
     else:
         total, weight, aux = output, 1, None
     if not isinstance(total, torch.Tensor):

@@ -19,7 +19,7 @@ from fnaccel import _torch
 from fnaccel.engine.engine import Engine, Hooks
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest, require
 from fnaccel.models.building import Built, construct
-from fnaccel.models.constant_buffers import ConstantBuffers, constant_buffers
+from fnaccel.models.constant_buffers import constant_buffers
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp_buckets import MIB, Buckets, bucket_bytes, lay_out
@@ -70,6 +70,14 @@ class Ddp(Axis):
                 "or reduce in bf16",
             )
 
+    def plan_notes(self, spec: Spec) -> list[str]:
+        """A note if each rank keeps its own buffers."""
+        if self.sync_buffers or spec.mesh.loss_size == 1:
+            return []
+        return [
+            "sync_buffers=False: each rank keeps its own buffers, and a checkpoint holds the first rank's"
+        ]
+
     def obstacle_to_capture(self, spec: Spec) -> str:  # noqa: ARG002
         """Hooks that a graph can't hold."""
         if self.unused_parameters:
@@ -97,7 +105,7 @@ def ddp(
         bucket_mb: size of a gradient bucket in MiB. By default an eighth of the gradients, 1 to 25 MiB.
         static_graph: the same parameters get gradients every step (allows more overlap).
         unused_parameters: search each step for parameters that get no gradient.
-        sync_buffers: broadcast buffers from the first replica before each forward.
+        sync_buffers: broadcast the first replica's buffers after each update, as far as forwards change them.
         hook: communication hook: `"fp16"`, `"bf16"`, `"powersgd"`, `"batched_powersgd"`, a wrapper
             such as `"fp16+powersgd"`, or `fa.strategies.powersgd(...)` with its settings. Or a function
             `(group, bucket) -> Future` of yours: see `fa.strategies.comm_hook`. In the text of a strategy
@@ -171,7 +179,7 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
         bucket_cap_mb=bucket_bytes(size) / MIB if options.bucket_mb is None else options.bucket_mb,
         static_graph=options.static_graph,
         find_unused_parameters=options.unused_parameters,
-        **_torch.buffer_sync(options.sync_buffers),
+        **_torch.buffer_sync(False),  # the train step shares them, once an update
         gradient_as_bucket_view=options.gradient_as_bucket_view,
     )
     if mesh.world.backend == "fake":
@@ -186,29 +194,17 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
         run=_guarded(wrapped, torn),
         hooks=Hooks(recover=lambda: torn.append(True)),
         sync=_syncer(wrapped, options.static_graph),
+        shares_buffers=options.sync_buffers,
     )
     return engine, built
 
 
 def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> Engine:
-    """The engine without hooks: the wrapper's broadcasts and all-reduces are part of the graph."""
+    """The engine without hooks: the wrapper's all-reduces are part of the graph."""
     mesh = build.spec.mesh
     group: Any = mesh.group("loss") or dist.group.WORLD
     with torch.no_grad():
         _share([value for kind in ("parameters", "buffers") for _, value in built.named(kind)], group)
-    slots = [
-        (module, name)
-        for root in built.modules.values()
-        for module in root.modules()
-        for name in _torch.buffers_of(module)
-        if not isinstance(module, ConstantBuffers)
-    ]
-
-    def share_buffers() -> None:
-        # looked up each time: a forward may put another tensor in the place of a buffer
-        buffers = (_torch.buffers_of(module)[name] for module, name in slots)
-        _share([value for value in buffers if value is not None], group)
-
     trained = [param for _, param in built.named("parameters") if param.requires_grad]
     buckets = Buckets(
         members=lay_out(trained, options.bucket_mb),
@@ -219,11 +215,10 @@ def _captured(built: Built, build: Build, options: Ddp, hook: Hook | None) -> En
     capture = capture_whole(
         built,
         build,
-        before=share_buffers if options.sync_buffers and slots else None,
         average=buckets.average,
         complete=mesh.loss_size > 1,
     )
-    return whole_engine("ddp", built, build, capture=capture)
+    return whole_engine("ddp", built, build, capture=capture, shares_buffers=options.sync_buffers)
 
 
 def _send_small(built: Built, group: Any) -> None:

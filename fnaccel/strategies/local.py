@@ -92,6 +92,7 @@ def whole_engine(
     run: Callable[..., Any] | None = None,
     hooks: Hooks | None = None,
     runtime: Runtime | None = None,
+    shares_buffers: bool = True,
     **forward: Any,
 ) -> Engine:
     """An engine whose modules have all that a rank computes with. By itself it averages nothing.
@@ -102,6 +103,7 @@ def whole_engine(
         build: the train step.
         run: how to call a function of the model: directly by default.
         hooks, runtime: as `Engine` has them.
+        shares_buffers: as `Layout` has it.
         forward: further fields of `Forward`.
     """
     model, mesh = built.model, build.spec.mesh
@@ -117,6 +119,7 @@ def whole_engine(
             leaves=leaves_of(built, mesh),
             parameters=parameters_shown(built, mesh),
             buffers=dict(built.named("buffers")),
+            shares_buffers=shares_buffers,
         ),
         forward=Forward(run=run or direct, lend=direct, **forward),
         hooks=with_sums(hooks or Hooks(), built, mesh),

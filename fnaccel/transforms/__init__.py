@@ -6,6 +6,7 @@ from fnaccel.step.step import Info as Info
 from fnaccel.transforms.accumulation import accumulate as accumulate
 from fnaccel.transforms.attention import attention as attention
 from fnaccel.transforms.averaging import with_ema as with_ema
+from fnaccel.transforms.batch_statistics import sync_batch_norm as sync_batch_norm
 from fnaccel.transforms.clipping import clip_norm as clip_norm
 from fnaccel.transforms.clipping import clip_value as clip_value
 from fnaccel.transforms.compilation import compile as compile  # noqa: A004

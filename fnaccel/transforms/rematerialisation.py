@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Generator
 from typing import Any, Literal, get_args
 
 import attrs
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest
 from fnaccel.models.blocks import Units, find_units
+from fnaccel.models.moving_buffers import MovingBuffers
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import Capability, Phase, Step, StepLike, Transform, append
 from fnaccel.tree import Tree
@@ -71,11 +74,9 @@ class Remat:
 
 
 def _recomputing(forward: Callable[..., Any], save: Kept) -> Callable[..., Any]:
-    options: dict[str, Any] = {}
+    selective = None
     if save != "nothing":
-        options["context_fn"] = functools.partial(
-            create_selective_checkpoint_contexts, _kept_operations(save)
-        )
+        selective = functools.partial(create_selective_checkpoint_contexts, _kept_operations(save))
 
     def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -84,9 +85,57 @@ def _recomputing(forward: Callable[..., Any], save: Kept) -> Callable[..., Any]:
             kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
             if kwargs.get("use_cache"):
                 kwargs["use_cache"] = False
+        context_fn = selective
+        # a graph moves buffers in its forward only
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _has_buffers(module):
+            context_fn = functools.partial(_still_buffers, _buffers_of(module), selective)
+        options = {} if context_fn is None else {"context_fn": context_fn}
         return checkpoint(functools.partial(forward, module), *args, use_reentrant=False, **options, **kwargs)
 
     return recomputed
+
+
+Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+_moving: weakref.WeakKeyDictionary[nn.Module, MovingBuffers] = weakref.WeakKeyDictionary()
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    return next(module.buffers(), None) is not None
+
+
+def _buffers_of(module: nn.Module) -> MovingBuffers:
+    """The buffers of a block. They learn from each of its runs which ones move."""
+    if module not in _moving:
+        slots = [
+            (owner, name) for owner in module.modules() for name, _ in owner.named_buffers(recurse=False)
+        ]
+        _moving[module] = MovingBuffers(slots)
+    return _moving[module]
+
+
+def _still_buffers(moving: MovingBuffers, selective: Callable[[], Contexts] | None) -> Contexts:
+    """The contexts of the two runs of a block. The second begins as the first did, and moves no buffer.
+
+    Args:
+        moving: the buffers of the block.
+        selective: makes the contexts that keep the results of some operations, or None.
+    """
+    first, second = (contextlib.nullcontext(),) * 2 if selective is None else selective()
+    before: dict[int, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def run() -> Generator[None]:
+        before.update(moving.begin())
+        with first:
+            yield
+        moving.end()
+
+    @contextlib.contextmanager
+    def run_again() -> Generator[None]:
+        with moving.holding(before), second:
+            yield
+
+    return run(), run_again()
 
 
 def _is_cache(value: Tree) -> bool:

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 TRAPS = "tests/parity/test_traps.py"
 MODES = "tests/robust/test_modes.py"
+NORMS = "tests/transforms/test_batch_statistics.py"
 
 MUTANTS = [
     Mutant(
@@ -44,5 +45,27 @@ MUTANTS = [
         "averages in the dtype of the parameters", "program/owned.py",
         "dtype = torch.promote_types(leaf.shard.dtype, torch.float32)", "dtype = leaf.shard.dtype",
         ("tests/transforms/test_averaging.py", "-k", "move and local-1-eager"),
+    ),
+    Mutant(
+        "buffers stay apart", "program/update.py", "owned.shared_buffers.share(before.step)", "pass",
+        (NORMS, "-k", "first_rank_s_buffers and fsdp-eager"),
+    ),
+    Mutant(
+        "a filler counts in batch norm", "engine/eager.py", "engine.hooks.micro_batch(micro.valid > 0)",
+        "engine.hooks.micro_batch(True)", (NORMS, "-k", "same_micro_batches and filler and ddp"),
+    ),
+    Mutant(
+        "statistics are not differentiated over ranks", "models/synced_norm.py",
+        "dist.all_reduce(sums, group=ctx.scope.group)", "sums = sums * 2",
+        (NORMS, "-k", "same_micro_batches and ddp-one"),
+    ),
+    Mutant(
+        "running variance over the rows of a rank", "models/synced_norm.py", "(count / (count - 1).clamp(min=1))",
+        "(count / (count / 2 - 1).clamp(min=1) / 2)", (NORMS, "-k", "same_micro_batches and ddp-one"),
+    ),
+    Mutant(
+        "the second run of a block moves buffers", "transforms/rematerialisation.py",
+        "with moving.holding(before), second:", "with second:",
+        ("tests/transforms/test_remat.py", "-k", "moves_no_buffer"),
     ),
 ]  # fmt: skip

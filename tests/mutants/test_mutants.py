@@ -64,7 +64,7 @@ MUTANTS = [
         ("tests/robust/test_live_state.py", "-k", "backward_that_raises and fsdp"),
     ),
     Mutant(
-        "autocast stays on", "program/update.py", "restore_autocast(self._cast_on, autocast)", "pass",
+        "autocast stays on", "program/autocast.py", "restore_autocast(self.kind, self.autocast)", "pass",
         ("tests/robust/test_live_state.py", "-k", "autocast"),
     ),
     Mutant(

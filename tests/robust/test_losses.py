@@ -128,7 +128,7 @@ class TestMeansThatAreDivided:
         step = program(loss, strategy=strategy)
         state = step.init()
         if raises:
-            with pytest.raises(errors.LossError, match=rf"a mean \({raises}\)[\s\S]*fa\.Mean\.of"):
+            with pytest.raises(errors.LossError, match=r"a mean[\s\S]*fa\.Mean\.of"):
                 step(state, batch_of(8))
         else:
             step(state, batch_of(8))
@@ -143,7 +143,7 @@ def weighted_by_the_batch(captured):
 
     def loss(model, batch):
         x, y = batch
-        return fa.Mean(F.mse_loss(model(x), y), weight=y.numel())
+        return fa.Mean(F.mse_loss(model(x), y, reduction="sum"), weight=7 * y.numel())
 
     step = fa.with_weight(loss, lambda batch: len(batch[0]))
     step = fa.compile(step, "step", backend="aot_eager") if captured else step

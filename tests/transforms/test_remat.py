@@ -11,6 +11,7 @@ import fnaccel as fa
 from fnaccel import errors
 from fnaccel.testing import assert_close
 from fnaccel.world.world import current
+from tests import models
 from tests.models import whole_params
 from tests.transforms.attending import FLASH, Attend, Model, Seen, loss_fn
 
@@ -84,3 +85,47 @@ def test_a_recipe_says_what_is_kept():
 def test_names():
     with pytest.raises(errors.UnknownNameError, match="'attention'"):
         fa.remat(loss_fn, save="atention")
+
+
+class Statistics(nn.Module):
+    """A block whose buffers its forward moves: running statistics, and vectors of a power iteration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return torch.tanh(self.norm(self.mix(x)))
+
+
+class WithStatistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(3, 6)
+        self.blocks = nn.ModuleList(Statistics() for _ in range(2))
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("save", ["nothing", "matmuls"])
+def test_the_second_run_of_a_block_moves_no_buffer(save):
+    """`num_batches_tracked` was 2 after one step, and the second run had other vectors than the first."""
+    states = []
+    for step in (models.loss_fn, fa.remat(models.loss_fn, save=save)):
+        with fa.start(device="cpu"):
+            train_step = models.program(step, model=WithStatistics)
+            state = train_step.init(seed=0)
+            for number in range(3):
+                state, _ = train_step(state, models.batch_of(8, number))
+            states.append(fa.snapshot(state))
+            train_step.close()
+    plain, again = states
+    assert int(again.buffers["blocks.0.norm.num_batches_tracked"]) == 3
+    assert fa.tree.allclose(dict(plain.buffers), dict(again.buffers), rtol=0, atol=0)
+    assert fa.tree.allclose(dict(plain.params), dict(again.params), rtol=0, atol=0)

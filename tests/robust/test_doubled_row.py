@@ -1,0 +1,373 @@
+"""Totals and weights are compared before the first update, by one row and that row twice."""
+
+from __future__ import annotations
+
+import collections
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fnaccel as fa
+from fnaccel import errors
+from tests.models import Net, batch_of, loss_fn, program, whole_params
+
+TEMPERATURE = 0.1
+
+
+def rows_of(batch):
+    return len(batch[0])
+
+
+def squared(model, batch):
+    x, y = batch
+    return (model(x) - y).square()
+
+
+def smooth(model, batch):
+    x, y = batch
+    return F.cross_entropy(torch.cat([model(x), -model(x)], dim=1), (y[:, 0] > 0).long(), label_smoothing=0.1)
+
+
+def penalty(model):
+    return sum(
+        p.square().sum() for p in (model.inp.weight, model.inp.bias)
+    )  # the root's are whole under fsdp
+
+
+# each trained with gradients that were too small or too large by the number of rows
+WRONG = {
+    "label smoothing": lambda m, b: fa.Mean(smooth(m, b), weight=rows_of(b)),
+    "a mean and L2": lambda m, b: fa.Mean(squared(m, b).mean() + 0.01 * penalty(m), weight=rows_of(b)),
+    "two means": lambda m, b: fa.Mean(squared(m, b).mean() + m(b[0]).abs().mean(), weight=rows_of(b)),
+    "a sum by its rows": lambda m, b: fa.Mean(squared(m, b).sum() / rows_of(b), weight=rows_of(b)),
+    "a mean of tokens": lambda m, b: fa.Mean(squared(m, b).mean(dim=1).mean() * 2, weight=3 * rows_of(b)),
+    "aux": lambda m, b: fa.Mean(
+        squared(m, b).sum(), rows_of(b), aux={"error": fa.Mean(squared(m, b).mean(), weight=rows_of(b))}
+    ),
+}
+TOTALS = {
+    "of a sum": lambda m, b: fa.Mean.of(squared(m, b).sum(), rows_of(b)),
+    "of a sum in aux": lambda m, b: fa.Mean(
+        squared(m, b).sum(), rows_of(b), aux={"error": fa.Mean.of(squared(m, b).sum(), rows_of(b))}
+    ),
+}
+
+
+def contrastive(model, batch):
+    z = F.normalize(torch.cat([model(batch[0]), batch[1]], dim=1), dim=1)
+    logits = z @ z.T / TEMPERATURE
+    return fa.Mean(F.cross_entropy(logits, torch.arange(len(z)), reduction="sum"), weight=len(z))
+
+
+def pairs(model, batch):
+    out = model(batch[0])
+    return fa.Mean(torch.cdist(out, out + 1.0).sum(), weight=len(out))
+
+
+def hinge(model, batch):
+    x, y = batch
+    return fa.Mean((1.0 - y.sign() * model(x)).clamp(min=0).sum(), weight=len(y))
+
+
+def gradient_penalty(model, batch):
+    x = batch[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return fa.Mean((squared(model, batch).sum() + slope.square().sum()), weight=len(x))
+
+
+RIGHT = {
+    "a sum": loss_fn,
+    "contrastive": contrastive,
+    "pairs": pairs,
+    "hinge": hinge,
+    "a gradient penalty": gradient_penalty,
+    "a mean of weight 1": lambda m, b: fa.Mean(squared(m, b).mean(), weight=1),
+    "a bare mean": lambda m, b: squared(m, b).mean(),
+    "a mean times its rows": lambda m, b: fa.Mean.of(squared(m, b).mean(), rows_of(b)),
+    "a sum and a large L2": lambda m, b: fa.Mean(squared(m, b).sum() + 100.0 * penalty(m), weight=rows_of(b)),
+    "zero": lambda m, b: fa.Mean(0.0 * squared(m, b).sum(), weight=rows_of(b)),
+    "a constant in aux": lambda m, b: fa.Mean(
+        squared(m, b).sum(),
+        rows_of(b),
+        aux={"temperature": fa.Mean(0.1, weight=1), "rows": fa.Sum(rows_of(b))},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def world():
+    with fa.start(device="cpu") as started:
+        yield started
+
+
+def first_step(loss, **options):
+    train_step = program(loss, **options)
+    state = train_step.init()
+    return train_step(state, batch_of(8)), train_step
+
+
+class TestLosses:
+    @pytest.mark.parametrize("strategy", ["local", "ddp", "fsdp"])
+    @pytest.mark.parametrize("name", WRONG)
+    def test_a_mean_that_is_given_as_a_total_is_named(self, name, strategy):
+        train_step = program(WRONG[name], strategy=strategy)
+        state = train_step.init()
+        before = whole_params(state)
+        with pytest.raises(errors.LossError, match=r"holds a mean[\s\S]*fa\.Mean\.of\(mean, n\)") as raised:
+            train_step(state, batch_of(8))
+        assert ("aux/error" in str(raised.value)) == (name == "aux")
+        assert fa.tree.allclose(whole_params(train_step.live_state), before, rtol=0, atol=0)
+        with pytest.raises(errors.LossError, match="holds a mean"):  # and not only once
+            train_step(state, batch_of(8))
+
+    @pytest.mark.parametrize("name", TOTALS)
+    def test_a_total_that_is_given_as_a_mean_is_named(self, name):
+        with pytest.raises(errors.LossError, match=r"fa\.Mean\.of takes a mean[\s\S]*8 times too large"):
+            first_step(TOTALS[name])
+
+    def test_under_accumulation_and_a_window(self):
+        with pytest.raises(errors.LossError, match="holds a mean"):
+            first_step(fa.accumulate(WRONG["label smoothing"], 2))
+        train_step = program(WRONG["label smoothing"])
+        with pytest.raises(errors.LossError, match="holds a mean"):
+            train_step(train_step.init(), fa.data.Window([batch_of(4), batch_of(4)]))
+
+    def test_a_weight_that_is_known_before_counts_too(self):
+        step = fa.with_weight(lambda m, b: squared(m, b).mean(), rows_of)
+        with pytest.raises(errors.LossError, match=r"loss under fa\.with_weight[\s\S]*return a sum"):
+            first_step(step)
+
+    def test_with_a_lent_model(self):
+        teacher = fa.train_step(loss_fn, model=fa.distribute(Net, "local"), optimizer=None)
+
+        def distil(model, batch, given):
+            return fa.Mean(
+                (model(batch[0]) - given["teacher"](batch[0])).square().mean(), weight=len(batch[0])
+            )
+
+        train_step = program(distil)
+        with pytest.raises(errors.LossError, match="holds a mean"):
+            train_step(train_step.init(seed=1), batch_of(8), given={"teacher": teacher.init()})
+
+    @pytest.mark.parametrize("strategy", ["local", "fsdp"])
+    @pytest.mark.parametrize("name", RIGHT)
+    def test_no_other_loss_is_accused(self, name, strategy):
+        if (name, strategy) == ("a gradient penalty", "fsdp"):
+            strategy = "ddp"  # a second derivative through a unit is FSDP2's own error
+        (state, _), _ = first_step(RIGHT[name], strategy=strategy)
+        assert state.step == 1
+
+    @pytest.mark.parametrize("strategy", ["local", "ddp", "fsdp"])
+    def test_a_loss_that_raises_raises_its_own_error(self, strategy):
+        def loss(model, batch):
+            model(batch[0])
+            raise ZeroDivisionError("of the user")
+
+        train_step = program(loss, strategy=strategy)
+        state = train_step.init()
+        with pytest.raises(ZeroDivisionError, match="of the user"):
+            train_step(state, batch_of(8))
+        assert train_step.live_state is state
+
+    def test_a_mean_with_its_aux_beside_it_names_aux(self):
+        with pytest.raises(errors.LossError, match=r"returned \(fa\.Mean, aux\)[\s\S]*aux=aux"):
+            first_step(lambda m, b: (fa.Mean(squared(m, b).sum(), rows_of(b)), {"rows": 1}))
+
+    def test_a_batch_that_nothing_joins_is_left_alone(self):
+        class Lines:
+            def __init__(self, lines):
+                self.lines = lines
+
+        fa.data.register_batch(
+            Lines, rows=lambda b: len(b.lines), cut=lambda b, first, stop: Lines(b.lines[first:stop])
+        )
+        train_step = program(lambda m, b: fa.Mean(m(b.lines).square().sum(), weight=len(b.lines)))
+        state, _ = train_step(train_step.init(), Lines(batch_of(4)[0]))
+        assert state.step == 1
+
+
+class Queue(Net):
+    """A queue of negatives: a buffer, a place in it, a list and a deque."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(6, 1))
+        self.place = 0
+        self.seen = []
+        self.recent = collections.deque(maxlen=3)
+
+    def forward(self, x):
+        out = super().forward(x)
+        with torch.no_grad():
+            for value in out.detach():
+                self.queue[self.place % 6] = value
+                self.place += 1
+                self.seen.append(float(value))
+                self.recent.append(float(value))
+        return out + 0.1 * self.queue.mean()
+
+
+class Meter:
+    """A counter of the user's own."""
+
+    def __init__(self):
+        self.calls = 0
+        self.sums = np.zeros(2)
+        self.total = torch.zeros(())
+
+    def add(self, value):
+        self.calls += 1
+        self.sums += 1.0
+        self.total += value
+
+
+METER = Meter()
+
+
+class TestNothingIsLeftBehind:
+    @pytest.mark.parametrize("strategy", ["local", "ddp"])
+    def test_a_queue_of_negatives_trains_as_in_a_raw_loop(self, strategy):
+        torch.manual_seed(0)
+        model = Queue()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(2):
+            output = loss_fn(model, batch_of(4, seed))
+            (output.total / output.weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        train_step = program(model=Queue, strategy=strategy)
+        state = train_step.init(seed=0)
+        for seed in range(2):
+            state, _ = train_step(state, batch_of(4, seed))
+        assert fa.tree.allclose(whole_params(state), dict(model.named_parameters()), rtol=0, atol=1e-7)
+        trained = train_step.engine.layout.model
+        assert torch.allclose(trained.queue, model.queue)
+        assert (trained.place, len(trained.seen), len(trained.recent)) == (8, 8, 3)
+
+    def test_variables_and_generators_are_as_a_raw_loop_leaves_them(self):
+        calls, seen, state_of = [], {}, random.getstate()
+        draws = []
+        number = 0
+
+        def loss(model, batch):
+            nonlocal number
+            number += 1
+            calls.append(number)
+            seen[number] = len(batch[0])
+            draws.append((random.random(), np.random.rand()))
+            METER.add(1.0)
+            return loss_fn(model, batch)
+
+        np.random.seed(3)
+        random.seed(3)
+        expected = (random.random(), np.random.rand())
+        np.random.seed(3)
+        random.seed(3)
+        before = METER.calls
+        try:
+            first_step(loss)
+        finally:
+            random.setstate(state_of)
+        assert (calls, seen, number) == ([1], {1: 8}, 1)
+        assert draws == [expected]
+        assert METER.calls == before + 1
+        assert METER.sums.tolist() == [METER.calls] * 2
+        assert float(METER.total) == METER.calls
+
+    def test_dropout_draws_the_same_numbers(self):
+        def dropped(model, batch):
+            x, y = batch
+            return fa.Mean((F.dropout(model(x), 0.5) - y).square().sum(), weight=len(y))
+
+        plain = program(dropped, rng="stream")
+        torch.manual_seed(5)
+        torch.manual_seed(0)
+        model = Net()
+        torch.manual_seed(5)
+        output = dropped(model, batch_of(8))
+        expected = float((output.total / output.weight).detach())
+        state = plain.init(seed=0)
+        torch.manual_seed(5)
+        _, metrics = plain(state, batch_of(8))
+        assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-6)
+
+    def test_a_compiled_loss_compiles_once(self):
+        graphs = []
+
+        def backend(graph, _):
+            graphs.append(graph)
+            return graph.forward
+
+        train_step = program(fa.compile(loss_fn, scope="loss", backend=backend))
+        state = train_step.init()
+        for seed in range(2):
+            state, _ = train_step(state, batch_of(8, seed))
+        assert len(graphs) == 1
+
+    def test_a_batch_that_the_loss_changes_is_not_the_user_s(self):
+        def loss(model, batch):
+            batch[0].mul_(2.0)
+            return loss_fn(model, batch)
+
+        x, y = batch_of(8)
+        expected = 2.0 * x.clone()
+        train_step = program(loss)
+        train_step(train_step.init(), (x, y))
+        assert torch.equal(x, expected)
+
+
+class TestMetrics:
+    def shards(self):
+        return fa.shard(DataLoader(TensorDataset(*batch_of(8)), batch_size=4))
+
+    @pytest.mark.parametrize("strategy", ["local", "fsdp"])
+    @pytest.mark.parametrize(
+        ("score", "match"),
+        [
+            (lambda m, b: fa.Mean(squared(m, b).mean(), weight=rows_of(b)), "the result holds a mean"),
+            (lambda m, b: {"error": fa.Mean(squared(m, b).mean(), rows_of(b))}, "error holds a mean"),
+            (
+                lambda m, b: {"error": fa.Mean.of(squared(m, b).sum(), rows_of(b))},
+                r"fa\.Mean\.of takes a mean",
+            ),
+        ],
+    )
+    def test_a_wrong_metric_is_named(self, score, match, strategy):
+        train_step = program(strategy=strategy)
+        with pytest.raises(errors.LossError, match=match):
+            fa.evaluate(train_step, train_step.init(), score, self.shards())
+
+    def test_what_a_metric_collects_is_collected_once(self):
+        collected = []
+
+        def score(model, batch):
+            collected.append(len(batch[0]))
+            return {"error": fa.Mean(squared(model, batch).sum(), weight=rows_of(batch))}
+
+        train_step = program()
+        state = train_step.init()
+        for _ in range(2):
+            fa.evaluate(train_step, state, score, self.shards())
+        assert collected == [4, 4] * 2
+
+    def test_metrics_of_batch_norm_and_an_epoch_of_one_row(self):
+        class Normed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm = nn.BatchNorm1d(3)
+                self.out = nn.Linear(3, 1)
+
+            def forward(self, x):
+                return self.out(self.norm(x))
+
+        train_step = program(model=Normed)
+        state, _ = train_step(train_step.init(), batch_of(8))
+        mean = state.buffers["norm.running_mean"].clone()
+        one = fa.shard(DataLoader(TensorDataset(*batch_of(1)), batch_size=4))
+        assert float(fa.evaluate(train_step, state, loss_fn, one)) > 0
+        assert torch.equal(state.buffers["norm.running_mean"], mean)
