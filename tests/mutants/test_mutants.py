@@ -34,7 +34,7 @@ MUTANTS = [
     ),
     Mutant(
         "a resumed run that forgets the size of its windows", "loop/scanning.py",
-        "windows.grouped(batches, shards.window, state.step)", "windows.grouped(batches, shards.window, 0)",
+        "epochs), state.step, each=each)", "epochs), 0, each=each)",
         ("tests/data/test_windows.py", "-k", "resumed"),
     ),
     Mutant(
@@ -287,6 +287,14 @@ MUTANTS = [
         "ranks of split data end with their own part", "data/presplit.py",
         'if all(ended) or (remainder == "drop" and any(ended)):', "if any(ended):",
         ("tests/data/test_presplit.py", "-k", "own_part_whole"),
+    ),
+    Mutant(
+        "batches that wait in the loader's buffer", "data/buffer_guard.py", "reading.owns = self._separate < self.depth",
+        "reading.owns = self._number > 1 and self._separate < self.depth", ("tests/data/test_reused_buffers.py", "-k", "rings"),
+    ),
+    Mutant(
+        "a window that grows over a ring", "data/buffer_guard.py", "self.depth, self._separate = depth, 0",
+        "self.depth = depth", ("tests/data/test_reused_buffers.py", "-k", "grow"),
     ),
     *axes.MUTANTS,
     *watchdog.MUTANTS,
