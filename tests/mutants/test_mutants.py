@@ -293,6 +293,14 @@ MUTANTS = [
         "reading.owns = self._number > 1 and self._separate < self.depth", ("tests/data/test_reused_buffers.py", "-k", "rings"),
     ),
     Mutant(
+        "boxes of a picture that are cut as columns", "data/cut.py", "elif structure not in _records:", "elif False:",
+        ("tests/data/test_cut.py", "-k", "rows_or_columns"),
+    ),
+    Mutant(
+        "x to rank 0 and y to rank 1", "collectives/splitting.py", "return dict(enumerate(inputs)) if any(", "return None if any(",
+        ("tests/collectives/test_split.py", "-k", "batches_and"),
+    ),
+    Mutant(
         "a window that grows over a ring", "data/buffer_guard.py", "self.depth, self._separate = depth, 0",
         "self.depth = depth", ("tests/data/test_reused_buffers.py", "-k", "grow"),
     ),
