@@ -81,7 +81,8 @@ def main() -> None:
         adapter = LoraConfig(r=args.rank, target_modules=["q_proj", "v_proj", "down_proj"])
 
         def build_model() -> PeftModel:
-            return get_peft_model(LlamaForCausalLM.from_pretrained(root / "base"), adapter)
+            base = LlamaForCausalLM.from_pretrained(root / "base").train()  # it returns it in evaluation mode
+            return get_peft_model(base, adapter)
 
         train_step = fa.config.apply(recipe, loss_fn, build_model)
         state = fa.resume_or_init(root / "checkpoints", train_step, seed=0)

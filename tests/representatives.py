@@ -44,6 +44,7 @@ STAY = {
     "parity/test_matrix.py::test_equals_the_raw_loop": "-1-|-2-|acc3-clip-4",
     "parity/test_options.py::test_an_option_beside_others": "accumulate|-ema",
     "parity/test_regather.py::test_a_gather_of_the_model_s_own_stays_in_its_place": r"activations-fsdp\(2\)-",
+    "parity/test_traps.py::test_equals_the_raw_loop": "eager|scalars-sgd",
     "track/test_failing.py::test_a_full_disk_does_not_end_training": "jsonl",
     "track/test_real_runs.py::test_a_real_run_is_read_back": "tensorboard",
     "transforms/test_remat.py::test_compiled_blocks": "attention-block",

@@ -13,6 +13,8 @@ from fnaccel.cli.terminal import print_json
 from fnaccel.config.apply import make_optimizer, transformed
 from fnaccel.config.references import load
 from fnaccel.errors import require
+from fnaccel.models.meta import modules_without_values
+from fnaccel.program.model_notes import model_notes, with_notes
 from fnaccel.program.planned import check_distributed, planned
 from fnaccel.strategies import Footprint, distribute, footprint, strategy
 from fnaccel.world.mesh import Mesh, resolve
@@ -39,12 +41,15 @@ def run(arguments: Sequence[str]) -> int:
     check_distributed(model)
     optimizer = make_optimizer(recipe.optimizer)
     made = planned(transformed(recipe, load(options.loss, f"{_PROG} LOSS")), model, optimizer, mesh)
+    modules = modules_without_values(model.model)
+    built = {key: module for key, module in modules.items() if not isinstance(module, str)}
+    plan = with_notes(made.plan, model_notes(built, made.spec))
     sizes = None if made.delegation else footprint(model.model, axes, ranks, optimizer=made.spec.optimizers)
     if options.json:
-        parts = {"plan": attrs.asdict(made.plan), "footprint": None if sizes is None else _plain(sizes)}
+        parts = {"plan": attrs.asdict(plan), "footprint": None if sizes is None else _plain(sizes)}
         print_json(parts)
         return 0
-    print(made.plan)
+    print(plan)
     if made.delegation is None:
         print(sizes)
     else:

@@ -21,6 +21,7 @@ from fnaccel.estimate.repeated import TRACED, Repeated, shorten
 from fnaccel.estimate.sharded import GRADIENTS, Gathers, Unit
 from fnaccel.models import _torch
 from fnaccel.models.building import Built
+from fnaccel.models.module_modes import ModuleModes
 from fnaccel.models.unknown_values import ordinary_batch
 from fnaccel.program.lower import Lowered, micro_batches
 from fnaccel.step.loss import read_loss
@@ -71,7 +72,7 @@ def trace(plan: TracePlan, account: Account) -> int:
         units = [unit for _, unit in plan.units] + ([] if plan.root is None else [plan.root])
         batch = fill(plan.built.host, units, plan.batch, account)
         pass_ = _Pass(plan, account, runs)
-        plan.built.host.train()
+        ModuleModes(list(plan.built.modules.values()), trains=True)
         stack.enter_context(account)
         pass_.step(batch)
     return sum(run.left_out for run in runs)

@@ -66,6 +66,7 @@ def evaluate(
     with contextlib.ExitStack() as stack:
         if ema:
             stack.enter_context(train_step.averaged(state))
+        stack.enter_context(train_step.evaluating())
         batches: Iterator[Any] = open_on(every.at(Position()), train_step.mesh, remainder="keep")
         if progress and train_step.mesh.world.is_main:
             bar = stack.enter_context(open_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))

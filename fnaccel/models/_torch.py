@@ -1,4 +1,4 @@
-"""The private names of torch that a trace without values needs, with the versions each was checked on."""
+"""The private names of torch for models and traces without values, with the versions each was checked on."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # ruff: noqa: SLF001
@@ -16,8 +16,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+# the base classes of dropouts, of batch norms, and of all norms with running statistics (2.9 to 2.13)
+Dropout = _DropoutNd
+BatchNorm = _BatchNorm
+Norm = _NormBase
 
 # the base class of modes that see each operation (2.9 to 2.13)
 DispatchMode = TorchDispatchMode

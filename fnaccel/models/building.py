@@ -19,7 +19,7 @@ from fnaccel.errors import ArgumentError, CapabilityError, OwnershipError, neare
 from fnaccel.models.blocks import NamedUnits
 from fnaccel.models.constant_buffers import constant_weights
 from fnaccel.models.meta import making
-from fnaccel.models.parameter import Cut
+from fnaccel.models.parameter import Cut, memory_of
 
 Init = Literal["seeded", "rank0", "meta"]
 
@@ -251,6 +251,17 @@ def freeze(built: Built, patterns: tuple[str, ...]) -> None:
             )
         for name in matched:
             named[name].requires_grad_(False)
+
+
+def check_memory(built: Built) -> None:
+    """Raise ArgumentError for a trained parameter whose elements share memory: no update could part them."""
+    for name, param in built.named("parameters"):
+        if param.requires_grad and memory_of(param) == "shared":
+            raise ArgumentError(
+                f"elements of {name} share memory: shape {list(param.shape)}, strides {list(param.stride())}",
+                where="train_step.init",
+                fix="give it memory of its own, nn.Parameter(value.contiguous()); or expand in the forward",
+            )
 
 
 def mark_cut(built: Built, patched: Iterable[nn.Module]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -83,6 +83,25 @@ class Leaf:
     def own(self, local: torch.Tensor) -> Any:
         """A local tensor laid out as the parameter itself is, such as its gradient."""
         return laid_out_as(self.param, local)
+
+
+def memory_of(tensor: torch.Tensor) -> Literal["dense", "gaps", "shared"]:
+    """How the elements of a tensor lie in memory.
+
+    Returns:
+        "dense": they fill a stretch of memory, in any order of the dimensions.
+        "gaps": other memory lies between them.
+        "shared": several elements have one place, as after `expand`.
+    """
+    expected, gaps = 1, False
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size < 2:
+            continue
+        if stride < expected:
+            return "shared" if tensor.numel() else "dense"
+        gaps = gaps or stride > expected
+        expected = stride * size
+    return "gaps" if gaps and tensor.numel() else "dense"
 
 
 def laid_out_as(like: Any, local: torch.Tensor) -> Any:

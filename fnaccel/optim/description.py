@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from fnaccel.errors import ArgumentError, ConfigError, nearest
-from fnaccel.models.parameter import Leaf
+from fnaccel.models.parameter import Leaf, memory_of
 from fnaccel.optim.schedules import Schedule, as_schedule, constant
 from fnaccel.optim.selection import Groups, Select, choose, pairs_of, refuse_unmatched, selector_name
 from fnaccel.step.loss import Scalar
@@ -175,7 +175,7 @@ def options_of(
 
 
 def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf]) -> list[Group]:
-    """Sort leaves into groups by the first selection that takes them, then by dtype and device.
+    """Sort leaves into groups by the first selection that takes them, then by dtype, device and gaps.
 
     Raises:
         ArgumentError: a selection takes no parameter, or a schedule gives no rate.
@@ -186,12 +186,12 @@ def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf]) -> list[Group]:
     optional = [select for select, options in optimizer.groups if dict(options).get("optional")]
     names = [leaf.name for leaf in everything]
     refuse_unmatched(selections, chosen, optional, names, f"groups of {optimizer.name}")
-    sorted_leaves: dict[tuple[int, torch.dtype, str], list[Member]] = {}
+    sorted_leaves: dict[tuple[int, torch.dtype, str, bool], list[Member]] = {}
     for index, (which, leaf) in enumerate(zip(chosen, everything, strict=True)):
-        key = (which, leaf.shard.dtype, str(leaf.shard.device))
+        key = (which, leaf.shard.dtype, str(leaf.shard.device), memory_of(leaf.shard) == "dense")
         sorted_leaves.setdefault(key, []).append(Member(index, leaf))
     groups: list[Group] = []
-    for (which, _, _), members in sorted_leaves.items():
+    for (which, *_), members in sorted_leaves.items():
         extra = dict(optimizer.groups[which][1]) if which >= 0 else {}
         extra.pop("optional", None)
         lr = extra.pop("lr", None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -17,6 +17,7 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.errors import CapabilityError, require
+from fnaccel.models.parameter import memory_of
 from fnaccel.optim import kernels
 from fnaccel.optim.description import Group, Optimizer, options_of, refuse_unknown
 from fnaccel.optim.schedules import Rate
@@ -25,6 +26,13 @@ from fnaccel.step.loss import Scalar
 from fnaccel.tree import Tree
 
 _exists = functools.partial(operator.is_not, None)
+_Kernels = dict[str, Callable[..., None]]
+_FUSED: _Kernels = {"sgd": kernels.sgd_, "adam": kernels.adam_, "adamw": kernels.adamw_}
+_PLAIN: dict[str, Callable[..., None]] = {
+    "sgd": kernels.plain_sgd_,
+    "adam": kernels.plain_adam_,
+    "adamw": kernels.plain_adamw_,
+}
 # on "meta" slots are counted, and never updated
 _DEVICES = frozenset({"cpu", "cuda", "xpu", "mps", "xla", "meta"})
 
@@ -42,15 +50,22 @@ class FusedKernel:
 
 
 class _Work:
-    """One group, as the fused kernel takes it. Shards without elements are left out."""
+    """One group, as the fused kernel takes it. Shards without elements are left out.
 
-    __slots__ = ("indices", "moments", "numbers", "shards", "whole")
+    A complex tensor is taken as a real one with a last dimension of two, as torch.optim does.
+    """
+
+    __slots__ = ("complex", "indices", "moments", "numbers", "run", "shards", "whole")
 
     def __init__(self, name: str, group: Group, total: int, slots: dict[str, dict[str, Any]]) -> None:
         members = [m for m in group.members if m.leaf.shard.numel()]
         self.indices = [m.index for m in members]
         self.whole = self.indices == list(range(total))
-        self.shards = [m.leaf.shard for m in members]
+        self.complex = any(m.leaf.shard.is_complex() for m in members)
+        self.shards = [_real(m.leaf.shard) for m in members]
+        # the members of a group are alike: see `group_leaves`
+        dense = all(memory_of(shard) == "dense" for shard in self.shards)
+        self.run = _FUSED[name] if dense else _PLAIN[name]
         options = group.options
         if name == "sgd":
             kinds = ("momentum_buffer",) if options["momentum"] else ()
@@ -66,7 +81,7 @@ class _Work:
                 zeros = torch.zeros_like(member.leaf.shard)
                 moments[kind] = member.leaf.like(zeros)
                 if zeros.numel():
-                    self.moments[place].append(zeros)
+                    self.moments[place].append(_real(zeros))
 
 
 class BoundFused:
@@ -78,7 +93,6 @@ class BoundFused:
         self.slots: dict[str, dict[str, Any]] = {}
         total = sum(len(group.members) for group in groups)
         self._work = [_Work(name, group, total, self.slots) for group in groups]
-        self._run = {"sgd": kernels.sgd_, "adam": kernels.adam_, "adamw": kernels.adamw_}[name]
         self._counts = name != "sgd"  # its kernel depends on the number of updates
         for work in self._work:
             for shard in work.shards:
@@ -120,6 +134,8 @@ class BoundFused:
             if chosen is not None:
                 shards = [shards[i] for i in chosen]
                 moments = [[moment[i] for i in chosen] if moment else moment for moment in moments]
+            if work.complex:
+                taken = [_real(grad) for grad in taken]
             # the multiplier and skip are on the device, and offloaded parameters are not
             where = shards[0].device
             scale, off = _at(divisor, where), _at(skip, where)
@@ -129,7 +145,12 @@ class BoundFused:
                 taken, scale = _torch.foreach_mul(taken, exact), None
             elif scale is not None and torch.compiler.is_compiling():
                 taken, scale = _torch.foreach_div(taken, scale), None
-            self._run(shards, taken, *moments, *count, rate, *work.numbers, scale, off)
+            work.run(shards, taken, *moments, *count, rate, *work.numbers, scale, off)
+
+
+def _real(value: Any) -> Any:
+    """A complex tensor as a real one of the same memory. Any other as it is."""
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def _at(value: Tree, device: torch.device) -> Any:

@@ -4,8 +4,9 @@ torch.compile knows no fused optimizer: in a graph each is one opaque operation 
 calls the same kernel. It takes gradients that are scaled by then: with a scale the kernel would write to
 them, and in a graph two of them may be one tensor.
 
-XLA has no such kernels: `plain_*` do their arithmetic. All that changes between steps is a tensor
-there, so that the graph stays the same.
+The kernels walk over memory, so they would write into the gaps of a parameter that is not dense, and XLA has
+none: `plain_*` do their arithmetic. On XLA all that changes between steps is a tensor, so that the graph
+stays the same.
 """
 
 from __future__ import annotations
@@ -152,6 +153,7 @@ def _adam(
     apart: bool,
 ) -> None:
     rate = _on_device(rate, params[0].device)
+    updates = updates.to(torch.promote_types(params[0].dtype, updates.dtype))
     size = rate / _unbiased(beta1, updates)
     root = _unbiased(beta2, updates) ** 0.5
     for param, grad, mean, square in zip(params, grads, first, second, strict=True):
@@ -196,11 +198,11 @@ def _unbiased(beta: float, updates: torch.Tensor) -> Any:
     return -torch.expm1(updates * math.log(beta)) if beta else 1.0
 
 
-def _on_device(rate: Scalar, device: torch.device) -> torch.Tensor:
-    """A rate as an input of the graph: a number would be part of it, and a schedule recompile it."""
+def _on_device(rate: Scalar, device: torch.device) -> Scalar:
+    """A rate on the device. On XLA as an input of the graph: a number would be part of it."""
     if isinstance(rate, torch.Tensor):
         return rate.to(device)
-    return as_input(rate, device)
+    return as_input(rate, device) if device.type == "xla" else rate
 
 
 def as_input(value: float, device: torch.device) -> torch.Tensor:

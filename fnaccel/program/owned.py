@@ -15,13 +15,16 @@ from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.engine.same_rows import SameRows
 from fnaccel.engine.updater import Optimizers, Updater, traceable
 from fnaccel.errors import ArgumentError, CapabilityError, TreeMismatchError
-from fnaccel.models.building import Built, check_patched, claim, freeze, release
+from fnaccel.models.building import Built, check_memory, check_patched, claim, freeze, release
 from fnaccel.models.constant_buffers import ConstantBuffers, check_not_trained
+from fnaccel.models.module_modes import ModuleModes
 from fnaccel.models.moving_buffers import MovingBuffers
+from fnaccel.models.note import Note
 from fnaccel.models.trained_modules import TrainedModules
 from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.captured_step import CapturedStep
 from fnaccel.program.lower import Lowered
+from fnaccel.program.model_notes import model_notes
 from fnaccel.program.whole_parameters import is_sharded
 from fnaccel.state import ReadOnlyDict, Seed, TrainState
 from fnaccel.step.loss import Scalar, readable
@@ -34,11 +37,19 @@ from fnaccel.tree import Tree
 class Owned:
     """Engine, optimizers and the trees of handles, between one call and the next."""
 
-    def __init__(self, engine: Engine, built: Built, lowered: Lowered, optimizers: Optimizers | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        built: Built,
+        lowered: Lowered,
+        optimizers: Optimizers | None,
+        notes: tuple[Note, ...] = (),
+    ) -> None:
         if lowered.settings.ema_decay is not None:
             averages = tuple(leaf.shard.clone() for leaf in engine.layout.leaves)
             engine = attrs.evolve(engine, averages=averages)
         self.engine = engine
+        self.notes = notes
         self._built = built
         self._lowered = lowered
         self._trains = optimizers is not None
@@ -64,6 +75,7 @@ class Owned:
             if (full := name if key is None else f"{key}/{name}") in engine.layout.buffers
         ]
         self.buffers = self._show(engine.layout.buffers)
+        self.modes = ModuleModes(engine.layout.modules, trains=self._trains)
         self.same_rows = SameRows(engine.layout.mesh)
         self.sharded = is_sharded(engine.layout.parameters.values())
         self._watched = TrainedModules(built.modules, leaves if bound is None else ())
@@ -141,13 +153,6 @@ class Owned:
                 where="train_step(state, batch)",
                 fix="state = fa.restore(directory, like=state), or fa.fsdp(init='seeded')",
             )
-
-    def train(self, mode: bool = True) -> None:
-        """Put the modules in training or evaluation mode, if they are not."""
-        mode = mode and self._trains
-        for module in self.engine.layout.modules:
-            if module.training is not mode:
-                module.train(mode)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, gradients, buffers and optimizer state, by name."""
@@ -334,15 +339,19 @@ def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | N
     """Build modules, engine and optimizers. A failure leaves the modules free."""
     builds: list[Built] = []
     settings, trains = lowered.settings, spec.optimizers is not None
+    notes: tuple[Note, ...] = ()
 
     def prepare(built: Built) -> None:
+        nonlocal notes
         builds.append(built)
+        notes = model_notes(built.modules, spec)
         if not trains:
             for _, param in built.named("parameters"):
                 param.requires_grad_(False)
         freeze(built, spec.frozen)
         if trains:
             check_not_trained(built.modules, spec.frozen)
+            check_memory(built)
         if trains and not any(p.requires_grad for _, p in built.named("parameters")):
             raise ArgumentError(
                 "no parameter is left to train: "
@@ -363,7 +372,7 @@ def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | N
         engine, built = make_engine(
             Build(spec=spec, settings=settings, seed=seed, prepare=prepare, delegation=delegation)
         )
-        return Owned(engine, built, lowered, cast("Optimizers | None", spec.optimizers))
+        return Owned(engine, built, lowered, cast("Optimizers | None", spec.optimizers), notes)
     except BaseException:
         for built in builds:
             release(built)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from fnaccel.engine.engine import Engine
 from fnaccel.errors import OwnershipError
+from fnaccel.program.model_notes import with_notes
 from fnaccel.program.owned import Owned
 from fnaccel.program.plan import Plan
 from fnaccel.state import (
@@ -30,18 +31,23 @@ class StateOwner:
     """The engine and optimizers of one train step, and the lease of its live state.
 
     Args:
-        plan: the plan of the train step.
+        plan: the plan of the train step, as it was made before the modules.
         mesh: its mesh.
         where: its name, for messages.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, where: str) -> None:
-        self.plan = plan
+        self._plan = plan
         self.mesh = mesh
         self.lease = Lease(self)
         self._where = where
         self._owned: Owned | None = None
         self._closed = False
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the train step, with the notes about its modules once they are built."""
+        return self._plan if self._owned is None else with_notes(self._plan, self._owned.notes)
 
     @property
     def closed(self) -> bool:
@@ -95,9 +101,9 @@ class StateOwner:
         return self.owned.transient()
 
     def lent(self) -> Engine:
-        """The engine, its model in training mode, or in evaluation mode without an optimizer."""
+        """The engine, its modules in their own modes, or in evaluation mode without an optimizer."""
         refuse_averaged(self.lease, "train_step(state, batch, given=...)")
-        self.owned.train()
+        self.owned.modes.train()
         return self.owned.engine
 
     def adopt(self, state: TrainState) -> TrainState:

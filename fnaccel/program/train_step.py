@@ -16,6 +16,7 @@ from fnaccel.program.compile_meter import Compilation
 from fnaccel.program.lent_models import lend
 from fnaccel.program.look import LOOK, flops_of, look_at
 from fnaccel.program.lower import Lowered, micro_batches, parts_of
+from fnaccel.program.model_notes import warn_of, with_notes
 from fnaccel.program.owned import assemble
 from fnaccel.program.plan import Plan, compare
 from fnaccel.program.planned import check_distributed, planned
@@ -40,7 +41,6 @@ class TrainStep:
     """A compiled `train_step(state, batch) -> (state, metrics)`. `fa.train_step` makes it.
 
     Attributes:
-        plan: the plan of a call, in order. Print it.
         mesh: the mesh of ranks. `train_step.mesh["batch"]` is an argument for `over=`.
         notice: the stop request of all ranks. `fa.preemption` sets it.
 
@@ -52,28 +52,33 @@ class TrainStep:
 
     def __init__(self, spec: Spec, lowered: Lowered, plan: Plan, delegation: Delegation | None) -> None:
         mesh = spec.mesh
-        self.plan = plan
         self.mesh = mesh
         self.notice: Notice | None = None
         self._spec = spec
         self._delegation = delegation
         self._lowered = lowered
-        self._owner = StateOwner(plan, mesh, repr(self))
+        self._name = f"TrainStep({plan.title}, {spec.strategy})"
+        self._owner = StateOwner(plan, mesh, self._name)
         world, shares = mesh.world, any(degree > 1 for degree in mesh.degrees.values())
         self._stepper = Stepper(
-            lowered, spec.rng, repr(self), world.device, speaks=world.is_main, shares=shares
+            lowered, spec.rng, self._name, world.device, speaks=world.is_main, shares=shares
         )
         self._call = lowered.around(self._run)
         if mesh.world.calls is not None:
             self._call = mesh.world.calls.wrap("train_step(state, batch)", self._call)
 
     def __repr__(self) -> str:
-        return f"TrainStep({self.plan.title}, {self._spec.strategy})"
+        return self._name
 
     def _repr_html_(self) -> str:
         live = self.live_state
         state = "no live state" if live is None else f"live state: step {live.step}, {live.data}"
         return table(repr(self), [(state,)]) + self.plan._repr_html_()  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of a call, in order. Print it. After `init` it has notes about the modules."""
+        return self._owner.plan
 
     @property
     def engine(self) -> Engine:
@@ -122,16 +127,27 @@ class TrainStep:
         if seed < 0:  # as torch.manual_seed does, so that states hold no sign
             seed += (1 << 64) - 1
         again = self._owner.initialised
-        world = self.mesh.world
-        if world.size > 1:
-            compare(self.plan, seed, functools.partial(gather_objects, world=world))
+        self._compare(self.plan, seed)
         if again:
             check_factories(self._spec.model, repr(self))
             self._owner.forget()
         owned = assemble(self._spec, self._lowered, seed, self._delegation)
+        try:
+            self._compare(with_notes(self.plan, owned.notes), seed)
+        except BaseException:
+            owned.close()
+            raise
+        if self.mesh.world.is_main:
+            warn_of(owned.notes)
         owned.claim(self, self._owner.close)
         self._stepper.reset()
         return self._owner.own(owned, owned.first_state(seed, extras))
+
+    def _compare(self, plan: Plan, seed: int) -> None:
+        """Raise PlanMismatchError if ranks hold different plans."""
+        world = self.mesh.world
+        if world.size > 1:
+            compare(plan, seed, functools.partial(gather_objects, world=world))
 
     def adopt(self, state: TrainState) -> TrainState:
         """Copy a state's values into the parameters that are trained, and lease the result.
@@ -206,7 +222,7 @@ class TrainStep:
             state: the live state.
             fn: any function of the model, such as sampling.
             args: its further arguments.
-            train: run the model in training mode (dropout on).
+            train: run each module in the mode in which it trains (dropout on).
             whole: gather copies of all parameters first, each in its own dtype, for `fn` to read:
                 `train_step.look(state, lambda m: m.save_pretrained(d), whole=True)`.
 
@@ -221,8 +237,19 @@ class TrainStep:
         owned = self._owner.owned
         lease_of(state, LOOK, averaged=True)
         owned.check_modules()
-        owned.train(train)
-        return look_at(owned, self._lowered.settings.precision(fn), *args, whole=whole)
+        with owned.modes.during(training=train):
+            return look_at(owned, self._lowered.settings.precision(fn), *args, whole=whole)
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """In the body modules are in evaluation mode. Each module's own mode comes back at its end.
+
+        `look` switches by itself. Around many calls of `look` this switches once.
+
+        Example:
+            >>> with train_step.evaluating():
+            ...     totals = [train_step.look(state, loss_fn, batch).total for _ in range(3)]
+        """
+        return self._owner.owned.modes.during(training=False)
 
     @property
     def low_precision(self) -> bool:
@@ -296,8 +323,7 @@ class TrainStep:
         """
         owned = self._owner.owned
         settings, loss = self._lowered.settings, self._spec.step.forward()
-        owned.train(False)
-        try:
+        with owned.modes.during(training=False):
             return check_forward(
                 settings.precision(loss),
                 lambda fn, row: look_at(owned, self.as_loss(fn), row, whole=False),
@@ -308,8 +334,6 @@ class TrainStep:
                 short(batch),
                 low=settings.precision.autocast or settings.casts or bool(self._lowered.modules),
             )
-        finally:
-            owned.train()
 
     @contextlib.contextmanager
     def averaged(self, state: TrainState) -> Generator[None]:

@@ -110,7 +110,7 @@ class Stepper:
         self._clean = False
         grad_mode = torch.is_grad_enabled()
         autocast = autocast_state(self._cast_on) if self._cast_on else None
-        owned.train()
+        owned.modes.train()
         before = _Before(state)
         buffers = owned.moving_buffers
         buffers.begin()

@@ -19,7 +19,6 @@ from torch import nn
 from fnaccel import _torch
 from fnaccel.engine.capture import Capture, Opened
 from fnaccel.engine.engine import Engine, Forward, Layout
-from fnaccel.errors import CapabilityError
 from fnaccel.models.blocks import find_units
 from fnaccel.models.building import Built
 from fnaccel.models.parameter import Cut, Leaf
@@ -44,7 +43,7 @@ class _Piece:
         param: as states show it.
         shape: of the tensor that modules compute with, which model axes may have cut.
         dim: the dimension that is sharded. None if each rank has all of it.
-        chunk: the slices of each rank but the last ones.
+        chunk: the slices of each rank but the last ones. 0 if each rank has all of it.
         local: this rank's slices.
         trained: whether it has a gradient.
         copies: see `Leaf`.
@@ -168,16 +167,10 @@ def _cut(name: str, hosted: str, param: torch.Tensor, build: Build, cut: Cut | N
 
     mesh = build.spec.mesh
     axis = mesh["shard"]
-    if not param.dim():
-        raise CapabilityError(
-            f"{name} is a single number, which has no rows to shard",
-            where=f"strategy {build.spec.strategy}",
-            fix="give it the shape [1]",
-        )
     full = param.detach()
     dim = fsdp_dim(full.shape, cut, axis.size)
     if dim is None:
-        chunk, part = full.shape[0], full.to(mesh.world.device, copy=True)
+        chunk, part = 0, full.to(mesh.world.device, copy=True)
     else:
         chunk = -(-full.shape[dim] // axis.size)
         start = min(axis.rank * chunk, full.shape[dim])

@@ -41,8 +41,10 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     ensure_group(mesh.world)
     built, values = _construct(build, options)
     if build.settings.captured:
+        _check_parameters(built, set(), build)
         return build_captured(built, build, options), built
     ignored = _ignored(built, options.ignore) | _indivisible(built, mesh)
+    _check_parameters(built, ignored, build)
     # FSDP2 does not move ignored parameters: they live on the device like all others
     for param in ignored:
         param.data = param.data.to(mesh.world.device)
@@ -116,6 +118,21 @@ def _ignored(built: Built, patterns: tuple[str, ...]) -> set[Any]:
                 fix=nearest(pattern, named),
             )
     return {p for name, p in named.items() if any(fnmatch.fnmatchcase(name, glob) for glob in patterns)}
+
+
+def _check_parameters(built: Built, ignored: set[Any], build: Build) -> None:
+    """Raise CapabilityError for a parameter that can't be sharded."""
+    for name, param in built.named("parameters"):
+        # the captured engine copies its parts, and FSDP2 refuses strides
+        strides = not build.settings.captured and not param.is_contiguous()
+        if param not in ignored and (param.is_complex() or strides):
+            kind = "complex" if param.is_complex() else "not contiguous"
+            raise CapabilityError(
+                f"{name} is {kind}, and fsdp shards real, contiguous parameters",
+                where=f"strategy {build.spec.strategy}",
+                fix=f"keep it whole on each rank: fa.fsdp(ignore=({name!r},)); or use ddp"
+                + ("" if param.is_complex() else "; or nn.Parameter(value.contiguous())"),
+            )
 
 
 def _indivisible(built: Built, mesh: Mesh) -> set[Any]:

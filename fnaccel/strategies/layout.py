@@ -78,8 +78,11 @@ def copies_of(mesh: Mesh, shown: Any) -> int:
 def fsdp_dim(shape: Sequence[int], cut: Cut | None, shards: int) -> int | None:
     """The dimension along which fsdp shards a parameter of which this rank has a part. None: it stays whole.
 
-    Shards of rows of packed matrices would be rows of several matrices. So another dimension is taken.
+    Shards of rows of packed matrices would be rows of several matrices. So another dimension is taken. A
+    scalar, and a parameter without elements, stay whole: FSDP2 takes none.
     """
+    if not shape or 0 in shape:
+        return None
     if cut is None or cut.dim != 0 or cut.matrices == 1:
         return 0
     others = (dim for dim in range(1, len(shape)) if shape[dim] % shards == 0)

@@ -10,7 +10,9 @@ import torch
 
 from fnaccel.engine.capture import Capture
 from fnaccel.engine.engine import Engine, Forward, Hooks, Layout, Runtime
+from fnaccel.errors import CapabilityError
 from fnaccel.models.building import Built, construct
+from fnaccel.models.parameter import memory_of
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.layout import leaves_of, parameters_shown
 from fnaccel.strategies.partial_gradients import with_sums, with_sums_in_graph
@@ -53,7 +55,19 @@ def capture_whole(built: Built, build: Build, **fields: Any) -> Capture:
         built: the modules.
         build: the train step.
         fields: how gradients are averaged, if there are several ranks.
+
+    Raises:
+        CapabilityError: a parameter that the update of a graph can't take.
     """
+    for name, param in built.named("parameters"):
+        if param.requires_grad and (param.is_complex() or memory_of(param) != "dense"):
+            raise CapabilityError(
+                f"{name} {'is complex' if param.is_complex() else 'has gaps in memory'}, and the step is "
+                "captured as one graph",
+                where="fa.compile",
+                fix="fa.compile(step, scope='loss')"
+                + ("" if param.is_complex() else ", or nn.Parameter(value.contiguous())"),
+            )
     model = built.model
     leaves = tuple(attrs.evolve(leaf, shard=leaf.param) for leaf in leaves_of(built, build.spec.mesh))
     params = [leaf.param for leaf in leaves]

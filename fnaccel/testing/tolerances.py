@@ -29,9 +29,11 @@ TOLERANCES: dict[torch.dtype, Tolerance] = {
     torch.bfloat16: Tolerance(
         2e-2, 1e-2, "8 bits of mantissa: one rounding is 2**-9 relative, a step has several"
     ),
+    torch.complex64: Tolerance(1e-6, 1e-6, "two numbers of float32"),
+    torch.complex128: Tolerance(1e-12, 1e-12, "two numbers of float64"),
     torch.float16: Tolerance(2e-3, 2e-3, "11 bits of mantissa: one rounding is 2**-12 relative"),
 }
-"""The tolerance of each floating-point dtype. Every other dtype must agree exactly."""
+"""The tolerance of each floating-point and complex dtype. Every other dtype must agree exactly."""
 
 _EXACT = Tolerance(0.0, 0.0, "integers and bools do not round")
 _PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -109,7 +111,8 @@ def _difference(actual: Any, expected: Any, precision: torch.dtype | str | None)
         left, right = actual.detach().cpu(), expected.detach().cpu()
         if torch.allclose(left, right, rtol=allowed.relative, atol=allowed.absolute, equal_nan=True):
             return None
-        worst = (left.double() - right.double()).abs().max().item()
+        wide = torch.complex128 if left.is_complex() else torch.float64
+        worst = (left.to(wide) - right.to(wide)).abs().max().item()
         return f"off by {worst:.3g}, allowed {allowed.absolute:g} ({allowed.reason})"
     if isinstance(actual, float) and isinstance(expected, float):
         allowed = tolerance(precision if precision is not None else torch.float32)

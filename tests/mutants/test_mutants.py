@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import axes, big, context, estimate, quantize, seeing, tensor, tracking, watchdog
+from tests.mutants import axes, big, context, estimate, modules, quantize, seeing, tensor, tracking, watchdog
 from tests.mutants.mutant import Mutant
 from tests.mutants.running import run
 
@@ -312,6 +312,7 @@ MUTANTS = [
     *seeing.MUTANTS,
     *big.MUTANTS,
     *quantize.MUTANTS,
+    *modules.MUTANTS,
     *estimate.MUTANTS,
 ]  # fmt: skip
 

@@ -36,7 +36,7 @@ def dotted_names(text):
 def test_a_file(path):
     text = path.read_text()
     relative = path.relative_to(PACKAGE)
-    assert len(text.splitlines()) <= 400
+    assert len(text.splitlines()) <= 500
     assert not {"utils", "helpers", "common", "misc"} & {*relative.with_suffix("").parts}
     assert ast.get_docstring(ast.parse(text)), "the first lines say what lives here"
     modules = [module for module, _ in imports(path)]

@@ -1,0 +1,40 @@
+"""Each kind of ordinary PyTorch that once trained wrongly: the raw loop's numbers, or an error by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fnaccel import errors
+from fnaccel.testing import assert_close, oracle_run
+from tests.parity.traps import RATES, STEPS, TRAPS, rank_batch, run_trap
+
+STRATEGIES = {"local": 1, "ddp": 2, "fsdp": 2}
+
+
+# options are those of sgd
+ROWS = [(name, rule) for name, trap in TRAPS.items() for rule in RATES if rule == "sgd" or not trap.options]
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("name", "optimizer"), ROWS)
+def test_equals_the_raw_loop(pools, name, optimizer, strategy, mode):
+    trap, ranks, compiled = TRAPS[name], STRATEGIES[strategy], mode == "compiled"
+    refused = trap.refused.get((strategy, mode))
+    if refused is not None:
+        with pytest.raises(errors.CapabilityError, match=refused):
+            pools.run(ranks, run_trap, name, strategy, optimizer, compiled)
+        return
+    model = _seeded(trap.make)
+    batches = [[rank_batch(step, rank) for rank in range(ranks)] for step in range(STEPS)]
+    oracle = oracle_run(model, trap.loss, batches, lr=RATES[optimizer], optimizer=optimizer, **trap.options)
+    for result in pools.run(ranks, run_trap, name, strategy, optimizer, compiled):
+        assert_close(result["losses"], oracle.losses)
+        assert_close(result["params"], oracle.params)
+        assert_close(result["buffers"], dict(model.named_buffers()))
+
+
+def _seeded(make):
+    torch.manual_seed(0)
+    return make()
