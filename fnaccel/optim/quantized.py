@@ -100,7 +100,7 @@ class BoundEightBit:
             for member in group.members:
                 block = kernel.block_of(member.leaf.shown.shape)
                 if block:
-                    _check_rows(member.leaf)
+                    _check_blocks(member.leaf, block)
                     moments = make(kernel, member.leaf, block, group.options)
                     self.slots[member.leaf.name] = moments.slots
                     if member.leaf.shard.numel():
@@ -142,36 +142,42 @@ class BoundEightBit:
         self._rest.apply(grads, rates, multiplier, skip, updates)
 
 
-def _check_rows(leaf: Leaf) -> None:
-    """See that a shard is whole rows: then blocks are too.
+def _check_blocks(leaf: Leaf, block: int) -> None:
+    """See that a shard has whole blocks: whole rows, or parts of each row that a block divides.
 
     Raises:
-        CapabilityError: the parameter is cut along another dimension.
+        CapabilityError: the parameter is cut within blocks.
     """
     placements: Any = getattr(leaf.shown, "placements", ())
-    odd = [
-        placement
-        for placement in placements
-        if not placement.is_replicate() and getattr(placement, "dim", None) != 0
-    ]
-    if odd:
-        raise CapabilityError(
-            f"{leaf.name} lies as {odd[0]}, and quantized moments are cut by rows",
-            where="8-bit optimizers",
-            fix="fa.adamw(...), for it alone by fa.optim.optimizer_groups([(pattern, fa.adamw(...)), ...]); "
-            "or a strategy that shards along dimension 0, which row layers of fa.tensor do not",
-        )
+    parts = math.prod(leaf.shard.shape[1:])
+    for placement in placements:
+        whole = placement.is_replicate() or getattr(placement, "dim", None) == 0
+        if not (whole or (_cuts_rows(placement) and parts % block == 0)):
+            raise CapabilityError(
+                f"{leaf.name} lies as {placement}, which cuts the blocks of its quantized moments",
+                where="8-bit optimizers",
+                fix="fa.adamw(...), for it alone by fa.optim.optimizer_groups([(pattern, fa.adamw(...)), "
+                f"...]), or parts of each row that {block} divides",
+            )
+
+
+def _cuts_rows(placement: Any) -> bool:
+    """Whether each rank has a connected part of every row."""
+    return type(placement).__name__ == "Shard" and placement.dim == 1
 
 
 def _laid_out(leaf: Leaf, local: torch.Tensor) -> Any:
-    """A slot, sharded as its parameter is. It has the parameter's rows, and columns of its own."""
+    """A slot, sharded as its parameter is. It has the parameter's rows, and blocks or codes in them."""
     if not leaf.sharded:
         return local
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
 
-    shape = torch.Size((leaf.shown.shape[0], *local.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
     spread: Any = leaf.shown
+    sizes = [
+        spread.device_mesh.size(at) for at, placement in enumerate(spread.placements) if _cuts_rows(placement)
+    ]
+    shape = torch.Size((spread.shape[0], local.shape[1] * math.prod(sizes), *local.shape[2:]))
+    stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local, spread.device_mesh, spread.placements, run_check=False, shape=shape, stride=stride
     )

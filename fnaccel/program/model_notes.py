@@ -16,6 +16,8 @@ from fnaccel.models.module_modes import mode_notes
 from fnaccel.models.note import Note
 from fnaccel.program.plan import Plan
 from fnaccel.step.spec import Spec
+from fnaccel.strategies.footprint import CutsParameters, Reshards
+from fnaccel.strategies.shard_dims import shard_notes
 
 
 def model_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> tuple[Note, ...]:
@@ -27,7 +29,14 @@ def model_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> tuple[No
     """
     if spec.optimizers is None:
         return ()
-    return (*mode_notes(modules),)
+    return (*mode_notes(modules), *_shard_notes(modules, spec))
+
+
+def _shard_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> list[Note]:
+    degrees, axes = spec.mesh.degrees, spec.strategy.axes
+    shards = next((axis for axis in axes if isinstance(axis, Reshards)), None)
+    cut = any(degrees.get(axis.mesh_axis, 1) > 1 and isinstance(axis, CutsParameters) for axis in axes)
+    return [] if shards is None or cut else shard_notes(modules, degrees, shards.reshard_after_forward)
 
 
 def with_notes(plan: Plan, notes: Iterable[Note]) -> Plan:

@@ -301,6 +301,14 @@ MUTANTS = [
         ("tests/collectives/test_split.py", "-k", "batches_and"),
     ),
     Mutant(
+        "experts that all lie on the first ranks", "strategies/shard_dims.py", "if experts or (", "if (",
+        ("tests/engines/test_shard_dims.py", "-k", "experts_leave"),
+    ),
+    Mutant(
+        "captured gradients in the order of other rows", "strategies/fsdp_captured.py", "return value.movedim(self.dim, 0) if self.dim else value", "return value",
+        ("tests/engines/test_shard_dims.py", "-k", "raw_loop and True-Net and fsdp-"),
+    ),
+    Mutant(
         "a window that grows over a ring", "data/buffer_guard.py", "self.depth, self._separate = depth, 0",
         "self.depth = depth", ("tests/data/test_reused_buffers.py", "-k", "grow"),
     ),
