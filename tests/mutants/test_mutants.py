@@ -309,6 +309,11 @@ MUTANTS = [
         ("tests/engines/test_shard_dims.py", "-k", "raw_loop and True-Net and fsdp-"),
     ),
     Mutant(
+        "second moments rounded to 0", "optim/quantized.py", "return _values(256, linear=64, decades=11).float()",
+        "return torch.cat([torch.zeros(1), _values(255, linear=64, decades=5)]).float()",
+        ("tests/optim/test_eight_bit.py", "-k", "moves_far"),
+    ),
+    Mutant(
         "a window that grows over a ring", "data/buffer_guard.py", "self.depth, self._separate = depth, 0",
         "self.depth = depth", ("tests/data/test_reused_buffers.py", "-k", "grow"),
     ),
