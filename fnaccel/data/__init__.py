@@ -19,6 +19,7 @@ from fnaccel.data.loaders import classify as classify
 from fnaccel.data.loaders import reader as reader
 from fnaccel.data.seeding import set_seed as set_seed
 from fnaccel.data.shard import Shards as Shards
+from fnaccel.data.shard import in_windows as in_windows
 from fnaccel.data.shard import open_epoch as open_epoch
 from fnaccel.data.shard import open_on as open_on
 from fnaccel.data.shard import shard as shard

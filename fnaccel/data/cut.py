@@ -2,12 +2,14 @@
 
 Rows are dim 0 of every tensor (or array) leaf. A list or tuple of strings or numbers is a column
 too. Scalars and strings belong to the whole batch: each part gets them as they are. A list *of
-tensors* is a record of columns, as PyTorch's collate functions make it, never a list of rows.
+tensors* is a record of columns, as PyTorch's collate functions make it. If it could as well be one
+tensor a row, it raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -161,7 +163,7 @@ def cut(batch: tree.Tree, sizes: Sequence[int], *, where: str = "cut(batch, size
         where: the name of the caller, for messages.
 
     Raises:
-        LoaderError: the columns differ in length.
+        LoaderError: the columns differ in length, or a list may be one entry a row as well as columns.
         MicroBatchError: the sizes don't add up to the rows of the batch.
 
     Example:
@@ -175,9 +177,75 @@ def cut(batch: tree.Tree, sizes: Sequence[int], *, where: str = "cut(batch, size
             where=where,
             fix=f"choose sizes that add up to {rows}: split_sizes({rows}, parts)",
         )
+    if max(sizes, default=0) < rows:
+        _check_lists(batch, rows, where)
     columns, structure = tree.flatten(batch, is_leaf=_is_column)
     parts = [_cut_leaf(leaf, sizes) for leaf in columns]
     return [tree.unflatten(structure, [part[i] for part in parts]) for i in range(len(sizes))]
+
+
+_records: set[Any] = set()
+"""Structures of batches whose inner lists are columns: there were batches of another number of rows."""
+
+
+def _check_lists(batch: tree.Tree, rows: int, where: str) -> None:
+    """Raise LoaderError for an inner list as long as the batch, if its items have as many rows as well.
+
+    It may be one item a row, such as the boxes of each picture, or columns, as collate functions make them of
+    samples with a tuple inside. A batch of another number of rows settles it: then only columns fit.
+    """
+    lists = list(_inner_lists(batch, rows, ()))
+    if not lists:
+        return
+    structure = tree.structure(batch, is_leaf=_is_column)
+    doubtful = [(path, node) for path, node in lists if len(node) == rows]
+    if not doubtful:
+        _records.add(structure)
+    elif structure not in _records:
+        path, node = doubtful[0]
+        name = tree.join(path) or "the batch"
+        raise LoaderError(
+            f"{name} is a {type(node).__name__} of {rows} items with {rows} entries each, in a batch of "
+            f"{rows} rows: one item a row, or columns",
+            where=where,
+            fix=f"for one item a row pass fa.data.Rows({name}); for columns pass a dict or one tensor",
+        )
+
+
+def _inner_lists(node: Tree, rows: int, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The lists and tuples in a batch whose items are all columns, with their paths.
+
+    A whole batch that is a list of tensors is one of columns, as PyTorch's collate function makes it.
+    """
+    kind = type(node)
+    if kind in (list, tuple) and not _is_column(node):
+        columns = (list,) if not path else (list, dict, torch.Tensor)
+        if all(_is_entry(item, columns, rows) for item in node):
+            yield path, node
+            return
+    for key, child in _children(node):
+        yield from _inner_lists(child, rows, (*path, key))
+
+
+def _children(node: Tree) -> Iterable[tuple[Any, Any]]:
+    """The entries of a node that is no column, by name."""
+    if isinstance(node, torch.Tensor) or _is_column(node):
+        return ()
+    if type(node) in (list, tuple):
+        return enumerate(node)
+    if isinstance(node, Mapping | tuple) or dataclasses.is_dataclass(node):
+        opened = tree.open_node(node)
+        return () if opened is None else opened[0].items()
+    return ()
+
+
+def _is_entry(item: Tree, kinds: tuple[type, ...], rows: int) -> bool:
+    """Whether an item is of one of the kinds, and all its columns have that many rows."""
+    if not (isinstance(item, kinds) or (torch.Tensor in kinds and hasattr(item, "__array_interface__"))):
+        return False
+    if kinds == (list,) and not _is_column(item):
+        return False
+    return {_length(leaf) for leaf in tree.leaves(item, is_leaf=_is_column)} == {rows}
 
 
 def _cut_leaf(leaf: Tree, sizes: Sequence[int]) -> Sequence[Any]:

@@ -5,14 +5,17 @@ Shared by the readers of map-style loaders (`indexed.py`) and of streams (`strea
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
 
 from fnaccel.data import loaders, order
+from fnaccel.data.buffer_guard import BufferGuard
 from fnaccel.data.reader_ranks import Link
 from fnaccel.data.seeding import replayed
 from fnaccel.errors import LoaderError
+from fnaccel.tree import Tree
 
 
 @attrs.frozen(kw_only=True)
@@ -26,6 +29,9 @@ class Reading:
         shuffle: overrides the loader's sampler. None leaves it.
         seed: the root seed of order and workers.
         kept: the persistent workers between epochs.
+        guard: gives batches memory of their own while they wait.
+        holds: whether batches wait after they were read, whatever the reader.
+        across: whether they wait over the end of an epoch.
     """
 
     epoch: int
@@ -35,6 +41,13 @@ class Reading:
     shuffle: bool | None
     seed: int
     kept: dict[str, Any]
+    guard: BufferGuard
+    holds: bool
+    across: bool
+
+    def own(self, batches: Iterable[Tree]) -> Iterator[Tree]:
+        """The batches of the user's loader, in memory that does not change while they wait."""
+        return self.guard.own(batches, keep=self.across)
 
 
 def epoch_order(sampler: Any, reading: Reading, link: Link, dataset: Any = None) -> order.Order:

@@ -27,9 +27,14 @@ def place(batches: Iterator[Batch], device: torch.device, *, prefetch: int = 1) 
     """
     if device.type == "cpu":
         return batches
-    if prefetch and device.type in _STREAMED:
+    if prefetch and copies_aside(device):
         return _ahead(batches, device, prefetch)
     return (attrs.evolve(batch, data=_moved(batch.data, device)) for batch in batches)
+
+
+def copies_aside(device: torch.device) -> bool:
+    """Whether a device copies batches while the next ones are read."""
+    return device.type in _STREAMED
 
 
 def _moved(data: tree.Tree, device: torch.device) -> tree.Tree:

@@ -13,6 +13,7 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.data.batch import Batch
+from fnaccel.data.buffer_guard import copied
 from fnaccel.data.epoch import Reading
 from fnaccel.data.reader_ranks import Link
 from fnaccel.errors import LoaderError
@@ -115,8 +116,8 @@ class _Own:
                 raise
             self.problem = error  # the other ranks are told before it is raised
             return None
-        if self.first is None:
-            self.first = batch
+        if self.first is None:  # it waits for the end of the epoch
+            self.first = None if batch is None else attrs.evolve(batch, data=copied(batch.data))
         elif batch is None:
             self.ended = True
             self.batches = None

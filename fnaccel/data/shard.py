@@ -17,13 +17,14 @@ import torch.distributed as dist
 
 from fnaccel.data import lengths, loaders, order, windows
 from fnaccel.data.batch import Batch, Window
+from fnaccel.data.buffer_guard import BufferGuard
 from fnaccel.data.dispatch import dispatch as dispatched
 from fnaccel.data.epoch import Reading
 from fnaccel.data.indexed import open_indexed
 from fnaccel.data.lengths import HasDegrees, steps_per_epoch
 from fnaccel.data.loaders import Indexed, Source, Stream
 from fnaccel.data.order import Remainder
-from fnaccel.data.placement import place
+from fnaccel.data.placement import copies_aside, place
 from fnaccel.data.presplit import open_presplit
 from fnaccel.data.reader_ranks import Link
 from fnaccel.data.same_data import check_same_data
@@ -81,6 +82,7 @@ class Shards:
     step: int = 0
     mesh: Mesh | None = None
     _kept: dict[str, Any] = attrs.field(factory=dict[str, Any], eq=False, repr=False)
+    _guard: BufferGuard = attrs.field(factory=BufferGuard, eq=False, repr=False)
 
     def at(self, position: Position, *, step: int = 0) -> Shards:
         """The same, beginning at a position: `shards.at(state.data)` goes on at the position of a state.
@@ -352,6 +354,10 @@ def open_epoch(
     if group is dist.group.WORLD and world is not None:
         group = world.groups.data or group
     link = Link(rank=rank, ranks=ranks, device=device, group=group if ranks > 1 else None)
+    each = ranks if shards.per_rank else 1
+    guard = shards._guard  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    guard.ahead = shards.prefetch + 1
+    guard.deepen(1, each)
     reading = Reading(
         epoch=shards.start.epoch,
         start=shards.start.samples,
@@ -360,6 +366,9 @@ def open_epoch(
         shuffle=shards.shuffle,
         seed=shards.seed,
         kept=shards._kept,  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        guard=guard,
+        holds=shards.window is not None or shards.presplit or (shards.prefetch > 0 and copies_aside(device)),
+        across=shards.across_epochs,
     )
     if shards.dispatch:
         if ranks > 1 and link.group is None:
@@ -373,8 +382,25 @@ def open_epoch(
     else:
         batches = _lazily(shards, reading, link)
     placed = place(batches, device, prefetch=shards.prefetch) if shards.device_placement else batches
-    placed = placed if shards.window is None else windows.grouped(placed, shards.window, shards.step)
+    if shards.window is not None and not shards.across_epochs:
+        placed = in_windows(shards, placed, shards.step, each=each)
     return waiting(placed)
+
+
+def in_windows(shards: Shards, batches: Iterator[Any], step: int, *, each: int = 1) -> Iterator[Window]:
+    """Batches of shards in their windows.
+
+    Args:
+        shards: have a window.
+        batches: read one after the other, maybe over the end of an epoch.
+        step: of the first window.
+        each: how many batches of the loader are read for one of them.
+    """
+
+    def announce(count: int) -> None:
+        shards._guard.deepen(count, each)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+    return windows.grouped(batches, shards.window or 1, step, announce=announce)
 
 
 def _lazily(shards: Shards, reading: Reading, link: Link) -> Iterator[Batch]:

@@ -17,6 +17,7 @@ import torch.utils.data as torch_data
 
 from fnaccel import tree
 from fnaccel.data.batch import Batch
+from fnaccel.data.buffer_guard import copied
 from fnaccel.data.cut import cut, join, rows_of, split_sizes
 from fnaccel.data.epoch import Reading, check_any, check_start, epoch_order
 from fnaccel.data.fetch import KeyFeed, Reopenable, read, reopened, settings_of
@@ -79,7 +80,7 @@ def rounds(source: Stream, reading: Reading, link: Link) -> Iterator[list[Piece]
     each = link.ranks if reading.per_rank else 1
     head: list[Piece] = []
     skipped = _skippable(source, reading)
-    trees = _trees(source, reading, link, skipped)
+    trees = reading.own(_trees(source, reading, link, skipped))
     pieces = _counted(trees, source.batch_size, reading, head, each, skipped)
     count = 0
     while lot := list(islice(pieces, each)):
@@ -121,7 +122,8 @@ def _counted(
         begin, after = after, after + rows
         if reading.remainder == "wrap" and len(head) < keep:
             whole = _complete(data, rows, nominal, head[0].data if head else data, "wrap")
-            head.append(Piece(*(whole or (data, rows)), after))
+            kept, count = whole or (data, rows)
+            head.append(Piece(copied(kept), count, after))  # it waits for the end of the epoch
         if after <= reading.start:
             continue
         whole = _complete(data, rows, nominal, head[0].data if head else data, reading.remainder)

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from fnaccel.collectives.over import scope
 from fnaccel.collectives.signature import Call, agree
 from fnaccel.data import Batch
-from fnaccel.engine.combine import Accumulation, packed
+from fnaccel.data.buffer_guard import copied, memory_of
+from fnaccel.engine.combine import Accumulation, Rows, packed
 from fnaccel.errors import LoaderError
-from fnaccel.step.loss import parts_of
+from fnaccel.step.loss import Concat, parts_of
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 
@@ -21,7 +22,7 @@ from fnaccel.world.mesh import Mesh
 class Scores(Accumulation):
     """The results of a metric function: added up over batches, then over ranks."""
 
-    __slots__ = ("_mesh",)
+    __slots__ = ("_memory", "_mesh")
     name = "the result of the metric function"
     per = "batches"
     where = "fa.evaluate"
@@ -29,10 +30,22 @@ class Scores(Accumulation):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(partial_rows=mesh.partial_rows)
         self._mesh = mesh
+        self._memory: set[int] = set()
 
     def take(self, metrics: Tree, batch: Batch) -> None:
         """Add one batch. A filler counts for nothing."""
+        self._memory = memory_of(batch.data)
         self.add(metrics, batch.valid)
+
+    def rows(self, leaf: Concat) -> Rows:
+        """Rows in memory of their own, since the loader may fill that of its batch again."""
+        rows: Any = super().rows(leaf)
+        if isinstance(rows, list):
+            return [self._own(row) for row in rows]
+        return self._own(rows)
+
+    def _own(self, rows: Tree) -> Any:
+        return copied(rows) if self._memory & memory_of(rows) else rows
 
     def pair(self, leaf: Tree, rows: int) -> tuple[Any, Any]:
         """Totals and weights in float64: bf16 would stop counting at 256."""

@@ -24,6 +24,9 @@ class Unit:
         params: its parameters, whole along the axes of shards, as modules compute with them.
         whole: bytes of the gathered unit in the compute dtype, with padding.
         cast: bytes of this rank's part in the compute dtype, if gathering casts it. Else 0.
+        moved: bytes of its parameters that are sharded along another dimension than the first, in the
+            compute dtype. They are copied once more when they are gathered.
+        moved_gradient: bytes of the largest of their gradients, which is copied before it is reduced.
         reduction: bytes of its gradients as they are reduced, with padding.
         part: bytes of its sharded gradients.
         summed: bytes of its gradients as micro-batches that do not communicate add them, if that is in
@@ -38,6 +41,8 @@ class Unit:
     params: list[nn.Parameter]
     whole: int
     cast: int
+    moved: int = 0
+    moved_gradient: int = 0
     reduction: int
     part: int
     summed: int
@@ -130,7 +135,8 @@ class Gathers:
         if not grads:
             self._reducing = 0
             return
-        self._account.hold(unit.reduction, BUFFERS)
+        self._account.hold(unit.moved_gradient, BUFFERS)
+        self._account.hold(unit.reduction - unit.moved_gradient, BUFFERS)
         if self._shards > 1:
             self._account.work.send("shard", "reduce_scatter", unit.reduction)
         if self._replicas:
@@ -183,6 +189,8 @@ class Gathers:
         if not unit.gathered:
             unit.gathered = True
             self._account.hold(unit.whole, GATHERED)
+            self._account.hold(unit.moved, BUFFERS)
+            self._account.hold(-unit.moved, BUFFERS)
 
     def _free(self, unit: Unit) -> None:
         if unit.gathered:

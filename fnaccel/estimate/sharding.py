@@ -15,23 +15,23 @@ from fnaccel.models.building import Built
 from fnaccel.step.precision_policy import Precision
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_engine import mixed_precision_of
-from fnaccel.strategies.layout import fsdp_dim
+from fnaccel.strategies.shard_dims import shard_dims
 
 Units = list[tuple[nn.Module, Unit]]
 
 
 def units_of(
-    built: Built, options: Fsdp, shards: int, precision: Precision
+    built: Built, options: Fsdp, shards: int, degrees: Mapping[str, int], precision: Precision
 ) -> tuple[Units, Unit, dict[str | None, list[str]]]:
     """The units of a model, the unit of its root, and the names of the modules that are units."""
     named = dict(built.named("parameters"))
+    dim_of = shard_dims(built, shards, degrees, options.reshard_after_forward)
+    dims = {id(param): dim_of[name] for name, param in named.items()}
     left: set[int] = {
         id(param)
         for name, param in named.items()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in options.ignore)
-        or fsdp_dim(param.shape, built.cuts.get(name), shards) is None
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in options.ignore) or dim_of[name] is None
     }
-    cuts = {id(param): built.cuts.get(name) for name, param in named.items()}
     units: Units = []
     names: dict[str | None, list[str]] = {}
     for key, module in built.modules.items():
@@ -42,18 +42,21 @@ def units_of(
             params = [param for param in inner.parameters() if id(param) not in left]
             if params:
                 left |= {id(param) for param in params}
-                units.append((inner, _unit(params, cuts, shards, policy, options.reshard_after_forward)))
+                units.append((inner, _unit(params, dims, shards, policy, options.reshard_after_forward)))
     sharded = {param for param in named.values() if id(param) in left}
     policy = options.policy or mixed_precision_of(precision, root=built.host, ignored=sharded)
     rest = [param for param in named.values() if id(param) not in left]
-    return units, _unit(rest, cuts, shards, policy, False), names
+    return units, _unit(rest, dims, shards, policy, False), names
 
 
-def _unit(params: list[Any], cuts: Mapping[int, Any], shards: int, policy: Any, frees: bool | int) -> Unit:
+def _unit(
+    params: list[Any], dims: Mapping[int, int | None], shards: int, policy: Any, frees: bool | int
+) -> Unit:
     param_dtype = params[0].dtype if params else torch.float32
     compute = policy.param_dtype or param_dtype
     reduce = policy.reduce_dtype or compute
-    padded = {id(param): _padded(param, cuts.get(id(param)), shards) for param in params}
+    padded = {id(param): _padded(param, dims[id(param)], shards) for param in params}
+    moved = [param for param in params if dims[id(param)] and shards > 1]
     whole = sum(padded.values())
     trained = sum(padded[id(param)] for param in params if param.requires_grad)
     casts = any(param.dtype != compute for param in params)
@@ -61,6 +64,8 @@ def _unit(params: list[Any], cuts: Mapping[int, Any], shards: int, policy: Any, 
         params=params,
         whole=whole * compute.itemsize,
         cast=whole * compute.itemsize // shards if casts else 0,
+        moved=sum(param.numel() for param in moved) * compute.itemsize,
+        moved_gradient=max((p.numel() for p in moved if p.requires_grad), default=0) * compute.itemsize,
         reduction=trained * reduce.itemsize,
         part=trained * param_dtype.itemsize // shards,
         summed=sum(p.numel() for p in params if p.requires_grad) * reduce.itemsize
@@ -74,9 +79,8 @@ def _unit(params: list[Any], cuts: Mapping[int, Any], shards: int, policy: Any, 
     )
 
 
-def _padded(param: Any, cut: Any, shards: int) -> int:
+def _padded(param: Any, dim: int | None, shards: int) -> int:
     """The elements of a parameter, with the padding of its dimension that is sharded."""
-    dim = fsdp_dim(param.shape, cut, shards)
     if dim is None or not param.shape:
         return param.numel()
     rows = param.shape[dim]

@@ -329,7 +329,7 @@ def _add_strategy(plan: TracePlan, account: Account, spec: Spec, sizes: Footprin
     fsdp = next((axis for axis in spec.strategy.axes if isinstance(axis, Fsdp)), None)
     if fsdp is not None:
         shards = math.prod(degrees.get(axis, 1) for axis in SHARD_AXES)
-        units, root, names = units_of(plan.built, fsdp, shards, precision)
+        units, root, names = units_of(plan.built, fsdp, shards, degrees, precision)
         plan.units, plan.root = units, root
         plan.gathers = Gathers(account, root, shards=shards, replicas=degrees.get("dp_replicate", 1) > 1)
         plan.inside = {key: [*plan.inside.get(key, ()), *units_] for key, units_ in names.items()}

@@ -12,7 +12,7 @@ import attrs
 
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.collectives import any_process
-from fnaccel.data import Shards, open_on, windows
+from fnaccel.data import Shards, in_windows, open_on
 from fnaccel.data.lengths import updates
 from fnaccel.errors import ArgumentError, LoaderError, require
 from fnaccel.loop.autosave import Autosave, Steps
@@ -241,8 +241,8 @@ def _run(train_step: TrainStep, shards: Shards, state: TrainState, epochs: int |
     """The batches or windows from a state's position to the end of the epoch, or over it."""
     if not shards.across_epochs or shards.window is None:
         return _epoch(train_step, shards, state.data, step=state.step)
-    batches = _epochs(train_step, attrs.evolve(shards, window=None), state.data, epochs)
-    return windows.grouped(batches, shards.window, state.step)
+    each = train_step.mesh.batch_size if shards.per_rank else 1
+    return in_windows(shards, _epochs(train_step, shards, state.data, epochs), state.step, each=each)
 
 
 def _epochs(train_step: TrainStep, shards: Shards, position: Position, epochs: int | None) -> Iterator[Any]:

@@ -121,7 +121,8 @@ class BoundFused:
                 divisor = torch.tensor(1.0 / multiplier if multiplier else math.inf, dtype=torch.float32)
         for work, rate in zip(self._work, rates, strict=True):
             # not `None in grads`: that compares every tensor with None, at 12 us each
-            if work.whole and all(map(_exists, grads)):
+            # quantized parameters beside these have gradients as well
+            if work.whole and len(grads) == len(work.indices) and all(map(_exists, grads)):
                 taken, chosen = grads, None
             else:
                 chosen = [i for i, index in enumerate(work.indices) if grads[index] is not None]

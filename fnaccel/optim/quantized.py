@@ -100,7 +100,7 @@ class BoundEightBit:
             for member in group.members:
                 block = kernel.block_of(member.leaf.shown.shape)
                 if block:
-                    _check_rows(member.leaf)
+                    _check_blocks(member.leaf, block)
                     moments = make(kernel, member.leaf, block, group.options)
                     self.slots[member.leaf.name] = moments.slots
                     if member.leaf.shard.numel():
@@ -142,36 +142,42 @@ class BoundEightBit:
         self._rest.apply(grads, rates, multiplier, skip, updates)
 
 
-def _check_rows(leaf: Leaf) -> None:
-    """See that a shard is whole rows: then blocks are too.
+def _check_blocks(leaf: Leaf, block: int) -> None:
+    """See that a shard has whole blocks: whole rows, or parts of each row that a block divides.
 
     Raises:
-        CapabilityError: the parameter is cut along another dimension.
+        CapabilityError: the parameter is cut within blocks.
     """
     placements: Any = getattr(leaf.shown, "placements", ())
-    odd = [
-        placement
-        for placement in placements
-        if not placement.is_replicate() and getattr(placement, "dim", None) != 0
-    ]
-    if odd:
-        raise CapabilityError(
-            f"{leaf.name} lies as {odd[0]}, and quantized moments are cut by rows",
-            where="8-bit optimizers",
-            fix="fa.adamw(...), for it alone by fa.optim.optimizer_groups([(pattern, fa.adamw(...)), ...]); "
-            "or a strategy that shards along dimension 0, which row layers of fa.tensor do not",
-        )
+    parts = math.prod(leaf.shard.shape[1:])
+    for placement in placements:
+        whole = placement.is_replicate() or getattr(placement, "dim", None) == 0
+        if not (whole or (_cuts_rows(placement) and parts % block == 0)):
+            raise CapabilityError(
+                f"{leaf.name} lies as {placement}, which cuts the blocks of its quantized moments",
+                where="8-bit optimizers",
+                fix="fa.adamw(...), for it alone by fa.optim.optimizer_groups([(pattern, fa.adamw(...)), "
+                f"...]), or parts of each row that {block} divides",
+            )
+
+
+def _cuts_rows(placement: Any) -> bool:
+    """Whether each rank has a connected part of every row."""
+    return type(placement).__name__ == "Shard" and placement.dim == 1
 
 
 def _laid_out(leaf: Leaf, local: torch.Tensor) -> Any:
-    """A slot, sharded as its parameter is. It has the parameter's rows, and columns of its own."""
+    """A slot, sharded as its parameter is. It has the parameter's rows, and blocks or codes in them."""
     if not leaf.sharded:
         return local
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
 
-    shape = torch.Size((leaf.shown.shape[0], *local.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
     spread: Any = leaf.shown
+    sizes = [
+        spread.device_mesh.size(at) for at, placement in enumerate(spread.placements) if _cuts_rows(placement)
+    ]
+    shape = torch.Size((spread.shape[0], local.shape[1] * math.prod(sizes), *local.shape[2:]))
+    stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local, spread.device_mesh, spread.placements, run_check=False, shape=shape, stride=stride
     )
@@ -187,10 +193,13 @@ class _Torchao:
         self._around = functools.partial(_torch.compiling, _SHAPES) if kernel.compiled else nullcontext
         self._moments: list[Any] = []
         self.slots: dict[str, Any] = {}
+        self._floor: torch.Tensor | None = None
         rows = leaf.shard.shape[0]
         for kind, signed in zip(_MOMENTS, (True, False), strict=True):
             codes, scale, view = _stored(kernel.codes, leaf.shard, block, signed)
             self._moments.append(view)
+            if kernel.codes == "fp8" and not signed:
+                self._floor = codes.view(torch.uint8)
             self.slots[f"{kind}_codes"] = _laid_out(leaf, codes)
             self.slots[f"{kind}_scale"] = _laid_out(leaf, scale.view(rows, -1) if rows else scale)
 
@@ -213,6 +222,30 @@ class _Torchao:
                 shard, grad, updates.to(where), first, second, None, rate.to(where), beta1, beta2, decay, eps,
                 True, False,
             )  # fmt: skip
+        if self._floor is not None:  # no second moment is 0: the least is the smallest number of the dtype
+            self._floor.clamp_(min=1)
+
+
+def code_table(*, signed: bool) -> torch.Tensor:
+    """The 256 values that codes of a moment stand for, as parts of the largest moment of their block.
+
+    The dynamic table of torchao and bitsandbytes has steps of several times a value below 1e-4, and 0. A
+    second moment that is rounded down so far lets its element jump: a million times the rate in a row with
+    outliers. Here values above a tenth are linear, and below it a step is a fifth of the value at most, down
+    to 1e-12 of the largest second moment, of a gradient that is 1e-6 of the largest. None of these is 0.
+    """
+    if not signed:
+        return _values(256, linear=64, decades=11).float()
+    return torch.cat(
+        [-_values(128, linear=36, decades=6).flip(0), torch.zeros(1), _values(127, linear=36, decades=6)]
+    ).float()
+
+
+def _values(count: int, *, linear: int, decades: int) -> torch.Tensor:
+    """Values up to 1: so many in equal steps from 0.1 on, and the others in equal ratios below 0.1."""
+    top = torch.linspace(0.1, 1, linear + 1, dtype=torch.float64)[1:]
+    below = torch.logspace(-1 - decades, -1, count - linear, dtype=torch.float64)
+    return torch.cat([below, top])
 
 
 def _stored(kind: str, shard: torch.Tensor, block: int, signed: bool) -> tuple[Any, torch.Tensor, Any]:
@@ -229,11 +262,13 @@ def _stored(kind: str, shard: torch.Tensor, block: int, signed: bool) -> tuple[A
             rows and _import("torchao.optim.subclass_fp8").OptimStateFp8(codes, scale, shard.dtype),
         )
     module = _import(f"torchao.optim.subclass_{kind}")
+    if kind == "8bit":
+        # int8: a checkpoint with codes of torchao's own tables, which are uint8, does not fit
+        codes = torch.zeros(shard.shape, dtype=torch.int8, device=device)
+        qmap, stored = code_table(signed=signed).to(device), codes.view(torch.uint8)
+        return codes, scale, rows and module.OptimState8bit(stored, scale, qmap, signed, shard.dtype)
     table = module.get_qmap_signed() if signed else module.get_qmap_unsigned()
     qmap = torch.tensor(table, dtype=torch.float32, device=device)
-    if kind == "8bit":
-        codes = torch.zeros(shard.shape, dtype=torch.uint8, device=device)
-        return codes, scale, rows and module.OptimState8bit(codes, scale, qmap, signed, shard.dtype)
     codes = torch.zeros((rows, row // 2), dtype=torch.uint8, device=device)
     view = rows and module.OptimState4bit(codes.view(-1), scale, qmap, signed, shard.shape, shard.dtype)
     return codes, scale, view
@@ -311,7 +346,8 @@ def adamw8bit(
 
     Args:
         lr: a number, or a schedule `updates -> rate`.
-        codes: `"8bit"` (dynamic codes), `"4bit"` (Li et al. 2023, https://arxiv.org/abs/2309.01507) or
+        codes: `"8bit"` (a table of its own, whose steps are a fifth of the value or less, so that no element
+            moves 1.2 times as far as in fp32), `"4bit"` (Li et al. 2023, https://arxiv.org/abs/2309.01507) or
             `"fp8"` (e4m3).
         backend: `"torchao"`, or `"bitsandbytes"` (8 bits in blocks of 256 only).
         betas, eps, weight_decay: as in torch.

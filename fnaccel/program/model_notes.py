@@ -18,6 +18,8 @@ from fnaccel.models.module_modes import mode_notes
 from fnaccel.models.note import Note, count_of
 from fnaccel.program.plan import Plan
 from fnaccel.step.spec import Spec
+from fnaccel.strategies.footprint import CutsParameters, Reshards
+from fnaccel.strategies.shard_dims import shard_notes
 
 
 def model_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> tuple[Note, ...]:
@@ -30,10 +32,10 @@ def model_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> tuple[No
     if spec.optimizers is None:
         return ()
     hooks = () if spec.step.settings.weight_fn is not None else hook_notes(modules)
-    return (*mode_notes(modules), *hooks, *norm_notes(modules, spec))
+    return (*mode_notes(modules), *hooks, *_norm_notes(modules, spec), *_shard_notes(modules, spec))
 
 
-def norm_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> list[Note]:
+def _norm_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> list[Note]:
     """A note on what the statistics of batch norms are of, if that is not the whole batch."""
     norms = [
         module
@@ -52,6 +54,13 @@ def norm_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> list[Note
         return [Note(f"{text} over all ranks")]
     fix = "fa.transforms.sync_batch_norm(step) takes them over all ranks"
     return [Note(f"{text} on each rank, and running statistics those of the first rank. {fix}")]
+
+
+def _shard_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> list[Note]:
+    degrees, axes = spec.mesh.degrees, spec.strategy.axes
+    shards = next((axis for axis in axes if isinstance(axis, Reshards)), None)
+    cut = any(degrees.get(axis.mesh_axis, 1) > 1 and isinstance(axis, CutsParameters) for axis in axes)
+    return [] if shards is None or cut else shard_notes(modules, degrees, shards.reshard_after_forward)
 
 
 def with_notes(plan: Plan, notes: Iterable[Note]) -> Plan:

@@ -1,6 +1,6 @@
 """The memory and the collectives of one rank under a strategy, from the shapes of a model. Nothing runs.
 
-The layout is that of the engines: cuts of model axes first, then shards of `fsdp_dim`.
+The layout is that of the engines: cuts of model axes first, then shards of `shard_dims`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fnaccel.models.parameter import Cut, Leaf
 from fnaccel.models.unknown_values import without_memory
 from fnaccel.step.html_table import size_of
 from fnaccel.strategies.ddp_buckets import MIB, bucket_bytes
-from fnaccel.strategies.layout import fsdp_dim
+from fnaccel.strategies.shard_dims import shard_dims
 from fnaccel.strategies.strategy import Strategy, strategy
 from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, resolve
 
@@ -90,6 +90,13 @@ class CutsParameters(Protocol):
     def cuts(self, built: Built, size: int) -> Mapping[str, Cut]:
         """The cuts over `size` ranks, by canonical name. Changes nothing."""
         ...
+
+
+@runtime_checkable
+class Reshards(Protocol):
+    """The axis of shards."""
+
+    reshard_after_forward: bool | int
 
 
 @runtime_checkable
@@ -231,8 +238,10 @@ def footprint_of(
         if isinstance(axis, Talks) and size > 1:
             talks += axis.traffic(built, size)
     shards = math.prod(degrees.get(axis, 1) for axis in SHARD_AXES) if "dp_shard" in degrees else 1
+    reshard = next((axis.reshard_after_forward for axis in axes.axes if isinstance(axis, Reshards)), True)
+    dims = shard_dims(built, shards, degrees, reshard, cuts) if shards > 1 else {}
     placed = tuple(
-        _placed(name, param, cuts.get(name), degrees, shards, units.get(name, ""))
+        _placed(name, param, cuts.get(name), degrees, shards, dims.get(name), units.get(name, ""))
         for name, param in built.named("parameters")
     )
     return Footprint(
@@ -256,11 +265,16 @@ def _units(built: Built, axes: Strategy) -> dict[str, str]:
 
 
 def _placed(
-    name: str, param: Any, cut: Cut | None, degrees: Mapping[str, int], shards: int, unit: str
+    name: str,
+    param: Any,
+    cut: Cut | None,
+    degrees: Mapping[str, int],
+    shards: int,
+    dim: int | None,
+    unit: str,
 ) -> Placed:
     local = tuple(param.shape) if cut is None else cut.part_shape(degrees[cut.axis])
     part = list(local)
-    dim = fsdp_dim(local, cut, shards) if shards > 1 and local else None
     if dim is not None:
         part[dim] = -(-part[dim] // shards)
     return Placed(

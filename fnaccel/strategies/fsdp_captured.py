@@ -25,8 +25,9 @@ from fnaccel.models.parameter import Cut, Leaf
 from fnaccel.strategies.axis import Build
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_regather import GatheredShards, gathered_shards, zero3_pass
-from fnaccel.strategies.layout import copies_of, fsdp_dim, strides_of
+from fnaccel.strategies.layout import copies_of, strides_of
 from fnaccel.strategies.partial_gradients import with_sums_in_graph
+from fnaccel.strategies.shard_dims import shard_dims
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that may be sent in another precision
 # autocast casts the weights of these by itself: gathered in the compute dtype, they come out the same
@@ -136,6 +137,8 @@ def build_captured(built: Built, build: Build, options: Fsdp) -> Engine:
 def _units(built: Built, build: Build, options: Fsdp) -> list[_Unit]:
     """All parameters cut over the ranks and grouped as they are gathered, the root's last."""
     owners = _owners(built, options)
+    mesh = build.spec.mesh
+    dims = shard_dims(built, mesh["shard"].size, mesh.degrees)
     cast = build.settings.precision.compute if build.settings.precision.autocast else None
     safe = {id(p) for m in built.host.modules() if isinstance(m, _CAST) for p in m.parameters(recurse=False)}
     groups: dict[Any, list[_Piece]] = {}
@@ -143,7 +146,8 @@ def _units(built: Built, build: Build, options: Fsdp) -> list[_Unit]:
     for name, param in built.named("parameters"):
         dtype = cast if cast is not None and id(param) in safe else param.dtype
         key = (owners.get(id(param), -1), param.requires_grad, dtype)
-        groups.setdefault(key, []).append(_cut(name, names[id(param)], param, build, built.cuts.get(name)))
+        piece = _cut(name, names[id(param)], param, build, built.cuts.get(name), dims[name])
+        groups.setdefault(key, []).append(piece)
     ordered = sorted(groups.items(), key=lambda item: item[0][0] % (len(owners) + 1))
     return [_Unit(tuple(pieces), dtype, trained) for (_, trained, dtype), pieces in ordered]
 
@@ -162,13 +166,14 @@ def _owners(built: Built, options: Fsdp) -> dict[int, int]:
     return owners
 
 
-def _cut(name: str, hosted: str, param: torch.Tensor, build: Build, cut: Cut | None) -> _Piece:
+def _cut(
+    name: str, hosted: str, param: torch.Tensor, build: Build, cut: Cut | None, dim: int | None
+) -> _Piece:
     from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415 - slow to import
 
     mesh = build.spec.mesh
     axis = mesh["shard"]
     full = param.detach()
-    dim = fsdp_dim(full.shape, cut, axis.size)
     if dim is None:
         chunk, part = 0, full.to(mesh.world.device, copy=True)
     else:

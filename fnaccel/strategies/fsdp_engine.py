@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -27,9 +27,10 @@ from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_captured import build_captured
-from fnaccel.strategies.layout import fsdp_dim, leaves_of, parameters_shown
+from fnaccel.strategies.layout import leaves_of, parameters_shown
 from fnaccel.strategies.partial_gradients import with_sums
 from fnaccel.strategies.same_model import check_alike
+from fnaccel.strategies.shard_dims import shard_dims
 from fnaccel.world.mesh import Mesh, ensure_group
 
 _CAST_SAFE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -44,13 +45,15 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     if build.settings.captured:
         _check_parameters(built, set(), build)
         return build_captured(built, build, options), built
-    ignored = _ignored(built, options.ignore) | _indivisible(built, mesh)
+    dims = shard_dims(built, mesh["shard"].size, mesh.degrees, options.reshard_after_forward)
+    ignored = _ignored(built, options.ignore)
+    ignored |= {param for name, param in built.named("parameters") if dims[name] is None}
     _check_parameters(built, ignored, build)
     # FSDP2 does not move ignored parameters: they live on the device like all others
     for param in ignored:
         param.data = param.data.to(mesh.world.device)
     try:
-        _shard(built, build, options, ignored)
+        _shard(built, build, options, ignored, dims)
     except ValueError as error:
         if isinstance(error, FnaccelError):
             raise
@@ -137,14 +140,9 @@ def _check_parameters(built: Built, ignored: set[Any], build: Build) -> None:
             )
 
 
-def _indivisible(built: Built, mesh: Mesh) -> set[Any]:
-    """Parameters, cut by a model axis, of which no dimension is left to shard."""
-    size = mesh["shard"].size
-    named = built.named("parameters")
-    return {param for name, param in named if fsdp_dim(param.shape, built.cuts.get(name), size) is None}
-
-
-def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None:
+def _shard(
+    built: Built, build: Build, options: Fsdp, ignored: set[Any], dims: Mapping[str, int | None]
+) -> None:
     from torch.distributed.fsdp import (  # noqa: PLC0415 - slow to import
         CPUOffloadPolicy,
         FSDPModule,
@@ -161,10 +159,9 @@ def _shard(built: Built, build: Build, options: Fsdp, ignored: set[Any]) -> None
         "reshard_after_forward": options.reshard_after_forward,
         "ignored_params": ignored or None,
     }
-    if built.cuts:
-        shards_of = {id(p): (p.shape, built.cuts.get(name)) for name, p in built.named("parameters")}
-        size = mesh["shard"].size
-        shared["shard_placement_fn"] = lambda p: Shard(fsdp_dim(*shards_of[id(p)], size) or 0)
+    if any(dims.values()):
+        placements = {id(p): Shard(dims[name] or 0) for name, p in built.named("parameters")}
+        shared["shard_placement_fn"] = lambda p: placements[id(p)]
     if options.offload:
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.world.device.type != "cpu")
     in_order: list[Any] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -73,20 +73,6 @@ def copies_of(mesh: Mesh, shown: Any) -> int:
         if not placement.is_replicate():
             copies //= mesh.shown.size(number)
     return copies
-
-
-def fsdp_dim(shape: Sequence[int], cut: Cut | None, shards: int) -> int | None:
-    """The dimension along which fsdp shards a parameter of which this rank has a part. None: it stays whole.
-
-    Shards of rows of packed matrices would be rows of several matrices. So another dimension is taken. A
-    scalar, and a parameter without elements, stay whole: FSDP2 takes none.
-    """
-    if not shape or 0 in shape:
-        return None
-    if cut is None or cut.dim != 0 or cut.matrices == 1:
-        return 0
-    others = (dim for dim in range(1, len(shape)) if shape[dim] % shards == 0)
-    return next(others, None)
 
 
 def parameters_shown(built: Built, mesh: Mesh) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import transformers
 
 import fnaccel as fa
+from fnaccel import errors
 from fnaccel.testing import oracle_run
 from tests.models import whole_params
 
@@ -130,3 +131,14 @@ def generated(make, strategy):
 def test_generation_gives_the_same_tokens(pools, make):
     expected = pools.run(1, generated, make, "local")[0]
     assert pools.run(2, generated, make, "tensor(2)") == [expected] * 2
+
+
+def test_a_mixture_of_experts_says_what_it_is():
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    with pytest.raises(
+        errors.CapabilityError, match=r"mixture of experts.*'moe_tp_experts'(.|\n)*fa\.fsdp\(\)"
+    ):
+        fa.strategies.footprint(lambda: transformers.MixtralForCausalLM(config), "fsdp(2) * tensor(2)", 4)

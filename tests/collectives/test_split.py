@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import attrs
 import pytest
 import torch
 from hypothesis import given
 
+from fnaccel import tree
 from fnaccel.collectives import split_between_processes
+from fnaccel.data import Rows
 from fnaccel.errors import ArgumentError
 from fnaccel.world.world import World
 from tests.strategies import lengths, worlds
@@ -80,5 +85,74 @@ def test_dicts_tuples_and_what_the_caller_holds():
     ],
 )
 def test_what_can_not_be_split(inputs, message):
+    with pytest.raises(ArgumentError, match=message):
+        parts(inputs, 2)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    names: list[str]
+
+
+@dataclass
+class Record:
+    x: torch.Tensor
+    scale: float
+
+
+def x_of(rows=4, first=0):
+    return torch.arange(first, first + rows)
+
+
+BATCHES = [  # inputs of 4 rows, and what rank 1 of 2 gets
+    ((x_of(), x_of(4, 10)), (x_of(2, 2), x_of(2, 12))),
+    ([x_of(), x_of(4, 10)], [x_of(2, 2), x_of(2, 12)]),
+    ((x_of(), ["a", "b", "c", "d"], 0.5, "train"), (x_of(2, 2), ["c", "d"], 0.5, "train")),
+    (Pair(x_of(), ["a", "b", "c", "d"]), Pair(x_of(2, 2), ["c", "d"])),
+    (Record(x_of(), 0.5), Record(x_of(2, 2), 0.5)),
+    (({"x": x_of()}, x_of(4, 10)), ({"x": x_of(2, 2)}, x_of(2, 12))),
+    ({"x": x_of(), "pair": [x_of(), x_of()]}, {"x": x_of(2, 2), "pair": [x_of(2, 2), x_of(2, 2)]}),
+    ({"x": x_of(), "rows": [x_of(7)] * 4}, {"x": x_of(2, 2), "rows": [x_of(7)] * 2}),
+    (UserDict(x=x_of(), y=x_of()), UserDict(x=x_of(2, 2), y=x_of(2, 2))),
+    ([x_of(2), x_of(3), x_of(4), x_of(5)], [x_of(4), x_of(5)]),
+    ([{"a": 1}, {"a": 2}, {"a": 3}, {"a": 4}], [{"a": 3}, {"a": 4}]),
+    (
+        [torch.tensor(1), torch.tensor(2), torch.tensor(3), torch.tensor(4)],
+        [torch.tensor(3), torch.tensor(4)],
+    ),
+    (("a", "b", "c", "d"), ("c", "d")),
+    ((1, 2, 3, 4), (3, 4)),
+    (Rows([x_of(), x_of(), x_of(), x_of(4, 1)]), Rows([x_of(), x_of(4, 1)])),
+]
+
+
+def equal(a, b):
+    tree.learn(a)
+    return type(a) is type(b) and tree.allclose(a, b)
+
+
+@pytest.mark.parametrize(("inputs", "expected"), BATCHES)
+def test_batches_and_lists(inputs, expected):
+    for pad in (False, True):
+        first, second = parts(inputs, 2, pad=pad)
+        assert type(first) is type(inputs)
+        assert equal(second, expected)
+
+
+def test_a_padded_batch_repeats_its_last_row():
+    numpy = pytest.importorskip("numpy")
+    first, second = parts((x_of(3), numpy.arange(3), ["a", "b", "c"]), 2, pad=True)
+    assert [list(map(str, part)) for part in first] == [["tensor(0)", "tensor(1)"], ["0", "1"], ["a", "b"]]
+    assert [list(map(str, part)) for part in second] == [["tensor(2)"] * 2, ["2", "2"], ["c", "c"]]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((x_of(4), x_of(3)), "0 has 4, 1 has 3"),
+        ({"x": x_of(), "boxes": [x_of()] * 4}, r"4 tensors with 4 rows each(.|\n)*fa\.data\.Rows"),
+    ],
+)
+def test_batches_that_can_not_be_split(inputs, message):
     with pytest.raises(ArgumentError, match=message):
         parts(inputs, 2)

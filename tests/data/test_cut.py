@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from collections import UserDict
+from typing import NamedTuple
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fnaccel import tree
-from fnaccel.data import cut, join, rows_of, split_sizes
+from fnaccel.data import Rows, cut, join, rows_of, split_sizes
 from fnaccel.errors import LoaderError, MicroBatchError
 
 
@@ -70,3 +73,64 @@ def test_no_rows_at_all():
 def test_sizes_that_do_not_fit(sizes):
     with pytest.raises(MicroBatchError, match="a batch of 3 rows can't be cut"):
         cut(torch.ones(3), sizes)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    boxes: list
+
+
+def box(n, tensors=True):
+    return torch.arange(float(n)) if tensors else [float(i) for i in range(n)]
+
+
+PER_ROW = {  # batches of 4 rows whose `boxes` are one item a row
+    "lists": lambda: {"x": torch.ones(4), "boxes": [box(4, tensors=False) for _ in range(4)]},
+    "tensors": lambda: {"x": torch.ones(4), "boxes": [box(4) for _ in range(4)]},
+    "dicts": lambda: {"x": torch.ones(4), "boxes": [{"of": box(4), "label": [1, 2, 3, 4]} for _ in range(4)]},
+    "a tuple": lambda: {"x": torch.ones(4), "boxes": tuple(box(4) for _ in range(4))},
+    "lists of lists": lambda: {"x": torch.ones(4), "boxes": [[box(4), box(4)] for _ in range(4)]},
+    "a mapping": lambda: UserDict(x=torch.ones(4), boxes=[box(4) for _ in range(4)]),
+    "a named tuple": lambda: Pair(torch.ones(4), [box(4) for _ in range(4)]),
+    "within": lambda: (torch.ones(4), {"boxes": [box(4) for _ in range(4)]}),
+    "the whole batch": lambda: [box(4, tensors=False) for _ in range(4)],
+}
+
+
+@pytest.mark.parametrize("case", PER_ROW)
+def test_lists_that_may_be_rows_or_columns_raise(case):
+    batch = PER_ROW[case]()
+    with pytest.raises(
+        LoaderError, match=r"4 items with 4 entries each, in a batch of 4 rows(.|\n)*fa\.data\.Rows"
+    ):
+        cut(batch, [2, 2])
+    assert cut(batch, [4, 0])[0] is not None  # whole, either way
+
+
+def test_rows_say_what_they_are():
+    first, second = cut({"x": torch.ones(4), "boxes": Rows([box(4) + i for i in range(4)])}, [2, 2])
+    assert [one[0].item() for one in (*first["boxes"], *second["boxes"])] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        lambda n: [torch.arange(n), torch.arange(n)],  # a TensorDataset of x and y
+        lambda n: (torch.arange(n), torch.arange(n)),
+        lambda n: [{"x": torch.arange(n)}, {"x": torch.arange(n)}],
+        lambda n: {"x": torch.arange(n), "names": [("a", "b")[:n], ("c", "d")[:n]]},
+        lambda n: {"x": torch.arange(n), "size": [3, 4][:n]},
+    ],
+)
+def test_batches_of_two_rows_and_two_columns_are_cut(batch):
+    assert rows_of(cut(batch(2), [1, 1])[1]) == 1
+
+
+def test_a_batch_of_another_size_settles_what_a_list_is():
+    """Pairs of tensors in each sample, as collate makes them, and a last batch of two rows."""
+
+    def collated(n):
+        return {"image": torch.arange(n), "corner": [torch.arange(n), torch.arange(n)]}
+
+    cut(collated(5), [3, 2])
+    assert cut(collated(2), [1, 1])[1]["corner"][0].tolist() == [1]

@@ -34,7 +34,7 @@ MUTANTS = [
     ),
     Mutant(
         "a resumed run that forgets the size of its windows", "loop/scanning.py",
-        "windows.grouped(batches, shards.window, state.step)", "windows.grouped(batches, shards.window, 0)",
+        "epochs), state.step, each=each)", "epochs), 0, each=each)",
         ("tests/data/test_windows.py", "-k", "resumed"),
     ),
     Mutant(
@@ -287,6 +287,35 @@ MUTANTS = [
         "ranks of split data end with their own part", "data/presplit.py",
         'if all(ended) or (remainder == "drop" and any(ended)):', "if any(ended):",
         ("tests/data/test_presplit.py", "-k", "own_part_whole"),
+    ),
+    Mutant(
+        "batches that wait in the loader's buffer", "data/buffer_guard.py", "reading.owns = self._separate < self.depth",
+        "reading.owns = self._number > 1 and self._separate < self.depth", ("tests/data/test_reused_buffers.py", "-k", "rings"),
+    ),
+    Mutant(
+        "boxes of a picture that are cut as columns", "data/cut.py", "elif structure not in _records:", "elif False:",
+        ("tests/data/test_cut.py", "-k", "rows_or_columns"),
+    ),
+    Mutant(
+        "x to rank 0 and y to rank 1", "collectives/splitting.py", "return dict(enumerate(inputs)) if any(", "return None if any(",
+        ("tests/collectives/test_split.py", "-k", "batches_and"),
+    ),
+    Mutant(
+        "experts that all lie on the first ranks", "strategies/shard_dims.py", "if experts or (", "if (",
+        ("tests/engines/test_shard_dims.py", "-k", "experts_leave"),
+    ),
+    Mutant(
+        "captured gradients in the order of other rows", "strategies/fsdp_captured.py", "return value.movedim(self.dim, 0) if self.dim else value", "return value",
+        ("tests/engines/test_shard_dims.py", "-k", "raw_loop and True-Net and fsdp-"),
+    ),
+    Mutant(
+        "second moments rounded to 0", "optim/quantized.py", "return _values(256, linear=64, decades=11).float()",
+        "return torch.cat([torch.zeros(1), _values(255, linear=64, decades=5)]).float()",
+        ("tests/optim/test_eight_bit.py", "-k", "moves_far"),
+    ),
+    Mutant(
+        "a window that grows over a ring", "data/buffer_guard.py", "self.depth, self._separate = depth, 0",
+        "self.depth = depth", ("tests/data/test_reused_buffers.py", "-k", "grow"),
     ),
     *axes.MUTANTS,
     *watchdog.MUTANTS,

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 from torch import nn
 
-from fnaccel.errors import ArgumentError, nearest
+from fnaccel.errors import ArgumentError, CapabilityError, nearest
 from fnaccel.strategies.strategy import Pairs
 from fnaccel.strategies.tensor.styles import parse
 
@@ -114,6 +114,9 @@ _THEIRS = {
 }
 """The styles of transformers' `tp_plan`, as ours."""
 
+_EXPERTS = ("moe_tp_experts", "moe_identity_expert", "grouped_gemm", "ep_router")
+"""Styles of transformers for the experts of a mixture, and for its router."""
+
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
@@ -142,6 +145,7 @@ def plan_for(model: nn.Module, plan: str | Pairs, *, sequence: bool) -> Plan:
 
     Raises:
         ArgumentError: there is no such plan, or it can't cut sequences.
+        CapabilityError: the model's own plan cuts experts.
     """
     if not isinstance(plan, str):
         return Plan(pairs=plan)
@@ -192,6 +196,14 @@ def _own(model: nn.Module, config: object, kind: str, *, sequence: bool) -> Plan
         )
     pairs: list[tuple[str, str]] = []
     for pattern, style in theirs.items():
+        if style in _EXPERTS:
+            raise CapabilityError(
+                f"{type(model).__name__} is a mixture of experts: its plan cuts {pattern} by {style!r}, and "
+                "fa.tensor cuts no experts",
+                where='fa.tensor(plan="auto")',
+                fix="fa.fsdp(), which shards the weights of experts; or fa.tensor with a plan of yours that "
+                "leaves them out, so that each rank has them whole",
+            )
         pairs.append((str(pattern), _THEIRS.get(style) or "+".join(parse(style))))
     if sequence:
         check_ends([style for _, style in pairs], f"the plan of {type(model).__name__}")

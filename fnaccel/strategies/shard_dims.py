@@ -1,0 +1,140 @@
+"""Which dimension of each parameter fsdp shards. Engines and estimates ask here, so that they agree.
+
+It is the first one, since FSDP2 copies a parameter once more for a shard along another one. But ranks without
+rows hold nothing of a parameter, and its padding is gathered and stored by the first ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from fnaccel.models.building import Built, Host
+from fnaccel.models.note import Note, first_of
+from fnaccel.models.parameter import Cut
+from fnaccel.world.mesh import SHARD_AXES
+
+_PADDING = 0.25
+"""Rows of padding for each row, from which another dimension is looked for."""
+_SAVED = 0.01
+"""Memory that another dimension has to save, as a part of that of a rank's parameters."""
+
+
+def shard_dims(
+    built: Built,
+    shards: int,
+    degrees: Mapping[str, int],
+    reshard: bool | int = True,
+    cuts: Mapping[str, Cut] | None = None,
+) -> dict[str, int | None]:
+    """The dimension along which fsdp shards each parameter, by canonical name. None: it stays whole.
+
+    The weights of experts, which have three dimensions, take the first dimension that divides. Others leave
+    dimension 0 if its padding is a quarter of it or more, and if all parameters of this shape together save
+    1 % of the parameters of the fullest rank. All stay if parameters are sharded over fewer ranks after
+    forward, which FSDP2 can do along dimension 0 only.
+
+    Args:
+        built: the modules.
+        shards: over how many ranks.
+        degrees: the ranks along each axis of the mesh.
+        reshard: `reshard_after_forward` of the axis.
+        cuts: how model axes cut parameters. By default, as they have cut these.
+    """
+    cuts = built.cuts if cuts is None else cuts
+    named = dict(built.named("parameters"))
+    shapes = {
+        # the largest rank's part, since all ranks have to choose alike
+        name: tuple(param.shape) if name not in cuts else cuts[name].part_shape(degrees[cuts[name].axis])
+        for name, param in named.items()
+    }
+    dims = {name: _first_dim(shape, cuts.get(name), shards) for name, shape in shapes.items()}
+    bytes_of = {name: param.dtype.itemsize for name, param in named.items()}
+    total = sum(_part(shapes[name], dim, shards) * bytes_of[name] for name, dim in dims.items())
+    others = {
+        name: dim
+        for name, shape in shapes.items()
+        if isinstance(reshard, bool)
+        and dims[name] == 0
+        and (dim := _other_dim(shape, cuts.get(name), shards)) is not None
+    }
+    saved: dict[tuple[int, ...], float] = {}
+    for name, dim in others.items():
+        shape = shapes[name]
+        less = _part(shape, 0, shards) - _part(shape, dim, shards)
+        saved[shape] = saved.get(shape, 0) + less * bytes_of[name]
+    kernels = _convolutions(built)
+    for name, dim in others.items():
+        shape = shapes[name]
+        experts = len(shape) == 3 and shape[0] > 1 and id(named[name]) not in kernels
+        padding = -shape[0] % shards / shape[0]
+        if experts or (padding >= _PADDING and saved[shape] > _SAVED * total):
+            dims[name] = dim
+    return dims
+
+
+def shard_notes(
+    modules: Mapping[str | None, nn.Module], degrees: Mapping[str, int], reshard: bool | int
+) -> list[Note]:
+    """What a plan says of parameters whose rows the ranks do not divide.
+
+    Args:
+        modules: the modules by key, which no model axis cuts.
+        degrees: the ranks along each axis of the mesh.
+        reshard: `reshard_after_forward` of the axis.
+    """
+    shards = math.prod(degrees.get(axis, 1) for axis in SHARD_AXES)
+    if shards == 1:
+        return []
+    built = Built(model=None, modules=dict(modules), host=Host({}))
+    named = dict(built.named("parameters"))
+    dims = shard_dims(built, shards, degrees, reshard)
+    padding = {
+        name: -param.shape[0] % shards / param.shape[0] for name, param in named.items() if dims[name] == 0
+    }
+    moved = [name for name, dim in dims.items() if dim]
+    uneven = [name for name, part in padding.items() if part >= _PADDING and named[name].dim() > 1]
+    why = f"fsdp: {shards} ranks do not divide the rows of"
+    notes = [Note(f"{why} {first_of(moved)}: sharded along another dimension")] if moved else []
+    return [*notes, *([Note(f"{why} {first_of(uneven)}: the last ranks hold less")] if uneven else [])]
+
+
+def _first_dim(shape: Sequence[int], cut: Cut | None, shards: int) -> int | None:
+    """Dimension 0, except for packed matrices: shards of their rows would be rows of several matrices.
+
+    A scalar, and a parameter without elements, stay whole: FSDP2 takes none.
+    """
+    if not shape or 0 in shape:
+        return None
+    if cut is None or cut.dim != 0 or cut.matrices == 1:
+        return 0
+    return next((dim for dim in range(1, len(shape)) if shape[dim] % shards == 0), None)
+
+
+def _other_dim(shape: Sequence[int], cut: Cut | None, shards: int) -> int | None:
+    """The first other dimension that divides, if dimension 0 does not."""
+    if shape[0] % shards == 0:
+        return None
+    free = (dim for dim in range(1, len(shape)) if cut is None or dim != cut.dim)
+    return next((dim for dim in free if shape[dim] % shards == 0), None)
+
+
+def _part(shape: Sequence[int], dim: int | None, shards: int) -> int:
+    """The elements of the fullest rank."""
+    if dim is None:
+        return math.prod(shape)
+    return -(-shape[dim] // shards) * math.prod(size for at, size in enumerate(shape) if at != dim)
+
+
+def _convolutions(built: Built) -> set[int]:
+    """The kernels of one-dimensional convolutions, which have three dimensions as well."""
+    kinds = (nn.Conv1d, nn.ConvTranspose1d)
+    return {
+        id(param)
+        for module in built.modules.values()
+        for part in module.modules()
+        if isinstance(part, kinds)
+        for param in part.parameters(recurse=False)
+    }
