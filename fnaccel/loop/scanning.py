@@ -87,7 +87,7 @@ def scan(
             object, a name such as `"tensorboard"`, or a mapping of `name` and options. `"all"` stands for
             those installed. A tracker by name writes to `logs` in the directory, or without one to `runs`. A
             tracker that raises in `log` or `finish` does not end training: its first error is logged, and the
-            number of its errors.
+            number of its errors. A tracker that blocks does not stop it either: see docs/tracking.md.
         log_every: write each so many steps.
         config: shown by trackers beside the run. The plan and the environment are added.
         directory: save the state here, each `save_every` steps and at the end. None: nowhere. Step k is saved

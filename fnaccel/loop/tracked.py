@@ -134,6 +134,8 @@ class TrackedRun:
         4
     """
 
+    in_loop = True  # each tracker of the run has its own thread
+
     def __init__(self, trackers: tuple[Tracker, ...], config: Mapping[str, Any]) -> None:
         self._trackers = trackers
         self._log = Log(trackers, config)
@@ -150,7 +152,7 @@ class TrackedRun:
 
     @property
     def failures(self) -> dict[str, int]:
-        """The number of errors of each tracker that raised, by its class's name."""
+        """The number of errors of each tracker that raised, by its class's name, without rows in a queue."""
         return dict(self._log.failures)
 
     def start(self, config: Mapping[str, Any]) -> None:

@@ -73,6 +73,8 @@ class ReportTracker:
         True
     """
 
+    in_loop = True  # as its log is
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         require_page(path, "ReportTracker")
         self.path = Path(path)

@@ -42,6 +42,8 @@ class JsonlTracker:
         ...     pass
     """
 
+    in_loop = True  # a write of one line to a file is faster than a queue, and a crash loses no line
+
     def __init__(
         self,
         path: str | Path | None = None,

@@ -56,6 +56,7 @@ class MLflowTracker(LibraryTracker):
         self._directory = None if directory is None else Path(directory).absolute()
         self.options = options
         self._began = False
+        self._ended: str | None = None
         self._mlflow: Any = None
 
     def start(self, config: Mapping[str, Any]) -> None:
@@ -134,4 +135,12 @@ class MLflowTracker(LibraryTracker):
         """End the run if `start` began it."""
         run, self._run = self._run, None
         if run is not None and self._began:
+            self._ended = run.info.run_id
+            self._mlflow.MlflowClient().set_terminated(self._ended)
+            self.release()
+
+    def release(self) -> None:
+        """End the run for MLflow in the thread that began it. MLflow has an active run for each thread."""
+        active = self._mlflow.active_run()
+        if active is not None and active.info.run_id == self._ended:
             self._mlflow.end_run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,10 @@ class SwanLabTracker(LibraryTracker):
             if "log_dir" in self.options:
                 Path(self.options["log_dir"]).mkdir(parents=True, exist_ok=True)
             options = {name: value for name, value in self.options.items() if value is not None}
-            self._run = self._swanlab.init(config=plain(config), name=self._named(self._name), **options)
+            options |= {"config": plain(config), "name": self._named(self._name)}
+            # begun in the main thread, a run takes over SIGINT and can't end in the thread of this tracker
+            with ThreadPoolExecutor(1) as thread:
+                self._run = thread.submit(self._swanlab.init, **options).result()
         else:
             self._run = self._swanlab.get_run()
             self._run.config.update(plain(config))
