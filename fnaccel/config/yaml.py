@@ -13,6 +13,7 @@ from fnaccel.config.recipe import Recipe
 from fnaccel.config.references import dump
 from fnaccel.errors import ConfigError, FnaccelError, nearest
 from fnaccel.tree import Tree
+from fnaccel.world.paths import local_path
 
 
 @functools.cache
@@ -79,7 +80,7 @@ def text_of(path: Path, where: str) -> str:
         >>> text_of(Path("gpt.yaml"), "a recipe")
         'strategy: fsdp'
     """
-    if not path.is_file():
+    if not local_path(path, where).is_file():
         raise ConfigError(f"there is no file {path}", where=where, fix="check the path")
     try:
         return path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark

@@ -20,10 +20,9 @@ from fnaccel.loop.measured import Measures
 from fnaccel.loop.preemption import SIGNALS
 from fnaccel.loop.tracked import Bar, ByName, logged, trackers_of_rank
 from fnaccel.program.train_step import TrainStep
-from fnaccel.seeing.paths import require_page
 from fnaccel.seeing.profile import Profile
 from fnaccel.seeing.profile import profile as profiled
-from fnaccel.seeing.report import ReportTracker
+from fnaccel.seeing.report import ReportTracker, log_of
 from fnaccel.seeing.throughput import Throughput
 from fnaccel.seeing.versions import environment
 from fnaccel.state import Position, TrainState, check_state, lease_of
@@ -156,7 +155,7 @@ def scan(
     )
     # on all ranks, though rank 0 writes the page
     if report is not None:
-        require_page(report, "fa.scan(report=)")
+        log_of(report)
     if profile is not None and not isinstance(profile, Profile):
         profile = profiled(profile)
     world = train_step.mesh.world

@@ -14,6 +14,7 @@ import attrs
 
 from fnaccel.errors import ArgumentError
 from fnaccel.track.jsonl import read_jsonl
+from fnaccel.world.paths import local_path
 
 _LARGEST = 10**300
 Points = list[tuple[float, float]]
@@ -54,7 +55,7 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Run]:
         ArgumentError: no logs, or a log without a step.
     """
     files: list[Path] = []
-    for path in map(Path, paths):
+    for path in [local_path(path, "fnaccel report") for path in paths]:
         inside = [file for file in path.rglob("*.jsonl") if _is_log(file)] if path.is_dir() else [path]
         if not inside or not inside[0].is_file():
             raise _no_log(path)

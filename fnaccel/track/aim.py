@@ -10,6 +10,7 @@ from fnaccel.track.library import LibraryTracker
 from fnaccel.track.media import as_picture, as_pictures
 from fnaccel.track.plain import markdown_table, plain
 from fnaccel.track.tracker import Ranks
+from fnaccel.world.paths import optional_path
 
 
 class AimTracker(LibraryTracker):
@@ -42,7 +43,8 @@ class AimTracker(LibraryTracker):
     ) -> None:
         super().__init__(ranks)
         self._project, self._name = project, run_name
-        self._directory = None if directory is None else str(directory)
+        remote = str(directory).startswith("aim://")
+        self._directory = str(directory if remote else optional_path(directory, "AimTracker") or "") or None
         self.options = options
         self._aim: Any = None
 

@@ -11,6 +11,7 @@ from fnaccel.track.media import as_pictures
 from fnaccel.track.plain import plain
 from fnaccel.track.tracker import Ranks
 from fnaccel.world.environment import set_default
+from fnaccel.world.paths import local_path
 
 
 class ClearMLTracker(LibraryTracker):
@@ -47,7 +48,7 @@ class ClearMLTracker(LibraryTracker):
     ) -> None:
         super().__init__(ranks)
         self._name, self._offline = run_name, offline
-        self._directory = None if directory is None else Path(directory).absolute()
+        self._directory = None if directory is None else local_path(directory, "ClearMLTracker").absolute()
         self.options: dict[str, Any] = {"project_name": project, **options}
         self._began = False
 

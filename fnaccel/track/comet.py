@@ -11,6 +11,7 @@ from fnaccel.track.media import as_pictures
 from fnaccel.track.plain import flat
 from fnaccel.track.tracker import Ranks
 from fnaccel.world.environment import set_default
+from fnaccel.world.paths import local_path
 
 _OF_START = {"api_key", "workspace", "experiment_key", "mode"}
 """Options of `comet_ml.start` itself. The other options belong to its `ExperimentConfig`."""
@@ -55,7 +56,7 @@ class CometTracker(LibraryTracker):
         self.options |= {name: value for name, value in options.items() if name in _OF_START}
         self._settings = {name: value for name, value in options.items() if name not in _OF_START}
         if directory is not None:
-            self._settings["offline_directory"] = str(Path(directory).absolute())
+            self._settings["offline_directory"] = str(local_path(directory, "CometTracker").absolute())
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begin the experiment.

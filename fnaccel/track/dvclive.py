@@ -11,6 +11,7 @@ from fnaccel.track.library import LibraryTracker
 from fnaccel.track.media import as_pictures
 from fnaccel.track.plain import plain
 from fnaccel.track.tracker import Ranks
+from fnaccel.world.paths import local_path
 
 
 class DVCLiveTracker(LibraryTracker):
@@ -33,7 +34,7 @@ class DVCLiveTracker(LibraryTracker):
 
     def __init__(self, *, directory: str | Path | None = None, ranks: Ranks = "main", **options: Any) -> None:
         super().__init__(ranks)
-        self._directory = Path(directory or ".")
+        self._directory = local_path(directory or ".", "DVCLiveTracker")
         self.options = options
 
     def start(self, config: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from fnaccel.errors import ArgumentError
 from fnaccel.track.library import not_started
 from fnaccel.track.tracker import Ranks
 from fnaccel.tree import Tree
+from fnaccel.world.paths import local_path
 
 _RESERVED = ("step", "time", "config")
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -51,7 +52,8 @@ class JsonlTracker:
         directory: str | Path | None = None,
         ranks: Ranks = "main",
     ) -> None:
-        self._base = Path(directory or "runs") / "metrics.jsonl" if path is None else Path(path)
+        folder = local_path("runs" if directory is None else directory, "JsonlTracker")
+        self._base = folder / "metrics.jsonl" if path is None else local_path(path, "JsonlTracker")
         self._file: int | None = None
         self._rank: int | None = None
         self.ranks: Ranks = ranks
@@ -143,7 +145,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         >>> [record["step"] for record in read_jsonl("gpt.jsonl") if "step" in record]
         [1, 2, 3]
     """
-    lines = Path(path).read_bytes().split(b"\n")
+    lines = local_path(path, "fa.track.read_jsonl").read_bytes().split(b"\n")
     records: list[dict[str, Any]] = []
     torn: int | None = None
     for number, line in enumerate(lines, 1):

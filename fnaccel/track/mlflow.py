@@ -10,6 +10,7 @@ from fnaccel.track.library import LibraryTracker
 from fnaccel.track.media import as_pictures
 from fnaccel.track.plain import flat
 from fnaccel.track.tracker import Ranks
+from fnaccel.world.paths import local_path
 
 _LONGEST = 6_000
 """Characters that MLflow takes as the value of a parameter."""
@@ -53,7 +54,7 @@ class MLflowTracker(LibraryTracker):
         super().__init__(ranks)
         self._project, self._name = project, run_name
         self._uri = tracking_uri
-        self._directory = None if directory is None else Path(directory).absolute()
+        self._directory = None if directory is None else local_path(directory, "MLflowTracker").absolute()
         self.options = options
         self._began = False
         self._ended: str | None = None

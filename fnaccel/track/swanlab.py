@@ -11,6 +11,7 @@ from fnaccel.track.library import LibraryTracker
 from fnaccel.track.media import as_picture, as_pictures
 from fnaccel.track.plain import plain
 from fnaccel.track.tracker import Ranks
+from fnaccel.world.paths import local_path
 
 
 class SwanLabTracker(LibraryTracker):
@@ -48,7 +49,7 @@ class SwanLabTracker(LibraryTracker):
         self._name = run_name
         self.options: dict[str, Any] = {"project": project, "mode": mode, **options}
         if directory is not None:
-            self.options["log_dir"] = str(directory)
+            self.options["log_dir"] = str(local_path(directory, "SwanLabTracker"))
         self._began = False
         self._swanlab: Any = None
 

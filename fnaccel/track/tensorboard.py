@@ -13,6 +13,7 @@ from fnaccel.track.library import LibraryTracker
 from fnaccel.track.media import as_pixels
 from fnaccel.track.plain import markdown_table, plain
 from fnaccel.track.tracker import Ranks
+from fnaccel.world.paths import local_path
 
 
 class TensorBoardTracker(LibraryTracker):
@@ -37,7 +38,7 @@ class TensorBoardTracker(LibraryTracker):
 
     def __init__(self, directory: str | Path = "runs", *, ranks: Ranks = "main", **options: Any) -> None:
         super().__init__(ranks)
-        self._directory = Path(directory)
+        self._directory = local_path(directory, "TensorBoardTracker")
         self.options = options
 
     def start(self, config: Mapping[str, Any]) -> None:

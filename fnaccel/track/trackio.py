@@ -11,6 +11,7 @@ from fnaccel.track.media import as_picture, as_pictures
 from fnaccel.track.plain import plain
 from fnaccel.track.tracker import Ranks
 from fnaccel.world.environment import set_default
+from fnaccel.world.paths import local_path
 
 
 class TrackioTracker(LibraryTracker):
@@ -43,7 +44,7 @@ class TrackioTracker(LibraryTracker):
     ) -> None:
         super().__init__(ranks)
         self._name = run_name
-        self._directory = None if directory is None else Path(directory).absolute()
+        self._directory = None if directory is None else local_path(directory, "TrackioTracker").absolute()
         self.options: dict[str, Any] = {"project": project, **options}
         self._trackio: Any = None
 

@@ -9,6 +9,7 @@ from typing import Any
 from fnaccel.track.library import LibraryTracker
 from fnaccel.track.media import as_pictures
 from fnaccel.track.tracker import Ranks
+from fnaccel.world.paths import local_path
 
 
 class WandbTracker(LibraryTracker):
@@ -45,7 +46,7 @@ class WandbTracker(LibraryTracker):
         self._name = options.pop("name", None) if run_name is None else run_name
         self.options: dict[str, Any] = {"project": project, "mode": mode, **options}
         if directory is not None:
-            self.options["dir"] = str(directory)
+            self.options["dir"] = str(local_path(directory, "WandbTracker"))
         self._began = False
         self._wandb: Any = None
 

@@ -23,6 +23,7 @@ from fnaccel.config.yaml import load, text_of
 from fnaccel.errors import ConfigError, nearest
 from fnaccel.launch.accelerators import count_accelerators
 from fnaccel.launch.tpu import is_tpu
+from fnaccel.world.paths import output_file, replace_file
 
 _PROG = "fnaccel config"
 Read = Callable[[Question], Any]
@@ -39,6 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     options = options_of.ask().parse_args(arguments)
     output: Path = options.output or Path(DEFAULT_FILE)
+    output_file(output, f"{_PROG} -o")
     in_terminal = options.answers is None and sys.stdin.isatty() and sys.stdout.isatty()
     if output.exists() and not options.overwrite and not in_terminal:
         raise ConfigError(
@@ -56,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _nothing_written()
     recipe = recipe_of(machine, answers)
-    output.write_text(f"{to_yaml(recipe)}\n", encoding="utf-8")
+    replace_file(output, f"{to_yaml(recipe)}\n", f"{_PROG} -o")
     if options.json:
         print_json({"written": str(output), "answers": answers})
     else:

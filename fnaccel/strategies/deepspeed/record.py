@@ -13,6 +13,7 @@ import attrs
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, as_names, nearest, require
 from fnaccel.step.step import Capability
 from fnaccel.strategies.strategy import PRESETS, Axis, Strategy, maker
+from fnaccel.world.paths import local_path
 
 Offload = Literal["cpu", "nvme"]
 Auto = Literal["auto"]
@@ -163,7 +164,7 @@ def deepspeed(
         stage=stage,
         offload_optimizer=offload_optimizer,
         offload_params=offload_params,
-        nvme_path=None if nvme_path is None else str(nvme_path),
+        nvme_path=None if nvme_path is None else str(local_path(nvme_path, _WHERE)),
         zero3_init=zero3_init,
         hpz=hpz,
         quantized_weights=quantized_weights,
