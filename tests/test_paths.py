@@ -15,7 +15,13 @@ from fnaccel.errors import ArgumentError
 from fnaccel.world.paths import local_path, output_file
 from tests.models import program
 
-ADDRESSES = ["s3://bucket/x", "gs://bucket/x", "hdfs://host/x", "file:///tmp/x", pathlib.Path("s3://bucket/x")]
+ADDRESSES = [
+    "s3://bucket/x",
+    "gs://bucket/x",
+    "hdfs://host/x",
+    "file:///tmp/x",
+    pathlib.Path("s3://bucket/x"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +102,21 @@ def from_store(train_step, state):
     }
     for name in ("directory", "report", "profile"):
         shards = fa.shard([{"x": torch.ones(1)}])
-        calls[f"scan {name}"] = lambda name=name: next(iter(fa.scan(train_step, state, shards, **{name: address})))
-    for name in ("aim", "clearml", "comet", "dvclive", "jsonl", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"):
+        calls[f"scan {name}"] = lambda name=name: next(
+            iter(fa.scan(train_step, state, shards, **{name: address}))
+        )
+    for name in (
+        "aim",
+        "clearml",
+        "comet",
+        "dvclive",
+        "jsonl",
+        "mlflow",
+        "swanlab",
+        "tensorboard",
+        "trackio",
+        "wandb",
+    ):
         calls[name] = lambda name=name: fa.track.of(name, directory=address)
     return calls
 
