@@ -14,6 +14,7 @@ from fnaccel.config.references import dump
 from fnaccel.errors import ConfigError, FnaccelError, nearest
 from fnaccel.tree import Tree
 from fnaccel.world.paths import local_path
+from fnaccel.world.plain_data import load_yaml
 
 
 @functools.cache
@@ -42,31 +43,6 @@ def _whole(value: object, _: type) -> int:
     if isinstance(value, float) and not value.is_integer():
         raise ValueError("a whole number", value)
     return number
-
-
-class _Loader(yaml.SafeLoader):
-    """yaml's own loader takes the last of two equal keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"two keys {key.value!r}", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-def load(text: str) -> Any:
-    """Plain values of YAML text. No text at all is a mapping without keys.
-
-    Raises:
-        yaml.YAMLError: the text is not YAML, or a mapping has a key twice.
-    """
-    try:
-        plain = yaml.load(text, _Loader)
-    except RecursionError:
-        raise yaml.YAMLError("values are nested too deeply") from None
-    return {} if plain is None else plain
 
 
 def text_of(path: Path, where: str) -> str:
@@ -148,7 +124,7 @@ def from_yaml(source: str | Path) -> Recipe:
         where = text
         text = text_of(Path(source), "fa.config.from_yaml")
     try:
-        plain = load(text)
+        plain = load_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(
             f"this is not YAML: {' '.join(str(error).split())}", where=where, fix="correct the line it names"

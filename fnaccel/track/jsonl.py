@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fnaccel.errors import ArgumentError
-from fnaccel.track.library import not_started
+from fnaccel.track.library import check_offline, not_started
 from fnaccel.track.tracker import Ranks
 from fnaccel.tree import Tree
 from fnaccel.world.paths import local_path
@@ -34,6 +34,7 @@ class JsonlTracker:
     Args:
         path: the file. It and its folder are made if they are missing.
         directory: if no path is given, the file is `metrics.jsonl` in this folder, by default `runs`.
+        offline: no effect: nothing needs a network.
         ranks: the ranks that write. With `"all"` each rank has a file of its own, such as `gpt.rank1.jsonl`.
 
     Example:
@@ -51,7 +52,9 @@ class JsonlTracker:
         *,
         directory: str | Path | None = None,
         ranks: Ranks = "main",
+        offline: bool | None = None,
     ) -> None:
+        check_offline("JsonlTracker", offline, {})
         folder = local_path("runs" if directory is None else directory, "JsonlTracker")
         self._base = folder / "metrics.jsonl" if path is None else local_path(path, "JsonlTracker")
         self._file: int | None = None
