@@ -396,3 +396,10 @@ def finish_shards(root: torch.nn.Module) -> None:
             for param in group.fsdp_params:
                 param.reset_sharded_param()
             group._reset_sharded_params = True
+
+
+def extension_directory(name: str) -> str:
+    """The folder where `torch.utils.cpp_extension.load` builds an extension. It is made. (2.9 to 2.13)"""
+    from torch.utils import cpp_extension  # noqa: PLC0415 - slow to import
+
+    return cpp_extension._get_build_directory(name, False)

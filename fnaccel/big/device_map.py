@@ -17,8 +17,12 @@ from fnaccel.big.sizes import Dtype, bits_of, nbytes
 from fnaccel.errors import ArgumentError, UnknownNameError, nearest
 from fnaccel.models.layers import folded
 from fnaccel.step.html_table import size_of
+from fnaccel.world.plain_data import load_json
 
 _FALLBACK = "run on the CPU, where they are: no accelerator of the budget holds one of them"
+
+_LONGEST = 1 << 26
+"""Characters of a map: one of a large model has sizes of thousands of modules."""
 
 
 def _devices(places: Mapping[str, Device]) -> dict[str, Device]:
@@ -127,7 +131,7 @@ class DeviceMap(Mapping[str, Device]):
             ArgumentError: the text is neither.
         """
         try:
-            content: Any = json.loads(text)
+            content: Any = load_json(text, longest=_LONGEST)
             if not isinstance(content, dict):
                 raise TypeError
             if not isinstance(content.get("places"), dict):

@@ -7,7 +7,6 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from fnaccel.big.planning import Options, Values, plan
 from fnaccel.big.unit import Slot, Unit, put, restore
 from fnaccel.big.walker import Counts, Walker
 from fnaccel.errors import CapabilityError, OwnershipError
+from fnaccel.world.paths import optional_path
 
 _KEY = "_fnaccel_dispatch"
 _eager: Any = torch.compiler.disable  # a fetch can't be traced
@@ -253,7 +253,7 @@ def dispatch(
         ('cpu',)
     """
     options = Options(
-        folder=None if folder is None else Path(folder),
+        folder=optional_path(folder, "fa.big.dispatch"),
         device=device,
         prefetch=prefetch,
         offload_buffers=offload_buffers,

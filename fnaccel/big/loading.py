@@ -31,6 +31,7 @@ from fnaccel.errors import ArgumentError, TreeMismatchError, UnknownNameError, n
 from fnaccel.interchange.fitting import Choice, Fit, fit, mismatch
 from fnaccel.interchange.sources.detect import opened
 from fnaccel.interchange.targets import Targets
+from fnaccel.world.paths import local_path, optional_path
 from fnaccel.world.world import World, find_current
 
 _WHERE = "fa.big.load"
@@ -114,9 +115,10 @@ def load(
     """
     check_free(model)
     require_counts(_WHERE, readers=readers)
-    _check_quantization(model, Path(path), quantization)
+    source_path = local_path(path, _WHERE)
+    _check_quantization(model, source_path, quantization)
     options = Options(
-        folder=None if folder is None else Path(folder),
+        folder=optional_path(folder, _WHERE),
         device=device,
         prefetch=prefetch,
         offload_buffers=offload_buffers,
@@ -143,14 +145,14 @@ def load(
 
             def check() -> dict[str, torch.dtype]:
                 if ranks.is_main:
-                    source = stack.enter_context(opened(Path(path), format, trust=trust_pickle))
+                    source = stack.enter_context(opened(source_path, format, trust=trust_pickle))
                     fits.append(_fitted(source, model, targets, choice))
                 return {name: entry.dtype for fitted in fits for name, entry in fitted.pairs.items()}
 
             stored = together(ranks, _WHERE, check)[0]
             values = sent_by_first(fits, stored, targets, reading, ranks)
         else:
-            source = stack.enter_context(opened(Path(path), format, trust=trust_pickle))
+            source = stack.enter_context(opened(source_path, format, trust=trust_pickle))
             remaining, parts = split_source(source, model)
             fitted = _fitted(remaining, model, targets, choice)
             reading.fill(parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from torch import nn
 
@@ -12,6 +11,7 @@ from fnaccel.big.dispatch import Dispatch, dispatched
 from fnaccel.big.mover import Mover
 from fnaccel.big.planning import Options
 from fnaccel.errors import ArgumentError
+from fnaccel.world.paths import optional_path
 
 
 def offload(
@@ -56,7 +56,7 @@ def offload(
     if home not in ("cpu", "disk"):
         raise ArgumentError(f"{home!r} is no home", where="fa.big.offload", fix='home="cpu" or home="disk"')
     options = Options(
-        folder=None if folder is None else Path(folder),
+        folder=optional_path(folder, "fa.big.offload"),
         device=device,
         prefetch=0 if keep else prefetch,
         offload_buffers=offload_buffers,

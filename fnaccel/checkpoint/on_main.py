@@ -18,6 +18,7 @@ from fnaccel.checkpoint.format.torch_file import save_object
 from fnaccel.errors import ArgumentError
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank_of
+from fnaccel.world.paths import local_path
 from fnaccel.world.world import World, current
 
 _WHERE = "fa.checkpoint.save_on_main"
@@ -55,7 +56,7 @@ def save_on_main(
         >>> torch.load(path)
         {'vocabulary': ['a', 'b']}
     """
-    active, target = current(world), Path(path)
+    active, target = current(world), local_path(path, _WHERE)
     writes = active.is_local_main if each_machine else active.is_main
 
     def gathered(leaf: Any) -> Any:

@@ -35,6 +35,7 @@ from fnaccel.errors import CheckpointError, UnleasedStateError
 from fnaccel.state import TrainState, lease_of
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
+from fnaccel.world.paths import local_path
 from fnaccel.world.progress_marks import within
 from fnaccel.world.random_streams import fold
 from fnaccel.world.world import World, current
@@ -102,9 +103,9 @@ def restore(
         >>> state = fa.restore("runs/base", like=train_step.init(seed=1))
         >>> state = fa.restore("runs/base", like=state, only="params", skip="*lm_head*")  # to fine-tune
     """
-    active = current(world)
+    active, root = current(world), local_path(directory, _WHERE)
     active.resource(Background).settle()
-    chosen = _Chosen(Path(directory), step, like, only, skip, rename, verify, each_machine)
+    chosen = _Chosen(root, step, like, only, skip, rename, verify, each_machine)
     with contextlib.ExitStack() as stack, no_collection():
         opened = _open(chosen, active, stack)
         hooks, path = active.resource(Registered), opened.files.path

@@ -19,6 +19,7 @@ from fnaccel.program.train_step import TrainStep
 from fnaccel.state import TrainState, is_stale
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
+from fnaccel.world.paths import local_path
 from fnaccel.world.progress_marks import within
 
 _WHERE = "fa.resume_or_init"
@@ -74,7 +75,7 @@ def resume_or_init(
         _WHERE,
         "fa.resume_or_init(directory, train_step): it calls train_step.init by itself",
     )
-    root = Path(directory)
+    root = local_path(directory, _WHERE)
     world = train_step.mesh.world
     world.resource(Background).settle()
     state = train_step.init(seed, extras=extras)

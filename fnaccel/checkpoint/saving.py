@@ -11,6 +11,7 @@ from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.checkpoint.writing import Hold, Writing
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
+from fnaccel.world.paths import local_path
 from fnaccel.world.progress_marks import within
 from fnaccel.world.world import World, current
 
@@ -134,10 +135,11 @@ def _begun(
     each_machine: bool,
 ) -> Writing:
     """A save that is ready to run, once the one before it has ended."""
+    root = local_path(directory, where)
     retention.check(where)
     world.resource(Background).settle()
     # absolute: a thread may write after the script has changed its directory
-    writing = Writing(Path(directory).absolute(), retention, world, where, each_machine=each_machine)
+    writing = Writing(root.absolute(), retention, world, where, each_machine=each_machine)
     with no_collection():
         writing.begin(state, step, metadata, hold=hold)
     return writing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import attrs
 
 from fnaccel.cli.options.config import DEFAULT_FILE
 from fnaccel.config import Recipe, from_yaml
-from fnaccel.config.yaml import load, override, text_of
+from fnaccel.config.yaml import override, text_of
 from fnaccel.errors import LaunchError
 from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
 from fnaccel.world import settings
+from fnaccel.world.plain_data import load_yaml
 from fnaccel.world.settings import parse_value as parse_value
 
 FLAGS = ("strategy", "precision", "accumulate", "clip_norm", "compile", "attention")
@@ -141,7 +143,8 @@ def check_overrides(sources: Sequence[Layer]) -> Recipe:
     recipe = Recipe()
     for source in sources:
         # the flags alone first: the recipe names the wrong value, a converter only the field
-        attrs.evolve(Recipe(), **{name: source.fields[name] for name in FLAGS if name in source.fields})
+        with contextlib.suppress(TypeError):  # a value of another kind, which `override` names
+            attrs.evolve(Recipe(), **{name: source.fields[name] for name in FLAGS if name in source.fields})
         recipe = override(recipe, source.fields, source.where)
     if sources:
         strategy(recipe.strategy)
@@ -193,7 +196,7 @@ def _machine_limits(text: str) -> tuple[int, int]:
 def _fields_of(path: Path) -> dict[str, Any]:
     from_yaml(path)
     # the text and not the recipe: a field that the file sets to its default is an override too
-    plain: dict[str, Any] = load(text_of(path, "a recipe"))
+    plain: dict[str, Any] = load_yaml(text_of(path, "a recipe"))
     defaults = Recipe()
     fields: dict[str, Any] = {}
     for name, value in plain.items():

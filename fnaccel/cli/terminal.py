@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from fnaccel.errors import ArgumentError, FnaccelError
+from fnaccel.world.paths import local_path
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,6 +21,17 @@ class Parser(argparse.ArgumentParser):
         # the description keeps its lines
         style = argparse.RawDescriptionHelpFormatter
         super().__init__(prog, usage, description, formatter_class=style, allow_abbrev=False)
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - overloads of one signature
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse as argparse does, and check that paths are paths of this machine."""
+        parsed, remaining = super().parse_known_args(args, namespace)
+        for value in vars(parsed).values():
+            for path in value if isinstance(value, list) else [value]:
+                if isinstance(path, Path):
+                    local_path(path, self.prog)
+        return parsed, remaining
 
     def error(self, message: str) -> NoReturn:
         """Raise the error instead of an exit."""

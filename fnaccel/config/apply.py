@@ -187,7 +187,12 @@ def transformed(recipe_: Recipe, loss_fn: Callable[..., Any]) -> Step:
             functools.partial(compile, step, cast(Any, recipe_.compile)), "compile", recipe_.compile_options
         )
     for reference in recipe_.transforms:
-        step = load(reference, "transforms")(step)
+        transform = load(reference, "transforms")
+        if not callable(transform):
+            raise ConfigError(
+                f"{reference!r} is no transform", where="transforms", fix='write "module:name" of a function'
+            )
+        step = transform(step)
     return step
 
 

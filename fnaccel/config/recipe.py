@@ -10,6 +10,7 @@ import attrs
 from fnaccel.config.running import LaunchRecipe, RunRecipe
 from fnaccel.errors import ConfigError, as_names, nearest, require, require_counts
 from fnaccel.transforms.rematerialisation import Kept
+from fnaccel.world.paths import optional_path
 
 
 @attrs.frozen(kw_only=True)
@@ -98,6 +99,7 @@ class CheckpointRecipe:
     background: bool = False
 
     def __attrs_post_init__(self) -> None:
+        optional_path(self.directory, "checkpoint.directory")
         require_counts("CheckpointRecipe", every=self.every, keep=self.keep, keep_every=self.keep_every)
 
 
@@ -138,6 +140,8 @@ class TrackingRecipe:
         require(
             self.log_every >= 1, f"log_every={self.log_every}", "TrackingRecipe", "log_every is 1 or more"
         )
+        optional_path(self.report, "tracking.report")
+        optional_path(self.profile, "tracking.profile")
         for entry in self.trackers:
             if not isinstance(entry, str) and not (isinstance(entry, Mapping) and "name" in entry):
                 raise ConfigError(

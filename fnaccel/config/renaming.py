@@ -8,8 +8,9 @@ from pathlib import Path
 import yaml
 
 from fnaccel.config.importing import kind_of
-from fnaccel.config.yaml import from_yaml, load, text_of
+from fnaccel.config.yaml import from_yaml, text_of
 from fnaccel.errors import ConfigError
+from fnaccel.world.plain_data import load_yaml
 
 RENAMED: dict[str, str] = {}
 """Dotted earlier name -> the current name of its last part. No key of a released version was renamed yet."""
@@ -34,7 +35,7 @@ def renamed(path: Path, table: Mapping[str, str] | None = None) -> tuple[str, st
     before = after = text_of(path, _COMMAND)
     table = RENAMED if table is None else table
     try:
-        plain, root = load(before), yaml.compose(before, yaml.SafeLoader)
+        plain, root = load_yaml(before), yaml.compose(before, yaml.SafeLoader)
     except yaml.YAMLError as error:
         text = " ".join(str(error).split())
         raise ConfigError(

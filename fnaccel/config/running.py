@@ -10,6 +10,7 @@ import attrs
 from fnaccel.config.carriers import HostsRecipe, SageMakerRecipe, TpuVmRecipe
 from fnaccel.errors import ConfigError, nearest, require_counts
 from fnaccel.launch.sections import as_carrier, as_slurm
+from fnaccel.world.paths import optional_path
 
 
 @attrs.frozen(kw_only=True)
@@ -159,6 +160,7 @@ class LaunchRecipe:
     nccl: str | None = None
 
     def __attrs_post_init__(self) -> None:
+        optional_path(self.tee, "launch.tee")
         if self.nccl not in (None, "consumer", "default"):
             raise ConfigError(
                 f"nccl={self.nccl!r} is no preset",

@@ -13,6 +13,8 @@ from fnaccel.config.recipe import Recipe
 from fnaccel.config.references import dump
 from fnaccel.errors import ConfigError, FnaccelError, nearest
 from fnaccel.tree import Tree
+from fnaccel.world.paths import local_path
+from fnaccel.world.plain_data import load_yaml
 
 
 @functools.cache
@@ -43,31 +45,6 @@ def _whole(value: object, _: type) -> int:
     return number
 
 
-class _Loader(yaml.SafeLoader):
-    """yaml's own loader takes the last of two equal keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"two keys {key.value!r}", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-def load(text: str) -> Any:
-    """Plain values of YAML text. No text at all is a mapping without keys.
-
-    Raises:
-        yaml.YAMLError: the text is not YAML, or a mapping has a key twice.
-    """
-    try:
-        plain = yaml.load(text, _Loader)
-    except RecursionError:
-        raise yaml.YAMLError("values are nested too deeply") from None
-    return {} if plain is None else plain
-
-
 def text_of(path: Path, where: str) -> str:
     """The text of a file.
 
@@ -79,7 +56,7 @@ def text_of(path: Path, where: str) -> str:
         >>> text_of(Path("gpt.yaml"), "a recipe")
         'strategy: fsdp'
     """
-    if not path.is_file():
+    if not local_path(path, where).is_file():
         raise ConfigError(f"there is no file {path}", where=where, fix="check the path")
     try:
         return path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
@@ -147,7 +124,7 @@ def from_yaml(source: str | Path) -> Recipe:
         where = text
         text = text_of(Path(source), "fa.config.from_yaml")
     try:
-        plain = load(text)
+        plain = load_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(
             f"this is not YAML: {' '.join(str(error).split())}", where=where, fix="correct the line it names"

@@ -26,6 +26,7 @@ from fnaccel.interchange.exporting import Style, dtype_in, keys_of, one_model, w
 from fnaccel.interchange.model_config import author_class
 from fnaccel.interchange.targets import modules_of
 from fnaccel.state import TrainState, check_live
+from fnaccel.world.paths import local_path
 from fnaccel.world.world import World
 
 _WHERE = "fa.interchange.export_adapter"
@@ -81,7 +82,7 @@ def export_adapter(
         >>> sorted(file.name for file in path.iterdir())
         ['adapter_config.json', 'adapter_model.safetensors']
     """
-    target = Path(directory)
+    target = local_path(directory, _WHERE)
     if not isinstance(state, TrainState):
         raise ArgumentError(
             f"state is a {type(state).__name__}",

@@ -25,6 +25,7 @@ from fnaccel.interchange.sources.detect import opened as open_source
 from fnaccel.interchange.targets import SECTIONS, sections_of, targets_of, tensors_of
 from fnaccel.state import TrainState, lease_of
 from fnaccel.tree import Tree
+from fnaccel.world.paths import local_path
 from fnaccel.world.world import World, current
 
 _WHERE = "fa.interchange.adopt"
@@ -82,7 +83,8 @@ def adopt(
         >>> state = fa.interchange.adopt("gpt.pt", like=train_step.init(seed=0))
     """
     ranks = current(world)
-    request = _Request(Path(path), format, trust_pickle, like, Choice(only, skip, rename, _WHERE))
+    choice = Choice(only, skip, rename, _WHERE)
+    request = _Request(local_path(path, _WHERE), format, trust_pickle, like, choice)
     for _ in attempts():
         # not a return value: those are pickled and sent to the other ranks
         opened: list[tuple[Fit, Source]] = []

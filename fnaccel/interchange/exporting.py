@@ -27,6 +27,7 @@ from fnaccel.interchange.targets import check_full_width, modules_of, persistent
 from fnaccel.state import TrainState, check_live, check_trained, lease_of
 from fnaccel.step.precision_policy import dtype_of
 from fnaccel.tree import Tree
+from fnaccel.world.paths import local_path
 from fnaccel.world.world import World, current
 
 _WHERE = "fa.interchange.export_hf"
@@ -117,11 +118,11 @@ def export_hf(
         >>> sorted(file.name for file in path.iterdir())
         ['config.json', 'model.safetensors']
     """
-    target = Path(directory)
+    target = local_path(directory, _WHERE)
     style = Style(max_shard_size, dtype, ema, model, only, skip, rename, safetensors)
     if isinstance(source, str | os.PathLike):
         active = world_of(world)
-        path: Path = Path(source)
+        path = local_path(source, _WHERE)
 
         def convert() -> None:
             if active.is_main:

@@ -11,13 +11,13 @@ from fnaccel.launch.job import Job
 _PROC = Path("/proc/driver/nvidia")
 
 DEBUG = {
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_DISTRIBUTED_DEBUG": "INFO",
     "TORCH_SHOW_CPP_STACKTRACES": "1",
     "NCCL_DEBUG": "INFO",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
     "PYTHONFAULTHANDLER": "1",
 }
-"""The variables of `--debug`."""
+"""The variables of `--debug`. Not DETAIL: under it, DDP ends a process by SIGSEGV on gloo (torch 2.13)."""
 
 _CONSUMER = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 
@@ -60,7 +60,7 @@ def preset_variables(
 
     Example:
         >>> preset_variables(Job(debug=True), {"NCCL_DEBUG": "WARN"})["TORCH_DISTRIBUTED_DEBUG"]
-        'DETAIL'
+        'INFO'
     """
     chosen = dict(DEBUG) if job.debug else {}
     chosen |= nccl_variables(job.nccl, cards=cards, driver=driver)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import attrs
 
+from fnaccel.world.paths import output_file
+
 WAIT = 2.0
 """Seconds for which the launcher waits for the last output. A process that a rank leaves behind holds it."""
 
@@ -61,12 +63,15 @@ def start_copiers(folder: str, ranks: Sequence[int]) -> list[Copier]:
         ranks: the ranks of this machine.
 
     Raises:
+        ArgumentError: there is something that is no regular file in the place of a log.
         OSError: a file can't be written, or no process can be started.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     copiers: list[Copier] = []
     for rank in ranks:
-        file = os.open(log_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        # a pipe would wait for a reader here
+        log = output_file(log_path(folder, rank), "fnaccel launch --tee")
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         (out_read, out), (err_read, err) = os.pipe(), os.pipe()
         pid = os.fork()
         if pid == 0:

@@ -14,6 +14,7 @@ from fnaccel.errors import Preempted
 from fnaccel.loop.preemption import SIGNALS, preemption
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import TrainState
+from fnaccel.world.paths import local_path
 
 if TYPE_CHECKING:
     from fnaccel.checkpoint import Saving
@@ -33,7 +34,9 @@ class Autosave:
         signals: the signals that let the run save and end.
     """
 
-    directory: str | Path = attrs.field(converter=lambda path: Path(path).absolute())
+    directory: str | Path = attrs.field(
+        converter=lambda path: local_path(path, "fa.scan(directory=)").absolute()
+    )
     every: int | None = None
     keep: int | None = None
     keep_every: int | None = None

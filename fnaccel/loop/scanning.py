@@ -21,10 +21,9 @@ from fnaccel.loop.nonfinite import NonfiniteLoss
 from fnaccel.loop.preemption import SIGNALS
 from fnaccel.loop.tracked import Bar, ByName, logged, trackers_of_rank
 from fnaccel.program.train_step import TrainStep
-from fnaccel.seeing.paths import require_page
 from fnaccel.seeing.profile import Profile
 from fnaccel.seeing.profile import profile as profiled
-from fnaccel.seeing.report import ReportTracker
+from fnaccel.seeing.report import ReportTracker, log_of
 from fnaccel.seeing.throughput import Throughput
 from fnaccel.seeing.versions import environment
 from fnaccel.state import Position, TrainState, check_state, lease_of
@@ -85,7 +84,7 @@ def scan(
             object, a name such as `"tensorboard"`, or a mapping of `name` and options. `"all"` stands for
             those installed. A tracker by name writes to `logs` in the directory, or without one to `runs`. A
             tracker that raises in `log` or `finish` does not end training: its first error is logged, and the
-            number of its errors.
+            number of its errors. A tracker that blocks does not stop it either: see docs/tracking.md.
         log_every: write each so many steps.
         config: shown by trackers beside the run. The plan and the environment are added.
         directory: save the state here, each `save_every` steps and at the end. None: nowhere. Step k is saved
@@ -154,7 +153,7 @@ def scan(
     )
     # on all ranks, though rank 0 writes the page
     if report is not None:
-        require_page(report, "fa.scan(report=)")
+        log_of(report)
     if profile is not None and not isinstance(profile, Profile):
         profile = profiled(profile)
     world = train_step.mesh.world

@@ -15,6 +15,7 @@ from fnaccel.loop.progress import open_bar, show_metrics
 from fnaccel.track.log import Log
 from fnaccel.track.registry import find, installed, of
 from fnaccel.track.tracker import Artifacts, Media, PerRank, Ranks, Tracker, writes_on
+from fnaccel.world.paths import local_path
 from fnaccel.world.world import World, current
 
 ByName = str | Mapping[str, Any]
@@ -37,7 +38,7 @@ def trackers_of_rank(
         UnknownNameError: no tracker has this name.
         WorldError: a tracker is for a rank that the world does not have.
     """
-    folder = Path("runs") if directory is None else Path(directory) / "logs"
+    folder = Path("runs") if directory is None else local_path(directory, f"{where}, directory=") / "logs"
     return tuple(
         _of_rank(tracker, world)
         for tracker in _opened(trackers, folder, where)
@@ -134,6 +135,8 @@ class TrackedRun:
         4
     """
 
+    in_loop = True  # each tracker of the run has its own thread
+
     def __init__(self, trackers: tuple[Tracker, ...], config: Mapping[str, Any]) -> None:
         self._trackers = trackers
         self._log = Log(trackers, config)
@@ -150,7 +153,7 @@ class TrackedRun:
 
     @property
     def failures(self) -> dict[str, int]:
-        """The number of errors of each tracker that raised, by its class's name."""
+        """The number of errors of each tracker that raised, by its class's name, without rows in a queue."""
         return dict(self._log.failures)
 
     def start(self, config: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity
 
 from fnaccel._torch import profiler_is_on
 from fnaccel.errors import ArgumentError, UnknownNameError, nearest, require
-from fnaccel.seeing.paths import require_path
+from fnaccel.world.paths import local_path
 from fnaccel.world.progress_marks import NOW, Mark, listening
 from fnaccel.world.world import find_current
 
@@ -215,7 +215,7 @@ def profile(
         if type(count) is not int or count < (1 if name == "active" else 0)
     }
     require(not bad, f"{bad}", "fa.profile", "counts of steps, with active of 1 or more")
-    require_path(directory, "fa.profile")
+    folder = local_path(directory, "fa.profile")
     require(
         on_trace_ready is None or callable(on_trace_ready),
         f"on_trace_ready={on_trace_ready!r}",
@@ -234,7 +234,7 @@ def profile(
         "with_modules": modules,
         "activities": _named(activities),
     }
-    return Profile(Path(directory), schedule, on_trace_ready, options)
+    return Profile(folder, schedule, on_trace_ready, options)
 
 
 def _named(activities: str | Iterable[str] | None) -> list[ProfilerActivity]:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fnaccel.seeing.paths import require_page
 from fnaccel.seeing.report_page import page
 from fnaccel.seeing.runs import find_runs
 from fnaccel.track.jsonl import JsonlTracker
+from fnaccel.world.paths import output_file, replace_file, require_page
 
 
 def write_report(
@@ -22,15 +22,15 @@ def write_report(
 
     Args:
         runs: logs of `JsonlTracker`, or folders with logs. Several are drawn side by side.
-        path: of the page. An old page is replaced as a whole.
+        path: of the page. An old page is replaced as a whole. Links are followed.
         title: by default the names of the runs.
 
     Returns:
         The path.
 
     Raises:
-        ArgumentError: no logs, a log without a step, or a path that is a folder or ends in `.jsonl`.
-        OSError: the page can't be written.
+        ArgumentError: no logs, a log without a step, a path that is no regular file or ends in `.jsonl`, or
+            a page that can't be written.
 
     Example:
         >>> tracker = fa.track.JsonlTracker("gpt.jsonl")
@@ -42,15 +42,20 @@ def write_report(
     require_page(path, "fnaccel report")
     paths = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
     text = page(find_runs(paths), title)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)
-    return target
+    replace_file(path, text, "fnaccel report")
+    return Path(path)
+
+
+def log_of(page: str | os.PathLike[str]) -> Path:
+    """The log beside a page, which `ReportTracker` writes.
+
+    Raises:
+        ArgumentError: the page or its log is no regular file: see `require_page`.
+    """
+    require_page(page, "fa.scan(report=)")
+    log = Path(page).with_suffix(".jsonl")
+    output_file(log, "fa.scan(report=)")
+    return log
 
 
 class ReportTracker:
@@ -62,7 +67,7 @@ class ReportTracker:
         path: of the page. The log has the same name with the ending `.jsonl`.
 
     Raises:
-        ArgumentError: the path is a folder, or ends in `.jsonl`.
+        ArgumentError: the path or that of the log is no regular file, or the path ends in `.jsonl`.
 
     Example:
         >>> tracker = fa.seeing.ReportTracker("report.html")
@@ -73,10 +78,11 @@ class ReportTracker:
         True
     """
 
+    in_loop = True  # as its log is
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        require_page(path, "ReportTracker")
         self.path = Path(path)
-        self._log = JsonlTracker(self.path.with_suffix(".jsonl"))
+        self._log = JsonlTracker(log_of(path))
         self._steps = 0
 
     def start(self, config: Mapping[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable
@@ -13,9 +13,18 @@ from typing import Any
 import attrs
 
 from fnaccel.errors import ArgumentError
-from fnaccel.track.jsonl import read_jsonl
+from fnaccel.track.jsonl import records_of
+from fnaccel.world.paths import local_path
 
+_logger = logging.getLogger("fnaccel")
 _LARGEST = 10**300
+_LONGEST = 1 << 24
+"""Bytes of a line."""
+_MOST = 20_000
+"""Points of a column in memory."""
+_COLUMNS = 1_000
+"""Columns of a log, and restarts."""
+_SPEED = "steps_per_second"
 Points = list[tuple[float, float]]
 """(step, value), in order of steps."""
 
@@ -48,20 +57,43 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Run]:
     """The runs in files and folders, with names that differ.
 
     Args:
-        paths: of `JsonlTracker`. Of a folder all logs with a step in it, at any depth.
+        paths: of `JsonlTracker`. Of a folder all logs with a step in it, at any depth. A log of a folder that
+            can't be read is named in a warning, and left out.
 
     Raises:
         ArgumentError: no logs, or a log without a step.
     """
-    files: list[Path] = []
-    for path in map(Path, paths):
-        inside = [file for file in path.rglob("*.jsonl") if _is_log(file)] if path.is_dir() else [path]
-        if not inside or not inside[0].is_file():
-            raise _no_log(path)
-        files += sorted(inside)
-    if not files:
+    runs: list[tuple[Path, Run]] = []
+    for path in [local_path(path, "fnaccel report") for path in paths]:
+        runs += _of_folder(path) if path.is_dir() else [(path, _of_file(path))]
+    if not runs:
         raise _no_log("an empty list")
-    return [read_run(file, name) for file, name in zip(files, _names(files), strict=True)]
+    names = _names([file for file, _ in runs])
+    return [attrs.evolve(run, name=name) for (_, run), name in zip(runs, names, strict=True)]
+
+
+def _of_file(path: Path) -> Run:
+    if not path.is_file():
+        raise _no_log(path)
+    return read_run(path)
+
+
+def _of_folder(folder: Path) -> list[tuple[Path, Run]]:
+    """The runs of the logs in a folder."""
+    runs: list[tuple[Path, Run]] = []
+    errors: list[ArgumentError] = []
+    for file in sorted(folder.rglob("*.jsonl")):
+        try:
+            if file.is_file() and _is_log(file):
+                runs.append((file, read_run(file)))
+        except (ArgumentError, OSError) as error:
+            if isinstance(error, ArgumentError):
+                errors.append(error)
+            what = error.what if isinstance(error, ArgumentError) else error.strerror
+            _logger.warning("%s is left out: %s", file, what)
+    if not runs:
+        raise errors[0] if errors else _no_log(folder)
+    return runs
 
 
 def _number(value: float) -> float:
@@ -82,13 +114,15 @@ def _no_log(path: object) -> ArgumentError:
 def _is_log(file: Path) -> bool:
     """Whether a file of a folder is a log with a step. Data sets and runs that never began are not."""
     with file.open("rb") as lines:
-        return any(b'"step"' in line and _is_step(line) for line in lines)
+        return any(
+            b'"step"' in line and _is_step(line) for line in iter(lambda: lines.readline(_LONGEST), b"")
+        )
 
 
 def _is_step(line: bytes) -> bool:
     try:
         record: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(record, dict) and {"step", "time"} <= record.keys()
 
@@ -106,7 +140,9 @@ def _names(files: list[Path]) -> list[str]:
 
 
 def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
-    """Read one log. If a run went back to a checkpoint, its newer steps replace those of before.
+    """Read one log line by line. If a run went back to a checkpoint, its newer steps replace those of before.
+
+    Of a long log the smallest, the largest and the last values are kept, so that it fits in memory.
 
     Args:
         path: of `JsonlTracker`. The run may still be going on.
@@ -115,53 +151,108 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
     Raises:
         ArgumentError: no log, or one without a step.
     """
-    config: dict[str, Any] = {}
-    rows: list[tuple[int, float, dict[str, Any]]] = []
-    restarts: list[int] = []
-    began = False
-    seconds = 0.0
-    for record in read_jsonl(Path(path)):
+    log = _Log()
+    for record in records_of(Path(path)):
         if "config" in record:
-            config = record["config"] or config
-            began = True
-            continue
-        if not all(isinstance(record.get(name), int | float) for name in ("step", "time")):
-            raise ArgumentError(
-                f"a line without a step and a time: {str(record)[:80]}",
-                where=str(path),
-                fix="give a file that JsonlTracker wrote",
-            )
-        step, time = int(record["step"]), float(record["time"])
-        if began and rows:
-            while rows and rows[-1][0] >= step:
-                rows.pop()
-            restarts = [*(first for first in restarts if first < step), step]
-        elif rows:
-            seconds += max(0.0, time - rows[-1][1])
-        began = False
-        rows.append((step, time, record))
-    if not rows:
+            log.begin(record["config"])
+        else:
+            log.add(record, str(path))
+    if log.last is None:
         raise ArgumentError(
             f"{path} holds no step",
             where="fnaccel report",
             fix="wait until the run has logged one (log_every= of fa.scan says when)",
         )
-    columns: dict[str, Points] = {}
-    for step, _, record in rows:
-        for metric, value in record.items():
-            if metric not in ("step", "time") and isinstance(value, int | float):
-                columns.setdefault(metric, []).append((step, _number(value)))
-    speed: Points = [
-        (second, (second - first) / (later - earlier))
-        for (first, earlier, _), (second, later, _) in itertools.pairwise(rows)
-        if later > earlier and second > first and second not in restarts
-    ]
-    if speed:
-        columns["steps_per_second"] = speed
     return Run(
         name=name or Path(path).stem,
-        config=config,
-        columns=columns,
-        restarts=tuple(restarts),
-        seconds=seconds,
+        config=log.config,
+        columns=log.columns,
+        restarts=tuple(log.restarts),
+        seconds=log.seconds,
     )
+
+
+class _Log:
+    """A log while it is read: what of it stays in memory."""
+
+    def __init__(self) -> None:
+        self.config: dict[str, Any] = {}
+        self.columns: dict[str, Points] = {}
+        self.restarts: list[int] = []
+        self.seconds = 0.0
+        self.last: tuple[int, float] | None = None
+        self._began = False
+
+    def begin(self, config: dict[str, Any]) -> None:
+        """Take the first line of a run."""
+        self.config = config or self.config
+        self._began = True
+
+    def add(self, record: dict[str, Any], where: str) -> None:
+        """Take the line of a step."""
+        step, time = self._place(record, where)
+        if self._began and self.last is not None:
+            self._restart(step)
+        elif self.last is not None:
+            self._speed(step, time)
+        self._began = False
+        self.last = step, time
+        for metric, value in record.items():
+            if metric not in ("step", "time") and isinstance(value, int | float):
+                self._put(metric, step, _number(value))
+
+    @staticmethod
+    def _place(record: dict[str, Any], where: str) -> tuple[int, float]:
+        values = [record.get(name) for name in ("step", "time")]
+        step, time = (
+            _number(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+            for value in values
+        )
+        if not (math.isfinite(step) and math.isfinite(time)):
+            raise ArgumentError(
+                f"a line without a step and a time: {record!a:.80}",
+                where=where,
+                fix="give a file that JsonlTracker wrote",
+            )
+        return int(step), time
+
+    def _restart(self, step: int) -> None:
+        for points in self.columns.values():
+            while points and points[-1][0] >= step:
+                points.pop()
+        self.columns = {metric: points for metric, points in self.columns.items() if points}
+        while self.restarts and self.restarts[-1] >= step:
+            self.restarts.pop()
+        self.restarts.append(step)
+        del self.restarts[:-_COLUMNS]
+
+    def _speed(self, step: int, time: float) -> None:
+        before, earlier = self.last or (step, time)
+        self.seconds += max(0.0, time - earlier)
+        if time > earlier and step > before:
+            self._put(_SPEED, step, (step - before) / (time - earlier))
+
+    def _put(self, metric: str, step: int, value: float) -> None:
+        points = self.columns.get(metric)
+        if points is None:
+            # a name that can't be written, or too many names: no log of a training
+            if len(self.columns) >= _COLUMNS or any("\ud800" <= char <= "\udfff" for char in metric):
+                return
+            points = self.columns[metric] = []
+        points.append((step, value))
+        if len(points) >= _MOST:
+            points[:] = _thinned(points)
+
+
+def _thinned(points: Points) -> Points:
+    """About half of the points: of each eight the smallest, the largest, an infinite one and the last."""
+    kept: Points = []
+    for first in range(0, len(points), 8):
+        group = points[first : first + 8]
+        finite = [at for at, (_, value) in enumerate(group) if math.isfinite(value)]
+        chosen = {len(group) - 1}
+        if finite:
+            chosen |= {min(finite, key=lambda at: group[at][1]), max(finite, key=lambda at: group[at][1])}
+        chosen |= {*[at for at in range(len(group)) if at not in finite][:1]}
+        kept += [group[at] for at in sorted(chosen)]
+    return kept

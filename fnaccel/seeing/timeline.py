@@ -15,6 +15,7 @@ import attrs
 
 from fnaccel.errors import ArgumentError
 from fnaccel.seeing.profile import PHASE
+from fnaccel.world.paths import local_path
 
 _FILE = re.compile(r"rank(\d+)\.(\d+)\.pt\.trace\.json(\.gz)?")
 _COMMUNICATION = re.compile(
@@ -89,7 +90,7 @@ def summarize(directory: str | os.PathLike[str]) -> list[Summary]:
         [(0, 1)]
     """
     files: dict[int, list[Path]] = defaultdict(list)
-    for path in sorted(Path(directory).glob("rank*.pt.trace.json*")):
+    for path in sorted(local_path(directory, "fa.seeing.summarize").glob("rank*.pt.trace.json*")):
         match = _FILE.fullmatch(path.name)
         if match is not None:
             files[int(match[1])].append(path)

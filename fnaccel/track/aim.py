@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fnaccel.track.library import LibraryTracker
+from fnaccel.track.library import LibraryTracker, check_offline
 from fnaccel.track.media import as_picture, as_pictures
 from fnaccel.track.plain import markdown_table, plain
 from fnaccel.track.tracker import Ranks
+from fnaccel.world.paths import optional_path
 
 
 class AimTracker(LibraryTracker):
@@ -20,6 +21,7 @@ class AimTracker(LibraryTracker):
         run_name: the name of the run. By default Aim chooses.
         directory: the folder of the repository, or `aim://HOST:PORT` of a server. A folder needs no network.
             By default the working directory.
+        offline: True: a folder, and not a server.
         ranks: the ranks that write. With `"all"` each rank has a run of its own.
         options: further arguments of `aim.Run`, such as `run_hash`, `system_tracking_interval` and
             `capture_terminal_logs`.
@@ -38,11 +40,14 @@ class AimTracker(LibraryTracker):
         run_name: str | None = None,
         directory: str | Path | None = None,
         ranks: Ranks = "main",
+        offline: bool | None = None,
         **options: Any,
     ) -> None:
         super().__init__(ranks)
         self._project, self._name = project, run_name
-        self._directory = None if directory is None else str(directory)
+        remote = str(directory).startswith("aim://")
+        self._directory = str(directory if remote else optional_path(directory, "AimTracker") or "") or None
+        check_offline("AimTracker", offline, {"directory": remote and directory})
         self.options = options
         self._aim: Any = None
 
@@ -53,6 +58,7 @@ class AimTracker(LibraryTracker):
             MissingBackendError: aim is not installed.
         """
         self._aim = self._import("aim", "aim")
+        self._check_options(self.options, self._aim.Run)
         repository = self._directory
         if repository is not None and "://" not in repository:
             Path(repository).mkdir(parents=True, exist_ok=True)

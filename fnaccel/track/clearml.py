@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fnaccel.track.library import LibraryTracker
+from fnaccel.track.library import LibraryTracker, check_offline
 from fnaccel.track.media import as_pictures
 from fnaccel.track.plain import plain
 from fnaccel.track.tracker import Ranks
 from fnaccel.world.environment import set_default
+from fnaccel.world.paths import local_path
 
 
 class ClearMLTracker(LibraryTracker):
@@ -47,7 +48,9 @@ class ClearMLTracker(LibraryTracker):
     ) -> None:
         super().__init__(ranks)
         self._name, self._offline = run_name, offline
-        self._directory = None if directory is None else Path(directory).absolute()
+        self._directory = None if directory is None else local_path(directory, "ClearMLTracker").absolute()
+        check_offline("ClearMLTracker", offline, {})
+        self._further = tuple(options)
         self.options: dict[str, Any] = {"project_name": project, **options}
         self._began = False
 
@@ -60,6 +63,7 @@ class ClearMLTracker(LibraryTracker):
         if self._directory is not None:
             set_default("CLEARML_CACHE_DIR", str(self._directory))
         task: Any = self._import("clearml", "clearml").Task
+        self._check_options(self._further, task.init)
         current = task.current_task()
         self._began = current is None
         if current is None:

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fnaccel.track.library import LibraryTracker
+from fnaccel.track.library import LibraryTracker, check_offline
 from fnaccel.track.media import as_pictures
 from fnaccel.track.plain import flat
 from fnaccel.track.tracker import Ranks
 from fnaccel.world.environment import set_default
+from fnaccel.world.paths import local_path
 
 _OF_START = {"api_key", "workspace", "experiment_key", "mode"}
 """Options of `comet_ml.start` itself. The other options belong to its `ExperimentConfig`."""
@@ -28,6 +29,7 @@ class CometTracker(LibraryTracker):
         online: False writes an archive (zip) that `comet upload` sends later. Nothing needs a network or a
             key then. By default the value of COMET_START_ONLINE, or online.
         directory: the folder of that archive.
+        offline: True: as `online=False`. False: as `online=True`.
         ranks: the ranks that write. With `"all"` each rank has an experiment of its own.
         options: further arguments of `comet_ml.start` (`api_key`, `workspace`, `experiment_key`, `mode`), and
             of `comet_ml.ExperimentConfig`, such as `tags` and `log_code`.
@@ -47,15 +49,20 @@ class CometTracker(LibraryTracker):
         online: bool | None = None,
         directory: str | Path | None = None,
         ranks: Ranks = "main",
+        offline: bool | None = None,
         **options: Any,
     ) -> None:
         super().__init__(ranks)
         self._name = run_name
+        if offline is not None:
+            check_offline("CometTracker", offline, {"online": online})
+            online = not offline
         self.options: dict[str, Any] = {"project": project, "online": online}
         self.options |= {name: value for name, value in options.items() if name in _OF_START}
+        self._further = tuple(options)
         self._settings = {name: value for name, value in options.items() if name not in _OF_START}
         if directory is not None:
-            self._settings["offline_directory"] = str(Path(directory).absolute())
+            self._settings["offline_directory"] = str(local_path(directory, "CometTracker").absolute())
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begin the experiment.
@@ -66,6 +73,7 @@ class CometTracker(LibraryTracker):
         # with its automatic logging an experiment ends, without an error, when MLflow begins a run
         set_default("COMET_DISABLE_AUTO_LOGGING", "1")
         comet_ml = self._import("comet_ml", "comet")
+        self._check_options(self._further, comet_ml.start, comet_ml.ExperimentConfig)
         if "offline_directory" in self._settings:
             Path(self._settings["offline_directory"]).mkdir(parents=True, exist_ok=True)
         settings = comet_ml.ExperimentConfig(name=self._named(self._name), **self._settings)

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fnaccel.track.library import LibraryTracker
+from fnaccel.track.library import LibraryTracker, check_offline
 from fnaccel.track.media import as_pictures
 from fnaccel.track.plain import plain
 from fnaccel.track.tracker import Ranks
+from fnaccel.world.paths import local_path
 
 
 class DVCLiveTracker(LibraryTracker):
@@ -21,6 +22,7 @@ class DVCLiveTracker(LibraryTracker):
 
     Args:
         directory: its folder is `dvclive` in this one. By default `dvclive` in the working directory.
+        offline: no effect: nothing needs a network.
         ranks: the ranks that write. With `"all"` each rank has a folder of its own, such as `dvclive.rank1`.
         options: further arguments of `dvclive.Live`, such as `resume`, `report`, `dvcyaml` and `exp_name`.
 
@@ -31,9 +33,17 @@ class DVCLiveTracker(LibraryTracker):
         'main'
     """
 
-    def __init__(self, *, directory: str | Path | None = None, ranks: Ranks = "main", **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        directory: str | Path | None = None,
+        ranks: Ranks = "main",
+        offline: bool | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(ranks)
-        self._directory = Path(directory or ".")
+        self._directory = local_path(directory or ".", "DVCLiveTracker")
+        check_offline("DVCLiveTracker", offline, {})
         self.options = options
 
     def start(self, config: Mapping[str, Any]) -> None:
@@ -43,6 +53,7 @@ class DVCLiveTracker(LibraryTracker):
             MissingBackendError: dvclive is not installed.
         """
         dvclive = self._import("dvclive", "dvclive")
+        self._check_options(self.options, dvclive.Live)
         folder = self._directory / str(self._named("dvclive"))
         self._run = dvclive.Live(dir=str(folder), **self.options)
         self._run.log_params(_written(plain(config)))

@@ -12,17 +12,21 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fnaccel.errors import ArgumentError
-from fnaccel.track.library import not_started
+from fnaccel.track.library import check_offline, not_started
 from fnaccel.track.tracker import Ranks
 from fnaccel.tree import Tree
+from fnaccel.world.paths import local_path
+from fnaccel.world.plain_data import check_plain
 
 _RESERVED = ("step", "time", "config")
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+_LONGEST = 1 << 24
+"""Bytes of a line."""
 
 
 class JsonlTracker:
@@ -33,6 +37,7 @@ class JsonlTracker:
     Args:
         path: the file. It and its folder are made if they are missing.
         directory: if no path is given, the file is `metrics.jsonl` in this folder, by default `runs`.
+        offline: no effect: nothing needs a network.
         ranks: the ranks that write. With `"all"` each rank has a file of its own, such as `gpt.rank1.jsonl`.
 
     Example:
@@ -42,14 +47,19 @@ class JsonlTracker:
         ...     pass
     """
 
+    in_loop = True  # a write of one line to a file is faster than a queue, and a crash loses no line
+
     def __init__(
         self,
         path: str | Path | None = None,
         *,
         directory: str | Path | None = None,
         ranks: Ranks = "main",
+        offline: bool | None = None,
     ) -> None:
-        self._base = Path(directory or "runs") / "metrics.jsonl" if path is None else Path(path)
+        check_offline("JsonlTracker", offline, {})
+        folder = local_path("runs" if directory is None else directory, "JsonlTracker")
+        self._base = folder / "metrics.jsonl" if path is None else local_path(path, "JsonlTracker")
         self._file: int | None = None
         self._rank: int | None = None
         self.ranks: Ranks = ranks
@@ -141,32 +151,47 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         >>> [record["step"] for record in read_jsonl("gpt.jsonl") if "step" in record]
         [1, 2, 3]
     """
-    lines = Path(path).read_bytes().split(b"\n")
-    records: list[dict[str, Any]] = []
+    return list(records_of(path))
+
+
+def records_of(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The records of `read_jsonl` one by one, in memory for one line.
+
+    Raises:
+        ArgumentError: as `read_jsonl`.
+    """
     torn: int | None = None
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        record = _parse(line)
-        if torn is not None and (record is None or "config" not in record):
-            raise ArgumentError(
-                f"line {torn} is no record", where=str(path), fix="give a file that JsonlTracker wrote"
-            )
-        torn = number if record is None else None
-        if record is not None:
-            records.append(record)
-    return records
+    with local_path(path, "fa.track.read_jsonl").open("rb") as file:
+        for number, line in enumerate(_lines(file), 1):
+            if line == b"\n":
+                continue
+            record = _parse(line)
+            if torn is not None and (record is None or "config" not in record):
+                raise ArgumentError(
+                    f"line {torn} is no record", where=str(path), fix="give a file that JsonlTracker wrote"
+                )
+            torn = number if record is None else None
+            if record is not None:
+                yield record
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file. Of a line that no tracker wrote, since it is too long, the beginning."""
+    while line := file.readline(_LONGEST):
+        yield line
+        while line and not line.endswith(b"\n"):
+            line = file.readline(_LONGEST)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record: Any = json.loads(line)
-    except ValueError:
+        if not isinstance(record, dict):
+            return None
+        if "config" in record:
+            return check_plain(record) if isinstance(record["config"], dict) else None
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict):
-        return None
-    if "config" in record:
-        return record
     return {name: float(value) if value in _NOT_FINITE else value for name, value in record.items()}
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from fnaccel.errors import ArgumentError, MissingBackendError
+from fnaccel.errors import ArgumentError, MissingBackendError, nearest
 from fnaccel.track.tracker import Ranks
 
 
@@ -36,6 +38,17 @@ class LibraryTracker:
             return name
         return f"rank{self._rank}" if name is None else f"{name}.rank{self._rank}"
 
+    def _check_options(self, options: Iterable[str], *functions: Callable[..., Any]) -> None:
+        """Check that the functions of the library take these options of the user.
+
+        Raises:
+            ArgumentError: one of them has no parameter of that name. The known options are listed.
+        """
+        known = own_options(type(self)).union(*map(own_options, functions))
+        for name in options:
+            if name not in known:
+                raise unknown_option(type(self).__name__, name, known)
+
     def _started(self, method: str) -> Any:
         """The run object.
 
@@ -60,6 +73,33 @@ class LibraryTracker:
                 where=f"{type(self).__name__}.start",
                 fix=f"pip install 'fnaccel[{extra}]'",
             ) from error
+
+
+def own_options(function: Callable[..., Any]) -> set[str]:
+    """The names of the parameters of a class or function, without `**options`."""
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+
+
+def unknown_option(tracker: str, name: str, known: Iterable[str]) -> ArgumentError:
+    """The error of an option that a tracker does not have."""
+    return ArgumentError(f"{tracker} has no option {name!r}", where="trackers", fix=nearest(name, known))
+
+
+def check_offline(tracker: str, offline: bool | None, online: dict[str, Any]) -> None:
+    """Check `offline` of a tracker, and that no other option asks for a server at the same time.
+
+    Raises:
+        ArgumentError: `offline` is neither a bool nor None, or it is True beside an option for a server.
+    """
+    asks = [f"{name}={value!r}" for name, value in online.items() if value]
+    if offline is None or (isinstance(offline, bool) and not (offline and asks)):
+        return
+    raise ArgumentError(
+        f"{tracker}: offline={offline!r}" + (f" and {asks[0]}" if asks else ""),
+        where="trackers",
+        fix="leave one of them out" if asks else "offline=True, or False",
+    )
 
 
 def not_started(where: str) -> ArgumentError:

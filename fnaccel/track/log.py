@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from fnaccel.errors import MissingBackendError
+from fnaccel.errors import ArgumentError, MissingBackendError
 from fnaccel.step.checked_metrics import check_logged
+from fnaccel.track import calls
+from fnaccel.track.calls import LoopCalls, calls_of
 from fnaccel.track.fetcher import Fetcher
 from fnaccel.track.tracker import Tracker
+from fnaccel.tree import Tree
 
 _logger = logging.getLogger("fnaccel")
 
@@ -22,10 +26,7 @@ class Log:
     A tracker that raises does not end training: its first error is logged with its traceback, and the number
     of all its errors at the end. The other trackers go on. If the package of a tracker is missing, that
     tracker is left out in the same way. Another error in `start` is raised, since training has not begun
-    then.
-
-    Attributes:
-        failures: the number of errors of each tracker that raised, by its class's name.
+    then. A tracker that blocks does not stop training: see `fnaccel.track.calls`.
     """
 
     def __init__(
@@ -36,8 +37,9 @@ class Log:
     ) -> None:
         self._show = show
         self._fetcher = Fetcher()
-        self._started: list[Tracker] = []
-        self.failures: Counter[str] = Counter()
+        self._open: list[LoopCalls] = []
+        self._calls: list[LoopCalls] = []
+        self._absent: Counter[str] = Counter()
         try:
             for tracker in trackers:
                 self._start(tracker, config)
@@ -45,14 +47,30 @@ class Log:
             self._finish()
             raise
 
+    @property
+    def failures(self) -> Counter[str]:
+        """The number of errors of each tracker that raised, by its class's name."""
+        failures = Counter(self._absent)
+        for each in self._calls:
+            failures[each.name] += each.errors
+        return +failures
+
     def _start(self, tracker: Tracker, config: Mapping[str, Any]) -> None:
+        name = type(tracker).__name__
         try:
-            tracker.start(config)
+            tracker.start(_copy(config))
         except MissingBackendError as error:
-            self.failures[type(tracker).__name__] += 1
-            _logger.error("%s is left out: %s", type(tracker).__name__, error)
+            self._absent[name] += 1
+            _logger.error("%s is left out: %s", name, error)
+        except SystemExit as error:
+            raise ArgumentError(
+                f"{name}.start() called sys.exit({error.code!r})",
+                where="trackers",
+                fix="leave the tracker out, or raise an error in its place",
+            ) from error
         else:
-            self._started.append(tracker)
+            self._open.append(calls_of(tracker))
+            self._calls.append(self._open[-1])
 
     def put(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take one step's metrics, and pass on the metrics that have arrived so far."""
@@ -65,15 +83,15 @@ class Log:
         The metrics of earlier steps are written first, because some libraries refuse a step that goes back.
         """
         self._pass_on(wait=True)
-        for tracker in self._started:
-            if isinstance(tracker, ability):
-                self._guarded(tracker, method, *args)
+        for each in self._open:
+            if isinstance(each.tracker, ability):
+                each.show(method, *args)
 
     def _pass_on(self, *, wait: bool) -> None:
         for step, values in self._fetcher.arrived(wait=wait):
             check_logged(values)
-            for tracker in self._started:
-                self._guarded(tracker, "log", step, values)
+            for each in self._open:
+                each.log(step, dict(values))
             if self._show is not None:
                 self._show(values)
 
@@ -85,19 +103,25 @@ class Log:
             self._finish()
             for name, count in self.failures.items():
                 _logger.error("%s raised %d times; training went on", name, count)
+            for each in self._calls:
+                if each.lost:
+                    _logger.error(
+                        "%s blocked: %d of its rows were dropped; training went on", each.name, each.lost
+                    )
 
     def _finish(self) -> None:
         """End all trackers that were started, even if a Ctrl-C interrupts one of them."""
-        with contextlib.ExitStack() as stack:
-            while self._started:
-                stack.callback(self._guarded, self._started.pop(0), "finish")
+        deadline = time.monotonic() + calls.LIMIT
+        started, self._open = self._open, []
+        with contextlib.ExitStack() as stack:  # its last callback is called first
+            for each in started:
+                stack.callback(each.join, deadline)
+            for each in started:
+                stack.callback(each.end)
 
-    def _guarded(self, tracker: Tracker, method: str, *args: Any) -> None:
-        """Call a method of a tracker. Its errors are logged."""
-        try:
-            getattr(tracker, method)(*args)
-        except Exception:
-            name = type(tracker).__name__
-            self.failures[name] += 1
-            if self.failures[name] == 1:
-                _logger.exception("%s.%s() raised; training goes on", name, method)
+
+def _copy(value: Tree) -> Any:
+    """A copy of nested mappings and lists: a tracker may change its config, and the next one has another."""
+    if isinstance(value, Mapping):
+        return {name: _copy(each) for name, each in value.items()}
+    return [_copy(each) for each in value] if isinstance(value, list) else value

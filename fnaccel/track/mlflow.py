@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fnaccel.track.library import LibraryTracker
+from fnaccel.track.library import LibraryTracker, check_offline
 from fnaccel.track.media import as_pictures
 from fnaccel.track.plain import flat
 from fnaccel.track.tracker import Ranks
+from fnaccel.world.paths import local_path
 
 _LONGEST = 6_000
 """Characters that MLflow takes as the value of a parameter."""
@@ -29,6 +30,8 @@ class MLflowTracker(LibraryTracker):
             `mlflow.set_tracking_uri` names.
         directory: if no tracking URI is set: a folder for a local database `mlflow.db` and the files of the
             run. Nothing needs a network then.
+        offline: True: a local database in `directory`, or without one in `runs`, whatever
+            MLFLOW_TRACKING_URI says.
         ranks: the ranks that write. With `"all"` each rank has a run of its own.
         options: further arguments of `mlflow.start_run`, such as `run_id`, `tags`, `nested` and
             `description`.
@@ -48,14 +51,21 @@ class MLflowTracker(LibraryTracker):
         tracking_uri: str | None = None,
         directory: str | Path | None = None,
         ranks: Ranks = "main",
+        offline: bool | None = None,
         **options: Any,
     ) -> None:
         super().__init__(ranks)
         self._project, self._name = project, run_name
         self._uri = tracking_uri
-        self._directory = None if directory is None else Path(directory).absolute()
+        self._directory = None if directory is None else local_path(directory, "MLflowTracker").absolute()
+        remote = tracking_uri if "://" in str(tracking_uri) and not _is_local(str(tracking_uri)) else None
+        check_offline("MLflowTracker", offline, {"tracking_uri": remote})
+        self._offline = bool(offline)
+        if self._offline and tracking_uri is None and self._directory is None:
+            self._directory = Path("runs").absolute()
         self.options = options
         self._began = False
+        self._ended: str | None = None
         self._mlflow: Any = None
 
     def start(self, config: Mapping[str, Any]) -> None:
@@ -65,6 +75,7 @@ class MLflowTracker(LibraryTracker):
             MissingBackendError: mlflow is not installed.
         """
         self._mlflow = self._import("mlflow", "mlflow")
+        self._check_options(self.options, self._mlflow.start_run)
         active = self._mlflow.active_run()
         self._began = active is None
         self._run = self._begin() if active is None else active
@@ -76,7 +87,7 @@ class MLflowTracker(LibraryTracker):
         local = None
         if self._uri is not None:
             self._mlflow.set_tracking_uri(self._uri)
-        elif self._directory is not None and not self._mlflow.is_tracking_uri_set():
+        elif self._directory is not None and (self._offline or not self._mlflow.is_tracking_uri_set()):
             local = self._directory
             local.mkdir(parents=True, exist_ok=True)
             self._mlflow.set_tracking_uri(f"sqlite:///{local / 'mlflow.db'}")
@@ -134,4 +145,17 @@ class MLflowTracker(LibraryTracker):
         """End the run if `start` began it."""
         run, self._run = self._run, None
         if run is not None and self._began:
+            self._ended = run.info.run_id
+            self._mlflow.MlflowClient().set_terminated(self._ended)
+            self.release()
+
+    def release(self) -> None:
+        """End the run for MLflow in the thread that began it. MLflow has an active run for each thread."""
+        active = self._mlflow.active_run()
+        if active is not None and active.info.run_id == self._ended:
             self._mlflow.end_run()
+
+
+def _is_local(uri: str) -> bool:
+    """Whether a tracking URI is a file or a database file of this machine."""
+    return uri.startswith(("sqlite:", "file:"))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from fnaccel.errors import ArgumentError, UnknownNameError, nearest
+from fnaccel.track.library import own_options, unknown_option
 from fnaccel.track.tracker import Tracker
 
 _BUILT_IN: dict[str, tuple[str, str, str | None]] = {
@@ -119,6 +120,7 @@ def of(
         and _takes_directory(kind)
     ):
         options["directory"] = default_directory
+    check_options(name, kind, options)
     try:
         return kind(**options)
     except TypeError as error:
@@ -127,6 +129,26 @@ def of(
             where="trackers",
             fix=f"see the arguments of {getattr(kind, '__name__', kind)}",
         ) from error
+
+
+def check_options(name: object, kind: Callable[..., Tracker], options: Iterable[str]) -> None:
+    """Check that a class has these options. One with `**options` checks the rest of them when it starts.
+
+    Raises:
+        ArgumentError: it has no parameter of that name. The known options are listed.
+    """
+    try:
+        parameters = inspect.signature(kind).parameters.values()
+    except ValueError:  # a class of a compiled module may have no signature
+        return
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return
+    known = own_options(kind)
+    for option in options:
+        if option not in known:
+            raise unknown_option(
+                f"the tracker {name if isinstance(name, str) else kind.__name__}", option, known
+            )
 
 
 def _takes_directory(kind: Callable[..., Tracker]) -> bool:

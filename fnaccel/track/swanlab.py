@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fnaccel.track.library import LibraryTracker
+from fnaccel.track.library import LibraryTracker, check_offline
 from fnaccel.track.media import as_picture, as_pictures
 from fnaccel.track.plain import plain
 from fnaccel.track.tracker import Ranks
+from fnaccel.world.paths import local_path
 
 
 class SwanLabTracker(LibraryTracker):
@@ -23,6 +25,7 @@ class SwanLabTracker(LibraryTracker):
         mode: `"online"`, `"local"`, `"offline"` or `"disabled"`. By default the value of SWANLAB_MODE, or
             online. `"local"` and `"offline"` need no network or key.
         directory: the folder of its files, which SwanLab calls `log_dir`.
+        offline: True writes to this machine, as `mode="offline"`. False: as `mode="online"`.
         ranks: the ranks that write. With `"all"` each rank has a run of its own.
         options: further arguments of `swanlab.init`, such as `workspace`, `tags` and `description`.
 
@@ -41,13 +44,18 @@ class SwanLabTracker(LibraryTracker):
         mode: str | None = None,
         directory: str | Path | None = None,
         ranks: Ranks = "main",
+        offline: bool | None = None,
         **options: Any,
     ) -> None:
         super().__init__(ranks)
         self._name = run_name
+        self._further = tuple(options)
+        if offline is not None:
+            check_offline("SwanLabTracker", offline, {"mode": mode})
+            mode = "offline" if offline else "online"
         self.options: dict[str, Any] = {"project": project, "mode": mode, **options}
         if directory is not None:
-            self.options["log_dir"] = str(directory)
+            self.options["log_dir"] = str(local_path(directory, "SwanLabTracker"))
         self._began = False
         self._swanlab: Any = None
 
@@ -58,12 +66,16 @@ class SwanLabTracker(LibraryTracker):
             MissingBackendError: swanlab is not installed.
         """
         self._swanlab = self._import("swanlab", "swanlab")
+        self._check_options(self._further, self._swanlab.init)
         self._began = not self._swanlab.has_run()
         if self._began:
             if "log_dir" in self.options:
                 Path(self.options["log_dir"]).mkdir(parents=True, exist_ok=True)
             options = {name: value for name, value in self.options.items() if value is not None}
-            self._run = self._swanlab.init(config=plain(config), name=self._named(self._name), **options)
+            options |= {"config": plain(config), "name": self._named(self._name)}
+            # begun in the main thread, a run takes over SIGINT and can't end in the thread of this tracker
+            with ThreadPoolExecutor(1) as thread:
+                self._run = thread.submit(self._swanlab.init, **options).result()
         else:
             self._run = self._swanlab.get_run()
             self._run.config.update(plain(config))

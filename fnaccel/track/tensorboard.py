@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from fnaccel.track.library import LibraryTracker
+from fnaccel.track.library import LibraryTracker, check_offline
 from fnaccel.track.media import as_pixels
 from fnaccel.track.plain import markdown_table, plain
 from fnaccel.track.tracker import Ranks
+from fnaccel.world.paths import local_path
 
 
 class TensorBoardTracker(LibraryTracker):
@@ -22,6 +23,7 @@ class TensorBoardTracker(LibraryTracker):
 
     Args:
         directory: the folder of the event files. TensorBoard shows each folder as one run.
+        offline: no effect: nothing needs a network.
         ranks: the ranks that write. With `"all"` each rank has a folder of its own in `directory`.
         options: further arguments of `torch.utils.tensorboard.SummaryWriter`, such as `flush_secs` and
             `purge_step`.
@@ -35,9 +37,17 @@ class TensorBoardTracker(LibraryTracker):
         1
     """
 
-    def __init__(self, directory: str | Path = "runs", *, ranks: Ranks = "main", **options: Any) -> None:
+    def __init__(
+        self,
+        directory: str | Path = "runs",
+        *,
+        ranks: Ranks = "main",
+        offline: bool | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(ranks)
-        self._directory = Path(directory)
+        self._directory = local_path(directory, "TensorBoardTracker")
+        check_offline("TensorBoardTracker", offline, {})
         self.options = options
 
     def start(self, config: Mapping[str, Any]) -> None:
@@ -48,6 +58,7 @@ class TensorBoardTracker(LibraryTracker):
             OSError: the file can't be written.
         """
         writers = self._import("torch.utils.tensorboard", "tensorboard")
+        self._check_options(self.options, writers.SummaryWriter)
         name = self._named(None)
         folder = self._directory if name is None else self._directory / name
         self._run = writers.SummaryWriter(str(folder), **self.options)

@@ -19,8 +19,11 @@ Ranks = Literal["main", "all"] | int
 class Tracker(Protocol):
     """A destination of metrics. By default rank 0 calls it, and the other ranks do not.
 
-    An attribute `ranks` of the object changes that: `"main"`, `"all"`, or the number of a rank. An attribute
-    `native` is the run object of the library behind a tracker. Further abilities are protocols of
+    `start` is called in the loop, and the other methods in a thread of the tracker, in order. So a tracker
+    that blocks does not stop training. An attribute `in_loop = True` calls all of them in the loop.
+
+    An attribute `ranks` of the object changes the ranks: `"main"`, `"all"`, or the number of a rank. An
+    attribute `native` is the run object of the library behind a tracker. Further abilities are protocols of
     `fnaccel.track`: `Media` and `Artifacts`.
 
     Example:

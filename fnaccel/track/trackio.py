@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fnaccel.track.library import LibraryTracker
+from fnaccel.track.library import LibraryTracker, check_offline
 from fnaccel.track.media import as_picture, as_pictures
 from fnaccel.track.plain import plain
 from fnaccel.track.tracker import Ranks
-from fnaccel.world.environment import set_default
+from fnaccel.world.environment import set_default, without_variables
+from fnaccel.world.paths import local_path
 
 
 class TrackioTracker(LibraryTracker):
@@ -21,6 +22,7 @@ class TrackioTracker(LibraryTracker):
         run_name: the name of the run. By default Trackio chooses.
         directory: the folder of its databases, if TRACKIO_DIR is not set. Trackio has one folder in a
             process, which it reads when it is imported first.
+        offline: True: nothing goes over the network, whatever TRACKIO_SPACE_ID and TRACKIO_SERVER_URL say.
         ranks: the ranks that write. With `"all"` each rank has a run of its own.
         options: further arguments of `trackio.init`. With `space_id` or `server_url` metrics go over the
             network, without them nothing does.
@@ -39,11 +41,15 @@ class TrackioTracker(LibraryTracker):
         run_name: str | None = None,
         directory: str | Path | None = None,
         ranks: Ranks = "main",
+        offline: bool | None = None,
         **options: Any,
     ) -> None:
         super().__init__(ranks)
         self._name = run_name
-        self._directory = None if directory is None else Path(directory).absolute()
+        self._directory = None if directory is None else local_path(directory, "TrackioTracker").absolute()
+        servers = {name: options.get(name) for name in ("space_id", "server_url", "dataset_id", "bucket_id")}
+        check_offline("TrackioTracker", offline, servers)
+        self._offline, self._further = offline, tuple(options)
         self.options: dict[str, Any] = {"project": project, **options}
         self._trackio: Any = None
 
@@ -56,7 +62,10 @@ class TrackioTracker(LibraryTracker):
         if self._directory is not None:
             set_default("TRACKIO_DIR", str(self._directory))
         self._trackio = self._import("trackio", "trackio")
-        self._run = self._trackio.init(name=self._named(self._name), config=plain(config), **self.options)
+        self._check_options(self._further, self._trackio.init)
+        names = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL") if self._offline else ()
+        with without_variables(*names):
+            self._run = self._trackio.init(name=self._named(self._name), config=plain(config), **self.options)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's metrics.

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fnaccel.track.library import LibraryTracker
+from fnaccel.track.library import LibraryTracker, check_offline
 from fnaccel.track.media import as_pictures
 from fnaccel.track.tracker import Ranks
+from fnaccel.world.paths import local_path
 
 
 class WandbTracker(LibraryTracker):
@@ -20,6 +21,8 @@ class WandbTracker(LibraryTracker):
         project, run_name: of the run. By default wandb chooses.
         mode: `"online"`, `"offline"` or `"disabled"`. By default the value of WANDB_MODE.
         directory: the folder for its local files, which wandb calls `dir`.
+        offline: True writes to this machine, as `mode="offline"`. Nothing needs a network or a key then.
+            False: as `mode="online"`.
         ranks: the ranks that write. With `"all"` each rank has a run of its own.
         options: further arguments of `wandb.init` (https://docs.wandb.ai/ref/python/init), such as `entity`
             and `tags`.
@@ -39,13 +42,18 @@ class WandbTracker(LibraryTracker):
         mode: str | None = None,
         directory: str | Path | None = None,
         ranks: Ranks = "main",
+        offline: bool | None = None,
         **options: Any,
     ) -> None:
         super().__init__(ranks)
         self._name = options.pop("name", None) if run_name is None else run_name
+        self._further = tuple(options)
+        if offline is not None:
+            check_offline("WandbTracker", offline, {"mode": mode})
+            mode = "offline" if offline else "online"
         self.options: dict[str, Any] = {"project": project, "mode": mode, **options}
         if directory is not None:
-            self.options["dir"] = str(directory)
+            self.options["dir"] = str(local_path(directory, "WandbTracker"))
         self._began = False
         self._wandb: Any = None
 
@@ -56,6 +64,7 @@ class WandbTracker(LibraryTracker):
             MissingBackendError: wandb is not installed.
         """
         self._wandb = self._import("wandb", "wandb")
+        self._check_options(self._further, self._wandb.init)
         self._began = self._wandb.run is None
         if self._began:
             if "dir" in self.options:  # wandb takes another folder if this one is missing

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Generator
 
 from fnaccel.world.launched import Ranks, detect
 from fnaccel.world.world import find_current
@@ -11,6 +13,16 @@ from fnaccel.world.world import find_current
 def set_default(name: str, value: str) -> None:
     """Set an environment variable, if it is not set."""
     os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def without_variables(*names: str) -> Generator[None]:
+    """Run the body without these environment variables, and set them again after it."""
+    values = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(values)
 
 
 def find_ranks() -> Ranks:

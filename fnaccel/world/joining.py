@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import time
@@ -117,6 +118,8 @@ def join(
         if store is not None:
             _wait_for_all(store, ranks, limit)
         before = socket_names()
+        if backend == "gloo":
+            _lower_debug_level(ranks)
         dist.init_process_group(
             backend,
             store=store,
@@ -148,6 +151,17 @@ def join(
         host=None if agent else 0,
         other_ports=other_ports,
     )
+
+
+def _lower_debug_level(ranks: Ranks) -> None:
+    """Undo TORCH_DISTRIBUTED_DEBUG=DETAIL on gloo: DDP ends the process by SIGSEGV then (torch 2.13)."""
+    torch_debug: Any = dist  # its stub names none of these
+    if torch_debug.get_debug_level() == torch_debug.DebugLevel.DETAIL:
+        torch_debug.set_debug_level(torch_debug.DebugLevel.INFO)
+        if ranks.rank == 0:
+            logging.getLogger("fnaccel").warning(
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL is set to INFO: with gloo, DDP would end by SIGSEGV"
+            )
 
 
 def gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:

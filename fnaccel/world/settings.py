@@ -6,14 +6,16 @@ The launcher, `fa.start` and `fa.config.recipe` read it. Nothing here knows whic
 from __future__ import annotations
 
 import ast
-import json
 import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from fnaccel.errors import ConfigError
 from fnaccel.world.launched import detect
+from fnaccel.world.plain_data import check_plain, load_json, load_yaml
 
 VARIABLE = "FNACCEL_SET"
 _OF_START = ("launch.cpu", "launch.watchdog")
@@ -21,20 +23,34 @@ _shown: set[str] = set()
 
 
 def parse_value(text: str) -> Any:
-    """A value as JSON or Python writes it. Any other text is itself.
+    """A value as JSON, Python or YAML writes it. Any other text is itself.
 
-    YAML would not do: it reads `1e-4` as text.
+    JSON and Python come first: YAML reads `1e-4` as text, and `1:30` as 90. So of YAML only lists, mappings
+    and words such as `yes` are taken.
+
+    Raises:
+        ConfigError: a list or a mapping that is too long or too deep, or holds an alias.
 
     Example:
-        >>> parse_value("1e-4"), parse_value("bf16")
-        (0.0001, 'bf16')
+        >>> parse_value("1e-4"), parse_value("bf16"), parse_value("[jsonl, wandb]")
+        (0.0001, 'bf16', ['jsonl', 'wandb'])
     """
-    for read in (json.loads, ast.literal_eval):
+    for read in (load_json, ast.literal_eval):
         try:
-            return read(text)
-        except (ValueError, SyntaxError):
+            return check_plain(read(text))
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             continue
-    return text
+    try:
+        value = load_yaml(check_plain(text))
+    except (ValueError, yaml.YAMLError) as error:
+        if text.lstrip()[:1] not in ("[", "{") and text.isprintable():
+            return text
+        raise ConfigError(
+            f"{text!a:.60} can't be read: {' '.join(str(error).split())}",
+            where="a value of --set or FNACCEL_SET",
+            fix="write a list as [jsonl, wandb], and a mapping as {name: wandb, project: gpt}",
+        ) from None
+    return value if isinstance(value, list | dict | bool) and text.strip() else text
 
 
 def parse_field(text: str) -> tuple[str, Any] | None:

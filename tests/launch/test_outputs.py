@@ -91,9 +91,45 @@ def test_debug_turns_the_checks_of_collectives_on(launcher):
         import faulthandler, os, torch.distributed as dist
         print(dist.get_debug_level().name, os.environ["TORCH_SHOW_CPP_STACKTRACES"], faulthandler.is_enabled())
     """
-    assert launcher("--cpu", "--debug", launcher.write(script)).out.split() == ["DETAIL", "1", "True"]
+    assert launcher("--cpu", "--debug", launcher.write(script)).out.split() == ["INFO", "1", "True"]
     ended = launcher("--cpu", launcher.write(script.replace('["TORCH_SHOW_CPP_STACKTRACES"]', '.get("A")')))
     assert ended.out.split() == ["OFF", "None", "False"]
+
+
+TRAINS = """
+    import torch, fnaccel as fa
+
+    torch.distributed.set_debug_level_from_env()  # torch was imported before the fork
+
+    def loss_fn(model, batch):
+        return fa.Mean(model(batch).square().sum(), weight=len(batch))
+
+    with fa.start(device="cpu") as world:
+        model = fa.distribute(lambda: torch.nn.Linear(4, 1), "ddp")
+        train_step = fa.train_step(loss_fn, model=model, optimizer=fa.sgd(0.1))
+        state = train_step.init(seed=0)
+        for _ in range(2):
+            state, metrics = train_step(state, torch.ones(2, 4))
+        print(f"{metrics['loss'].item():.6f}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        ("--debug", {}),
+        ("", {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
+        ("--cpu-affinity --threads 2 --nccl consumer --tee logs", {}),
+        ("--numa", {}),
+    ],
+)
+def test_each_flag_that_changes_torch_trains_the_same(launcher, flags, variables):
+    ended = launcher("--cpu", "-n", 2, *flags.split(), launcher.write(TRAINS), env=variables)
+    assert ended.code == 0, ended.err
+    assert len(ended.out.split()) == 2
+    assert {*ended.out.split()} == {*launcher("--cpu", launcher.write(TRAINS)).out.split()}
+    if variables:
+        assert ended.err.count("DETAIL is set to INFO") == 1
 
 
 def test_a_program_that_is_not_python(launcher):

@@ -40,8 +40,12 @@ MUTANTS = [
         "            undo(engine)", (MEASURES, "-k", "earlier_micro"),
     ),
     Mutant(
-        "a report with the steps that a restart took back", "seeing/runs.py", "rows[-1][0] >= step", "rows[-1][0] > step",
+        "a report with the steps that a restart took back", "seeing/runs.py", "points[-1][0] >= step", "points[-1][0] > step",
         (REPORT, "-k", "went_back"),
+    ),
+    Mutant(
+        "a long log without its smallest values", "seeing/runs.py", "chosen |= {min(finite, key=", "chosen |= {max(finite, key=",
+        ("tests/seeing/test_long_logs.py", "-k", "keeps_its_smallest"),
     ),
     Mutant(
         "names in a report as HTML", "seeing/report_page.py", 'f"<td>{escape(value)}</td>"', 'f"<td>{value}</td>"',

@@ -9,8 +9,16 @@ RANKS = "tests/track/test_ranks.py"
 
 MUTANTS = [
     Mutant(
-        "errors of a tracker that are counted once", "track/log.py", "self.failures[name] += 1\n            if",
-        "self.failures[name] = 1\n            if", (FAILING, "-k", "logged_once"),
+        "errors of a tracker that are counted once", "track/calls.py", "self.errors += 1\n            if",
+        "self.errors = 1\n            if", (FAILING, "-k", "logged_once"),
+    ),
+    Mutant(
+        "metrics that trackers share", "track/log.py", "each.log(step, dict(values))", "each.log(step, values)",
+        ("tests/track/test_blocking.py", "-k", "of_its_own"),
+    ),
+    Mutant(
+        "rows that are dropped without a word", "track/calls.py", "self.lost += 1", "pass",
+        ("tests/track/test_blocking.py", "-k", "loses_rows"),
     ),
     Mutant(
         "a missing package that ends training", "track/log.py", "except MissingBackendError as error:",

@@ -113,7 +113,7 @@ def test_a_registered_name_hides_a_built_in_one():
         ("tensorbord", UnknownNameError, "did you mean 'tensorboard'"),
         ([{"name": "jsnl"}], UnknownNameError, "did you mean 'jsonl'"),
         ({"directory": "x"}, ArgumentError, "name no tracker"),
-        ({"name": "jsonl", "colour": "red"}, ArgumentError, "can't take these options"),
+        ({"name": "jsonl", "colour": "red"}, ArgumentError, "has no option 'colour'"),
         (JsonlTracker, ArgumentError, "the class JsonlTracker is no tracker"),
         ([3], ArgumentError, "int is no tracker"),
         (None, ArgumentError, "NoneType is no tracker"),

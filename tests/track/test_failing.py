@@ -49,9 +49,9 @@ def shards():
     return fa.shard(DataLoader(TensorDataset(*batch_of(12)), batch_size=4))
 
 
-def train(trackers, caplog, **options):
+def train(trackers, caplog, level=logging.ERROR, **options):
     """The steps of a training with these trackers, and the lines that were logged as errors."""
-    with fa.start(device="cpu"), caplog.at_level(logging.ERROR, logger="fnaccel"):
+    with fa.start(device="cpu"), caplog.at_level(level, logger="fnaccel"):
         train_step = program()
         states = fa.scan(train_step, train_step.init(), shards(), trackers=trackers, **options)
         steps = [state.step for state, _ in states]

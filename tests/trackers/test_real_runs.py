@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.track import full_disk, real_run
+from tests.track.test_options import check_unknown
 from tests.track.test_real_runs import MEDIA, check, compare
 
 CLEARML = {
@@ -13,8 +14,8 @@ CLEARML = {
     "auto_connect_arg_parser": False,
     "auto_resource_monitoring": False,
 }
-AIM = {"system_tracking_interval": None, "capture_terminal_logs": False}
-COMET = {"online": False, "project": "checks", "run_name": "first", "tags": ["a"], "log_code": False}
+AIM = {"offline": True, "system_tracking_interval": None, "capture_terminal_logs": False}
+COMET = {"offline": True, "project": "checks", "run_name": "first", "tags": ["a"], "log_code": False}
 ALL = (*MEDIA, "artifact")
 
 
@@ -24,14 +25,25 @@ ALL = (*MEDIA, "artifact")
         ("aim", AIM, ALL, "aim.sdk.run Run"),
         ("clearml", CLEARML, ALL, "clearml.task Task"),
         ("comet", COMET, ALL, "comet_ml.offline OfflineExperiment"),
-        ("dvclive", {"dvcyaml": False}, MEDIA, "dvclive.live Live"),
-        ("mlflow", {"run_name": "first", "tags": {"a": "b"}}, ALL, "mlflow.tracking.fluent ActiveRun"),
-        ("swanlab", {"mode": "offline", "project": "checks"}, MEDIA, "swanlab.sdk.internal.run Run"),
-        ("trackio", {"auto_log_cpu": False}, ALL, "trackio.run Run"),
+        ("dvclive", {"dvcyaml": False, "offline": True}, MEDIA, "dvclive.live Live"),
+        (
+            "mlflow",
+            {"offline": True, "run_name": "first", "tags": {"a": "b"}},
+            ALL,
+            "mlflow.tracking.fluent ActiveRun",
+        ),
+        ("swanlab", {"offline": True, "project": "checks"}, MEDIA, "swanlab.sdk.internal.run Run"),
+        ("trackio", {"auto_log_cpu": False, "offline": True}, ALL, "trackio.run Run"),
     ],
 )
 def test_a_real_run_is_read_back(tmp_path, name, options, abilities, native):
     assert f"NATIVE {native}" in check(name, tmp_path, abilities=abilities, **options)
+
+
+@pytest.mark.parametrize("name", ["aim", "clearml", "comet", "dvclive", "mlflow", "swanlab", "trackio"])
+def test_an_unknown_option_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_unknown(name, tmp_path)
 
 
 OFFLINE = {

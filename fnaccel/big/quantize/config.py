@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from fnaccel.big.quantize.records import Fp4, Int4Weights, Int8, Int8Weights, Nf4, Record
 from fnaccel.checkpoint.format.dtypes import NAMES, name_of
 from fnaccel.errors import ArgumentError, CheckpointError
+from fnaccel.world.plain_data import LONGEST, load_json
 
 _OWN = "fnaccel"
 """A key of ours: transformers ignores it. It holds the fields for which the library has no key."""
@@ -168,7 +168,7 @@ def _of_torchao(section: Mapping[str, Any]) -> Record:
 def _read(directory: Path) -> Mapping[str, Any]:
     path = directory / "config.json" if directory.is_dir() else directory
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return load_json(path.read_text(encoding="utf-8"), longest=64 * LONGEST)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} can't be read: {error}",

@@ -10,7 +10,8 @@ import uuid
 from pathlib import Path
 
 from fnaccel.checkpoint.disk import durable
-from fnaccel.errors import ArgumentError, CheckpointError
+from fnaccel.errors import CheckpointError
+from fnaccel.world.paths import local_path
 
 _WEIGHTS = re.compile(r"(model.*\.safetensors|pytorch_model.*\.bin)(\.index\.json)?")  # of an export
 
@@ -26,11 +27,9 @@ def check_free(target: Path, *, overwrite: bool, where: str, file: bool = False)
 
     Raises:
         CheckpointError: something is there, or it is neither a file nor a directory as asked for.
-        ArgumentError: no path can look like that.
+        ArgumentError: it is no path of this machine: see `local_path`.
     """
-    if "\0" in str(target):
-        raise ArgumentError(f"the path {str(target)!r} has a NUL in it", where=where, fix="leave that out")
-    place = Path(os.path.realpath(target))
+    place = Path(os.path.realpath(local_path(target, where)))
     if place.is_symlink():
         raise CheckpointError(f"{target} is a link that leads nowhere", where=where, fix="remove the link")
     if not place.exists():

@@ -27,6 +27,7 @@ from fnaccel.checkpoint.format import manifest
 from fnaccel.checkpoint.format.manifest import OWN_NAME
 from fnaccel.errors import CheckpointError
 from fnaccel.step.html_table import size_of, table
+from fnaccel.world.paths import local_path
 
 _COMMITTED = re.compile(r"step-(\d{10,19})(\.old)?")
 _UNFINISHED = ".saving-"
@@ -64,7 +65,7 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Checkpoint]:
         >>> [checkpoint.step for checkpoint in fa.checkpoint.checkpoints("runs/gpt")]
         [1, 2]
     """
-    root = Path(directory).absolute()  # as fa.save returns it
+    root = local_path(directory, "fa.checkpoint.checkpoints").absolute()  # as fa.save returns it
     listing = _listed(root)
     # A directory that is renamed while the names are read may be missed under both of its names.
     for _ in range(_LISTINGS):

@@ -19,10 +19,12 @@ from fnaccel.cli.terminal import print_json
 from fnaccel.config import to_yaml
 from fnaccel.config.questions import Machine, Question, next_question, recipe_of
 from fnaccel.config.recipe import Recipe
-from fnaccel.config.yaml import load, text_of
+from fnaccel.config.yaml import text_of
 from fnaccel.errors import ConfigError, nearest
 from fnaccel.launch.accelerators import count_accelerators
 from fnaccel.launch.tpu import is_tpu
+from fnaccel.world.paths import output_file, replace_file
+from fnaccel.world.plain_data import load_yaml
 
 _PROG = "fnaccel config"
 Read = Callable[[Question], Any]
@@ -39,6 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     options = options_of.ask().parse_args(arguments)
     output: Path = options.output or Path(DEFAULT_FILE)
+    output_file(output, f"{_PROG} -o")
     in_terminal = options.answers is None and sys.stdin.isatty() and sys.stdout.isatty()
     if output.exists() and not options.overwrite and not in_terminal:
         raise ConfigError(
@@ -56,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _nothing_written()
     recipe = recipe_of(machine, answers)
-    output.write_text(f"{to_yaml(recipe)}\n", encoding="utf-8")
+    replace_file(output, f"{to_yaml(recipe)}\n", f"{_PROG} -o")
     if options.json:
         print_json({"written": str(output), "answers": answers})
     else:
@@ -114,7 +117,7 @@ def _answers_of(machine: Machine, file: Path) -> dict[str, Any]:
     """The answers of a file, with defaults for questions that it does not answer."""
     where = f"{_PROG} --answers"
     try:
-        given: Any = load(text_of(file, where))
+        given: Any = load_yaml(text_of(file, where))
     except yaml.YAMLError as error:
         raise ConfigError(
             f"{file} is not YAML: {' '.join(str(error).split())}",

@@ -9,6 +9,7 @@ from pathlib import Path
 from fnaccel.cli.options import config as options_of
 from fnaccel.cli.terminal import print_json
 from fnaccel.config.renaming import renamed
+from fnaccel.world.paths import replace_file
 
 _COMMAND = "fnaccel config update"
 
@@ -40,10 +41,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if parsed.check:
         return 1
-    # beside the file, and then in its place: no reader sees half a file
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(after, encoding="utf-8")
-    part.replace(path)
+    replace_file(path, after, _COMMAND)
     if not parsed.json:
         print(f"wrote {path}")
     return 0

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import attrs
 import yaml
 
-from fnaccel.config.importing.draft import NOTHING, Imported
-from fnaccel.config.importing.kinds import import_document
+from fnaccel.config.importing.draft import NOTHING, Imported, Row
+from fnaccel.config.importing.kinds import import_document, kind_of
 from fnaccel.config.recipe import Recipe
-from fnaccel.config.yaml import load, text_of
+from fnaccel.config.yaml import text_of
 from fnaccel.errors import ConfigError
+from fnaccel.world.plain_data import check_length, check_plain, load_json, load_yaml
 
 _ORDER = [field.name for field in attrs.fields(Recipe)]
 
 
-def parse(path: Path) -> Any:
+def parse(path: Path, repeated: Callable[[str], None] | None = None) -> Any:
     """The document of a file: YAML, JSON (.json) or TOML (.toml).
+
+    Args:
+        path: the file.
+        repeated: called with each key that a mapping of YAML or JSON has twice. The last one is taken then.
+            By default such a key is an error.
 
     Raises:
         ConfigError: there is no such file, or it can't be parsed.
@@ -35,23 +40,17 @@ def parse(path: Path) -> Any:
     text = text_of(path, "fnaccel config import")
     try:
         if path.suffix == ".json":
-            return json.loads(text, object_pairs_hook=_once)
-        return tomllib.loads(text) if path.suffix == ".toml" else load(text)
+            return load_json(text, repeated)
+        if path.suffix == ".toml":
+            check_length(text)
+            return check_plain(tomllib.loads(text))
+        return load_yaml(text, repeated)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(
             f"this can't be parsed: {' '.join(str(error).split())}",
             where=str(path),
             fix="correct the line it names",
         ) from error
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. ValueError if a key is there twice: json would keep the last."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"two keys {next(name for name in names if names.count(name) > 1)!r}")
-    return found
 
 
 def import_file(path: Path, deepspeed: Path | None = None) -> Imported:
@@ -65,7 +64,11 @@ def import_file(path: Path, deepspeed: Path | None = None) -> Imported:
         >>> import_file(Path("default_config.yaml")).recipe.launch.ranks
         4
     """
-    document = parse(path)
+    repeated: list[str] = []
+    document = parse(path, repeated.append)
+    # Accelerate reads its file by yaml's own loader, which takes the last of two equal keys
+    if repeated and _kind(document) != "accelerate":
+        parse(path)
     named = document.get("deepspeed_config") if isinstance(document, dict) else None
     name = named.get("deepspeed_config_file") if isinstance(named, dict) else None
     files: dict[str, Mapping[str, Any]] = {}
@@ -77,7 +80,19 @@ def import_file(path: Path, deepspeed: Path | None = None) -> Imported:
             section: dict[str, Any] = {**cast("dict[str, Any]", named), "deepspeed_config_file": location}
             document = {**document, "deepspeed_config": section}
             files[location] = parse(beside)
-    return import_document(document, path=str(path), files=files)
+    imported = import_document(document, path=str(path), files=files)
+    rows = [
+        Row(key, "twice", NOTHING, "the key is there twice: the last one counts, as in Accelerate")
+        for key in repeated
+    ]
+    return attrs.evolve(imported, rows=(*imported.rows, *rows))
+
+
+def _kind(document: Any) -> str | None:
+    try:
+        return kind_of(document)
+    except ConfigError:
+        return None
 
 
 def commented(imported: Imported, source: str) -> str:

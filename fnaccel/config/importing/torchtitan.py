@@ -171,7 +171,7 @@ def _accumulation(draft: Draft) -> None:
     draft.row(key, "nothing", "batch_size of your loader. accumulate: global / (local * data-parallel ranks)")
     if local is not None and -1 not in sizes:
         each = local * math.prod(sizes)
-        if total % each:
+        if each < 1 or total % each:
             raise draft.wrong(key, f"it does not divide by {each} rows of all ranks", "a multiple")
         draft.set(key, "accumulate", total // each, "micro-batches of each global batch of your loader")
 

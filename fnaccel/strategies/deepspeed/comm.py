@@ -7,20 +7,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import time
 import warnings
 import weakref
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from fnaccel.errors import MissingBackendError
+from fnaccel.strategies.deepspeed.building import guard
 from fnaccel.world.mesh import ensure_group
 from fnaccel.world.world import World, announce
 
-_STALE = 900  # seconds: the longest build takes a few minutes
 _last: weakref.ref[Any] | None = None
 
 
@@ -45,7 +43,7 @@ def begin(world: World) -> Any:
         ) from error
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # DeepSpeed's calls, not the user's
         warnings.filterwarnings("ignore", f".*{name}. is deprecated", FutureWarning)
-    _warn_of_locks()
+    guard(part_of_package("ops.op_builder.builder").OpBuilder)
     ensure_group(world)
     announce(world)
     group: Any = dist.group.WORLD
@@ -59,20 +57,6 @@ def begin(world: World) -> Any:
     # the group of an engine with hpz=: the next engine would take it for its own, and compute wrong numbers
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     return deepspeed
-
-
-def _warn_of_locks() -> None:
-    """Name a lock that a killed build of DeepSpeed's extensions left: it would be waited for without end."""
-    from torch.utils.cpp_extension import get_default_build_root  # noqa: PLC0415 - slow to import
-
-    for lock in Path(get_default_build_root()).glob("*/*/lock"):
-        with contextlib.suppress(OSError):
-            if time.time() - lock.stat().st_mtime > _STALE:
-                warnings.warn(
-                    f"{lock} is older than {_STALE // 60} minutes: if no build is running, remove it, "
-                    "or DeepSpeed waits for it without end",
-                    stacklevel=2,
-                )
 
 
 def part_of_package(name: str) -> Any:

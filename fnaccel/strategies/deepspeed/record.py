@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
-from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import attrs
@@ -13,6 +11,8 @@ import attrs
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, as_names, nearest, require
 from fnaccel.step.step import Capability
 from fnaccel.strategies.strategy import PRESETS, Axis, Strategy, maker
+from fnaccel.world.paths import local_path
+from fnaccel.world.plain_data import load_json
 
 Offload = Literal["cpu", "nvme"]
 Auto = Literal["auto"]
@@ -163,7 +163,7 @@ def deepspeed(
         stage=stage,
         offload_optimizer=offload_optimizer,
         offload_params=offload_params,
-        nvme_path=None if nvme_path is None else str(nvme_path),
+        nvme_path=None if nvme_path is None else str(local_path(nvme_path, _WHERE)),
         zero3_init=zero3_init,
         hpz=hpz,
         quantized_weights=quantized_weights,
@@ -195,10 +195,10 @@ def _read(config: Any) -> Written:
             raise ConfigError(
                 f"the configuration is not JSON: {error}", where=_WHERE, fix="numbers, text, lists and dicts"
             ) from error
-    path = Path(config)
+    path = local_path(config, f"{_WHERE}(config=)")
     try:
         # editors on Windows begin a file with a mark
-        contents = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once)
+        contents = load_json(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(
             f"{path} can't be read: {error.strerror}",
@@ -216,15 +216,6 @@ def _read(config: Any) -> Written:
             fix="{...}",
         )
     return _written(contents, str(config))
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. ValueError if a key is there twice: json would keep the last."""
-    times = Counter(key for key, _ in pairs)
-    twice = [repr(key) for key, count in times.items() if count > 1]
-    if twice:
-        raise ValueError(f"{', '.join(twice)} stands in it twice")
-    return dict(pairs)
 
 
 def _written(config: dict[str, Any], path: str | None) -> Written:
