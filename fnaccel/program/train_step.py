@@ -216,7 +216,7 @@ class TrainStep:
 
     def _check_first(self, owned: Owned, batch: Tree, lent: Given | None) -> None:
         """Compare a cut model with the whole one, and totals with their weights, before the first update."""
-        if not owned.probed and self.can_probe():
+        if lent is None and not owned.probed and self.can_probe():  # a lent model may be cut as well
             self.probe(batch)
         step = self._spec.step
         with self._keeping():
@@ -346,6 +346,10 @@ class TrainStep:
     def can_probe(self) -> bool:
         """Whether `probe` has anything to compare, and half of the free memory holds the whole model."""
         layout = self._owner.engine.layout
+        if (
+            self.mesh.partial_rows and self._lowered.part is None
+        ):  # the user's loss takes the parts of rows itself
+            return False
         return is_split(self.mesh) and fits(self._spec.model, layout.parameters, self.mesh)
 
     def probe(self, batch: Tree) -> Probed:

@@ -134,3 +134,31 @@ def test_scan_probes_before_step_0(pools):
     strategy = fa.context(2, cut=CUT)
     assert pools.run(2, scanned, strategy, Net) == [("trained", 2)] * 2
     assert pools.run(2, scanned, strategy, CountsFromZero) == [("probed", 0)] * 2
+
+
+def changes_its_batch(model, tokens):
+    tokens.clamp_(max=7)  # in place, so a second forward of the same rows sees others
+    return loss_fn(model, tokens)
+
+
+def by_hand(plan, loss):
+    """The first call of a loop without `fa.scan`."""
+    train_step = fa.train_step(loss, model=fa.distribute(GPT, fa.tensor(2, plan)), optimizer=fa.sgd(0.3))
+    state = train_step.init(seed=0)
+    try:
+        state, metrics = train_step(state, rows_of(0, 0, rows=2))
+    except errors.FnaccelError as error:
+        return str(error)
+    return float(metrics["loss"])
+
+
+def test_a_plan_without_the_number_of_heads_raises_in_a_loop_by_hand(pools):
+    """It trained wrongly: each rank took its heads for all of them."""
+    plan = {name: style for name, style in PLAN.items() if style != "/"}
+    for text in pools.run(2, by_hand, plan, loss_fn):
+        assert "the cut model has the loss" in text
+        assert '"*.heads": "/"' in text
+
+
+def test_a_loss_that_changes_its_batch_is_not_accused(pools):
+    assert all(isinstance(loss, float) for loss in pools.run(2, by_hand, PLAN, changes_its_batch))

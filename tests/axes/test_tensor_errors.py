@@ -55,6 +55,10 @@ WRONG = {
     "no plan": ("gtp2", GPT, "no plan is called 'gtp2'", "gpt2"),
     "no plan of its own": ("auto", GPT, "GPT brings no plan", "plan={pattern: style"),
     "a norm": (PLAN | {"norm": "colwise"}, GPT, "norm is a torch.nn.modules.normalization.LayerNorm", "torch.nn.Linear"),
+    "columns without rows": (
+        {name: style for name, style in PLAN.items() if style != "rowwise"}, GPT,
+        "is a column layer, and no row layer takes its output", "rowwise",
+    ),
     "tied, one cut": ({"embed": "vocab"}, Tied, "are one parameter, of which the plan has one", "both"),
     "tied, cut in two ways": (
         {"embed": "colwise", "head": "colwise_gather"}, Tied, "are one parameter, cut in two ways", "alike",

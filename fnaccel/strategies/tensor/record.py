@@ -240,7 +240,39 @@ def _layers(built: Built, options: Tensor) -> list[tuple[Layer, tuple[str, ...]]
             where="fa.tensor(plan=)",
             fix=nearest(lacking[0], _paths(built, named=named)),
         )
+    _check_rows_follow(chosen)
     return chosen
+
+
+def _check_rows_follow(chosen: Sequence[tuple[Layer, tuple[str, ...]]]) -> None:
+    """Raise ArgumentError for a column layer whose output no row layer takes: the loss would see a part.
+
+    Layers of one block belong together. A block with row layers only may belong to any other.
+    """
+    columns: dict[str, str] = {}
+    rows: set[str] = set()
+    for layer, styles in chosen:
+        block = _block_of(layer.path)
+        if "rowwise" in styles:
+            rows.add(block)
+        elif any(style == "colwise" or style.startswith("packed_colwise") for style in styles):
+            columns.setdefault(block, layer.path)
+    alone = [path for block, path in columns.items() if block not in rows]
+    if alone and not rows - columns.keys():
+        raise ArgumentError(
+            f"{alone[0]} is a column layer, and no row layer takes its output",
+            where="fa.tensor(plan=)",
+            fix='give the layer after it "rowwise"; or "colwise_gather" to this one, or "vocab" if it makes '
+            "the logits of cross_entropy",
+        )
+
+
+def _block_of(path: str) -> str:
+    """The path of the innermost member of a list around a module, or ""."""
+    parts = path.split(".")[:-1]
+    while parts and not parts[-1].isdigit():
+        parts.pop()
+    return ".".join(parts)
 
 
 def _paths(built: Built, *, named: bool) -> list[str]:
