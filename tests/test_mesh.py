@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
@@ -60,3 +61,22 @@ def test_the_batch_axis_is_replicas_times_shards(pools):
 def test_an_axis_that_is_not_there():
     with fa.start() as world, pytest.raises(errors.AxisProductError, match="no axis 'tp'"):
         build(world, {}).group("tp")
+
+
+@pytest.mark.parametrize("degree", [0, -2, "2", True, 1.5])
+def test_degrees_of_an_own_axis(degree):
+    for degrees in ([("mine", degree)], [("mine", degree), ("dp_shard", -1)]):
+        with pytest.raises(errors.AxisProductError, match=f"the axis mine can't have degree {degree!r}"):
+            resolve(degrees, 4, "mine")
+
+
+@pytest.mark.parametrize("ranks", ["4", 0, 2.0, True])
+def test_ranks_that_are_no_number(ranks):
+    for call in (
+        lambda: fa.simulate(ranks=ranks),
+        lambda: fa.strategies.footprint(lambda: nn.Linear(1, 1), "ddp", ranks),
+    ):
+        with pytest.raises(errors.ArgumentError, match="ranks can't train"):
+            call()
+    with pytest.raises(errors.ArgumentError, match="do not make machines of '2'"):
+        fa.simulate(ranks=4, per_machine="2")

@@ -34,7 +34,7 @@ from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.strategy import Strategy
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, Mesh, build, resolve
-from fnaccel.world.simulation import absent_world, check_machines, simulate
+from fnaccel.world.simulation import absent_world, check_machines, check_ranks, simulate
 
 _KINDS = {
     "parameters": "parameters",
@@ -235,7 +235,7 @@ def _planned(
     frozen: str | Iterable[str],
 ) -> Planned:
     """The plan of a train step on ranks that do not exist."""
-    require(ranks >= 1, f"{ranks} ranks can't train", f"{_WHERE}(ranks=)", "ranks=1, or more")
+    check_ranks(ranks, f"{_WHERE}(ranks=)")
     local = ranks if per_machine is None else per_machine
     check_machines(ranks, local, f"{_WHERE}(per_machine=)")
     axes = model.strategy

@@ -7,13 +7,14 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from fnaccel.models._torch import tree_leaves
+from fnaccel.models.operation_counts import operation_counts
 
 Link = tuple[str, str]
 """A mesh axis, and a kind of collective."""
 
+_FORMULAS = operation_counts()
 _NAMESPACES = ("c10d", "_c10d_functional")
 _KINDS = {
     "allreduce": "all_reduce",
@@ -33,7 +34,7 @@ class Work:
     """Operations and collectives, counted from the beginning.
 
     Attributes:
-        flops: floating-point operations of matrix products, convolutions and attention.
+        flops: floating-point operations of matrix products, grouped ones too, convolutions and attention.
         counts: collectives by link.
         sizes: their bytes by link. Of a gather, the result. Of a reduction, the argument.
 
@@ -66,7 +67,7 @@ class Work:
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Count an operation of a trace. Collectives in it are those along `tp`."""
-        formula: Any = flop_registry.get(getattr(operation, "overloadpacket", None))
+        formula: Any = _FORMULAS.get(getattr(operation, "overloadpacket", None))
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
         elif getattr(operation, "namespace", "") in _NAMESPACES:

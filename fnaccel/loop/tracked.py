@@ -50,6 +50,18 @@ def _opened(trackers: Any, folder: Path, where: str) -> list[Tracker]:
     if isinstance(trackers, str | Mapping | Tracker) or not isinstance(trackers, Iterable):
         trackers = (trackers,)
     entries: list[Any] = list(trackers)
+    named = [
+        {"name": entry} if isinstance(entry, str) else entry
+        for entry in entries
+        if isinstance(entry, str | Mapping)
+    ]
+    for number, entry in enumerate(named):
+        if entry in named[:number]:
+            raise ArgumentError(
+                f"the tracker {entry.get('name')!r} is given twice, with the same options",
+                where=where,
+                fix="give it once; or a directory or path of its own to each",
+            )
     every = any(isinstance(entry, str) and entry == "all" for entry in entries)
     opened = [
         _by_name(entry, folder, where) if isinstance(entry, str | Mapping) else _checked(entry, where)

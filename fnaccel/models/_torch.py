@@ -48,6 +48,9 @@ DispatchMode = TorchDispatchMode
 # the operation behind `tensor.item()` and `bool(tensor)` (2.9 to 2.13)
 VALUE_OF: Any = torch.ops.aten._local_scalar_dense
 
+# the products of mixtures of experts, which torch 2.9 has for GPUs only (2.9 to 2.13)
+GROUPED_PRODUCT: Any = getattr(torch.ops.aten, "_grouped_mm", object())
+
 
 def fake_mode() -> Any:
     """A mode in which tensors have a shape, a dtype and a device, and no values. (2.13)"""

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from fnaccel.models import _torch
 from fnaccel.models._torch import VALUE_OF, DispatchMode, fake_mode, past_modes, tree_leaves, without_values
 
 _SMALL = 1 << 16  # elements
@@ -39,10 +40,23 @@ class Answers(DispatchMode):
             value = args[0]
             truth = value.untyped_storage() not in self._any
             return truth if value.dtype is torch.bool else 1.0 if value.is_floating_point() else 1
+        if packet is _torch.GROUPED_PRODUCT:
+            return _grouped_product(func, args, dict(kwargs or {}))
         result = func(*args, **dict(kwargs or {}))
         if packet is torch.ops.aten.any:
             self._any.add(result.untyped_storage())
         return result
+
+
+def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A product of groups of rows. CPUs take any dtype, but without values torch takes bf16 alone."""
+    dtype = kwargs.get("out_dtype") or args[0].dtype
+    low = [value.to(torch.bfloat16) if _is_float(value) else value for value in args]
+    return func(*low, **{**kwargs, "out_dtype": None}).to(dtype)
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 class Constants(DispatchMode):

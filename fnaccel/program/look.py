@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fnaccel.collectives.signature import meet
 from fnaccel.engine.engine import Engine
+from fnaccel.models.operation_counts import operation_counts
 from fnaccel.program.owned import Owned
 from fnaccel.program.whole_parameters import explain, whole_parameters
 from fnaccel.tree import Tree
@@ -44,6 +45,7 @@ def flops_of(forward: Callable[[Tree], Any], row: Tree) -> float:
     from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415 - it imports triton if there is one
 
     # the counter knows no attention kernel of the CPU, and knows the products that attention is made of
+    operation_counts()  # so that it knows attention on CPUs
     counter = FlopCounterMode(display=False)
     with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), counter:
         forward(row)

@@ -25,6 +25,7 @@ from fnaccel.strategies.ddp_buckets import MIB, bucket_bytes
 from fnaccel.strategies.shard_dims import shard_dims
 from fnaccel.strategies.strategy import Strategy, strategy
 from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, resolve
+from fnaccel.world.simulation import check_ranks
 
 
 @attrs.frozen(kw_only=True)
@@ -197,6 +198,7 @@ def footprint(
         >>> sizes.slots == 2 * sizes.parameters
         True
     """
+    check_ranks(ranks, "fa.strategies.footprint(ranks=)")
     axes = strategy(over)
     degrees = resolve(axes.degrees(), ranks, str(axes))
     if not has_factories(dict(model) if isinstance(model, Mapping) else model):

@@ -59,11 +59,19 @@ def resolve(degrees: Sequence[tuple[str, int]], size: int, described: str) -> di
             where=f"strategy {described}",
             fix="multiply the two degrees into one axis",
         )
+    for name, degree in degrees:
+        if type(degree) is not int or (
+            degree < 1 and degree != -1
+        ):  # an axis of the user's own is not checked
+            raise AxisProductError(
+                f"the axis {name} can't have degree {degree!r}",
+                where=f"strategy {described}",
+                fix="a whole number from 1 on, or -1 for the ranks that are left",
+            )
     free = [name for name, degree in degrees if degree == -1]
     fixed = math.prod(degree for _, degree in degrees if degree != -1)
-    bad = [f"{name}={degree}" for name, degree in degrees if degree != -1 and degree < 1]
     arithmetic = " * ".join(str(degree) for _, degree in degrees) or "1"
-    if bad or len(free) > 1 or size % fixed or (not free and fixed != size):
+    if len(free) > 1 or size % fixed or (not free and fixed != size):
         raise AxisProductError(
             f"{described} is {arithmetic} = {fixed if not free else '?'} ranks, and the world has {size}",
             where=f"strategy {described}",

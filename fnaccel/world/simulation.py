@@ -10,11 +10,21 @@ from fnaccel.world._torch import begin_fake_group
 from fnaccel.world.world import World
 
 
+def check_ranks(ranks: int, where: str) -> None:
+    """Raise ArgumentError unless this many ranks can train."""
+    require(
+        type(ranks) is int and ranks >= 1,
+        f"{ranks!r} ranks can't train",
+        where,
+        "ranks=1, or another whole number",
+    )
+
+
 def check_machines(ranks: int, local: int, where: str) -> None:
     """Raise ArgumentError if machines of `local` ranks do not make `ranks`."""
     require(
-        local >= 1 and ranks % local == 0,
-        f"{ranks} ranks do not make machines of {local}",
+        type(local) is int and local >= 1 and ranks % local == 0,
+        f"{ranks} ranks do not make machines of {local!r}",
         where,
         "a number that divides the ranks",
     )
@@ -54,9 +64,10 @@ def simulate(*, ranks: int, per_machine: int | None = None, rank: int = 0) -> Wo
         ...     pretended.size, pretended.machines
         (8, 2)
     """
+    check_ranks(ranks, "fa.simulate(ranks=)")
     local = ranks if per_machine is None else per_machine
-    require(ranks >= 1, f"{ranks} ranks can't train", "fa.simulate(ranks=)", "ranks=1, or more")
     check_machines(ranks, local, "fa.simulate(per_machine=)")
+    require(type(rank) is int, f"rank={rank!r} is no whole number", "fa.simulate(rank=)", "an int")
     require(0 <= rank < ranks, f"there is no rank {rank}", "fa.simulate(rank=)", f"0 to {ranks - 1}")
     if dist.is_initialized():
         raise WorldError(

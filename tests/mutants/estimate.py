@@ -35,6 +35,11 @@ MUTANTS = [
         (TRAINING, "-k", "one_after_the_other"),
     ),
     Mutant(
+        "attention that costs nothing", "models/operation_counts.py",
+        '"_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,', "",
+        ("tests/estimate/test_mixtures.py", "-k", "attention"),
+    ),
+    Mutant(
         "an all-reduce that passes its bytes once", "estimate/rates.py", '"all_reduce": 2.0', '"all_reduce": 1.0',
         (WORK, "-k", "least_time"),
     ),

@@ -13,6 +13,7 @@ import torch
 import fnaccel as fa
 from fnaccel.config.yaml import override
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError
+from fnaccel.loop.tracked import trackers_of_rank
 from fnaccel.track import JsonlTracker, TensorBoardTracker, read_jsonl, registry
 from fnaccel.world import log_level
 from tests.models import batch_of, program
@@ -231,3 +232,10 @@ def test_a_recipe_sets_the_level_of_log_lines():
     finally:
         log_level.set_level(None)
     assert log_level.get_level() is None
+
+
+@pytest.mark.parametrize("trackers", [["jsonl", "jsonl"], ["jsonl", {"name": "jsonl"}]])
+def test_a_tracker_that_is_given_twice_raises(trackers, tmp_path):
+    """Both would write the same rows to one file."""
+    with fa.start() as world, pytest.raises(ArgumentError, match="'jsonl' is given twice"):
+        trackers_of_rank(trackers, world, tmp_path, "here")

@@ -178,6 +178,12 @@ class QuantizedLayer(ConstantBuffers):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        tensors = {
+            **dict(self.named_buffers(recurse=False)),
+            **({} if self.bias is None else {"bias": self.bias}),
+        }
+        before = {name: (value, None if value.is_meta else value.clone()) for name, value in tensors.items()}
+        errors = len(error_msgs)
         left = {name: value for name, value in state_dict.items() if name.startswith(prefix)}
         bias = left.pop(f"{prefix}bias", None)
         if self.bias is not None and bias is not None:
@@ -206,6 +212,10 @@ class QuantizedLayer(ConstantBuffers):
             missing_keys.append(f"{prefix}bias")
         if strict:
             unexpected_keys.extend(left)
+        if len(error_msgs) > errors:  # all tensors or none
+            with torch.no_grad():
+                for name, (tensor, values) in before.items():
+                    setattr(self, name, tensor if values is None else tensor.copy_(values))
 
     def _device(self, value: torch.Tensor) -> torch.device:
         """The device of the codes, or that of `value` if there are none yet."""

@@ -21,6 +21,8 @@ _WIDTHS = (torch.float32, torch.float16, torch.bfloat16)
 def quantize(module: nn.Module, record: Record) -> nn.Module:
     """Replace linear layers by quantized ones, in place. Each full-width weight is freed before the next.
 
+    All layers or none: each is quantized once to see that it can be, before the first one is replaced.
+
     A model on the meta device stays empty: its weights are quantized as `fa.big.load` puts them in. All
     parameters that remain get `requires_grad=False`: a quantized model is trained by an adapter, such as
     LoRA of peft, whose parameters are added afterwards.
@@ -47,11 +49,14 @@ def quantize(module: nn.Module, record: Record) -> nn.Module:
     _check(module, where)
     choice = chosen_layers(module, record)
     _check_dtypes(module, choice.converted, where)
-    _keep(module, record)
     paths: dict[int, list[str]] = {}
     for path in choice.converted:  # a layer may have several
         paths.setdefault(id(module.get_submodule(path)), []).append(path)
     with torch.no_grad():
+        # an error in a layer has to come before one is replaced, and full-width weights are not kept for it
+        for group in paths.values():
+            _try(module.get_submodule(group[0]), record)
+        _keep(module, record)
         for group in paths.values():
             module = _replaced(module, group, record.make(module.get_submodule(group[0])))
     module.requires_grad_(False)
@@ -93,6 +98,17 @@ def dequantize(module: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
             module = _replaced(module, group, _full_layer(layer, dtype))
     tell_peft(module, None)
     return module
+
+
+def _try(layer: Any, record: Record) -> None:
+    """Quantize the weight of a layer, and throw the codes away."""
+    weight = layer.weight
+    with torch.device("meta"):
+        sizes = weight.shape if not is_conv1d(type(layer)) else weight.shape[::-1]
+        twin = type(layer)(*(sizes if is_conv1d(type(layer)) else sizes[::-1])).to(weight.dtype)
+    made: Any = record.make(twin)
+    if not weight.is_meta:
+        made.encode(weight.detach().t().contiguous() if made.transposed else weight.detach().contiguous())
 
 
 def check_filled(layers: dict[str, QuantizedLayer], where: str) -> None:

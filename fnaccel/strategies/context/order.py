@@ -43,10 +43,13 @@ class Chunks:
         return [(at * chunk, chunk), ((self.count - 1 - at) * chunk, chunk)]
 
     def cut(self, whole: torch.Tensor, dim: int, rank: int | None = None) -> torch.Tensor:
-        """A rank's positions of a whole tensor, in the order of its chunks. This rank by default."""
+        """A rank's positions of a whole tensor, in the order of its chunks, contiguous. This rank by default.
+
+        Losses of transformers view labels as one dimension, which a part of each row does not allow.
+        """
         spans = self.spans(whole.shape[dim] // self.ranks, rank)
         parts = [whole.narrow(dim, first, size) for first, size in spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
         """The positions of this rank's tokens in the whole sequence, int64 of shape `[length]`."""
