@@ -83,7 +83,7 @@ def read_order(arguments: Sequence[str]) -> Order:
     options = parser()
     parsed, unknown = options.parse_known_args(arguments)
     if unknown:
-        flags = [name for name in options.format_help().replace(",", " ").split() if name.startswith("--")]
+        flags = [name for name in options.option_names() if name.startswith("--")]
         raise LaunchError(
             f"there is no option {unknown[0]}", where="fnaccel launch", fix=nearest(unknown[0], flags)
         )

@@ -33,6 +33,11 @@ class Parser(argparse.ArgumentParser):
                     local_path(path, self.prog)
         return parsed, remaining
 
+    def option_names(self) -> list[str]:
+        """The names of all options, those that the help leaves out excepted."""
+        shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
+        return [name for action in shown for name in action.option_strings]
+
     def error(self, message: str) -> NoReturn:
         """Raise the error instead of an exit."""
         raise self.failure(message, where=self.prog, fix=f"{self.prog} --help shows the options")

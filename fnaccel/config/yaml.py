@@ -147,12 +147,25 @@ def read(plain: Tree, where: str) -> Recipe:
             raise inner from error
         from cattrs import transform_error  # noqa: PLC0415 - slow to import
 
-        problems = "; ".join(transform_error(error, path="recipe"))
+        problems = "; ".join(transform_error(error, path="recipe", format_exception=_described))
         raise ConfigError(
             f"a value is of the wrong kind: {problems}",
             where=where,
             fix="see fnaccel.config.Recipe for the kinds",
         ) from error
+
+
+def _described(error: BaseException, kind: type | None) -> str:
+    """What cattrs says of a wrong value, with the value."""
+    from cattrs.v import format_exception  # noqa: PLC0415 - slow to import
+
+    if isinstance(error, ValueError) and len(error.args) == 2:  # of `_truth` and `_whole`
+        wanted, value = error.args
+        return f"{value!r:.60} is not {wanted}"
+    said = format_exception(error, kind)
+    return (
+        f"{said}: {str(error)[:100]}" if isinstance(error, ValueError | TypeError | OverflowError) else said
+    )
 
 
 def _mistake_in(error: BaseException) -> FnaccelError | None:

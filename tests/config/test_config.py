@@ -72,8 +72,16 @@ def test_functions_by_reference():
         (lambda: fa.config.from_yaml("optimizer: 3"), errors.ConfigError, "not keys and values"),
         (lambda: fa.config.from_yaml("[]"), errors.ConfigError, "holds list, not keys and values"),
         (lambda: fa.config.from_yaml("remat: 'no'"), errors.ConfigError, "remat='no' names nothing"),
-        (lambda: fa.config.from_yaml("accumulate: 2.7"), errors.ConfigError, "expected int @ recipe.acc"),
-        (lambda: fa.config.from_yaml("accumulate: true"), errors.ConfigError, "expected int @ recipe.acc"),
+        (
+            lambda: fa.config.from_yaml("accumulate: 2.7"),
+            errors.ConfigError,
+            "is not a whole number @ recipe.acc",
+        ),
+        (
+            lambda: fa.config.from_yaml("accumulate: true"),
+            errors.ConfigError,
+            "is not a whole number @ recipe.acc",
+        ),
         (
             lambda: fa.config.from_yaml("strategy: ddp\nremat: true\nstrategy: fsdp"),
             errors.ConfigError,

@@ -172,7 +172,7 @@ launch:
     region: eu-west-1
     instance_type: ml.g5.12xlarge
     job_name: gpt
-    torch: 2.6.0
+    torch: 2.9.0
     transformers: 4.49.0
     python: py312
     max_run: 3600
@@ -205,7 +205,7 @@ def test_a_training_job(tables):
             "FNACCEL_OVERRIDES": '{"precision": "bf16", "checkpoint.directory": "/opt/ml/model"}',
         },
         "distribution": {"torch_distributed": {"enabled": True}},
-        "pytorch_version": "2.6.0",
+        "pytorch_version": "2.9.0",
         "transformers_version": "4.49.0",
         "py_version": "py312",
         "base_job_name": "gpt",

@@ -68,7 +68,7 @@ def load_plain(file: Path) -> Any:
                 fix="if you trust it, load it with torch on the machine that made it, "
                 "and save the weights alone: safetensors.torch.save_file(model.state_dict(), ...)",
             ) from error
-        except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+        except Exception as error:  # of a damaged pickle, torch's reader raises many kinds
             raise damaged(
                 f"{file.name} is no whole file of torch.save: {_reason(str(error)) or 'it ends too early'}",
                 file,
@@ -129,12 +129,18 @@ def tensors_in(state: Mapping[Any, Any], file: Path) -> dict[str, Found]:
     tensors: dict[str, Found] = {}
     mapped = _is_archive(file)
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise damaged(f"{name} in {file.name} has no values: it was saved from the device meta", file)
+        if not isinstance(value, torch.Tensor) or not _is_dense(value):
             if str(name).endswith("_extra_state"):  # a module's extra state, no tensor
                 continue
             raise damaged(f"{name} in {file.name} is a {type(value).__name__}, not a dense tensor", file)
         tensors[str(name)] = held(value, mapped=mapped)
     return tensors
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    return value.layout is torch.strided and not value.is_quantized and not value.is_nested
 
 
 def with_optimizer(source: Source, content: Mapping[str, Any], file: Path) -> Source:

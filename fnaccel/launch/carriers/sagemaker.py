@@ -6,6 +6,7 @@ Not run in an account: the tests record what would reach the service.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ MODEL_FOLDER = "/opt/ml/model"
 """SM_MODEL_DIR of a container. SageMaker puts its files into S3 when the job ends."""
 CHECKPOINT_FOLDER = "/opt/ml/checkpoints"
 """SageMaker copies its files to S3 all the time, and back when a spot instance is replaced."""
+TORCH = (2, 9)
+"""The oldest release of torch that the package runs with."""
 _FIX = "leave it out: SageMaker starts the ranks, and has its own restarts"
 
 
@@ -42,6 +45,7 @@ def plan(request: Request) -> Plan:
     job, section = request.job, request.sagemaker
     refuse(job, {**OWN_OPTIONS, "tee": "--tee", "module": "-m"}, "sagemaker", _FIX)
     _check(section)
+    _check_torch(section)
     estimator: dict[str, Any] = {
         "entry_point": str(job.script),
         "source_dir": ".",
@@ -80,6 +84,18 @@ def plan(request: Request) -> Plan:
     }
     summary = "a training job, by the sagemaker package. Its request:"
     return Plan(carrier="sagemaker", summary=summary, request=data)
+
+
+def _check_torch(section: SageMakerRecipe) -> None:
+    """Check that a container of SageMaker has the torch that the package needs."""
+    numbers = re.findall(r"\d+", section.torch or "")
+    version = tuple(int(number) for number in numbers[:2])
+    if section.image is None and version and version < TORCH:
+        raise LaunchError(
+            f"the container has torch {section.torch}, and fnaccel needs {TORCH[0]}.{TORCH[1]} or later",
+            where="launch.sagemaker.torch",
+            fix="a later version, or image: with the URI of a container that has it",
+        )
 
 
 def hyperparameters(arguments: Sequence[str]) -> dict[str, str]:
