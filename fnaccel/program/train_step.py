@@ -10,7 +10,7 @@ from typing import Any
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
-from fnaccel.errors import UnleasedStateError
+from fnaccel.errors import OwnershipError, UnleasedStateError
 from fnaccel.models.building import check_factories
 from fnaccel.program.autocast import keeping_modes
 from fnaccel.program.compile_meter import Compilation
@@ -217,7 +217,8 @@ class TrainStep:
     def _check_first(self, owned: Owned, batch: Tree, lent: Given | None) -> None:
         """Compare a cut model with the whole one, and totals with their weights, before the first update."""
         if lent is None and not owned.probed and self.can_probe():  # a lent model may be cut as well
-            self.probe(batch)
+            with contextlib.suppress(OwnershipError):  # a factory that returns the same module again
+                self.probe(batch)
         step = self._spec.step
         with self._keeping():
             check_loss(owned, self._lowered, self._run_of(step.forward()), step.loss_fn, batch, lent)
