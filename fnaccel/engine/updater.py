@@ -123,6 +123,12 @@ class Updater:
         members = [leaves[i] for i in indices]
         groups = group_leaves(optimizer, members) if members else []
         binding = self._made or optimizer.kernel.bind(groups)
+        if not (hasattr(binding, "slots") and callable(getattr(binding, "apply", None))):
+            raise ArgumentError(
+                f"the kernel of {optimizer.name!r} bound {type(binding).__name__}, without slots and apply",
+                where=f"{type(optimizer.kernel).__name__}.bind(groups)",
+                fix="return an object with slots, reads_host and apply(...): docs/extending.md",
+            )
         _check_names(binding.slots, members, optimizer)
         self.slots.update(binding.slots)
         own, whole = tuple(group.lr for group in groups), len(indices) == len(leaves)

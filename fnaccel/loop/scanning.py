@@ -234,6 +234,7 @@ def _steps(
                 break
         if state.step == started:
             state = _next_epoch(state)
+    train_step.settle()
 
 
 def _run(train_step: TrainStep, shards: Shards, state: TrainState, epochs: int | None) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -67,6 +67,15 @@ class UserUpdate:
             return self.fn(engine.layout.parameters, state, info)
 
 
+@runtime_checkable
+class Settles(Protocol):
+    """A layer of CALL transforms that acts late, and so once more after the last step."""
+
+    def settle(self) -> None:
+        """Act on the steps so far."""
+        ...
+
+
 @attrs.frozen(kw_only=True)
 class Lowered:
     """A step, ready for an engine: its loss, its settings, and its hooks in order.
@@ -93,8 +102,13 @@ class Lowered:
         """The kind of device on which a forward switches autocast, or ""."""
         return device.type if self.settings.precision.autocast else ""
 
-    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call(state, batch)` under the CALL transforms, the first written innermost."""
+    def around(self, call: Callable[..., Any]) -> tuple[Callable[..., Any], list[Settles]]:
+        """`call(state, batch)` under the CALL transforms, the first written innermost.
+
+        Returns:
+            The function, and those of its layers that have something to do after the last step.
+        """
+        layers: list[Settles] = []
         for name, wrap in self.calls:
             call = wrap(call)
             require(
@@ -103,7 +117,10 @@ class Lowered:
                 f"transform {name} (CALL)",
                 "apply(call) returns a function of (state, batch)",
             )
-        return call
+            layer: object = call
+            if isinstance(layer, Settles):
+                layers.append(layer)
+        return call, layers
 
 
 def lower(step: Step, delegated: Container[str] = (), part: LossPart | None = None) -> Lowered:
@@ -130,15 +147,15 @@ def lower(step: Step, delegated: Container[str] = (), part: LossPart | None = No
     calls: list[tuple[str, Callable[..., Any]]] = []
     for t in ordered:
         if t.phase is Phase.MODULE:
-            modules.append((t.name, t.apply if isinstance(t.apply, ModuleHook) else UserModule(t.apply)))
+            modules.append((t.name, t.apply if _is_record(t.apply, ModuleHook) else UserModule(t.apply)))
         elif t.name in delegated:
             pass
         elif t.phase is Phase.GRADS:
             gradients.append(
-                (t.name, t.apply if isinstance(t.apply, GradientHook) else UserGradients(t.apply, t.name))
+                (t.name, t.apply if _is_record(t.apply, GradientHook) else UserGradients(t.apply, t.name))
             )
         elif t.phase is Phase.UPDATE:
-            updates.append((t.name, t.apply if isinstance(t.apply, UpdateHook) else UserUpdate(t.apply)))
+            updates.append((t.name, t.apply if _is_record(t.apply, UpdateHook) else UserUpdate(t.apply)))
         elif t.phase is Phase.CALL and callable(t.apply):
             calls.append((t.name, t.apply))
     return Lowered(
@@ -155,6 +172,11 @@ def lower(step: Step, delegated: Container[str] = (), part: LossPart | None = No
         inits=tuple((t.name, t.init) for t in ordered if t.init is not None),
         part=part,
     )
+
+
+def _is_record(apply: object, kind: type) -> bool:
+    """Whether `apply=` is a record with a hook. A user's function is called, whatever methods it has."""
+    return isinstance(apply, kind) and not callable(apply)
 
 
 def micro_batches(batch: Tree, n: int, device: torch.device) -> tuple[list[Micro], Position | None]:

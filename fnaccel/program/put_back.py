@@ -7,11 +7,13 @@ closure, and a counter of a module have to be as the user left them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import random
 import sys
+import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -32,8 +34,8 @@ def put_back(
 ) -> Generator[None]:
     """Afterwards variables of functions, attributes of modules and random generators are as before.
 
-    Parameters, and buffers of `roots`, are left to the caller. Files, iterators and objects of other packages
-    are not seen.
+    Parameters, and buffers of `roots`, are left to the caller. Files, generators, and objects of other
+    packages are not seen. Variables that are other iterators hold copies of these meanwhile.
 
     Args:
         functions: called in the body, and lent modules. Closures, and globals that code names, are followed.
@@ -55,6 +57,15 @@ def put_back(
 
 def _package(value: Any) -> str:
     return str(getattr(value, "__module__", "")).partition(".")[0]
+
+
+def _copied_iterator(value: Any) -> Any:
+    """A copy of an iterator of Python's own at its place, such as a count. Anything else as it is."""
+    if isinstance(value, Iterator) and _package(type(value)) in ("builtins", "itertools"):
+        with contextlib.suppress(TypeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.14 on itertools has no copies
+            return copy.copy(value)
+    return value
 
 
 class _Before:
@@ -145,9 +156,12 @@ class _Before:
         """Note the cells of a function's closure, and the globals that its code names."""
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # a cell that is not filled yet
-                self._later(functools.partial(setattr, cell, "cell_contents"), cell.cell_contents)
-                self._each([cell.cell_contents], depth)
+                value = cell.cell_contents
+                self._later(functools.partial(setattr, cell, "cell_contents"), value)
+                cell.cell_contents = _copied_iterator(value)
+                self._each([value], depth)
         names = (name for name in function.__code__.co_names if name in function.__globals__)
         held = {name: function.__globals__[name] for name in names}
         self._later(function.__globals__.update, held)
+        function.__globals__.update({name: _copied_iterator(value) for name, value in held.items()})
         self._each(held.values(), depth)

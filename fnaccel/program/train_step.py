@@ -65,7 +65,7 @@ class TrainStep:
         self._stepper = Stepper(
             lowered, spec.rng, self._name, world.device, speaks=world.is_main, shares=shares
         )
-        self._call = lowered.around(self._run)
+        self._call, self._layers = lowered.around(self._run)
         if mesh.world.calls is not None:
             self._call = mesh.world.calls.wrap("train_step(state, batch)", self._call)
 
@@ -413,6 +413,18 @@ class TrainStep:
                 yield
             finally:
                 lease.averaged = False
+
+    def settle(self) -> None:
+        """Let transforms act on the last steps, as they would in the next call. `fa.scan` does so at its end.
+
+        Raises:
+            LossError: `fa.transforms.on_spike(do="stop")` found a spike in the last step.
+
+        Example:
+            >>> train_step.settle()
+        """
+        for layer in self._layers:
+            layer.settle()
 
     def close_with(self, world: World) -> None:
         """Close when a world is left, also if only a state of this train step is still held."""

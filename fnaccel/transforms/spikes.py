@@ -74,7 +74,13 @@ class _Reader:
         self._waiting: deque[tuple[int, torch.Tensor]] = deque()
         self._found: list[str] = []
 
-    def __call__(self, state: Tree, batch: Tree, **given: Tree) -> Any:
+    def settle(self) -> None:
+        """Read the flags of the last steps, and raise LossError if one was a spike and is to stop the run."""
+        while self._waiting:
+            self._read(*self._waiting.popleft())
+        self._stop()
+
+    def _stop(self) -> None:
         if self._found:
             texts, self._found = self._found, []
             raise LossError(
@@ -83,6 +89,9 @@ class _Reader:
                 fix="look at the batch of that step, go back to a checkpoint, or lower the rate (the state "
                 'stays live); fa.transforms.on_spike(step, do="skip") leaves such updates out',
             )
+
+    def __call__(self, state: Tree, batch: Tree, **given: Tree) -> Any:
+        self._stop()
         following, metrics = self._call(state, batch, **given)
         if "spike" not in metrics:  # a step of weight 0
             return following, metrics
@@ -120,7 +129,8 @@ def on_spike(
     Args:
         step: a step or a loss function.
         do: `"warn"` logs it, `"skip"` leaves the update out too (and, as `fa.skip_nonfinite`, those whose
-            gradient is not finite), `"stop"` raises LossError in the next call, before it changes anything.
+            gradient is not finite), `"stop"` raises LossError in the next call, before it changes anything,
+            or at the end of `fa.scan`.
         deviations: how far above the mean, in standard deviations (of 1 % of the mean at least).
         window: about how many steps the mean is of.
         warmup: steps before the first comparison, 1 at least. A loss that is not finite is a spike from the

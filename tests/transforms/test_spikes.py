@@ -154,3 +154,12 @@ def test_ranks_decide_together(pools):
 def test_the_first_loss_is_no_spike_without_warmup():
     _, found = _run(fa.transforms.on_spike(_scaled, do="skip", warmup=0), FACTORS[:3])
     assert [spike for spike, *_ in found] == [0.0, 0.0, 0.0]
+
+
+def test_a_stop_in_the_last_step_of_a_loop_is_raised_at_its_end():
+    train_step = program(fa.transforms.on_spike(_scaled, do="stop", warmup=4))
+    batches = [_batch(factor) for factor in FACTORS[:7]]
+    steps = fa.scan(train_step, train_step.init(), fa.shard(batches))
+    assert [next(steps)[0].step for _ in batches] == [1, 2, 3, 4, 5, 6, 7]
+    with pytest.raises(LossError, match=r"the loss of step 7 is .*, far above the usual"):
+        next(steps)
