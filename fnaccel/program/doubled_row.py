@@ -25,6 +25,7 @@ from fnaccel.program.owned import Owned
 from fnaccel.program.plan import title
 from fnaccel.program.probe import is_split, short
 from fnaccel.program.put_back import put_back
+from fnaccel.program.whole_parameters import is_sharded
 from fnaccel.step.loss import Mean, read_loss
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
@@ -98,7 +99,9 @@ def _check(
     if left_alone or code in owned.checked:
         return
     try:
-        pair = _pair(batch, owned.engine.layout.mesh, communicates=owned.sharded)
+        lenders = () if lent is None else lent.engines
+        sharded = owned.sharded or any(is_sharded(each.layout.parameters.values()) for each in lenders)
+        pair = _pair(batch, owned.engine.layout.mesh, communicates=sharded)
     except Exception:  # a batch of a class that nothing joins, or that does not pickle
         owned.checked.add(code)
         return
@@ -121,6 +124,8 @@ def _evaluating(owned: Owned, lent: Given | None) -> Generator[None]:
     """In the body all modules are in evaluation mode, and compiled functions run as they are written."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(owned.modes.during(training=False))
+        if lent is not None:
+            stack.enter_context(lent.frozen())  # at its end no gathered parameter is left
         for engine in () if lent is None else lent.engines:
             modules = engine.layout.modules
             modes = ModuleModes(modules, trains=any(module.training for module in modules))

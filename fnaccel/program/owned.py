@@ -59,6 +59,7 @@ class Owned:
         self.engine = engine
         self.notes = notes
         self.probed = False  # whether the cut model was compared with the whole one
+        self.cut_fails = False  # whether the cut model raised in that
         self.checked: set[object] = set()  # the code whose totals were compared
         self._built = built
         self._lowered = lowered

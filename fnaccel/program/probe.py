@@ -24,10 +24,11 @@ from fnaccel.models.building import construct, has_factories, release
 from fnaccel.step.loss import read_loss
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
+from fnaccel.world.random_streams import generators_of
 
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 5e-2
 _WHERE = "train_step.probe(batch)"
-_CAUSES = (
+CAUSES = (
     "usual causes: a weight of the plan is read outside of its module; a size that the model computes "
     'with is not in the plan ("*.heads": "/"); column layers without a row layer; under fa.context, '
     "positions or labels that the model makes itself"
@@ -112,7 +113,8 @@ def check_forward(
         low: whether the forward runs in a low precision.
 
     Raises:
-        CapabilityError: they differ on some rank. Raised on every rank, with the usual causes.
+        CapabilityError: they differ on some rank. Raised on every rank, with the usual causes. Not if the
+            forward of a rank draws random numbers in evaluation mode, since the other draws others.
         ArgumentError: a built module was given.
     """
     if not has_factories(model):
@@ -122,17 +124,23 @@ def check_forward(
             fix="give a factory: fa.distribute(lambda: GPT(config), strategy)",
         )
     batch = tree.to(batch, mesh.world.device)
+    generators = generators_of(mesh.world.device)
+    states = [generator.get_state() for generator in generators]
     try:  # copies, since a loss may change its batch in place
         sums = _sums(look(loss_fn, tree.map_tensors(torch.clone, batch)), mesh)
     except Exception as error:
-        error.add_note(f"in {_WHERE}, the first forward of a model that is cut. {_CAUSES}")
+        error.add_note(f"in {_WHERE}, the first forward of a model that is cut. {CAUSES}")
         raise
+    pairs = zip(generators, states, strict=True)
+    drew = any(not torch.equal(generator.get_state(), state) for generator, state in pairs)
     group = mesh.group("cp") if "cp" in mesh.degrees else None
     if group is not None:
         dist.all_reduce(sums, group=group)
     whole = _sums(_whole_loss(loss_fn, model, parameters, buffers, batch), mesh)
     result = Probed(cut=_mean(sums), whole=_mean(whole))
     every: list[Probed] = gather_objects(result, world=mesh.world)
+    if any(gather_objects(drew, world=mesh.world)):  # two forwards draw other numbers
+        return result
     limit = _LOW_TOLERANCE if low else _TOLERANCE
     rank = next((rank for rank, each in enumerate(every) if not each.difference <= limit), None)
     if rank is not None:
@@ -140,7 +148,7 @@ def check_forward(
             f"on rank {rank} the cut model has the loss {every[rank].cut:.6g}, and the whole model "
             f"{every[rank].whole:.6g}",
             where=_WHERE,
-            fix=_CAUSES,
+            fix=CAUSES,
         )
     return result
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fnaccel.models._torch import forward_hooks_of
 from fnaccel.world.random_streams import generators_of
 
 _DEPTH = 3  # how deep variables are followed: a list in an object in a closure
@@ -102,6 +103,10 @@ class _Before:
             self._each(value.buffers(), depth)
         elif isinstance(value, torch.Tensor):
             self._tensor(value)
+        elif isinstance(value, torch.Generator):
+            self._later(value.set_state, value.get_state())
+        elif isinstance(value, random.Random):
+            self._later(value.setstate, value.getstate())
         elif _package(type(value)) == "numpy":
             self._array(value)
         elif isinstance(value, list | deque | dict | set):
@@ -113,6 +118,7 @@ class _Before:
         """Note the attributes of modules, and the variables of the forwards of the user's classes."""
         for module in root.modules():
             self.attributes(module, depth)
+            self._each(forward_hooks_of(module), depth + 1)
             if _package(type(module)) in self.home:
                 self.value(type(module).forward, depth)
 
@@ -149,6 +155,9 @@ class _Before:
             self._later(value.copy_, value.clone())
 
     def _array(self, value: Any) -> None:
+        if hasattr(value, "bit_generator"):
+            bits = value.bit_generator
+            self._later(functools.partial(setattr, bits, "state"), bits.state)
         if getattr(value, "ndim", 0) and value.size <= _LARGEST and value.flags.writeable:
             self._later(functools.partial(value.__setitem__, ...), value.copy())
 

@@ -10,7 +10,7 @@ from typing import Any
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
-from fnaccel.errors import OwnershipError, UnleasedStateError
+from fnaccel.errors import CapabilityError, OwnershipError, UnleasedStateError
 from fnaccel.models.building import check_factories
 from fnaccel.program.autocast import keeping_modes
 from fnaccel.program.compile_meter import Compilation
@@ -22,7 +22,8 @@ from fnaccel.program.model_notes import warn_of, with_notes
 from fnaccel.program.owned import Owned, assemble
 from fnaccel.program.plan import Plan, compare
 from fnaccel.program.planned import check_distributed, planned
-from fnaccel.program.probe import Probed, check_forward, fits, is_split, short
+from fnaccel.program.probe import CAUSES, Probed, check_forward, fits, is_split, short
+from fnaccel.program.put_back import put_back
 from fnaccel.program.state_owner import StateOwner
 from fnaccel.program.update import Stepper
 from fnaccel.state import TrainState, check_ema, lease_of
@@ -212,16 +213,33 @@ class TrainStep:
             self._check_first(owned, micros[0].data, models)
         micros, around = parts_of(micros, self._lowered.part)
         notice, lease = self.notice, self._owner.lease
-        return self._stepper.move(owned, state, micros, position, models, notice, lease, around)
+        try:
+            return self._stepper.move(owned, state, micros, position, models, notice, lease, around)
+        except Exception as error:
+            if owned.cut_fails:
+                error.add_note(f"in the first forward of a model that is cut. {CAUSES}")
+            raise
 
     def _check_first(self, owned: Owned, batch: Tree, lent: Given | None) -> None:
         """Compare a cut model with the whole one, and totals with their weights, before the first update."""
         if lent is None and not owned.probed and self.can_probe():  # a lent model may be cut as well
-            with contextlib.suppress(OwnershipError):  # a factory that returns the same module again
-                self.probe(batch)
+            self._probe_first(owned, batch)
         step = self._spec.step
         with self._keeping():
             check_loss(owned, self._lowered, self._run_of(step.forward()), step.loss_fn, batch, lent)
+
+    def _probe_first(self, owned: Owned, batch: Tree) -> None:
+        """Probe before step 0. A forward that raises is left to the step, which raises its own error."""
+        try:
+            self.probe(batch)
+        except CapabilityError as error:
+            if CAUSES in str(error):
+                owned.probed = False
+                raise
+        except OwnershipError:  # a factory that returns the same module again
+            pass
+        except Exception:
+            owned.cut_fails = True
 
     def _keeping(self) -> contextlib.AbstractContextManager[None]:
         """If the body is interrupted, grad mode and autocast are as before."""
@@ -371,19 +389,28 @@ class TrainStep:
             0.0
         """
         owned = self._owner.owned
-        settings, loss = self._lowered.settings, self._spec.step.forward()
         owned.probed = True
-        with self._keeping(), owned.modes.during(training=False):
-            return check_forward(
-                settings.precision(loss),
-                lambda fn, row: look_at(owned, self.as_loss(fn), row, whole=False),
-                self._spec.model,
-                owned.engine.layout.parameters,
-                owned.engine.layout.buffers,
-                self.mesh,
-                short(batch),
-                low=settings.precision.autocast or settings.casts or bool(self._lowered.modules),
-            )
+        settings, step, layout = self._lowered.settings, self._spec.step, owned.engine.layout
+        modules, device = layout.modules, self.mesh.world.device
+        owned.moving_buffers.begin()
+        try:
+            with (
+                self._keeping(),
+                owned.modes.during(training=False),
+                put_back([step.loss_fn], modules, device),
+            ):
+                return check_forward(
+                    settings.precision(step.forward()),
+                    lambda fn, row: look_at(owned, self.as_loss(fn), row, whole=False),
+                    self._spec.model,
+                    layout.parameters,
+                    layout.buffers,
+                    self.mesh,
+                    short(batch),
+                    low=settings.precision.autocast or settings.casts or bool(self._lowered.modules),
+                )
+        finally:
+            owned.moving_buffers.put_back()
 
     @contextlib.contextmanager
     def averaged(self, state: TrainState) -> Generator[None]:

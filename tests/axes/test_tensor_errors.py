@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -312,5 +310,5 @@ def out_of_range(plan):
 def test_tokens_outside_of_the_vocabulary(pools):
     """Raise as torch's functions do: no rank has their row."""
     for token, target in pools.run(2, out_of_range, CUT_LOGITS):
-        assert re.fullmatch(r"a token is outside of the vocabulary of 31: from \d+ to 31", token)
+        assert token == "a token is outside of the vocabulary of 31: from 1 to 31"
         assert target == "a target is outside of the vocabulary of 31: from 1 to 31"

@@ -68,4 +68,16 @@ MUTANTS = [
         "with moving.holding(before), second:", "with second:",
         ("tests/transforms/test_remat.py", "-k", "moves_no_buffer"),
     ),
+    Mutant(
+        "a mean for a total is not noticed", "program/doubled_row.py", "mean = not one.of_mean and _close(total_2, total)",
+        "mean = False", ("tests/robust/test_doubled_row.py", "-k", "given_as_a_total and local and L2"),
+    ),
+    Mutant(
+        "the check of totals moves a queue", "program/doubled_row.py", "            owned.moving_buffers.put_back()",
+        "            pass", ("tests/robust/test_doubled_row.py", "-k", "queue and local"),
+    ),
+    Mutant(
+        "what is lent stays gathered after the check of totals", "program/doubled_row.py",
+        "stack.enter_context(lent.frozen())", "pass", ("tests/engines/test_engines.py", "-k", "gan"),
+    ),
 ]  # fmt: skip

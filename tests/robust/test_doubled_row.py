@@ -255,15 +255,23 @@ class TestNothingIsLeftBehind:
         draws = []
         number = 0
         places, counts = iter([10, 11, 12]), itertools.count()
+        noise, numbers, dice = torch.Generator().manual_seed(1), np.random.default_rng(1), random.Random(1)
+        first = (
+            float(torch.rand((), generator=torch.Generator().manual_seed(1))),
+            np.random.default_rng(1).random(),
+            random.Random(1).random(),
+        )
 
         def loss(model, batch):
             nonlocal number
             assert (next(places), next(counts)) == (10 + number, number)
+            own = (float(torch.rand((), generator=noise)), numbers.random(), dice.random())
             number += 1
             calls.append(number)
             seen[number] = len(batch[0])
             draws.append((random.random(), np.random.rand()))
             METER.add(1.0)
+            assert own == first
             return loss_fn(model, batch)
 
         np.random.seed(3)

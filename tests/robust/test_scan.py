@@ -103,6 +103,8 @@ def test_a_loop_that_is_left_saves_nothing_more(tmp_path):
 @pytest.mark.parametrize("interrupted_first", [True, False])
 def test_ctrl_c_in_one_tracker_leaves_the_others_ended(tmp_path, interrupted_first):
     class Interrupted(Recorder):
+        in_loop = True  # a Ctrl-C reaches the main thread
+
         def finish(self):
             raise KeyboardInterrupt
 

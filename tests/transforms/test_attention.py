@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
@@ -16,6 +17,9 @@ def run(step):
     x = torch.randn(2, 5, 8)
     train_step = fa.train_step(step, model=fa.distribute(Model, "local"), optimizer=fa.sgd(0.1))
     state = train_step.init(seed=0)
+    start = fa.snapshot(state)
+    train_step(state, x)  # before step 0 totals are checked, by two forwards more
+    state = train_step.adopt(attrs.evolve(start, step=1))
     with Seen() as seen:
         state, metrics = train_step(state, x)
     return train_step, state, float(metrics["loss"]), seen.names

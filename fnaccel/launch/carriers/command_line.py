@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from fnaccel.errors import LaunchError
+from fnaccel.errors import ConfigError, LaunchError
 from fnaccel.launch.job import Job
 from fnaccel.world.settings import parse_value
 
@@ -142,6 +142,9 @@ def at_address(job: Job, *, machines: int, machine: int | None, address: str) ->
 def _as_text(value: Any) -> str:
     """The value as `--set` reads it back: `parse_value(_as_text(value)) == value`."""
     if isinstance(value, str):
-        same = parse_value(value)
+        try:
+            same = parse_value(value)
+        except ConfigError:  # what YAML can't read, such as a tab
+            same = None
         return value if isinstance(same, str) and same == value else json.dumps(value)
     return json.dumps(value)

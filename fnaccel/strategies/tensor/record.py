@@ -240,7 +240,6 @@ def _layers(built: Built, options: Tensor) -> list[tuple[Layer, tuple[str, ...]]
             where="fa.tensor(plan=)",
             fix=nearest(lacking[0], _paths(built, named=named)),
         )
-    _check_rows_follow(chosen)
     return chosen
 
 
@@ -363,6 +362,7 @@ def _all_cuts(
                         where="fa.tensor(plan=)",
                         fix='give both modules a style, such as "vocab" and "colwise_gather"',
                     )
+    _check_rows_follow(layers)
     return cuts
 
 
