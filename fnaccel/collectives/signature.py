@@ -147,7 +147,11 @@ def tensor_leaves(value: tree.Tree, name: str) -> tuple[list[torch.Tensor], Any,
     """The leaves of a tree of plain tensors, its structure, and the error to raise (or None)."""
     leaves, structure = tree.flatten(value)
     for at, leaf in enumerate(leaves):
-        plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_nested
+        plain = (
+            type(leaf) is torch.Tensor
+            and leaf.layout is torch.strided
+            and not (leaf.is_nested or leaf.is_meta)
+        )
         if not plain and (problem := _not_plain(value, at, leaf, name)):
             return [], structure, problem
     return leaves, structure, None
@@ -173,6 +177,8 @@ def _not_plain(value: tree.Tree, at: int, leaf: Tree, name: str) -> ArgumentErro
     elif tensors is not None and isinstance(leaf, tensors.DTensor):
         what = "a DTensor: it is spread over ranks already"
         fix = "pass leaf.full_tensor() for the whole, or leaf.to_local() for this rank's part"
+    elif leaf.is_meta:
+        what, fix = "a tensor on the meta device, which has no values", "load or restore its values first"
     elif leaf.is_nested:
         what, fix = "a nested tensor", "pass torch.nested.to_padded_tensor(leaf, 0.0)"
     elif leaf.layout is not torch.strided or leaf.is_quantized:

@@ -252,7 +252,7 @@ def _cut_leaf(leaf: Tree, sizes: Sequence[int]) -> Sequence[Any]:
     if _length(leaf) is None:
         return [leaf] * len(sizes)
     if isinstance(leaf, torch.Tensor):
-        return leaf.split(list(sizes))
+        return _cut_nested(leaf, sizes) if leaf.is_nested else leaf.split(list(sizes))
     kind = _kinds.get(type(leaf))
     cuts: list[Any] = []
     first = 0
@@ -261,6 +261,23 @@ def _cut_leaf(leaf: Tree, sizes: Sequence[int]) -> Sequence[Any]:
         cuts.append(leaf[first:stop] if kind is None else kind.cut(leaf, first, stop))
         first = stop
     return cuts
+
+
+def _cut_nested(leaf: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Parts of a nested tensor, whose rows have different lengths. They are copies.
+
+    Raises:
+        MicroBatchError: a part without rows, which has no lengths.
+    """
+    if 0 in sizes:
+        raise MicroBatchError(
+            f"a nested tensor of {sum(sizes)} rows can't be cut into parts of {list(sizes)}",
+            where="cut(batch, sizes)",
+            fix="give one row or more to each rank and micro-batch; or pass fa.data.Rows(tensor.unbind())",
+        )
+    rows = iter(leaf.unbind())
+    parts = ([next(rows) for _ in range(size)] for size in sizes)
+    return [torch.nested.as_nested_tensor(part, layout=leaf.layout) for part in parts]
 
 
 def join(parts: Sequence[tree.Tree]) -> tree.Tree:
@@ -288,6 +305,9 @@ def _join_leaves(leaves: tuple[Any, ...]) -> Any:
             )
         return kind.join(list(leaves))
     if isinstance(first, torch.Tensor):
+        if first.is_nested:
+            rows = [row for leaf in leaves for row in leaf.unbind()]
+            return torch.nested.as_nested_tensor(rows, layout=first.layout)
         return torch.cat(leaves)
     if _is_column(first):
         return type(first)(item for leaf in leaves for item in leaf)

@@ -7,11 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from fnaccel import tree
+import fnaccel as fa
+from fnaccel import errors, tree
 from fnaccel.collectives import gather, split_between_processes
 from fnaccel.errors import ArgumentError, RankMismatchError
 from fnaccel.testing import count_collectives
 from fnaccel.world import world
+from fnaccel.world.world import current
 from tests.strategies import DTYPES, lengths, tensors, trees, worlds
 
 
@@ -293,3 +295,19 @@ def test_a_dtensor_is_refused(pools):
         assert kind is ArgumentError
         assert "w is a DTensor" in what
         assert "full_tensor()" in fix
+
+
+def without_values(everywhere):
+    value = torch.empty(3, device="meta") if everywhere or current().rank == 0 else torch.ones(3)
+    try:
+        return fa.gather(value)
+    except errors.FnaccelError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_tensor_without_values_raises_on_all_ranks(pools, everywhere):
+    first, second = pools.run(2, without_values, everywhere)
+    assert "a tensor on the meta device, which has no values" in first
+    assert isinstance(second, str)
+    assert "meta device" in second

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fnaccel as fa
 from fnaccel import tree
 from fnaccel.data import Rows, cut, join, rows_of, split_sizes
 from fnaccel.errors import LoaderError, MicroBatchError
@@ -134,3 +135,38 @@ def test_a_batch_of_another_size_settles_what_a_list_is():
 
     cut(collated(5), [3, 2])
     assert cut(collated(2), [1, 1])[1]["corner"][0].tolist() == [1]
+
+
+def jagged(*lengths):
+    rows = [torch.full((length, 2), float(length)) for length in lengths]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+class TestNested:
+    """Rows of different lengths in one tensor: `accumulate` raised torch's own error."""
+
+    def test_parts_and_the_whole_again(self):
+        batch = {"x": jagged(2, 4, 1, 3), "y": torch.arange(4)}
+        first, second = cut(batch, [3, 1])
+        assert [len(row) for row in first["x"].unbind()] == [2, 4, 1]
+        assert [len(row) for row in second["x"].unbind()] == [3]
+        assert [len(row) for row in join([first, second])["x"].unbind()] == [2, 4, 1, 3]
+
+    def test_a_part_without_rows_raises(self):
+        with pytest.raises(
+            MicroBatchError, match=r"nested tensor of 2 rows can't be cut into parts of \[2, 0\]"
+        ):
+            cut({"x": jagged(2, 4)}, [2, 0])
+
+    def test_accumulation_trains_as_the_whole_batch(self):
+        def loss(model, batch):
+            return fa.Mean(model(batch).values().square().sum(), weight=batch.size(0))
+
+        states = []
+        for step in (loss, fa.accumulate(loss, 2)):
+            with fa.start(device="cpu"):
+                model = fa.distribute(lambda: torch.nn.Linear(2, 1), "local")
+                train_step = fa.train_step(step, model=model, optimizer=fa.sgd(0.01))
+                state, _ = train_step(train_step.init(seed=0), jagged(2, 4, 1, 3))
+                states.append(state.params["weight"].detach().clone())
+        torch.testing.assert_close(states[0], states[1])
