@@ -72,7 +72,10 @@ def evaluate(
         if progress and train_step.mesh.world.is_main:
             bar = stack.enter_context(open_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))
             batches = ticking(batches, bar)
+        checked = False
         for batch in batches:
-            train_step.check_totals(state, metric_fn, batch.data)
+            if not checked:
+                train_step.check_totals(state, metric_fn, batch.data)
+                checked = True
             scores.take(train_step.look(state, scored, batch.data), batch)
     return scores.finish()

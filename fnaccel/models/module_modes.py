@@ -47,12 +47,21 @@ class ModuleModes:
     @contextlib.contextmanager
     def during(self, *, training: bool) -> Generator[None]:
         """In the body modules are in their own modes or in evaluation mode. The mode of before comes back."""
-        before = self._evaluating
-        self.train() if training else self._set(evaluating=True)
+        before = self.switch(training=training)
         try:
             yield
         finally:
-            self._set(evaluating=before)
+            self.switch_back(before)
+
+    def switch(self, *, training: bool) -> bool:
+        """Switch modules. Returns what `switch_back` takes: whether they were in evaluation mode."""
+        before = self._evaluating
+        self.train() if training else self._set(evaluating=True)
+        return before
+
+    def switch_back(self, evaluating: bool) -> None:
+        """Put modules back in the mode in which they were."""
+        self._set(evaluating=evaluating)
 
     def _set(self, *, evaluating: bool) -> None:
         if evaluating:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -19,7 +19,7 @@ from fnaccel import tree
 from fnaccel.collectives import gather_objects
 from fnaccel.data.batch import Batch, Window
 from fnaccel.data.cut import cut, rows_of
-from fnaccel.errors import ArgumentError, CapabilityError
+from fnaccel.errors import ArgumentError, CapabilityError, OwnershipError
 from fnaccel.models.building import construct, has_factories, release
 from fnaccel.step.loss import read_loss
 from fnaccel.tree import Tree
@@ -88,6 +88,31 @@ def short(batch: Tree) -> Any:
         batch = batch[0] if isinstance(batch, Window) else batch.data
     rows = rows_of(batch)
     return cut(batch, [1, rows - 1])[0] if rows > 1 else batch
+
+
+class Noted(Protocol):
+    """The engine and its modules, and what is known of their first forward."""
+
+    probed: bool
+    cut_fails: bool
+
+
+def probe_first(noted: Noted, probe: Callable[[Tree], Probed], batch: Tree) -> None:
+    """Probe before step 0. A forward that raises is left to the step, which raises its own error.
+
+    Raises:
+        CapabilityError: the cut model computes another loss.
+    """
+    try:
+        probe(batch)
+    except CapabilityError as error:
+        if CAUSES in str(error):
+            noted.probed = False
+            raise
+    except OwnershipError:  # a factory that returns the same module again
+        pass
+    except Exception:
+        noted.cut_fails = True
 
 
 def check_forward(

@@ -10,9 +10,9 @@ from typing import Any
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
-from fnaccel.errors import CapabilityError, OwnershipError, UnleasedStateError
+from fnaccel.errors import UnleasedStateError
 from fnaccel.models.building import check_factories
-from fnaccel.program.autocast import keeping_modes
+from fnaccel.program.autocast import keeping_modes, torch_modes
 from fnaccel.program.compile_meter import Compilation
 from fnaccel.program.doubled_row import check_loss, check_metrics
 from fnaccel.program.lent_models import Given, lend
@@ -22,7 +22,7 @@ from fnaccel.program.model_notes import warn_of, with_notes
 from fnaccel.program.owned import Owned, assemble
 from fnaccel.program.plan import Plan, compare
 from fnaccel.program.planned import check_distributed, planned
-from fnaccel.program.probe import CAUSES, Probed, check_forward, fits, is_split, short
+from fnaccel.program.probe import CAUSES, Probed, check_forward, fits, is_split, probe_first, short
 from fnaccel.program.put_back import put_back
 from fnaccel.program.state_owner import StateOwner
 from fnaccel.program.update import Stepper
@@ -62,6 +62,7 @@ class TrainStep:
         self._lowered = lowered
         self._name = f"TrainStep({plan.title}, {spec.strategy})"
         self._owner = StateOwner(plan, mesh, self._name)
+        self._cast_on = lowered.autocast_on(mesh.world.device)
         world, shares = mesh.world, any(degree > 1 for degree in mesh.degrees.values())
         self._stepper = Stepper(
             lowered, spec.rng, self._name, world.device, speaks=world.is_main, shares=shares
@@ -223,27 +224,14 @@ class TrainStep:
     def _check_first(self, owned: Owned, batch: Tree, lent: Given | None) -> None:
         """Compare a cut model with the whole one, and totals with their weights, before the first update."""
         if lent is None and not owned.probed and self.can_probe():  # a lent model may be cut as well
-            self._probe_first(owned, batch)
+            probe_first(owned, self.probe, batch)
         step = self._spec.step
         with self._keeping():
             check_loss(owned, self._lowered, self._run_of(step.forward()), step.loss_fn, batch, lent)
 
-    def _probe_first(self, owned: Owned, batch: Tree) -> None:
-        """Probe before step 0. A forward that raises is left to the step, which raises its own error."""
-        try:
-            self.probe(batch)
-        except CapabilityError as error:
-            if CAUSES in str(error):
-                owned.probed = False
-                raise
-        except OwnershipError:  # a factory that returns the same module again
-            pass
-        except Exception:
-            owned.cut_fails = True
-
     def _keeping(self) -> contextlib.AbstractContextManager[None]:
         """If the body is interrupted, grad mode and autocast are as before."""
-        return keeping_modes(self._lowered.autocast_on(self.mesh.world.device))
+        return keeping_modes(self._cast_on)
 
     def check_totals(self, state: TrainState, fn: Callable[..., Any], batch: Tree) -> None:
         """See that each `fa.Mean` that a metric function returns holds a total and its weight, not a mean.
@@ -300,8 +288,15 @@ class TrainStep:
         owned = self._owner.owned
         lease_of(state, LOOK, averaged=True)
         owned.check_modules()
-        with self._keeping(), owned.modes.during(training=train):
+        # without contexts, which would take a fifth of a small forward
+        modes, evaluating = torch_modes(self._cast_on), owned.modes.switch(training=train)
+        try:
             return look_at(owned, self._lowered.settings.precision(fn), *args, whole=whole)
+        except BaseException:
+            modes.put_back()
+            raise
+        finally:
+            owned.modes.switch_back(evaluating)
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """In the body modules are in evaluation mode. Each module's own mode comes back at its end.

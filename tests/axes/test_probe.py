@@ -9,7 +9,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
-from tests.axes.models import GPT, PLAN, SEQUENCE, loss_fn, rows_of
+from tests.axes.models import GPT, PLAN, SEQUENCE, Block, loss_fn, rows_of
 from tests.context.model import CUT, Net, batch_of
 from tests.context.model import loss_fn as token_loss
 from tests.models import whole_params
@@ -141,9 +141,27 @@ def changes_its_batch(model, tokens):
     return loss_fn(model, tokens)
 
 
+class Infers(Block):
+    """The size of a head is what is left, so a rank with all heads' number computes with half heads."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, self.heads, -1).unbind(2)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def of_inferring_blocks():
+    model = GPT()
+    model.blocks = nn.ModuleList(Infers() for _ in range(2))
+    return model
+
+
 def by_hand(plan, loss):
     """The first call of a loop without `fa.scan`."""
-    train_step = fa.train_step(loss, model=fa.distribute(GPT, fa.tensor(2, plan)), optimizer=fa.sgd(0.3))
+    model = fa.distribute(of_inferring_blocks, fa.tensor(2, plan))
+    train_step = fa.train_step(loss, model=model, optimizer=fa.sgd(0.3))
     state = train_step.init(seed=0)
     try:
         state, metrics = train_step(state, rows_of(0, 0, rows=2))

@@ -105,7 +105,7 @@ def test_a_set_variable_goes_over_the_scripts_recipe(monkeypatch, capsys):
         ("strategy='fsdp", "No closing quotation"),
         ("launch.watchdog=-1", "launch.watchdog=-1"),
         ("launch.watchdog=long", "launch.watchdog='long'"),
-        ("launch.cpu=no", "launch.cpu='no'"),
+        ("launch.cpu=maybe", "launch.cpu='maybe'"),
     ],
 )
 def test_a_set_variable_with_a_mistake_stops_the_start(monkeypatch, text, says):
