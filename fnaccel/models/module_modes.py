@@ -56,12 +56,16 @@ class ModuleModes:
     def switch(self, *, training: bool) -> bool:
         """Switch modules. Returns what `switch_back` takes: whether they were in evaluation mode."""
         before = self._evaluating
-        self.train() if training else self._set(evaluating=True)
+        if training:
+            self.train()
+        elif not before:
+            self._set(evaluating=True)
         return before
 
     def switch_back(self, evaluating: bool) -> None:
         """Put modules back in the mode in which they were."""
-        self._set(evaluating=evaluating)
+        if not (evaluating and self._evaluating):
+            self._set(evaluating=evaluating)
 
     def _set(self, *, evaluating: bool) -> None:
         if evaluating:

@@ -109,7 +109,9 @@ class Stepper:
         self._clean = False
         modes = torch_modes(self._cast_on)
         owned.modes.train()
-        self._check_hooks(owned, len(micros))
+        owned.gradient_hooks.look_again()
+        if owned.gradient_hooks.present:
+            self._check_hooks(owned, len(micros))
         before = _Before(state)
         buffers = owned.moving_buffers
         buffers.begin()
@@ -229,15 +231,9 @@ class Stepper:
         )
 
     def _check_hooks(self, owned: Owned, micro_batches: int) -> None:
-        """Look for backward hooks that see gradients of another scale than the user's loop had.
-
-        Raises:
-            CapabilityError: a hook was added that would never run.
-        """
-        hooks = owned.gradient_hooks
-        hooks.look_again()
-        if hooks.present and self._speaks and micro_batches > 1 and self._lowered.loss.weight_fn is None:
-            hooks.warn()
+        """Warn of backward hooks that see gradients of a total."""
+        if self._speaks and micro_batches > 1 and self._lowered.loss.weight_fn is None:
+            owned.gradient_hooks.warn()
 
     def _captured(
         self,

@@ -50,7 +50,7 @@ def checked(metrics: dict[str, Any], left_out: Scalar | None) -> dict[str, Any]:
         if not isinstance(metrics["weight"], torch.Tensor):  # one rank knows it as a number
             device = metrics["loss"].device
             dtype = torch.float32 if device.type == "mps" else torch.float64
-            metrics["weight"] = torch.full((), metrics["weight"], dtype=dtype, device=device)
+            metrics["weight"] = torch.scalar_tensor(metrics["weight"], dtype=dtype, device=device)
         return metrics
     plain = torch.as_tensor(metrics["weight"])
     if left_out is True and float(plain) == 0:
