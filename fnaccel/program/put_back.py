@@ -53,7 +53,8 @@ def put_back(
         yield
     finally:
         for undo in reversed(before.undo):
-            undo()
+            with contextlib.suppress(Exception):  # a value that refuses can't have been changed either
+                undo()
 
 
 def _package(value: Any) -> str:
@@ -110,7 +111,9 @@ class _Before:
         elif _package(type(value)) == "numpy":
             self._array(value)
         elif isinstance(value, list | deque | dict | set):
-            self._container(value, depth)
+            # a subclass of another package may refuse changes, as the trees of states do
+            if _package(type(value)) in (*self.home, "builtins", "collections"):
+                self._container(value, depth)
         elif _package(type(value)) in self.home and hasattr(value, "__dict__"):
             self.attributes(value, depth)
 

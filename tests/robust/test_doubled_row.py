@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -330,6 +331,52 @@ class TestNothingIsLeftBehind:
         train_step = program(loss)
         train_step(train_step.init(), (x, y))
         assert torch.equal(x, expected)
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+
+class Refuses:
+    """An object of the user's that raises at almost everything."""
+
+    def __init__(self):
+        self.values = [1]
+
+    def __eq__(self, other):
+        raise TypeError
+
+    def __bool__(self):
+        raise TypeError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_odd_values_beside_a_loss_neither_break_it_nor_change():
+    other = program()
+    params = other.init().params  # read-only
+    frozen = np.arange(3.0)
+    frozen.setflags(write=False)
+    groups, counter = collections.defaultdict(list), collections.Counter()
+    ordered, recursive, expanded = collections.OrderedDict(a=1), [], torch.zeros(1).expand(3)
+    recursive.append(recursive)
+    slotted, refuses, lock = Slotted(), Refuses(), threading.Lock()
+    meta, sparse = torch.empty(2, device="meta"), torch.eye(2).to_sparse()
+
+    def loss(model, batch):
+        groups["rows"].append(len(batch[0]))
+        counter["calls"] += 1
+        ordered.move_to_end("a")
+        refuses.values.append(2)
+        slotted.count = 1
+        seen = (params, frozen, recursive, expanded, lock, meta, sparse)
+        assert len(seen) == 7
+        return loss_fn(model, batch)
+
+    (state, _), _ = first_step(loss)
+    assert state.step == 1
+    assert (dict(groups), dict(counter), dict(ordered)) == ({"rows": [8]}, {"calls": 1}, {"a": 1})
+    assert refuses.values == [1, 2]
 
 
 class TestMetrics:
