@@ -32,23 +32,26 @@ class SharedBuffers:
         self._group = group
         self._agreements = 0
         self._shared: list[int] = []
+        self._sizes: list[int] = []
 
     def share(self, step: int) -> None:
         """Take the first rank's values. All ranks call it after the same update.
 
-        Ranks compare which buffers move after the first two updates, and after each hundredth.
+        Ranks compare which buffers move after the first two updates, after steps of powers of two, and after
+        each hundredth.
 
         Args:
             step: the number of the update's call.
 
         Raises:
-            CapabilityError: a buffer has another size on another rank.
+            CapabilityError: a buffer has another size on another rank, or than before.
         """
-        if self._agreements < 2 or step % _EVERY == 0:
+        if self._agreements < 2 or step & (step + 1) == 0 or step % _EVERY == 0:
             self._agreements += 1
             self._agree()
         if not self._shared:
             return
+        self._check_sizes()
         present = (self._buffers.tensor(slot) for slot in self._shared)
         # wide elements first, so that each part begins at a multiple of its size
         tensors = sorted((x for x in present if x is not None), key=lambda tensor: -tensor.itemsize)
@@ -72,7 +75,19 @@ class SharedBuffers:
                     fix="register it with persistent=False if each rank is to have its own; or "
                     "fa.ddp(sync_buffers=False)",
                 )
-        self._shared = moving
+        self._shared, self._sizes = moving, [self._size(slot) for slot in moving]
+
+    def _check_sizes(self) -> None:
+        """Raise CapabilityError if a buffer has another size than the ranks agreed on."""
+        for slot, size in zip(self._shared, self._sizes, strict=True):
+            now = self._size(slot)
+            if now != size:
+                raise CapabilityError(
+                    f"the buffer {self._names[slot]} has {now} bytes on this rank, and had {size} on all",
+                    where="train_step(state, batch)",
+                    fix="register it with persistent=False if each rank is to have its own; or "
+                    "fa.ddp(sync_buffers=False)",
+                )
 
     def _size(self, slot: int) -> int:
         tensor = self._buffers.tensor(slot)

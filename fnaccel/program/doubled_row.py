@@ -9,23 +9,23 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from fnaccel import tree
-from fnaccel.collectives import broadcast_objects
-from fnaccel.data.cut import join, rows_of
-from fnaccel.errors import LossError
+from fnaccel.collectives import broadcast_objects, gather_objects
+from fnaccel.data.cut import cut, join, rows_of
+from fnaccel.errors import LossError, NotSerializableError, RankMismatchError
 from fnaccel.models.module_modes import ModuleModes
 from fnaccel.program.lent_models import Given
 from fnaccel.program.lower import Lowered
 from fnaccel.program.owned import Owned
 from fnaccel.program.plan import title
-from fnaccel.program.probe import is_split, short
+from fnaccel.program.probe import short
 from fnaccel.program.put_back import put_back
-from fnaccel.program.whole_parameters import is_sharded
 from fnaccel.step.loss import Mean, read_loss
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
@@ -98,25 +98,28 @@ def _check(
     )
     if left_alone or code in owned.checked:
         return
-    try:
-        lenders = () if lent is None else lent.engines
-        sharded = owned.sharded or any(is_sharded(each.layout.parameters.values()) for each in lenders)
-        pair = _pair(batch, owned.engine.layout.mesh, communicates=sharded)
-    except Exception:  # a batch of a class that nothing joins, or that does not pickle
-        owned.checked.add(code)
-        return
-    results: list[dict[str, Mean]] = []
-    with _evaluating(owned, lent):
-        for rows in pair:
-            output = _outcome(owned, run, function, rows, parts, lent)
-            if output is None:
-                owned.checked.add(code)
-                return
-            results.append(output)
-    for name, one in results[0].items():
-        if name in results[1]:
-            _compare(name, one, results[1][name], title(function), rows_of(batch))
     owned.checked.add(code)
+    mesh = owned.engine.layout.mesh
+    pair = _two_rows(batch, mesh)
+    if pair is None:
+        return
+    one, other = pair
+    doubled = join([one, one])
+    with _evaluating(owned, lent):
+        means = [_outcome(owned, run, function, rows, parts, lent) for rows in (one, doubled)]
+        problem = _problem(means, rows_of(batch))
+        if problem is not None and other is not None:
+            # a count within the batch, such as that of nearest neighbours, does not double with equal rows
+            others = other, join([one, other])
+            means = [means[0], *(_outcome(owned, run, function, rows, parts, lent) for rows in others)]
+            problem = problem if _is_mean_of_two(problem.name, means) else None
+    # what is drawn may differ on the ranks, and all of them have to raise
+    found = None if problem is None else (problem.text, problem.fix)
+    if world.size > 1:
+        found = next((text for text in gather_objects(found, world=world) if text is not None), None)
+    if found is not None:
+        owned.checked.discard(code)
+        raise LossError(found[0], where=title(function), fix=found[1])
 
 
 @contextlib.contextmanager
@@ -162,29 +165,68 @@ def _outcome(
             owned.moving_buffers.put_back()
 
 
-def _pair(batch: Tree, mesh: Mesh, *, communicates: bool) -> tuple[Tree, Tree]:
-    """A row, and that row twice: rank 0's if a forward communicates, so that all ranks raise or none."""
-    row = join([short(batch)])  # a copy: a loss may change its batch
-    if communicates or is_split(mesh):
-        row = tree.to(broadcast_objects(row, world=mesh.world), mesh.world.device)
-    return row, join([row, row])
+def _two_rows(batch: Tree, mesh: Mesh) -> tuple[Tree, Tree | None] | None:
+    """Copies of the first two rows, or of one. All ranks take those of rank 0, so that all raise or none.
+
+    None for a batch of a class that nothing joins, or that does not pickle.
+    """
+    pair: Any = None
+    with contextlib.suppress(Exception):
+        rows = rows_of(batch)
+        second = cut(batch, [1, 1, rows - 2])[1] if rows > 1 else None
+        pair = join([short(batch)]), None if second is None else join([second])  # a loss may change its batch
+    if mesh.world.size > 1:
+        try:
+            pair = tree.to(broadcast_objects(pair, world=mesh.world), mesh.world.device)
+        except (NotSerializableError, RankMismatchError):  # raised on all ranks
+            return None
+    return pair
 
 
-def _compare(name: str, one: Mean, two: Mean, where: str, rows: int) -> None:
-    total, weight, total_2, weight_2 = map(_number, (one.total, one.weight, two.total, two.weight))
-    finite = all(map(math.isfinite, (total, weight, total_2, weight_2)))
-    if not finite or not total or not weight or not _close(weight_2, 2 * weight):
-        return
-    mean = not one.of_mean and _close(total_2, total)
-    if mean or (one.of_mean and _close(total_2, 4 * total)):
+@attrs.frozen
+class _Problem:
+    """The name of an `fa.Mean` that is none, and the message."""
+
+    name: str
+    text: str
+    fix: str
+
+
+def _problem(means: Sequence[Mapping[str, Mean] | None], rows: int) -> _Problem | None:
+    """The first total that does not follow its weight, of a row and of that row twice."""
+    one, doubled = means
+    for name, mean in (one or {}).items():
+        total, weight = _numbers(mean)
+        total_2, weight_2 = _numbers(None if doubled is None else doubled.get(name))
+        finite = all(map(math.isfinite, (total, weight, total_2, weight_2)))
+        if not finite or not total or not weight or not _close(weight_2, 2 * weight):
+            continue
+        stays = not mean.of_mean and _close(total_2, total)
+        if not stays and not (mean.of_mean and _close(total_2, 4 * total)):
+            continue
+        text = _MEAN_FOR_A_TOTAL if stays else _TOTAL_FOR_A_MEAN
         times = f"{rows * weight:g} times" if rows > 1 else "as many times as there are rows"
-        text = (_MEAN_FOR_A_TOTAL if mean else _TOTAL_FOR_A_MEAN).format(
-            what=_described(name), value=total, times=times
-        )
-        fix = "fa.Mean.of(mean, n), or a sum: reduction='sum'" if mean else "fa.Mean(total, weight=n)"
+        fix = "fa.Mean.of(mean, n), or a sum: reduction='sum'" if stays else "fa.Mean(total, weight=n)"
         if name == _OF_WEIGHT_FN:
             fix = "return a sum: reduction='sum'; or for a mean, fa.with_weight(step, lambda batch: 1)"
-        raise LossError(text, where=where, fix=fix)
+        return _Problem(name, text.format(what=_described(name), value=total, times=times), fix)
+    return None
+
+
+def _is_mean_of_two(name: str, means: Sequence[Mapping[str, Mean] | None]) -> bool:
+    """Whether the total of two rows is the mean of their totals, or in `fa.Mean.of` twice their sum."""
+    first, second, both = (_numbers((found or {}).get(name)) for found in means)
+    (a, weight_a), (b, weight_b), (total, _) = first, second, both
+    if not weight_a or not weight_b:
+        return False
+    if (means[0] or {})[name].of_mean:  # each total is a sum times its weight
+        return _close(total, (a / weight_a + b / weight_b) * (weight_a + weight_b))
+    weighted = (weight_a * a + weight_b * b) / (weight_a + weight_b)
+    return _close(total, weighted) or _close(total, (a + b) / 2)
+
+
+def _numbers(mean: Mean | None) -> tuple[float, float]:
+    return (math.nan, math.nan) if mean is None else (_number(mean.total), _number(mean.weight))
 
 
 def _described(path: str) -> str:

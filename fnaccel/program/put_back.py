@@ -12,20 +12,23 @@ import functools
 import random
 import sys
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from fnaccel import _torch
 from fnaccel.models._torch import forward_hooks_of
 from fnaccel.world.random_streams import generators_of
 
 _DEPTH = 3  # how deep variables are followed: a list in an object in a closure
 _LARGEST = 1 << 24  # elements of a tensor or an array that is copied
 _MOST = 10_000  # values that are looked at
+_COPIED = ("count", "list_iterator", "tuple_iterator", "range_iterator", "str_ascii_iterator")
+_REGISTERED = ("_buffers", "_modules")
 _TORCH_S_OWN = frozenset(vars(nn.Module()))
 
 
@@ -46,14 +49,15 @@ def put_back(
     before = _Before(device)
     for function in functions:
         before.home |= {_package(function)}
-        before.value(function, _DEPTH)
+        before.each([function], _DEPTH + 1)
     for root in roots:
         before.modules(root, _DEPTH)
     try:
         yield
     finally:
         for undo in reversed(before.undo):
-            with contextlib.suppress(Exception):  # a value that refuses can't have been changed either
+            # a value that refuses was not changed either
+            with contextlib.suppress(Exception), torch.no_grad():
                 undo()
 
 
@@ -63,11 +67,26 @@ def _package(value: Any) -> str:
 
 def _copied_iterator(value: Any) -> Any:
     """A copy of an iterator of Python's own at its place, such as a count. Anything else as it is."""
-    if isinstance(value, Iterator) and _package(type(value)) in ("builtins", "itertools"):
+    if isinstance(value, Iterator) and type(value).__name__ in _COPIED:  # others share what they iterate over
         with contextlib.suppress(TypeError), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.14 on itertools has no copies
             return copy.copy(value)
     return value
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names that code and the functions inside of it look up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _refill(container: Any, held: Any) -> None:
+    """Give a container its items again, by the methods of its base class: a subclass may have others."""
+    base: Any = next(kind for kind in (OrderedDict, dict, list, deque, set) if isinstance(container, kind))
+    base.clear(container)
+    (base.extend if hasattr(base, "extend") else base.update)(container, held)
 
 
 class _Before:
@@ -96,12 +115,12 @@ class _Before:
         if isinstance(value, FunctionType):
             self._variables(value, depth)
         elif isinstance(value, MethodType):
-            self._each((value.__func__, value.__self__), depth)
+            self.each((value.__func__, value.__self__), depth)
         elif isinstance(value, functools.partial):
-            self._each((value.func, *value.args, *value.keywords.values()), depth)
+            self.each((value.func, *value.args, *value.keywords.values()), depth)
         elif isinstance(value, nn.Module):
             self.modules(value, depth)
-            self._each(value.buffers(), depth)
+            self.each(value.buffers(), depth)
         elif isinstance(value, torch.Tensor):
             self._tensor(value)
         elif isinstance(value, torch.Generator):
@@ -110,18 +129,24 @@ class _Before:
             self._later(value.setstate, value.getstate())
         elif _package(type(value)) == "numpy":
             self._array(value)
+        elif isinstance(value, tuple):
+            self.each(value, depth)
         elif isinstance(value, list | deque | dict | set):
             # a subclass of another package may refuse changes, as the trees of states do
             if _package(type(value)) in (*self.home, "builtins", "collections"):
                 self._container(value, depth)
-        elif _package(type(value)) in self.home and hasattr(value, "__dict__"):
+        elif isinstance(value, SimpleNamespace) or (
+            _package(type(value)) in self.home and hasattr(value, "__dict__")
+        ):
             self.attributes(value, depth)
 
     def modules(self, root: nn.Module, depth: int) -> None:
         """Note the attributes of modules, and the variables of the forwards of the user's classes."""
         for module in root.modules():
             self.attributes(module, depth)
-            self._each(forward_hooks_of(module), depth + 1)
+            for name in _REGISTERED:  # a first forward may register more, of the size of its rows
+                self._later(functools.partial(_refill, vars(module)[name]), dict(vars(module)[name]))
+            self.each(forward_hooks_of(module), depth + 1)
             if _package(type(module)) in self.home:
                 self.value(type(module).forward, depth)
 
@@ -138,24 +163,26 @@ class _Before:
             slots.update(kept)
 
         self._later(restore, kept)
-        self._each(kept.values(), depth)
+        self.each(kept.values(), depth)
 
-    def _each(self, values: Iterable[Any], depth: int) -> None:
+    def each(self, values: Iterable[Any], depth: int) -> None:
+        """Note values that others hold. A value that raises when it is looked at is left alone."""
         for value in tuple(values):
-            if value is not None and not isinstance(value, str | bytes | int | float | type):
-                self.value(value, depth - 1)
+            with contextlib.suppress(Exception):
+                if value is not None and not isinstance(value, str | bytes | int | float | type):
+                    self.value(value, depth - 1)
 
     def _container(self, value: Any, depth: int) -> None:
-        def restore(held: Any) -> None:
-            value.clear()
-            value.extend(held) if hasattr(value, "extend") else value.update(held)
-
-        self._later(restore, dict(value) if isinstance(value, dict) else [*value])
-        self._each(value.values() if isinstance(value, dict) else value, depth)
+        held = dict(value) if isinstance(value, dict) else [*value]
+        self._later(functools.partial(_refill, value), held)
+        self.each(value.values() if isinstance(value, dict) else value, depth)
 
     def _tensor(self, value: torch.Tensor) -> None:
-        if value.is_leaf and not value.requires_grad and value.numel() <= _LARGEST:
-            self._later(value.copy_, value.clone())
+        freed = value.layout is torch.strided and value.numel() and not value.untyped_storage().nbytes()
+        if value.is_leaf and not value.requires_grad and not freed and value.numel() <= _LARGEST:
+            version, held = _torch.version_of(value), value.clone()
+            # an unchanged tensor stays as it is: a new version would break a graph that is still to be run
+            self.undo.append(lambda: value.copy_(held) if _torch.version_of(value) != version else None)
 
     def _array(self, value: Any) -> None:
         if hasattr(value, "bit_generator"):
@@ -171,9 +198,10 @@ class _Before:
                 value = cell.cell_contents
                 self._later(functools.partial(setattr, cell, "cell_contents"), value)
                 cell.cell_contents = _copied_iterator(value)
-                self._each([value], depth)
-        names = (name for name in function.__code__.co_names if name in function.__globals__)
+                self.each([value], depth)
+        self.each([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()], depth)
+        names = [name for name in _names_in(function.__code__) if name in function.__globals__]
         held = {name: function.__globals__[name] for name in names}
         self._later(function.__globals__.update, held)
         function.__globals__.update({name: _copied_iterator(value) for name, value in held.items()})
-        self._each(held.values(), depth)
+        self.each(held.values(), depth)

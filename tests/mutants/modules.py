@@ -69,8 +69,8 @@ MUTANTS = [
         ("tests/transforms/test_remat.py", "-k", "moves_no_buffer"),
     ),
     Mutant(
-        "a mean for a total is not noticed", "program/doubled_row.py", "mean = not one.of_mean and _close(total_2, total)",
-        "mean = False", ("tests/robust/test_doubled_row.py", "-k", "given_as_a_total and local and L2"),
+        "a mean for a total is not noticed", "program/doubled_row.py", "stays = not mean.of_mean and _close(total_2, total)",
+        "stays = False", ("tests/robust/test_doubled_row.py", "-k", "given_as_a_total and local and L2"),
     ),
     Mutant(
         "the check of totals moves a queue", "program/doubled_row.py", "            owned.moving_buffers.put_back()",

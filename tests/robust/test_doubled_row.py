@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel import errors
+from fnaccel.world.world import current
 from tests.models import Net, batch_of, loss_fn, program, whole_params
 
 TEMPERATURE = 0.1
@@ -82,7 +83,15 @@ def gradient_penalty(model, batch):
     return fa.Mean((squared(model, batch).sum() + slope.square().sum()), weight=len(x))
 
 
+def in_batch_recall(model, batch):
+    """How many rows are their own nearest: of equal rows only the first is."""
+    x = torch.cat([model(batch[0]), batch[0]], dim=1)
+    nearest = torch.cdist(x, x).argmin(dim=1) == torch.arange(len(x))
+    return fa.Mean(loss_fn(model, batch).total, weight=len(x), aux={"recall": fa.Mean(nearest.sum(), len(x))})
+
+
 RIGHT = {
+    "in-batch recall": in_batch_recall,
     "a sum": loss_fn,
     "contrastive": contrastive,
     "pairs": pairs,
@@ -333,6 +342,59 @@ class TestNothingIsLeftBehind:
         assert torch.equal(x, expected)
 
 
+class Lazy(Net):
+    """Registers a buffer at its first forward, of the size of its rows, and a module behind a flag."""
+
+    def forward(self, x):
+        if not hasattr(self, "place"):
+            self.register_buffer("place", torch.arange(len(x)).float().view(-1, 1), persistent=False)
+        return super().forward(x) + self.place
+
+
+def test_what_a_first_forward_registers_has_the_size_of_the_batch():
+    (_, metrics), _ = first_step(loss_fn, model=Lazy)
+    torch.manual_seed(0)
+    output = loss_fn(Lazy(), batch_of(8))
+    assert float(metrics["loss"]) == pytest.approx(output.total.item() / output.weight, rel=1e-6)
+
+
+def one_sided(kind):
+    """A loss that is wrong, or raises, for the rows of one rank only, and talks to the other."""
+    rank = current().rank
+
+    def loss(model, batch):
+        x, y = batch
+        part = x[x[:, 0] < 50]
+        if kind == "raises" and not len(part):
+            raise ZeroDivisionError
+        fa.reduce(torch.ones(()))
+        mean = (model(x) - y).square().mean()
+        return fa.Mean(mean * (len(y) if kind == "raises" or float(x[0, 0]) > 50 else 1), weight=len(y))
+
+    x, y = batch_of(4, seed=rank)
+    x[0, 0] += 100.0 * rank
+    train_step = program(loss, strategy="ddp")
+    try:
+        train_step(train_step.init(), (x, y))
+    except errors.LossError:
+        return "accused"
+    finally:
+        train_step.close()
+    return "trained"
+
+
+def test_all_ranks_raise_or_none_does(pools):
+    """A rank that raised alone left the others in a collective."""
+    assert pools.run(2, one_sided, "wrong") == ["accused", "accused"]
+    assert pools.run(2, one_sided, "raises") == ["trained", "trained"]
+
+
+class Attributes(dict):
+    """A dict whose entries are attributes, and which answers to every name."""
+
+    __getattr__ = dict.get
+
+
 class Slotted:
     __slots__ = ("count",)
 
@@ -358,6 +420,7 @@ def test_odd_values_beside_a_loss_neither_break_it_nor_change():
     frozen = np.arange(3.0)
     frozen.setflags(write=False)
     groups, counter = collections.defaultdict(list), collections.Counter()
+    options = Attributes(lam=0.5)
     ordered, recursive, expanded = collections.OrderedDict(a=1), [], torch.zeros(1).expand(3)
     recursive.append(recursive)
     slotted, refuses, lock = Slotted(), Refuses(), threading.Lock()
@@ -369,6 +432,7 @@ def test_odd_values_beside_a_loss_neither_break_it_nor_change():
         ordered.move_to_end("a")
         refuses.values.append(2)
         slotted.count = 1
+        assert options.lam == 0.5
         seen = (params, frozen, recursive, expanded, lock, meta, sparse)
         assert len(seen) == 7
         return loss_fn(model, batch)
@@ -377,6 +441,7 @@ def test_odd_values_beside_a_loss_neither_break_it_nor_change():
     assert state.step == 1
     assert (dict(groups), dict(counter), dict(ordered)) == ({"rows": [8]}, {"calls": 1}, {"a": 1})
     assert refuses.values == [1, 2]
+    assert options == {"lam": 0.5}
 
 
 class TestMetrics:
