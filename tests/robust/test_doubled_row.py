@@ -216,7 +216,7 @@ class Queue(Net):
         out = super().forward(x)
         with torch.no_grad():
             for value in out.detach():
-                self.queue[self.place % 6] = value
+                self.queue[self.place % 6] += value
                 self.place += 1
                 self.seen.append(float(value))
                 self.recent.append(float(value))
