@@ -103,8 +103,7 @@ def _check(
     pair = _two_rows(batch, mesh)
     if pair is None:
         return
-    one, other = pair
-    doubled = join([one, one])
+    one, doubled, other = pair
     with _evaluating(owned, lent):
         means = [_outcome(owned, run, function, rows, parts, lent) for rows in (one, doubled)]
         problem = _problem(means, rows_of(batch))
@@ -165,8 +164,10 @@ def _outcome(
             owned.moving_buffers.put_back()
 
 
-def _two_rows(batch: Tree, mesh: Mesh) -> tuple[Tree, Tree | None] | None:
-    """Copies of the first two rows, or of one. All ranks take those of rank 0, so that all raise or none.
+def _two_rows(batch: Tree, mesh: Mesh) -> tuple[Tree, Tree, Tree | None] | None:
+    """Copies of the first row, of that row twice, and of the second row if there is one.
+
+    All ranks take those of rank 0, so that all raise or none.
 
     None for a batch of a class that nothing joins, or that does not pickle.
     """
@@ -174,7 +175,9 @@ def _two_rows(batch: Tree, mesh: Mesh) -> tuple[Tree, Tree | None] | None:
     with contextlib.suppress(Exception):
         rows = rows_of(batch)
         second = cut(batch, [1, 1, rows - 2])[1] if rows > 1 else None
-        pair = join([short(batch)]), None if second is None else join([second])  # a loss may change its batch
+        first = short(batch)
+        # copies: a loss may change its batch
+        pair = join([first]), join([first, first]), None if second is None else join([second])
     if mesh.world.size > 1:
         try:
             pair = tree.to(broadcast_objects(pair, world=mesh.world), mesh.world.device)

@@ -14,6 +14,7 @@ from torch import nn
 from fnaccel.engine.engine import Engine, Forward, Hooks, Layout, Runtime
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import ArgumentError, CapabilityError, ConfigError, FnaccelError, nearest
+from fnaccel.models._torch import Norm
 from fnaccel.models.building import Built, construct, has_factories
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.deepspeed import DeepspeedKernel
@@ -147,7 +148,7 @@ def _check_parameters(built: Built) -> None:
 def _check_norms(built: Built, device: str) -> None:
     """Raise CapabilityError if a norm would have half-precision weights and fp32 averages on a CPU."""
     for name, module in built.host.named_modules():
-        tracks = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        tracks = isinstance(module, Norm) and module.track_running_stats
         if device == "cpu" and tracks and any(True for _ in module.parameters()):
             raise CapabilityError(
                 f"{name.removeprefix('target.')} is a {type(module).__name__}: DeepSpeed casts its weights, "
