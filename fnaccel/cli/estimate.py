@@ -16,7 +16,7 @@ from fnaccel.cli.options.estimate import parser
 from fnaccel.cli.subject import recipe_of
 from fnaccel.cli.terminal import columns, print_json, split_list
 from fnaccel.config import Recipe
-from fnaccel.config.apply import make_optimizer, transformed
+from fnaccel.config.applying import make_optimizer, transformed
 from fnaccel.config.references import load
 from fnaccel.errors import ArgumentError, require
 from fnaccel.estimate import (

@@ -19,15 +19,16 @@ from fnaccel.cli.overriding import check_overrides, gather_overrides, layers, no
 from fnaccel.cli.terminal import print_json
 from fnaccel.config import LaunchRecipe
 from fnaccel.errors import LaunchError, nearest
-from fnaccel.launch import Job, launch, tpu
+from fnaccel.launch import tpu
 from fnaccel.launch.accelerators import count_processes
 from fnaccel.launch.carriers import Request, choose, plan
 from fnaccel.launch.carriers.choice import IN_THE_LAUNCHER
 from fnaccel.launch.ending import leave
 from fnaccel.launch.input_end import end_with_input
-from fnaccel.launch.job import check_values
+from fnaccel.launch.job import Job, check_values
 from fnaccel.launch.network import free_port
 from fnaccel.launch.presets import find_cards, preset_variables
+from fnaccel.launch.supervise import launch
 
 
 @contextlib.contextmanager

@@ -14,14 +14,13 @@ from fnaccel.cli.options.config import DEFAULT_FILE
 from fnaccel.config import Recipe, from_yaml
 from fnaccel.config.yaml import override, text_of
 from fnaccel.errors import LaunchError
+from fnaccel.launch.overrides import FLAGS
 from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
 from fnaccel.world import settings
 from fnaccel.world.plain_data import load_yaml
 from fnaccel.world.settings import parse_value as parse_value
 
-FLAGS = ("strategy", "precision", "accumulate", "clip_norm", "compile", "attention")
-"""Options with the name of the recipe's field that they set."""
 INNER_FLAGS = {
     "compile_backend": "compile_options.backend",
     "compile_mode": "compile_options.mode",

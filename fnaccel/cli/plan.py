@@ -10,7 +10,7 @@ import attrs
 from fnaccel.cli.options.plan import parser
 from fnaccel.cli.subject import recipe_of
 from fnaccel.cli.terminal import print_json
-from fnaccel.config.apply import make_optimizer, transformed
+from fnaccel.config.applying import make_optimizer, transformed
 from fnaccel.config.references import load
 from fnaccel.errors import require
 from fnaccel.models.meta import modules_without_values

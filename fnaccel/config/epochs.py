@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from fnaccel.config.recipe import OptimizerRecipe
+from fnaccel.config.recipes import OptimizerRecipe
 from fnaccel.data import Shards
 from fnaccel.errors import ConfigError
 from fnaccel.strategies import strategy as parse

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fnaccel.errors import ConfigError, NotSerializableError
-from fnaccel.tree import Tree
 
 
 def load(reference: object, where: str) -> Any:
@@ -51,7 +50,7 @@ def _from_file(path: Path) -> Any:
     return module
 
 
-def dump(value: Tree, where: str) -> Any:
+def dump(value: Any, where: str) -> Any:
     """`"module:name"` of a function, if it can be loaded again by it. Otherwise the value itself.
 
     Raises:

@@ -9,10 +9,9 @@ from typing import Any, get_args, get_type_hints
 import attrs
 import yaml
 
-from fnaccel.config.recipe import Recipe
+from fnaccel.config.recipes import Recipe
 from fnaccel.config.references import dump
 from fnaccel.errors import ConfigError, FnaccelError, nearest
-from fnaccel.tree import Tree
 from fnaccel.world.paths import local_path
 from fnaccel.world.plain_data import load_yaml
 
@@ -132,7 +131,7 @@ def from_yaml(source: str | Path) -> Recipe:
     return read(plain, where)
 
 
-def read(plain: Tree, where: str) -> Recipe:
+def read(plain: Any, where: str) -> Recipe:
     """A recipe from plain dicts and values.
 
     Raises:
@@ -176,7 +175,7 @@ def _mistake_in(error: BaseException) -> FnaccelError | None:
     return next((mistake for child in inner if (mistake := _mistake_in(child)) is not None), None)
 
 
-def _check_keys(plain: Tree, cls: type, where: str) -> None:
+def _check_keys(plain: Any, cls: type, where: str) -> None:
     _check_mapping(plain, where)
     hints = get_type_hints(cls)
     names = [field.name for field in attrs.fields(cls)]
@@ -192,7 +191,7 @@ def _check_keys(plain: Tree, cls: type, where: str) -> None:
                 _check_keys(record, kind, f"{inner}: {name}")
 
 
-def _check_mapping(plain: Tree, where: str) -> None:
+def _check_mapping(plain: Any, where: str) -> None:
     if not isinstance(plain, dict):
         raise ConfigError(
             f"{where} holds {type(plain).__name__}, not keys and values",

@@ -221,7 +221,7 @@ class RankPool:
                 while not (text := path.read_text()) and time.monotonic() < end:
                     time.sleep(0.01)
                 time.sleep(0.05)  # the rest of a long text
-                texts.append(f"rank {rank} was in:\n{path.read_text() or text}")
+                texts.append(f"rank {rank} was in:\n{_above_the_pool(path.read_text() or text)}")
         return "\n".join(texts)
 
     def close(self) -> None:
@@ -306,6 +306,12 @@ def _error_of(rank: int, answer: _Answer) -> Exception:
 
 def _stack_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.stacks"
+
+
+def _above_the_pool(stacks: str) -> str:
+    """Stacks without the frames of the pool and of what forked it, which are the same on every rank."""
+    threads = stacks.split("\n\n")
+    return "\n\n".join(thread.split(f'  File "{__file__}"')[0].rstrip() for thread in threads)
 
 
 def _serve(

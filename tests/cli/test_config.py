@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from fnaccel.cli.config import default, validate
+from fnaccel.cli.config import default
+from fnaccel.cli.config.checking import check_recipe
 from fnaccel.cli.launch import read
 from fnaccel.cli.main import main
 from fnaccel.config import from_yaml
+from fnaccel.config.questions import Machine
 
 
 @pytest.fixture
@@ -82,8 +86,7 @@ def test_no_file_and_no_such_action(folder, capsys):
 
 
 def test_default_writes_a_file_once(folder, capsys, monkeypatch):
-    monkeypatch.setattr(default, "count_accelerators", lambda: 0)
-    monkeypatch.setattr(default, "has_bf16", lambda: False)
+    monkeypatch.setattr(default, "this_machine", Machine)
     assert main(["config", "default"]) == 0
     text = (folder / "fnaccel.yaml").read_text()
     assert text in capsys.readouterr().out
@@ -94,6 +97,36 @@ def test_default_writes_a_file_once(folder, capsys, monkeypatch):
     assert (folder / "fnaccel.yaml").read_text() == text
 
 
+@pytest.mark.parametrize("words", [
+    ["import", "accelerate.yaml", "-o", "imported.yaml"],
+    ["validate", "wrong.yaml"],
+    ["-o", "asked.yaml", "--answers", "answers.yaml"],
+    ["default"],
+    ["update", "gpt.yaml"],
+])  # fmt: skip
+def test_no_action_waits_for_torch_to_read_a_file(folder, words):
+    """torch and what it brings take seconds to import. No driver of an accelerator is here to be asked."""
+    (folder / "accelerate.yaml").write_text(
+        "distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: bf16"
+    )
+    (folder / "wrong.yaml").write_text("acumulate: 2")
+    (folder / "gpt.yaml").write_text("strategy: fsdp\nprecision: bf16")
+    (folder / "answers.yaml").write_text("seed: 3")
+    (folder / "dev").mkdir()
+    code = (
+        "import sys; from pathlib import Path; sys.modules['torch'] = None\n"
+        "from fnaccel.cli.config import machine\n"
+        "machine.this_machine.__defaults__ = (Path('dev'),)\n"
+        f"from fnaccel.cli.main import main; sys.exit(main(['config', *{words}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (2 if "wrong.yaml" in words else 0)
+    assert ("no key 'acumulate'" in done.stderr) == ("wrong.yaml" in words)
+
+
 @pytest.mark.parametrize(
     ("count", "bf16", "plan", "precision"),
     [(0, False, "local", "fp32"), (1, True, "local", "bf16"), (8, True, "ddp", "bf16")],
@@ -101,4 +134,4 @@ def test_default_writes_a_file_once(folder, capsys, monkeypatch):
 def test_defaults_for_machines(count, bf16, plan, precision):
     recipe = from_yaml(default.default_text(count, bf16=bf16))
     assert (recipe.strategy, recipe.precision, recipe.launch.ranks) == (plan, precision, max(1, count))
-    validate.check_recipe(recipe)
+    check_recipe(recipe)

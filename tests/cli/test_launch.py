@@ -7,7 +7,7 @@ import pytest
 from fnaccel.cli.launch import read
 from fnaccel.cli.main import main
 from fnaccel.cli.overriding import parse_value
-from fnaccel.launch import Job
+from fnaccel.launch.job import Job
 
 
 def test_the_options_of_a_job():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.config.apply import make_optimizer, transformed
+from fnaccel.config.applying import make_optimizer, transformed
 from fnaccel.config.yaml import override
 from fnaccel.launch import overrides
 from tests.models import Net, batch_of, loss_fn
@@ -132,6 +134,27 @@ def test_overrides_go_over_the_scripts_recipe(monkeypatch):
         None,
     )
     overrides.check_taken()
+
+
+@pytest.mark.parametrize(
+    ("words", "launched", "said"),
+    [
+        (["--strategy", "fsdp", "--set=a=1"], True, "--strategy, --set behind train.py"),
+        (["--lr", "--strategies", "fsdp"], True, ""),
+        (["--strategy", "fsdp"], False, ""),
+    ],
+)
+def test_an_option_behind_the_script_is_said_to_be_the_scripts(monkeypatch, capsys, words, launched, said):
+    """The launcher can't know whether the script reads it. Under python there is no launcher to mean."""
+    monkeypatch.setenv("FNACCEL_OVERRIDES_TAKEN", "")
+    monkeypatch.delenv("FNACCEL_OVERRIDES_TAKEN")
+    if launched:
+        monkeypatch.setenv("FNACCEL_LAUNCHED", "1")
+    monkeypatch.setattr(sys, "argv", ["jobs/train.py", *words])
+    assert fa.config.recipe() == fa.config.recipe() == fa.config.Recipe()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(said)
+    assert said in "".join(lines)
 
 
 def test_shard_options_are_what_shard_takes():

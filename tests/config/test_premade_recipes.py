@@ -13,7 +13,7 @@ import torch
 
 import fnaccel as fa
 from fnaccel.cli.launch import parser, read_order
-from fnaccel.config.apply import make_optimizer, transformed
+from fnaccel.config.applying import make_optimizer, transformed
 from fnaccel.config.epochs import in_updates
 from fnaccel.launch.carriers import plan
 from tests.config.premade import FOLDER, ROOT, read, some_updates

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnaccel.cli.config.validate import check_recipe
+from fnaccel.cli.config.checking import check_recipe
 from fnaccel.config import from_yaml, to_yaml
 from fnaccel.config.questions import Machine, Question, next_question, recipe_of
 from fnaccel.errors import ConfigError

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from fnaccel.cli.launch import read
 from fnaccel.errors import LaunchError
-from fnaccel.launch import Job, affinity
+from fnaccel.launch import affinity
 from fnaccel.launch.affinity import nodes, parse, share
-from fnaccel.launch.job import check
+from fnaccel.launch.job import Job, check
 from fnaccel.launch.variables import variables
 
 

@@ -13,11 +13,11 @@ from fnaccel.cli import launch as command
 from fnaccel.cli.launch import read, read_order
 from fnaccel.cli.main import main
 from fnaccel.errors import LaunchError
-from fnaccel.launch import Job
 from fnaccel.launch.carriers import Request, choose, plan
 from fnaccel.launch.carriers.command_line import options_of, program_of
 from fnaccel.launch.carriers.environment import carried
 from fnaccel.launch.carriers.mpirun import flavor
+from fnaccel.launch.job import Job
 from fnaccel.launch.presets import find_cards, nccl_variables
 from fnaccel.launch.sections import HostsRecipe, TpuVmRecipe
 

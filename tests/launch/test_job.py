@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from fnaccel.errors import LaunchError
-from fnaccel.launch import Job
 from fnaccel.launch.accelerators import count_accelerators
-from fnaccel.launch.job import check
+from fnaccel.launch.job import Job, check
 from fnaccel.launch.network import check_port, free_port, interface_to
 from fnaccel.launch.variables import variables
 from fnaccel.world.world import detect

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.launcher
 QUICK = {"fnaccel.launch.watchdog.INTERVAL": 0.25, "fnaccel.launch.watchdog.WRITING": 0.5}
 SCRIPT = """
     import os, signal, sys, time
+    import attrs
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
@@ -46,11 +47,10 @@ SCRIPT = """
     with fa.start(device="cpu", watchdog=2) as world:
         train_step, another = make(), make()
         state, other_state = train_step.init(), another.init()
-        if fault == "apart" and world.rank == faulty:
-            import attrs
-            state = train_step.adopt(attrs.evolve(fa.snapshot(state), step=100))
         for number, batch in enumerate(fa.shard(DataLoader(Rows(), batch_size=8))):
             if number == 3 and world.rank == faulty and os.environ.get("FNACCEL_RESTART_COUNT", "0") == "0":
+                if fault == "apart":
+                    state = train_step.adopt(attrs.evolve(fa.snapshot(state), step=100))
                 if fault == "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if fault == "another":

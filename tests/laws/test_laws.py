@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fnaccel as fa
-from fnaccel.config.recipe import CheckpointRecipe
+from fnaccel.config.recipes import CheckpointRecipe
 from fnaccel.program.plan import digest
 from fnaccel.testing import assert_close
 from tests.models import batch_of, loss_fn, program, whole_params

@@ -37,7 +37,7 @@ MUTANTS = [
         (RANKS, "-k", "each_tracker"),
     ),
     Mutant(
-        "options of a recipe's tracker that are lost", "config/apply.py",
+        "options of a recipe's tracker that are lost", "config/applying.py",
         'options["name"] = load(name, where)', 'options = {"name": load(name, where)}',
         ("tests/track/test_by_name.py", "-k", "round_trips_and_trains"),
     ),

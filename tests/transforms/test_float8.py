@@ -137,7 +137,7 @@ def test_remat_comes_after(world):
 
 
 def test_a_recipe_may_say_fp8():
-    from fnaccel.config.apply import transformed
+    from fnaccel.config.applying import transformed
 
     names = [one.name for one in transformed(fa.config.Recipe(precision="fp8"), loss_fn).transforms]
     assert names == ["float8", "with_precision"]

@@ -73,7 +73,7 @@ def test_compiled_blocks(pools, scope, save):
 
 
 def test_a_recipe_says_what_is_kept():
-    from fnaccel.config.apply import transformed
+    from fnaccel.config.applying import transformed
 
     step = transformed(fa.config.from_yaml("remat: attention"), loss_fn)
     assert [t.apply.save for t in step.transforms] == ["attention"]

@@ -19,8 +19,7 @@ from fnaccel.errors import (
     MissingBackendError,
     WorldError,
 )
-from fnaccel.launch import Job
-from fnaccel.launch.job import check
+from fnaccel.launch.job import Job, check
 from fnaccel.launch.variables import variables
 from fnaccel.optim import kernels
 from fnaccel.step.spec import Spec

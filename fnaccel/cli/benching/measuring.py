@@ -21,7 +21,7 @@ from fnaccel import _torch, tree
 from fnaccel.cli.benching.answer import EAGER, Failed, Measured, Task, failure_of, write_answer
 from fnaccel.collectives import gather_objects
 from fnaccel.config import Recipe, apply, from_yaml
-from fnaccel.config.apply import make_optimizer
+from fnaccel.config.applying import make_optimizer
 from fnaccel.config.references import load
 from fnaccel.data.batch import Window
 from fnaccel.data.cut import cut, rows_of, split_sizes

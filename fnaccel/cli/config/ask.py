@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
+from fnaccel.cli.config.machine import this_machine
 from fnaccel.cli.options import config as options_of
 from fnaccel.cli.options.config import DEFAULT_FILE
 from fnaccel.cli.terminal import print_json
 from fnaccel.config import to_yaml
 from fnaccel.config.questions import Machine, Question, next_question, recipe_of
-from fnaccel.config.recipe import Recipe
+from fnaccel.config.recipes import Recipe
 from fnaccel.config.yaml import text_of
 from fnaccel.errors import ConfigError, nearest
-from fnaccel.launch.accelerators import count_accelerators
-from fnaccel.launch.tpu import is_tpu
 from fnaccel.world.paths import output_file, replace_file
 from fnaccel.world.plain_data import load_yaml
 
@@ -65,27 +61,6 @@ def run(arguments: Sequence[str]) -> int:
     else:
         _show(recipe, output, str(answers["where"]))
     return 0
-
-
-def this_machine() -> Machine:
-    """The facts of this machine. Accelerators are counted in a process of their own."""
-    on_cuda = torch.cuda.is_available()
-    packages = ("deepspeed", "torchao", "tensorboard", "wandb", "mlflow")
-    return Machine(
-        accelerators=count_accelerators(),
-        bf16=on_cuda and torch.cuda.is_bf16_supported(including_emulation=False),
-        fp8=on_cuda and torch.cuda.get_device_capability() >= (8, 9),
-        tpu=is_tpu(os.environ),
-        installed=tuple(name for name in packages if _is_installed(name)),
-    )
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _has_questionary() -> bool:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
+from fnaccel.cli.config.machine import this_machine
 from fnaccel.cli.options import config as options_of
 from fnaccel.cli.options.config import DEFAULT_FILE
 from fnaccel.cli.terminal import print_json
 from fnaccel.errors import ConfigError
-from fnaccel.launch.accelerators import count_accelerators
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -21,7 +19,8 @@ def run(arguments: Sequence[str]) -> int:
         ConfigError: the file exists.
     """
     options = options_of.default().parse_args(arguments)
-    text = default_text(count_accelerators(), bf16=has_bf16())
+    machine = this_machine()
+    text = default_text(machine.accelerators, bf16=machine.bf16)
     write_recipe(Path(DEFAULT_FILE), text, "fnaccel config default")
     if options.json:
         print_json({"written": DEFAULT_FILE})
@@ -74,8 +73,3 @@ def default_text(accelerators: int, *, bf16: bool) -> str:
         f"precision: {'bf16' if bf16 else 'fp32'}  # {low}\n"
         f"launch:\n  {where}\n"
     )
-
-
-def has_bf16() -> bool:
-    """Whether the accelerators of this machine compute in bf16."""
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 
-import attrs
-
-from fnaccel.cli.launch import job_of
 from fnaccel.cli.options import config as options_of
 from fnaccel.cli.terminal import print_json
-from fnaccel.config import Recipe, from_yaml, scan_options
-from fnaccel.config.apply import make_optimizer, transformed
-from fnaccel.launch.job import check_values
-from fnaccel.step.precision_policy import check_precision
-from fnaccel.strategies import strategy
+from fnaccel.config import from_yaml
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -23,38 +17,11 @@ def run(arguments: Sequence[str]) -> int:
         FnaccelError: the recipe has a mistake.
     """
     options = options_of.validate().parse_args(arguments)
-    check_recipe(from_yaml(options.file))
+    recipe = from_yaml(options.file)
+    # a mistake that reading finds is said at once: what follows imports torch, which takes seconds
+    importlib.import_module("fnaccel.cli.config.checking").check_recipe(recipe)
     if options.json:
         print_json({"recipe": str(options.file), "valid": True})
     else:
         print(f"{options.file} is a recipe")
     return 0
-
-
-def check_recipe(recipe: Recipe) -> None:
-    """Check names and values that a recipe itself does not check. Accelerators are not counted.
-
-    Raises:
-        ConfigError, UnknownNameError, ArgumentError: a name or a value that a run would refuse.
-        LaunchError: the values of the section `launch` contradict each other.
-
-    Example:
-        >>> check_recipe(Recipe(strategy="fsdp"))
-    """
-    strategy(recipe.strategy)
-    check_precision(recipe.precision, "precision")
-    transformed(recipe, _no_loss)
-    # a length in epochs needs the data
-    for described in (recipe.optimizer, *recipe.optimizer.by_model.values()):
-        lengths = described.schedule_options.values()
-        if not described.by_pattern and not any(isinstance(length, str) for length in lengths):
-            make_optimizer(attrs.evolve(described, by_model={}))
-    scan_options(recipe)
-    ranks = recipe.launch.ranks
-    job = job_of(attrs.evolve(recipe.launch, ranks=1, cpu=not recipe.launch.tpu, gpus=None))
-    check_values(attrs.evolve(job, processes=1 if ranks is None else ranks, cpu=recipe.launch.cpu))
-
-
-def _no_loss(model: object, batch: object) -> None:
-    """A loss function that is never called: transforms only need one to apply to."""
-    del model, batch

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import attrs
 
-from fnaccel.config.recipe import Recipe
+from fnaccel.config.recipes import Recipe
 from fnaccel.config.yaml import override
 from fnaccel.errors import ConfigError, nearest
 

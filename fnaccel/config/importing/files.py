@@ -13,7 +13,7 @@ import yaml
 
 from fnaccel.config.importing.draft import NOTHING, Imported, Row
 from fnaccel.config.importing.kinds import import_document, kind_of
-from fnaccel.config.recipe import Recipe
+from fnaccel.config.recipes import Recipe
 from fnaccel.config.yaml import text_of
 from fnaccel.errors import ConfigError
 from fnaccel.world.plain_data import check_length, check_plain, load_json, load_yaml

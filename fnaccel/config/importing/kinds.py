@@ -9,7 +9,7 @@ import attrs
 
 from fnaccel.config.importing import accelerate, deepspeed_file, torchtitan
 from fnaccel.config.importing.draft import Imported
-from fnaccel.config.recipe import Recipe
+from fnaccel.config.recipes import Recipe
 from fnaccel.errors import ConfigError
 
 _WHERE = "fa.config.import_document"

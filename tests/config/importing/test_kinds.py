@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import fnaccel as fa
-from fnaccel.cli.config.validate import check_recipe
+from fnaccel.cli.config.checking import check_recipe
 from fnaccel.cli.main import main
 from fnaccel.config.importing import commented, deepspeed_file, import_file, parse
 from fnaccel.config.importing.draft import leaves_of

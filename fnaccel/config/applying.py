@@ -10,7 +10,7 @@ import attrs
 
 from fnaccel import optim
 from fnaccel.config.epochs import in_updates
-from fnaccel.config.recipe import OptimizerRecipe, Recipe, TrackingRecipe
+from fnaccel.config.recipes import OptimizerRecipe, Recipe, TrackingRecipe
 from fnaccel.config.references import load
 from fnaccel.config.yaml import from_yaml, override
 from fnaccel.data import Shards

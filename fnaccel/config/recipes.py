@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import attrs
 
 from fnaccel.config.running import LaunchRecipe, RunRecipe
 from fnaccel.errors import ConfigError, as_names, nearest, require, require_counts
-from fnaccel.transforms.rematerialisation import Kept
 from fnaccel.world.paths import optional_path
 
 
@@ -204,7 +203,7 @@ class Recipe:
     launch: LaunchRecipe = attrs.field(factory=LaunchRecipe)
 
     def __attrs_post_init__(self) -> None:
-        kept = get_args(Kept)
+        kept = ("nothing", "attention", "matmuls")
         if self.remat not in (True, False, *kept):
             raise ConfigError(
                 f"remat={self.remat!r} names nothing that is kept",
