@@ -45,15 +45,19 @@ def loss_fn(model: Any, batch: Any) -> fa.Mean:
     return fa.Mean(((model(x) - y) ** 2).sum(), weight=len(y))
 
 
-def begun(kind: str) -> Any:
-    """A train step with most of what a step can hold, and its first state."""
+def built(kind: str) -> Any:
+    """A train step with most of what a step can hold."""
     strategy, scope = KINDS[kind]
     step = fa.with_ema(fa.skip_nonfinite(fa.clip_norm(fa.accumulate(loss_fn, 2), 0.5)), 0.9)
     if scope is not None:
         step = fa.compile(step, scope, backend="eager")
-    train_step = fa.train_step(
-        step, model=fa.distribute(Net, strategy), optimizer=fa.adamw(fa.schedules.cosine(0.1, 10))
-    )
+    optimizer = fa.adamw(fa.schedules.cosine(0.1, 10))
+    return fa.train_step(step, model=fa.distribute(Net, strategy), optimizer=optimizer)
+
+
+def begun(kind: str) -> Any:
+    """A train step, and its first state."""
+    train_step = built(kind)
     return train_step, train_step.init(seed=0, extras={"mine": 1})
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.laws.interrupted_calls import CALLS, interrupt_call
 from tests.laws.interrupts import interrupt_many
 
 STRIDE = 13
@@ -29,3 +30,11 @@ def test_law_15_an_interrupt_leaves_an_exact_state_or_a_way_back(pools, kind, ra
         kinds = {outcome.kind for outcome in outcomes}
         assert "live" in kinds
         assert kinds <= {"live", "following", "dead"}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", ["local", "fsdp"])
+def test_law_15_holds_for_the_calls_around_a_step(pools, call, kind):
+    (outcomes,) = pools.run(1, interrupt_call, call, kind, 7, 223)
+    assert len(outcomes) > 5
+    assert not [outcome for outcome in outcomes if outcome.wrong]

@@ -7,7 +7,7 @@ import torch
 
 from fnaccel import errors
 from fnaccel.testing import assert_close, oracle_run
-from tests.parity.traps import RATES, STEPS, TRAPS, rank_batch, run_trap
+from tests.parity.traps import RATES, STEPS, TRAPS, run_trap
 
 STRATEGIES = {"local": 1, "ddp": 2, "fsdp": 2}
 
@@ -28,11 +28,11 @@ def test_equals_the_raw_loop(pools, name, optimizer, strategy, mode):
     trap, ranks, compiled = TRAPS[name], STRATEGIES[strategy], mode == "compiled"
     refused = trap.refused.get((strategy, mode))
     if refused is not None:
-        with pytest.raises(errors.CapabilityError, match=refused):
+        with pytest.raises(errors.FnaccelError, match=refused):
             pools.run(ranks, run_trap, name, strategy, optimizer, compiled)
         return
     model = _seeded(trap.make)
-    batches = [[rank_batch(step, rank) for rank in range(ranks)] for step in range(STEPS)]
+    batches = [[trap.batch(step, rank) for rank in range(ranks)] for step in range(STEPS)]
     oracle = oracle_run(model, trap.loss, batches, lr=RATES[optimizer], optimizer=optimizer, **trap.options)
     for result in pools.run(ranks, run_trap, name, strategy, optimizer, compiled):
         assert_close(result["losses"], oracle.losses)

@@ -1,18 +1,20 @@
 """Ordinary PyTorch that once trained wrongly without a word: a model, a loss and their oracle for each kind.
 
-Runs inside real ranks. A row is the raw loop's numbers, or an error by name.
+Runs inside real ranks. A row is the raw loop's numbers, or an error by name. What raw PyTorch has not is held
+beside its code: averages in 16 bits (`transforms/test_averaging.py`), 8-bit moments (`optim/test_eight_bit.py`),
+tensor plans (`axes/test_probe.py`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fnaccel as fa
 from fnaccel.world.world import current
@@ -32,8 +34,10 @@ class Trap:
         options: of the optimizer.
         step: the transforms around the loss that the oracle needs not have.
         between: called with (train_step, state) after each step. Changes no parameter.
+        batch: the rows of a rank in a step.
+        ring: whether the batches are one buffer that the loader of each rank fills again.
         strategies: those with one meaning for the trap.
-        refused: the message of the error at `init`, by strategy and "eager" or "compiled".
+        refused: the message of an error, by strategy and "eager" or "compiled".
     """
 
     make: Callable[[], nn.Module]
@@ -41,6 +45,8 @@ class Trap:
     options: Mapping[str, Any] = attrs.field(factory=dict)
     step: Callable[[Any], Any] = lambda loss: loss
     between: Callable[[Any, Any], Any] | None = None
+    batch: Callable[[int, int], Any] = lambda step, rank: rank_batch(step, rank)
+    ring: bool = False
     strategies: tuple[str, ...] = ("local", "ddp", "fsdp")
     refused: Mapping[tuple[str, str], str] = attrs.field(factory=dict)
 
@@ -110,6 +116,65 @@ class Scalars(nn.Module):
         return self.lin(x) * self.scale + self.none.sum()
 
 
+class Experts(nn.Module):
+    """Weights of three experts in one tensor: two ranks can't cut it along its first dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, 8))
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.einsum("ri,eio->ro", x, self.weight).tanh())
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 1))
+
+
+FROZEN: list[nn.Module] = []
+
+
+def frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 1))
+    model[0].requires_grad_(requires_grad=False)
+    FROZEN[:] = [model]
+    return model
+
+
+def unfrozen(train_step: Any, state: Any) -> None:
+    FROZEN[0].requires_grad_(requires_grad=True)
+
+
+def mean_as_total(model: Any, batch: Any) -> fa.Mean:
+    x, y = batch
+    mean = nn.functional.mse_loss(model(x), y) + 0.01 * sum(p.square().sum() for p in model.parameters())
+    return fa.Mean(mean, weight=len(y))
+
+
+def marked(step: int, rank: int) -> Any:
+    """As many numbers in each row as rows: are the inner lists columns of the batch, or its rows?"""
+    x, y = rank_batch(step, rank)
+    return {"x": x, "y": y, "marks": [[1.0] * len(x) for _ in x]}
+
+
+def of_marked(model: Any, batch: Any) -> fa.Mean:
+    return squares(model, (batch["x"], batch["y"]))
+
+
+class Ring(IterableDataset[Any]):
+    """The batches of a rank, in one buffer."""
+
+    def __init__(self, batch: Callable[[int, int], Any]) -> None:
+        self.batch, self.buffers = batch, fa.tree.map(torch.clone, batch(0, current().rank))
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(STEPS):
+            for buffer, values in zip(self.buffers, self.batch(number, current().rank), strict=True):
+                buffer.copy_(values)
+            yield self.buffers
+
+
 def in_evaluation_mode() -> nn.Module:
     """A frozen batch norm and a dropout that is off, under a root in training mode."""
     body = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.9)).eval()
@@ -124,6 +189,7 @@ def evaluated(train_step: Any, state: Any) -> None:
 NOT_FSDP = "fsdp shards real, contiguous parameters"
 NO_GRAPH = "and the step is captured as one graph"
 NO_HOOKS = dict.fromkeys([(name, "compiled") for name in ("local", "ddp", "fsdp")], "would never run")
+EVERYWHERE = [(name, mode) for name in ("local", "ddp", "fsdp") for mode in ("eager", "compiled")]
 NO_GAPS = {("fsdp", "eager"): NOT_FSDP, ("local", "compiled"): NO_GRAPH, ("ddp", "compiled"): NO_GRAPH}
 TRAPS = {
     "gaps": Trap(make=Gaps, loss=squares, refused=NO_GAPS),
@@ -149,6 +215,29 @@ TRAPS = {
     ),
     "scalars": Trap(make=Scalars, loss=squares),
     "evaluation mode": Trap(make=in_evaluation_mode, loss=squares, between=evaluated),
+    "a reused buffer": Trap(make=lambda: nn.Linear(3, 1), loss=squares, ring=True),
+    "experts": Trap(make=Experts, loss=squares),
+    "batch norm": Trap(
+        make=batch_norm,
+        loss=squares,
+        step=fa.transforms.sync_batch_norm,
+        refused=dict.fromkeys(
+            [(name, "compiled") for name in ("local", "ddp", "fsdp")], "middle of a forward"
+        ),
+    ),
+    "unfrozen after init": Trap(
+        make=frozen, loss=squares, between=unfrozen, refused=dict.fromkeys(EVERYWHERE, "would not be trained")
+    ),
+    "a mean as a total": Trap(
+        make=lambda: nn.Linear(3, 1), loss=mean_as_total, refused=dict.fromkeys(EVERYWHERE, "Mean.of")
+    ),
+    "inner lists": Trap(
+        make=lambda: nn.Linear(3, 1),
+        loss=of_marked,
+        batch=marked,
+        step=lambda loss: fa.accumulate(loss, 2),
+        refused=dict.fromkeys(EVERYWHERE, "fa.data.Rows"),
+    ),
 }
 
 
@@ -166,8 +255,11 @@ def run_trap(name: str, strategy: str, optimizer: str, compiled: bool) -> dict[s
             warnings.simplefilter("ignore", UserWarning)
             state = train_step.init(seed=0)
         losses: list[float] = []
-        for number in range(STEPS):
-            state, metrics = train_step(state, rank_batch(number, world.rank))
+        given = (trap.batch(number, world.rank) for number in range(STEPS))
+        for batch in (
+            fa.shard(DataLoader(Ring(trap.batch), batch_size=None), presplit=True) if trap.ring else given
+        ):
+            state, metrics = train_step(state, batch)
             losses.append(float(metrics["loss"]))
             if trap.between is not None:
                 trap.between(train_step, state)

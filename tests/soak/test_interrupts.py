@@ -1,4 +1,4 @@
-"""Law 15 at every line of a step: what an interrupt leaves, counted."""
+"""Law 15 at every line of a step, and of the calls around it: what an interrupt leaves, counted."""
 
 from __future__ import annotations
 
@@ -6,15 +6,31 @@ from collections import Counter
 
 import pytest
 
+from tests.laws.interrupted_calls import CALLS, interrupt_call
 from tests.laws.interrupts import KINDS, interrupt_many
 
+pytestmark = pytest.mark.timeout(7200)
+LIMIT = 7200.0
 
-@pytest.mark.timeout(1800)
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_line_of_a_step(pools, kind):
-    pools.pool(1).timeout = 1800.0
+    pools.pool(1).timeout = LIMIT
     (outcomes,) = pools.run(1, interrupt_many, kind, 1, 1)
+    count(f"step, {kind}", outcomes)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", ["local", "fsdp"])
+def test_every_line_of_a_call(pools, call, kind):
+    pools.pool(1).timeout = LIMIT
+    (outcomes,) = pools.run(1, interrupt_call, call, kind, 1, 1)
+    count(f"{call}, {kind}", outcomes)
+
+
+def count(of, outcomes):
+    """Print how the interrupts ended, and see that none left something wrong."""
     counts = Counter(outcome.kind for outcome in outcomes)
     wrong = [outcome for outcome in outcomes if outcome.wrong]
-    print(f"\n{kind}: {len(outcomes)} lines, {dict(counts)}, {len(wrong)} wrong")
+    print(f"\n{of}: {len(outcomes)} lines, {dict(counts)}, {len(wrong)} wrong", flush=True)
     assert not wrong

@@ -1,0 +1,164 @@
+"""Raises KeyboardInterrupt at a chosen line of `init`, `scan`, `save` or `restore`, and looks at what is left."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import fnaccel as fa
+from fnaccel.state import is_stale
+from fnaccel.world.world import current
+from tests.laws.interrupts import STEPS, Interrupter, Outcome, batch, begun, built, differs, values
+
+EXTRAS = {"mine": 1}
+
+
+def shards() -> Any:
+    x = torch.randn(8 * STEPS * current().size, 3, generator=torch.Generator().manual_seed(4))
+    return fa.shard(
+        DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True).sin()), batch_size=8, shuffle=True)
+    )
+
+
+class Case:
+    """One call on a train step: what comes before it, the call itself, and what must hold after its interrupt.
+
+    Attributes:
+        wrong: what does not hold.
+        kind: "live" if the state of before is live, "following" if the result is, or "dead".
+    """
+
+    def __init__(self, of: str, folder: Path) -> None:
+        self.of, self.folder = of, folder
+        self.wrong: list[str] = []
+        self.kind = "live"
+
+    def see(self, state: Any, expected: Any) -> None:
+        self.wrong += differs(values(state), expected)
+
+    def goes_on(self, train_step: Any, state: Any, expected: list[Any]) -> None:
+        while state.step < STEPS:
+            state, _ = train_step(state, batch(state.step))
+        self.see(state, expected[STEPS])
+
+
+@contextmanager
+def init(case: Case, expected: list[Any]) -> Generator[Callable[[], Any]]:
+    """A train step whose `init` was interrupted can be initialised, and is as any other."""
+    train_step = built(case.of)
+    yield lambda: train_step.init(seed=0, extras=EXTRAS)
+    state = train_step.live_state
+    case.kind = "dead" if state is None else "following"
+    if state is None:
+        state = train_step.init(seed=0, extras=EXTRAS)
+    case.see(state, expected[0])
+    case.goes_on(train_step, state, expected)
+    train_step.close()
+
+
+@contextmanager
+def save(case: Case, expected: list[Any]) -> Generator[Callable[[], Any]]:
+    """The state stays live. A checkpoint is there as a whole or not at all, and the next save is."""
+    train_step, state = begun(case.of)
+    state, _ = train_step(state, batch(0))
+    yield lambda: fa.save(case.folder, state)
+    case.wrong += [] if train_step.live_state is state else ["the state is not live"]
+    case.see(state, expected[1])
+    if fa.checkpoint.checkpoints(case.folder):
+        case.kind = "following"
+        case.see(fa.restore(case.folder, like=fa.snapshot(state), verify=True), expected[1])
+    state, _ = train_step(state, batch(1))
+    fa.save(case.folder, state)
+    case.see(fa.restore(case.folder, like=fa.snapshot(state), verify=True), expected[2])
+    case.goes_on(train_step, state, expected)
+    train_step.close()
+
+
+@contextmanager
+def restore(case: Case, expected: list[Any]) -> Generator[Callable[[], Any]]:
+    """The state is as it was, as it is restored, or stale: then a new one takes its place."""
+    train_step, state = begun(case.of)
+    state, _ = train_step(state, batch(0))
+    fa.save(case.folder, state)
+    state, _ = train_step(state, batch(1))
+    yield lambda: fa.restore(case.folder, like=state)
+    live = train_step.live_state
+    if live is None:
+        case.kind = "dead"
+        case.wrong += [] if is_stale(state) else ["a live state that live_state does not return"]
+        live = fa.resume_or_init(case.folder, train_step)
+    elif live is not state:
+        case.kind = "following"
+    case.see(live, expected[live.step])
+    if live.step == STEPS - 1:
+        live = fa.restore(case.folder, like=live)
+    case.see(live, expected[1])
+    case.goes_on(train_step, live, expected)
+    train_step.close()
+
+
+@contextmanager
+def scan(case: Case, expected: list[Any]) -> Generator[Callable[[], Any]]:
+    """The next `scan` goes on from the live state, with the batch that follows it."""
+    train_step, state = begun(case.of)
+    rows = shards()
+    states = fa.scan(train_step, state, rows, steps=STEPS, directory=case.folder, save_every=1)
+    state, _ = next(iter(states))
+    before = fa.snapshot(state)
+    yield lambda: next(iter(states))
+    live = train_step.live_state
+    case.kind = "live" if live is state else "dead" if live is None else "following"
+    live = train_step.adopt(before) if live is None else live
+    case.see(live, expected[live.step])
+    for live, _ in fa.scan(train_step, live, rows, steps=STEPS, directory=case.folder):
+        pass
+    case.see(live, expected[STEPS])
+    train_step.close()
+
+
+CALLS = {"init": init, "save": save, "restore": restore, "scan": scan}
+
+
+def reference(call: str, of: str) -> list[dict[str, Any]]:
+    """The states of a run that is not interrupted, from the first on."""
+    train_step, state = begun(of)
+    seen = [values(state)]
+    if call == "scan":
+        seen += [values(state) for state, _ in fa.scan(train_step, state, shards(), steps=STEPS)]
+    else:
+        for number in range(STEPS):
+            state, _ = train_step(state, batch(number))
+            seen.append(values(state))
+    train_step.close()
+    return seen
+
+
+def interrupt(call: str, of: str, at: int | None, expected: list[dict[str, Any]]) -> tuple[Outcome, int]:
+    """Interrupt a call at a line, or None, go on, and compare to the bit. Also returns how many lines it ran."""
+    with tempfile.TemporaryDirectory() as folder:
+        case = Case(of, Path(folder) / "runs")
+        interrupter = Interrupter(at)
+        generator = torch.random.get_rng_state()
+        with CALLS[call](case, expected) as run:
+            try:
+                with interrupter:
+                    run()
+            except KeyboardInterrupt:
+                pass
+            if not torch.equal(generator, torch.random.get_rng_state()):
+                case.wrong.append("torch's generator")
+    return Outcome(case.kind, interrupter.place, case.wrong), interrupter.lines
+
+
+def interrupt_call(call: str, of: str, first: int, stride: int) -> list[Outcome]:
+    """`interrupt` at every `stride`-th line of a call, from `first` on."""
+    expected = reference(call, of)
+    whole, lines = interrupt(call, of, None, expected)
+    assert not whole.wrong, whole
+    return [interrupt(call, of, at, expected)[0] for at in range(first, lines + 1, stride)]
