@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from fnaccel.collectives import any_process
-from fnaccel.errors import Preempted
+from fnaccel.errors import FnaccelError, Preempted
 from fnaccel.loop.preemption import SIGNALS, preemption
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import TrainState
@@ -18,6 +19,9 @@ from fnaccel.world.paths import local_path
 
 if TYPE_CHECKING:
     from fnaccel.checkpoint import Saving
+
+TOGETHER = 10.0
+"""Seconds for which a rank that has left its loop waits for the others, before it saves."""
 
 Steps = Generator[tuple[TrainState, dict[str, Any]]]
 
@@ -44,7 +48,27 @@ class Autosave:
     background: bool = False
     signals: tuple[str, ...] = attrs.field(default=SIGNALS, converter=tuple[str, ...])
 
-    def run(self, train_step: TrainStep, steps: Steps) -> Steps:
+
+@attrs.define
+class Saver:
+    """Saves each step of a loop once, one save at a time.
+
+    Attributes:
+        plan: where, and when.
+        train_step: its states are saved.
+        last: the newest state that the loop was given.
+        step, path: of the newest save.
+        pending: the save that is under way in the background.
+    """
+
+    plan: Autosave
+    train_step: TrainStep
+    last: TrainState | None = None
+    step: int | None = None
+    path: Path | None = None
+    pending: Saving | None = None
+
+    def run(self, steps: Steps) -> Steps:
         """Pass steps on, and save their states.
 
         Raises:
@@ -53,37 +77,28 @@ class Autosave:
         """
         # inside out: the save under way ends first, and the signal handlers are restored after it
         with (
-            preemption(train_step, signals=self.signals) as notice,
-            _Saver(self) as saver,
+            preemption(self.train_step, signals=self.plan.signals) as notice,
+            self._until_written(),
             contextlib.closing(steps),
         ):
-            state: TrainState | None = None
             for state, metrics in steps:
+                self.last = state
                 yield state, metrics
                 # not before the loop asks for the next step: its body may still change `extras`
                 if notice.stopping:
                     break
-                if self.every is not None and state.step % self.every == 0:
-                    saver.save(state)
-            if state is None:
+                if self.plan.every is not None and state.step % self.plan.every == 0:
+                    self.save(state)
+            if self.last is None:
                 return
-            saver.save(state)
-            if self.signals:  # ranks are together here, so a signal during the last step is not lost
-                notice.agree(any_process(notice.asked, world=train_step.mesh.world))
+            self.save(self.last)
+            if self.plan.signals:  # ranks are together here, so a signal during the last step is not lost
+                notice.agree(any_process(notice.asked, world=self.train_step.mesh.world))
             if notice.stopping:
-                raise Preempted(state.step, saver.wait())
-
-
-@attrs.define
-class _Saver:
-    """Saves each step once, one save at a time."""
-
-    plan: Autosave
-    step: int | None = None
-    path: Path | None = None
-    pending: Saving | None = None
+                raise Preempted(self.last.step, self.wait())
 
     def save(self, state: TrainState) -> None:
+        """Save a state, unless its step is saved."""
         from fnaccel.checkpoint import save, save_async  # noqa: PLC0415 - only if states are saved
 
         if state.step == self.step:
@@ -100,14 +115,47 @@ class _Saver:
             self.path = save(plan.directory, state, **options)
         self.step = state.step
 
+    def leave(self, on_purpose: bool) -> None:
+        """Save the last step of a loop that is left. If that can't be, warn of what is lost.
+
+        Args:
+            on_purpose: whether the loop was left by `break`, `return` or `close`.
+        """
+        state = self.last
+        if state is None or state.step == self.step:
+            return
+        saved = "which has no step of this loop" if self.step is None else f"where the newest is {self.step}"
+        world = self.train_step.mesh.world
+        why = "an exception left the loop, or its iterator was dropped elsewhere"
+        alone = on_purpose and not world.all_come(TOGETHER)
+        if alone:
+            why = f"not all ranks left the loop after this step, within {TOGETHER:g} s"
+        elif on_purpose:
+            try:
+                self.save(state)
+                self.wait()
+            except (FnaccelError, RuntimeError, OSError) as error:
+                why = f"{type(error).__name__}: {error.what if isinstance(error, FnaccelError) else error}"
+            else:
+                return
+        self.last = None  # said once
+        if world.is_main or alone:
+            text = f"step {state.step} is not saved in {self.plan.directory}, {saved}: {why}"
+            fix = "fa.save(directory, train_step.live_state) saves what is live"
+            warnings.warn(f"{text}. {fix}", UserWarning, stacklevel=3)
+
     def wait(self) -> Path | None:
+        """Wait for the save in the background. Returns the path of the newest checkpoint."""
         pending, self.pending = self.pending, None
         if pending is not None:
+            last, self.last = self.last, None  # if it fails, its error says what is lost
             self.path = pending.wait()
+            self.last = last
         return self.path
 
-    def __enter__(self) -> _Saver:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.wait()
+    @contextlib.contextmanager
+    def _until_written(self) -> Generator[None]:
+        try:
+            yield
+        finally:
+            self.wait()

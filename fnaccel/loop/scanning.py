@@ -15,7 +15,8 @@ from fnaccel.collectives import any_process
 from fnaccel.data import Shards, in_windows, open_on
 from fnaccel.data.lengths import updates
 from fnaccel.errors import ArgumentError, LoaderError, require
-from fnaccel.loop.autosave import Autosave, Steps
+from fnaccel.loop.autosave import Autosave, Saver, Steps
+from fnaccel.loop.leaving import LeftLoops
 from fnaccel.loop.measured import Measures
 from fnaccel.loop.nonfinite import NonfiniteLoss
 from fnaccel.loop.preemption import SIGNALS
@@ -88,8 +89,9 @@ def scan(
         log_every: write each so many steps.
         config: shown by trackers beside the run. The plan and the environment are added.
         directory: save the state here, each `save_every` steps and at the end. None: nowhere. Step k is saved
-            when the loop asks for step k + 1, so that changes of `state.extras` in its body are part of it. A
-            loop that is left by `break` or by an error saves nothing more.
+            when the loop asks for step k + 1, so that changes of `state.extras` in its body are part of it,
+            or is left by `break`, `return` or `close`. If an exception leaves the loop, nothing more is
+            saved, and a warning says what is lost.
         save_every: None saves at the end only.
         keep, keep_every: how many of the newest checkpoints stay, and of which steps all: see `fa.save`.
         each_machine: machines do not share the directory: see `fa.save`.
@@ -188,6 +190,7 @@ def scan(
         taken = _inside(profile, taken)
     if max_seconds is not None:
         taken = _until(max_seconds, taken, world)
+    saver = None
     if directory is not None:
         plan = Autosave(
             directory=directory,
@@ -198,15 +201,15 @@ def scan(
             background=background,
             signals=signals,
         )
-        taken = plan.run(train_step, taken)
+        saver = Saver(plan, train_step)
+        taken = saver.run(taken)
     shown = progress and world.is_main
-    if not (writers or shown):
-        return taken
-    # outermost, so that the last state is saved before a tracker ends
-    bar = Bar(_total(train_step, state, shards, steps, epochs), state.step) if shown else None
-    facts = {"plan": str(train_step.plan), "environment": environment(world)}
-    run_config = {**(config or {}), **facts}
-    return logged(taken, writers, run_config, log_every, bar)
+    if writers or shown:
+        # outermost, so that the last state is saved before a tracker ends
+        bar = Bar(_total(train_step, state, shards, steps, epochs), state.step) if shown else None
+        facts = {"plan": str(train_step.plan), "environment": environment(world)}
+        taken = logged(taken, writers, {**(config or {}), **facts}, log_every, bar)
+    return taken if saver is None else LeftLoops(taken, saver.leave)
 
 
 def _steps(

@@ -144,6 +144,22 @@ class Peers:
         self._log.explain = None
         return everyone
 
+    def all_come(self, limit: float) -> bool:
+        """Whether all ranks come here after the same calls, within `limit` seconds. All get the same answer.
+
+        For a place to which a rank may come alone: nothing but keys of the store is sent.
+        """
+        place = f"come/{self._log.count}"
+        try:
+            everyone, end = self._store.add(place, 1) == self._size, time.monotonic() + limit
+            while not (everyone or self._store.check([f"{place}/answer"]) or time.monotonic() > end):
+                time.sleep(0.005)
+            if self._store.add(f"{place}/answers", 1) == 1:
+                self._store.set(f"{place}/answer", "all" if everyone else "some")
+            return bool(self._store.get(f"{place}/answer") == b"all")
+        except RuntimeError:  # the rank that keeps the store is gone
+            return False
+
     def cut(self) -> None:
         """Shut down the connections of this rank's process groups, so that the other ranks stop to wait.
 

@@ -96,6 +96,10 @@ class World(ProcessControl):
         elif self.size > 1:
             dist.barrier()
 
+    def all_come(self, limit: float) -> bool:
+        """Whether all ranks come to this place within `limit` seconds. A rank that comes alone gets False."""
+        return self._peers is None or self._peers.all_come(limit)
+
     def __enter__(self) -> World:
         return self
 

@@ -90,16 +90,6 @@ def test_changes_of_extras_in_the_body_are_saved_with_their_step(tmp_path):
         assert (restored.step, restored.extras) == (step, {"seen": step})
 
 
-def test_a_loop_that_is_left_saves_nothing_more(tmp_path):
-    train_step = program()
-    for state, _ in fa.scan(
-        train_step, train_step.init(), shards(), steps=9, directory=tmp_path, save_every=2
-    ):
-        if state.step == 4:
-            break
-    assert [each.step for each in fa.checkpoint.checkpoints(tmp_path)] == [2]
-
-
 @pytest.mark.parametrize("interrupted_first", [True, False])
 def test_ctrl_c_in_one_tracker_leaves_the_others_ended(tmp_path, interrupted_first):
     class Interrupted(Recorder):
