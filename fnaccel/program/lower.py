@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -44,6 +45,8 @@ class UserGradients:
 
     def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:
         """Call it with the gradients by name, and take its result."""
+        if (skip := grads.left_out()) is not None:
+            info = replace(info, skip=skip)
         returned = self.fn(grads.by_name(), state, info)
         if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
             raise ArgumentError(
@@ -94,9 +97,9 @@ class Lowered:
     @property
     def own_hooks(self) -> bool:
         """Whether all hooks after the gradients are the library's own, and so can be captured."""
-        users, stateful = (UserGradients, UserUpdate), {name for name, _ in self.inits}
+        stateful = {name for name, _ in self.inits}
         hooks = (*self.tail.gradients, *self.tail.updates)
-        return not any(isinstance(hook, users) or name in stateful for name, hook in hooks)
+        return not (self.tail.users or any(name in stateful for name, _ in hooks))
 
     def autocast_on(self, device: torch.device) -> str:
         """The kind of device on which a forward switches autocast, or ""."""
@@ -167,7 +170,14 @@ def lower(step: Step, delegated: Container[str] = (), part: LossPart | None = No
         ),
         settings=settings,
         modules=tuple(modules),
-        tail=Tail(skips=settings.skips, gradients=tuple(gradients), updates=tuple(updates)),
+        tail=Tail(
+            skips=settings.skips,
+            gradients=tuple(gradients),
+            updates=tuple(updates),
+            users=tuple(
+                name for name, hook in (*gradients, *updates) if isinstance(hook, UserGradients | UserUpdate)
+            ),
+        ),
         calls=tuple(calls),
         inits=tuple((t.name, t.init) for t in ordered if t.init is not None),
         part=part,

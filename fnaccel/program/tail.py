@@ -26,11 +26,14 @@ class Tail:
         skips: whether an update may be left out on the device.
         gradients: the hooks before the update, by name.
         updates: the hooks after it, by name.
+        users: the names of hooks that are the user's. Their states stay if an update is left out. The
+            library's own say what moves: `on_spike` counts the step that it leaves out.
     """
 
     skips: bool
     gradients: tuple[tuple[str, GradientHook], ...]
     updates: tuple[tuple[str, UpdateHook], ...]
+    users: tuple[str, ...] = ()
 
     def change(self, grads: Gradients, states: dict[str, Any], info: Info) -> None:
         """Run the hooks on gradients. Changes no parameter.
@@ -71,6 +74,27 @@ class Tail:
                 _keep(states, name, hook.on_update(engine, states.get(name), after_update))
         return skip if self.skips else grads.skip
 
+    def stay(self, before: Mapping[str, Any], states: dict[str, Any], skip: torch.Tensor) -> None:
+        """Give the user's transforms their states of before, if the update was left out.
+
+        On a CPU that is known at once. On an accelerator tensors are chosen there, and a state that holds
+        anything else waits for the device.
+
+        Args:
+            before: the states before the step, by name.
+            states: those after it, updated in place.
+            skip: 1 if the update was left out, else 0.
+        """
+        for name in self.users:
+            first, last = before.get(name), states.get(name)
+            if last is first:
+                continue
+            leaves = [*tree.leaves(first), *tree.leaves(last)]
+            if skip.device.type == "cpu" or not all(type(leaf) is torch.Tensor for leaf in leaves):
+                states[name] = first if skip else last
+            else:
+                states[name] = tree.map(lambda old, new: torch.where(skip.bool(), old, new), first, last)
+
 
 def _keep(transforms: dict[str, Any], name: str, state: Tree) -> None:
     """Keep the next state of a transform, if it has one: states keep their structure.
@@ -93,7 +117,7 @@ def _keep(transforms: dict[str, Any], name: str, state: Tree) -> None:
             raise ArgumentError(
                 f"the state of transform {name!r} changed: {path or 'it'} was {old}, and is {new}",
                 where=f"transform {name}",
-                fix="return values of the kinds and shapes that init= made: 0.0 for a float, "
+                fix="return values of the kinds, shapes and dtypes that init= made: 0.0 for a float, "
                 "torch.zeros(n) for the last n numbers",
             )
     transforms[name] = tree.map(_settled, state) if any(map(_is_partial, after.values())) else state
@@ -105,7 +129,7 @@ def _kind(leaves: Mapping[str, object], path: str) -> str:
     if leaf is _ABSENT:
         return "absent"
     if isinstance(leaf, torch.Tensor):
-        return f"a tensor of shape {list(leaf.shape)}"
+        return f"a tensor of shape {list(leaf.shape)} in {str(leaf.dtype).removeprefix('torch.')}"
     return "float" if isinstance(leaf, float) else type(leaf).__name__
 
 

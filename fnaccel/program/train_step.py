@@ -97,9 +97,8 @@ class TrainStep:
     def live_state(self) -> TrainState | None:
         """The state that the next call takes. None before `init`, or if its tensors are not consistent.
 
-        After a Ctrl-C it is the state to go on from, also if the loop that was interrupted never received it:
-        `fa.scan(train_step, train_step.live_state, shards)`. It is None after an error in the middle of an
-        update. Then `train_step.adopt(snapshot)` or `fa.resume_or_init` lead back.
+        After a Ctrl-C go on from it: `fa.scan(train_step, train_step.live_state, shards)`. It is None after
+        an error in the middle of an update: then `adopt(snapshot)` or `fa.resume_or_init` lead back.
         """
         return self._owner.live_state
 
@@ -226,7 +225,8 @@ class TrainStep:
         if lent is None and not owned.probed and self.can_probe():  # a lent model may be cut as well
             probe_first(owned, self.probe, batch)
         step = self._spec.step
-        with self._keeping():
+        self._stepper.enter(0)
+        with self._keeping(), within("forward"):
             check_loss(owned, self._lowered, self._run_of(step.forward()), step.loss_fn, batch, lent)
 
     def _keeping(self) -> contextlib.AbstractContextManager[None]:

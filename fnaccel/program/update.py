@@ -15,6 +15,7 @@ from fnaccel.engine.gradients import Gradients
 from fnaccel.engine.skipped_updates import SkippedUpdates
 from fnaccel.engine.stop_request import Notice
 from fnaccel.engine.user_draws import drawing
+from fnaccel.errors import ArgumentError
 from fnaccel.optim import kernels
 from fnaccel.program.autocast import torch_modes
 from fnaccel.program.compile_meter import Compilation, Meter
@@ -65,6 +66,7 @@ class Stepper:
         self._cast_on = lowered.autocast_on(device)
         # the library's own hooks draw nothing
         self._library_only = _NOTHING if lowered.own_hooks else None
+        self._may_leave_out = bool(lowered.tail.users) and lowered.tail.skips
         self._meter: Meter | None = None
         self.reset()
 
@@ -81,6 +83,10 @@ class Stepper:
     def compilation(self) -> Compilation | None:
         """The compilations so far. None without `fa.compile`."""
         return None if self._meter is None else self._meter.found
+
+    def enter(self, step: int) -> None:
+        """Mark that a step begins, for those who watch this rank."""
+        enter_step(step, self._where, first=not self._moved, shares=self._shares)
 
     def move(
         self,
@@ -103,7 +109,7 @@ class Stepper:
         if meter is not None:
             meter.check()
         self._skips.check()
-        enter_step(state.step, self._where, first=not self._moved, shares=self._shares)
+        self.enter(state.step)
         if not self._clean:
             undo(owned.engine)
         self._clean = False
@@ -112,7 +118,7 @@ class Stepper:
         owned.gradient_hooks.look_again()
         if owned.gradient_hooks.present:
             self._check_hooks(owned, len(micros))
-        before = _Before(state)
+        before = _Before(state, copies=self._may_leave_out)
         buffers = owned.moving_buffers
         buffers.begin()
         try:
@@ -285,8 +291,13 @@ class Stepper:
         metrics.update(owned.updater.apply(grads, update.rates, before.updates, update.reported))
         owned.engine.clear()
         info = _info(step, before.updates, owned, metrics)
+        tail = self._lowered.tail
         with self._library_only or self._drawing(owned, before.root, step):
-            return self._lowered.tail.finish(owned.engine, grads, before.transforms, info)
+            skip = tail.finish(owned.engine, grads, before.transforms, info)
+        if before.first and (left_out := grads.left_out()) is not None:
+            before.check_unchanged()
+            tail.stay(before.first, before.transforms, left_out)
+        return skip
 
     def _drawing(self, owned: Owned, root: int, step: int) -> contextlib.AbstractContextManager[None]:
         """A context in which functions of the user draw random numbers that are equal on all ranks."""
@@ -337,22 +348,42 @@ class _Update:
 
 
 class _Before:
-    """The fields of a state that are read after it was donated."""
+    """The fields of a state that are read after it was donated.
 
-    __slots__ = ("_versions", "extras", "root", "scale", "step", "transforms", "updates")
+    Args:
+        state: the state.
+        copies: whether the states of transforms are needed as they were.
+    """
 
-    def __init__(self, state: TrainState) -> None:
+    __slots__ = ("_versions", "extras", "first", "root", "scale", "step", "transforms", "updates")
+
+    def __init__(self, state: TrainState, *, copies: bool) -> None:
         self.step = state.step
         self.root = state.rng.root
         self.updates = state.updates
         self.scale = state.scale
         self.extras = state.extras
         self.transforms: dict[str, Any] = dict(state.transforms)
-        self._versions = _versions(state.transforms) if self.transforms else []
+        self.first: dict[str, Any] = {}
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        if self.transforms:
+            self._versions = _versions(state.transforms)
+            # containers anew: a hook may write to its own
+            self.first = tree.map(lambda leaf: leaf, self.transforms) if copies else {}
 
     def own_changed(self) -> bool:
         """Whether a transform of the user's changed a tensor of its state in place."""
         return any(_torch.version_of(tensor) != version for tensor, version in self._versions)
+
+    def check_unchanged(self) -> None:
+        """Raise ArgumentError if a state can't be put back."""
+        if self.own_changed():
+            raise ArgumentError(
+                "a transform changed a tensor of its state in place, and an update that is left out has to "
+                "leave it as it was",
+                where="fa.Transform(apply=)",
+                fix="return new tensors: own * 0.9 + grad in place of own.mul_(0.9).add_(grad)",
+            )
 
 
 def _versions(states: Tree) -> list[tuple[torch.Tensor, int]]:

@@ -6,6 +6,7 @@ Only description lives here. Validation and order are in `plan`, lowering is in 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
@@ -105,6 +106,10 @@ class StepGradients(Protocol):
         """Leave the update out if `bad`, a 0-d tensor, is true."""
         ...
 
+    def left_out(self) -> torch.Tensor | None:
+        """1 if the update is left out, as far as that is decided. None if it never is."""
+        ...
+
     def skip_where_nonfinite(self) -> None:
         """Leave the update out if the norm is NaN or infinite."""
         ...
@@ -183,7 +188,9 @@ class Info:
         updates: updates applied before this one (an int, or a tensor if they may be skipped).
         params: parameters by canonical name.
         record: `record(name, value)` puts a value into the metrics.
-        skip: 0-d tensor, 1 if the update is skipped. None if updates are never skipped.
+        skip: 0-d tensor, 1 if the update is skipped. None if updates are never skipped. For GRADS transforms
+            as far as it is decided: gradients that are not finite come first. The state that a transform of
+            yours returns is dropped if the update is skipped.
         metrics: those of this step so far: `loss`, `weight`, and those of transforms before this one.
 
     Example:
@@ -225,7 +232,7 @@ class Transform:
     """One record in the description of a step. Users add their own transforms with it.
 
     Args:
-        name: unique in a step, unless `repeatable`. Its state is `state.transforms[name]`.
+        name: unique in a step. Its state is `state.transforms[name]`.
         phase: when the transform acts, and the signature of `apply`:
             MODULE   `apply(model) -> None`, in place, before the model is sharded,
             FORWARD  `apply(loss_fn) -> loss_fn`,
@@ -234,7 +241,7 @@ class Transform:
             CALL     `apply(call) -> call`, around `call(state, batch) -> (state, metrics)`.
         init: `init(params) -> own`, the transform's own state, a pytree of tensors and numbers.
         needs: capabilities that the strategy must have: one, or several.
-        repeatable: whether a step may hold several.
+        repeatable: whether a step may hold several. Later ones are called `name.1`, `name.2`, and so on.
 
     Raises:
         ArgumentError: `apply` can't be called, or the phase is no phase, or the engine's own (BACKWARD).
@@ -380,7 +387,11 @@ def append(step: StepLike, transform: Transform) -> Step:
         RepeatedTransformError: it is there already and not repeatable.
     """
     base = as_step(step, f"fa.{transform.name}")
-    if any(t.name == transform.name for t in base.transforms) and not transform.repeatable:
+    names = [t.name for t in base.transforms]
+    if transform.name in names and transform.repeatable:  # each application has a state of its own
+        number = next(n for n in itertools.count(1) if f"{transform.name}.{n}" not in names)
+        transform = attrs.evolve(transform, name=f"{transform.name}.{number}")
+    elif transform.name in names:
         raise RepeatedTransformError(
             f"{transform.name} was applied twice",
             where=f"step with {', '.join(t.name for t in base.transforms)}",

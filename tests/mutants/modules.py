@@ -15,16 +15,15 @@ MUTANTS = [
         (TRAPS, "-k", "evaluation and sgd-local-eager"),
     ),
     Mutant(
-        "modes are not put back after a look that raises", "models/module_modes.py",
-        "        try:\n            yield\n        finally:\n            self._set(evaluating=before)",
-        "        yield\n        self._set(evaluating=before)", (MODES, "-k", "raises-local"),
+        "modes are not put back after a look that raises", "program/train_step.py",
+        "            owned.modes.switch_back(evaluating)", "            pass", (MODES, "-k", "raises-local"),
     ),
     Mutant(
         "a parameter with gaps takes the fused kernel", "optim/fused.py", "_FUSED[name] if dense else _PLAIN[name]",
         "_FUSED[name]", (TRAPS, "-k", "gaps and local-eager"),
     ),
     Mutant(
-        "gradients of numbers are left apart", "strategies/layout.py", "if not shape or 0 in shape:", "if 0 in shape:",
+        "gradients of numbers are left apart", "strategies/shard_dims.py", "if not shape or 0 in shape:", "if 0 in shape:",
         (TRAPS, "-k", "scalars and fsdp-eager"),
     ),
     Mutant(
@@ -79,5 +78,18 @@ MUTANTS = [
     Mutant(
         "what is lent stays gathered after the check of totals", "program/doubled_row.py",
         "stack.enter_context(lent.frozen())", "pass", ("tests/engines/test_engines.py", "-k", "gan"),
+    ),
+    Mutant(
+        "a left-out update moves states of users", "program/tail.py", "states[name] = first if skip else last",
+        "states[name] = last", ("tests/transforms/test_left_out_states.py", "-k", "eager"),
+    ),
+    Mutant(
+        "transforms of one name share a state", "step/step.py",
+        'transform = attrs.evolve(transform, name=f"{transform.name}.{number}")',
+        "del number", ("tests/transforms/test_left_out_states.py", "-k", "twice"),
+    ),
+    Mutant(
+        "a loop that is left by break saves nothing", "loop/leaving.py", "if loop_ends(inspect.currentframe()):",
+        "if False:", ("tests/robust/test_left_loops.py", "-k", "by_break-plain"),
     ),
 ]  # fmt: skip

@@ -44,11 +44,7 @@ MUTANTS = [
     ),
     Mutant(
         "codes copied before a step", "program/owned.py",
-        "if not isinstance(m, ConstantBuffers)]", "]", (TRAINING, "-k", "does_not_copy"),
-    ),
-    Mutant(
-        "codes broadcast before each forward", "strategies/ddp.py",
-        "[*small, *constant]", "[*small]", (TRAINING, "-k", "sent_once"),
+        "if not isinstance(slot[0], ConstantBuffers)]", "]", (TRAINING, "-k", "does_not_copy"),
     ),
     Mutant(
         "codes that are not offloaded", "big/planning.py",

@@ -52,8 +52,13 @@ def test_recorded_values_are_whole(pools, ranks, strategy, compiled):
         ({"norms": []}, lambda own: {"norms": [*own["norms"], 1.0]}, "norms/0 was absent, and is float"),
         ({"ema": 0}, lambda own: {"ema": 0.5}, "ema was int, and is float"),
         ({"last": None}, lambda own: {"last": torch.ones(2)}, "last was absent, and is a tensor of shape"),
-        (torch.zeros(2), lambda own: torch.zeros(3), r"it was a tensor of shape \[2\], and is .* \[3\]"),
+        (
+            torch.zeros(2),
+            lambda own: torch.zeros(3),
+            r"it was a tensor of shape \[2\] in float32, and is .* \[3\]",
+        ),
         ({"a": 1, "b": 2}, lambda own: {"a": 1}, "b was int, and is absent"),
+        (torch.zeros(2), torch.Tensor.double, "in float32, and is a tensor of shape .* in float64"),
     ],
 )
 def test_a_state_that_changes_its_structure_is_named(first, following, says):
