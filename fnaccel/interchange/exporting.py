@@ -23,7 +23,7 @@ from fnaccel.checkpoint.format.walk import child
 from fnaccel.errors import ArgumentError, NoWorldError, UnleasedStateError, nearest
 from fnaccel.interchange.model_config import files_for
 from fnaccel.interchange.sources.detect import opened
-from fnaccel.interchange.targets import check_full_width, modules_of, persistent_paths, tensors_of
+from fnaccel.interchange.targets import check_full_width, modules_of, persistent_paths, tensors_of, tied_paths
 from fnaccel.state import TrainState, check_live, check_trained, lease_of
 from fnaccel.step.precision_policy import dtype_of
 from fnaccel.tree import Tree
@@ -264,8 +264,12 @@ def finish(
     extra = dict(files)
     if len(shards) > 1:
         names = style.names(len(shards))
+        tied = {name: item.name for shard in shards for item in shard for name in item.also}
         index = {
-            "metadata": {"total_size": sum(item.nbytes for shard in shards for item in shard)},
+            "metadata": {
+                "total_size": sum(item.nbytes for shard in shards for item in shard),
+                **({"tied": tied} if tied else {}),
+            },
             "weight_map": {
                 item.name: name for name, shard in zip(names, shards, strict=True) for item in shard
             },
@@ -279,7 +283,10 @@ def finish(
 def weights_of(
     state: TrainState, modules: Mapping[str | None, nn.Module] | None, style: Style
 ) -> dict[str, torch.Tensor]:
-    """Parameters (or their averages) and persistent buffers by path, the model's key first."""
+    """Parameters (or their averages) and persistent buffers by path, the model's key first.
+
+    A tied one stands under each of its names. A state without modules knows the first name only.
+    """
     weights = tensors_of(state.params, "", _WHERE)
     if style.ema:
         averages = {} if state.ema is None else tensors_of(state.ema, "", _WHERE)
@@ -289,6 +296,9 @@ def weights_of(
     if modules is not None:
         persistent = persistent_paths(modules)
         buffers = {name: value for name, value in buffers.items() if name in persistent}
+        weights |= buffers
+        tied = tied_paths(modules).items()
+        return weights | {path: weights[first] for path, first in tied if first in weights}
     return weights | buffers
 
 

@@ -42,7 +42,8 @@ def gather_state_dict(
         world: the world, if none was started in this context.
 
     Returns:
-        Name -> tensor on rank 0. None on the other ranks.
+        Name -> tensor on rank 0, a tied one under each of its names (a snapshot has the first name only).
+        None on the other ranks.
 
     Raises:
         ArgumentError: no state, several models and none chosen, no averages, patterns that match nothing.
@@ -71,7 +72,12 @@ def gather_state_dict(
     together(active, _WHERE, choose)
     target = dtype_in(style)
     gathered: dict[str, torch.Tensor] = {}
+    first: dict[int, str] = {}
     for name, value in picked.items():
+        known = first.setdefault(id(value), name)
+        if known != name:  # tied: one tensor under two names
+            gathered |= {name: gathered[known]} if active.is_main else {}
+            continue
         whole = tree.whole(value.detach())
         if active.is_main:
             chosen = target if target is not None and whole.is_floating_point() else whole.dtype

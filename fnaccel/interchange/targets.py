@@ -128,6 +128,19 @@ def persistent_paths(modules: Mapping[str | None, nn.Module]) -> set[str]:
     }
 
 
+def tied_paths(modules: Mapping[str | None, nn.Module]) -> dict[str, str]:
+    """Further names of tied parameters and buffers, as paths -> the first name, which states have."""
+    tied: dict[str, str] = {}
+    for key, module in modules.items():
+        prefix = "" if key is None else child("", key)
+        first: dict[int, str] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            path = child(prefix, name)
+            if isinstance(tensor, torch.Tensor) and first.setdefault(id(tensor), path) != path:
+                tied[path] = first[id(tensor)]
+    return tied
+
+
 def check_full_width(module: nn.Module | None, where: str) -> None:
     """Raise ArgumentError if weights of a module are codes, which have names of their own in a file."""
     name = None if module is None else next((name for name, _ in constant_buffers(module)), None)

@@ -1,4 +1,4 @@
-"""`make soak`: a run that is killed twenty times, anywhere, ends with the bits of one that was not."""
+"""`make soak`: a run that is killed again and again, a hundred times in all, anywhere, ends with the bits of one that was not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.soak.killing import Kill, Training, children, kills, signal_process
 
-pytestmark = [pytest.mark.launcher, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.launcher, pytest.mark.timeout(3600)]
 STEPS = 120
 
 
@@ -19,7 +19,7 @@ BACKGROUND = ("--set", "checkpoint.background=true")
 
 @pytest.mark.parametrize(
     ("every", "count", "strategy", "launch"),
-    [(1, 20, "ddp", ()), (3, 9, "fsdp", ()), (2, 9, "fsdp", BACKGROUND)],
+    [(1, 49, "ddp", ()), (3, 19, "fsdp", ()), (2, 19, "fsdp", BACKGROUND)],
 )
 def test_many_kills(launcher, every, count, strategy, launch):
     expected = undisturbed(launcher, strategy)

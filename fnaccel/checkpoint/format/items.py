@@ -31,12 +31,14 @@ class Item:
         dtype: in the file.
         shape: all of it.
         blocks: its values in order, on the CPU, as contiguous tensors of `dtype`.
+        also: further names of a tied tensor.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     blocks: Callable[[], Iterator[torch.Tensor]]
+    also: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -48,13 +50,23 @@ def of_tensors(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *
     """Items of tensors in memory. Every rank must ask for the blocks of each item, in the same order.
 
     Args:
-        tensors: by name, plain or sharded.
+        tensors: by name, plain or sharded. A tensor that stands under several names is one item.
         dtype: the dtype for floating-point tensors. By default their own.
         keep: whether this rank writes. The other ranks only take part in gathering.
     """
+    named: dict[int, list[str]] = {}
+    for name, value in tensors.items():
+        named.setdefault(id(value), []).append(name)
     return [
-        Item(name, cast_of(value.dtype, dtype), tuple(value.shape), _gathering(value, dtype, keep=keep))
-        for name, value in tensors.items()
+        Item(
+            name,
+            cast_of(value.dtype, dtype),
+            tuple(value.shape),
+            _gathering(value, dtype, keep=keep),
+            tuple(also),
+        )
+        for name, *also in named.values()
+        for value in [tensors[name]]
     ]
 
 

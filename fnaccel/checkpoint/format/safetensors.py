@@ -115,7 +115,9 @@ def _chunks(
 
 
 def _header(items: Sequence[Item], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    # as safetensors.torch.save_model writes them, so that load_model finds tied tensors
+    tied = {name: item.name for item in items for name in item.also}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **tied, **metadata}}
     end = 0
     for item in items:
         begin, end = end, end + item.nbytes

@@ -25,7 +25,8 @@ def write_torch_file(path: Path, items: Sequence[Item], progress: Progress | Non
         whole = (
             torch.cat([block.reshape(-1) for block in blocks]) if blocks else torch.empty(0, dtype=item.dtype)
         )
-        tensors[item.name] = whole.reshape(item.shape)
+        whole = whole.reshape(item.shape)
+        tensors |= dict.fromkeys((item.name, *item.also), whole)  # one storage
         if progress is not None:
             progress(item.nbytes)
     save_object(path, tensors)
