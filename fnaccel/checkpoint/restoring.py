@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fnaccel.checkpoint import random_streams as streams
 from fnaccel.checkpoint import reading
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.background import Background
+from fnaccel.checkpoint.changed_plan import tell_changes
 from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.disk.directory import Directory, attempt, attempts
 from fnaccel.checkpoint.disk.finding import check_step, find
@@ -29,6 +31,7 @@ from fnaccel.checkpoint.hooks import Registered
 from fnaccel.checkpoint.machines import check_present, common_steps
 from fnaccel.checkpoint.matching import match
 from fnaccel.checkpoint.reading import Files
+from fnaccel.checkpoint.repeated_transforms import with_own_states
 from fnaccel.checkpoint.selection import is_complete, select
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import CheckpointError, UnleasedStateError
@@ -115,6 +118,8 @@ def restore(
         restored = restorer.tree(like, opened.tree)
         if restorer.refilled and not chosen.partly:
             together(active, _WHERE, lambda: _put_back(opened.streams, restored, active))
+            if active.is_main:
+                tell_changes(opened.written_by, restored)
         if hooks.hooks:
             together(active, _WHERE, lambda: hooks.run("after_restore", path, restored))
     return restored
@@ -141,11 +146,12 @@ class _Chosen:
 
 @attrs.frozen(eq=False)
 class _Opened:
-    """A checkpoint that matches `like`: its files, its tree, and the random streams of this rank."""
+    """A checkpoint that matches `like`: its files, its tree, this rank's random streams, and its origin."""
 
     files: Files
     tree: Any
     streams: dict[str, torch.Tensor]
+    written_by: Mapping[str, Any]
 
 
 def _open(chosen: _Chosen, world: World, stack: contextlib.ExitStack) -> _Opened:
@@ -204,7 +210,8 @@ def _read(
         reading.verify(directory, described, sorted(described.files)[world.rank :: world.size])
     stored = decode(described.tree, described.reader(f"{_WHERE} of {directory.path}"))
     if isinstance(stored, TrainState) and "ranks" in described.written_by:
-        world.saved_by[stored.data.epoch, stored.data.samples] = described.written_by["ranks"]
+        world.saved_by[stored.data.epoch, stored.data.samples] = described.written_by
+    stored = with_own_states(chosen.like, stored)
     problems: list[str] = []
     if chosen.partly:
         stored, problems = select(chosen.like, stored, chosen.only, chosen.skip, chosen.rename)
@@ -223,7 +230,7 @@ def _read(
         check_present(directory, wanted, world.machine, _WHERE)
     files.check(wanted)
     own_streams = {} if chosen.partly else _streams(described, files, world)
-    opened.append(_Opened(files, stored, own_streams))
+    opened.append(_Opened(files, stored, own_streams, described.written_by))
     # the manifests of machines differ: they are of one save
     return (
         str(described.written_by.get("save", described.digest)) if chosen.each_machine else described.digest

@@ -328,4 +328,5 @@ def shard_options(recipe_: Recipe) -> dict[str, Any]:
         "dispatch": data.dispatch,
         "prefetch": data.prefetch,
         "device_placement": data.device_placement,
+        "accept_changes": data.accept_changes,
     }

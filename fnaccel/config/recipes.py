@@ -69,6 +69,7 @@ class DataRecipe:
     dispatch: bool = False
     prefetch: int = 1
     device_placement: bool = True
+    accept_changes: bool = False
 
 
 @attrs.frozen(kw_only=True)

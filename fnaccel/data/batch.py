@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -19,6 +20,7 @@ class Batch:
             number of forwards and masked out of loss, weight and metrics.
         rows: how many rows a full batch has on this rank.
         position: the position in the data after this batch.
+        source: facts about the loader, which a checkpoint holds beside the position.
 
     Example:
         >>> batch = next(iter(fa.shard(loader)))
@@ -30,6 +32,7 @@ class Batch:
     valid: int
     rows: int
     position: Position
+    source: Mapping[str, Any] | None = attrs.field(default=None, eq=False, repr=False)
 
 
 class Window(tuple[Any, ...]):

@@ -5,7 +5,7 @@ Shared by the readers of map-style loaders (`indexed.py`) and of streams (`strea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -32,6 +32,7 @@ class Reading:
         guard: gives batches memory of their own while they wait.
         holds: whether batches wait after they were read, whatever the reader.
         across: whether they wait over the end of an epoch.
+        source: facts about the loader, for the batches.
     """
 
     epoch: int
@@ -44,6 +45,7 @@ class Reading:
     guard: BufferGuard
     holds: bool
     across: bool
+    source: Mapping[str, Any] | None = None
 
     def own(self, batches: Iterable[Tree]) -> Iterator[Tree]:
         """The batches of the user's loader, in memory that does not change while they wait."""

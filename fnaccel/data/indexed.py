@@ -75,7 +75,7 @@ def open_indexed(source: Indexed | Grouped, reading: Reading, link: Link) -> Ite
     )
     # torch's own collate function makes new tensors each time
     waits = reading.holds and source.loader.collate_fn is not torch_data.default_collate
-    return _batches(turns, reading.own(data) if waits else data, reading.epoch)
+    return _batches(turns, reading.own(data) if waits else data, reading)
 
 
 @attrs.frozen
@@ -88,13 +88,16 @@ class _Keys:
         return (turn.keys for turn in self.turns)
 
 
-def _batches(turns: Iterable[Turn], data: Iterator[Any], epoch: int) -> Iterator[Batch]:
+def _batches(turns: Iterable[Turn], data: Iterator[Any], reading: Reading) -> Iterator[Batch]:
     upcoming = iter(turns)
     turn = next(upcoming, None)
     while turn is not None:
         following = next(upcoming, None)
+        epoch = reading.epoch
         position = Position(epoch + 1, 0) if following is None else Position(epoch, turn.after)
-        yield Batch(data=next(data), valid=turn.valid, rows=turn.rows, position=position)
+        yield Batch(
+            data=next(data), valid=turn.valid, rows=turn.rows, position=position, source=reading.source
+        )
         turn = following
 
 

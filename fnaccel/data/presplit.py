@@ -140,8 +140,8 @@ class _Own:
 def _check_ranks(reading: Reading, link: Link) -> None:
     world = find_current()
     saved = None if world is None else world.saved_by.get((reading.epoch, reading.start))
-    if reading.start and saved is not None and saved != link.ranks:
-        raise _elsewhere(reading, f"it was saved on {saved} ranks, and here are {link.ranks}")
+    if reading.start and saved is not None and saved["ranks"] != link.ranks:
+        raise _elsewhere(reading, f"it was saved on {saved['ranks']} ranks, and here are {link.ranks}")
 
 
 def _elsewhere(reading: Reading, why: str) -> LoaderError:

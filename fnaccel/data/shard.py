@@ -28,6 +28,7 @@ from fnaccel.data.placement import copies_aside, place
 from fnaccel.data.presplit import open_presplit
 from fnaccel.data.reader_ranks import Link
 from fnaccel.data.same_data import check_same_data
+from fnaccel.data.source_facts import check_unchanged, facts_of
 from fnaccel.data.stream import open_stream
 from fnaccel.errors import ArgumentError, LoaderError
 from fnaccel.state import Position
@@ -57,6 +58,7 @@ class Shards:
         shuffle: overrides the loader's sampler. None leaves it.
         prefetch: how many batches are copied to the device ahead of the one in use.
         device_placement: whether tensors are moved to the device at all.
+        accept_changes: whether a position is taken up though the data has changed since it was saved.
         start: the position at which iteration begins.
         step: the step of the first window.
         mesh: whose `batch` axis shares the rows. None: all ranks of the world.
@@ -78,6 +80,7 @@ class Shards:
     shuffle: bool | None = None
     prefetch: int = 1
     device_placement: bool = True
+    accept_changes: bool = False
     start: Position = attrs.field(factory=Position)
     step: int = 0
     mesh: Mesh | None = None
@@ -194,6 +197,7 @@ def shard(
     shuffle: bool | None = None,
     prefetch: int = 1,
     device_placement: bool = True,
+    accept_changes: bool = False,
 ) -> Shards:
     """Describe how ranks share a loader. Nothing is read yet.
 
@@ -228,6 +232,8 @@ def shard(
         prefetch: how many batches are read, and their copies to an accelerator begun, ahead of the one in
             use. 0 for none. The CPU copies nothing.
         device_placement: False leaves tensors where the loader made them.
+        accept_changes: take up the position of a checkpoint in the middle of an epoch though the number of
+            samples or their order has changed since then: some samples come twice then, or not at all.
 
     Raises:
         UnknownNameError: no such remainder.
@@ -292,6 +298,7 @@ def shard(
         shuffle=shuffle,
         prefetch=int(prefetch),
         device_placement=device_placement,
+        accept_changes=accept_changes,
     )
 
 
@@ -407,6 +414,9 @@ def _lazily(shards: Shards, reading: Reading, link: Link) -> Iterator[Batch]:
     """Look at the loader when the first batch is asked for: then dispatch can pass an error on."""
     source = loaders.classify(shards.loader, presplit=shards.presplit)
     loaders.announce(source, reading.epoch)
+    facts = facts_of(source, reading)
+    check_unchanged(facts, reading, link, presplit=shards.presplit, accepts=shards.accept_changes)
+    reading = attrs.evolve(reading, source=facts)
     if shards.presplit:
         loaders.check_part(shards.loader, link.rank, link.ranks)
         yield from open_presplit(partial(_open, source), reading, link)

@@ -57,7 +57,7 @@ def open_stream(source: Stream, reading: Reading, link: Link) -> Iterator[Batch]
             whole = lot[0]
             data, valid = part(whole.data, whole.rows, rank=link.rank, ranks=link.ranks)
             rows = span(source.batch_size or whole.rows, rank=link.rank, ranks=link.ranks)[1]
-        yield Batch(data=data, valid=valid, rows=rows, position=position)
+        yield Batch(data=data, valid=valid, rows=rows, position=position, source=reading.source)
 
 
 def part(data: tree.Tree, rows: int, *, rank: int, ranks: int) -> tuple[tree.Tree, int]:

@@ -11,7 +11,7 @@ import gc
 import os
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar, Token
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,7 +57,7 @@ class World(ProcessControl):
         machine, machines: this machine, and how many there are.
         device: the device on which this process computes.
         backend: the name of the collective backend (`"gloo"`, `"nccl"`), or `"none"` on one rank.
-        saved_by: data positions (epoch, samples) that were restored, and how many ranks saved each.
+        saved_by: data positions (epoch, samples) that were restored, and facts about the run of each.
         calls: the calls that need all ranks, as this rank has made them. None on one rank.
         groups: process groups of all ranks beside the one in which train steps talk.
 
@@ -77,7 +77,7 @@ class World(ProcessControl):
     source: str = "plain python"
     calls: CallLog | None = attrs.field(default=None, repr=False, eq=False)
     groups: Groups = attrs.field(factory=Groups, repr=False, eq=False)
-    saved_by: dict[tuple[int, int], int] = attrs.field(factory=dict, repr=False, eq=False)
+    saved_by: dict[tuple[int, int], Mapping[str, Any]] = attrs.field(factory=dict, repr=False, eq=False)
     _peers: Peers | None = attrs.field(default=None, repr=False, eq=False, alias="peers")
     _watchdog: Watchdog | None = attrs.field(default=None, repr=False, eq=False, alias="watchdog")
     _owns_group: bool = attrs.field(default=False, repr=False, alias="owns_group")

@@ -151,6 +151,8 @@ def interrupt(call: str, of: str, at: int | None, expected: list[dict[str, Any]]
                     run()
             except KeyboardInterrupt:
                 pass
+            except fa.errors.FnaccelError as error:
+                case.wrong.append(f"{type(error).__name__} in the place of the interrupt: {error}")
             if not torch.equal(generator, torch.random.get_rng_state()):
                 case.wrong.append("torch's generator")
     return Outcome(case.kind, interrupter.place, case.wrong), interrupter.lines

@@ -34,7 +34,8 @@ class Behind(Generic[T]):
         if self._thread is None:
             return
         self._items.put(None)
-        self._thread.join()
+        if self._thread.ident is not None:  # an interrupt may have come before its start
+            self._thread.join()
         if self._error is not None and kind is None:
             raise self._error
 

@@ -1,0 +1,106 @@
+"""A run that goes on with something changed says what, in one line."""
+
+from __future__ import annotations
+
+import logging
+
+import attrs
+import pytest
+import torch
+
+import fnaccel as fa
+from fnaccel.checkpoint.changed_plan import changes_of
+from tests.models import Net, batch_of, loss_fn, program
+
+
+@pytest.fixture(autouse=True)
+def world():
+    with fa.start(device="cpu") as started:
+        yield started
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records if "another plan" in record.getMessage()]
+
+
+def resumed(folder, train_step, caplog):
+    """The lines that are logged when a run of `train_step` goes on with a checkpoint of the plain step."""
+    first = program()
+    state, _ = first(first.init(), batch_of(4))
+    fa.save(folder, state)
+    with caplog.at_level(logging.WARNING, logger="fnaccel"):
+        fa.resume_or_init(folder, train_step)
+    return lines(caplog)
+
+
+CHANGED = {
+    "clip": (lambda: program(fa.clip_norm(loss_fn, 0.5)), "clip_norm (max_norm=0.5) is new"),
+    "schedule": (
+        lambda: program(optimizer=fa.sgd(fa.schedules.cosine(0.1, 10))),
+        "sgd is sgd(lr=cosine(start=0.1, total=10, end=0.0)",
+    ),
+    "accumulation": (lambda: program(fa.accumulate(loss_fn, 2)), "accumulate (n=2"),
+    "loss": (lambda: program(lambda model, batch: loss_fn(model, batch)), "loss is "),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_each_change_is_named(tmp_path, caplog, name):
+    make, says = CHANGED[name]
+    (line,) = resumed(tmp_path, make(), caplog)
+    assert line.startswith("the run goes on from step 1 with another plan: ")
+    assert says in line
+
+
+@pytest.mark.parametrize("strategy", ["local", "ddp", "fsdp", "hsdp(1)"])
+def test_another_layout_is_no_change(tmp_path, caplog, strategy):
+    assert resumed(tmp_path, program(strategy=strategy), caplog) == []
+
+
+def test_what_is_gone_and_what_differs():
+    step = fa.clip_norm(fa.accumulate(loss_fn, 2), 1.0)
+    before, now = (
+        str(fa.train_step(each, model=fa.distribute(Net, "local"), optimizer=optimizer).plan)
+        for each, optimizer in ((step, fa.sgd(0.1)), (fa.with_ema(loss_fn, 0.9), fa.adamw(0.1)))
+    )
+    changes = changes_of(before, now)
+    assert [change.partition(" ")[0] for change in changes] == [
+        "accumulate",
+        "clip_norm",
+        "sgd",
+        "adamw",
+        "with_ema",
+    ]
+    assert changes[1] == "clip_norm (max_norm=1.0) is gone"
+    assert changes_of(before, before) == []
+
+
+def test_a_snapshot_and_a_part_say_nothing(tmp_path, caplog):
+    first = program()
+    state, _ = first(first.init(), batch_of(4))
+    fa.save(tmp_path, state)
+    other = program(fa.clip_norm(loss_fn, 0.5))
+    fa.restore(tmp_path, like=fa.snapshot(other.init()))
+    fa.restore(tmp_path, like=other.live_state, only="params")
+    assert lines(caplog) == []
+
+
+def test_a_state_that_two_transforms_shared_goes_to_both(tmp_path):
+    def add(grads, own, info):
+        return grads, own + 1
+
+    def counted(**options):
+        return fa.Transform(
+            "count", fa.Phase.GRADS, apply=add, init=lambda params: torch.zeros(()), **options
+        )
+
+    first = program(counted()(loss_fn))
+    state, _ = first(first.init(), batch_of(4))
+    fa.save(tmp_path, state)
+    twice = counted(repeatable=True)
+    train_step = program(twice(twice(loss_fn)))
+    with pytest.warns(UserWarning, match=r"one state for count, which was applied several times: count\.1"):
+        state = fa.resume_or_init(tmp_path, train_step)
+    assert state.transforms == {"count": torch.ones(()), "count.1": torch.ones(())}
+    state, _ = train_step(state, batch_of(4))
+    assert attrs.asdict(state, recurse=False)["transforms"]["count.1"] == 2
