@@ -396,5 +396,7 @@ def require_counts(where: str, **counts: object) -> None:
 
 
 def as_names(names: Iterable[str] | str) -> tuple[str, ...]:
-    """A tuple of names from one name or several."""
-    return (names,) if isinstance(names, str) else tuple(names)
+    """A tuple of names from one name or several. A set is sorted: its order differs between processes."""
+    if isinstance(names, str):
+        return (names,)
+    return tuple(sorted(names) if isinstance(names, set | frozenset) else names)

@@ -15,9 +15,10 @@ from fnaccel.data.batch import Batch, Window
 from fnaccel.data.cut import cut, rows_of, split_sizes
 from fnaccel.engine.eager import Loss, Micro
 from fnaccel.errors import ArgumentError, MicroBatchError, require
-from fnaccel.program.plan import order, title
+from fnaccel.program.plan import order
 from fnaccel.program.tail import Tail
 from fnaccel.state import Position
+from fnaccel.step.callables import title
 from fnaccel.step.settings import Settings
 from fnaccel.step.spec import LossPart
 from fnaccel.step.step import GradientHook, Info, ModuleHook, Phase, Step, StepGradients, Trained, UpdateHook

@@ -24,6 +24,16 @@ ENGINES = "tests/engines/test_engines.py"
 
 MUTANTS = [
     Mutant(
+        "ranks whose schedules are objects with other values", "step/callables.py",
+        'yield from _items(getattr(fn, "__dict__", {}), seen)', "pass",
+        ("tests/robust/test_plan_texts.py", "-k", "rates_of_a_group and object"),
+    ),
+    Mutant(
+        "ranks whose schedules are partials with other values", "step/callables.py",
+        "yield from _items(fn.keywords, seen)", "pass",
+        ("tests/robust/test_plan_texts.py", "-k", "rates_of_a_group and partial"),
+    ),
+    Mutant(
         "matrices orthogonalised by shards", "optim/foreign.py", "if not (self.whole and _sharded(groups)):",
         "if True:", ("tests/optim/test_several.py", "-k", "muon_works"),
     ),
