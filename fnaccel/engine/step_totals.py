@@ -10,7 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fnaccel.engine.combine import Agreement, AuxValues, divide, mixed_kinds, packed, plain, structure
+from fnaccel.engine.combine import (
+    Agreement,
+    AuxValues,
+    divide,
+    mixed_kinds,
+    packed,
+    plain,
+    structure,
+    unpacked,
+)
 from fnaccel.engine.stop_request import Notice
 from fnaccel.step.loss import LossParts, is_zero, masked
 
@@ -141,7 +150,8 @@ class Report:
             return
         vector, work = self._sent
         work.wait()
-        parts = vector.unbind()
+        head = 3 if self._odd is None else 4
+        parts = unpacked(vector, [*[()] * head, *self._aux.shapes])
         self._total = parts[0]
         if self._known is None:
             self.weight = parts[1]
@@ -149,7 +159,7 @@ class Report:
             self._notice.hear(parts[2], self._device)
         if self._odd is not None:
             self._odd = parts[3]
-        self._aux.put(parts[3 if self._odd is None else 4 :])
+        self._aux.put(parts[head:])
 
     def finish(self) -> dict[str, Any]:
         """`{"loss": ..., "weight": ...}` and aux, as device tensors. Call after `wait()`."""

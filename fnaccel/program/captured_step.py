@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fnaccel import _torch, tree
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.capture import Capture
-from fnaccel.engine.combine import AuxValues, check_aux, detached, mixed_kinds, packed, structure
+from fnaccel.engine.combine import AuxValues, check_aux, detached, mixed_kinds, packed, structure, unpacked
 from fnaccel.engine.eager import (
     Call,
     Loss,
@@ -250,7 +250,7 @@ class CapturedStep:
             if aux.values:
                 vector = packed(aux.values, device)
                 dist.all_reduce(vector, group=self._group)
-                aux.put(vector.unbind())
+                aux.put(unpacked(vector, aux.shapes))
         return aux.finish(self._group, device)
 
 

@@ -242,6 +242,6 @@ def _close(value: float, expected: float) -> bool:
 
 def _number(value: Any) -> float:
     try:
-        return float(value)
+        return float(value.sum() if getattr(value, "shape", ()) else value)
     except (TypeError, ValueError, RuntimeError):
         return math.nan

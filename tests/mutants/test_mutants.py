@@ -24,6 +24,21 @@ ENGINES = "tests/engines/test_engines.py"
 
 MUTANTS = [
     Mutant(
+        "a rank of fillers whose zeros have no shape", "engine/combine.py",
+        "torch.zeros(shape) if shape and not isinstance(value, torch.Tensor) else value", "value",
+        ("tests/engines/test_shaped_aux.py", "-k", "without_rows"),
+    ),
+    Mutant(
+        "totals of another shape broadcast", "engine/combine.py",
+        "if shapes != self._shapes[index]:", "if False:",
+        ("tests/engines/test_shaped_aux.py", "-k", "raise_by_name and calls"),
+    ),
+    Mutant(
+        "sums of several dimensions cut in a wrong order", "engine/combine.py",
+        "[part.view(shape) for part", "[part.flip(0).view(shape) for part",
+        ("tests/engines/test_shaped_aux.py", "-k", "aux_of_any_shape and ddp"),
+    ),
+    Mutant(
         "ranks whose schedules are objects with other values", "step/callables.py",
         'yield from _items(getattr(fn, "__dict__", {}), seen)', "pass",
         ("tests/robust/test_plan_texts.py", "-k", "rates_of_a_group and object"),
