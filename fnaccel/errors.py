@@ -185,7 +185,7 @@ class LoaderError(FnaccelError, ValueError):
 
 
 class RankMismatchError(FnaccelError, ValueError):
-    """Ranks passed different structures, shapes or dtypes to one collective, or different rows of one batch.
+    """Ranks passed different structures, shapes or dtypes to one collective, or trained on different batches.
 
     Fails, on 2 ranks:
         >>> fa.gather(torch.ones(2, 3 + world.rank))

@@ -190,8 +190,8 @@ class TrainStep:
             CapabilityError: a model in `given` is cut over ranks that have different rows here.
             MicroBatchError, LossError: see there. The state stays live. At step 0 an `fa.Mean` is checked for
                 a mean in the place of its total, and a cut model against the whole one: see `probe`.
-            RankMismatchError: ranks that share the rows of a batch, such as those along a tensor axis, got
-                different rows in the first batch of an epoch.
+            RankMismatchError: the batches of ranks have different positions, here or in the step before. Or
+                ranks that share the rows of a batch have different rows in the first batch of an epoch.
             PeerLostError: another rank left, exited or made another call. The message names it.
         """
         return self._call(state, batch, given=given)

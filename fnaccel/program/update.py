@@ -12,6 +12,7 @@ import torch
 from fnaccel import _torch, tree
 from fnaccel.engine.eager import Call, Micro, gradients, undo
 from fnaccel.engine.gradients import Gradients
+from fnaccel.engine.same_position import SamePosition, same_position
 from fnaccel.engine.skipped_updates import SkippedUpdates
 from fnaccel.engine.stop_request import Notice
 from fnaccel.engine.user_draws import drawing
@@ -73,6 +74,7 @@ class Stepper:
         settings = self._lowered.settings
         self._meter = None if settings.compiler is None else Meter(settings.compiler, self._where)
         self._skips = SkippedUpdates(settings.max_skipped, speaks=self._speaks)
+        self._place: SamePosition | None = None
         self._moved = False
         # False while a step runs, and after a step that did not reach its end
         self._clean = True
@@ -103,6 +105,10 @@ class Stepper:
         if meter is not None:
             meter.check()
         self._skips.check()
+        if self._shares and not self._moved:
+            self._place = same_position(owned.engine.layout.mesh)
+        if self._place is not None:
+            self._place.begin(position)
         enter_step(state.step, self._where, first=not self._moved, shares=self._shares)
         if not self._clean:
             undo(owned.engine)
@@ -226,6 +232,7 @@ class Stepper:
             last_weight=None if scale is None else scale["weight"],
             given=models,
             notice=notice,
+            place=self._place,
             explain=functools.partial(explain_out_of_memory, named=owned.named_tensors),
             hooked=owned.gradient_hooks.present,
         )

@@ -24,6 +24,22 @@ ENGINES = "tests/engines/test_engines.py"
 
 MUTANTS = [
     Mutant(
+        "ranks that train on different batches", "engine/same_position.py",
+        "self._differ = squares", "self._differ = False and squares",
+        ("tests/robust/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-eager"),
+    ),
+    Mutant(
+        "positions whose mean is one of them", "engine/same_position.py",
+        "self._differ = squares * self._group.size() != total * total",
+        "self._differ = total != self._group.size() * int(self.codes[0])",
+        ("tests/robust/test_skipped_batch.py", "-k", "mean_is_one"),
+    ),
+    Mutant(
+        "positions of captured steps not compared", "engine/step_totals.py",
+        "self._place.hear(answers[1:])", "pass",
+        ("tests/robust/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-captured"),
+    ),
+    Mutant(
         "a rank of fillers whose zeros have no shape", "engine/combine.py",
         "torch.zeros(shape) if shape and not isinstance(value, torch.Tensor) else value", "value",
         ("tests/engines/test_shaped_aux.py", "-k", "without_rows"),
