@@ -185,7 +185,7 @@ class LoaderError(FnaccelError, ValueError):
 
 
 class RankMismatchError(FnaccelError, ValueError):
-    """Ranks passed different structures, shapes or dtypes to one collective, or different rows of one batch.
+    """Ranks passed different structures, shapes or dtypes to one collective, or trained on different batches.
 
     Fails, on 2 ranks:
         >>> fa.gather(torch.ones(2, 3 + world.rank))
@@ -396,5 +396,7 @@ def require_counts(where: str, **counts: object) -> None:
 
 
 def as_names(names: Iterable[str] | str) -> tuple[str, ...]:
-    """A tuple of names from one name or several."""
-    return (names,) if isinstance(names, str) else tuple(names)
+    """A tuple of names from one name or several. A set is sorted: its order differs between processes."""
+    if isinstance(names, str):
+        return (names,)
+    return tuple(sorted(names) if isinstance(names, set | frozenset) else names)

@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share two
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,20 @@ def pools() -> Iterator[RankPools]:
     """Worlds of any size: `pools.run(2, fn, *args)` -> the results of both ranks."""
     with RankPools(timeout=150.0) as started:  # beside others, inductor compiles for a minute
         yield started
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plans_without_addresses() -> None:
+    """No plan of any test holds an address: ranks that did not fork from one process have others."""
+    from fnaccel.program.plan import Plan
+
+    made = Plan.__init__
+
+    def checked(plan: Plan, *args: Any, **options: Any) -> None:
+        made(plan, *args, **options)
+        assert " at 0x" not in f"{plan} {plan.digests}"
+
+    Plan.__init__ = checked
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
+from fnaccel import tree
 from fnaccel.checkpoint.background import Background, Saving
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.checkpoint.writing import Hold, Writing
+from fnaccel.data.shard import HandReads
+from fnaccel.state import Position, TrainState
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.paths import local_path
@@ -122,6 +126,30 @@ def save_async(
     )
 
 
+def _warn_of_no_position(state: Tree, world: World, where: str) -> None:
+    """Warn once if a state was trained on batches of `fa.shard`, and its position is still the beginning.
+
+    So it is if a loop by hand feeds the data of each batch without the batch, such as a dict made from it.
+    """
+    reads = world.resource(HandReads)
+    if not reads.any:
+        return
+    states = tree.leaves(state, is_leaf=lambda node: isinstance(node, TrainState))
+    for trained in states:
+        if isinstance(trained, TrainState) and trained.step and trained.data == Position():
+            reads.any = False
+            if world.is_main:
+                warnings.warn(
+                    f"{where}: after {trained.step} steps the position in the data is still the beginning, "
+                    "because no step was given a batch of fa.shard itself. A resumed run begins the data "
+                    "again. Give the batch with your data in it: "
+                    "train_step(state, attrs.evolve(batch, data=...))",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+            return
+
+
 def _begun(
     where: str,
     directory: str | os.PathLike[str],
@@ -138,6 +166,7 @@ def _begun(
     root = local_path(directory, where)
     retention.check(where)
     world.resource(Background).settle()
+    _warn_of_no_position(state, world, where)
     # absolute: a thread may write after the script has changed its directory
     writing = Writing(root.absolute(), retention, world, where, each_machine=each_machine)
     with no_collection():

@@ -166,8 +166,9 @@ class Shards:
                 where="for window in shards",
                 fix="let fa.scan(train_step, state, shards, ...) read them",
             )
+        world = worlds.current() if self.mesh is None else self.mesh.world
+        world.resource(HandReads).any = True
         if self.mesh is None:
-            world = worlds.current()
             _check_all_differ(world)
             batches = open_epoch(self, rank=world.rank, ranks=world.size, device=world.device)
         else:
@@ -182,6 +183,18 @@ class Shards:
                 where=f"shards.at({self.start})",
                 fix=f"go on with shards.at(fa.state.Position({self.start.epoch + 1}))",
             )
+
+
+class HandReads:
+    """Whether a loop by hand has read batches of `fa.shard` in a world. Saves read it."""
+
+    __slots__ = ("any",)
+
+    def __init__(self, world: World) -> None:  # noqa: ARG002
+        self.any = False
+
+    def close(self, *, clean: bool) -> None:
+        """Nothing is left open."""
 
 
 def shard(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from fnaccel.step.loss import Concat, Mean, Scalar, Sum, is_combinable, is_zero,
 from fnaccel.tree import Tree
 
 _WHERE = "the loss function's aux"
+Shape = tuple[int, ...]
 RESERVED = frozenset({"loss", "weight", "lr", "grad_norm", "skipped", "loss_scale", "recompilations"})
 """Metrics that a step reports by itself."""
 
@@ -29,30 +31,39 @@ def plain(value: Tree) -> Any:
 
 
 def divide(total: torch.Tensor, weight: Scalar, device: torch.device) -> torch.Tensor:
-    """A total over its weight, as a tensor: 0 if there is no weight."""
+    """A total over its weight, as a tensor: 0 where the weight is 0. Both may have dimensions."""
     if not isinstance(total, torch.Tensor):
         total = torch.tensor(float(total), device=device)
     if not isinstance(weight, torch.Tensor):
         return total / weight if weight else torch.zeros_like(total)
-    if readable(weight):
+    if not weight.dim() and readable(weight):
         return total / weight if float(weight) else torch.zeros_like(total)
     return torch.where(weight == 0, torch.zeros_like(total), total / weight)
 
 
 def packed(values: list[Any], device: torch.device) -> torch.Tensor:
-    """Numbers and 0-d tensors as one vector that ranks can sum. Nothing waits for the device."""
+    """Numbers and tensors of any shape as one vector that ranks can sum. Nothing waits for the device."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if not any(isinstance(v, torch.Tensor) for v in values):
         return torch.tensor([float(v) for v in values], dtype=dtype, device=device)
     # filled on the device: a copy of a host value would wait for all work before it
-    return torch.stack(
-        [
-            v.detach().to(device, dtype)
-            if isinstance(v, torch.Tensor)
-            else torch.full((), float(v), dtype=dtype, device=device)
-            for v in values
-        ]
-    )
+    tensors = [
+        v.detach().to(device, dtype)
+        if isinstance(v, torch.Tensor)
+        else torch.full((), float(v), dtype=dtype, device=device)
+        for v in values
+    ]
+    if any(tensor.dim() for tensor in tensors):
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return torch.stack(tensors)
+
+
+def unpacked(vector: torch.Tensor, shapes: Sequence[Shape]) -> Sequence[torch.Tensor]:
+    """The values that `packed` put into a vector, as views of it."""
+    if not any(shapes):
+        return vector.unbind()
+    parts = vector.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def check_aux(aux: Tree) -> None:
@@ -146,7 +157,7 @@ class Accumulation:
         partial_rows: whether each rank has a part of each row, so that no rank can return whole rows.
     """
 
-    __slots__ = ("_concats", "_pairs", "_partial_rows", "_structure")
+    __slots__ = ("_concats", "_pairs", "_partial_rows", "_paths", "_shapes", "_structure")
     name: str
     per: str
     where: str
@@ -156,6 +167,8 @@ class Accumulation:
         self._pairs: list[tuple[Any, Any]] = []
         self._concats: list[list[Rows]] = []
         self._structure: Any = None
+        self._paths: list[str] = []
+        self._shapes: list[tuple[Shape, Shape]] = []
 
     def pair(self, leaf: Tree, rows: int) -> tuple[Any, Any]:
         """The total and the weight of a leaf, as they are added up."""
@@ -181,6 +194,10 @@ class Accumulation:
             )
         if self._structure is None:
             self._structure = [leaf if isinstance(leaf, Concat) else type(leaf) for leaf in leaves], structure
+            self._paths = tree.paths(values, is_leaf=is_combinable)
+            self._shapes = [_shapes_of(leaf) for leaf in leaves]
+            for index, (total, weight) in enumerate(self._shapes):
+                self._check_weight(index, total, weight)
             self._pairs = [(0.0, 0.0)] * len(leaves)
             self._concats = [[] for _ in leaves]
         elif structure != self._structure[1]:
@@ -195,16 +212,75 @@ class Accumulation:
                 batch = self.rows(leaf)
                 self._concats[index].append(batch if rows else batch[:0])
             elif rows:
-                total, weight = self.pair(leaf, rows)
+                self._check_shape(index, leaf)
                 old_total, old_weight = self._pairs[index]
                 try:
+                    total, weight = self.pair(leaf, rows)
                     self._pairs[index] = (old_total + total, old_weight + weight)
                 except TypeError as error:
+                    value = getattr(leaf, "value", getattr(leaf, "total", leaf))  # of a Sum, of a Mean, bare
                     raise LossError(
-                        f"{self.name}: {type(total).__name__} can't be added up over {self.per} and ranks",
+                        f"{self.name}: {type(value).__name__} can't be added up over {self.per} and ranks",
                         where=self.where,
                         fix="return numbers, tensors, fa.Mean, fa.Sum or fa.Concat; print or log the rest",
                     ) from error
+
+    def _check_weight(self, index: int, total: Shape, weight: Shape) -> None:
+        """Raise LossError unless a weight fits its total: one weight, or one for each element."""
+        fits = len(weight) <= len(total) and all(
+            w in (1, t) for w, t in zip(reversed(weight), reversed(total), strict=False)
+        )
+        if not fits:
+            raise LossError(
+                f"{self.name}: {self._named(index)} has a total of shape {list(total)} and a weight of shape "
+                f"{list(weight)}",
+                where=self.where,
+                fix="give one weight, or a weight for each element of the total",
+            )
+
+    def _check_shape(self, index: int, leaf: Tree) -> None:
+        """Raise LossError if a leaf changed its shape: torch would broadcast one to the other, or fail."""
+        shapes = _shapes_of(leaf)
+        if shapes != self._shapes[index]:
+            raise LossError(
+                f"{self.name}: {self._named(index)} changed its shape between {self.per}: "
+                f"{_text(shapes)} after {_text(self._shapes[index])}",
+                where=self.where,
+                fix="return the same shape for all "
+                f"{self.per}; or fa.Concat(rows), which puts rows together instead of adding them",
+            )
+
+    def _named(self, index: int) -> str:
+        kind = self._structure[0][index]
+        return f"fa.{kind.__name__} {self._paths[index]!r}" if self._paths[index] else f"fa.{kind.__name__}"
+
+    @property
+    def kinds(self) -> str:
+        """The kinds of its leaves. Those with dimensions by name and shape."""
+        texts: list[str] = []
+        for path, kind, shapes in zip(self._paths, self._structure[0], self._shapes, strict=True):
+            name = "Concat" if isinstance(kind, Concat) else kind.__name__
+            texts.append(f"{name} {path!r} of shape {_text(shapes)}" if any(shapes) else name)
+        return ", ".join(texts)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The shapes of `values`."""
+        return [shape for pair in self._shapes for shape in pair]
+
+    @property
+    def values(self) -> list[Any]:
+        """Totals and weights by turns, to be summed over ranks."""
+        values = [value for pair in self._pairs for value in pair]
+        # a rank whose batches are all fillers has no sums, and sends zeros of their shape
+        return [
+            torch.zeros(shape) if shape and not isinstance(value, torch.Tensor) else value
+            for value, shape in zip(values, self.shapes, strict=True)
+        ]
+
+    def put(self, values: Sequence[Any]) -> None:
+        """Take the sums of `values` over all ranks."""
+        self._pairs = [(values[2 * i], values[2 * i + 1]) for i in range(len(self._pairs))]
 
     def combined(self, mean: Callable[..., Any], group: dist.ProcessGroup | None, **order: bool) -> Any:
         """The pytree that totals, weights and rows make. Rows are put together by `concatenated`."""
@@ -233,8 +309,12 @@ class AuxValues(Accumulation):
 
     def pair(self, leaf: Tree, rows: int) -> tuple[Any, Any]:
         """Totals and weights without their graphs. A total of weight 0 is 0, because it may be NaN."""
-        total, weight = parts_of(leaf, rows, self.where)
-        return 0.0 if is_zero(weight) else plain(total), plain(weight)
+        total, weight = (plain(part) for part in parts_of(leaf, rows, self.where))
+        if isinstance(weight, torch.Tensor) and weight.dim():
+            return torch.where(weight == 0, torch.zeros_like(total), total), weight
+        if is_zero(weight):
+            return torch.zeros_like(total) if isinstance(total, torch.Tensor) else 0.0, weight
+        return total, weight
 
     def rows(self, leaf: Concat) -> Rows:
         """Rows without their graphs."""
@@ -246,18 +326,7 @@ class AuxValues(Accumulation):
         """The structure that has to be equal on all ranks."""
         if self._structure is None:
             return ""
-        kinds, structure = self._structure
-        names = ", ".join("Concat" if isinstance(k, Concat) else k.__name__ for k in kinds)
-        return f"{names} in {structure}"
-
-    @property
-    def values(self) -> list[Any]:
-        """Totals and weights by turns, to be summed over ranks."""
-        return [value for pair in self._pairs for value in pair]
-
-    def put(self, values: Sequence[Any]) -> None:
-        """Take the sums of `values` over all ranks."""
-        self._pairs = [(values[2 * i], values[2 * i + 1]) for i in range(len(self._pairs))]
+        return f"{self.kinds} in {self._structure[1]}"
 
     def finish(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Any]:
         """The metrics they make, as device tensors."""
@@ -274,6 +343,22 @@ class AuxValues(Accumulation):
         if taken:
             raise _taken([*taken])
         return aux
+
+
+def _shapes_of(leaf: Tree) -> tuple[Shape, Shape]:
+    """The shapes of the total and the weight of a leaf. Those of rows and of bare numbers are ()."""
+    if isinstance(leaf, Sum):
+        return _shape_of(leaf.value), ()
+    return (_shape_of(leaf.total), _shape_of(leaf.weight)) if isinstance(leaf, Mean) else ((), ())
+
+
+def _shape_of(value: Tree) -> Shape:
+    return tuple(getattr(value, "shape", ()))
+
+
+def _text(shapes: tuple[Shape, Shape]) -> str:
+    total, weight = map(list, shapes)
+    return f"{total} with weights of shape {weight}" if weight else f"{total}"
 
 
 def detached(aux: Tree) -> Any:

@@ -14,6 +14,7 @@ from fnaccel.collectives.objects import gather_objects
 from fnaccel.data.cut import rows_of
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.gradients import Gradients, zeroed
+from fnaccel.engine.same_position import SamePosition
 from fnaccel.engine.step_totals import Report
 from fnaccel.engine.stop_request import Notice
 from fnaccel.errors import LossError, MicroBatchError
@@ -60,8 +61,8 @@ class Loss:
 @attrs.frozen(kw_only=True)
 class Call:
     """The values that change from call to call: the root seed (None: PyTorch's own stream), the loss
-    scale, lent models, the notice of stop requests, a function told of an error before it is undone, and
-    whether hooks in the backward pass are to see gradients of a mean."""
+    scale, lent models, the notice of stop requests, the comparison of positions, a function told of an error
+    before it is undone, and whether hooks in the backward pass are to see gradients of a mean."""
 
     root: int | None
     step: int
@@ -69,6 +70,7 @@ class Call:
     last_weight: Any = None
     given: Any = None
     notice: Notice | None = None
+    place: SamePosition | None = None
     explain: Callable[[BaseException], None] | None = None
     hooked: bool = False
 
@@ -157,6 +159,7 @@ def _run_micro_batches(
         device,
         engine.agreement,
         call.notice,
+        call.place,
         odd=None if odd is None else bool(odd),
         partial_rows=mesh.partial_rows,
     )
@@ -192,6 +195,8 @@ def _run_micro_batches(
         check_reached(grads, loss.where)
     if not late:
         report.wait()
+    if call.place is not None:
+        call.place.check()
     if odd is not None and report.any_odd():
         raise _wrong_rows(engine, odd)
     left = float(mesh.loss_size) if late or (call.hooked and loss.weight_fn is not None) else None

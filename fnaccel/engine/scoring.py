@@ -12,7 +12,7 @@ from fnaccel.collectives.over import scope
 from fnaccel.collectives.signature import Call, agree
 from fnaccel.data import Batch
 from fnaccel.data.buffer_guard import copied, memory_of
-from fnaccel.engine.combine import Accumulation, Rows, packed
+from fnaccel.engine.combine import Accumulation, Rows, packed, unpacked
 from fnaccel.errors import LoaderError
 from fnaccel.step.loss import Concat, parts_of
 from fnaccel.tree import Tree
@@ -63,13 +63,12 @@ class Scores(Accumulation):
             raise LoaderError("the data holds no batch", where=self.where, fix="give one item or more")
         group, world = self._mesh.group("loss"), self._mesh.world
         if self._pairs:
-            totals, weights = zip(*self._pairs, strict=True)
-            sums = packed([*totals, *weights], world.device)
+            sums = packed(self.values, world.device)
             if group is not None:
                 # gloo aborts the process if an all-reduce meets one of another size, such as that of a step
-                agree(scope(group, world, "evaluate"), Call("evaluate", f"{len(sums)} sums"))
+                agree(scope(group, world, "evaluate"), Call("evaluate", f"{len(sums)} sums: {self.kinds}"))
                 dist.all_reduce(sums, group=group)
-            self._pairs = list(zip(*sums.split(len(totals)), strict=True))
+            self.put(unpacked(sums, self.shapes))
         # rows in the order of the samples: batch by batch, and within a batch rank by rank
         return self.combined(operator.truediv, group, by_batch=True)
 

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fnaccel.engine.combine import Agreement, AuxValues, divide, mixed_kinds, packed, plain, structure
+from fnaccel.engine.combine import (
+    Agreement,
+    AuxValues,
+    divide,
+    mixed_kinds,
+    packed,
+    plain,
+    structure,
+    unpacked,
+)
+from fnaccel.engine.same_position import SamePosition
 from fnaccel.engine.stop_request import Notice
 from fnaccel.step.loss import LossParts, is_zero, masked
 
@@ -23,6 +33,7 @@ class Report:
         device: the device of the sums.
         agreement: the structure that the losses of all ranks agree on.
         notice: whether this process was asked to stop.
+        place: compares the positions of batches. None on a single rank.
         odd: whether a micro-batch of this rank has other rows than declared. None if none are declared.
         partial_rows: whether each rank has a part of each row. Then aux may hold no `fa.Concat`.
 
@@ -32,8 +43,8 @@ class Report:
     """
 
     __slots__ = (
-        "_agreement", "_aux", "_device", "_dtype", "_group", "_known", "_notice", "_odd", "_sent", "_taken",
-        "_total", "_weighted", "counts", "weight",
+        "_agreement", "_aux", "_device", "_dtype", "_group", "_known", "_notice", "_odd", "_place", "_sent",
+        "_taken", "_total", "_weighted", "counts", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -42,6 +53,7 @@ class Report:
         device: torch.device,
         agreement: Agreement,
         notice: Notice | None = None,
+        place: SamePosition | None = None,
         *,
         odd: bool | None = None,
         partial_rows: bool = False,
@@ -49,6 +61,7 @@ class Report:
         self._group = group
         self._agreement = agreement
         self._notice = notice
+        self._place = place
         self._odd: Any = odd
         self._device = device
         self._total: Any = 0.0
@@ -116,7 +129,7 @@ class Report:
         # the third is for `fa.preemption`: always there, since ranks sum by position
         weight = self.weight if self._known is None else 0.0
         odd = [] if self._odd is None else [float(self._odd)]
-        vector = packed([self._total, weight, float(self.asked), *odd, *self._aux.values], self._device)
+        vector = packed([self._total, weight, *self.questions, *odd, *self._aux.values], self._device)
         self._sent = vector, dist.all_reduce(vector, group=self._group, async_op=True)
 
     @property
@@ -124,10 +137,17 @@ class Report:
         """Whether this rank was asked to stop."""
         return self._notice is not None and self._notice.asked
 
-    def hear(self, count: torch.Tensor) -> None:
-        """Take the number of ranks with a stop request, if a captured step made the sums."""
+    @property
+    def questions(self) -> list[float]:
+        """The numbers that a captured step sums over ranks besides total and weight."""
+        return [float(self.asked), *(() if self._place is None else self._place.codes)]
+
+    def hear(self, answers: torch.Tensor) -> None:
+        """Take the sums of `questions`, if a captured step made them."""
         if self._notice is not None:
-            self._notice.hear(None if self._group is None else count, self._device)
+            self._notice.hear(None if self._group is None else answers[0], self._device)
+        if self._place is not None:
+            self._place.hear(answers[1:])
 
     def any_odd(self) -> bool:
         """Whether a micro-batch of any rank has other rows than were declared. Reads the device."""
@@ -141,15 +161,18 @@ class Report:
             return
         vector, work = self._sent
         work.wait()
-        parts = vector.unbind()
+        head = 3 + 2 * (self._place is not None) + (self._odd is not None)
+        parts = unpacked(vector, [*[()] * head, *self._aux.shapes])
         self._total = parts[0]
         if self._known is None:
             self.weight = parts[1]
         if self._notice is not None:
             self._notice.hear(parts[2], self._device)
+        if self._place is not None:
+            self._place.hear(vector[3:5])
         if self._odd is not None:
-            self._odd = parts[3]
-        self._aux.put(parts[3 if self._odd is None else 4 :])
+            self._odd = parts[head - 1]
+        self._aux.put(parts[head:])
 
     def finish(self) -> dict[str, Any]:
         """`{"loss": ..., "weight": ...}` and aux, as device tensors. Call after `wait()`."""

@@ -17,6 +17,7 @@ from fnaccel.errors import ArgumentError, ConfigError, nearest
 from fnaccel.models.parameter import Leaf, memory_of
 from fnaccel.optim.schedules import Schedule, as_schedule, constant
 from fnaccel.optim.selection import Groups, Select, choose, pairs_of, refuse_unmatched, selector_name
+from fnaccel.step.callables import plan_text
 from fnaccel.step.loss import Scalar
 from fnaccel.step.spec import Spec
 
@@ -127,11 +128,9 @@ class Optimizer:
 
     def describe(self) -> str:
         """One line for the plan."""
-        # a function by its name: its repr holds an address, which is another on every rank
-        named = getattr(self.lr, "__qualname__", None) or repr(self.lr)
-        rate = self.lr.value if isinstance(self.lr, constant) else named
-        parts = [f"lr={rate}", *(f"{name}={value!r}" for name, value in self.options)]
-        parts += [f"{selector_name(select)}: {dict(options)}" for select, options in self.groups]
+        rate = self.lr.value if isinstance(self.lr, constant) else plan_text(self.lr)
+        parts = [f"lr={rate}", *(f"{name}={plan_text(value)}" for name, value in self.options)]
+        parts += [f"{selector_name(select)}: {plan_text(dict(options))}" for select, options in self.groups]
         parts += [f"starts at update {self.starts}"] if self.starts else []
         return f"{self.name}({', '.join(parts)})"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fnaccel.errors import ArgumentError
 from fnaccel.models.parameter import Leaf
+from fnaccel.step.callables import plan_text
 
 Select = str | Callable[[str, Any], bool]
 """A pattern of parameter names, as a shell matches them, or a function `(name, parameter) -> bool`."""
@@ -17,8 +18,8 @@ Groups = Mapping[Select, Mapping[str, Any]] | Sequence[tuple[Select, Mapping[str
 
 
 def selector_name(select: Select) -> str:
-    """A selection in messages and plans. A function by its name: its repr differs on every rank."""
-    return repr(select) if isinstance(select, str) else getattr(select, "__qualname__", type(select).__name__)
+    """A selection in messages and plans: a pattern in quotes, a function by its name."""
+    return plan_text(select)
 
 
 def pairs_of(groups: Groups) -> list[tuple[Select, dict[str, Any]]]:

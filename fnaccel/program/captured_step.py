@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fnaccel import _torch, tree
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.capture import Capture
-from fnaccel.engine.combine import AuxValues, check_aux, detached, mixed_kinds, packed, structure
+from fnaccel.engine.combine import AuxValues, check_aux, detached, mixed_kinds, packed, structure, unpacked
 from fnaccel.engine.eager import (
     Call,
     Loss,
@@ -103,7 +103,7 @@ class CapturedStep:
 
         def body(seed: Callable[[int], None]) -> tuple[Any, Report, AuxValues]:
             self._agree(last.data, lent_models)
-            report = Report(self._group, device, engine.agreement, call.notice)
+            report = Report(self._group, device, engine.agreement, call.notice, call.place)
             up_front = up_front_of(self._loss, micros, call, report, engine)
             up_front = None if up_front is None else filled(up_front, wide_dtype(engine), device)
             global_weight = packed([report.weight], device)[0] if self._loss.weight_fn is not None else None
@@ -111,7 +111,9 @@ class CapturedStep:
             aux = AuxValues(partial_rows=engine.layout.mesh.partial_rows)
             sums, carried, weighted = self._accumulate(before, lent_models, up_front, aux, keeps, seed)
             seed(len(before))
-            sums = torch.cat([sums, filled(report.asked, sums.dtype, device).view(1)])
+            # filled on the device one by one: a copy from the host would wait for all work before it
+            questions = [filled(value, sums.dtype, device) for value in report.questions]
+            sums = torch.cat([sums, torch.stack(questions)])
             outs = self._call(
                 self._finish, last.data, lent_models, keeps[-1], up_front, carried, sums, global_weight,
                 call.scale, rates, number, step,
@@ -121,11 +123,11 @@ class CapturedStep:
 
         outs, report, aux = attempt(engine, call, body)
         # the next replay of a CUDA graph writes to the same memory
-        metrics, values, stop_requests, skip, weighted = (
+        metrics, values, answers, skip, weighted = (
             tree.map_tensors(torch.clone, outs[0]) if self._replays else outs[0]
         )
         grads, multiplier = outs[1]
-        report.hear(stop_requests)
+        report.hear(answers)
         aux.take(values, valid=last.valid > 0)
         metrics.update(self._shared(aux, weighted))
         pending = None
@@ -250,7 +252,7 @@ class CapturedStep:
             if aux.values:
                 vector = packed(aux.values, device)
                 dist.all_reduce(vector, group=self._group)
-                aux.put(vector.unbind())
+                aux.put(unpacked(vector, aux.shapes))
         return aux.finish(self._group, device)
 
 

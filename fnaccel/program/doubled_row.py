@@ -23,9 +23,9 @@ from fnaccel.models.module_modes import ModuleModes
 from fnaccel.program.lent_models import Given
 from fnaccel.program.lower import Lowered
 from fnaccel.program.owned import Owned
-from fnaccel.program.plan import title
 from fnaccel.program.probe import short
 from fnaccel.program.put_back import put_back
+from fnaccel.step.callables import title
 from fnaccel.step.loss import Mean, read_loss
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
@@ -242,6 +242,6 @@ def _close(value: float, expected: float) -> bool:
 
 def _number(value: Any) -> float:
     try:
-        return float(value)
+        return float(value.sum() if getattr(value, "shape", ()) else value)
     except (TypeError, ValueError, RuntimeError):
         return math.nan

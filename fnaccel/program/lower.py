@@ -16,9 +16,9 @@ from fnaccel.data.batch import Batch, Window
 from fnaccel.data.cut import cut, rows_of, split_sizes
 from fnaccel.engine.eager import Loss, Micro
 from fnaccel.errors import ArgumentError, MicroBatchError, require
-from fnaccel.program.plan import order, title
+from fnaccel.program.plan import order
 from fnaccel.program.tail import Tail
-from fnaccel.state import Position
+from fnaccel.step.callables import title
 from fnaccel.step.settings import Settings
 from fnaccel.step.spec import LossPart
 from fnaccel.step.step import GradientHook, Info, ModuleHook, Phase, Step, StepGradients, Trained, UpdateHook
@@ -189,8 +189,11 @@ def _is_record(apply: object, kind: type) -> bool:
     return isinstance(apply, kind) and not callable(apply)
 
 
-def micro_batches(batch: Tree, n: int, device: torch.device) -> tuple[list[Micro], Position | None]:
+def micro_batches(batch: Tree, n: int, device: torch.device) -> tuple[list[Micro], Batch | None]:
     """Cut a batch, or each batch of a window, in `n` micro-batches (0: as it is).
+
+    Returns:
+        The micro-batches, and the last `fa.data.Batch`, which knows its position, if there is one.
 
     Raises:
         MicroBatchError: fewer rows than `n`, or an empty window.
@@ -198,7 +201,7 @@ def micro_batches(batch: Tree, n: int, device: torch.device) -> tuple[list[Micro
     if isinstance(batch, Window):
         return _of_window(batch, n, device)
     if isinstance(batch, Batch):
-        return _of_batch(batch, n), batch.position
+        return _of_batch(batch, n), batch
     if device.type != "cpu":
         tree.learn(batch)
         batch = tree.to(batch, device)
@@ -223,17 +226,17 @@ def parts_of(
     return [Micro(data=data, valid=micro.valid) for data, micro in zip(datas, micros, strict=True)], around
 
 
-def _of_window(window: Sequence[Any], n: int, device: torch.device) -> tuple[list[Micro], Position | None]:
+def _of_window(window: Sequence[Any], n: int, device: torch.device) -> tuple[list[Micro], Batch | None]:
     if not window:
         raise MicroBatchError(
             "the window holds 0 batches", where="train_step(state, window)", fix="give one batch or more"
         )
     micros: list[Micro] = []
-    position: Position | None = None
+    last: Batch | None = None
     for member in window:
-        parts, position = micro_batches(member, n, device)
+        parts, last = micro_batches(member, n, device)
         micros.extend(parts)
-    return micros, position
+    return micros, last
 
 
 def _of_batch(batch: Batch, n: int) -> list[Micro]:

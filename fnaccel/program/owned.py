@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import attrs
@@ -61,6 +61,7 @@ class Owned:
         self.probed = False  # whether the cut model was compared with the whole one
         self.cut_fails = False  # whether the cut model raised in that
         self.checked: set[object] = set()  # the code whose totals were compared
+        self.source: Mapping[str, Any] | None = None  # facts about the loader of the newest batch
         self._built = built
         self._lowered = lowered
         self._trains = optimizers is not None

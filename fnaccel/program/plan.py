@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 
 from fnaccel.errors import CapabilityError, PlanMismatchError, RepeatedTransformError
+from fnaccel.step.callables import digest, functions_in, title
 from fnaccel.step.html_table import table
 from fnaccel.step.spec import Spec, check, plan_notes
 from fnaccel.step.step import Phase, Step, Transform
@@ -101,37 +101,6 @@ def order(step: Step) -> tuple[Transform, ...]:
     return tuple(sorted(step.transforms, key=lambda t: (t.phase, getattr(t.apply, "last_of_phase", False))))
 
 
-def title(fn: Callable[..., Any]) -> str:
-    """`module:qualname` of a function."""
-    return f"{getattr(fn, '__module__', '?')}:{getattr(fn, '__qualname__', type(fn).__qualname__)}"
-
-
-def digest(fn: Callable[..., Any]) -> str:
-    """A digest of a function's bytecode, constants, names and simple closure values."""
-    hasher = hashlib.sha256(title(fn).encode())
-
-    def feed(code: CodeType) -> None:
-        hasher.update(code.co_code)
-        hasher.update(repr(code.co_names).encode())
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                feed(constant)
-            elif isinstance(constant, int | float | str | bytes | bool | type(None) | tuple):
-                hasher.update(repr(constant).encode())
-
-    code = getattr(fn, "__code__", None)
-    if code is not None:
-        feed(code)
-    for cell in getattr(fn, "__closure__", None) or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # a cell that is not filled yet
-            continue
-        if isinstance(value, int | float | str | bool):
-            hasher.update(repr(value).encode())
-    return hasher.hexdigest()[:16]
-
-
 def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = None) -> Plan:
     """Validate a step against a strategy and describe it. Work of a runtime is marked.
 
@@ -186,9 +155,9 @@ def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = Non
     functions = [
         ("loss", step.loss_fn),
         *((t.name, t.apply) for t in ordered if not attrs.has(type(t.apply))),
-        *(pair for t in ordered for pair in _functions_in(t.name, t.apply)),
-        *(pair for axis in strategy.axes for pair in _functions_in(type(axis).__name__, axis)),
-        *(pair for one in (spec.optimizers or {}).values() for pair in _functions_in(one.name, one)),
+        *(pair for t in ordered for pair in functions_in(t.name, t.apply)),
+        *(pair for axis in strategy.axes for pair in functions_in(type(axis).__name__, axis)),
+        *(pair for one in (spec.optimizers or {}).values() for pair in functions_in(one.name, one)),
     ]
     world = mesh.world
     axes = ", ".join(f"{name}={degree}" for name, degree in mesh.degrees.items())
@@ -204,18 +173,6 @@ def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = Non
         ),
         runtime=config,
     )
-
-
-def _functions_in(name: str, value: object) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The user's functions in a record: selections, units, schedules. Plans show them by name only."""
-    if attrs.has(type(value)):
-        for field in attrs.fields(type(value)):
-            yield from _functions_in(f"{name}.{field.name}", getattr(value, field.name))
-    elif isinstance(value, tuple | list):
-        for index, item in enumerate(value):
-            yield from _functions_in(f"{name}.{index}", item)
-    elif isinstance(value, FunctionType):
-        yield name, value
 
 
 def _optimizer_rows(optimizer: object, frozen: tuple[str, ...], by: str) -> list[Row]:

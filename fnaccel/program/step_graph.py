@@ -104,8 +104,8 @@ class StepGraph:
         """The last micro-batch, and all that follows.
 
         Args:
-            data, lent_models, keep, up_front, carried, sums: as for `add`. The third of `sums` is 1 if this
-                rank was asked to stop. `carried` is None if there was no micro-batch before.
+            data, lent_models, keep, up_front, carried, sums: as for `add`. Further entries of `sums` are
+                the questions of the report. `carried` is None if there was no micro-batch before.
             global_weight: the weight of all ranks if it was known before, else None.
             scale: the loss scale of fp16, or None.
             rates: the learning rates.
@@ -113,7 +113,7 @@ class StepGraph:
             step: the number of this call, or None without hooks.
 
         Returns:
-            (metrics, aux, how many ranks were asked to stop, skip, whether the loss is weighted), and the
+            (metrics, aux, the sums of the questions, skip, whether the loss is weighted), and the
             gradients with their multiplier if the update is left to the caller.
         """
         total, sums, aux, weighted, params = self._forward(data, lent_models, keep, sums)
@@ -138,9 +138,9 @@ class StepGraph:
         # cloned, since a tensor that is returned twice is one output of a graph
         metrics: dict[str, Any] = {"loss": loss, "weight": weight.clone()}
         if self._tail is None:
-            return (metrics, aux, sums[2], None, weighted), (grads, multiplier)
+            return (metrics, aux, sums[2:], None, weighted), (grads, multiplier)
         skip = self._end(self._tail, grads, multiplier, metrics, rates, number, step)
-        return (metrics, aux, sums[2], skip, weighted), (None, None)
+        return (metrics, aux, sums[2:], skip, weighted), (None, None)
 
     def check_reached(self, grads: Sequence[Any]) -> None:
         """Raise LossError if no parameter got a gradient, unless another rank may have some."""
@@ -157,8 +157,8 @@ class StepGraph:
         counted = torch.stack([filled(value, sums.dtype, sums.device) for value in (total, weight)])
         # `where` and no product: 0 times an infinity of a filler would be NaN
         counted = torch.where(keep > 0, counted, torch.zeros_like(counted))
-        if sums.numel() > 2:  # only `finish` has the third, and a forward does not change it
-            counted = torch.cat([counted, torch.zeros_like(counted[:1])])
+        if sums.numel() > 2:  # only `finish` has the others, and a forward does not change them
+            counted = torch.cat([counted, torch.zeros_like(sums[2:])])
         return total, sums + counted, detached(aux), weighted, params
 
     def _backward(

@@ -189,8 +189,8 @@ class TrainStep:
             CapabilityError: a model in `given` is cut over ranks that have different rows here.
             MicroBatchError, LossError: see there. The state stays live. At step 0 an `fa.Mean` is checked for
                 a mean in the place of its total, and a cut model against the whole one: see `probe`.
-            RankMismatchError: ranks that share the rows of a batch, such as those along a tensor axis, got
-                different rows in the first batch of an epoch.
+            RankMismatchError: the batches of ranks have different positions, here or in the step before. Or
+                ranks that share the rows of a batch have different rows in the first batch of an epoch.
             PeerLostError: another rank left, exited or made another call. The message names it.
         """
         return self._call(state, batch, given=given)
@@ -206,7 +206,7 @@ class TrainStep:
                 fix="pass each train step its own state; lend others with given={...}",
             )
         owned.check_ready()
-        micros, position = micro_batches(batch, self._lowered.settings.micro_batches, self.mesh.world.device)
+        micros, last = micro_batches(batch, self._lowered.settings.micro_batches, self.mesh.world.device)
         owned.same_rows.check(state.data.epoch, [micro.data for micro in micros])
         models = None if given is None else lend(given, self._owner)
         if state.step == 0:
@@ -214,7 +214,7 @@ class TrainStep:
         micros, around = parts_of(micros, self._lowered.part)
         notice, lease = self.notice, self._owner.lease
         try:
-            return self._stepper.move(owned, state, micros, position, models, notice, lease, around)
+            return self._stepper.move(owned, state, micros, last, models, notice, lease, around)
         except Exception as error:
             if owned.cut_fails:
                 error.add_note(f"in the first forward of a model that is cut. {CAUSES}")

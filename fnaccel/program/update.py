@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from fnaccel import _torch, tree
+from fnaccel.data.batch import Batch
 from fnaccel.engine.eager import Call, Micro, gradients, undo
 from fnaccel.engine.gradients import Gradients
+from fnaccel.engine.same_position import SamePosition, same_position
 from fnaccel.engine.skipped_updates import SkippedUpdates
 from fnaccel.engine.stop_request import Notice
 from fnaccel.engine.user_draws import drawing
@@ -75,6 +77,7 @@ class Stepper:
         settings = self._lowered.settings
         self._meter = None if settings.compiler is None else Meter(settings.compiler, self._where)
         self._skips = SkippedUpdates(settings.max_skipped, speaks=self._speaks)
+        self._place: SamePosition | None = None
         self._moved = False
         # False while a step runs, and after a step that did not reach its end
         self._clean = True
@@ -93,7 +96,7 @@ class Stepper:
         owned: Owned,
         state: TrainState,
         micros: Sequence[Micro],
-        position: Position | None,
+        batch: Batch | None,
         models: Given | None,
         notice: Notice | None,
         to: Lease,
@@ -109,6 +112,13 @@ class Stepper:
         if meter is not None:
             meter.check()
         self._skips.check()
+        if self._shares and not self._moved:
+            self._place = same_position(owned.engine.layout.mesh)
+        position = state.data
+        if batch is not None:
+            position, owned.source = batch.position, batch.source
+        if self._place is not None:
+            self._place.begin(None if batch is None else position)
         self.enter(state.step)
         if not self._clean:
             undo(owned.engine)
@@ -178,7 +188,7 @@ class Stepper:
         state: TrainState,
         before: _Before,
         update: _Update,
-        position: Position | None,
+        position: Position,
         to: Lease,
     ) -> tuple[TrainState, dict[str, Any]]:
         """Update the parameters, unless a captured step has. Returns the next state."""
@@ -210,7 +220,7 @@ class Stepper:
             scale=before.scale,
             ema=owned.ema,
             rng=state.rng,
-            data=state.data if position is None else position,
+            data=position,
             extras=before.extras,
             transforms=before.transforms,
         )
@@ -232,6 +242,7 @@ class Stepper:
             last_weight=None if scale is None else scale["weight"],
             given=models,
             notice=notice,
+            place=self._place,
             explain=functools.partial(explain_out_of_memory, named=owned.named_tensors),
             hooked=owned.gradient_hooks.present,
         )

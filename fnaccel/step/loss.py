@@ -28,8 +28,10 @@ class Mean:
     """A sum over examples and their number. Combines to `sum(totals) / sum(weights)`.
 
     Args:
-        total: 0-d tensor, the sum over this micro-batch's examples (or tokens).
-        weight: how many, as an int, a float or a 0-d tensor.
+        total: 0-d tensor, the sum over this micro-batch's examples (or tokens). In aux and in metrics of
+            `fa.evaluate` a tensor of any shape, such as a total for each class.
+        weight: how many, as an int, a float or a 0-d tensor. For a total with dimensions also a tensor that
+            broadcasts to it.
         aux: any pytree to report beside the loss. Its leaves combine as their type says
             (`Mean`, `Sum`, `Concat`). A bare tensor is averaged.
         of_mean: whether `fa.Mean.of` made it, for messages.
@@ -89,7 +91,10 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """A value that adds up over micro-batches and ranks, such as a count of errors.
+    """A value of any shape that adds up over micro-batches and ranks: a count of errors, a confusion matrix.
+
+    Raises:
+        LossError: when it is returned, if its shape differs between micro-batches, batches or ranks.
 
     Example:
         >>> def score(model, batch):
@@ -136,9 +141,9 @@ def parts_of(leaf: Tree, rows: int, where: str) -> tuple[Any, Any]:
         LossError: a tensor that is no scalar, or an object, that does not say how it combines.
     """
     if isinstance(leaf, Mean):
-        return leaf.total, leaf.weight
+        return _as_tensor(leaf.total), _as_tensor(leaf.weight)
     if isinstance(leaf, Sum):
-        return leaf.value, 1
+        return _as_tensor(leaf.value), 1
     if not isinstance(leaf, torch.Tensor) and not _is_number(leaf):
         raise LossError(
             f"a {type(leaf).__name__} says nothing of how it combines",
@@ -152,6 +157,15 @@ def parts_of(leaf: Tree, rows: int, where: str) -> tuple[Any, Any]:
             fix="return fa.Concat(rows), fa.Sum(value) or fa.Mean(total, weight)",
         )
     return leaf if rows == 1 else leaf * rows, rows
+
+
+def _as_tensor(value: Any) -> Any:
+    """An array of NumPy as a tensor, other values as they are."""
+    return (
+        torch.as_tensor(value)
+        if getattr(value, "shape", ()) and not isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 def _is_number(value: Tree) -> bool:

@@ -23,6 +23,7 @@ from fnaccel.errors import (
     nearest,
     require,
 )
+from fnaccel.step.callables import plan_text, title
 from fnaccel.step.loss import Scalar
 from fnaccel.step.settings import Configures, Settings
 from fnaccel.tree import Tree
@@ -290,7 +291,7 @@ class Transform:
             return str(self.apply.describe())
         if attrs.has(type(self.apply)):
             return describe_fields(self.apply)
-        return f"{getattr(self.apply, '__module__', '?')}:{getattr(self.apply, '__qualname__', self.apply)}"
+        return title(self.apply)
 
 
 def describe_fields(record: object) -> str:
@@ -302,9 +303,7 @@ def describe_fields(record: object) -> str:
 def _short(value: Tree) -> str:
     if isinstance(value, enum.Enum):
         return str(value.value)
-    if callable(value) and hasattr(value, "__qualname__"):
-        return str(value.__qualname__)
-    return str(value) if str(value).startswith("torch.") else repr(value)
+    return str(value) if str(value).startswith("torch.") else plan_text(value)
 
 
 @attrs.frozen

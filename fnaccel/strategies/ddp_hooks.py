@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fnaccel import _torch
 from fnaccel.errors import UnknownNameError, nearest, require
+from fnaccel.step.callables import name_of
 
 HOOKS = (
     "fp16",
@@ -76,7 +77,7 @@ def comm_hook(function: Callable[[Any, Any], Any], state: object = None) -> Hook
         "fa.strategies.comm_hook",
         "comm_hook(lambda state, bucket: ...)",
     )
-    name = getattr(function, "__qualname__", type(function).__name__)
+    name = name_of(function)
     return Hook(name, function=function, state=state)
 
 

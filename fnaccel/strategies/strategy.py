@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import attrs
 
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest, require
+from fnaccel.step.callables import plan_text
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import EVERYTHING, Capability
-from fnaccel.tree import Tree
 from fnaccel.world.mesh import AXES
 
 
@@ -112,7 +112,7 @@ class Pairs(tuple[tuple[str, Any], ...]):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return repr(dict(self))
+        return plan_text(dict(self))
 
 
 def _text(axis: Axis) -> str:
@@ -120,12 +120,8 @@ def _text(axis: Axis) -> str:
     for field in attrs.fields(type(axis)):
         value = getattr(axis, field.name)
         if value != field.default:
-            parts.append(repr(value) if field.name == "degree" else f"{field.name}={_value(value)}")
+            parts.append(repr(value) if field.name == "degree" else f"{field.name}={plan_text(value)}")
     return f"{axis.maker}({', '.join(parts)})"
-
-
-def _value(value: Tree) -> str:
-    return getattr(value, "__qualname__", None) or repr(value)
 
 
 MAKERS: dict[str, Callable[..., Strategy]] = {}

@@ -21,6 +21,7 @@ from fnaccel.errors import (
     require,
 )
 from fnaccel.models.blocks import Units, find_units
+from fnaccel.step.callables import plan_text
 from fnaccel.step.settings import Settings
 from fnaccel.step.spec import Spec, obstacle_to_capture
 from fnaccel.step.step import Capability, Phase, Step, StepLike, Transform, append
@@ -103,7 +104,7 @@ class Compile:
     def describe(self) -> str:
         """The text in the plan."""
         changed = [
-            f"{field.name}={getattr(self, field.name)!r}"
+            f"{field.name}={plan_text(getattr(self, field.name))}"
             for field in attrs.fields(type(self))
             if field.name not in ("scope", "why") and getattr(self, field.name) != field.default
         ]

@@ -7,6 +7,7 @@ import logging
 import attrs
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel.checkpoint.changed_plan import changes_of
@@ -104,3 +105,90 @@ def test_a_state_that_two_transforms_shared_goes_to_both(tmp_path):
     assert state.transforms == {"count": torch.ones(()), "count.1": torch.ones(())}
     state, _ = train_step(state, batch_of(4))
     assert attrs.asdict(state, recurse=False)["transforms"]["count.1"] == 2
+
+
+def rows(n=12):
+    x, y = batch_of(n)
+    return TensorDataset(x, y)
+
+
+def loader(n=12, batch_size=4, shuffle=True):
+    return DataLoader(rows(n), batch_size=batch_size, shuffle=shuffle)
+
+
+def begun(folder, shards):
+    """A checkpoint in the middle of an epoch."""
+    train_step = program()
+    for state, _ in fa.scan(train_step, train_step.init(), shards, directory=folder):
+        if state.step == 2:
+            break
+    assert 0 < state.data.samples < 12
+
+
+def goes_on(folder, shards):
+    train_step = program()
+    return [state.data for state, _ in fa.scan(train_step, fa.resume_or_init(folder, train_step), shards)]
+
+
+MEANS_OTHER_SAMPLES = {
+    "a longer data set, shuffled": (lambda: fa.shard(loader(16)), "samples was 12 and is 16"),
+    "another seed": (lambda: fa.shard(loader(), seed=1), "seed was 0 and is 1"),
+    "no order any more": (lambda: fa.shard(loader(shuffle=False)), "shuffled was True and is False"),
+}
+
+
+@pytest.mark.parametrize("name", MEANS_OTHER_SAMPLES)
+def test_a_position_that_means_other_samples_raises(tmp_path, caplog, name):
+    """Some samples came twice in this epoch, and others not at all, without a word."""
+    make, says = MEANS_OTHER_SAMPLES[name]
+    begun(tmp_path, fa.shard(loader()))
+    with pytest.raises(
+        fa.errors.LoaderError, match=rf"{says}[\s\S]*fa.state.Position\(1\)[\s\S]*accept_changes"
+    ):
+        goes_on(tmp_path, make())
+    with caplog.at_level(logging.WARNING, logger="fnaccel"):
+        assert goes_on(tmp_path, attrs.evolve(make(), accept_changes=True))
+    assert any(says in record.getMessage() for record in caplog.records)
+
+
+def test_another_batch_size_is_one_line(tmp_path, caplog):
+    begun(tmp_path, fa.shard(loader()))
+    with caplog.at_level(logging.WARNING, logger="fnaccel"):
+        assert len(goes_on(tmp_path, fa.shard(loader(batch_size=2)))) == 2
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "the data is not that of the checkpoint: batch_size was 4 and is 2"
+
+
+def test_rows_that_are_appended_are_one_line(tmp_path, caplog):
+    begun(tmp_path, fa.shard(loader(shuffle=False)))
+    with caplog.at_level(logging.WARNING, logger="fnaccel"):
+        assert len(goes_on(tmp_path, fa.shard(loader(16, shuffle=False)))) == 2
+    assert ["samples was 12 and is 16" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_batches_of_parts_keep_their_size(tmp_path):
+    """Parts of unequal length: which rows of a part were read follows from the size of its batches."""
+    begun(tmp_path, fa.shard(loader(shuffle=False), presplit=True))
+    with pytest.raises(fa.errors.LoaderError, match="batch_size was 4 and is 2"):
+        goes_on(tmp_path, fa.shard(loader(batch_size=2, shuffle=False), presplit=True))
+
+
+def test_nothing_is_said_of_the_same_data_or_at_the_end_of_an_epoch(tmp_path, caplog):
+    shards = fa.shard(loader())
+    begun(tmp_path / "middle", shards)
+    train_step = program()
+    for _ in fa.scan(train_step, train_step.init(), shards, directory=tmp_path / "end"):
+        pass
+    with caplog.at_level(logging.WARNING, logger="fnaccel"):
+        goes_on(tmp_path / "middle", fa.shard(loader()))
+        goes_on(tmp_path / "end", fa.shard(loader(16), seed=3))
+    assert not caplog.records
+
+
+def test_an_evaluation_in_between_changes_no_facts(tmp_path):
+    train_step = program()
+    for state, _ in fa.scan(train_step, train_step.init(), fa.shard(loader()), directory=tmp_path):
+        fa.evaluate(train_step, state, loss_fn, fa.shard(loader(8, shuffle=False)))
+        if state.step == 2:
+            break
+    assert goes_on(tmp_path, fa.shard(loader()))

@@ -24,6 +24,47 @@ ENGINES = "tests/engines/test_engines.py"
 
 MUTANTS = [
     Mutant(
+        "ranks that train on different batches", "engine/same_position.py",
+        "self._differ = squares", "self._differ = False and squares",
+        ("tests/robust/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-eager"),
+    ),
+    Mutant(
+        "positions whose mean is one of them", "engine/same_position.py",
+        "self._differ = squares * self._group.size() != total * total",
+        "self._differ = total != self._group.size() * int(self.codes[0])",
+        ("tests/robust/test_skipped_batch.py", "-k", "mean_is_one"),
+    ),
+    Mutant(
+        "positions of captured steps not compared", "engine/step_totals.py",
+        "self._place.hear(answers[1:])", "pass",
+        ("tests/robust/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-captured"),
+    ),
+    Mutant(
+        "a rank of fillers whose zeros have no shape", "engine/combine.py",
+        "torch.zeros(shape) if shape and not isinstance(value, torch.Tensor) else value", "value",
+        ("tests/engines/test_shaped_aux.py", "-k", "without_rows"),
+    ),
+    Mutant(
+        "totals of another shape broadcast", "engine/combine.py",
+        "if shapes != self._shapes[index]:", "if False:",
+        ("tests/engines/test_shaped_aux.py", "-k", "raise_by_name and calls"),
+    ),
+    Mutant(
+        "sums of several dimensions cut in a wrong order", "engine/combine.py",
+        "[part.view(shape) for part", "[part.flip(0).view(shape) for part",
+        ("tests/engines/test_shaped_aux.py", "-k", "aux_of_any_shape and ddp"),
+    ),
+    Mutant(
+        "ranks whose schedules are objects with other values", "step/callables.py",
+        'yield from _items(getattr(fn, "__dict__", {}), seen)', "pass",
+        ("tests/robust/test_plan_texts.py", "-k", "rates_of_a_group and object"),
+    ),
+    Mutant(
+        "ranks whose schedules are partials with other values", "step/callables.py",
+        "yield from _items(fn.keywords, seen)", "pass",
+        ("tests/robust/test_plan_texts.py", "-k", "rates_of_a_group and partial"),
+    ),
+    Mutant(
         "matrices orthogonalised by shards", "optim/foreign.py", "if not (self.whole and _sharded(groups)):",
         "if True:", ("tests/optim/test_several.py", "-k", "muon_works"),
     ),

@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from fnaccel.errors import ArgumentError, require
+from fnaccel.step.callables import plan_text
 from fnaccel.step.loss import Scalar
 
 Schedule = Callable[[Any], Any]
@@ -148,7 +149,7 @@ class joined:  # noqa: N801
     """How the user wrote it, for the plan. Empty for a sequence joined by hand."""
 
     def __repr__(self) -> str:
-        return self.written or f"joined({self.parts!r}, boundaries={self.boundaries!r})"
+        return self.written or f"joined({plan_text(self.parts)}, boundaries={self.boundaries!r})"
 
     def __attrs_post_init__(self) -> None:
         _check(

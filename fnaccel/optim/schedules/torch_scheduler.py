@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fnaccel.errors import ArgumentError, CapabilityError
+from fnaccel.step.callables import name_of
 
 _OTHERS = {"momentum": 0.8901, "betas": (0.8901, 0.9909), "weight_decay": 0.0109}
 """Options of an optimizer besides the rate, which a scheduler may read but not change."""
@@ -87,7 +88,7 @@ class FromTorch:
         return self._values[updates]
 
     def __repr__(self) -> str:
-        return f"from_torch_scheduler({getattr(self.factory, '__qualname__', self.factory)}, lr={self.lr})"
+        return f"from_torch_scheduler({name_of(self.factory)}, lr={self.lr})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"factory": self.factory, "lr": self.lr}

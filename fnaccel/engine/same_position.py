@@ -1,0 +1,108 @@
+"""`SamePosition`: a check that all ranks train on the same batch, within the all-reduce that each step makes.
+
+A loop written by hand may skip a batch on one rank. From then on each update would mix rows of two batches.
+`same_rows.py` compares the contents of one batch between ranks that share its rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fnaccel.collectives import gather_objects
+from fnaccel.errors import RankMismatchError
+from fnaccel.state import Position
+from fnaccel.world.mesh import Mesh
+
+_CODES = 1_048_573  # a prime, so small that a sum of squares over 8,192 ranks is exact in float64
+
+
+def same_position(mesh: Mesh) -> SamePosition | None:
+    """The comparison for the ranks that share the totals of a step. None on a single rank."""
+    group = mesh.group("loss")
+    # the collectives of a simulated world move nothing
+    return None if group is None or mesh.world.backend == "fake" else SamePosition(group)
+
+
+class SamePosition:
+    """Compares the positions of the batches of one step between ranks.
+
+    Each rank adds a code of its position and the square of the code to the totals of the step. Squares of n
+    equal numbers add up to the square of their sum divided by n. Squares of different numbers add up to more.
+    So all ranks find a difference, and find it in the same step.
+
+    Args:
+        group: the ranks that share the all-reduce.
+    """
+
+    __slots__ = ("_differ", "_group", "_late", "_position")
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._position: Position | None = None
+        self._differ = False
+        self._late: tuple[torch.Tensor, Any] | None = None
+
+    def begin(self, position: Position | None) -> None:
+        """Begin a step, after the comparison of the step before.
+
+        Args:
+            position: the position of this rank's batch. None if it is no `fa.data.Batch`.
+
+        Raises:
+            RankMismatchError: in the step before the ranks had batches of different positions.
+        """
+        if self._late is not None:
+            (sums, event), self._late = self._late, None
+            event.synchronize()
+            self._compare(sums)
+        self.check()
+        self._position = position
+
+    @property
+    def codes(self) -> tuple[float, float]:
+        """The numbers of this rank, which ranks sum."""
+        position = self._position
+        if position is None:
+            return 0.0, 0.0
+        code = 1 + (position.epoch * 8_191 + position.samples) % _CODES
+        return float(code), float(code * code)
+
+    def hear(self, sums: torch.Tensor) -> None:
+        """Take the sums over all ranks, of shape `[2]`. Those on an accelerator are read in the next step."""
+        if sums.device.type == "cpu":
+            self._compare(sums)
+            return
+        host = torch.empty_like(sums, device="cpu", pin_memory=True)
+        host.copy_(sums, non_blocking=True)
+        event: Any = torch.Event(sums.device.type)
+        event.record()
+        self._late = host, event
+
+    def _compare(self, sums: torch.Tensor) -> None:
+        total, squares = map(int, sums.tolist())
+        self._differ = squares * self._group.size() != total * total
+
+    def check(self) -> None:
+        """Raise on every rank if the positions are known to differ.
+
+        Raises:
+            RankMismatchError: see above. Names the position of each rank.
+        """
+        if not self._differ:
+            return
+        self._differ = False
+        position = self._position
+        text = (
+            "a batch without a position"
+            if position is None
+            else f"epoch {position.epoch}, sample {position.samples}"
+        )
+        listed = gather_objects((dist.get_rank(), text), over=self._group)
+        raise RankMismatchError(
+            f"ranks have different batches: {'; '.join(f'rank {rank} is at {at}' for rank, at in listed)}",
+            where="train_step(state, batch)",
+            fix="take and skip the same batches on every rank, or let fa.scan(train_step, state, shards) run",
+        )
