@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree
 
 # from 2.13 on `all_gather_into_tensor` warns in favour of `all_gather_single`, which 2.9 to 2.11 lack
 all_gather_single: Any = vars(dist).get("all_gather_single", vars(dist)["all_gather_into_tensor"])
@@ -403,3 +404,13 @@ def extension_directory(name: str) -> str:
     from torch.utils import cpp_extension  # noqa: PLC0415 - slow to import
 
     return cpp_extension._get_build_directory(name, False)
+
+
+def register_mapping(kind: type[dict[str, Any]]) -> None:
+    """Let torch.func and FSDP2 walk a subclass of dict. (2.9 to 2.13)"""
+    torch.utils._pytree.register_pytree_node(
+        kind,
+        lambda node: (list(node.values()), list(node.keys())),
+        lambda values, keys: kind(zip(keys, values, strict=True)),  # pyright: ignore[reportArgumentType]
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+    )

@@ -30,7 +30,7 @@ from fnaccel.program.captured_step import CapturedStep
 from fnaccel.program.lower import Lowered
 from fnaccel.program.model_notes import model_notes
 from fnaccel.program.whole_parameters import is_sharded
-from fnaccel.state import ReadOnlyDict, Seed, TrainState
+from fnaccel.state import Position, ReadOnlyDict, Seed, TrainState, Trees, following, scale_of, state_of
 from fnaccel.step.loss import Scalar, readable
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, make_engine
@@ -77,15 +77,18 @@ class Owned:
         )
         self.params = self._show(engine.layout.parameters)
         self.whole = self._captured(inside) if self._trains else None
-        self.opt = self._show(self.updater.slots)
-        self.ema = self._show_averages() if lowered.settings.ema_decay is not None else None
         self._buffer_slots = [
             (module, attribute, full)
             for key, root in built.modules.items()
             for name, module, attribute in _buffers_of(root)
             if (full := name if key is None else f"{key}/{name}") in engine.layout.buffers
         ]
-        self.buffers = self._show(engine.layout.buffers)
+        self._trees = Trees(
+            params=self.params,
+            buffers=self._show(engine.layout.buffers),
+            opt=self._show(self.updater.slots),
+            ema=self._show_averages() if lowered.settings.ema_decay is not None else None,
+        )
         self.modes = ModuleModes(engine.layout.modules, trains=self._trains)
         self.gradient_hooks = GradientHooks(built.modules, captured=self.whole is not None, arrived=arrived)
         self.same_rows = SameRows(engine.layout.mesh)
@@ -147,15 +150,12 @@ class Owned:
         transforms = {name: init(self.engine.layout.parameters) for name, init in self._lowered.inits}
         if self.engine.hooks.end is not None:
             self.engine.hooks.end()
-        return TrainState(
+        return state_of(
+            self.trees(scale),
             step=0,
             updates=updates,
-            params=self.params,
-            buffers=self.buffers,
-            opt=self.opt,
-            scale=scale,
-            ema=self.ema,
             rng=Seed(seed),
+            data=Position(),
             extras=extras,
             transforms=transforms,
         )
@@ -188,12 +188,12 @@ class Owned:
             "params": self.params,
             "gradients": grads,
             "buffers": self.engine.layout.buffers,
-            "opt": self.opt,
+            "opt": self._trees.opt,
         }
         return {name: value for name, value in tree.items(parts) if isinstance(value, torch.Tensor)}
 
-    def current_buffers(self) -> dict[str, Any]:
-        """The buffers of this moment: a module may have replaced a tensor."""
+    def trees(self, scale: dict[str, torch.Tensor] | None) -> Trees:
+        """What states show at this moment: a module may have replaced the tensor of a buffer."""
         flat = self.engine.layout.buffers
         changed = False
         for module, attribute, name in self._buffer_slots:
@@ -202,8 +202,10 @@ class Owned:
                 flat[name] = value
                 changed = True
         if changed:
-            self.buffers = self._show(flat)
-        return self.buffers
+            self._trees = attrs.evolve(self._trees, buffers=self._show(flat))
+        if scale is not self._trees.scale:
+            self._trees = attrs.evolve(self._trees, scale=scale)
+        return self._trees
 
     def transient(self) -> list[str]:
         """The names of buffers that modules make themselves and don't save."""
@@ -250,24 +252,19 @@ class Owned:
     def shown(self, state: TrainState) -> TrainState:
         """A state with the values of `state` on the host, and the tensors owned here."""
         first = self.first_state(state.rng.root, state.extras)
-        return TrainState(
+        return following(
+            first,
             step=state.step,
             updates=first.updates if isinstance(first.updates, torch.Tensor) else int(state.updates),
-            params=self.params,
-            buffers=self.current_buffers(),
-            opt=self.opt,
-            scale=first.scale,
-            ema=self.ema,
-            rng=state.rng,
             data=state.data,
-            extras=state.extras,
+            rng=state.rng,
             transforms=tree.map_tensors(torch.clone, state.transforms),
         )
 
     def with_current_buffers(self, state: TrainState) -> TrainState:
         """A state of the same values that shows the buffers of this moment."""
         self.check_modules()
-        return attrs.evolve(state, buffers=self.current_buffers())
+        return following(state, trees=self.trees(scale_of(state)))
 
     def filled(self, state: TrainState, fill: Callable[[TrainState], TrainState]) -> TrainState:
         """The state that `fill` returns, in the tensors owned here. A runtime's are copied in and out."""

@@ -122,8 +122,16 @@ MUTANTS = [
         ("tests/checkpoint/test_resume.py", "-k", "damaged"),
     ),
     Mutant(
-        "a donated state stays usable", "state.py", "    for name in _TENSOR_FIELDS:\n        object.__delattr__",
-        "    for name in ():\n        object.__delattr__", ("tests/test_program.py", "-k", "donated"),
+        "a donated state stays usable", "state.py", "    if state._trees is _DONATED:\n        return",
+        "    return", ("tests/test_program.py", "-k", "donated"),
+    ),
+    Mutant(
+        "a held tree stays usable", "state.py", "        _kill(value)\n", "        pass\n",
+        ("tests/robust/test_held_trees.py", "-k", "average_over_held"),
+    ),
+    Mutant(
+        "a nested tree stays usable", "state.py", "            if isinstance(entry, dict):\n                _kill",
+        "            if False:\n                _kill", ("tests/robust/test_held_trees.py", "-k", "nested"),
     ),
     Mutant(
         "ema forgets to move", "transforms/averaging.py", "shards, 1.0 - self.decay)", "shards, 0.0)",

@@ -36,7 +36,7 @@ from fnaccel.checkpoint.format.dtypes import CODES
 from fnaccel.checkpoint.format.walk import NODES, Array, Node, Object
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import CheckpointError, NotSerializableError
-from fnaccel.state import ReadOnlyDict, TrainState, check_trained
+from fnaccel.state import ReadOnlyDict, StaleTree, TrainState, check_trained, stale_tree
 
 _NO_ARRAY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -103,6 +103,8 @@ class _Encoder:
             if type(value) in (list, tuple):
                 entries = [self.value(walk.child(path, i), entry) for i, entry in enumerate(value)]
                 return entries if type(value) is list else {"tuple": entries}
+            if isinstance(value, StaleTree):
+                raise stale_tree(path)
             if type(value) in (dict, OrderedDict, defaultdict, ReadOnlyDict):
                 return self._dict(path, value)
             name = type(value).__name__
