@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -362,6 +363,32 @@ def check_state(state: Tree, where: str) -> None:
             fix="state = train_step.init(seed=0), then pass on the state that each call returns: "
             "state, metrics = train_step(state, batch)",
         )
+
+
+def plain(value: tree.Tree) -> Any:
+    """A NumPy number as a Python number, the form that is stored. Other values are returned unchanged."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
+        number = value.item()
+        return value if isinstance(number, numpy.generic) else number  # a long double has no equal
+    return value
+
+
+_COUNTS: dict[type[Any], tuple[str, ...]] = {
+    TrainState: ("step", "updates"),
+    Position: ("epoch", "samples"),
+    Seed: ("root",),
+}
+
+
+def not_counted(node: Position | Seed | TrainState) -> str | None:
+    """The first field of a node of the library that has to be a whole number from 0 on, and is not."""
+    for name in _COUNTS[type(node)]:
+        value = plain(getattr(node, name))
+        on_device = name == "updates" and not isinstance(value, bool | int | float | str | None)
+        if not on_device and (type(value) is not int or value < 0):
+            return name
+    return None
 
 
 def check_ema(state: TrainState, where: str) -> None:

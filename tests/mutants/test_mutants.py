@@ -126,6 +126,14 @@ MUTANTS = [
         "    return", ("tests/test_program.py", "-k", "donated"),
     ),
     Mutant(
+        "a live state that dies before the checks", "program/owned.py", "        pairs = matched(first, state)\n",
+        "        begin()\n        pairs = matched(first, state)\n", ("tests/robust/test_refused_adopts.py", "-k", "transforms"),
+    ),
+    Mutant(
+        "half a step is adopted", "program/owned.py", "        check_counts(state)\n", "",
+        ("tests/robust/test_refused_adopts.py", "-k", "whole_number"),
+    ),
+    Mutant(
         "a held tree stays usable", "state.py", "        _kill(value)\n", "        pass\n",
         ("tests/robust/test_held_trees.py", "-k", "average_over_held"),
     ),
