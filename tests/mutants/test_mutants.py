@@ -134,6 +134,19 @@ MUTANTS = [
         ("tests/robust/test_refused_adopts.py", "-k", "whole_number"),
     ),
     Mutant(
+        "given parameters that a unit ignores", "strategies/fsdp_engine.py", "    _guard(built)\n", "",
+        ("tests/robust/test_given_parameters.py", "-k", "right_or_refused and fsdp-halved"),
+    ),
+    Mutant(
+        "given parameters that a method ignores", "_torch.py", "    state._pre_forward = checked\n", "",
+        ("tests/robust/test_given_parameters.py", "-k", "right_or_refused and fsdp-in_a_method"),
+    ),
+    Mutant(
+        "a block recomputed with other parameters", "transforms/rematerialisation.py",
+        "            run = _twice_alike(run, module)\n", "            pass\n",
+        ("tests/robust/test_given_parameters.py", "-k", "recomputed_block_with and local"),
+    ),
+    Mutant(
         "a held tree stays usable", "state.py", "        _kill(value)\n", "        pass\n",
         ("tests/robust/test_held_trees.py", "-k", "average_over_held"),
     ),
