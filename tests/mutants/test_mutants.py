@@ -147,6 +147,10 @@ MUTANTS = [
         ("tests/robust/test_given_parameters.py", "-k", "recomputed_block_with and local"),
     ),
     Mutant(
+        "an expression that renames nothing", "checkpoint/choosing.py", "    if unused:\n", "    if False:\n",
+        ("tests/checkpoint/test_partial.py", "-k", "bad_patterns"),
+    ),
+    Mutant(
         "a held tree stays usable", "state.py", "        _kill(value)\n", "        pass\n",
         ("tests/robust/test_held_trees.py", "-k", "average_over_held"),
     ),
