@@ -4,16 +4,20 @@
 the state, as `jax.jit(..., donate_argnums=0)` does: a donated state raises when it is used.
 """
 
+# pyright: reportPrivateUsage=false
+# ruff: noqa: SLF001 - the functions of this file share the private fields of a state
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
 from collections import OrderedDict
 from typing import Any
 
 import attrs
 import torch
 
-from fnaccel import tree
+from fnaccel import _torch, tree
 from fnaccel.errors import ArgumentError, AveragedError, ReadOnlyError, StaleStateError, UnleasedStateError
 from fnaccel.step.html_table import folded, size_of, table
 from fnaccel.tree import Tree
@@ -60,7 +64,7 @@ class ReadOnlyDict(dict[str, Any]):
     def _refuse(self, *_: object, **__: object) -> Any:
         raise ReadOnlyError(
             "the trees of a state are read-only: writing to one would not change the parameters",
-            where="state.params, state.buffers, state.opt or state.ema",
+            where="state.params, state.buffers, state.opt, state.scale or state.ema",
             fix="train_step.adopt(attrs.evolve(state, params={**state.params, name: value})), or under "
             "torch.no_grad() state.params[name].copy_(value)",
         )
@@ -90,7 +94,52 @@ class ReadOnlyDict(dict[str, Any]):
         return ReadOnlyDict(copy.deepcopy(dict(self), memo))
 
 
-tree.register_mapping(ReadOnlyDict)
+class StaleTree(ReadOnlyDict):
+    """A tree that was read from a state which is donated by now: using it raises, since its tensors move on.
+
+    `donate` changes the class of the tree itself, so that everyone who holds it is told.
+    """
+
+    def _stale(self, *_: object, **__: object) -> Any:
+        raise stale_tree()
+
+    def __repr__(self) -> str:
+        return "<a tree of a donated state>"
+
+    __getitem__: Any = _stale
+    __iter__: Any = _stale  # a class with its own makes dict(tree) and {**tree} call keys()
+    __reversed__: Any = _stale
+    __contains__: Any = _stale
+    __len__: Any = _stale
+    __eq__: Any = _stale
+    __ne__: Any = _stale
+    __or__: Any = _stale
+    __ror__: Any = _stale
+    __copy__: Any = _stale
+    __deepcopy__: Any = _stale
+    __reduce__: Any = _stale
+    __reduce_ex__: Any = _stale
+    copy: Any = _stale
+    get: Any = _stale
+    items: Any = _stale
+    keys: Any = _stale
+    values: Any = _stale
+
+
+def stale_tree(path: str = "") -> StaleStateError:
+    """The error for a tree of a donated state, which stands at `path` of another tree."""
+    what = "a tree that was read from a state (params, buffers, opt, scale, ema)"
+    return StaleStateError(
+        f"{what} was used after the state was donated{f': {path}' if path else ''}",
+        where=path or "a tree of a state that a train step, restore or close() has consumed",
+        fix="read it from the state that was returned: state.params; to keep values, copy before the call: "
+        "fa.snapshot(state).params, or fa.tree.map(torch.clone, state.params)",
+    )
+
+
+for _kind in (ReadOnlyDict, StaleTree):
+    tree.register_mapping(_kind)
+    _torch.register_mapping(_kind)
 
 
 class Lease:
@@ -103,6 +152,22 @@ class Lease:
         self.live: TrainState | None = None
         self.averaged = False
         """Whether the parameters hold the averages of `with_ema` at this moment."""
+
+
+@attrs.frozen(kw_only=True)
+class Trees:
+    """The trees behind a leased state. They belong to its owner, and the next state shows them too."""
+
+    params: Any = None
+    buffers: Any = None
+    opt: Any = None
+    scale: Any = None
+    ema: Any = None
+
+
+_DONATED = Trees()
+_TREES = ("params", "buffers", "opt", "scale", "ema")
+_VALUES = ("updates", "extras", "transforms")
 
 
 @attrs.frozen(kw_only=True)
@@ -139,10 +204,18 @@ class TrainState:
     extras: Any = None
     transforms: Any = attrs.field(factory=dict)
     _lease: Lease | None = attrs.field(default=None, init=False, repr=False, eq=False)
+    # None: made by hand, so the fields hold the trees. Else a tree is made when it is first read
+    _trees: Trees | None = attrs.field(default=None, init=False, repr=False, eq=False)
+    _shown: list[tuple[str, Any]] = attrs.field(factory=list, init=False, repr=False, eq=False)
 
     def __getattr__(self, name: str) -> Any:
-        # reached only for a field that `donate` deleted
-        if name in _TENSOR_FIELDS:
+        # reached only for a field that is not set: a tree that no one has read, or one that `donate` deleted
+        if name in _TREES and (trees := self._trees) is not None and trees is not _DONATED:
+            shown = _read_only(getattr(trees, name))
+            self._shown.append((name, shown))  # first: after an interrupt `donate` knows of it
+            object.__setattr__(self, name, shown)
+            return shown
+        if name in _TREES or name in _VALUES:
             raise StaleStateError(
                 f"state.{name} was used after the state was donated",
                 where="a state that a train step, restore or close() has consumed",
@@ -183,39 +256,72 @@ class TrainState:
 
 
 def _rebuild(fields: dict[str, Any]) -> TrainState:
-    trees = ("params", "buffers", "opt", "ema")
-    return TrainState(**{name: _read_only(x) if name in trees else x for name, x in fields.items()})
+    return TrainState(**{name: _read_only(x) if name in _TREES else x for name, x in fields.items()})
 
 
 def _read_only(value: Tree) -> Any:
-    """A tree of a state that was pickled, read-only again."""
-    if isinstance(value, OrderedDict):
-        return ReadOnlyDict({key: _read_only(entry) for key, entry in value.items()})  # pyright: ignore
-    return value
+    """A new tree of these tensors, read-only."""
+    if not isinstance(value, dict):
+        return value
+    entries: dict[str, Any] = value
+    return ReadOnlyDict(
+        {key: _read_only(entry) if isinstance(entry, dict) else entry for key, entry in entries.items()}
+    )
 
 
-_TENSOR_FIELDS = ("params", "buffers", "opt", "scale", "ema", "extras", "transforms", "updates")
+def scale_of(state: TrainState) -> dict[str, torch.Tensor] | None:
+    """The loss scale of a leased state, as its owner holds it."""
+    return None if state._trees is None else state._trees.scale
+
+
+def state_of(
+    trees: Trees, *, step: int, updates: Any, rng: Seed, data: Position, extras: Any, transforms: Any
+) -> TrainState:
+    """A state that shows these trees, and is still to be leased. It costs as much as a frozen class."""
+    state, put = TrainState.__new__(TrainState), object.__setattr__
+    put(state, "step", step)
+    put(state, "updates", updates)
+    put(state, "rng", rng)
+    put(state, "data", data)
+    put(state, "extras", extras)
+    put(state, "transforms", transforms)
+    put(state, "_lease", None)
+    put(state, "_trees", trees)
+    put(state, "_shown", [])
+    return state
+
+
+def following(state: TrainState, *, trees: Trees | None = None, **changes: Any) -> TrainState:
+    """A state of the same trees with other values. Those of `attrs.evolve` are donated with `state`."""
+    trees = trees or state._trees
+    assert trees is not None  # it is not made by hand
+    names = ("step", "updates", "rng", "data", "extras", "transforms")
+    values: dict[str, Any] = {name: getattr(state, name) for name in names} | changes
+    return state_of(trees, **values)
 
 
 def is_stale(state: TrainState) -> bool:
     """Whether a state was donated."""
-    try:
-        object.__getattribute__(state, "params")
-    except AttributeError:
-        return True
-    return False
+    return state._trees is _DONATED
 
 
 def check_live(state: TrainState) -> None:
     """Raise StaleStateError if a state was donated."""
-    state.params  # noqa: B018 - reading a donated field raises
+    state.extras  # noqa: B018 - reading a donated field raises
 
 
 tree.register(TrainState, check=check_live)
 
 
 def lease(state: TrainState, to: Lease) -> TrainState:
-    """Make `state` the live one of a lease. (Trailing work of a train step, not for users.)"""
+    """Make `state` the live one of a lease. (Trailing work of a train step, not for users.)
+
+    If it was made by hand, its trees become those of the owner: it shows new ones from here on.
+    """
+    if state._trees is None:
+        object.__setattr__(state, "_trees", Trees(**{name: getattr(state, name) for name in _TREES}))
+        for name in _TREES:
+            object.__delattr__(state, name)
     object.__setattr__(state, "_lease", to)
     to.live = state
     return state
@@ -236,7 +342,7 @@ def lease_of(state: TrainState, where: str, *, averaged: bool = False) -> Lease:
     """
     check_state(state, where)
     check_live(state)
-    lease: Lease | None = object.__getattribute__(state, "_lease")
+    lease = state._lease
     if lease is None or lease.live is not state:
         raise UnleasedStateError(
             "this state was made by hand, so it is not tied to the parameters that are trained",
@@ -257,6 +363,32 @@ def check_state(state: Tree, where: str) -> None:
             fix="state = train_step.init(seed=0), then pass on the state that each call returns: "
             "state, metrics = train_step(state, batch)",
         )
+
+
+def plain(value: tree.Tree) -> Any:
+    """A NumPy number as a Python number, the form that is stored. Other values are returned unchanged."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
+        number = value.item()
+        return value if isinstance(number, numpy.generic) else number  # a long double has no equal
+    return value
+
+
+_COUNTS: dict[type[Any], tuple[str, ...]] = {
+    TrainState: ("step", "updates"),
+    Position: ("epoch", "samples"),
+    Seed: ("root",),
+}
+
+
+def not_counted(node: Position | Seed | TrainState) -> str | None:
+    """The first field of a node of the library that has to be a whole number from 0 on, and is not."""
+    for name in _COUNTS[type(node)]:
+        value = plain(getattr(node, name))
+        on_device = name == "updates" and not isinstance(value, bool | int | float | str | None)
+        if not on_device and (type(value) is not int or value < 0):
+            return name
+    return None
 
 
 def check_ema(state: TrainState, where: str) -> None:
@@ -285,19 +417,37 @@ def check_trained(state: Tree, where: str) -> None:
         ReplacedParameterError: the model holds other parameters by now.
     """
     if isinstance(state, TrainState):
-        lease: Lease | None = object.__getattribute__(state, "_lease")
+        lease = state._lease
         refuse_averaged(lease, where)
         if lease is not None and lease.live is state:
             lease.owner.check_modules()
 
 
 def donate(state: TrainState) -> None:
-    """Kill a state, if it lives: from here on its tensors belong to its successor."""
-    if is_stale(state):
+    """Kill a state, if it lives, and each tree that was read from it: its tensors move on."""
+    if state._trees is _DONATED:
         return
-    for name in _TENSOR_FIELDS:
-        object.__delattr__(state, name)
+    object.__setattr__(state, "_trees", _DONATED)
     object.__setattr__(state, "_lease", None)
+    for name in _VALUES:
+        object.__delattr__(state, name)
+    for name, value in state._shown:
+        _kill(value)
+        with contextlib.suppress(AttributeError):
+            object.__delattr__(state, name)
+    state._shown.clear()
+
+
+def _kill(value: Tree) -> None:
+    """Make every use of a tree raise, wherever it is held."""
+    if type(value) is ReadOnlyDict:
+        for entry in value.values():
+            if isinstance(entry, dict):
+                _kill(entry)
+        value.__class__ = StaleTree
+        # it holds no memory, and views such as items(), and code in C that skips the class, find no values
+        dict.clear(value)
+        dict.__setitem__(value, "donated", None)
 
 
 def snapshot(state: TrainState) -> TrainState:

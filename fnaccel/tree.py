@@ -31,19 +31,54 @@ def map(  # noqa: A001 - the name of this operation in every pytree library
 ) -> Tree:
     """Apply `fn` to each leaf of `tree` (and the matching leaves of `rest`). Same structure back.
 
-    Raises ValueError if the structures differ.
+    Raises ValueError if the structures differ. The message names the path.
     """
-    return optree.tree_map(fn, *_alike(tree, *rest), is_leaf=is_leaf, namespace=NAMESPACE)
+    try:
+        return optree.tree_map(fn, *_alike(tree, *rest), is_leaf=is_leaf, namespace=NAMESPACE)
+    except ValueError:
+        _check_alike(tree, *rest, is_leaf=is_leaf)
+        raise
 
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None) -> Tree:
     """Like `map`, with the leaf's path (`"params/weight"`) as the first argument of `fn`."""
-    return optree.tree_map_with_path(
-        lambda path, *leaves: fn(join(path), *leaves),
-        *_alike(tree, *rest),
-        is_leaf=is_leaf,
-        namespace=NAMESPACE,
-    )
+    try:
+        return optree.tree_map_with_path(
+            lambda path, *leaves: fn(join(path), *leaves),
+            *_alike(tree, *rest),
+            is_leaf=is_leaf,
+            namespace=NAMESPACE,
+        )
+    except ValueError:
+        _check_alike(tree, *rest, is_leaf=is_leaf)
+        raise
+
+
+def _check_alike(tree: Tree, *rest: Tree, is_leaf: IsLeaf | None) -> None:
+    """Raise ValueError with the path where trees differ, if they do: optree does not say where."""
+    for index, other in enumerate(rest, 1):
+        difference = _difference(tree, other, (), is_leaf)
+        if difference is not None:
+            raise ValueError(f"tree {index} differs from tree 0: {difference}")
+
+
+def _difference(first: Tree, other: Tree, path: tuple[str, ...], is_leaf: IsLeaf | None) -> str | None:
+    """The first path at which `other` is not built like `first`, and how."""
+    node = None if is_leaf is not None and is_leaf(first) else open_node(first)
+    if node is None:
+        return None
+    name, opened = join(path) or "(the root)", open_node(other)
+    kind, other_kind = type(first), type(other)
+    both_dicts = issubclass(kind, dict) and issubclass(other_kind, dict)  # which pair by key
+    if opened is None or not (both_dicts or kind is other_kind):
+        return f"{name} is {other_kind.__name__}, not {kind.__name__}"
+    for key in [*node[0], *opened[0]]:
+        if key not in opened[0] or key not in node[0]:
+            return f"{join((*path, key))} is {'missing' if key in node[0] else 'unknown'}"
+        difference = _difference(node[0][key], opened[0][key], (*path, key), is_leaf)
+        if difference is not None:
+            return difference
+    return None
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
@@ -113,12 +148,17 @@ def partition(keep: Callable[[Any], bool], tree: Tree) -> tuple[Tree, Tree]:
 
 def combine(first: Tree, second: Tree) -> Tree:
     """The inverse of `partition`: if a leaf of `first` is `None`, take it from `second`."""
-    return optree.tree_map(
-        lambda a, b: b if a is None else a,
-        *_alike(first, second),
-        none_is_leaf=True,
-        namespace=NAMESPACE,
-    )
+    is_none: IsLeaf = lambda node: node is None  # noqa: E731
+    try:
+        return optree.tree_map(
+            lambda a, b: b if a is None else a,
+            *_alike(first, second),
+            none_is_leaf=True,
+            namespace=NAMESPACE,
+        )
+    except ValueError:
+        _check_alike(first, second, is_leaf=is_none)
+        raise
 
 
 def cast(tree: Tree, dtype: torch.dtype) -> Tree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attrs
+import pytest
 import torch
 from hypothesis import given
 
@@ -131,3 +132,34 @@ def test_mappings_and_dataclasses_are_learned_as_batches():
         assert tree.map_tensors(lambda t: t + 1, batch) is not batch
     learned = tree.map_tensors(lambda t: t * 2, Encoding(y=y, x=x))
     assert learned["y"].tolist() == [0, 2, 4]
+
+
+DIFFERING = {
+    "a key that is missing": ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1}}, "a/c is missing"),
+    "a key that is unknown": ({"a": {"b": 1}}, {"a": {"b": 1, "x": 2}}, "a/x is unknown"),
+    "a longer list": ({"a": [1]}, {"a": [1, 2]}, "a/1 is unknown"),
+    "a tuple": ({"a": [{"b": [1]}]}, {"a": [{"b": (1,)}]}, "a/0/b is tuple, not list"),
+    "a leaf": ({"a": {"b": 1}}, {"a": 1}, "a is int, not dict"),
+    "a value in the place of None": ({"a": {"b": None}}, {"a": {"b": 1}}, "a/b is int, not NoneType"),
+    "the root": ([1], {"a": 1}, r"\(the root\) is dict, not list"),
+}
+
+
+@pytest.mark.parametrize(("first", "other", "message"), DIFFERING.values(), ids=DIFFERING)
+@pytest.mark.parametrize("mapped", [tree.map, tree.map_with_path])
+def test_trees_that_differ_are_told_by_path(mapped, first, other, message):
+    with pytest.raises(ValueError, match=f"tree 2 differs from tree 0: {message}"):
+        mapped(lambda *leaves: leaves, first, first, other)
+
+
+def test_a_value_error_of_the_function_is_left_alone():
+    def fn(first, second):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match=r"^mine$"):
+        tree.map(fn, {"a": 1}, {"a": 2})
+
+
+def test_parts_that_differ_are_told_by_path():
+    with pytest.raises(ValueError, match="tree 1 differs from tree 0: a/b is missing"):
+        tree.combine({"a": {"b": None}}, {"a": {}})

@@ -68,14 +68,22 @@ def renamed(names: Iterable[str], rename: Rename, where: str) -> dict[str, str]:
         where: the public function, for messages.
 
     Raises:
-        ArgumentError: two names become one, or an expression that is none.
+        ArgumentError: two names become one, an expression that matches nothing, or one that is none.
 
     Example:
         >>> renamed(["params/encoder.weight"], {r"^params/encoder\\.": "params/backbone."}, "fa.restore")
         {'params/encoder.weight': 'params/backbone.weight'}
     """
-    change = _changer(rename, where)
+    unused = set(rename) if isinstance(rename, Mapping) else set[str]()
+    change = _changer(rename, where, unused)
     new_names = {name: change(name) for name in names}
+    if unused:
+        pattern = min(unused)
+        raise ArgumentError(
+            f"rename= holds {pattern!r}, which matches no path",
+            where=where,
+            fix=nearest(re.sub(r"[\\^$]", "", pattern), _tops(new_names)),
+        )
     first: dict[str, str] = {}
     for old, new in new_names.items():
         if first.setdefault(new, old) != old:
@@ -87,7 +95,8 @@ def renamed(names: Iterable[str], rename: Rename, where: str) -> dict[str, str]:
     return new_names
 
 
-def _changer(rename: Rename, where: str) -> Callable[[str], str]:
+def _changer(rename: Rename, where: str, unused: set[str]) -> Callable[[str], str]:
+    """A function of one name. It takes each expression that matches out of `unused`."""
     if rename is None:
         return lambda name: name
     if not isinstance(rename, Mapping):
@@ -114,13 +123,15 @@ def _changer(rename: Rename, where: str) -> Callable[[str], str]:
     def change(name: str) -> str:
         for pattern, to in pairs:
             try:
-                name = pattern.sub(to, name)
+                name, times = pattern.subn(to, name)
             except (re.error, IndexError, TypeError) as error:
                 raise ArgumentError(
                     f"rename= puts {to!r} in the place of {pattern.pattern!r}, which can't be: {error}",
                     where=where,
                     fix=r"\1 is the match of the first (...) of the expression, and \\ is a backslash",
                 ) from None
+            if times:
+                unused.discard(pattern.pattern)
         return name
 
     return change

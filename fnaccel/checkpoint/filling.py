@@ -20,7 +20,7 @@ from fnaccel.checkpoint.format.walk import Array, Node, Object
 from fnaccel.checkpoint.matching import comes_back
 from fnaccel.checkpoint.reading import Files, Request
 from fnaccel.errors import CheckpointError
-from fnaccel.state import ReadOnlyDict, TrainState
+from fnaccel.state import ReadOnlyDict, TrainState, plain
 from fnaccel.tree import Tree
 from fnaccel.world.world import World
 
@@ -80,7 +80,7 @@ class Filling:
         """A tree shaped as `like`. If `in_place`, with the dicts, lists and tensors of `like`."""
         if stored is KEEP:
             return like
-        if self._own and comes_back(walk.plain(like), stored):
+        if self._own and comes_back(plain(like), stored):
             return self._alone(stored)
         if isinstance(stored, Stored):
             return self._tensor(like, stored, in_place=in_place)

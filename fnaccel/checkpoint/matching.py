@@ -18,7 +18,7 @@ from fnaccel.checkpoint.format.dtypes import name_of
 from fnaccel.checkpoint.format.manifest import Stored
 from fnaccel.checkpoint.format.walk import NODES, Array, Node, Object
 from fnaccel.errors import TreeMismatchError
-from fnaccel.state import TrainState, check_live
+from fnaccel.state import TrainState, check_live, plain
 from fnaccel.tree import Tree
 
 _EXACT = 1 << 24  # float32 holds every whole number up to here
@@ -68,7 +68,7 @@ class _Matcher:
     def node(self, path: str, like: Tree, stored: Tree) -> None:
         if stored is KEEP:
             return
-        like = walk.plain(like)
+        like = plain(like)
         if self.own and comes_back(like, stored):
             self.collect(stored)
         elif isinstance(stored, Stored):

@@ -78,7 +78,7 @@ def restore(
             such as `"params"` (all below it) or `"params/encoder.*"`.
         skip: leave these paths as they are.
         rename: the paths in `like` of stored paths: regular expressions and the text to put in their
-            place, in order, or a function of the path.
+            place, in order, or a function of the path. An expression that matches nothing raises.
         verify: also read every file and compare its checksum (their sizes always are).
         each_machine: each machine has a directory of its own, as `fa.save(each_machine=True)` wrote it. The
             step is the newest that all machines have. Ranks need the pieces that they had.

@@ -119,6 +119,8 @@ def attempt(engine: Engine, call: Call, body: Callable[[Callable[[int], None]], 
                 call.explain(error)
             undo(engine)
             explained = _mixed_dtypes(error, engine)
+            if explained is None and engine.hooks.explain is not None:
+                explained = engine.hooks.explain(error)
             if explained is not None:
                 raise explained from error
             raise

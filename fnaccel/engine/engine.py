@@ -16,6 +16,7 @@ import torch
 
 from fnaccel.engine.capture import Capture
 from fnaccel.engine.combine import Agreement
+from fnaccel.errors import FnaccelError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.description import Bound
 from fnaccel.world.mesh import Mesh, MeshAxis
@@ -84,6 +85,7 @@ class Hooks:
         settle: after a forward without a backward, and after a failure.
         finish: after the last backward, before gradients are read.
         recover: after a step that failed before its update.
+        explain: the error for a user in the place of one of torch's, or None.
         end: as soon as a state is complete: made, filled, or updated.
         free: at `close()`.
     """
@@ -92,6 +94,7 @@ class Hooks:
     settle: Callable[[], None] | None = None
     finish: Callable[[], None] | None = None
     recover: Callable[[], None] | None = None
+    explain: Callable[[BaseException], FnaccelError | None] | None = None
     end: Callable[[], None] | None = None
     free: Callable[[], None] | None = None
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.collectives import any_process
 from fnaccel.data import Shards, in_windows, open_on
@@ -27,7 +25,7 @@ from fnaccel.seeing.profile import profile as profiled
 from fnaccel.seeing.report import ReportTracker, log_of
 from fnaccel.seeing.throughput import Throughput
 from fnaccel.seeing.versions import environment
-from fnaccel.state import Position, TrainState, check_state, lease_of
+from fnaccel.state import Position, TrainState, check_state, following, lease_of
 from fnaccel.track.tracker import Tracker
 from fnaccel.world.world import World
 
@@ -280,7 +278,7 @@ def _next_epoch(state: TrainState) -> TrainState:
     """A state that stands at the end of an epoch's data goes on with the next one."""
     _check_some(state.data)
     owner = lease_of(state, "fa.scan").owner
-    return owner.succeed(attrs.evolve(state, data=Position(state.data.epoch + 1)))
+    return owner.succeed(following(state, data=Position(state.data.epoch + 1)))
 
 
 def _check_some(position: Position) -> None:

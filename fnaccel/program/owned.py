@@ -15,7 +15,7 @@ from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.engine.same_rows import SameRows
 from fnaccel.engine.shared_buffers import SharedBuffers
 from fnaccel.engine.updater import Optimizers, Updater, traceable
-from fnaccel.errors import ArgumentError, CapabilityError, TreeMismatchError
+from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.building import Built, check_memory, check_patched, claim, freeze, release
 from fnaccel.models.constant_buffers import ConstantBuffers, check_not_trained
 from fnaccel.models.gradient_hooks import GradientHooks, check_hooks_run, count_hooks
@@ -25,12 +25,23 @@ from fnaccel.models.note import Note
 from fnaccel.models.parameter import Leaf
 from fnaccel.models.synced_norm import connect
 from fnaccel.models.trained_modules import TrainedModules
+from fnaccel.program.adopted import check_counts, matched
 from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.captured_step import CapturedStep
 from fnaccel.program.lower import Lowered
 from fnaccel.program.model_notes import model_notes
 from fnaccel.program.whole_parameters import is_sharded
-from fnaccel.state import ReadOnlyDict, Seed, TrainState
+from fnaccel.state import (
+    Position,
+    ReadOnlyDict,
+    Seed,
+    TrainState,
+    Trees,
+    following,
+    plain,
+    scale_of,
+    state_of,
+)
 from fnaccel.step.loss import Scalar, readable
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, make_engine
@@ -78,15 +89,18 @@ class Owned:
         )
         self.params = self._show(engine.layout.parameters)
         self.whole = self._captured(inside) if self._trains else None
-        self.opt = self._show(self.updater.slots)
-        self.ema = self._show_averages() if lowered.settings.ema_decay is not None else None
         self._buffer_slots = [
             (module, attribute, full)
             for key, root in built.modules.items()
             for name, module, attribute in _buffers_of(root)
             if (full := name if key is None else f"{key}/{name}") in engine.layout.buffers
         ]
-        self.buffers = self._show(engine.layout.buffers)
+        self._trees = Trees(
+            params=self.params,
+            buffers=self._show(engine.layout.buffers),
+            opt=self._show(self.updater.slots),
+            ema=self._show_averages() if lowered.settings.ema_decay is not None else None,
+        )
         self.modes = ModuleModes(engine.layout.modules, trains=self._trains)
         self.gradient_hooks = GradientHooks(built.modules, captured=self.whole is not None, arrived=arrived)
         self.same_rows = SameRows(engine.layout.mesh)
@@ -148,15 +162,12 @@ class Owned:
         transforms = {name: init(self.engine.layout.parameters) for name, init in self._lowered.inits}
         if self.engine.hooks.end is not None:
             self.engine.hooks.end()
-        return TrainState(
+        return state_of(
+            self.trees(scale),
             step=0,
             updates=updates,
-            params=self.params,
-            buffers=self.buffers,
-            opt=self.opt,
-            scale=scale,
-            ema=self.ema,
             rng=Seed(seed),
+            data=Position(),
             extras=extras,
             transforms=transforms,
         )
@@ -189,12 +200,12 @@ class Owned:
             "params": self.params,
             "gradients": grads,
             "buffers": self.engine.layout.buffers,
-            "opt": self.opt,
+            "opt": self._trees.opt,
         }
         return {name: value for name, value in tree.items(parts) if isinstance(value, torch.Tensor)}
 
-    def current_buffers(self) -> dict[str, Any]:
-        """The buffers of this moment: a module may have replaced a tensor."""
+    def trees(self, scale: dict[str, torch.Tensor] | None) -> Trees:
+        """What states show at this moment: a module may have replaced the tensor of a buffer."""
         flat = self.engine.layout.buffers
         changed = False
         for module, attribute, name in self._buffer_slots:
@@ -203,8 +214,10 @@ class Owned:
                 flat[name] = value
                 changed = True
         if changed:
-            self.buffers = self._show(flat)
-        return self.buffers
+            self._trees = attrs.evolve(self._trees, buffers=self._show(flat))
+        if scale is not self._trees.scale:
+            self._trees = attrs.evolve(self._trees, scale=scale)
+        return self._trees
 
     def transient(self) -> list[str]:
         """The names of buffers that modules make themselves and don't save."""
@@ -235,40 +248,32 @@ class Owned:
             begin: called before the first tensor changes.
 
         Raises:
+            ArgumentError: a count that is no whole number from 0 on. Nothing was changed.
             TreeMismatchError: every path that differs. Nothing was changed.
         """
         self.check_modules()
-        target_state = self.shown(state)
-        pairs = _matched(target_state, state)
+        check_counts(state)
+        first = self.first_state(state.rng.root, state.extras)
+        pairs = matched(first, state)
+        shown = following(
+            first,
+            step=plain(state.step),
+            updates=first.updates if isinstance(first.updates, torch.Tensor) else int(state.updates),
+            data=state.data,
+            rng=state.rng,
+            transforms=tree.map_tensors(torch.clone, state.transforms),
+        )
         begin()
         with torch.no_grad():
             for target, source in pairs:
-                if target is not source:
-                    target.copy_(source)
+                target.copy_(source)
         self.restored()
-        return target_state
-
-    def shown(self, state: TrainState) -> TrainState:
-        """A state with the values of `state` on the host, and the tensors owned here."""
-        first = self.first_state(state.rng.root, state.extras)
-        return TrainState(
-            step=state.step,
-            updates=first.updates if isinstance(first.updates, torch.Tensor) else int(state.updates),
-            params=self.params,
-            buffers=self.current_buffers(),
-            opt=self.opt,
-            scale=first.scale,
-            ema=self.ema,
-            rng=state.rng,
-            data=state.data,
-            extras=state.extras,
-            transforms=tree.map_tensors(torch.clone, state.transforms),
-        )
+        return shown
 
     def with_current_buffers(self, state: TrainState) -> TrainState:
         """A state of the same values that shows the buffers of this moment."""
         self.check_modules()
-        return attrs.evolve(state, buffers=self.current_buffers())
+        return following(state, trees=self.trees(scale_of(state)))
 
     def filled(self, state: TrainState, fill: Callable[[TrainState], TrainState]) -> TrainState:
         """The state that `fill` returns, in the tensors owned here. A runtime's are copied in and out."""
@@ -338,37 +343,6 @@ def _buffers_of(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]
             if name in persistent:
                 slots.append((name, module, attribute))
     return slots
-
-
-def _matched(target_state: TrainState, source_state: TrainState) -> list[tuple[Any, Any]]:
-    """Pairs of tensors to copy.
-
-    Raises:
-        TreeMismatchError: paths, shapes or dtypes differ.
-    """
-    targets, sources = dict(tree.items(target_state)), dict(tree.items(source_state))
-    problems = [f"{path} is missing" for path in targets.keys() - sources.keys()]
-    problems += [f"{path} is unknown" for path in sources.keys() - targets.keys()]
-    pairs: list[tuple[Any, Any]] = []
-    for path in targets.keys() & sources.keys():
-        target, source = targets[path], sources[path]
-        if not isinstance(target, torch.Tensor) or target is source:
-            continue
-        if not isinstance(source, torch.Tensor):
-            problems.append(f"{path} is {type(source).__name__}, not a tensor")
-        elif target.shape != source.shape or target.dtype != source.dtype:
-            problems.append(
-                f"{path} is {list(source.shape)} {source.dtype}, not {list(target.shape)} {target.dtype}"
-            )
-        else:
-            pairs.append((target, source))
-    if problems:
-        raise TreeMismatchError(
-            f"the state differs from that of this train step: {'; '.join(sorted(problems))}",
-            where="train_step.adopt",
-            fix="adopt a state of the same models, optimizer and transforms",
-        )
-    return pairs
 
 
 def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | None = None) -> Owned:

@@ -159,8 +159,8 @@ class TrainStep:
         The state that was live before is donated.
 
         Raises:
-            TreeMismatchError: every path, shape and dtype that differs. Nothing was changed.
-            ArgumentError: no state.
+            TreeMismatchError: every path, shape, dtype and layout that differs. Nothing was changed.
+            ArgumentError: no state, or a count in it is no whole number (a step of 4.5). Nothing was changed.
             StaleStateError: `state` was donated.
             AveragedError: inside of `averaged`.
 

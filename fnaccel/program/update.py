@@ -25,7 +25,7 @@ from fnaccel.program.lent_models import Given
 from fnaccel.program.lower import Lowered
 from fnaccel.program.owned import Owned
 from fnaccel.seeing.memory import explain_out_of_memory
-from fnaccel.state import Lease, Position, TrainState, donate, is_stale, lease
+from fnaccel.state import Lease, Position, TrainState, donate, is_stale, lease, scale_of, state_of
 from fnaccel.step.checked_metrics import checked
 from fnaccel.step.loss import Scalar, idle
 from fnaccel.step.spec import Rng
@@ -211,14 +211,10 @@ class Stepper:
                 owned.move_scale(before.scale, skip, metrics["weight"])
         if owned.engine.hooks.end is not None:
             owned.engine.hooks.end()
-        following = TrainState(
+        following = state_of(
+            owned.trees(before.scale),
             step=before.step + 1,
             updates=_counted(before.updates, update.idle, skip),
-            params=owned.params,
-            buffers=owned.current_buffers(),
-            opt=owned.opt,
-            scale=before.scale,
-            ema=owned.ema,
             rng=state.rng,
             data=position,
             extras=before.extras,
@@ -234,7 +230,7 @@ class Stepper:
         return following, checked(metrics, update.idle)
 
     def _call(self, owned: Owned, state: TrainState, models: Given | None, notice: Notice | None) -> Call:
-        scale = state.scale
+        scale = scale_of(state)
         return Call(
             root=None if self._rng == "stream" else state.rng.root,
             step=state.step,
@@ -372,7 +368,7 @@ class _Before:
         self.step = state.step
         self.root = state.rng.root
         self.updates = state.updates
-        self.scale = state.scale
+        self.scale = scale_of(state)
         self.extras = state.extras
         self.transforms: dict[str, Any] = dict(state.transforms)
         self.first: dict[str, Any] = {}

@@ -51,7 +51,7 @@ def whole_parameters(model: nn.Module, parameters: Mapping[str, Any]) -> Generat
     for _, _, param in slots:
         if id(param) not in whole:
             full = tree.whole(shown[id(param)])
-            whole[id(param)] = nn.Parameter(full, requires_grad=param.requires_grad)
+            whole[id(param)] = _torch.mark_whole(nn.Parameter(full, requires_grad=param.requires_grad))
     try:
         for slot, name, param in slots:
             slot[name] = whole[id(param)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,7 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
         _fill(built, mesh, options, values)
     host: Any = built.host
     _torch.finish_shards(host)
+    _guard(built)
     parameters = dict(built.named("parameters"))
     # by name, not as the set has them: ranks must agree on the order
     whole = [p for p in parameters.values() if p in ignored and p.requires_grad]
@@ -73,6 +75,7 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
         settle=_settler(host),
         recover=lambda: _torch.reset_shards(host),
         finish=_averager(whole, mesh) if whole else None,
+        explain=_explained,
     )
     engine = Engine(
         name="fsdp",
@@ -260,15 +263,65 @@ def _runner(host: nn.Module) -> Callable[..., Any]:
         try:
             return host(fn, *args)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
+            explained = _explained(error)
+            if explained is None:
                 raise
-            raise CapabilityError(
-                "the loss used the parameters of a sharded unit outside its forward",
-                where="fa.fsdp()",
-                fix='name the method it calls: fa.fsdp(methods=("encode",)); or choose larger units',
-            ) from error
+            raise explained from error
 
     return run
+
+
+_WHOLE_FIX = "use fa.ddp(): it keeps parameters whole"
+# parts of torch's messages, what they mean for a user, and a way out
+_EXPLAINED = (
+    (
+        "mixed torch.Tensor and DTensor",
+        "the loss used the parameters of a sharded unit outside its forward, or after a gradient that it "
+        "took by itself (torch.autograd.grad)",
+        'name the method it calls: fa.fsdp(methods=("encode",)); or choose larger units. For a gradient '
+        f"inside of the loss, {_WHOLE_FIX}",
+    ),
+    (
+        "not have been used in the graph",
+        "the loss differentiated with respect to parameters, which are shards between two forwards of their "
+        "unit: the graph holds the gathered ones",
+        f"{_WHOLE_FIX}; allow_unused=True would give None for them",
+    ),
+    (
+        "setStorage",
+        "the loss takes a second derivative through a sharded unit, whose gathered parameters are freed "
+        "after the first one",
+        _WHOLE_FIX,
+    ),
+)
+
+
+def _explained(error: BaseException) -> CapabilityError | None:
+    """The error for what FSDP2 can't do, in the place of one of torch's."""
+    if isinstance(error, RuntimeError) and not isinstance(error, FnaccelError):
+        for part, what, fix in _EXPLAINED:
+            if part in str(error):
+                return CapabilityError(what, where="the loss function under fsdp()", fix=fix)
+    return None
+
+
+def _guard(built: Built) -> None:
+    """Let units refuse parameters that are not theirs: FSDP2 would ignore those, without a word."""
+    for key, model in built.modules.items():
+        for name, module in model.named_modules():
+            if hasattr(module, "_get_fsdp_state"):
+                _torch.guard_shards(
+                    module, functools.partial(_refuse, name if key is None else f"{key}/{name}")
+                )
+
+
+def _refuse(unit: str, name: str) -> None:
+    raise CapabilityError(
+        f"the parameter {name!r} inside of {unit!r} was replaced for a call (torch.func.functional_call), "
+        "and fsdp would put its own in that place: the given one would be ignored",
+        where="a function of the model under fsdp()",
+        fix=f"{_WHOLE_FIX}; or fa.compile(step), if the plan says that it compiles the whole step",
+    )
 
 
 def _settler(host: nn.Module) -> Callable[[], None]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fnaccel import _torch
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest
 from fnaccel.models.blocks import Units, find_units
 from fnaccel.models.moving_buffers import MovingBuffers
@@ -90,9 +91,49 @@ def _recomputing(forward: Callable[..., Any], save: Kept) -> Callable[..., Any]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _has_buffers(module):
             context_fn = functools.partial(_still_buffers, _buffers_of(module), selective)
         options = {} if context_fn is None else {"context_fn": context_fn}
-        return checkpoint(functools.partial(forward, module), *args, use_reentrant=False, **options, **kwargs)
+        run: Callable[..., Any] = functools.partial(forward, module)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            run = _twice_alike(run, module)
+        return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
     return recomputed
+
+
+_slots: weakref.WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str]]] = weakref.WeakKeyDictionary()
+
+
+def _twice_alike(run: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """The forward of a block, which raises if its second run finds other parameters than its first did.
+
+    The second run happens in backward, when `functional_call` has put the module's own parameters back: the
+    gradient would be that of other values.
+    """
+    if module not in _slots:
+        _slots[module] = [
+            (_torch.parameters_of(owner), name)
+            for owner in module.modules()
+            for name in _torch.parameters_of(owner)
+        ]
+    slots = _slots[module]
+    first: list[Any] = []
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        held = [slot.get(name) for slot, name in slots]
+        if not first:
+            first.extend(held)
+        for index, (before, now) in enumerate(zip(first, held, strict=True)):
+            # a unit of FSDP2 inside of the block may be gathered in one run and cut in the other
+            if before is not now and hasattr(before, "placements") == hasattr(now, "placements"):
+                raise CapabilityError(
+                    f"the parameter {slots[index][1]!r} of a {type(module).__name__} was replaced for a call "
+                    "(torch.func.functional_call), and the second run of that block, in backward, would read "
+                    "the module's own",
+                    where="fa.remat",
+                    fix="leave fa.remat out, or name other blocks: fa.remat(step, units=...)",
+                )
+        return run(*args, **kwargs)
+
+    return checked
 
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]

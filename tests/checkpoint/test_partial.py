@@ -123,6 +123,8 @@ def test_what_does_not_fit_is_listed_wholly_and_nothing_changes(tmp_path):
         ({"only": "parms"}, "only='parms' matches no path(.|\n)*did you mean 'params'"),
         ({"rename": {"first": "last"}}, "both params/last"),
         ({"rename": {"(": ""}}, "no regular expression"),
+        ({"rename": {r"^params/hed\.": "params/head."}}, r"hed\\\\.'?, which matches no path"),
+        ({"rename": {"first": "first", "frist": "x"}}, "'frist', which matches no path"),
     ],
 )
 def test_bad_patterns(tmp_path, options, words):

@@ -163,8 +163,41 @@ MUTANTS = [
         ("tests/checkpoint/test_resume.py", "-k", "damaged"),
     ),
     Mutant(
-        "a donated state stays usable", "state.py", "    for name in _TENSOR_FIELDS:\n        object.__delattr__",
-        "    for name in ():\n        object.__delattr__", ("tests/test_program.py", "-k", "donated"),
+        "a donated state stays usable", "state.py", "    if state._trees is _DONATED:\n        return",
+        "    return", ("tests/test_program.py", "-k", "donated"),
+    ),
+    Mutant(
+        "a live state that dies before the checks", "program/owned.py", "        pairs = matched(first, state)\n",
+        "        begin()\n        pairs = matched(first, state)\n", ("tests/robust/test_refused_adopts.py", "-k", "transforms"),
+    ),
+    Mutant(
+        "half a step is adopted", "program/owned.py", "        check_counts(state)\n", "",
+        ("tests/robust/test_refused_adopts.py", "-k", "whole_number"),
+    ),
+    Mutant(
+        "given parameters that a unit ignores", "strategies/fsdp_engine.py", "    _guard(built)\n", "",
+        ("tests/robust/test_given_parameters.py", "-k", "right_or_refused and fsdp-halved"),
+    ),
+    Mutant(
+        "given parameters that a method ignores", "_torch.py", "    state._pre_forward = checked\n", "",
+        ("tests/robust/test_given_parameters.py", "-k", "right_or_refused and fsdp-in_a_method"),
+    ),
+    Mutant(
+        "a block recomputed with other parameters", "transforms/rematerialisation.py",
+        "            run = _twice_alike(run, module)\n", "            pass\n",
+        ("tests/robust/test_given_parameters.py", "-k", "recomputed_block_with and local"),
+    ),
+    Mutant(
+        "an expression that renames nothing", "checkpoint/choosing.py", "    if unused:\n", "    if False:\n",
+        ("tests/checkpoint/test_partial.py", "-k", "bad_patterns"),
+    ),
+    Mutant(
+        "a held tree stays usable", "state.py", "        _kill(value)\n", "        pass\n",
+        ("tests/robust/test_held_trees.py", "-k", "average_over_held"),
+    ),
+    Mutant(
+        "a nested tree stays usable", "state.py", "            if isinstance(entry, dict):\n                _kill",
+        "            if False:\n                _kill", ("tests/robust/test_held_trees.py", "-k", "nested"),
     ),
     Mutant(
         "ema forgets to move", "transforms/averaging.py", "shards, 1.0 - self.decay)", "shards, 0.0)",

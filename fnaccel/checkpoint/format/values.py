@@ -36,7 +36,7 @@ from fnaccel.checkpoint.format.dtypes import CODES
 from fnaccel.checkpoint.format.walk import NODES, Array, Node, Object
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import CheckpointError, NotSerializableError
-from fnaccel.state import ReadOnlyDict, TrainState, check_trained
+from fnaccel.state import ReadOnlyDict, StaleTree, TrainState, check_trained, not_counted, plain, stale_tree
 
 _NO_ARRAY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -91,7 +91,7 @@ class _Encoder:
             return {"tensor": self._tensor(path, value)}
         if walk.is_array(value):
             return {"array": self._tensor(path, _from_array(path, value))}
-        if (number := walk.plain(value)) is not value:
+        if (number := plain(value)) is not value:
             return self.value(path, number)
         return self._container(path, value)
 
@@ -103,13 +103,15 @@ class _Encoder:
             if type(value) in (list, tuple):
                 entries = [self.value(walk.child(path, i), entry) for i, entry in enumerate(value)]
                 return entries if type(value) is list else {"tuple": entries}
+            if isinstance(value, StaleTree):
+                raise stale_tree(path)
             if type(value) in (dict, OrderedDict, defaultdict, ReadOnlyDict):
                 return self._dict(path, value)
             name = type(value).__name__
             if NODES.get(name) is type(value):
                 self.has_state |= isinstance(value, TrainState)
                 check_trained(value, "fa.save")
-                if (wrong := _not_counted(value)) is not None:
+                if (wrong := not_counted(value)) is not None:
                     what = f"is {getattr(value, wrong)!r}"
                     raise _refused(walk.child(path, wrong), what, "give a whole number from 0 on")
                 return {name: self._entries(path, walk.entries_of(value))}
@@ -303,22 +305,9 @@ def _node(cls: type[Any], values: dict[str, Any]) -> Any:
         what = f"has the field {min(extra)!r}" if extra else f"lacks the field {missing[0]!r}"
         raise _malformed(f"holds a {cls.__name__} that {what}")
     node = cls(**values)
-    if (wrong := _not_counted(node)) is not None:
+    if (wrong := not_counted(node)) is not None:
         raise _malformed(f"holds a {cls.__name__} whose {wrong} is {getattr(node, wrong)!r}"[:200])
     return node
-
-
-_COUNTS = {"TrainState": ("step", "updates"), "Position": ("epoch", "samples"), "Seed": ("root",)}
-
-
-def _not_counted(node: tree.Tree) -> str | None:
-    """The first field of a node of the library that has to be a whole number from 0 on, and is not."""
-    for name in _COUNTS[type(node).__name__]:
-        value = walk.plain(getattr(node, name))
-        on_device = name == "updates" and not isinstance(value, bool | int | float | str | None)
-        if not on_device and (type(value) is not int or value < 0):
-            return name
-    return None
 
 
 def _malformed(what: str) -> CheckpointError:

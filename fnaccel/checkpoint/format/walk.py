@@ -91,15 +91,6 @@ def is_object(value: tree.Tree) -> bool:
     )
 
 
-def plain(value: tree.Tree) -> Any:
-    """A NumPy number as a Python number, the form that is stored. Other values are returned unchanged."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
-        number = value.item()
-        return value if isinstance(number, numpy.generic) else number  # a long double has no equal
-    return value
-
-
 def is_array(value: tree.Tree) -> bool:
     """Whether a value is a NumPy array."""
     numpy = sys.modules.get("numpy")
