@@ -415,31 +415,32 @@ def guard_shards(unit: Any, refuse: Callable[[str], None]) -> None:
     takes 0.5 us for a unit of 12 parameters. It runs before that hook, and before methods that gather.
     """
     state = unit._get_fsdp_state()
-    managed = [p for group in _groups_of(state) for p in group.fsdp_params]
-    infos = [(p, p._module_info) for p in managed]
+    infos = [(p, p._module_info) for group in _groups_of(state) for p in group.fsdp_params]
     slots = [(info.module._parameters, info.param_name, p) for p, info in infos]
     slots += [
         (module._parameters, name, p)
         for p, info in infos
         for module, name in zip(info.shared_modules, info.shared_param_names, strict=True)
     ]
+    # the hook of the unit is registered already: this attribute is called by methods only
+    state._pre_forward = _ShardGuard(slots, refuse, state._pre_forward)
+    unit.register_forward_pre_hook(_ShardGuard(slots, refuse), prepend=True)
 
-    def check(*_: Any) -> None:
-        for slot, name, param in slots:
+
+class _ShardGuard:
+    """No closure: `put_back` would follow one into the slots, and undo what FSDP2 changes in them."""
+
+    def __init__(self, slots: list[Any], refuse: Callable[[str], None], then: Any = None) -> None:
+        self._slots, self._refuse, self._then = slots, refuse, then
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for slot, name, param in self._slots:
             value = slot[name]
             if value is not param.sharded_param and value is not getattr(param, "_unsharded_param", None):
                 split = getattr(param, "_sharded_post_forward_param", None)  # of reshard_after_forward=2
                 if value is not split and not hasattr(value, _WHOLE):
-                    refuse(name)
-
-    gather = state._pre_forward  # registered as a hook already: this attribute is called by methods only
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        check()
-        return gather(*args, **kwargs)
-
-    state._pre_forward = checked
-    unit.register_forward_pre_hook(check, prepend=True)
+                    self._refuse(name)
+        return None if self._then is None else self._then(*args, **kwargs)
 
 
 def _groups_of(state: Any) -> list[Any]:

@@ -179,7 +179,8 @@ MUTANTS = [
         ("tests/robust/test_given_parameters.py", "-k", "right_or_refused and fsdp-halved"),
     ),
     Mutant(
-        "given parameters that a method ignores", "_torch.py", "    state._pre_forward = checked\n", "",
+        "given parameters that a method ignores", "_torch.py",
+        "    state._pre_forward = _ShardGuard(slots, refuse, state._pre_forward)\n", "",
         ("tests/robust/test_given_parameters.py", "-k", "right_or_refused and fsdp-in_a_method"),
     ),
     Mutant(
