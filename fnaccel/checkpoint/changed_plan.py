@@ -41,9 +41,12 @@ def changes_of(before: str, now: str) -> list[str]:
     """The rows in which two printed plans differ.
 
     Example:
-        >>> before = "train step of loss\\\\n  UPDATE   sgd  sgd(lr=0.1)"
-        >>> changes_of(before, before.replace("0.1", "0.2"))
-        ['sgd is sgd(lr=0.2), and was sgd(lr=0.1)']
+        >>> plans = [
+        ...     str(fa.train_step(loss_fn, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(lr)).plan)
+        ...     for lr in (0.1, 0.2)
+        ... ]
+        >>> changes_of(*plans)
+        ['sgd is sgd(lr=0.2, momentum=0.0, nesterov=False, weight_decay=0.0), and was ...']
     """
     old, new = _rows(before), _rows(now)
     named = [name for name in (*old, *new) if old.get(name) != new.get(name)]

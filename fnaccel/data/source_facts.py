@@ -26,10 +26,8 @@ _LOG = logging.getLogger("fnaccel")
 def facts_of(source: Source, reading: Reading) -> dict[str, Any]:
     """The facts of a loader. Only lengths are asked for.
 
-    Example:
-        >>> loader = DataLoader(dataset, batch_size=4, shuffle=True)
-        >>> facts_of(classify(loader), reading)
-        {'samples': 12, 'shuffled': True, 'seed': 0, 'batch_size': 4}
+    Returns:
+        Such as `{"samples": 12, "shuffled": True, "seed": 0, "batch_size": 4}`.
     """
     facts: dict[str, Any] = {}
     stock = loaders.order_of(source.sampler) if isinstance(source, Indexed) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,7 +142,8 @@ def reference(call: str, of: str) -> list[dict[str, Any]]:
 
 def interrupt(call: str, of: str, at: int | None, expected: list[dict[str, Any]]) -> tuple[Outcome, int]:
     """Interrupt a call at a line, or None, go on, and compare to the bit. Also returns how many lines it ran."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* is not saved in ")
         case = Case(of, Path(folder) / "runs")
         interrupter = Interrupter(at)
         generator = torch.random.get_rng_state()
