@@ -157,7 +157,7 @@ class Accumulation:
         partial_rows: whether each rank has a part of each row, so that no rank can return whole rows.
     """
 
-    __slots__ = ("_concats", "_pairs", "_partial_rows", "_paths", "_shapes", "_structure")
+    __slots__ = ("_concats", "_pairs", "_partial_rows", "_shapes", "_structure")
     name: str
     per: str
     where: str
@@ -167,7 +167,6 @@ class Accumulation:
         self._pairs: list[tuple[Any, Any]] = []
         self._concats: list[list[Rows]] = []
         self._structure: Any = None
-        self._paths: list[str] = []
         self._shapes: list[tuple[Shape, Shape]] = []
 
     def pair(self, leaf: Tree, rows: int) -> tuple[Any, Any]:
@@ -192,12 +191,13 @@ class Accumulation:
                 fix="return fa.Sum or fa.Mean, which all ranks add up; or gather the parts of a row by hand, "
                 "with fa.gather(x, over=train_step.mesh[axis]), and keep them yourself",
             )
-        if self._structure is None:
+        first = self._structure is None
+        if first:
             self._structure = [leaf if isinstance(leaf, Concat) else type(leaf) for leaf in leaves], structure
-            self._paths = tree.paths(values, is_leaf=is_combinable)
             self._shapes = [_shapes_of(leaf) for leaf in leaves]
             for index, (total, weight) in enumerate(self._shapes):
-                self._check_weight(index, total, weight)
+                if weight:
+                    self._check_weight(index, total, weight)
             self._pairs = [(0.0, 0.0)] * len(leaves)
             self._concats = [[] for _ in leaves]
         elif structure != self._structure[1]:
@@ -212,7 +212,8 @@ class Accumulation:
                 batch = self.rows(leaf)
                 self._concats[index].append(batch if rows else batch[:0])
             elif rows:
-                self._check_shape(index, leaf)
+                if not first:
+                    self._check_shape(index, leaf)
                 old_total, old_weight = self._pairs[index]
                 try:
                     total, weight = self.pair(leaf, rows)
@@ -251,17 +252,23 @@ class Accumulation:
             )
 
     def _named(self, index: int) -> str:
-        kind = self._structure[0][index]
-        return f"fa.{kind.__name__} {self._paths[index]!r}" if self._paths[index] else f"fa.{kind.__name__}"
+        kind, path = self._structure[0][index], self._paths()[index]
+        return f"fa.{kind.__name__} {path!r}" if path else f"fa.{kind.__name__}"
+
+    def _paths(self) -> list[str]:
+        kinds, structure = self._structure
+        return tree.paths(tree.unflatten(structure, range(len(kinds))))
 
     @property
     def kinds(self) -> str:
         """The kinds of its leaves. Those with dimensions by name and shape."""
-        texts: list[str] = []
-        for path, kind, shapes in zip(self._paths, self._structure[0], self._shapes, strict=True):
-            name = "Concat" if isinstance(kind, Concat) else kind.__name__
-            texts.append(f"{name} {path!r} of shape {_text(shapes)}" if any(shapes) else name)
-        return ", ".join(texts)
+        names = ["Concat" if isinstance(kind, Concat) else kind.__name__ for kind in self._structure[0]]
+        if any(map(any, self._shapes)):
+            names = [
+                f"{name} {path!r} of shape {_text(shapes)}" if any(shapes) else name
+                for name, path, shapes in zip(names, self._paths(), self._shapes, strict=True)
+            ]
+        return ", ".join(names)
 
     @property
     def shapes(self) -> list[Shape]:
@@ -272,6 +279,8 @@ class Accumulation:
     def values(self) -> list[Any]:
         """Totals and weights by turns, to be summed over ranks."""
         values = [value for pair in self._pairs for value in pair]
+        if not any(map(any, self._shapes)):
+            return values
         # a rank whose batches are all fillers has no sums, and sends zeros of their shape
         return [
             torch.zeros(shape) if shape and not isinstance(value, torch.Tensor) else value
@@ -309,7 +318,8 @@ class AuxValues(Accumulation):
 
     def pair(self, leaf: Tree, rows: int) -> tuple[Any, Any]:
         """Totals and weights without their graphs. A total of weight 0 is 0, because it may be NaN."""
-        total, weight = (plain(part) for part in parts_of(leaf, rows, self.where))
+        total, weight = parts_of(leaf, rows, self.where)
+        total, weight = plain(total), plain(weight)
         if isinstance(weight, torch.Tensor) and weight.dim():
             return torch.where(weight == 0, torch.zeros_like(total), total), weight
         if is_zero(weight):
@@ -348,12 +358,10 @@ class AuxValues(Accumulation):
 def _shapes_of(leaf: Tree) -> tuple[Shape, Shape]:
     """The shapes of the total and the weight of a leaf. Those of rows and of bare numbers are ()."""
     if isinstance(leaf, Sum):
-        return _shape_of(leaf.value), ()
-    return (_shape_of(leaf.total), _shape_of(leaf.weight)) if isinstance(leaf, Mean) else ((), ())
-
-
-def _shape_of(value: Tree) -> Shape:
-    return tuple(getattr(value, "shape", ()))
+        return getattr(leaf.value, "shape", ()), ()
+    if isinstance(leaf, Mean):
+        return getattr(leaf.total, "shape", ()), getattr(leaf.weight, "shape", ())
+    return (), ()
 
 
 def _text(shapes: tuple[Shape, Shape]) -> str:

@@ -17,6 +17,7 @@ import torch
 from fnaccel.errors import LossError
 from fnaccel.tree import Tree
 
+_PLAIN = (int, float, torch.Tensor)
 _MEAN = 1  # torch's number of reduction="mean"
 
 Scalar = int | float | torch.Tensor
@@ -161,11 +162,7 @@ def parts_of(leaf: Tree, rows: int, where: str) -> tuple[Any, Any]:
 
 def _as_tensor(value: Any) -> Any:
     """An array of NumPy as a tensor, other values as they are."""
-    return (
-        torch.as_tensor(value)
-        if getattr(value, "shape", ()) and not isinstance(value, torch.Tensor)
-        else value
-    )
+    return value if isinstance(value, _PLAIN) or not getattr(value, "shape", ()) else torch.as_tensor(value)
 
 
 def _is_number(value: Tree) -> bool:

@@ -66,7 +66,6 @@ def waits(outcome, rank, *parts):
         ),  # it keeps the store
         (1, "leaves its loop early", "returned", f"left the world, after call 4, {STEP}"),
         (1, "closes the world early", "returned", "left the world, after call 4"),
-        (1, "leaves a step out", "returned", "left the world, after call 8"),
         (
             0,
             "raises in the loss",
@@ -84,11 +83,12 @@ def test_a_rank_that_leaves_is_named(run, tmp_path, faulty, name, error, reason)
             waits(outcome, faulty, STEP, reason)
 
 
-def test_a_rank_that_takes_a_step_more_is_told_who_left(run, tmp_path):
-    outcomes = run(train, [1], "takes a step more", tmp_path, "ddp")
-    assert [outcome.error for outcome in outcomes] == ["returned", "PeerLostError", "returned"]
-    assert re.search(r"for rank [02], which left the world, after call 9", outcomes[1].what)
-    assert f"rank 1 waits in call 10, {STEP} (faulty.py:" in outcomes[1].what
+@pytest.mark.parametrize("name", ["leaves a step out", "takes a step more"])
+def test_a_rank_whose_batch_is_another_ends_all_with_the_positions(run, tmp_path, name):
+    outcomes = run(train, [1], name, tmp_path, "ddp")
+    for outcome in outcomes:
+        assert outcome.error == "RankMismatchError", outcome
+        assert re.search(r"rank 0 is at .*; rank 1 is at ", outcome.what), outcome
 
 
 @pytest.mark.parametrize(
