@@ -8,18 +8,21 @@ any method of the model.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import attrs
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fnaccel import _torch
 from fnaccel.engine.engine import Engine, Hooks
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest, require
 from fnaccel.models.building import Built, construct
 from fnaccel.models.constant_buffers import constant_buffers
+from fnaccel.models.note import first_of
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp_buckets import MIB, Buckets, bucket_bytes, lay_out
@@ -187,12 +190,17 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
     elif hook is not None:
         register(hook, wrapped)
     torn: list[bool] = []
+    finds = options.unused_parameters or options.static_graph
+    trained = [(name, param) for name, param in built.named("parameters") if param.requires_grad]
     engine = whole_engine(
         "ddp",
         built,
         build,
         run=_guarded(wrapped, torn),
-        hooks=Hooks(recover=lambda: torn.append(True)),
+        hooks=Hooks(
+            recover=lambda: torn.append(True),
+            finish=None if finds else functools.partial(_check_all_reached, trained),
+        ),
         sync=_syncer(wrapped, options.static_graph),
         shares_buffers=options.sync_buffers,
     )
@@ -266,6 +274,20 @@ def _syncer(
         return wrapped.no_sync()
 
     return sync
+
+
+def _check_all_reached(trained: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise CapabilityError if a parameter has no gradient: the wrapper has not averaged those of its bucket.
+
+    The wrapper itself says so in the forward of the next step, after a wrong update.
+    """
+    unreached = [name for name, param in trained if param.grad is None]
+    if unreached:
+        raise CapabilityError(
+            f"{first_of(unreached)} got no gradient in this step, and ddp waits for it",
+            where="fa.ddp()",
+            fix="fa.ddp(unused_parameters=True), or use every parameter in the loss",
+        )
 
 
 def _guarded(wrapped: _torch.FixedBuckets, torn: list[bool]) -> Callable[..., Any]:

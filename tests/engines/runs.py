@@ -136,6 +136,19 @@ def error_of(strategy, kind, **options):
     return None
 
 
+def unused_first_step():
+    """What the first step raises, whether parameters are as they were, and whether the next one can be made."""
+    train_step = fa.train_step(unused_loss, model=fa.distribute(Net, "ddp"), optimizer=fa.sgd(0.1))
+    state = train_step.init()
+    before, (mine, _) = whole_params(state), rank_rows(9)
+    try:
+        train_step(state, mine)
+    except fa.errors.CapabilityError as error:
+        text = error.what
+    same = fa.tree.allclose(whole_params(state), before, rtol=0, atol=0)
+    return text, same, train_step.live_state is state
+
+
 def fsdp_layout():
     """How a sharded state lies: local sizes, slots, and what look() sees."""
     train_step, state, _ = train("fsdp(units=('Block',))", optimizer=fa.adamw(0.1))

@@ -217,6 +217,15 @@ def test_what_cannot_be_says_why(pools, strategy, kind, error, says):
         assert found[1].count("\n") == 2
 
 
+def test_ddp_names_a_parameter_without_a_gradient_before_the_update(pools):
+    """The wrapper says so in the next step, after an update with gradients that were not averaged."""
+    for error, same, live in pools.run(2, runs.unused_first_step):
+        assert "blocks.0.mix.weight" in error
+        assert "got no gradient in this step" in error
+        assert same
+        assert live
+
+
 def test_ranks_with_different_plans_raise_instead_of_hanging(pools):
     with pytest.raises(errors.PlanMismatchError, match=r"n=2.*rank 1 has.*n=3"):
         pools.run(2, runs.different_plans)

@@ -92,4 +92,8 @@ MUTANTS = [
         "a loop that is left by break saves nothing", "loop/leaving.py", "if loop_ends(inspect.currentframe()):",
         "if False:", ("tests/robust/test_left_loops.py", "-k", "by_break-plain"),
     ),
+    Mutant(
+        "ddp updates by gradients that were not averaged", "strategies/ddp.py", "    if unreached:\n", "    if False:\n",
+        ("tests/engines/test_engines.py", "-k", "before_the_update"),
+    ),
 ]  # fmt: skip
