@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -233,6 +235,56 @@ def grown():
 def test_a_buffer_of_another_size_on_another_rank_raises(pools):
     with pytest.raises(errors.CapabilityError, match=r"the buffer seen has \[12, 16\] bytes on the ranks"):
         pools.run(RANKS, grown)
+
+
+class Late(nn.Module):
+    """Buffers that begin to change, or to grow, after ranks have agreed on those that move."""
+
+    def __init__(self, begins, grows) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 1)
+        self.calls, self.begins, self.grows = 0, begins, grows
+        self.register_buffer("total", torch.zeros(1))
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            self.count += 1
+            if self.calls > self.begins:
+                self.total += x.detach().sum()
+            if self.grows and self.calls > self.begins:
+                self.count = torch.cat([self.count, self.count])
+        return self.lin(x.mean(dim=-1))
+
+
+def late(steps, grows):
+    rank = current().rank
+    train_step = fa.train_step(
+        loss_fn, model=fa.distribute(functools.partial(Late, 4, grows), "ddp"), optimizer=fa.sgd(0.1)
+    )
+    try:
+        state = train_step.init()
+        for number in range(steps):
+            state, _ = train_step(state, rows(number, rank, 0, 3))
+        return state.buffers["total"].item(), state.buffers["count"].item()
+    finally:
+        train_step.close()
+
+
+def test_a_buffer_that_moves_late_is_shared_from_the_next_comparison_on(pools):
+    """Ranks compare after calls 1, 2, 4, 8, 16, and so on."""
+    first, second = pools.run(RANKS, late, 8, False)
+    assert first == second
+    assert first[0] != 0
+    assert first[1] == 8
+
+
+def test_a_buffer_that_grows_later_raises(pools):
+    with pytest.raises(
+        errors.CapabilityError, match="the buffer count has 8 bytes on this rank, and had 4 on all"
+    ):
+        pools.run(RANKS, late, 6, True)
 
 
 class TestOneRank:
