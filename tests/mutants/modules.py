@@ -96,4 +96,9 @@ MUTANTS = [
         "ddp updates by gradients that were not averaged", "strategies/ddp.py", "    if unreached:\n", "    if False:\n",
         ("tests/engines/test_engines.py", "-k", "before_the_update"),
     ),
+    Mutant(
+        "a position is taken up in another order", "data/source_facts.py",
+        "    if accepts or harmless.issuperset(changed):", "    if True:",
+        ("tests/checkpoint/test_changed_runs.py", "-k", "means_other"),
+    ),
 ]  # fmt: skip
