@@ -274,6 +274,13 @@ class FixedBuckets(torch.nn.parallel.DistributedDataParallel):
         self.reducer._reset_state()
         self._fix_buckets()
 
+    def check_reduced(self) -> None:
+        """Raise RuntimeError if the last backward has not averaged all buckets. (2.9 to 2.13)
+
+        torch checks it before it would lay out buckets anew, which it does once only.
+        """
+        self.reducer._rebuild_buckets()
+
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()
         if self.find_unused_parameters:

@@ -225,8 +225,7 @@ class TrainStep:
         if lent is None and not owned.probed and self.can_probe():  # a lent model may be cut as well
             probe_first(owned, self.probe, batch)
         step = self._spec.step
-        self._stepper.enter(0)
-        with self._keeping(), within("forward"):
+        with self._keeping(), self._stepper.checking():
             check_loss(owned, self._lowered, self._run_of(step.forward()), step.loss_fn, batch, lent)
 
     def _keeping(self) -> contextlib.AbstractContextManager[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from fnaccel.step.spec import Rng
 from fnaccel.step.step import Info
 from fnaccel.tree import Tree
 from fnaccel.world.interrupts import SigintHeld
-from fnaccel.world.progress_marks import enter, enter_step, leave_step
+from fnaccel.world.progress_marks import NOW, enter, enter_step, leave_step, within
 from fnaccel.world.random_streams import generators_of
 
 _NOTHING = contextlib.nullcontext()
@@ -87,9 +87,16 @@ class Stepper:
         """The compilations so far. None without `fa.compile`."""
         return None if self._meter is None else self._meter.found
 
-    def enter(self, step: int) -> None:
-        """Mark that a step begins, for those who watch this rank."""
-        enter_step(step, self._where, first=not self._moved, shares=self._shares)
+    @contextlib.contextmanager
+    def checking(self) -> Generator[None]:
+        """Mark the body, a check, as a part of step 0 for those who watch this rank."""
+        before = NOW.step, NOW.of
+        enter_step(0, self._where, first=True, shares=self._shares)
+        with within("forward"):
+            try:
+                yield
+            finally:
+                enter_step(*before, first=True, shares=self._shares)
 
     def move(
         self,
@@ -119,7 +126,7 @@ class Stepper:
             position, owned.source = batch.position, batch.source
         if self._place is not None:
             self._place.begin(None if batch is None else position)
-        self.enter(state.step)
+        enter_step(state.step, self._where, first=not self._moved, shares=self._shares)
         if not self._clean:
             undo(owned.engine)
         self._clean = False

@@ -199,7 +199,7 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
         run=_guarded(wrapped, torn),
         hooks=Hooks(
             recover=lambda: torn.append(True),
-            finish=None if finds else functools.partial(_check_all_reached, trained),
+            finish=None if finds else functools.partial(_check_reduced, wrapped, trained),
         ),
         sync=_syncer(wrapped, options.static_graph),
         shares_buffers=options.sync_buffers,
@@ -276,18 +276,25 @@ def _syncer(
     return sync
 
 
-def _check_all_reached(trained: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise CapabilityError if a parameter has no gradient: the wrapper has not averaged those of its bucket.
+def _check_reduced(wrapped: _torch.FixedBuckets, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise CapabilityError if gradients were not averaged, since one that shares their bucket did not come.
 
     The wrapper itself says so in the forward of the next step, after a wrong update.
     """
-    unreached = [name for name, param in trained if param.grad is None]
-    if unreached:
+    try:
+        wrapped.check_reduced()
+    except RuntimeError as error:
+        names = [name for name, param in trained if param.grad is None]
+        which = (
+            f"{first_of(names)} got no gradient"
+            if names
+            else "some parameters got none in the last micro-batch"
+        )
         raise CapabilityError(
-            f"{first_of(unreached)} got no gradient in this step, and ddp waits for it",
+            f"{which} in this step, and ddp waits for it",
             where="fa.ddp()",
             fix="fa.ddp(unused_parameters=True), or use every parameter in the loss",
-        )
+        ) from error
 
 
 def _guarded(wrapped: _torch.FixedBuckets, torn: list[bool]) -> Callable[..., Any]:

@@ -136,17 +136,29 @@ def error_of(strategy, kind, **options):
     return None
 
 
-def unused_first_step():
+def unused_first_step(step=unused_loss):
     """What the first step raises, whether parameters are as they were, and whether the next one can be made."""
-    train_step = fa.train_step(unused_loss, model=fa.distribute(Net, "ddp"), optimizer=fa.sgd(0.1))
+    train_step = fa.train_step(step, model=fa.distribute(Net, "ddp"), optimizer=fa.sgd(0.1))
     state = train_step.init()
     before, (mine, _) = whole_params(state), rank_rows(9)
+    text = ""
     try:
         train_step(state, mine)
     except fa.errors.CapabilityError as error:
         text = error.what
     same = fa.tree.allclose(whole_params(state), before, rtol=0, atol=0)
     return text, same, train_step.live_state is state
+
+
+def unused_last_micro_batch():
+    """As `unused_first_step`, if the first micro-batch uses all parameters."""
+    calls = []
+
+    def loss(model, batch):
+        calls.append(model.training)
+        return (loss_fn if sum(calls) == 1 else unused_loss)(model, batch)
+
+    return unused_first_step(fa.accumulate(loss, 2))
 
 
 def fsdp_layout():

@@ -226,6 +226,14 @@ def test_ddp_names_a_parameter_without_a_gradient_before_the_update(pools):
         assert live
 
 
+def test_ddp_names_a_parameter_that_only_early_micro_batches_use(pools):
+    """It has a gradient, of this rank alone, and so have all that share its bucket."""
+    for error, same, live in pools.run(2, runs.unused_last_micro_batch):
+        assert "some parameters got none in the last micro-batch" in error
+        assert same
+        assert live
+
+
 def test_ranks_with_different_plans_raise_instead_of_hanging(pools):
     with pytest.raises(errors.PlanMismatchError, match=r"n=2.*rank 1 has.*n=3"):
         pools.run(2, runs.different_plans)

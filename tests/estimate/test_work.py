@@ -77,7 +77,9 @@ def test_collectives_of_a_step(pools, ranks, strategy, model, options):
     assert dict(found) == counts
     if strategy != "ddp":
         for kind, size in sizes.items():
-            assert found_sizes[kind] == pytest.approx(size, rel=0.01, abs=16), kind
+            assert found_sizes[kind] == pytest.approx(size, rel=0.01, abs=32), (
+                kind
+            )  # five numbers of the step itself
 
 
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"accumulate": 4}], ids=str)

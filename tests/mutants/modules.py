@@ -93,7 +93,7 @@ MUTANTS = [
         "if False:", ("tests/robust/test_left_loops.py", "-k", "by_break-plain"),
     ),
     Mutant(
-        "ddp updates by gradients that were not averaged", "strategies/ddp.py", "    if unreached:\n", "    if False:\n",
+        "ddp updates by gradients that were not averaged", "strategies/ddp.py", "        wrapped.check_reduced()\n", "        pass\n",
         ("tests/engines/test_engines.py", "-k", "before_the_update"),
     ),
     Mutant(

@@ -193,7 +193,7 @@ def run_kind(
         "opt": fa.tree.map(whole, state.opt),
         "buffers": fa.tree.map(whole, state.buffers),
         "ema": None if state.ema is None else fa.tree.map(whole, state.ema),
-        "scale": state.scale,
+        "scale": None if state.scale is None else fa.tree.map(torch.clone, state.scale),
         "updates": float(state.updates),
         "transforms": state.transforms,
     }
