@@ -121,7 +121,10 @@ class Saver:
         Args:
             on_purpose: whether the loop was left by `break`, `return` or `close`.
         """
-        state = self.last
+        from fnaccel.checkpoint import checkpoints  # noqa: PLC0415 - only if states are saved
+
+        # the body may have made steps of its own
+        state = self.last and (self.train_step.live_state or self.last)
         if state is None or state.step == self.step:
             return
         saved = "which has no step of this loop" if self.step is None else f"where the newest is {self.step}"
@@ -139,6 +142,8 @@ class Saver:
             else:
                 return
         self.last = None  # said once
+        if any(each.step == state.step for each in checkpoints(self.plan.directory)):  # by the script itself
+            return
         if world.is_main or alone:
             text = f"step {state.step} is not saved in {self.plan.directory}, {saved}: {why}"
             fix = "fa.save(directory, train_step.live_state) saves what is live"

@@ -195,18 +195,31 @@ def by_break_at(states, last):
             break
 
 
-def by_another_state(states):
+def by_a_step_of_its_own(states, train_step):
     for state, _ in states:
         if state.step == LAST:
-            fa.state.lease_of(state, "test").owner.adopt(fa.snapshot(state))
+            train_step(state, batch_of(4))
             break
 
 
-def test_a_state_that_is_stale_is_not_saved(tmp_path, world):
-    steps, (text,) = left(by_another_state, tmp_path)
-    assert steps == []
-    assert "StaleStateError" in text
-    assert "which has no step of this loop" in text
+def test_the_state_that_is_live_is_saved(tmp_path, world):
+    train_step = program()
+    states = fa.scan(train_step, train_step.init(), shards(), steps=9, directory=tmp_path)
+    by_a_step_of_its_own(states, train_step)
+    assert [each.step for each in fa.checkpoint.checkpoints(tmp_path)] == [LAST + 1]
+    states.close()
+
+
+def test_a_step_that_the_script_saved_is_not_lost(tmp_path, world):
+    train_step = program()
+    states = fa.scan(train_step, train_step.init(), shards(), steps=9, directory=tmp_path)
+    for _ in range(LAST):
+        state, _ = next(states)
+    fa.save(tmp_path, state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        states.leave(False)
+    states.close()
 
 
 def ranks_leave(folder, option):
