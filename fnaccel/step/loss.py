@@ -142,9 +142,9 @@ def parts_of(leaf: Tree, rows: int, where: str) -> tuple[Any, Any]:
         LossError: a tensor that is no scalar, or an object, that does not say how it combines.
     """
     if isinstance(leaf, Mean):
-        return _as_tensor(leaf.total), _as_tensor(leaf.weight)
+        return _as_tensor(leaf.total, where), _as_tensor(leaf.weight, where)
     if isinstance(leaf, Sum):
-        return _as_tensor(leaf.value), 1
+        return _as_tensor(leaf.value, where), 1
     if not isinstance(leaf, torch.Tensor) and not _is_number(leaf):
         raise LossError(
             f"a {type(leaf).__name__} says nothing of how it combines",
@@ -160,9 +160,21 @@ def parts_of(leaf: Tree, rows: int, where: str) -> tuple[Any, Any]:
     return leaf if rows == 1 else leaf * rows, rows
 
 
-def _as_tensor(value: Any) -> Any:
-    """An array of NumPy as a tensor, other values as they are."""
-    return value if isinstance(value, _PLAIN) or not getattr(value, "shape", ()) else torch.as_tensor(value)
+def _as_tensor(value: Any, where: str) -> Any:
+    """An array of NumPy as a tensor, other values as they are.
+
+    Raises:
+        LossError: it is complex, and sums are real.
+    """
+    plain = isinstance(value, _PLAIN) or not getattr(value, "shape", ())
+    value = value if plain else torch.as_tensor(value)
+    if isinstance(value, complex) or (isinstance(value, torch.Tensor) and value.is_complex()):
+        raise LossError(
+            "an fa.Sum or fa.Mean is complex, and values are summed as real numbers",
+            where=where,
+            fix="return two: fa.Sum(value.real) and fa.Sum(value.imag)",
+        )
+    return value
 
 
 def _is_number(value: Tree) -> bool:

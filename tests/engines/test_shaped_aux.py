@@ -180,3 +180,13 @@ def mean_for_a_total():
 def test_a_vector_of_means_is_no_total(pools):
     with pytest.raises(errors.LossError, match="takes a total"):
         pools.run(1, mean_for_a_total)
+
+
+def test_a_complex_sum_raises():
+    """It came out as its real part, 0."""
+    with fa.start(device="cpu"):
+        train_step = program()
+        state = train_step.init()
+        shards = fa.shard(DataLoader(TensorDataset(*batch_of(8)), batch_size=4))
+        with pytest.raises(fa.errors.LossError, match=r"is complex[\s\S]*value.real"):
+            fa.evaluate(train_step, state, lambda model, batch: fa.Sum(batch[0].sum(0) * 1j), shards)

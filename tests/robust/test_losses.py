@@ -53,7 +53,7 @@ def test_a_loss_that_cannot_be_used_is_named(name, scope, micro_batches):
     train_step.close()
 
 
-@pytest.mark.parametrize("strategy", ["local", "ddp", "ddp(hook='bf16')", "fsdp"])
+@pytest.mark.parametrize("strategy", ["local", "ddp", "ddp(hook='bf16', unused_parameters=True)", "fsdp"])
 def test_a_loss_that_reaches_one_parameter_is_fine(strategy):
     train_step = program(lambda m, b: m.out(torch.ones(1, 6)).sum(), strategy=strategy)
     _, metrics = train_step(train_step.init(), batch_of(4))
