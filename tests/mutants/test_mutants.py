@@ -155,8 +155,8 @@ MUTANTS = [
         ("tests/test_preemption.py", "-k", "one_rank_is_told and plain and 0-ddp"),
     ),
     Mutant(
-        "stopping forgets to save", "loop/autosave.py", "            saver.save(state)\n            if self.signals",
-        "            if self.signals", ("tests/test_preemption.py", "-k", "complete or last_step"),
+        "stopping forgets to save", "loop/autosave.py", "            self.save(self.last)\n            if self.plan.signals",
+        "            if self.plan.signals", ("tests/test_preemption.py", "-k", "complete or last_step"),
     ),
     Mutant(
         "a run begins anew over damage", "checkpoint/resuming.py", "        _go_on(failed", "        return state\n        _go_on(failed",
