@@ -16,10 +16,10 @@ from fnaccel.data.batch import Batch
 from fnaccel.data.buffer_guard import copied
 from fnaccel.data.epoch import Reading
 from fnaccel.data.reader_ranks import Link
+from fnaccel.data.source_facts import saved_at
 from fnaccel.errors import LoaderError
 from fnaccel.state import Position
 from fnaccel.world.random_streams import fold
-from fnaccel.world.world import find_current
 
 Open = Callable[[Reading, Link], Iterator[Batch]]
 """Opens an epoch of this rank's own loader."""
@@ -138,10 +138,9 @@ class _Own:
 
 
 def _check_ranks(reading: Reading, link: Link) -> None:
-    world = find_current()
-    saved = None if world is None else world.saved_by.get((reading.epoch, reading.start))
-    if reading.start and saved is not None and saved["ranks"] != link.ranks:
-        raise _elsewhere(reading, f"it was saved on {saved['ranks']} ranks, and here are {link.ranks}")
+    ranks = saved_at(reading).get("ranks", link.ranks)
+    if ranks != link.ranks:
+        raise _elsewhere(reading, f"it was saved on {ranks} ranks, and here are {link.ranks}")
 
 
 def _elsewhere(reading: Reading, why: str) -> LoaderError:

@@ -41,6 +41,12 @@ def facts_of(source: Source, reading: Reading) -> dict[str, Any]:
     return facts
 
 
+def saved_at(reading: Reading) -> Facts:
+    """Facts about the run that saved a position in the middle of an epoch. Empty if none was restored."""
+    world = find_current() if reading.start else None
+    return {} if world is None else world.saved_by.get((reading.epoch, reading.start), {})
+
+
 def check_unchanged(facts: Facts, reading: Reading, link: Link, *, presplit: bool, accepts: bool) -> None:
     """See that a restored position in the middle of an epoch means here what it meant where it was saved.
 
@@ -54,10 +60,8 @@ def check_unchanged(facts: Facts, reading: Reading, link: Link, *, presplit: boo
     Raises:
         LoaderError: the order of the samples, or their number, is another one. On every rank.
     """
-    world = find_current()
-    written = None if world is None else world.saved_by.get((reading.epoch, reading.start))
-    saved: Facts | None = None if written is None else written.get("data")
-    if saved is None or not reading.start:
+    saved: Facts | None = saved_at(reading).get("data")
+    if saved is None:
         return
     known = [name for name in facts if name in saved]
     changed = {name: (saved[name], facts[name]) for name in known if saved[name] != facts[name]}

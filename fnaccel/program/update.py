@@ -90,13 +90,13 @@ class Stepper:
     @contextlib.contextmanager
     def checking(self) -> Generator[None]:
         """Mark the body, a check, as a part of step 0 for those who watch this rank."""
-        before = NOW.step, NOW.of
+        step, of, first, shares = NOW.step, NOW.of, NOW.first, NOW.shares
         enter_step(0, self._where, first=True, shares=self._shares)
         with within("forward"):
             try:
                 yield
             finally:
-                enter_step(*before, first=True, shares=self._shares)
+                enter_step(step, of, first=first, shares=shares)
 
     def move(
         self,

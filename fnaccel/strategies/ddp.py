@@ -285,16 +285,15 @@ def _check_reduced(wrapped: _torch.FixedBuckets, trained: Sequence[tuple[str, nn
         wrapped.check_reduced()
     except RuntimeError as error:
         names = [name for name, param in trained if param.grad is None]
-        which = (
-            f"{first_of(names)} got no gradient"
-            if names
-            else "some parameters got none in the last micro-batch"
-        )
-        raise CapabilityError(
-            f"{which} in this step, and ddp waits for it",
-            where="fa.ddp()",
-            fix="fa.ddp(unused_parameters=True), or use every parameter in the loss",
-        ) from error
+        some = "some parameters got none in the last micro-batch"
+        which = f"{first_of(names)} got no gradient" if names else some
+        raise _unreached(f"{which} in this step, and ddp waits for it") from error
+
+
+def _unreached(what: str) -> CapabilityError:
+    return CapabilityError(
+        what, where="fa.ddp()", fix="fa.ddp(unused_parameters=True), or use every parameter in the loss"
+    )
 
 
 def _guarded(wrapped: _torch.FixedBuckets, torn: list[bool]) -> Callable[..., Any]:
@@ -310,10 +309,7 @@ def _guarded(wrapped: _torch.FixedBuckets, torn: list[bool]) -> Callable[..., An
         except RuntimeError as error:
             if "finished reduction in the prior iteration" not in str(error):
                 raise
-            raise CapabilityError(
-                "some parameters got no gradient in the last step, and ddp waits for them",
-                where="fa.ddp()",
-                fix="fa.ddp(unused_parameters=True), or use every parameter in the loss",
-            ) from error
+            what = "some parameters got no gradient in the last step, and ddp waits for them"
+            raise _unreached(what) from error
 
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fnaccel import errors
 from fnaccel.config.applying import make_optimizer, transformed
 from fnaccel.config.yaml import override
 from fnaccel.launch import overrides
+from fnaccel.transforms.rematerialisation import Kept
 from tests.models import Net, batch_of, loss_fn
 
 
@@ -298,3 +300,11 @@ compile_options: {backend: aot_eager, limit: 2}
 def test_options_that_can_not_be(options, error, says):
     with pytest.raises(error, match=says):
         transformed(fa.config.Recipe(**options), loss_fn)
+
+
+def test_a_recipe_names_what_remat_keeps():
+    """The recipe has a list of its own, since reading one needs no torch."""
+    for name in get_args(Kept):
+        assert fa.config.Recipe(remat=name).remat == name
+    with pytest.raises(errors.ConfigError, match=f"one of: {', '.join(get_args(Kept))}$"):
+        fa.config.Recipe(remat="all")

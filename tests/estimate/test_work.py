@@ -54,6 +54,9 @@ def sent_in(step, model, strategy):
     return dict(counted.counts), dict(sizes)
 
 
+POSITIONS = 16
+"""Bytes by which ranks compare the positions of their batches. An estimate has one rank only."""
+
 ROWS = [
     (2, "ddp", GPT, {}),
     (2, "fsdp", GPT, {"precision": "bf16"}),
@@ -77,9 +80,8 @@ def test_collectives_of_a_step(pools, ranks, strategy, model, options):
     assert dict(found) == counts
     if strategy != "ddp":
         for kind, size in sizes.items():
-            assert found_sizes[kind] == pytest.approx(size, rel=0.01, abs=32), (
-                kind
-            )  # five numbers of the step itself
+            own = POSITIONS if kind == "all_reduce" else 0
+            assert found_sizes[kind] == pytest.approx(size - own, rel=0.01, abs=16), kind
 
 
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"accumulate": 4}], ids=str)
