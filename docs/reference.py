@@ -84,7 +84,7 @@ METHODS = {
     "Plan": ["deepspeed", "hash"],
     "Notice": ["asked", "stopping", "ask"],
     "Float8": ["layers"],
-    "Mesh": ["batch_size", "batch_rank", "coordinate", "group"],
+    "Mesh": ["batch_rank", "coordinate", "group"],
     "Shards": ["at", "on", "updates_per_epoch"],
     "Profile": ["step"],
     "Mean": ["of", "of_tokens"],

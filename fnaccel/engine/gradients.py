@@ -21,7 +21,7 @@ from fnaccel.world.mesh import MeshAxis
 class Gradients:
     """Local gradients of each leaf (None if it got none) and their multiplier."""
 
-    __slots__ = ("_device", "_leaves", "_norm", "_over", "idle", "multiplier", "shards", "skip")
+    __slots__ = ("_device", "_leaves", "_over", "_raw", "idle", "multiplier", "shards", "skip")
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Gradients:
         self._leaves = leaves
         self._over = over
         self._device = device
-        self._norm: torch.Tensor | None = None
+        self._raw: torch.Tensor | None = None  # the norm without the multiplier
         self.shards = shards
         self.multiplier = multiplier
         self.skip: torch.Tensor | None = None
@@ -46,11 +46,9 @@ class Gradients:
 
     def norm(self) -> torch.Tensor:
         """The Euclidean norm of the whole gradient, a 0-d tensor, equal on all ranks."""
-        norm = self._norm
-        if norm is None:
-            raw = self._raw_norm()
-            norm = self._norm = raw if self.multiplier is None else raw * abs(self.multiplier)
-        return norm
+        if self._raw is None:
+            self._raw = self._raw_norm()
+        return self._raw if self.multiplier is None else self._raw * abs(self.multiplier)
 
     def _raw_norm(self) -> torch.Tensor:
         if self._over is None:
@@ -85,7 +83,6 @@ class Gradients:
     def scale_by(self, factor: Scalar) -> None:
         """Multiply the whole gradient, at no cost now."""
         self.multiplier = factor if self.multiplier is None else self.multiplier * factor
-        self._norm = None if self._norm is None else self._norm * factor
 
     def materialise(self) -> None:
         """Carry out the deferred multiply, for transforms that need the values."""
@@ -93,11 +90,12 @@ class Gradients:
             present = self.present()
             if present:
                 _torch.foreach_mul_(present, self.multiplier)
+            self._raw = None if self._raw is None else self.norm()
             self.multiplier = None
 
     def changed(self) -> None:
         """Note that values were changed in place: a norm taken before no longer holds."""
-        self._norm = None
+        self._raw = None
 
     def skip_where_nonfinite(self) -> None:
         """Mark the update as skipped if the norm is NaN or infinite (decided on the device)."""

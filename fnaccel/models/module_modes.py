@@ -41,7 +41,10 @@ class ModuleModes:
 
     def train(self) -> None:
         """Put each module in its own mode. Only the roots are looked at if nothing changed."""
-        if self._evaluating or any(root.training is not self._trains for root in self._roots):
+        changed = self._evaluating
+        for root in self._roots:
+            changed = changed or root.training is not self._trains
+        if changed:
             self._set(evaluating=False)
 
     @contextlib.contextmanager

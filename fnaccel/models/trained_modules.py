@@ -117,7 +117,7 @@ class TrainedModules:
 
     def check_frozen(self) -> None:
         """Raise ReplacedParameterError if a frozen parameter takes a gradient, since no optimizer has it."""
-        if any(map(_takes_gradient, self._frozen)):
+        if self._frozen and any(map(_takes_gradient, self._frozen)):
             names = [
                 name
                 for name, param in self._names.items()

@@ -186,7 +186,10 @@ class Stepper:
         if update.grads is not None and update.idle is not True:
             if owned.updater.starts_later:
                 owned.updater.hold(update.grads)
-            self._change_gradients(owned, state, update.grads, update.metrics, before.transforms)
+            update.info = _info(state, owned, update.metrics)
+            # GRADS hooks
+            with self._library_only or self._drawing(owned, before.root, before.step):
+                self._lowered.tail.change(update.grads, before.transforms, update.info)
         return update
 
     def _finish(
@@ -205,7 +208,7 @@ class Stepper:
             undo(owned.engine)
             metrics.update(update.reported)
         elif update.grads is not None:
-            skip = self._update(owned, state.step, before, update)
+            skip = self._update(owned, before, update)
         self._clean = True
         if self._meter is not None:
             metrics["recompilations"] = self._meter.found.recompilations
@@ -283,30 +286,17 @@ class Stepper:
             result.metrics.update(reported)
         return _Update(result.metrics, result.grads, reported, rates, result.skip)
 
-    def _change_gradients(
-        self,
-        owned: Owned,
-        state: TrainState,
-        grads: Gradients,
-        metrics: dict[str, Any],
-        transforms: dict[str, Any],
-    ) -> None:
-        """Run the GRADS hooks."""
-        info = _info(state.step, state.updates, owned, metrics)
-        with self._library_only or self._drawing(owned, state.rng.root, state.step):
-            self._lowered.tail.change(grads, transforms, info)
-
-    def _update(self, owned: Owned, step: int, before: _Before, update: _Update) -> Any:
+    def _update(self, owned: Owned, before: _Before, update: _Update) -> Any:
         """Update the parameters eagerly, and run the UPDATE hooks. Returns whether the update was skipped."""
-        grads, metrics = update.grads, update.metrics
+        grads, info = update.grads, update.info
         assert grads is not None
+        assert info is not None
         if isinstance(update.idle, torch.Tensor):
             grads.idle = update.idle
-        metrics.update(owned.updater.apply(grads, update.rates, before.updates, update.reported))
+        update.metrics.update(owned.updater.apply(grads, update.rates, before.updates, update.reported))
         owned.engine.clear()
-        info = _info(step, before.updates, owned, metrics)
         tail = self._lowered.tail
-        with self._library_only or self._drawing(owned, before.root, step):
+        with self._library_only or self._drawing(owned, before.root, before.step):
             skip = tail.finish(owned.engine, grads, before.transforms, info)
         if before.first and (left_out := grads.left_out()) is not None:
             before.check_unchanged()
@@ -323,12 +313,14 @@ class Stepper:
 _WHOLE = (torch.Tensor, float, int)
 
 
-def _info(step: int, updates: int | torch.Tensor, owned: Owned, metrics: dict[str, Any]) -> Info:
+def _info(state: TrainState, owned: Owned, metrics: dict[str, Any]) -> Info:
+    """What hooks are told of a call."""
+
     def record(name: str, value: Tree) -> None:
         # ranks hold parts of sharded values
         metrics[name] = value if type(value) in _WHOLE else tree.map(tree.whole, value)
 
-    return Info(step=step, updates=updates, params=owned.params, record=record, metrics=metrics)
+    return Info(step=state.step, updates=state.updates, params=owned.params, record=record, metrics=metrics)
 
 
 def _counted(updates: Scalar, left_out: Scalar | None, skip: Scalar | None) -> Any:
@@ -341,9 +333,9 @@ def _counted(updates: Scalar, left_out: Scalar | None, skip: Scalar | None) -> A
 
 
 class _Update:
-    """A step before its update: metrics, gradients (None: updated already), rates."""
+    """A step before its update: metrics, gradients (None: updated already), rates, what hooks are told."""
 
-    __slots__ = ("grads", "idle", "metrics", "rates", "reported", "skip")
+    __slots__ = ("grads", "idle", "info", "metrics", "rates", "reported", "skip")
 
     def __init__(
         self,
@@ -359,6 +351,7 @@ class _Update:
         self.rates = rates
         self.skip = skip
         self.idle: Any = False
+        self.info: Info | None = None
 
 
 class _Before:

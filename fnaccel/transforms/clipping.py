@@ -6,7 +6,6 @@ from numbers import Real
 from typing import Any
 
 import attrs
-import torch
 
 from fnaccel import _torch
 from fnaccel.errors import require
@@ -40,10 +39,10 @@ class ClipNorm:
         """Fold the clip into the one multiply of the update. Records `grad_norm`, before the clip."""
         norm = grads.norm()
         info.record("grad_norm", norm)
-        factor = (norm + 1e-6).reciprocal()  # `number / tensor` does the same in three times the time
+        factor = norm.add(1e-6).reciprocal_()  # `number / tensor` does the same in three times the time
         if self.max_norm != 1.0:
-            factor = factor * self.max_norm
-        grads.scale_by(torch.clamp(factor, max=1.0))
+            factor.mul_(self.max_norm)
+        grads.scale_by(factor.clamp_max_(1.0))
         return state
 
 

@@ -87,7 +87,7 @@ def batch_ranks(degrees: Sequence[tuple[str, int]], size: int, described: str) -
         AxisProductError: the strategy does not fit.
     """
     resolved = resolve(degrees, size, described)
-    return math.prod(resolved.get(axis, 1) for axis in BATCH_AXES)
+    return _parts(resolved, BATCH_AXES)
 
 
 def _suggest(degrees: Sequence[tuple[str, int]], size: int) -> str:
@@ -117,6 +117,11 @@ def _layouts(size: int, axes: int) -> list[tuple[int, ...]]:
     return [(degree, *rest) for degree in divisors for rest in _layouts(size // degree, axes - 1)]
 
 
+def _parts(degrees: Mapping[str, int], axes: Sequence[str]) -> int:
+    """The number of ranks along several axes together."""
+    return math.prod(degrees.get(axis, 1) for axis in axes)
+
+
 @attrs.frozen(kw_only=True)
 class MeshAxis:
     """One axis of a mesh, as `over=` takes it. `group` is None if the axis has one rank."""
@@ -138,6 +143,8 @@ class Mesh:
             parameters are cut over `tp` first, and their parts are sharded. Ranks along `tp` are neighbours.
         shown: the DeviceMesh of the tensors in states: the same, with `dp_shard` and `cp` as one axis.
         model: the group of the derived axis `model`, if no other group is the same.
+        batch_size: how many parts the rows of a batch are split in.
+        loss_size: how many parts the loss is split in.
 
     Example, on 2 ranks:
         >>> train_step = fa.train_step(loss_fn, model=fa.distribute(GPT, "hsdp(2, 1)"), optimizer=fa.sgd(0.1))
@@ -150,21 +157,21 @@ class Mesh:
     device: Any = attrs.field(default=None, eq=False, repr=False)
     shown: Any = attrs.field(default=None, eq=False, repr=False)
     model: dist.ProcessGroup | None = attrs.field(default=None, eq=False, repr=False)
-
-    @property
-    def batch_size(self) -> int:
-        """How many parts the rows of a batch are split in."""
-        return self._size(BATCH_AXES)
+    batch_size: int = attrs.field(
+        default=attrs.Factory(lambda mesh: _parts(mesh.degrees, BATCH_AXES), takes_self=True),
+        init=False,
+        repr=False,
+    )
+    loss_size: int = attrs.field(
+        default=attrs.Factory(lambda mesh: _parts(mesh.degrees, LOSS_AXES), takes_self=True),
+        init=False,
+        repr=False,
+    )
 
     @property
     def batch_rank(self) -> int:
         """Which of those parts is this rank's."""
         return self._rank(BATCH_AXES)
-
-    @property
-    def loss_size(self) -> int:
-        """How many parts the loss is split in."""
-        return self._size(LOSS_AXES)
 
     @property
     def loss_rank(self) -> int:
@@ -180,12 +187,6 @@ class Mesh:
     def partial_rows(self) -> bool:
         """Whether several ranks compute parts of the loss of one row, as along `cp`."""
         return self.loss_size != self.batch_size
-
-    def _size(self, axes: Sequence[str]) -> int:
-        size = 1  # a loop, since torch.compile does not trace math.prod
-        for axis in axes:
-            size *= self.degrees.get(axis, 1)
-        return size
 
     def _rank(self, axes: Sequence[str]) -> int:
         rank = 0
@@ -207,7 +208,7 @@ class Mesh:
         group, derived = self.group(axis), _DERIVED.get(axis)
         return MeshAxis(
             name=axis,
-            size=self.degrees[axis] if derived is None else self._size(derived),
+            size=self.degrees[axis] if derived is None else _parts(self.degrees, derived),
             rank=self.coordinate(axis) if derived is None else self._rank(derived),
             group=group,
         )
@@ -222,8 +223,10 @@ class Mesh:
         """
         derived = _DERIVED.get(axis)
         if derived is not None:
-            size = self._size(derived)
-            if self.world.size == 1 or size == 1:
+            if self.world.size == 1:  # at once, since each step asks
+                return None
+            size = _parts(self.degrees, derived)
+            if size == 1:
                 return None
             if size == self.world.size:
                 return dist.group.WORLD

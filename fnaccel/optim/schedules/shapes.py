@@ -6,6 +6,7 @@ takes an int, or a 0-d tensor if updates are counted on the device, and returns 
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -165,6 +166,9 @@ class joined:  # noqa: N801
 
     def __call__(self, updates: Scalar) -> Any:
         """The rate after `updates` updates."""
+        if not isinstance(updates, torch.Tensor):
+            place = bisect.bisect_right(self.boundaries, updates)
+            return self.parts[place](updates - self.boundaries[place - 1] if place else updates)
         rate = self.parts[0](updates)
         for boundary, part in zip(self.boundaries, self.parts[1:], strict=True):
             later = _clip(updates - boundary, 0, math.inf)
