@@ -134,8 +134,8 @@ MUTANTS = [
     ),
     Mutant(
         "clip before averaging", "engine/gradients.py",
-        "norm = self._norm = raw if self.multiplier is None else raw * abs(self.multiplier)",
-        "norm = self._norm = raw", (MATRIX, "-k", "local-fp32-acc1-clip"),
+        "return self._raw if self.multiplier is None else self._raw * abs(self.multiplier)",
+        "return self._raw", (MATRIX, "-k", "local-fp32-acc1-clip"),
     ),
     Mutant(
         "weights of the last micro-batch only", "engine/step_totals.py",
