@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from fnaccel.strategies import tensor as tensor
     from fnaccel.strategies import xla as xla
     from fnaccel.transforms import accumulate as accumulate
+    from fnaccel.transforms import chain as chain
     from fnaccel.transforms import clip_norm as clip_norm
     from fnaccel.transforms import clip_value as clip_value
     from fnaccel.transforms import compile as compile  # noqa: A004 - jax.jit's place, torch.compile's name
@@ -110,7 +111,7 @@ _NAMES = {
     "fnaccel.step.loss": "Concat Mean Sum",
     "fnaccel.step.step": "Phase Step Transform",
     "fnaccel.strategies": "context ddp deepspeed distribute fsdp hsdp local strategy tensor xla",
-    "fnaccel.transforms": "accumulate clip_norm clip_value compile remat skip_nonfinite with_ema "
+    "fnaccel.transforms": "accumulate chain clip_norm clip_value compile remat skip_nonfinite with_ema "
     "with_precision with_weight",
     "fnaccel.world.simulation": "simulate",
     "fnaccel.world.world": "World start",

@@ -6,10 +6,11 @@ Only description lives here. Validation and order are in `plan`, lowering is in 
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import attrs
 import torch
@@ -257,6 +258,7 @@ class Transform:
         >>> state, metrics = train_step(train_step.init(), batch)
     """
 
+    is_transform: ClassVar[bool] = True
     name: str
     phase: Phase = attrs.field(converter=_as_phase)
     apply: Any = attrs.field(kw_only=True)
@@ -370,6 +372,18 @@ def as_step(step: StepLike, where: str) -> Step:
     """
     if isinstance(step, Step):
         return step
+    if _is_transform(step):
+        raise ArgumentError(
+            "this is a transform without a step, not a loss function",
+            where=where,
+            fix="apply it first: fa.clip_norm(1.0)(loss_fn), or fa.chain(a, b)(loss_fn)",
+        )
+    if isinstance(step, type):
+        raise ArgumentError(
+            f"{step.__name__} is a class, and a step is a function loss_fn(model, batch)",
+            where=where,
+            fix=f"options that are classes or functions go by keyword, as in units={step.__name__}",
+        )
     if not callable(step):
         raise ArgumentError(
             f"a step is a function loss_fn(model, batch), not {type(step).__name__}",
@@ -377,6 +391,13 @@ def as_step(step: StepLike, where: str) -> Step:
             fix="pass the loss function itself, before any call",
         )
     return Step(step)
+
+
+def _is_transform(step: object) -> bool:
+    """Whether it is a transform, a chain, a function that makes one, or a partial of that."""
+    while isinstance(step, functools.partial):
+        step = step.func
+    return getattr(step, "is_transform", False) is True
 
 
 def append(step: StepLike, transform: Transform) -> Step:

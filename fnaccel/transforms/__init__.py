@@ -1,5 +1,7 @@
 """Transforms of a step: pure functions `Step -> Step`, one a file."""
 
+from fnaccel.step.chain import Chain as Chain
+from fnaccel.step.chain import chain as chain
 from fnaccel.step.precision_policy import Precision as Precision
 from fnaccel.step.step import Capability as Capability
 from fnaccel.step.step import Info as Info

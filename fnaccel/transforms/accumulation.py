@@ -7,8 +7,9 @@ from typing import Literal, get_args
 import attrs
 
 from fnaccel.errors import UnknownNameError, nearest, require
+from fnaccel.step.chain import takes_step
 from fnaccel.step.settings import Settings
-from fnaccel.step.step import Phase, Step, StepLike, Transform, append
+from fnaccel.step.step import Phase, Transform
 
 Sync = Literal["last", "each"]
 
@@ -29,13 +30,14 @@ class Accumulate:
         return f"n={self.n} of each batch ({self.n} * m with window=m), sync={self.sync!r}"
 
 
-def accumulate(step: StepLike, n: int, *, sync: Sync = "last") -> Step:
+@takes_step
+def accumulate(n: int, *, sync: Sync = "last") -> Transform:
     """Run a batch as `n` micro-batches (dim 0, sizes by divmod) and make one update of them.
 
     Under `fa.shard(loader, window=m)` each of the m batches is cut, so an update has n * m micro-batches.
 
     Args:
-        step: a step or a loss function.
+        step: a step or a loss function; or none, for `fa.chain`.
         n: how many micro-batches. A batch needs at least that many rows on each rank.
         sync: `"last"` communicates gradients once a step, `"each"` after each micro-batch, which
             under fsdp never holds an unsharded gradient longer than one micro-batch.
@@ -57,4 +59,4 @@ def accumulate(step: StepLike, n: int, *, sync: Sync = "last") -> Step:
         raise UnknownNameError(
             f"no sync is called {sync!r}", where="fa.accumulate", fix=nearest(str(sync), get_args(Sync))
         )
-    return append(step, Transform("accumulate", Phase.BACKWARD, apply=Accumulate(n, sync)))
+    return Transform("accumulate", Phase.BACKWARD, apply=Accumulate(n, sync))

@@ -10,7 +10,8 @@ import attrs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest, require
-from fnaccel.step.step import Phase, Step, StepLike, Transform, append
+from fnaccel.step.chain import takes_step
+from fnaccel.step.step import Phase, Transform
 
 Kernel = Literal["flash", "efficient", "math", "cudnn"]
 
@@ -55,7 +56,8 @@ class Attention:
         return run
 
 
-def attention(step: StepLike, *kernels: Kernel) -> Step:
+@takes_step
+def attention(*kernels: Kernel) -> Transform:
     """Choose the kernels of `torch.nn.functional.scaled_dot_product_attention` in a train step.
 
     Forward, backward and recomputed blocks use them. `fa.evaluate` and `train_step.look` leave torch its
@@ -63,7 +65,7 @@ def attention(step: StepLike, *kernels: Kernel) -> Step:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
 
     Args:
-        step: a step or a loss function.
+        step: a step or a loss function; or none, for `fa.chain`.
         kernels: `"flash"` (Dao 2023), `"efficient"` (Rabe and Staats 2021), `"cudnn"`, `"math"` (plain
             operations). torch takes one of them.
 
@@ -82,4 +84,4 @@ def attention(step: StepLike, *kernels: Kernel) -> Step:
             raise UnknownNameError(
                 f"no attention is called {name!r}", where=where, fix=nearest(str(name), get_args(Kernel))
             )
-    return append(step, Transform("attention", Phase.CALL, apply=Attention(kernels)))
+    return Transform("attention", Phase.CALL, apply=Attention(kernels))

@@ -8,16 +8,14 @@ import attrs
 
 from fnaccel import _torch
 from fnaccel.errors import require
+from fnaccel.step.chain import takes_step
 from fnaccel.step.settings import Settings
 from fnaccel.step.step import (
     Capability,
     Info,
     Phase,
-    Step,
-    StepLike,
     Trained,
     Transform,
-    append,
 )
 from fnaccel.tree import Tree
 
@@ -51,11 +49,12 @@ class Ema:
         return state
 
 
-def with_ema(step: StepLike, decay: float = 0.999) -> Step:
+@takes_step
+def with_ema(decay: float = 0.999) -> Transform:
     """Keep an average of the parameters (Polyak and Juditsky 1992) in `state.ema`, in fp32 at least.
 
     Args:
-        step: a step or a loss function.
+        step: a step or a loss function; or none, for `fa.chain`.
         decay: the share of the old average kept at each update, in [0, 1).
 
     Raises:
@@ -68,9 +67,6 @@ def with_ema(step: StepLike, decay: float = 0.999) -> Step:
         >>> loss = fa.evaluate(train_step, state, loss_fn, fa.shard(loader), ema=True)
     """
     require(0 <= decay < 1, f"an average can't decay by {decay}", "fa.with_ema", "decay is in [0, 1)")
-    return append(
-        step,
-        Transform(
-            "with_ema", Phase.UPDATE, apply=Ema(float(decay)), needs=frozenset({Capability.PARAMETERS})
-        ),
+    return Transform(
+        "with_ema", Phase.UPDATE, apply=Ema(float(decay)), needs=frozenset({Capability.PARAMETERS})
     )

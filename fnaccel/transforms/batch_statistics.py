@@ -7,8 +7,9 @@ from torch import nn
 
 from fnaccel.errors import CapabilityError
 from fnaccel.models.synced_norm import synchronise
+from fnaccel.step.chain import takes_step
 from fnaccel.step.spec import Spec
-from fnaccel.step.step import Capability, Phase, Step, StepLike, Transform, append
+from fnaccel.step.step import Capability, Phase, Transform
 
 
 @attrs.frozen
@@ -33,7 +34,8 @@ class SyncBatchNorm:
         synchronise(module, where)
 
 
-def sync_batch_norm(step: StepLike) -> Step:
+@takes_step
+def sync_batch_norm() -> Transform:
     """Let batch norms take the mean and variance of a micro-batch over the rows of all ranks.
 
     So `ddp(2)`, `fsdp(2)` and `hsdp` train as one rank does with micro-batches of all rows. A forward sends
@@ -42,7 +44,7 @@ def sync_batch_norm(step: StepLike) -> Step:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html
 
     Args:
-        step: a step or a loss function.
+        step: a step or a loss function; or none, for `fa.chain`.
 
     Raises:
         CapabilityError: beside `fa.compile`. Or at `init`, if the model has no batch norm, or one that is
@@ -57,9 +59,6 @@ def sync_batch_norm(step: StepLike) -> Step:
         >>> train_step = fa.train_step(step, model=fa.distribute(build, "local"), optimizer=fa.sgd(0.1))
         >>> state, metrics = train_step(train_step.init(), torch.randn(8, 3))
     """
-    return append(
-        step,
-        Transform(
-            "sync_batch_norm", Phase.MODULE, apply=SyncBatchNorm(), needs=frozenset({Capability.MODULES})
-        ),
+    return Transform(
+        "sync_batch_norm", Phase.MODULE, apply=SyncBatchNorm(), needs=frozenset({Capability.MODULES})
     )

@@ -9,16 +9,14 @@ import attrs
 
 from fnaccel import _torch
 from fnaccel.errors import require
+from fnaccel.step.chain import takes_step
 from fnaccel.step.settings import Settings
 from fnaccel.step.step import (
     Capability,
     Info,
     Phase,
-    Step,
     StepGradients,
-    StepLike,
     Transform,
-    append,
 )
 from fnaccel.tree import Tree
 
@@ -63,11 +61,12 @@ class ClipValue:
         return state
 
 
-def clip_norm(step: StepLike, max_norm: float) -> Step:
+@takes_step
+def clip_norm(max_norm: float) -> Transform:
     """Clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_` does (Pascanu et al. 2013).
 
     Args:
-        step: a step or a loss function.
+        step: a step or a loss function; or none, for `fa.chain`.
         max_norm: the largest norm allowed. The norm before clipping is `metrics["grad_norm"]`.
 
     Raises:
@@ -78,14 +77,15 @@ def clip_norm(step: StepLike, max_norm: float) -> Step:
     """
     positive = isinstance(max_norm, Real) and max_norm > 0
     require(positive, f"a norm can't be clipped to {max_norm}", "fa.clip_norm", "max_norm is positive")
-    return append(step, Transform("clip_norm", Phase.GRADS, apply=ClipNorm(float(max_norm)), needs=_NEEDS))
+    return Transform("clip_norm", Phase.GRADS, apply=ClipNorm(float(max_norm)), needs=_NEEDS)
 
 
-def clip_value(step: StepLike, max_value: float) -> Step:
+@takes_step
+def clip_value(max_value: float) -> Transform:
     """Clamp each element of the gradient to `[-max_value, max_value]`.
 
     Args:
-        step: a step or a loss function.
+        step: a step or a loss function; or none, for `fa.chain`.
         max_value: the largest size of an element.
 
     Raises:
@@ -100,4 +100,4 @@ def clip_value(step: StepLike, max_value: float) -> Step:
         "fa.clip_value",
         "max_value is positive",
     )
-    return append(step, Transform("clip_value", Phase.GRADS, apply=ClipValue(float(max_value)), needs=_NEEDS))
+    return Transform("clip_value", Phase.GRADS, apply=ClipValue(float(max_value)), needs=_NEEDS)

@@ -22,9 +22,10 @@ from fnaccel.errors import (
 )
 from fnaccel.models.blocks import Units, find_units
 from fnaccel.step.callables import plan_text
+from fnaccel.step.chain import takes_step
 from fnaccel.step.settings import Settings
 from fnaccel.step.spec import Spec, obstacle_to_capture
-from fnaccel.step.step import Capability, Phase, Step, StepLike, Transform, append
+from fnaccel.step.step import Capability, Phase, Transform
 
 Scope = Literal["auto", "block", "loss", "step"]
 
@@ -188,8 +189,8 @@ def own_code(fn: Callable[..., Any]) -> Any:
     return types.MethodType(copy, fn.__self__) if isinstance(fn, types.MethodType) else copy
 
 
+@takes_step
 def compile(  # noqa: A001 - the field's name for it
-    step: StepLike,
     scope: Scope = "auto",
     *,
     backend: Any = "inductor",
@@ -199,11 +200,11 @@ def compile(  # noqa: A001 - the field's name for it
     fullgraph: bool = False,
     units: Units = "block",
     limit: int = 8,
-) -> Step:
+) -> Transform:
     """Compile a step with `torch.compile` (https://docs.pytorch.org/docs/stable/torch.compiler.html).
 
     Args:
-        step: a step or a loss function.
+        step: a step or a loss function; or none, for `fa.chain`.
         scope: `"step"` captures forward, backward, averaging over ranks, clip and update as one
             program, `"loss"` the loss function, `"block"` each repeated block. `"auto"` takes the
             largest that the strategy and the transforms allow, and the plan says which and why.
@@ -253,7 +254,7 @@ def compile(  # noqa: A001 - the field's name for it
         where,
         'dynamic=True, or dynamic={"tokens": 1}',
     )
-    return append(step, as_transform(record))
+    return as_transform(record)
 
 
 def _choose(able: frozenset[Capability], obstacle: str) -> tuple[Scope, str]:

@@ -20,9 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from fnaccel.errors import CapabilityError, UnknownNameError, as_names, nearest, require
 from fnaccel.models.layers import Layers, check_patterns, matches
 from fnaccel.models.meta import modules_without_values
+from fnaccel.step.chain import takes_step
 from fnaccel.step.precision_policy import dtype_of
 from fnaccel.step.spec import Spec
-from fnaccel.step.step import Capability, Phase, Step, StepLike, Transform, append
+from fnaccel.step.step import Capability, Phase, Transform
 from fnaccel.tree import Tree
 
 _WHERE = "fa.transforms.cast_layers"
@@ -292,14 +293,14 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@takes_step
 def cast_layers(
-    step: StepLike,
     storage: str | torch.dtype = "fp8",
     *,
     compute: str | torch.dtype = "bf16",
     only: str | Iterable[str] = (),
     skip: str | Iterable[str] = ("*norm*",),
-) -> Step:
+) -> Transform:
     """Store frozen weights in a small dtype and cast them around each layer's forward.
 
     For models of which a small part is trained (adapters, a head), and for teachers: weights take a
@@ -308,7 +309,7 @@ def cast_layers(
     than its four digits. Only linear, embedding and convolution layers are cast.
 
     Args:
-        step: a step or a loss function.
+        step: a step or a loss function; or none, for `fa.chain`.
         storage: `"fp8"` (e4m3), `"float8_e5m2"`, `"bf16"`, `"fp16"`, or a dtype.
         compute: the dtype each layer computes in. By default that of `with_precision`.
         only: patterns of paths of layers or parameters. By default all that are fully or partly frozen.
@@ -343,4 +344,4 @@ def cast_layers(
         'storage="fp8", compute="bf16"',
     )
     needs = frozenset({Capability.MODULES})
-    return append(step, Transform("cast_layers", Phase.MODULE, apply=record, needs=needs))
+    return Transform("cast_layers", Phase.MODULE, apply=record, needs=needs)

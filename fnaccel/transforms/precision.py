@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch
 
 from fnaccel.errors import CapabilityError, require
+from fnaccel.step.chain import Chain, takes_step
 from fnaccel.step.precision_policy import Precision, dtype_of
-from fnaccel.step.step import Phase, Step, StepLike, Transform, append
-from fnaccel.transforms.float8.record import Float8, with_float8
+from fnaccel.step.step import Phase, Transform
+from fnaccel.transforms.float8.record import Float8, float8
 
 
-def with_precision(step: StepLike, precision: Precision | Float8 | str, *, recipe: str | None = None) -> Step:
+@takes_step
+def with_precision(precision: Precision | Float8 | str, *, recipe: str | None = None) -> Transform | Chain:
     """Choose the dtypes a step computes in. It means the same on every strategy.
 
     Args:
-        step: a step or a loss function.
+        step: a step or a loss function; or none, for `fa.chain`.
         precision: `"fp32"`, `"bf16"`, `"fp16"` (parameters stay fp32, compute is cast, fp16 keeps a
             dynamic loss scale in the state), or a `Precision` policy. `"fp8"` or a `Float8` for linear
             layers in fp8 and the rest in bf16.
@@ -29,7 +31,7 @@ def with_precision(step: StepLike, precision: Precision | Float8 | str, *, recip
         >>> step = fa.with_precision(loss_fn, "bf16")
     """
     if precision == "fp8":
-        return with_float8(step, Float8() if recipe is None else Float8(recipe=recipe))
+        return float8(Float8() if recipe is None else Float8(recipe=recipe))
     require(
         recipe is None,
         f"recipe={recipe!r} says how fp8 is scaled, and the precision is {precision!r}",
@@ -37,7 +39,7 @@ def with_precision(step: StepLike, precision: Precision | Float8 | str, *, recip
         'with_precision(step, "fp8", recipe=...), or fa.transforms.Float8(recipe=...)',
     )
     if isinstance(precision, Float8):
-        return with_float8(step, precision)
+        return float8(precision)
     policy = precision
     if not isinstance(policy, Precision):
         require(
@@ -54,4 +56,4 @@ def with_precision(step: StepLike, precision: Precision | Float8 | str, *, recip
             where="fa.with_precision",
             fix="compute in bf16 or fp16, or keep the parameters in the compute dtype",
         )
-    return append(step, Transform("with_precision", Phase.FORWARD, apply=policy))
+    return Transform("with_precision", Phase.FORWARD, apply=policy)

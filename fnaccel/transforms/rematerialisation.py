@@ -18,8 +18,9 @@ from fnaccel import _torch
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest
 from fnaccel.models.blocks import Units, find_units
 from fnaccel.models.moving_buffers import MovingBuffers
+from fnaccel.step.chain import takes_step
 from fnaccel.step.spec import Spec
-from fnaccel.step.step import Capability, Phase, Step, StepLike, Transform, append
+from fnaccel.step.step import Capability, Phase, Transform
 from fnaccel.tree import Tree
 
 Kept = Literal["nothing", "attention", "matmuls"]
@@ -184,7 +185,8 @@ def _is_cache(value: Tree) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-def remat(step: StepLike, units: Units = "block", *, save: Kept = "nothing") -> Step:
+@takes_step
+def remat(units: Units = "block", *, save: Kept = "nothing") -> Transform:
     """Trade compute for memory: run each block again in backward (Chen et al. 2016).
 
     With `save` the results of some operations are kept, and the rest is computed again (selective activation
@@ -195,7 +197,7 @@ def remat(step: StepLike, units: Units = "block", *, save: Kept = "nothing") -> 
     `gradient_checkpointing_enable` does: a block that runs twice would append to it twice.
 
     Args:
-        step: a step or a loss function.
+        step: a step or a loss function; or none, for `fa.chain`.
         units: `"block"`, class names, a least size, or a function: see `fnaccel.models.blocks`.
         save: the results that are kept: `"nothing"`, `"attention"` (scaled_dot_product_attention), or
             `"matmuls"` (matrix products and convolutions as well).
@@ -215,7 +217,4 @@ def remat(step: StepLike, units: Units = "block", *, save: Kept = "nothing") -> 
             fix=nearest(str(save), get_args(Kept)),
         )
     chosen = tuple(units) if isinstance(units, list) else units
-    return append(
-        step,
-        Transform("remat", Phase.MODULE, apply=Remat(chosen, save), needs=frozenset({Capability.MODULES})),
-    )
+    return Transform("remat", Phase.MODULE, apply=Remat(chosen, save), needs=frozenset({Capability.MODULES}))

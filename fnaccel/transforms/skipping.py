@@ -7,16 +7,14 @@ from typing import Any
 import attrs
 
 from fnaccel.errors import require
+from fnaccel.step.chain import takes_step
 from fnaccel.step.settings import Settings
 from fnaccel.step.step import (
     Capability,
     Info,
     Phase,
-    Step,
     StepGradients,
-    StepLike,
     Transform,
-    append,
 )
 from fnaccel.tree import Tree
 
@@ -37,14 +35,15 @@ class SkipNonfinite:
         return state
 
 
-def skip_nonfinite(step: StepLike, *, max_skipped: int | None = 200) -> Step:
+@takes_step
+def skip_nonfinite(*, max_skipped: int | None = 200) -> Transform:
     """Leave parameters, optimizer, schedule and EMA as they are if a gradient is not finite.
 
     `metrics["skipped"]` is 1.0 for such a step, and `state.updates` does not count it. Precision
     `"fp16"` does the same by itself. After 25 skipped updates in a row there is a warning.
 
     Args:
-        step: a step or a loss function.
+        step: a step or a loss function; or none, for `fa.chain`.
         max_skipped: the number of updates skipped in a row after which the next call raises NonfiniteError
             (the state stays live). None allows any number.
 
@@ -60,12 +59,9 @@ def skip_nonfinite(step: StepLike, *, max_skipped: int | None = 200) -> Step:
         "fa.skip_nonfinite",
         "a count of 1 or more, or None",
     )
-    return append(
-        step,
-        Transform(
-            "skip_nonfinite",
-            Phase.GRADS,
-            apply=SkipNonfinite(max_skipped),
-            needs=frozenset({Capability.GRADIENTS}),
-        ),
+    return Transform(
+        "skip_nonfinite",
+        Phase.GRADS,
+        apply=SkipNonfinite(max_skipped),
+        needs=frozenset({Capability.GRADIENTS}),
     )

@@ -12,8 +12,9 @@ import attrs
 import torch
 
 from fnaccel.errors import LossError, require
+from fnaccel.step.chain import Chain, chain, takes_step
 from fnaccel.step.settings import Settings
-from fnaccel.step.step import Capability, Info, Phase, Step, StepGradients, StepLike, Transform, append
+from fnaccel.step.step import Capability, Info, Phase, StepGradients, Transform
 from fnaccel.tree import Tree
 from fnaccel.world.world import find_current
 
@@ -115,9 +116,8 @@ class _Reader:
             _logger.warning("%s", text)
 
 
-def on_spike(
-    step: StepLike, *, do: Action = "warn", deviations: float = 6.0, window: int = 100, warmup: int = 20
-) -> Step:
+@takes_step
+def on_spike(*, do: Action = "warn", deviations: float = 6.0, window: int = 100, warmup: int = 20) -> Chain:
     """Warn, skip the update, or stop if a loss is far above those before it, or is not finite.
 
     A spike is a loss that is more than `deviations` standard deviations above the mean of the last steps. It
@@ -127,7 +127,7 @@ def on_spike(
     `fa.compile` the update then runs beside the captured step, as with transforms of your own.
 
     Args:
-        step: a step or a loss function.
+        step: a step or a loss function; or none, for `fa.chain`.
         do: `"warn"` logs it, `"skip"` leaves the update out too (and, as `fa.skip_nonfinite`, those whose
             gradient is not finite), `"stop"` raises LossError in the next call, before it changes anything,
             or at the end of `fa.scan`.
@@ -154,10 +154,10 @@ def on_spike(
     require(counts, f"{window=}, {warmup=}", "fa.transforms.on_spike", "window from 2, warmup from 0")
     record = OnSpike(do=do, deviations=deviations, window=window, warmup=warmup)
     needs = frozenset({Capability.GRADIENTS})
-    compared = append(
-        step, Transform("on_spike", Phase.GRADS, apply=record, init=_nothing_known, needs=needs)
+    return chain(
+        Transform("on_spike", Phase.GRADS, apply=record, init=_nothing_known, needs=needs),
+        Transform("on_spike_read", Phase.CALL, apply=_Reading(do)),
     )
-    return append(compared, Transform("on_spike_read", Phase.CALL, apply=_Reading(do)))
 
 
 @attrs.frozen

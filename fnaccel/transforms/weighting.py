@@ -8,8 +8,9 @@ from typing import Any
 import attrs
 
 from fnaccel.errors import require
+from fnaccel.step.chain import takes_step
 from fnaccel.step.settings import Settings
-from fnaccel.step.step import Phase, Step, StepLike, Transform, append
+from fnaccel.step.step import Phase, Transform
 
 
 @attrs.frozen
@@ -23,14 +24,15 @@ class Weigh:
         return attrs.evolve(settings, weight_fn=self.weight_fn)
 
 
-def with_weight(step: StepLike, weight_fn: Callable[[Any], Any]) -> Step:
+@takes_step
+def with_weight(weight_fn: Callable[[Any], Any]) -> Transform:
     """Divide totals by the global weight up front, instead of dividing gradients afterwards.
 
     The loss function then returns a bare total (or a `Mean`, whose weight is replaced). Better
     scaled in fp16, and needed if an engine clips inside its own step.
 
     Args:
-        step: a step or a loss function.
+        step: a step or a loss function; or none, for `fa.chain`.
         weight_fn: `weight_fn(batch) -> int, float or 0-d tensor`, without the model.
 
     Raises:
@@ -45,4 +47,4 @@ def with_weight(step: StepLike, weight_fn: Callable[[Any], Any]) -> Step:
         "fa.with_weight",
         "pass a function weight_fn(batch)",
     )
-    return append(step, Transform("with_weight", Phase.BACKWARD, apply=Weigh(weight_fn)))
+    return Transform("with_weight", Phase.BACKWARD, apply=Weigh(weight_fn))

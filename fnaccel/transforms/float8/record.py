@@ -16,9 +16,10 @@ from torch import nn
 from fnaccel.errors import ArgumentError, CapabilityError, UnknownNameError, as_names, nearest, require
 from fnaccel.models.layers import Layers, check_patterns, matches
 from fnaccel.models.meta import modules_without_values
+from fnaccel.step.chain import Chain, chain
 from fnaccel.step.precision_policy import Precision
 from fnaccel.step.spec import Spec
-from fnaccel.step.step import Capability, Phase, Step, StepLike, Transform, append
+from fnaccel.step.step import Capability, Phase, Transform
 from fnaccel.transforms.float8 import torchao as by_torchao
 from fnaccel.transforms.float8 import transformer_engine as by_transformer_engine
 
@@ -321,23 +322,18 @@ def check_device(device: torch.device, record: Float8) -> None:
         )
 
 
-def with_float8(step: StepLike, record: Float8) -> Step:
-    """A step whose linear layers compute in fp8 and whose rest computes in bf16.
-
-    Args:
-        step: a step or a loss function.
-        record: how.
-    """
-    converted = append(
-        step, Transform("float8", Phase.MODULE, apply=record, needs=frozenset({Capability.MODULES}))
+def float8(record: Float8) -> Chain:
+    """The transforms after which linear layers compute in fp8 and the rest in bf16."""
+    needs = frozenset({Capability.MODULES})
+    converted = Transform("float8", Phase.MODULE, apply=record, needs=needs)
+    rest = Transform("with_precision", Phase.FORWARD, apply=Precision(compute="bf16"))
+    if record.backend != "transformer_engine":
+        return chain(converted, rest)
+    chosen = {name: getattr(record, name) for name in _OWN["transformer_engine"]}
+    context = by_transformer_engine.Autocast(
+        recipe=record.recipe, **{name: value for name, value in chosen.items() if value is not None}
     )
-    if record.backend == "transformer_engine":
-        chosen = {name: getattr(record, name) for name in _OWN["transformer_engine"]}
-        context = by_transformer_engine.Autocast(
-            recipe=record.recipe, **{name: value for name, value in chosen.items() if value is not None}
-        )
-        converted = append(converted, Transform("float8_autocast", Phase.FORWARD, apply=context))
-    return append(converted, Transform("with_precision", Phase.FORWARD, apply=Precision(compute="bf16")))
+    return chain(converted, Transform("float8_autocast", Phase.FORWARD, apply=context), rest)
 
 
 def float8_layers(train_step: Any) -> Layers | list[Layers]:
