@@ -251,21 +251,22 @@ def leave_to_others(module: torch.nn.Module, names: list[str]) -> None:
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
-class FixedBuckets(torch.nn.parallel.DistributedDataParallel):
-    """DistributedDataParallel whose buckets are laid out once, last parameter first. (2.13)
+class DataParallel(torch.nn.parallel.DistributedDataParallel):
+    """DistributedDataParallel whose buckets are laid out once, last parameter first, if `fixed`. (2.13)
 
     torch rebuilds them after a process's first backward, in the order in which gradients came. Then
     sums over three ranks or more round differently, and a run that goes on in a new process is not the
-    run that went on: here both begin with the layout that they end with. With `find_unused_parameters`
+    run that went on: fixed, both begin with the layout that they end with. With `find_unused_parameters`
     torch never changes it.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, fixed: bool, **options: Any) -> None:
+        self._fixed = fixed
         super().__init__(*args, **options)
         self._fix_buckets()
 
     def _fix_buckets(self) -> None:
-        if not self.find_unused_parameters:
+        if self._fixed and not self.find_unused_parameters:
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
 
@@ -283,7 +284,7 @@ class FixedBuckets(torch.nn.parallel.DistributedDataParallel):
 
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()
-        if self.find_unused_parameters:
+        if self.find_unused_parameters or not self._fixed:
             return parameters, sparse
         return parameters[::-1], sparse[::-1]
 

@@ -1,7 +1,7 @@
 """`ddp()`: every rank holds the whole model, gradients are averaged in buckets during backward.
 
 torch's DistributedDataParallel does the work (https://docs.pytorch.org/docs/stable/notes/ddp.html), with
-fixed buckets (see `_torch.FixedBuckets`). The wrapper is around the host module, so the loss may call
+fixed buckets (see `_torch.DataParallel`). The wrapper is around the host module, so the loss may call
 any method of the model.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import attrs
 import torch
@@ -25,7 +25,7 @@ from fnaccel.models.constant_buffers import constant_buffers
 from fnaccel.models.note import first_of
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, finisher
-from fnaccel.strategies.ddp_buckets import MIB, Buckets, bucket_bytes, lay_out
+from fnaccel.strategies.ddp_buckets import MIB, TORCH_SIZES, Buckets, bucket_bytes, lay_out
 from fnaccel.strategies.ddp_hooks import (
     HOOKS,
     Hook,
@@ -40,6 +40,7 @@ from fnaccel.strategies.strategy import ARGUMENT_MAKERS, Axis, Strategy, check_d
 from fnaccel.world.mesh import ensure_group
 
 ARGUMENT_MAKERS["powersgd"] = powersgd
+BucketLayout = Literal["fixed", "torch"]
 _REDUCE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SENT = {name: dtype for dtype, name in _REDUCE.items()}
 
@@ -58,6 +59,14 @@ class Ddp(Axis):
     sync_buffers: bool = True
     hook: Hook | None = None
     gradient_as_bucket_view: bool = True
+    buckets: BucketLayout = "fixed"
+
+    def bucket_sizes(self, gradients: int) -> tuple[float, float]:
+        """The bytes of the first bucket and of the others, for so many bytes of gradients."""
+        if self.bucket_mb is None and self.buckets == "torch":
+            return TORCH_SIZES
+        size = bucket_bytes(gradients) if self.bucket_mb is None else self.bucket_mb * MIB
+        return size, size
 
     def check(self, spec: Spec) -> None:
         """Raise CapabilityError if sums over a batch would be sent in fp16, which ends at 65,504."""
@@ -74,15 +83,24 @@ class Ddp(Axis):
             )
 
     def plan_notes(self, spec: Spec) -> list[str]:
-        """A note if each rank keeps its own buffers."""
-        if self.sync_buffers or spec.mesh.loss_size == 1:
+        """Notes if each rank keeps its own buffers, and if torch lays out the buckets."""
+        if spec.mesh.loss_size == 1:
             return []
-        return [
-            "sync_buffers=False: each rank keeps its own buffers, and a checkpoint holds the first rank's"
-        ]
+        notes: list[str] = []
+        if not self.sync_buffers:
+            notes.append(
+                "sync_buffers=False: each rank keeps its own buffers, and a checkpoint holds the first rank's"
+            )
+        if self.buckets == "torch":
+            notes.append(
+                "buckets='torch': a run that is resumed may differ in its last bits on three ranks or more"
+            )
+        return notes
 
     def obstacle_to_capture(self, spec: Spec) -> str:  # noqa: ARG002
         """Hooks that a graph can't hold."""
+        if self.buckets == "torch":
+            return "ddp(buckets='torch') lays out buckets while the first backward runs"
         if self.unused_parameters:
             return "ddp(unused_parameters=True) looks for parameters without a gradient in each step"
         if self.hook is not None and not self.hook.casts_only:
@@ -100,6 +118,7 @@ def ddp(
     sync_buffers: bool = True,
     hook: str | Hook | Callable[[Any, Any], Any] | None = None,
     gradient_as_bucket_view: bool = True,
+    buckets: BucketLayout = "fixed",
 ) -> Strategy:
     """Replicate the model and average gradients (Li et al. 2020).
 
@@ -114,9 +133,13 @@ def ddp(
             `(group, bucket) -> Future` of yours: see `fa.strategies.comm_hook`. In the text of a strategy
             it is `"module:function"`.
         gradient_as_bucket_view: gradients are views of the buckets, which saves a copy of them in memory.
+        buckets: `"fixed"` lays them out before the first step, last parameter first, so that a run that is
+            resumed is the run that went on, to the bit. `"torch"` leaves it to DistributedDataParallel:
+            25 MiB by default, laid out again after the first backward in the order in which gradients came, which
+            overlaps more if parameters are used in another order than they were made.
 
     Raises:
-        ArgumentError: a degree or bucket size that can't be.
+        ArgumentError: a degree, a size or a layout of buckets that can't be.
         UnknownNameError: no such hook.
 
     Example:
@@ -128,6 +151,9 @@ def ddp(
         f"a bucket can't hold {bucket_mb} MiB",
         "fa.ddp",
         "bucket_mb is positive, or None",
+    )
+    require(
+        buckets in get_args(BucketLayout), f"buckets={buckets!r} is no layout", "fa.ddp", '"fixed" or "torch"'
     )
     if isinstance(hook, str) and ":" in hook:
         hook = named_hook(hook)
@@ -153,6 +179,7 @@ def ddp(
                 sync_buffers,
                 hook,
                 gradient_as_bucket_view,
+                buckets,
             ),
         )
     )
@@ -176,10 +203,13 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
         return _captured(built, build, options, hook), built
     _send_small(built, mesh.group("loss") or dist.group.WORLD)
     size = sum(p.numel() * p.element_size() for _, p in built.named("parameters") if p.requires_grad)
-    wrapped = _torch.FixedBuckets(
+    sizes = options.bucket_sizes(size)
+    wrapped = _torch.DataParallel(
         built.host,
         process_group=mesh.group("loss") or dist.group.WORLD,
-        bucket_cap_mb=bucket_bytes(size) / MIB if options.bucket_mb is None else options.bucket_mb,
+        fixed=options.buckets == "fixed",
+        # with None torch makes the first one smaller
+        bucket_cap_mb=None if sizes == TORCH_SIZES else sizes[0] / MIB,
         static_graph=options.static_graph,
         find_unused_parameters=options.unused_parameters,
         **_torch.buffer_sync(False),  # the train step shares them, once an update
@@ -257,7 +287,7 @@ def _share(values: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _syncer(
-    wrapped: _torch.FixedBuckets, static_graph: bool
+    wrapped: _torch.DataParallel, static_graph: bool
 ) -> Callable[[bool], contextlib.AbstractContextManager[Any]]:
     """The context of a micro-batch: gradients are averaged in its backward, or not.
 
@@ -276,7 +306,7 @@ def _syncer(
     return sync
 
 
-def _check_reduced(wrapped: _torch.FixedBuckets, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
+def _check_reduced(wrapped: _torch.DataParallel, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Raise CapabilityError if gradients were not averaged, since one that shares their bucket did not come.
 
     The wrapper itself says so in the forward of the next step, after a wrong update.
@@ -296,7 +326,7 @@ def _unreached(what: str) -> CapabilityError:
     )
 
 
-def _guarded(wrapped: _torch.FixedBuckets, torn: list[bool]) -> Callable[..., Any]:
+def _guarded(wrapped: _torch.DataParallel, torn: list[bool]) -> Callable[..., Any]:
     """Run a function of the model inside the wrapper. `torn` is filled if the previous step failed."""
 
     def run(fn: Callable[..., Any], *args: Any) -> Any:

@@ -15,6 +15,8 @@ from fnaccel import _torch
 
 MIB = 1 << 20
 _SMALLEST, _LARGEST = 1 * MIB, 25 * MIB
+TORCH_SIZES = (1 * MIB, 25 * MIB)
+"""The sizes of DistributedDataParallel's first bucket and of the others, by default."""
 _WANTED = 8
 
 

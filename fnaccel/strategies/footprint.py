@@ -21,7 +21,7 @@ from fnaccel.models.building import Built, construct, freeze, has_factories, rel
 from fnaccel.models.parameter import Cut, Leaf
 from fnaccel.models.unknown_values import without_memory
 from fnaccel.step.html_table import size_of
-from fnaccel.strategies.ddp_buckets import MIB, bucket_bytes
+from fnaccel.strategies.ddp_buckets import bucket_bytes
 from fnaccel.strategies.shard_dims import shard_dims
 from fnaccel.strategies.strategy import Strategy, strategy
 from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, resolve
@@ -320,8 +320,8 @@ def _data_parallel(placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[
         size = math.prod(degrees.get(axis, 1) for axis in LOSS_AXES)
         if size == 1:
             return []
-        wanted = next((axis.bucket_mb for axis in axes.axes if hasattr(axis, "bucket_mb")), None)
-        count = _buckets(trained, bucket_bytes(grads) if wanted is None else wanted * MIB)
+        own = next((axis.bucket_sizes(grads) for axis in axes.axes if isinstance(axis, HasBuckets)), None)
+        count = _buckets(trained, *own or (bucket_bytes(grads),) * 2)
         return [
             Traffic(axis="loss", kind="all_reduce", count=count, size=grads, per="step", what="gradients"),
             _report(),
@@ -350,8 +350,17 @@ def _data_parallel(placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[
     return [*rows, _report()]
 
 
-def _buckets(trained: list[Placed], limit: float) -> int:
-    """How many buckets torch's reducer makes: one is full as soon as it has `limit` bytes."""
+@runtime_checkable
+class HasBuckets(Protocol):
+    """An axis that sends gradients in buckets."""
+
+    def bucket_sizes(self, gradients: int) -> tuple[float, float]:
+        """The bytes of the first bucket and of the others, for so many bytes of gradients."""
+        ...
+
+
+def _buckets(trained: list[Placed], limit: float, others: float) -> int:
+    """How many buckets torch's reducer makes: one is full as soon as it has that many bytes."""
     filled: dict[torch.dtype, int] = {}
     count = 0
     for each in reversed(trained):
@@ -359,6 +368,7 @@ def _buckets(trained: list[Placed], limit: float) -> int:
         if filled[each.dtype] >= limit:
             filled[each.dtype] = 0
             count += 1
+            limit = others
     return count + sum(size > 0 for size in filled.values())
 
 

@@ -261,7 +261,7 @@ MUTANTS = [
         ("tests/checkpoint/test_user_state.py", "-k", "streams"),
     ),
     Mutant(
-        "buckets move after the first backward", "strategies/ddp.py", "_torch.FixedBuckets(", "torch.nn.parallel.DistributedDataParallel(",
+        "buckets move after the first backward", "strategies/ddp.py", "fixed=options.buckets == \"fixed\"", "fixed=False",
         ("tests/checkpoint/test_layouts.py", "-k", "any_other and ddp"),
     ),
     Mutant(

@@ -15,6 +15,7 @@ RANKS = 2
 OPTIONS = [
     "ddp(bucket_mb=0.0001)",
     "ddp(static_graph=True)",
+    "ddp(buckets='torch')",
     "ddp(unused_parameters=True)",
     "ddp(sync_buffers=False)",
     "ddp(hook='bf16')",
