@@ -3,7 +3,7 @@
     python examples/by_feature/checkpointing.py --dir runs/digits --save-every 10 --stop-at 35
     fnaccel launch -n 2 --strategy fsdp examples/by_feature/checkpointing.py --dir runs/digits
 
-The second command goes on from step 30, in the middle of an epoch, on other ranks under another strategy.
+The second command goes on from step 35, in the middle of an epoch, on other ranks under another strategy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--dir", default="runs/digits", help="the directory of the checkpoints")
     arguments.add_argument("--save-every", type=int, default=22, metavar="STEPS")
-    arguments.add_argument("--stop-at", type=int, metavar="STEP", help="end here, as if the job was killed")
+    arguments.add_argument("--stop-at", type=int, metavar="STEP", help="end here")
     args = arguments.parse_args()
     chosen = recipe(args.strategy)
     train_loader, test_loader = loaders()
@@ -33,7 +33,7 @@ def main() -> None:
                 scores = fa.evaluate(train_step, state, metrics_fn, test_shards)
                 state.extras["best"] = max(state.extras["best"], float(scores["accuracy"]))
             if state.step == args.stop_at:
-                break  # saves nothing more
+                break  # this step is saved too
         world.print(f"ends at step {state.step}, best accuracy {state.extras['best']:.4f}")
         world.print("checkpoints:", [checkpoint.step for checkpoint in fa.checkpoint.checkpoints(args.dir)])
 

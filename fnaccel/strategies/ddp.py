@@ -135,8 +135,8 @@ def ddp(
         gradient_as_bucket_view: gradients are views of the buckets, which saves a copy of them in memory.
         buckets: `"fixed"` lays them out before the first step, last parameter first, so that a run that is
             resumed is the run that went on, to the bit. `"torch"` leaves it to DistributedDataParallel:
-            25 MiB by default, laid out again after the first backward in the order in which gradients came, which
-            overlaps more if parameters are used in another order than they were made.
+            25 MiB by default, laid out again after the first backward in the order in which gradients came.
+            That overlaps more if parameters are used in another order than they were made.
 
     Raises:
         ArgumentError: a degree, a size or a layout of buckets that can't be.
