@@ -326,9 +326,19 @@ class UnusedOverrideError(FnaccelError, RuntimeError):
     """The launcher got an option that the script never used.
 
     Fails:
-        $ fnaccel launch --strategy fsdp -m this  # a program that never calls fa.config.recipe()
+        $ fnaccel launch --strategy fsdp -m this  # a program without a train step
     Works:
-        $ fnaccel launch --strategy fsdp train.py  # a script that builds its step from fa.config.recipe()
+        $ fnaccel launch --strategy fsdp train.py  # a script with fa.train_step or fa.config.recipe()
+    """
+
+
+class FlagMismatchError(FnaccelError, ValueError):
+    """The launcher and the script choose different things. Nothing was built.
+
+    Fails:
+        $ fnaccel launch --strategy fsdp train.py  # a script with fa.distribute(Net, "ddp")
+    Works:
+        $ fnaccel launch --strategy fsdp train.py  # a script with fa.distribute(Net)
     """
 
 

@@ -13,10 +13,10 @@ import attrs
 from fnaccel.big.budget import parse_bytes
 from fnaccel.big.sizes import Sizes, sizes
 from fnaccel.cli.options.estimate import parser
-from fnaccel.cli.subject import recipe_of
+from fnaccel.cli.subject import recipe_of, step_fields
 from fnaccel.cli.terminal import columns, print_json, split_list
 from fnaccel.config import Recipe
-from fnaccel.config.applying import make_optimizer, transformed
+from fnaccel.config.applying import make_optimizer, under_own
 from fnaccel.config.references import load
 from fnaccel.errors import ArgumentError, require
 from fnaccel.estimate import (
@@ -33,8 +33,9 @@ from fnaccel.estimate import (
     least_time,
     training,
 )
+from fnaccel.program.launcher_flags import filled
 from fnaccel.step.html_table import size_of
-from fnaccel.step.step import StepLike
+from fnaccel.step.step import StepLike, as_step
 from fnaccel.strategies import distribute
 from fnaccel.tree import Tree
 from fnaccel.world.simulation import check_machines
@@ -159,7 +160,11 @@ def _subject(named: NamedModel, recipe: Recipe, options: argparse.Namespace) -> 
             where=_PROG,
             fix="--loss module:loss_fn --inputs module:make_batch",
         )
-    return transformed(recipe, loss_fn), batch
+    fields = step_fields(options, _PROG) | {"remat": recipe.remat}
+    if not recipe.remat:
+        del fields["remat"]
+    step, _ = filled(as_step(loss_fn, f"{_PROG} --loss"), fields)
+    return under_own(recipe, step), batch
 
 
 def _training(
@@ -168,7 +173,7 @@ def _training(
     step, batch = _subject(named, recipe, options)
     estimate = training(
         step,
-        model=distribute(named.factory, recipe.strategy),
+        model=distribute(named.factory, step_fields(options, _PROG).get("strategy")),
         optimizer=make_optimizer(recipe.optimizer),
         batch=batch,
         ranks=options.ranks,

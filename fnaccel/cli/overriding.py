@@ -14,10 +14,10 @@ from fnaccel.cli.options.config import DEFAULT_FILE
 from fnaccel.config import Recipe, from_yaml
 from fnaccel.config.yaml import override, text_of
 from fnaccel.errors import LaunchError
-from fnaccel.launch.overrides import FLAGS
 from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
 from fnaccel.world import settings
+from fnaccel.world.flags import FLAGS
 from fnaccel.world.plain_data import load_yaml
 from fnaccel.world.settings import parse_value as parse_value
 
@@ -89,7 +89,7 @@ def layers(options: argparse.Namespace, environ: Mapping[str, str]) -> list[Laye
     sources: list[Layer] = []
     path = config_file(options)
     if path is not None:
-        sources.append(Layer(str(path), _fields_of(path), str(path)))
+        sources.append(file_layer(path))
     chosen = settings.read(environ)
     if chosen:
         sources.append(Layer(settings.VARIABLE, chosen, settings.VARIABLE))
@@ -192,7 +192,12 @@ def _machine_limits(text: str) -> tuple[int, int]:
     return int(fewest), int(most if colon else fewest)
 
 
-def _fields_of(path: Path) -> dict[str, Any]:
+def file_layer(path: Path) -> Layer:
+    """The fields of a file.
+
+    Raises:
+        ConfigError: the file does not exist, or is not a recipe.
+    """
     from_yaml(path)
     # the text and not the recipe: a field that the file sets to its default is an override too
     plain: dict[str, Any] = load_yaml(text_of(path, "a recipe"))
@@ -203,4 +208,4 @@ def _fields_of(path: Path) -> dict[str, Any]:
             fields |= {f"{name}.{inner}": each for inner, each in value.items()}
         else:
             fields[name] = value
-    return fields
+    return Layer(str(path), fields, str(path))

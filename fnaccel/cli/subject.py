@@ -1,30 +1,53 @@
-"""The recipe that the options of `fnaccel plan` and `fnaccel bench` describe."""
+"""The fields of a recipe that the options of `fnaccel plan`, `estimate` and `bench` set."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+from typing import Any
 
-import attrs
-
-from fnaccel.config import Recipe, from_yaml
+from fnaccel.cli.overriding import Layer, file_layer, gather_overrides
+from fnaccel.config import Recipe
+from fnaccel.config.yaml import override
+from fnaccel.program.launcher_flags import STEP_FIELDS
 from fnaccel.step.precision_policy import check_precision
+from fnaccel.world import settings
 
 
-def recipe_of(options: argparse.Namespace, prog: str) -> Recipe:
-    """The recipe of `--config`, with the other options over it.
+def fields_of(options: argparse.Namespace, prog: str) -> dict[str, Any]:
+    """Dotted fields of `--config`, of FNACCEL_SET over it, and of the other options over both.
 
     Args:
         options: with those of `fnaccel.cli.options.subject`.
         prog: the command, for errors.
 
     Raises:
-        ConfigError, UnknownNameError, ArgumentError: the file or an option is wrong.
+        ConfigError: the file is not a recipe, or FNACCEL_SET can't be read.
     """
-    base = Recipe() if options.config is None else from_yaml(Path(options.config))
     flags = {name: getattr(options, name) for name in ("strategy", "precision", "accumulate", "clip_norm")}
-    if options.optimizer is not None:
-        flags["optimizer"] = attrs.evolve(base.optimizer, name=options.optimizer)
-    recipe = attrs.evolve(base, **{name: value for name, value in flags.items() if value is not None})
+    flags["optimizer.name"] = options.optimizer
+    chosen = {name: value for name, value in flags.items() if value is not None}
+    sources = [] if options.config is None else [file_layer(Path(options.config))]
+    sources += [
+        Layer(settings.VARIABLE, settings.read(os.environ), settings.VARIABLE),
+        Layer("flag", chosen, prog),
+    ]
+    return gather_overrides(sources)
+
+
+def step_fields(options: argparse.Namespace, prog: str) -> dict[str, Any]:
+    """Those of the fields that a train step can use. Arguments as for `fields_of`."""
+    fields = fields_of(options, prog)
+    return {name: value for name, value in fields.items() if name.partition(".")[0] in STEP_FIELDS}
+
+
+def recipe_of(options: argparse.Namespace, prog: str) -> Recipe:
+    """The recipe that these fields make.
+
+    Raises:
+        ConfigError, UnknownNameError, ArgumentError: the file, FNACCEL_SET or an option is wrong.
+    """
+    recipe = override(Recipe(), fields_of(options, prog), prog)
     check_precision(recipe.precision, f"{prog} --precision")
     return recipe

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -15,26 +14,13 @@ from fnaccel.config.references import load
 from fnaccel.config.yaml import from_yaml, override
 from fnaccel.data import Shards
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest, require
-from fnaccel.launch import overrides
 from fnaccel.optim import Optimizer, OptimizerGroups, schedules
 from fnaccel.program.train_step import TrainStep, train_step
 from fnaccel.step.step import Step, as_step
 from fnaccel.strategies import distribute
 from fnaccel.track.registry import find as find_tracker
-from fnaccel.transforms import (
-    Float8,
-    accumulate,
-    attention,
-    clip_norm,
-    clip_value,
-    compile,  # noqa: A004
-    on_spike,
-    remat,
-    skip_nonfinite,
-    with_ema,
-    with_precision,
-)
-from fnaccel.world import log_level
+from fnaccel.transforms.from_fields import KINDS, OPTIONS, transforms_of
+from fnaccel.world import flags, log_level
 from fnaccel.world.world import World
 
 _OPTIMIZERS = {
@@ -73,7 +59,7 @@ def recipe(default: Recipe | str | None = None) -> Recipe:
         1.0
     """
     base = from_yaml(default) if isinstance(default, str) else default or Recipe()
-    chosen = override(base, overrides.take(), "the overrides of fa.config.recipe")
+    chosen = override(base, flags.take_for_recipe(), "the overrides of fa.config.recipe")
     if chosen.tracking.level is not None:
         log_level.set_level(chosen.tracking.level)
     return chosen
@@ -133,19 +119,6 @@ def _make_schedule(described: OptimizerRecipe) -> Any:
         raise _wrong_options("optimizer.schedule_options", name, error) from error
 
 
-def _made(make: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Any:
-    """Call `make` with options of a recipe.
-
-    Raises:
-        ConfigError: an option that it does not take.
-    """
-    try:
-        return make(**options)
-    except TypeError as error:
-        function = {"fp8": "Float8"}.get(name, name)
-        raise _wrong_options(f"{name}_options" if name == "compile" else name, function, error) from error
-
-
 def _wrong_options(where: str, name: str, error: TypeError) -> ConfigError:
     return ConfigError(
         f"{name} can't take these options: {error}", where=where, fix="see the options of fa." + name
@@ -154,38 +127,14 @@ def _wrong_options(where: str, name: str, error: TypeError) -> ConfigError:
 
 def transformed(recipe_: Recipe, loss_fn: Callable[..., Any]) -> Step:
     """The loss function under the transforms that a recipe names, in the recipe's order."""
-    step: Any = as_step(loss_fn, "fa.config.apply")
-    for options, wanted, field, fix in (
-        (recipe_.compile_options, recipe_.compile is not None, "compile_options", "compile: auto"),
-        (recipe_.fp8, recipe_.precision == "fp8", "fp8", "precision: fp8"),
-    ):
-        require(
-            wanted or not options, f"{field}={options} has no effect", "Recipe", f"{fix}, or leave it out"
-        )
-    if recipe_.precision == "fp8":
-        step = with_precision(step, _made(Float8, "fp8", recipe_.fp8))
-    elif recipe_.precision != "fp32":
-        step = with_precision(step, recipe_.precision)
-    if recipe_.accumulate > 1:
-        step = accumulate(step, recipe_.accumulate)
-    if recipe_.skip_nonfinite:
-        step = skip_nonfinite(step)
-    if recipe_.on_spike is not None:
-        step = on_spike(step, do=cast(Any, recipe_.on_spike))
-    if recipe_.clip_norm is not None:
-        step = clip_norm(step, recipe_.clip_norm)
-    if recipe_.clip_value is not None:
-        step = clip_value(step, recipe_.clip_value)
-    if recipe_.ema is not None:
-        step = with_ema(step, recipe_.ema)
-    if recipe_.remat:
-        step = remat(step, save=cast(Any, recipe_.remat if isinstance(recipe_.remat, str) else "nothing"))
-    if recipe_.attention:
-        step = attention(step, *recipe_.attention)  # pyright: ignore[reportArgumentType]
-    if recipe_.compile is not None:
-        step = _made(
-            functools.partial(compile, step, cast(Any, recipe_.compile)), "compile", recipe_.compile_options
-        )
+    step = as_step(loss_fn, "fa.config.apply")
+    for transform in transforms_of({name: getattr(recipe_, name) for name in (*KINDS, *OPTIONS)}).values():
+        step = step if transform is None else transform(step)
+    return under_own(recipe_, step)
+
+
+def under_own(recipe_: Recipe, step: Any) -> Step:
+    """A step under the user's transforms that a recipe names."""
     for reference in recipe_.transforms:
         transform = load(reference, "transforms")
         if not callable(transform):

@@ -22,6 +22,7 @@ from fnaccel.models import _torch
 from fnaccel.models.blocks import HasUnits, find_units
 from fnaccel.models.building import Built, construct, freeze, has_factories, release
 from fnaccel.program.axes_applied import apply_axes
+from fnaccel.program.launcher_flags import Chosen, choose
 from fnaccel.program.lower import Lowered
 from fnaccel.program.planned import Planned, check_distributed, planned
 from fnaccel.step.html_table import size_of
@@ -152,7 +153,7 @@ def training(
     check_distributed(model)
     if not has_factories(model.model):
         raise ArgumentError("a built module was given", where=_WHERE, fix="give its factory")
-    planned_step = _planned(step, model, optimizer, ranks, per_machine, frozen)
+    chosen, planned_step = _planned(step, model, optimizer, ranks, per_machine, frozen)
     if planned_step.delegation is not None:
         raise CapabilityError(
             f"{planned_step.delegation.by} lays the model out itself, and its memory is not counted here",
@@ -161,8 +162,8 @@ def training(
         )
     try:
         with _quietly():
-            few = _of_few_blocks(model, planned_step, batch)
-            return _built_and_traced(model, planned_step, batch, 0) if few is None else few
+            few = _of_few_blocks(chosen, planned_step, batch)
+            return _built_and_traced(chosen, planned_step, batch, 0) if few is None else few
     except FnaccelError:
         raise
     except _torch.NEEDS_VALUES as error:
@@ -197,13 +198,13 @@ def _quietly() -> Generator[None]:
         logger.setLevel(before)
 
 
-def _of_few_blocks(model: Distributed, planned_step: Planned, batch: Tree) -> TrainingEstimate | None:
+def _of_few_blocks(chosen: Chosen, planned_step: Planned, batch: Tree) -> TrainingEstimate | None:
     """The estimate from a few of the repeated blocks, or None if they do not stand for the others."""
     try:
-        few = _built_and_traced(model, planned_step, batch, TRACED)
+        few = _built_and_traced(chosen, planned_step, batch, TRACED)
         if not few.left_out:
             return few
-        more = _built_and_traced(model, planned_step, batch, CHECKED)
+        more = _built_and_traced(chosen, planned_step, batch, CHECKED)
         return few if _alike(few, more) else None
     except (FnaccelError, *_torch.NEEDS_VALUES):
         raise
@@ -218,10 +219,10 @@ def _alike(one: TrainingEstimate, other: TrainingEstimate) -> bool:
     return all(abs(first - second) <= 0.005 * second for first, second in pairs)
 
 
-def _built_and_traced(model: Distributed, planned_step: Planned, batch: Tree, most: int) -> TrainingEstimate:
-    built = construct(model.model, 0, empty=True)
+def _built_and_traced(chosen: Chosen, planned_step: Planned, batch: Tree, most: int) -> TrainingEstimate:
+    built = construct(chosen.model, 0, empty=True)
     try:
-        return _of(built, planned_step, model.strategy, batch, most)
+        return _of(built, planned_step, chosen.strategy, batch, most)
     finally:
         release(built)
 
@@ -233,16 +234,16 @@ def _planned(
     ranks: int,
     per_machine: int | None,
     frozen: str | Iterable[str],
-) -> Planned:
-    """The plan of a train step on ranks that do not exist."""
+) -> tuple[Chosen, Planned]:
+    """The plan of a train step on ranks that do not exist, and what it is of."""
     check_ranks(ranks, f"{_WHERE}(ranks=)")
     local = ranks if per_machine is None else per_machine
     check_machines(ranks, local, f"{_WHERE}(per_machine=)")
-    axes = model.strategy
-    mesh = Mesh(
-        world=absent_world(ranks, local, "fa.estimate"), degrees=resolve(axes.degrees(), ranks, str(axes))
-    )
-    return planned(step, model, optimizer, mesh, frozen=frozen)
+    world = absent_world(ranks, local, "fa.estimate")
+    chosen = choose(step, model, world, trains=True)
+    axes = chosen.strategy
+    mesh = Mesh(world=world, degrees=resolve(axes.degrees(), ranks, str(axes)))
+    return chosen, planned(chosen, optimizer, mesh, frozen=frozen)
 
 
 def _of(built: Built, planned_step: Planned, strategy: Strategy, batch: Tree, most: int) -> TrainingEstimate:

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from fnaccel.errors import Preempted
-from fnaccel.launch import affinity, numa, overrides
+from fnaccel.launch import affinity, numa
 from fnaccel.launch.failure import Failure, follows, shown
 from fnaccel.launch.job import Job
 from fnaccel.launch.run_script import run_file, run_module
 from fnaccel.launch.tee import log_path
-from fnaccel.world import joining
+from fnaccel.world import flags, joining
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -63,7 +63,7 @@ def live(job: Job, local_rank: int, *, environ: dict[str, str], launcher: int, p
     try:
         code, text = _run(job)
         if code == 0:
-            overrides.check_taken()
+            flags.check_taken()
     except BaseException as error:
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         report.code = code

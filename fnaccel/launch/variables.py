@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from fnaccel.launch import affinity, overrides, tpu
+from fnaccel.launch import affinity, tpu
 from fnaccel.launch.job import Job
-from fnaccel.world import settings
+from fnaccel.world import flags, settings
 
 _OF_ANOTHER_LAUNCH = (
-    overrides.VARIABLE,
+    flags.VARIABLE,
     settings.VARIABLE,  # the launcher has read it, and its own options go over it
     "TORCHELASTIC_",
     "GROUP_",
@@ -61,7 +61,7 @@ def variables(
         "MASTER_PORT": str(port),
         "FNACCEL_LAUNCHED": "1",
         "FNACCEL_RESTART_COUNT": str(restarts),
-        **overrides.pack(job.overrides),
+        **flags.pack(job.overrides),
     }
     if job.role is not None:
         rank, size = str(job.rank(local_rank)), str(job.size)

@@ -10,15 +10,18 @@ from torch import nn
 from fnaccel.engine.updater import by_model, check_own
 from fnaccel.errors import ArgumentError, as_names
 from fnaccel.models.constant_buffers import check_not_trained
+from fnaccel.program.launcher_flags import Chosen
 from fnaccel.program.lower import Lowered, lower
 from fnaccel.program.plan import Plan, make_plan
 from fnaccel.step.spec import LossPart, Rng, Spec, resolve
-from fnaccel.step.step import StepLike, as_step
 from fnaccel.strategies.axis import finishing_axis
 from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.runtime import Delegation, check_device, delegate
+from fnaccel.strategies.strategy import Strategy
 from fnaccel.world.devices import check_precision
-from fnaccel.world.mesh import Mesh
+from fnaccel.world.mesh import Mesh, build
+from fnaccel.world.mesh import resolve as resolve_degrees
+from fnaccel.world.world import World
 
 
 @attrs.frozen(kw_only=True)
@@ -44,26 +47,28 @@ def check_distributed(model: object) -> None:
             where="fa.train_step",
             fix="model=fa.distribute(model, fa.local())",
         )
-    finishing_axis(model.strategy)
+    if model.strategy is not None:
+        finishing_axis(model.strategy)
+
+
+def mesh_of(strategy: Strategy, world: World) -> Mesh:
+    """The ranks of a world over the axes of a strategy. Raises AxisProductError if they do not fit."""
+    degrees = resolve_degrees(strategy.degrees(), world.size, str(strategy))
+    return build(world, degrees, strategy.follows())
 
 
 def planned(
-    step: StepLike,
-    model: Distributed,
-    optimizer: object,
-    mesh: Mesh,
-    *,
-    frozen: str | Iterable[str] = (),
-    rng: Rng = "fold",
+    chosen: Chosen, optimizer: object, mesh: Mesh, *, frozen: str | Iterable[str] = (), rng: Rng = "fold"
 ) -> Planned:
     """Validate the arguments of `fa.train_step` on a mesh, which need not have ranks. Raises as it does."""
-    keys: list[str | None] = list(model.model) if isinstance(model.model, dict) else [None]
+    model = chosen.model
+    keys: list[str | None] = list(model) if isinstance(model, dict) else [None]
     optimizers = None if optimizer is None else by_model(optimizer, keys)
     spec = resolve(
         Spec(
-            step=as_step(step, "fa.train_step"),
-            model=model.model,
-            strategy=model.strategy,
+            step=chosen.step,
+            model=model,
+            strategy=chosen.strategy,
             optimizers=optimizers,
             frozen=as_names(frozen),
             rng=rng,
@@ -72,7 +77,7 @@ def planned(
     )
     check_device(spec)
     if optimizers is not None:  # a factory's model is checked when it is built
-        parts = model.model if isinstance(model.model, dict) else {None: model.model}
+        parts = model if isinstance(model, dict) else {None: model}
         check_not_trained({k: m for k, m in parts.items() if isinstance(m, nn.Module)}, spec.frozen)
     delegation = delegate(spec)
     if delegation is not None:
@@ -80,4 +85,6 @@ def planned(
     else:
         check_own(optimizers or {})
     described = optimizers if optimizers and None not in optimizers else optimizer
-    return Planned(spec=spec, plan=make_plan(spec, described, delegation), delegation=delegation)
+    plan = make_plan(spec, described, delegation)
+    plan = attrs.evolve(plan, notes=(*chosen.notes, *plan.notes))
+    return Planned(spec=spec, plan=plan, delegation=delegation)

@@ -15,13 +15,14 @@ from fnaccel.models.building import check_factories
 from fnaccel.program.autocast import keeping_modes, torch_modes
 from fnaccel.program.compile_meter import Compilation
 from fnaccel.program.doubled_row import check_loss, check_metrics
+from fnaccel.program.launcher_flags import choose
 from fnaccel.program.lent_models import Given, lend
 from fnaccel.program.look import LOOK, flops_of, look_at
 from fnaccel.program.lower import Lowered, micro_batches, parts_of
 from fnaccel.program.model_notes import warn_of, with_notes
 from fnaccel.program.owned import Owned, assemble
 from fnaccel.program.plan import Plan, compare
-from fnaccel.program.planned import check_distributed, planned
+from fnaccel.program.planned import check_distributed, mesh_of, planned
 from fnaccel.program.probe import CAUSES, Probed, check_forward, fits, is_split, probe_first, short
 from fnaccel.program.put_back import put_back
 from fnaccel.program.state_owner import StateOwner
@@ -34,8 +35,6 @@ from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.runtime import Delegation
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
-from fnaccel.world.mesh import build
-from fnaccel.world.mesh import resolve as resolve_degrees
 from fnaccel.world.progress_marks import within
 from fnaccel.world.world import World, current
 
@@ -469,7 +468,7 @@ def train_step(
 
     Args:
         step: a loss function `loss_fn(model, batch[, given])`, or a Step made of one by transforms.
-        model: the result of `fa.distribute`.
+        model: the result of `fa.distribute`. What it and `step` leave open, flags of the launcher fill in.
         optimizer: a description such as `fa.adamw(3e-4)`, a dict of them for a dict of models, or
             None for a model that is only looked at or lent.
         frozen: patterns of parameter names that are not trained.
@@ -480,6 +479,7 @@ def train_step(
     Raises:
         AxisProductError: the strategy's degrees don't make up the ranks.
         CapabilityError: a transform that the strategy can't carry out.
+        FlagMismatchError, UnusedOverrideError: the launcher was told something else, or what no step can use.
         ArgumentError: a model that was not distributed, or no optimizer description.
 
     Example:
@@ -491,9 +491,9 @@ def train_step(
         ['grad_norm', 'loss', 'lr', 'weight']
     """
     check_distributed(model)
-    joined, strategy = current(world), model.strategy
-    mesh = build(joined, resolve_degrees(strategy.degrees(), joined.size, str(strategy)), strategy.follows())
-    made = planned(step, model, optimizer, mesh, frozen=frozen, rng=rng)
+    joined = current(world)
+    chosen = choose(step, model, joined, trains=optimizer is not None)
+    made = planned(chosen, optimizer, mesh_of(chosen.strategy, joined), frozen=frozen, rng=rng)
     result = TrainStep(made.spec, made.lowered(loss_part(made.spec)), made.plan, made.delegation)
     result.close_with(joined)
     return result

@@ -116,9 +116,10 @@ def takes_step(make: Callable[P, Transform | Chain]) -> TakesStep[P]:
     """
     options, where = inspect.signature(make), f"fa.{make.__name__}"
 
-    def fits(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def fits(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+        """Whether `make` takes these arguments. With None, whether it takes the positional ones."""
         try:
-            options.bind(*args, **kwargs)
+            _ = options.bind_partial(*args) if kwargs is None else options.bind(*args, **kwargs)
         except TypeError:
             return False
         return True
@@ -129,7 +130,7 @@ def takes_step(make: Callable[P, Transform | Chain]) -> TakesStep[P]:
             return make(*args, **kwargs)
         first, *rest = args
         leads = isinstance(first, Step) or (callable(first) and fits(rest, kwargs))
-        if not leads and fits(args, kwargs):
+        if not leads and fits(args, kwargs if callable(first) else None):
             return make(*args, **kwargs)
         step = as_step(first, where)
         make_of: Callable[..., Any] = make

@@ -24,16 +24,18 @@ class Distributed:
     """
 
     model: Any
-    strategy: Strategy
+    strategy: Strategy | None
 
 
-def distribute(model: object, strategy_: Strategy | str, /) -> Distributed:
+def distribute(model: object, strategy_: Strategy | str | None = None, /) -> Distributed:
     """Describe how a model is laid out over the ranks. Nothing is built or moved.
 
     Args:
         model: a factory (a class or a function without arguments, preferred), a module, or a dict
             of either, which gives `model["name"]` in the loss.
-        strategy_: a strategy such as `fa.fsdp()`, or its name or text.
+        strategy_: a strategy such as `fa.fsdp()`, or its name or text. None leaves it open:
+            `fa.train_step` takes what the launcher says (`--strategy fsdp`), or else `local` on one rank and
+            `ddp` on several.
 
     Raises:
         ArgumentError: not a model, or a name that none can have.
@@ -44,7 +46,7 @@ def distribute(model: object, strategy_: Strategy | str, /) -> Distributed:
         >>> model = fa.distribute(GPT, fa.fsdp())
         >>> model = fa.distribute({"student": GPT, "teacher": lambda: GPT()}, "ddp")
     """
-    chosen = strategy(strategy_)
+    chosen = None if strategy_ is None else strategy(strategy_)
     for value in model.values() if isinstance(model, Mapping) else (model,):
         if isinstance(value, Distributed):
             raise OwnershipError(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fnaccel import _torch
 from fnaccel.errors import NoWorldError, PeerLostError, WorldError, require
-from fnaccel.world import settings
+from fnaccel.world import flags, settings
 from fnaccel.world.calls import CallLog
 from fnaccel.world.connections import drop_inherited
 from fnaccel.world.devices import HOSTED, check_present, check_processes, open_device
@@ -59,6 +59,7 @@ class World(ProcessControl):
         backend: the name of the collective backend (`"gloo"`, `"nccl"`), or `"none"` on one rank.
         saved_by: data positions (epoch, samples) that were restored, and facts about the run of each.
         calls: the calls that need all ranks, as this rank has made them. None on one rank.
+        flags: fields of a recipe that the launcher or FNACCEL_SET was given, by dotted name, for train steps.
         groups: process groups of all ranks beside the one in which train steps talk.
 
     Example:
@@ -76,6 +77,7 @@ class World(ProcessControl):
     backend: str
     source: str = "plain python"
     calls: CallLog | None = attrs.field(default=None, repr=False, eq=False)
+    flags: Mapping[str, Any] = attrs.field(factory=dict, repr=False, eq=False)
     groups: Groups = attrs.field(factory=Groups, repr=False, eq=False)
     saved_by: dict[tuple[int, int], Mapping[str, Any]] = attrs.field(factory=dict, repr=False, eq=False)
     _peers: Peers | None = attrs.field(default=None, repr=False, eq=False, alias="peers")
@@ -274,6 +276,7 @@ def start(
         backend=str(dist.get_backend()) if dist.is_initialized() else "none",
         source=ranks.source,
         calls=calls,
+        flags=flags.given(),
         groups=groups,
         peers=peers,
         watchdog=dog,

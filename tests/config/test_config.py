@@ -13,8 +13,8 @@ import fnaccel as fa
 from fnaccel import errors
 from fnaccel.config.applying import make_optimizer, transformed
 from fnaccel.config.yaml import override
-from fnaccel.launch import overrides
 from fnaccel.transforms.rematerialisation import Kept
+from fnaccel.world import flags
 from tests.models import Net, batch_of, loss_fn
 
 
@@ -122,12 +122,12 @@ def test_a_closure_is_not_yaml():
 
 
 def test_overrides_go_over_the_scripts_recipe(monkeypatch):
-    for name, value in overrides.pack({"strategy": "fsdp", "optimizer.lr": 0.5, "clip_norm": None}).items():
+    for name, value in flags.pack({"strategy": "fsdp", "optimizer.lr": 0.5, "clip_norm": None}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("FNACCEL_OVERRIDES_TAKEN", "")
     monkeypatch.delenv("FNACCEL_OVERRIDES_TAKEN")
     with pytest.raises(errors.UnusedOverrideError, match="strategy='fsdp'"):
-        overrides.check_taken()
+        flags.check_taken()
     recipe = fa.config.recipe(fa.config.Recipe(precision="bf16", clip_norm=1.0))
     assert (recipe.strategy, recipe.precision, recipe.optimizer.lr, recipe.clip_norm) == (
         "fsdp",
@@ -135,7 +135,7 @@ def test_overrides_go_over_the_scripts_recipe(monkeypatch):
         0.5,
         None,
     )
-    overrides.check_taken()
+    flags.check_taken()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,21 @@ ENGINES = "tests/engines/test_engines.py"
 
 MUTANTS = [
     Mutant(
+        "a flag of the launcher that says something else is ignored", "program/launcher_flags.py",
+        "            _check_same(name, said[name], own)\n", "            pass\n",
+        ("tests/config/test_launcher_flags.py", "-k", "raises_with_both"),
+    ),
+    Mutant(
+        "a flag of the launcher does not reach a step", "program/launcher_flags.py",
+        "            step = transform(step)\n", "            transform(step)\n",
+        ("tests/config/test_launcher_flags.py", "-k", "it_trains_as"),
+    ),
+    Mutant(
+        "a chain applies its last transform first", "step/chain.py",
+        "for member in self.members:", "for member in reversed(self.members):",
+        ("tests/transforms/test_without_step.py", "-k", "left_to_right"),
+    ),
+    Mutant(
         "ranks that train on different batches", "engine/same_position.py",
         "self._differ = squares", "self._differ = False and squares",
         ("tests/robust/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-eager"),

@@ -7,7 +7,7 @@ import pytest
 from tests.soak.killing import Kill, Training, children, kills, signal_process
 
 pytestmark = [pytest.mark.launcher, pytest.mark.timeout(3600)]
-STEPS = 120
+STEPS = 600
 
 
 def undisturbed(launcher, strategy="ddp"):

@@ -171,8 +171,9 @@ def test_bad_options_raise_at_once():
         fa.clip_norm()
     with pytest.raises(TypeError, match="typo"):
         fa.clip_norm(loss_fn, 1.0, typo=1)
-    with pytest.raises(TypeError, match="typo"):
-        fa.clip_norm(typo=1)
+    for make in (lambda: fa.clip_norm(typo=1), lambda: fa.compile("loss", typo=1)):
+        with pytest.raises(TypeError, match="typo"):
+            make()
 
 
 def test_signatures_show_the_step():

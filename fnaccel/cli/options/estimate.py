@@ -24,7 +24,7 @@ def parser() -> Parser:
     )
     add("--dtypes", default=DTYPES, metavar="LIST", help=f"of the table of sizes (default: {DTYPES})")
     add("--config", metavar="FILE", help="a recipe in YAML. The options below go over it")
-    add("--strategy", help='such as fsdp, or "fsdp * tensor(8)" (default: local)')
+    add("--strategy", help='such as fsdp, or "fsdp * tensor(8)" (default: local on one rank, else ddp)')
     add("--precision", help="fp32, bf16, fp16 or fp8")
     add("--accumulate", type=int, help="micro-batches in an update")
     add("--clip-norm", type=float, help="the largest norm of the gradient")

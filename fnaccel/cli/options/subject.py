@@ -13,7 +13,7 @@ def add_subject(options: argparse.ArgumentParser) -> None:
     add("loss", metavar="LOSS", help="a function loss_fn(model, batch), or a step made of one")
     add("--model", required=True, metavar="REF", help="a factory (a class, a function) or a module")
     add("--config", metavar="FILE", help="a recipe in YAML. The options below go over it")
-    add("--strategy", help='such as fsdp, or "ddp(2) * tensor(2)" (default: local)')
+    add("--strategy", help='such as fsdp, or "ddp(2) * tensor(2)" (default: local on one rank, else ddp)')
     add("--precision", help="fp32, bf16 or fp16")
     add("--accumulate", type=int, help="micro-batches in an update")
     add("--clip-norm", type=float, help="the largest norm of the gradient")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from fnaccel.launch import overrides, tpu
+from fnaccel.launch import tpu
 from fnaccel.launch.job import Job
 from fnaccel.launch.presets import DEBUG, nccl_variables
+from fnaccel.world import flags
 
 _CARRIED = re.compile(
     "(CCL|CUDA|FI|GLOO|HF|HSA|KMP|MIOPEN|MKL|NCCL|OMP|PYTORCH|TORCH|TOKENIZERS|UCX|WANDB|XLA|ZE)_[A-Z0-9_]+"
@@ -42,7 +43,7 @@ def of_all_ranks(job: Job) -> dict[str, str]:
         >>> of_all_ranks(Job(script="t.py", cpu=True, threads=2, env={"A": "1"}))
         {'A': '1', 'FNACCEL_DEVICE': 'cpu', 'OMP_NUM_THREADS': '2'}
     """
-    variables = job.visible | overrides.pack(job.overrides)
+    variables = job.visible | flags.pack(job.overrides)
     if job.watchdog != Job().watchdog:
         variables["FNACCEL_WATCHDOG"] = f"{job.watchdog:g}"
     if job.cpu:
