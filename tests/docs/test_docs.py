@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import inspect
 import io
 import re
 import sys
@@ -15,8 +16,9 @@ import types
 import pytest
 import torch
 
+import fnaccel as fa
 from tests.docs.names import PAGES as LINKED
-from tests.docs.names import ROOT
+from tests.docs.names import ROOT, resolve
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -136,3 +138,33 @@ def test_the_reference_is_current(name):
     reference = runpy.run_path(str(ROOT / "docs" / "reference.py"))
     made = {"api": reference["api"], "errors": reference["mistakes"]}[name]()
     assert (ROOT / "docs" / f"{name}.md").read_text() == made
+
+
+NAMESPACES = (*fa._NAMESPACES, "schedules")
+
+
+def undocumented(text, things, api):
+    """Functions and classes `fa.namespace.name` that a page names and api.md has no entry for."""
+    for chain in re.findall(rf"(?<![\w./])fa\.((?:{'|'.join(NAMESPACES)})\.\w+)", text):
+        with contextlib.suppress(AttributeError):  # another test finds names that don't exist
+            value = resolve(f"fa.{chain}", things)
+            entries = (f"### `{chain}`\n", f"## {chain.removeprefix('errors.')}\n")
+            if not inspect.ismodule(value) and not any(entry in api for entry in entries):
+                yield chain
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_the_reference_has_each_namespace(namespace):
+    page = "errors" if namespace == "errors" else "api"
+    entry = r"^## \w+Error$" if namespace == "errors" else rf"^### `{namespace}\.\w+`$"
+    assert len(re.findall(entry, (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)) > 1
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_reference_has_what_pages_name(page, things):
+    api = (ROOT / "docs" / "api.md").read_text() + (ROOT / "docs" / "errors.md").read_text()
+    assert sorted(set(undocumented(page.read_text(), things, api))) == []
+
+
+def test_a_name_without_an_entry_is_found(things):
+    assert list(undocumented("`fa.tree.map` fa.tree.join", things, "### `tree.map`\n")) == ["tree.join"]
