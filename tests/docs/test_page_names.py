@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import fnaccel as fa
@@ -18,6 +20,7 @@ from tests.docs.names import (
     missing_targets,
     spans,
 )
+from tests.surface.structure import FILES
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -96,3 +99,25 @@ def test_the_files_of_others_are_named_somewhere():
         for word in command
     }
     assert sorted(THEIRS - words) == []
+
+
+ABOUT_THE_WORK = re.compile(
+    r"\b(the|an) (issue|reviewer|brief|founder|stranger)s?\b|\bagreed\s+(design|architecture)|\b(this|last|a) session of|"
+    r"REVIEW\.md|\bissues? #?\d|peer review|while building|\bsub-?agents?\b|\bthe helpers?\b",
+    re.IGNORECASE,
+)
+"""Talk about how this repository is written, which tells a reader nothing about fnaccel."""
+
+
+@pytest.mark.parametrize(
+    "path", [*PAGES, *FILES, ROOT / "CHANGELOG.md"], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_a_page_speaks_to_its_reader(path):
+    assert [found[0] for found in ABOUT_THE_WORK.finditer(path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "text", ["The issue asked for it.", "as the agreed design has it", "see REVIEW.md", "issue 31 says"]
+)
+def test_talk_about_the_work_is_found(text):
+    assert ABOUT_THE_WORK.search(text)
