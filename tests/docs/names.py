@@ -18,6 +18,7 @@ from tests.surface.structure import PACKAGE, ROW
 ROOT = PACKAGE.parent
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
     *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),

@@ -86,3 +86,33 @@ def test_a_form(form):
 
 def test_there_are_forms_for_a_bug_and_a_feature():
     assert {"bug", "feature"} <= {form.stem for form in FORMS}
+
+
+HISTORY = re.compile(
+    r"\bno longer\b|\bstill works\b|\brenamed\b|names that moved|\bformerly\b|^\| was\b|\bbefore this\b",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+def released(text):
+    """The versions of a changelog that have a date."""
+    return re.findall(r"^## (\d+\.\d+\.\d+) \((?!unreleased)", text, re.MULTILINE)
+
+
+def test_the_changelog_of_a_first_release_has_no_history():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert released(text) or HISTORY.findall(text) == []
+    assert text.count("\n### ") > 10, "a heading for each topic"
+
+
+def test_history_is_found():
+    assert released("## 0.1.0 (unreleased)\n") == []
+    assert released("## 0.2.0 (unreleased)\n\n## 0.1.0 (2027-01-01)\n") == ["0.1.0"]
+    assert (
+        len(
+            HISTORY.findall(
+                "### Names that moved\n| was `fa.` | is |\n`run_name=` (the old word still works)"
+            )
+        )
+        == 3
+    )
