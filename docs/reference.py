@@ -36,10 +36,14 @@ GROUPS = {
         "schedules.warmup_constant", "schedules.warmup_linear", "schedules.warmup_stable_decay", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined",
         "schedules.from_torch_scheduler",
     ],
-    "Data": ["shard", "set_seed", "data.Shards", "data.Batch", "data.Window", "data.Rows", "data.register_batch"],
+    "Data": ["shard", "set_seed", "data.Shards", "data.Batch", "data.Window", "data.Rows", "data.register_batch", "data.rows_of", "data.cut"],
     "State and checkpoints": [
         "TrainState", "state.Position", "state.Seed", "snapshot", "save", "save_async", "checkpoint.Saving", "restore", "resume_or_init", "checkpoint.latest", "checkpoint.checkpoints", "checkpoint.hooks", "checkpoint.Hooks",
-        "checkpoint.save_on_main", "interchange.adopt", "interchange.export_hf", "interchange.gather_state_dict", "interchange.export_adapter", "tree",
+        "checkpoint.save_on_main", "interchange.adopt", "interchange.export_hf", "interchange.gather_state_dict", "interchange.export_adapter",
+    ],
+    "Pytrees": [
+        "tree", "tree.map", "tree.map_with_path", "tree.map_tensors", "tree.leaves", "tree.paths", "tree.items", "tree.select", "tree.flatten", "tree.unflatten",
+        "tree.structure", "tree.partition", "tree.combine", "tree.cast", "tree.to", "tree.allclose", "tree.whole", "tree.register",
     ],
     "Collectives": [
         "gather", "collectives.gather_objects", "reduce", "broadcast", "collectives.broadcast_objects", "pad_across_processes",

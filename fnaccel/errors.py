@@ -6,6 +6,7 @@ code that raises the error, and code that works. Nothing here imports torch, so 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 from collections.abc import Iterable
@@ -39,6 +40,32 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     listed = ", ".join(names)
     return f"did you mean {close[0]!r}? known: {listed}" if close else f"choose one of: {listed}"
+
+
+def install_line(extra: str) -> str:
+    """The command that installs an extra of fnaccel, such as `"deepspeed"`.
+
+    If fnaccel was installed from a checkout, the command names its folder. pip writes that folder to
+    `direct_url.json` beside the metadata of the installation (PEP 610).
+
+    Example:
+        >>> print(fa.errors.install_line("deepspeed"))
+        pip install ...[deepspeed]...
+    """
+    import importlib.metadata  # noqa: PLC0415 - only a message needs it, and `--help` is quick
+    import json  # noqa: PLC0415
+    from urllib.parse import unquote, urlsplit  # noqa: PLC0415
+
+    checkout, editable = Path(), False
+    with contextlib.suppress(
+        importlib.metadata.PackageNotFoundError, ValueError, LookupError, TypeError, AttributeError
+    ):
+        origin = json.loads(importlib.metadata.distribution("fnaccel").read_text("direct_url.json") or "{}")
+        editable = bool(origin["dir_info"].get("editable"))
+        checkout = Path(unquote(urlsplit(origin["url"]).path))
+    if checkout == Path() or not checkout.is_dir():
+        return f"pip install 'fnaccel[{extra}]'"
+    return f'pip install {"-e " if editable else ""}"{checkout}[{extra}]"'
 
 
 class NoWorldError(FnaccelError, RuntimeError):

@@ -1,8 +1,8 @@
-"""Pytrees, as fnaccel sees them: optree bound to one namespace.
+"""Functions of pytrees: nested dicts, lists, tuples, named tuples and registered classes.
 
 Dictionaries are traversed by sorted key, so two ranks that filled a dict in different order
-agree. `None` holds no leaves. Only this file imports optree. See
-https://optree.readthedocs.io for nodes and leaves.
+agree. `None` holds no leaves. Only this file imports optree, and it binds optree to the namespace
+`fnaccel`. See https://optree.readthedocs.io for nodes and leaves.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ def map(  # noqa: A001 - the name of this operation in every pytree library
     """Apply `fn` to each leaf of `tree` (and the matching leaves of `rest`). Same structure back.
 
     Raises ValueError if the structures differ. The message names the path.
+
+    Example:
+        >>> fa.tree.map(lambda a, b: a + b, {"x": 1, "y": [2, 3]}, {"x": 10, "y": [20, 30]})
+        {'x': 11, 'y': [22, 33]}
     """
     try:
         return optree.tree_map(fn, *_alike(tree, *rest), is_leaf=is_leaf, namespace=NAMESPACE)
@@ -41,7 +45,12 @@ def map(  # noqa: A001 - the name of this operation in every pytree library
 
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf | None = None) -> Tree:
-    """Like `map`, with the leaf's path (`"params/weight"`) as the first argument of `fn`."""
+    """Like `map`, with the leaf's path (`"params/weight"`) as the first argument of `fn`.
+
+    Example:
+        >>> fa.tree.map_with_path(lambda path, leaf: f"{path}={leaf}", {"x": [1, 2]})
+        {'x': ['x/0=1', 'x/1=2']}
+    """
     try:
         return optree.tree_map_with_path(
             lambda path, *leaves: fn(join(path), *leaves),
@@ -82,28 +91,55 @@ def _difference(first: Tree, other: Tree, path: tuple[str, ...], is_leaf: IsLeaf
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
-    """Apply `fn` to tensor leaves and leave everything else alone."""
+    """Apply `fn` to tensor leaves and leave everything else alone.
+
+    Example:
+        >>> fa.tree.map_tensors(lambda x: x.shape, {"x": torch.ones(3), "name": "a"})
+        {'x': torch.Size([3]), 'name': 'a'}
+    """
     return map(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def flatten(tree: Tree, *, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
-    """The leaves of `tree` in traversal order, and its structure for `unflatten`."""
+    """The leaves of `tree` in traversal order, and its structure for `unflatten`.
+
+    Example:
+        >>> leaves, structure = fa.tree.flatten({"y": 2, "x": 1})
+        >>> leaves
+        [1, 2]
+    """
     leaves, structure = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
     return leaves, structure
 
 
 def unflatten(structure: Any, leaves: Iterable[Any]) -> Tree:
-    """The inverse of `flatten`."""
+    """The inverse of `flatten`.
+
+    Example:
+        >>> leaves, structure = fa.tree.flatten({"y": 2, "x": 1})
+        >>> fa.tree.unflatten(structure, [10, 20])
+        {'y': 20, 'x': 10}
+    """
     return optree.tree_unflatten(structure, leaves)
 
 
 def leaves(tree: Tree, *, is_leaf: IsLeaf | None = None) -> list[Any]:
-    """The leaves of `tree` in traversal order."""
+    """The leaves of `tree` in traversal order.
+
+    Example:
+        >>> fa.tree.leaves({"y": 2, "x": [1, None]})
+        [1, 2]
+    """
     return optree.tree_leaves(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
 def structure(tree: Tree, *, is_leaf: IsLeaf | None = None) -> Any:
-    """The structure of `tree`: comparable, hashable, printable."""
+    """The structure of `tree`: comparable, hashable, printable.
+
+    Example:
+        >>> fa.tree.structure([1, 2]) == fa.tree.structure([3, 4])
+        True
+    """
     return optree.tree_structure(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
@@ -113,12 +149,22 @@ def join(path: Iterable[Any]) -> str:
 
 
 def paths(tree: Tree, *, is_leaf: IsLeaf | None = None) -> list[str]:
-    """The path of each leaf, in traversal order."""
+    """The path of each leaf, in traversal order.
+
+    Example:
+        >>> fa.tree.paths({"x": [1, 2], "y": 3})
+        ['x/0', 'x/1', 'y']
+    """
     return [join(path) for path in optree.tree_paths(tree, is_leaf=is_leaf, namespace=NAMESPACE)]
 
 
 def items(tree: Tree, *, is_leaf: IsLeaf | None = None) -> Iterator[tuple[str, Any]]:
-    """Pairs of (path, leaf), in traversal order."""
+    """Pairs of (path, leaf), in traversal order.
+
+    Example:
+        >>> list(fa.tree.items({"x": [1, 2]}))
+        [('x/0', 1), ('x/1', 2)]
+    """
     return zip(paths(tree, is_leaf=is_leaf), leaves(tree, is_leaf=is_leaf), strict=True)
 
 
@@ -139,6 +185,10 @@ def partition(keep: Callable[[Any], bool], tree: Tree) -> tuple[Tree, Tree]:
     """Two trees shaped like `tree`: leaves for which `keep` holds, and the others.
 
     A leaf that went to the other side is `None`. `combine` puts the two together again.
+
+    Example:
+        >>> fa.tree.partition(lambda leaf: leaf > 1, {"x": 1, "y": 2})
+        ({'x': None, 'y': 2}, {'x': 1, 'y': None})
     """
     return (
         map(lambda leaf: leaf if keep(leaf) else None, tree),
@@ -147,7 +197,12 @@ def partition(keep: Callable[[Any], bool], tree: Tree) -> tuple[Tree, Tree]:
 
 
 def combine(first: Tree, second: Tree) -> Tree:
-    """The inverse of `partition`: if a leaf of `first` is `None`, take it from `second`."""
+    """The inverse of `partition`: if a leaf of `first` is `None`, take it from `second`.
+
+    Example:
+        >>> fa.tree.combine({"x": None, "y": 2}, {"x": 1, "y": None})
+        {'x': 1, 'y': 2}
+    """
     is_none: IsLeaf = lambda node: node is None  # noqa: E731
     try:
         return optree.tree_map(
@@ -162,12 +217,22 @@ def combine(first: Tree, second: Tree) -> Tree:
 
 
 def cast(tree: Tree, dtype: torch.dtype) -> Tree:
-    """Floating-point tensors in another dtype. Integers, bools and non-tensors as they are."""
+    """Floating-point tensors in another dtype. Integers, bools and non-tensors as they are.
+
+    Example:
+        >>> fa.tree.cast({"x": torch.ones(2), "n": torch.arange(2)}, torch.float16)
+        {'x': tensor([1., 1.], dtype=torch.float16), 'n': tensor([0, 1])}
+    """
     return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
 def to(tree: Tree, device: torch.device | str, *, non_blocking: bool = False) -> Tree:
-    """Tensors on another device. Non-tensors as they are."""
+    """Tensors on another device. Non-tensors as they are.
+
+    Example:
+        >>> fa.tree.to({"x": torch.ones(2)}, "meta")["x"].device
+        device(type='meta')
+    """
     return map_tensors(lambda x: x.to(device, non_blocking=non_blocking), tree)
 
 
@@ -175,6 +240,10 @@ def allclose(first: Tree, second: Tree, *, rtol: float = 1e-5, atol: float = 1e-
     """Whether two trees have one structure and all their leaves agree (tensors to tolerance).
 
     Every rank must call it if tensors are sharded, since they are gathered one by one.
+
+    Example:
+        >>> fa.tree.allclose({"x": torch.ones(2)}, {"x": torch.ones(2) + 1e-9})
+        True
     """
     first, second = _alike(first, second)
     if structure(first) != structure(second):
@@ -211,6 +280,15 @@ def register(
         cls: the attrs class.
         children: names of the fields to walk. All of the init fields by default.
         check: called with the instance before it is flattened. It may raise.
+
+    Example:
+        >>> @fa.tree.register
+        ... @attrs.frozen
+        ... class Pair:
+        ...     first: int
+        ...     second: int
+        >>> fa.tree.map(lambda x: x + 1, Pair(1, 2))
+        Pair(first=2, second=3)
     """
     fields = [f.name for f in attrs.fields(cls) if f.init]
     walked = tuple(children) if children is not None else tuple(fields)

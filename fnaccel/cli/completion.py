@@ -11,7 +11,7 @@ from typing import Any
 from fnaccel.cli.options import COMMANDS
 from fnaccel.cli.options.completion import parser
 from fnaccel.cli.terminal import print_json
-from fnaccel.errors import MissingBackendError
+from fnaccel.errors import MissingBackendError, install_line
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> int:
         raise MissingBackendError(
             "shell completion is written by shtab, which is not installed",
             where="fnaccel completion",
-            fix='pip install "fnaccel[cli]"',
+            fix=install_line("cli"),
         ) from None
     script = shtab.complete(whole_parser(shtab.FILE), options.shell)
     if options.json:

@@ -65,7 +65,9 @@ def _run(command: str, *options: str) -> int:
             f"no command is called {command!r}", where="fnaccel", fix=nearest(command, COMMANDS)
         )
     if {"-h", "--help"} & set(options):  # without PyTorch. It exits, unless the option is a script's own
-        importlib.import_module(f"fnaccel.cli.options.{command}").parser().parse_known_args(options)
+        module = importlib.import_module(f"fnaccel.cli.options.{command}")
+        actions = getattr(module, "ACTIONS", {})  # of `fnaccel config`
+        actions.get(options[0], module.parser)().parse_known_args(options)
     # by name, so that a command does not pay for the imports of another
     return importlib.import_module(f"fnaccel.cli.{command}").run(list(options))
 

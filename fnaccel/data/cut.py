@@ -129,7 +129,7 @@ def rows_of(batch: tree.Tree, *, where: str = "shard(loader)") -> int:
         LoaderError: the columns differ in length, or there is none. Every path is listed.
 
     Example:
-        >>> rows_of({"x": torch.ones(3, 2), "name": ["a", "b", "c"], "scale": 0.5})
+        >>> fa.data.rows_of({"x": torch.ones(3, 2), "name": ["a", "b", "c"], "scale": 0.5})
         3
     """
     if isinstance(batch, torch.Tensor) and batch.dim() > 0:
@@ -167,7 +167,7 @@ def cut(batch: tree.Tree, sizes: Sequence[int], *, where: str = "cut(batch, size
         MicroBatchError: the sizes don't add up to the rows of the batch.
 
     Example:
-        >>> cut({"x": torch.arange(5)}, [3, 2])[1]["x"].tolist()
+        >>> fa.data.cut({"x": torch.arange(5)}, [3, 2])[1]["x"].tolist()
         [3, 4]
     """
     rows = rows_of(batch, where=where)  # which learns the batch's type as well

@@ -19,7 +19,14 @@ import attrs
 import torch
 
 from fnaccel import _torch
-from fnaccel.errors import CapabilityError, MissingBackendError, UnknownNameError, nearest, require
+from fnaccel.errors import (
+    CapabilityError,
+    MissingBackendError,
+    UnknownNameError,
+    install_line,
+    nearest,
+    require,
+)
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.description import Group, Optimizer, options_of
 from fnaccel.optim.fused import BoundFused, check_betas
@@ -44,7 +51,7 @@ def _import(name: str) -> Any:
         raise MissingBackendError(
             f"{name.partition('.')[0]} can't be imported: {error}",
             where="8-bit optimizers",
-            fix="pip install 'fnaccel[quantize]'",
+            fix=install_line("quantize"),
         ) from error
 
 

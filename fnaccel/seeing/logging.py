@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from fnaccel.collectives import gather_objects
-from fnaccel.errors import ArgumentError, MissingBackendError
+from fnaccel.errors import ArgumentError, MissingBackendError, install_line
 from fnaccel.world.environment import find_ranks
 from fnaccel.world.log_level import as_level, get_level
 from fnaccel.world.world import current
@@ -144,7 +144,7 @@ def _rich_handler() -> logging.Handler:
         raise MissingBackendError(
             "the package rich is not installed",
             where="fa.seeing.get_logger(rich=True)",
-            fix="pip install 'fnaccel[rich]', or leave rich=True out",
+            fix=f"{install_line('rich')}, or leave rich=True out",
         ) from error
     handler = RichHandler(
         console=Console(stderr=True), rich_tracebacks=True, tracebacks_show_locals=True, show_path=False

@@ -49,6 +49,7 @@ p{margin:.3em 0;color:var(--soft)}
 .charts{grid-template-columns:repeat(auto-fill,minmax(min(100%,420px),1fr))}
 .tile,figure{margin:0;padding:12px;background:var(--card);border:1px solid var(--rule);border-radius:8px;
 min-width:0}
+figure>p:first-child{margin:0;font-size:.8rem}
 .tile b{display:block;font-size:1.3rem;font-variant-numeric:tabular-nums}
 .tile span{color:var(--soft);font-size:.85rem}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:.5em 0;padding:0;list-style:none;font-size:.9rem}
@@ -75,18 +76,20 @@ def page(runs: Sequence[Run], title: str = "") -> str:
     sections: dict[str, list[str]] = {section: list(metrics) for section, metrics in _SECTIONS.items()}
     known = {metric for metrics in sections.values() for metric in metrics}
     phases = sorted({m for run in runs for m in run.columns if m.startswith("peak_mib/")})
-    sections["Metrics"] = sorted({m for run in runs for m in run.columns} - known - {*phases})
+    sections["Other metrics"] = sorted({m for run in runs for m in run.columns} - known - {*phases})
     parts = [f"<h1>{escape(name)}</h1>", _summary(runs)]
     if len(runs) > 1:
         parts.append(_legend([(run.name, i % len(_LIGHT)) for i, run in enumerate(runs)]))
     else:
         parts.append(_tiles(runs[0]))
+    charts: list[str] = []
     for section, metrics in sections.items():
-        charts = [chart for metric in metrics if (chart := _chart(runs, metric))]
+        charts += [chart for metric in metrics if (chart := _chart(runs, section, metric))]
         if section == "Memory" and phases and len(runs) == 1:
-            charts.append(_by_phase(runs[0], phases))
-        if charts:
-            parts += [f"<h2>{section}</h2>", f'<div class="charts">{"".join(charts)}</div>']
+            charts.append(_by_phase(runs[0], section, phases))
+    if charts:
+        # one grid for all sections, since a grid for each could end in an empty cell
+        parts += ["<h2>Metrics</h2>", f'<div class="charts">{"".join(charts)}</div>']
     parts += [_tables(runs), *_plans(runs)]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -124,29 +127,33 @@ def _tiles(run: Run) -> str:
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def _chart(runs: Sequence[Run], metric: str) -> str:
+def _chart(runs: Sequence[Run], section: str, metric: str) -> str:
     lines = [
         Line(run.name, i % len(_LIGHT), run.columns[metric])
         for i, run in enumerate(runs)
         if metric in run.columns
     ]
-    return _figure(_TITLES.get(metric, metric), lines, runs[0].restarts if len(runs) == 1 else ())
+    restarts = runs[0].restarts if len(runs) == 1 else ()
+    return _figure(section, _TITLES.get(metric, metric), lines, restarts)
 
 
-def _by_phase(run: Run, phases: Sequence[str]) -> str:
+def _by_phase(run: Run, section: str, phases: Sequence[str]) -> str:
     lines = [
         Line(metric.removeprefix("peak_mib/").replace("_", " "), i % len(_LIGHT), run.columns[metric])
         for i, metric in enumerate(phases)
     ]
     legend = _legend([(line.name, line.colour) for line in lines])
-    return _figure("Peak memory of each phase, MiB", lines, run.restarts, legend)
+    return _figure(section, "Peak memory of each phase, MiB", lines, run.restarts, legend)
 
 
-def _figure(title: str, lines: Sequence[Line], restarts: Sequence[int], legend: str = "") -> str:
+def _figure(
+    section: str, title: str, lines: Sequence[Line], restarts: Sequence[int], legend: str = ""
+) -> str:
+    head = f"<p>{escape(section)}</p><h3>{escape(title)}</h3>"
     drawn = [line for line in lines if any(abs(value) < float("inf") for _, value in line.points)]
     if not drawn:
-        return f"<figure><h3>{escape(title)}</h3><p>no value is finite</p></figure>" if lines else ""
-    return f"<figure><h3>{escape(title)}</h3>{legend}{line_chart(title, drawn, restarts)}</figure>"
+        return f"<figure>{head}<p>no value is finite</p></figure>" if lines else ""
+    return f"<figure>{head}{legend}{line_chart(title, drawn, restarts)}</figure>"
 
 
 def _legend(names: Sequence[tuple[str, int]]) -> str:

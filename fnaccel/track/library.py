@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fnaccel.errors import ArgumentError, MissingBackendError, nearest
+from fnaccel.errors import ArgumentError, MissingBackendError, install_line, nearest
 from fnaccel.track.tracker import Ranks
 
 
@@ -71,7 +71,7 @@ class LibraryTracker:
             raise MissingBackendError(
                 f"{module} could not be imported: {error}",
                 where=f"{type(self).__name__}.start",
-                fix=f"pip install 'fnaccel[{extra}]'",
+                fix=install_line(extra),
             ) from error
 
 

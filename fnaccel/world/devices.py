@@ -86,8 +86,7 @@ KINDS: dict[str, Kind] = {
             backend=None,
             precisions=("fp32", "bf16"),
             package="torch_xla",
-            install="pip install torch==2.9.0 'fnaccel[xla]' (torch_xla 2.9 goes with torch 2.9, and is the "
-            "last series)",
+            install="pip install torch==2.9.0 torch_xla==2.9.0 (they go together. 2.9 is the last)",
         ),
     )
 }

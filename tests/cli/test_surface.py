@@ -64,6 +64,14 @@ def test_help_imports_no_torch():
         assert "usage: fnaccel" in done.stdout
 
 
+@pytest.mark.parametrize("words", sorted(parsers()))
+def test_help_shows_the_options_of_its_command(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*words.split(), "--help"])
+    assert ended.value.code == 0
+    assert parsers()[words].format_help() == capsys.readouterr().out
+
+
 def test_a_script_has_a_help_of_its_own(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint('arguments', sys.argv[1:])\n")

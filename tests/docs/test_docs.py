@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import inspect
 import io
 import re
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+import fnaccel as fa
+from tests.docs.names import PAGES as LINKED
+from tests.docs.names import ROOT, resolve
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -58,15 +61,38 @@ def _same(shown, printed):
     return doctest.OutputChecker().check_output(shown, printed, doctest.ELLIPSIS)
 
 
-LINKED = [*PAGES, *sorted((ROOT / "examples").rglob("README.md"))]
+LINK = re.compile(r"\]\(([^)#\s]*)(#[^)]*)?\)")
+
+
+def dead_links(page):
+    """The links of a page to files, and to headings of pages, that do not exist."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target, anchor in LINK.findall(text):
+        if not target.startswith("http"):
+            path = (page.parent / target) if target else page
+            if not path.exists() or (anchor and anchor[1:] not in anchors(path)):
+                yield target + anchor
+
+
+def anchors(page):
+    """The anchors that the hosting site makes of the headings of a page."""
+    lines = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines()
+    headings = [line.lstrip("#").strip().lower() for line in lines if line.startswith("#")]
+    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+    assert list(dead_links(page)) == []
+
+
+def test_a_dead_link_is_found(tmp_path):
+    (tmp_path / "other.md").write_text("# A page: `it`\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Top\n[a](other.md#a-page-it) [b](#top) [c](gone.md) [d](other.md#gone) [e](#gone) [f](https://x.y#z)\n"
+    )
+    assert list(dead_links(page)) == ["gone.md", "other.md#gone", "#gone"]
 
 
 def test_few_blocks_are_left_out():
@@ -112,3 +138,33 @@ def test_the_reference_is_current(name):
     reference = runpy.run_path(str(ROOT / "docs" / "reference.py"))
     made = {"api": reference["api"], "errors": reference["mistakes"]}[name]()
     assert (ROOT / "docs" / f"{name}.md").read_text() == made
+
+
+NAMESPACES = (*fa._NAMESPACES, "schedules")
+
+
+def undocumented(text, things, api):
+    """Functions and classes `fa.namespace.name` that a page names and api.md has no entry for."""
+    for chain in re.findall(rf"(?<![\w./])fa\.((?:{'|'.join(NAMESPACES)})\.\w+)", text):
+        with contextlib.suppress(AttributeError):  # another test finds names that don't exist
+            value = resolve(f"fa.{chain}", things)
+            entries = (f"### `{chain}`\n", f"## {chain.removeprefix('errors.')}\n")
+            if not inspect.ismodule(value) and not any(entry in api for entry in entries):
+                yield chain
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_the_reference_has_each_namespace(namespace):
+    page = "errors" if namespace == "errors" else "api"
+    entry = r"^## \w+Error$" if namespace == "errors" else rf"^### `{namespace}\.\w+`$"
+    assert len(re.findall(entry, (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)) > 1
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_reference_has_what_pages_name(page, things):
+    api = (ROOT / "docs" / "api.md").read_text() + (ROOT / "docs" / "errors.md").read_text()
+    assert sorted(set(undocumented(page.read_text(), things, api))) == []
+
+
+def test_a_name_without_an_entry_is_found(things):
+    assert list(undocumented("`fa.tree.map` fa.tree.join", things, "### `tree.map`\n")) == ["tree.join"]

@@ -5,57 +5,20 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import functools
-import inspect
-import io
 import json
 import re
 import runpy
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
-from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
-import fnaccel.testing
-import fnaccel.track
-from fnaccel.cli.main import main
-from tests.models import Net, batch_of, loss_fn
+from tests.docs.names import ROOT, SPAN, check
 
-ROOT = Path(__file__).parents[2]
 NAMES = json.loads((Path(__file__).parent / "peer_names.json").read_text())
-SPAN = re.compile(r"`([^`]+)`")
 STATUS = re.compile(r"here(, not run on hardware)?|planned|none, because \S.+")
-VALUES = ("world", "train_step", "state", "shards", "batch")
-DESCRIPTIONS = {
-    "ddp",
-    "fsdp",
-    "hsdp",
-    "xla",
-    "local",
-    "Precision",
-    "Float8",
-    "warmup_cosine",
-    "deepspeed_lr",
-    "from_deepspeed",
-    "powersgd",
-    "Recipe",
-}  # fmt: skip - they can be called without a world or a file
-
-
-@pytest.fixture(scope="module")
-def things():
-    """The modules and values that the page writes names of."""
-    with fa.start() as world:
-        train_step = fa.train_step(loss_fn, model=fa.distribute(Net, "local"), optimizer=fa.sgd(0.1))
-        shards = fa.shard(DataLoader(TensorDataset(*batch_of(8)), batch_size=4))
-        values = (world, train_step, train_step.init(), shards, next(iter(shards)))
-        yield {"fa": fa, "fnaccel": fa, **dict(zip(VALUES, values, strict=True))}
 
 
 @attrs.frozen
@@ -144,64 +107,6 @@ def test_every_row_has_one_of_three_statuses():
 def test_the_form_here_exists(row, things):
     for span in SPAN.findall(row.here):
         check(span, things)
-
-
-def check(span: str, things: dict[str, Any]) -> None:
-    """Raise if a name of fnaccel in a code span does not exist."""
-    if span.split()[0] == "fnaccel" or " fnaccel " in span:
-        command, *rest = span[span.index("fnaccel ") :].split()[1:]
-        if not command.startswith("-"):
-            options = help_of(command)
-            before_script = rest[
-                : next((i for i, word in enumerate(rest) if word.endswith(".py")), len(rest))
-            ]
-            for flag in before_script:
-                assert not flag.startswith("-") or flag in options, f"{span}: {flag}"
-        return
-    for chain in re.findall(rf"(?<![.\w])(?:{'|'.join(things)})(?:\.\w+)+", span):
-        resolve(chain, things)
-    for call in calls(span):
-        name = ast.unparse(call.func)
-        if name.split(".")[0] in things:
-            check_call(name, call, things)
-
-
-@functools.cache
-def help_of(command: str) -> set[str]:
-    """The options of a command of `fnaccel`."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
-    assert ended.value.code == 0, command
-    return set(re.findall(r"--?[a-z][\w-]*", out.getvalue()))
-
-
-def resolve(chain: str, things: dict[str, Any]) -> Any:
-    """The object that a chain of names leads to."""
-    first, *rest = chain.split(".")
-    return functools.reduce(getattr, rest, things[first])
-
-
-def calls(span: str) -> list[ast.Call]:
-    """The calls in a code span, if it is Python."""
-    source = span.removeprefix("@")
-    try:
-        tree = ast.parse(source + " pass" if source.endswith(":") else source)
-    except SyntaxError:
-        return []
-    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-
-
-def check_call(name: str, call: ast.Call, things: dict[str, Any]) -> None:
-    """Raise if a function has no such argument, or refuses its values."""
-    function = resolve(name, things)
-    parameters = inspect.signature(function).parameters
-    named = {word.arg for word in call.keywords if word.arg}
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        assert named <= parameters.keys(), f"{name} has no {named - parameters.keys()}"
-    names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
-    if name.split(".")[-1] in DESCRIPTIONS and names == {"fa"} and "..." not in ast.unparse(call):
-        eval(compile(ast.Expression(call), name, "eval"), {"fa": fa})
 
 
 @pytest.mark.parametrize(

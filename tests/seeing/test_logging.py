@@ -93,7 +93,7 @@ def test_mistakes(monkeypatch):
     with pytest.raises(ArgumentError, match="level='lod' is no level"):
         fa.seeing.get_logger("a", level="lod")
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(MissingBackendError, match=r"fnaccel\[rich\]"):
+    with pytest.raises(MissingBackendError, match=r"pip install .*\[rich\]"):
         fa.seeing.get_logger("a", rich=True)
 
 

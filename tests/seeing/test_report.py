@@ -75,6 +75,10 @@ def test_a_run_ends_with_its_report(tmp_path):
     ):
         assert title in page.texts
     assert "<b>bold</b>" in page.texts  # and no element
+    assert (
+        path.read_text().count('class="charts"') == 1
+    )  # with a grid for each topic each could end in half a row
+    assert page.texts.index("Training") < page.texts.index("Loss") < page.texts.index("Speed")
     assert page.references == []
     assert "script" not in page.tags
     assert "8 steps in" in "".join(page.texts)
@@ -174,6 +178,12 @@ def test_missing_and_empty_logs_raise(tmp_path):
 
 MEASURE = """
 <!doctype html><body><script>
+// rows of charts that do not reach to the right edge
+const half = boxes => {
+  const edge = Math.max(...boxes.map(box => box.right)), tops = new Map();
+  for (const box of boxes) tops.set(Math.round(box.top), Math.max(tops.get(Math.round(box.top)) ?? 0, box.right));
+  return [...tops.values()].filter(right => right < edge - 5).length;
+};
 const frame = document.createElement('iframe');
 frame.style.cssText = 'width:WIDTHpx;height:900px;border:0';
 frame.onload = () => {
@@ -184,6 +194,7 @@ frame.onload = () => {
     wide: root.scrollWidth - root.clientWidth,
     charts: boxes.length,
     columns: new Set(boxes.map(box => Math.round(box.left))).size,
+    halves: half([...page.querySelectorAll('figure')].map(figure => figure.getBoundingClientRect())),
     text: parseFloat(getComputedStyle(tick).fontSize) * scale,
     drawn: page.querySelector('polyline').getTotalLength() > 50,
     loaded: performance.getEntriesByType('resource').length,
@@ -212,6 +223,7 @@ def test_a_browser_shows_it_on_a_phone_and_on_a_desk(tmp_path, width, columns):
     assert found["wide"] <= 0
     assert found["charts"] >= 8
     assert found["columns"] == columns
+    assert found["halves"] <= 1, "only the last row may have an empty cell"
     assert found["text"] >= 10
     assert found["drawn"]
     assert found["loaded"] == 0

@@ -100,7 +100,7 @@ def test_a_missing_package_leaves_its_tracker_out(tmp_path, caplog, monkeypatch,
     assert steps == [record["step"] for record in read_jsonl(good.path)[1:]] == [1, 2, 3]
     name = type(tracker).__name__
     assert lines[0].startswith(f"{name} is left out: ")
-    assert f"pip install 'fnaccel[{extra}]'" in lines[0]
+    assert fa.errors.install_line(extra) in lines[0]
     assert lines[1:] == [f"{name} raised 1 times; training went on"]
     assert tracker.native is None
     with pytest.raises(fa.errors.ArgumentError, match="not started"):

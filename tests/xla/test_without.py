@@ -98,7 +98,7 @@ def test_the_package_is_missing(monkeypatch):
     monkeypatch.setattr(devices.importlib, "import_module", absent)
     with pytest.raises(MissingBackendError, match="torch_xla") as raised:
         fa.start(device="xla")
-    assert "fnaccel[xla]" in raised.value.fix
+    assert "torch_xla==2.9.0" in raised.value.fix
 
 
 def test_the_package_was_built_for_another_torch(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fnaccel.big.quantize.layer import LinearLayer, is_conv1d
-from fnaccel.errors import MissingBackendError, as_names, require, require_counts
+from fnaccel.errors import MissingBackendError, as_names, install_line, require, require_counts
 from fnaccel.step.precision_policy import dtype_of
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -296,7 +296,7 @@ def importable(library: str, name: str) -> Any:
         raise MissingBackendError(
             f"{library} can't be imported: {error}",
             where="fa.big.quantize",
-            fix="pip install 'fnaccel[quantize]'",
+            fix=install_line("quantize"),
         ) from error
 
 

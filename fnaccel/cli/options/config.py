@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fnaccel.cli.options.launch import add_recipe_options
 from fnaccel.cli.terminal import Parser
+from fnaccel.errors import install_line
 
 DEFAULT_FILE = "fnaccel.yaml"
 """The recipe in the current folder that is used without `--config`."""
@@ -32,7 +33,7 @@ def ask() -> Parser:
         f"""Ask questions, and write ./{DEFAULT_FILE} from the answers.
 
 Only what matters after the earlier answers is asked. Enter takes the default. Ctrl-C writes nothing.
-With questionary (pip install "fnaccel[cli]") choices are made with the arrow keys.""",
+With questionary ({install_line("cli")}) choices are made with the arrow keys.""",
     )
     options.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"default: ./{DEFAULT_FILE}")
     options.add_argument(

@@ -17,7 +17,7 @@ import torch
 
 from fnaccel.checkpoint.format.boxes import Box, whole
 from fnaccel.checkpoint.format.found import Found, Source, damaged
-from fnaccel.errors import CheckpointError, FnaccelError, MissingBackendError
+from fnaccel.errors import CheckpointError, FnaccelError, MissingBackendError, install_line
 from fnaccel.interchange.sources.torch_files import tensors_in
 from fnaccel.interchange.sources.trusting import require_trust
 from fnaccel.tree import Tree
@@ -72,7 +72,7 @@ def _converter() -> Any:
         raise MissingBackendError(
             "a DeepSpeed checkpoint is read by DeepSpeed, which is not installed",
             where="reading a DeepSpeed checkpoint",
-            fix="pip install 'fnaccel[deepspeed]', or run zero_to_fp32.py from the checkpoint",
+            fix=f"{install_line('deepspeed')}, or run zero_to_fp32.py from the checkpoint",
         ) from error
 
 

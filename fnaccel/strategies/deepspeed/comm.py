@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fnaccel.errors import MissingBackendError
+from fnaccel.errors import MissingBackendError, install_line
 from fnaccel.strategies.deepspeed.building import guard
 from fnaccel.world.mesh import ensure_group
 from fnaccel.world.world import World, announce
@@ -39,7 +39,7 @@ def begin(world: World) -> Any:
         raise MissingBackendError(
             f"the package deepspeed can't be imported: {error}",
             where="fa.deepspeed",
-            fix="pip install 'fnaccel[deepspeed]' (DS_BUILD_OPS=0 and --no-build-isolation if it builds)",
+            fix=f"{install_line('deepspeed')} (DS_BUILD_OPS=0 and --no-build-isolation if it builds)",
         ) from error
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # DeepSpeed's calls, not the user's
         warnings.filterwarnings("ignore", f".*{name}. is deprecated", FutureWarning)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fnaccel.errors import MissingBackendError
+from fnaccel.errors import MissingBackendError, install_line
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -27,7 +27,7 @@ def backend(where: str) -> Any:
         raise MissingBackendError(
             f"torchao can't be imported: {error}",
             where=where,
-            fix="pip install 'fnaccel[quantize]'",
+            fix=install_line("quantize"),
         ) from error
 
 
