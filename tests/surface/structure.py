@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fnaccel
 
-PACKAGE = Path(fnaccel.__file__).parent
+PACKAGE = Path(fnaccel.__file__).resolve().parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 LOOSE = {"__init__", "__main__", "errors", "tree", "state", "_torch"}
 """The modules that may stand in the root."""
