@@ -31,8 +31,8 @@ Namespaces
     optim seeing state strategies track transforms tree
 """
 
-import importlib
-import sys
+import importlib as _importlib  # an underscore keeps it out of `from fnaccel import *`
+import sys as _sys
 from typing import TYPE_CHECKING
 
 from fnaccel import _lazy
@@ -146,5 +146,5 @@ else:  # an unknown name is an error of a type checker, which does not see this 
         hints="schedules",
     )
 
-if "ipykernel" in sys.modules:  # so that notebook_launch can name the line that used CUDA first
-    importlib.import_module("fnaccel.launch.accelerator_use").watch()
+if "ipykernel" in _sys.modules:  # so that notebook_launch can name the line that used CUDA first
+    _importlib.import_module("fnaccel.launch.accelerator_use").watch()
