@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -149,6 +150,8 @@ MISTAKES = {
 }
 """Lines with one mistake each, and the rule of pyright that finds it."""
 
+WRONG = START + "".join(f"{line}\n" for line in MISTAKES)
+
 
 def errors(script, folder, python, *, sources=None):
     """What pyright reports about a script, as (line of text, rule) pairs.
@@ -163,7 +166,9 @@ def errors(script, folder, python, *, sources=None):
     paths = [] if sources is None else [str(sources)]
     (folder / "pyrightconfig.json").write_text(json.dumps({"include": ["script.py"], "extraPaths": paths}))
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", str(python)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    # the interpreter tells pyright its sys.path, and PYTHONPATH may name the sources
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["summary"]["filesAnalyzed"] == 1

@@ -1,4 +1,4 @@
-"""Both documented installs: which files they bring, what they make importable.
+"""Both documented installs: which files they bring, what they make importable, and that pyright finds the types.
 
 Each goes into an empty environment. torch and the rest come from the environment of the tests, by a path file.
 """
@@ -13,6 +13,7 @@ import zipfile
 
 import pytest
 
+from tests.surface.scripts import MISTAKES, RIGHT, WRONG, errors
 from tests.surface.structure import PACKAGE
 
 ROOT = PACKAGE.parent
@@ -43,7 +44,10 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["wheel", "editable"])
 def python(request, tmp_path_factory):
-    """The interpreter (run it with -I, so that PYTHONPATH is not read) of an environment with fnaccel installed in one of both ways."""
+    """The interpreter of an environment with fnaccel installed in one of both ways.
+
+    Tests run it with -I, so that it does not read PYTHONPATH.
+    """
     folder = tmp_path_factory.mktemp(request.param)
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     interpreter = folder / "bin" / "python"
@@ -73,6 +77,14 @@ def test_an_installed_package_can_be_imported(python, tmp_path):
     assert file.startswith(str(folder))
     assert name == "adamw"
     assert "usage: fnaccel" in run(python.with_name("fnaccel"), "--help", cwd=tmp_path)
+
+
+def test_pyright_has_nothing_to_say_about_a_right_script(python, tmp_path):
+    assert errors(RIGHT, tmp_path, python) == []
+
+
+def test_pyright_reports_each_mistake_once(python, tmp_path):
+    assert errors(WRONG, tmp_path, python) == list(MISTAKES.items())
 
 
 def test_only_the_package_becomes_importable(python, tmp_path):

@@ -24,7 +24,7 @@ from fnaccel.step.precision_policy import DtypeName, dtype_of
 from fnaccel.strategies.ddp_hooks import PowerSgdOptions
 from fnaccel.strategies.fsdp import FsdpOptions
 from fnaccel.testing.tolerances import _PRECISIONS, Precision
-from tests.surface.scripts import MISTAKES, RIGHT, START, errors
+from tests.surface.scripts import MISTAKES, RIGHT, WRONG, errors
 from tests.surface.structure import PACKAGE
 
 
@@ -33,8 +33,7 @@ def test_a_right_script_has_no_error(tmp_path):
 
 
 def test_each_mistake_is_one_error(tmp_path):
-    script = START + "\n".join(MISTAKES) + "\n"
-    found = errors(script, tmp_path, sys.executable, sources=PACKAGE.parent)
+    found = errors(WRONG, tmp_path, sys.executable, sources=PACKAGE.parent)
     assert found == list(MISTAKES.items())
 
 
