@@ -30,6 +30,7 @@ def make() -> nn.Module:
 fa.strategies.Strategy((*fa.fsdp().axes, *fa.ddp(2).axes))
 strategy_ = fa.ddp(2, hook="bf16") * fa.fsdp(4, units=("Block",), init="meta", reshard_after_forward=False)
 assert_type(strategy_, fa.strategies.Strategy)
+fa.fsdp(units=lambda name, module: name == "a"), fa.fsdp(units=["Block"]), fa.fsdp(units=1_000), fa.fsdp(units="Block")
 fa.hsdp(2, 4, offload=True), fa.local(), fa.tensor(2, "auto"), fa.context(method="ring"), fa.xla(shard=2)
 fa.deepspeed(2, offload_optimizer="cpu", reduce_bucket_size="auto")
 
@@ -106,6 +107,7 @@ MISTAKES = {
     "fa.fsdp(typo=1)": CALL,
     "fa.fsdp(init='metta')": ARGUMENT,
     "fa.fsdp(offload='cpu')": ARGUMENT,
+    "fa.fsdp(units=1.5)": ARGUMENT,
     "fa.hsdp(2, typo=1)": CALL,
     "fa.ddp(degre=2)": CALL,
     "fa.ddp('2')": ARGUMENT,
@@ -136,6 +138,9 @@ MISTAKES = {
     "fa.resume_or_init('runs', state)": ARGUMENT,
     "fa.snapshot(state).nonsense": ATTRIBUTE,
     "fa.interchange.adopt('x', like=state, format='zip')": ARGUMENT,
+    "fa.interchange.export_hf('x', state, dtype='bf61')": ARGUMENT,
+    "fa.interchange.gather_state_dict(state, dtype='bf61')": ARGUMENT,
+    "fa.optim.deepspeed_lr(0.1).nonsense": ATTRIBUTE,
     "fa.transforms.Precision(compute='bf61')": ARGUMENT,
     "fa.big.load(torch.nn.Linear(2, 2), 'x', dtype='bf61')": ARGUMENT,
     "fa.big.load(torch.nn.Linear(2, 2), 'x', format='zip')": ARGUMENT,
