@@ -127,8 +127,9 @@ bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/result
 
 .venv/.dev: .venv/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
-	@# its setup asks torch what it could compile, so it needs the one that is here; nothing is compiled now
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt setuptools wheel ninja
+	@# its setup asks torch what it could compile, so it needs the one that is here; nothing is compiled now.
+	@# hatchling and editables build fnaccel itself
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt setuptools wheel ninja hatchling editables
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e ".[deepspeed]"
 	mkdir -p runs
 	touch $@

@@ -2,11 +2,42 @@
 
 Write one pure function `loss_fn(model, batch)`; transform it; distribute a model under a strategy;
 get `train_step(state, batch) -> (state, metrics)`, which runs unchanged on one process or many.
+
+Steps and transforms
+    train_step TrainStep Step Transform Phase Mean Sum Concat
+    chain with_precision accumulate with_weight clip_norm clip_value skip_nonfinite with_ema remat compile
+
+Strategies
+    distribute strategy local ddp fsdp hsdp tensor context deepspeed xla
+
+Optimizers
+    sgd adam adamw schedules warmup_cosine
+
+Data and loops
+    shard set_seed scan evaluate fit_batch_size
+
+Collectives
+    gather reduce broadcast pad_across_processes split_between_processes
+
+State and checkpoints
+    TrainState snapshot save save_async restore resume_or_init
+
+Running
+    start World simulate notebook_launch debug_launch preemption
+    progress print_in_order tracked profile
+
+Namespaces
+    big checkpoint collectives config data errors estimate interchange
+    optim seeing state strategies track transforms tree
 """
 
-import importlib.util
-import sys
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib  # an underscore keeps it out of `from fnaccel import *`
+import sys as _sys
+from typing import TYPE_CHECKING
+
+from fnaccel import _lazy
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fnaccel import big as big
@@ -83,57 +114,38 @@ if TYPE_CHECKING:
     from fnaccel.world.simulation import simulate as simulate
     from fnaccel.world.world import World as World
     from fnaccel.world.world import start as start
+else:  # an unknown name is an error of a type checker, which does not see this `__getattr__`
+    __getattr__, __dir__, __all__ = _lazy.attach(
+        __name__,
+        {
+            "fnaccel.checkpoint": "restore resume_or_init save save_async",
+            "fnaccel.collectives": "broadcast gather pad_across_processes reduce split_between_processes",
+            "fnaccel.data": "set_seed shard",
+            "fnaccel.launch.notebook": "debug_launch notebook_launch",
+            "fnaccel.loop.batch_size": "fit_batch_size",
+            "fnaccel.loop.evaluating": "evaluate",
+            "fnaccel.loop.preemption": "preemption",
+            "fnaccel.loop.printing": "print_in_order",
+            "fnaccel.loop.progress": "progress",
+            "fnaccel.loop.scanning": "scan",
+            "fnaccel.loop.tracked": "tracked",
+            "fnaccel.optim": "adam adamw schedules sgd",
+            "fnaccel.optim.schedules": "warmup_cosine",
+            "fnaccel.program.train_step": "TrainStep train_step",
+            "fnaccel.seeing.profile": "profile",
+            "fnaccel.state": "TrainState snapshot",
+            "fnaccel.step.loss": "Concat Mean Sum",
+            "fnaccel.step.step": "Phase Step Transform",
+            "fnaccel.strategies": "context ddp deepspeed distribute fsdp hsdp local strategy tensor xla",
+            "fnaccel.transforms": "accumulate chain clip_norm clip_value compile remat skip_nonfinite "
+            "with_ema with_precision with_weight",
+            "fnaccel.world.simulation": "simulate",
+            "fnaccel.world.world": "World start",
+        },
+        namespaces="big checkpoint collectives config data errors estimate interchange optim seeing state "
+        "strategies track transforms tree",
+        hints="schedules",
+    )
 
-__version__ = "0.1.0"
-
-# a name is imported when it is first used
-_NAMESPACES = (
-    "big", "checkpoint", "collectives", "config", "data", "errors", "estimate", "interchange", "optim",
-    "seeing", "state", "strategies", "track", "transforms", "tree",
-)  # fmt: skip
-_NAMES = {
-    "fnaccel.checkpoint": "restore resume_or_init save save_async",
-    "fnaccel.collectives": "broadcast gather pad_across_processes reduce split_between_processes",
-    "fnaccel.data": "set_seed shard",
-    "fnaccel.launch.notebook": "debug_launch notebook_launch",
-    "fnaccel.loop.batch_size": "fit_batch_size",
-    "fnaccel.loop.evaluating": "evaluate",
-    "fnaccel.loop.preemption": "preemption",
-    "fnaccel.loop.printing": "print_in_order",
-    "fnaccel.loop.progress": "progress",
-    "fnaccel.loop.scanning": "scan",
-    "fnaccel.loop.tracked": "tracked",
-    "fnaccel.optim": "adam adamw schedules sgd",
-    "fnaccel.optim.schedules": "warmup_cosine",
-    "fnaccel.program.train_step": "TrainStep train_step",
-    "fnaccel.seeing.profile": "profile",
-    "fnaccel.state": "TrainState snapshot",
-    "fnaccel.step.loss": "Concat Mean Sum",
-    "fnaccel.step.step": "Phase Step Transform",
-    "fnaccel.strategies": "context ddp deepspeed distribute fsdp hsdp local strategy tensor xla",
-    "fnaccel.transforms": "accumulate chain clip_norm clip_value compile remat skip_nonfinite with_ema "
-    "with_precision with_weight",
-    "fnaccel.world.simulation": "simulate",
-    "fnaccel.world.world": "World start",
-}
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-
-if "ipykernel" in sys.modules:  # so that notebook_launch can name the line that used CUDA first
-    importlib.import_module("fnaccel.launch.accelerator_use").watch()
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
-        return value
-    if not name.startswith("_") and importlib.util.find_spec(f"fnaccel.{name}") is not None:
-        return importlib.import_module(f"fnaccel.{name}")  # sets the attribute
-    rooms = () if name.startswith("_") else (*_NAMESPACES, "schedules")
-    homes = [room for room in rooms if hasattr(__getattr__(room), name)]
-    hint = f". Did you mean fa.{homes[0]}.{name}?" if homes else ""
-    raise AttributeError(f"module 'fnaccel' has no attribute {name!r}{hint}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *_NAMESPACES} - {"Any", "TYPE_CHECKING", "importlib", "sys"})
+if "ipykernel" in _sys.modules:  # so that notebook_launch can name the line that used CUDA first
+    _importlib.import_module("fnaccel.launch.accelerator_use").watch()

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import sys
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -208,21 +208,25 @@ class TrainState:
     _trees: Trees | None = attrs.field(default=None, init=False, repr=False, eq=False)
     _shown: list[tuple[str, Any]] = attrs.field(factory=list, init=False, repr=False, eq=False)
 
-    def __getattr__(self, name: str) -> Any:
-        # reached only for a field that is not set: a tree that no one has read, or one that `donate` deleted
-        if name in _TREES and (trees := self._trees) is not None and trees is not _DONATED:
-            shown = _read_only(getattr(trees, name))
-            self._shown.append((name, shown))  # first: after an interrupt `donate` knows of it
-            object.__setattr__(self, name, shown)
-            return shown
-        if name in _TREES or name in _VALUES:
-            raise StaleStateError(
-                f"state.{name} was used after the state was donated",
-                where="a state that a train step, restore or close() has consumed",
-                fix="use the state that was returned, which train_step.live_state is too: "
-                "state, metrics = train_step(state, batch); fa.snapshot(state) before the call keeps a copy",
-            )
-        raise AttributeError(f"a TrainState has no {name!r}")
+    if not TYPE_CHECKING:  # type checkers know the fields, so that any other name is an error for them
+
+        def __getattr__(self, name: str) -> Any:
+            # reached only for a field that is not set: a tree that no one has read, or one that `donate`
+            # deleted
+            if name in _TREES and (trees := self._trees) is not None and trees is not _DONATED:
+                shown = _read_only(getattr(trees, name))
+                self._shown.append((name, shown))  # first: after an interrupt `donate` knows of it
+                object.__setattr__(self, name, shown)
+                return shown
+            if name in _TREES or name in _VALUES:
+                raise StaleStateError(
+                    f"state.{name} was used after the state was donated",
+                    where="a state that a train step, restore or close() has consumed",
+                    fix="use the state that was returned, which train_step.live_state is too: "
+                    "state, metrics = train_step(state, batch); fa.snapshot(state) before the call keeps a "
+                    "copy",
+                )
+            raise AttributeError(f"a TrainState has no {name!r}")
 
     def __repr__(self) -> str:
         if is_stale(self):

@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -29,13 +30,18 @@ from fnaccel.checkpoint.format.dtypes import NAMES
 from fnaccel.checkpoint.format.found import Source, unescaped
 from fnaccel.errors import ArgumentError, TreeMismatchError, UnknownNameError, nearest, require_counts
 from fnaccel.interchange.fitting import Choice, Fit, fit, mismatch
-from fnaccel.interchange.sources.detect import opened
+from fnaccel.interchange.sources.detect import Format, opened
 from fnaccel.interchange.targets import Targets
 from fnaccel.world.paths import local_path, optional_path
 from fnaccel.world.world import World, find_current
 
 _WHERE = "fa.big.load"
 _SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+ReadDtype = Literal[
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "fp32", "bf16", "fp16",
+    "stored",
+]  # fmt: skip
 
 
 def load(
@@ -44,12 +50,12 @@ def load(
     placed: DeviceMap | Mapping[str, Device] | Device = "cpu",
     *,
     budget: Budget | None = None,
-    dtype: torch.dtype | str | None = None,
+    dtype: ReadDtype | torch.dtype | None = None,
     no_split: Collection[str] | None = None,
     quantization: Record | None = None,
     skip: Patterns = None,
     rename: Rename = None,
-    format: str | None = None,  # noqa: A002 - the word for it
+    format: Format | None = None,  # noqa: A002 - the word for it
     trust_pickle: bool = False,
     copy: bool = False,
     readers: int = 4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Literal
 
 import attrs
 import torch
@@ -12,13 +13,14 @@ from fnaccel.big.layers import layers
 from fnaccel.errors import UnknownNameError, nearest
 from fnaccel.step.html_table import size_of
 
-BITS: Mapping[str, int] = {
+BITS: Mapping[DtypeName, int] = {
     "float32": 32, "fp32": 32, "bfloat16": 16, "bf16": 16, "float16": 16, "fp16": 16, "fp8": 8, "int8": 8,
     "int4": 4,
 }  # fmt: skip
 """Bits of one value, by the name of a dtype."""
 
-Dtype = str | torch.dtype
+DtypeName = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16", "fp8", "int8", "int4"]
+Dtype = DtypeName | torch.dtype
 """A dtype of torch, or a name in `BITS`."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -49,7 +49,7 @@ def together(
             fix="see the error above, which is the cause",
         )
         failed.__cause__ = error
-    answers = gather_objects((_line(failed), result), over=over, world=world)
+    answers: list[tuple[str | None, Any]] = gather_objects((_line(failed), result), over=over, world=world)
     if failed is not None:
         raise failed
     for rank, (problem, _) in enumerate(answers):

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -44,6 +44,7 @@ from fnaccel.world.progress_marks import within
 from fnaccel.world.random_streams import fold
 from fnaccel.world.world import World, current
 
+T = TypeVar("T")
 _WHERE = "fa.restore"
 
 
@@ -52,7 +53,7 @@ _WHERE = "fa.restore"
 def restore(
     directory: str | os.PathLike[str],
     *,
-    like: Tree,
+    like: T,
     step: int | None = None,
     only: Patterns = None,
     skip: Patterns = None,
@@ -60,7 +61,7 @@ def restore(
     verify: bool = False,
     each_machine: bool = False,
     world: World | None = None,
-) -> Any:
+) -> T:
     """Read a checkpoint into a tree like the one saved: any strategy, any number of ranks.
 
     Every rank must call it, and reads only the parts of tensors that it holds. Everything is checked

@@ -6,12 +6,12 @@ import argparse
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
 from fnaccel.big.budget import parse_bytes
-from fnaccel.big.sizes import Sizes, sizes
+from fnaccel.big.sizes import Dtype, Sizes, sizes
 from fnaccel.cli.options.estimate import parser
 from fnaccel.cli.subject import recipe_of, step_fields
 from fnaccel.cli.terminal import columns, print_json, split_list
@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
     named = find_model(options.model, trust_remote_code=options.trust_remote_code)
     recipe = recipe_of(options, _PROG)
     recipe = attrs.evolve(recipe, remat=recipe.remat or options.remat)
-    measured = _sizes(named, split_list(options.dtypes))
+    measured = _sizes(named, cast(list[Dtype], split_list(options.dtypes)))  # `sizes` refuses other names
     report: dict[str, Any] = {"model": options.model, "sizes": [_plain_sizes(each) for each in measured]}
     texts = [_table_of_sizes(measured)]
     code = 0
@@ -116,7 +116,7 @@ def _check(options: argparse.Namespace) -> None:
     )
 
 
-def _sizes(named: NamedModel, dtypes: Sequence[str]) -> list[Sizes]:
+def _sizes(named: NamedModel, dtypes: Sequence[Dtype]) -> list[Sizes]:
     module = named.factory()
     return [sizes(module, dtype) for dtype in dtypes]
 
@@ -237,9 +237,10 @@ def _table_of_choices(compared: Sequence[Choice], best: Choice | None, options: 
     return f'{table}\n\nsuggested: --strategy "{best.strategy}"' + (" --remat" if best.remat else "")
 
 
-def _dtype(recipe: Recipe, options: argparse.Namespace) -> str:
+def _dtype(recipe: Recipe, options: argparse.Namespace) -> Dtype:
     """The dtype of inference: bf16, unless another one was named."""
-    return "bf16" if options.precision is None and recipe.precision in ("fp8", "fp32") else recipe.precision
+    default = options.precision is None and recipe.precision in ("fp8", "fp32")
+    return "bf16" if default else cast(Dtype, recipe.precision)  # `inference` refuses other names
 
 
 def _plain_sizes(measured: Sizes) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 
@@ -12,9 +14,11 @@ from fnaccel.collectives.signature import Call, agree, bad_source, tensor_leaves
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.world import World
 
+T = TypeVar("T")
+
 
 @every_rank
-def broadcast(value: tree.Tree, *, src: int = 0, over: Over = None, world: World | None = None) -> tree.Tree:
+def broadcast(value: T, *, src: int = 0, over: Over = None, world: World | None = None) -> T:
     """The tensors of rank `src` on every rank. Nothing is changed in place.
 
     One collective moves all leaves. On a single rank nothing is copied, so results share memory with

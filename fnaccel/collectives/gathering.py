@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
@@ -16,11 +17,11 @@ from fnaccel.errors import ArgumentError
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.world import World
 
+T = TypeVar("T")
+
 
 @every_rank
-def gather(
-    value: tree.Tree, *, valid: int | None = None, over: Over = None, world: World | None = None
-) -> tree.Tree:
+def gather(value: T, *, valid: int | None = None, over: Over = None, world: World | None = None) -> T:
     """Concatenate each tensor of a tree over the ranks, along dim 0, in rank order.
 
     One collective moves all leaves, whatever their dtypes. Small trees are part of the signature.

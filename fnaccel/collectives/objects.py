@@ -7,7 +7,7 @@ the same program anyway, and never for data that came from elsewhere.
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,11 @@ from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank_of, outer_call
 from fnaccel.world.world import World
 
+T = TypeVar("T")
+
 
 @every_rank_of("fa.collectives")
-def gather_objects(value: Tree, *, over: Over = None, world: World | None = None) -> list[Any]:
+def gather_objects(value: T, *, over: Over = None, world: World | None = None) -> list[T]:
     """The objects of all ranks, on all ranks, as a list in rank order.
 
     Objects are pickled between the ranks of this job only.
@@ -59,7 +61,7 @@ def gather_objects(value: Tree, *, over: Over = None, world: World | None = None
 
 
 @every_rank_of("fa.collectives")
-def broadcast_objects(value: Tree, *, src: int = 0, over: Over = None, world: World | None = None) -> Any:
+def broadcast_objects(value: T, *, src: int = 0, over: Over = None, world: World | None = None) -> T:
     """The object of rank `src`, on every rank.
 
     Objects are pickled between the ranks of this job only.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,17 +15,19 @@ from fnaccel.errors import ArgumentError, TreeMismatchError
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.world import World
 
+T = TypeVar("T")
+
 
 @every_rank
 def pad_across_processes(
-    value: tree.Tree,
+    value: T,
     *,
     dim: int = 0,
     pad_value: float = 0,
     first: bool = False,
     over: Over = None,
     world: World | None = None,
-) -> tree.Tree:
+) -> T:
     """Pad each tensor of a tree along `dim` to its largest size on any rank.
 
     A leaf that has no such dim, or that is the largest, comes back as it is.
@@ -97,7 +99,7 @@ def _largest(where: Scope, call: Call, sizes: list[int], problem: ArgumentError 
     return largest.tolist()
 
 
-def concatenate(trees: Sequence[tree.Tree], dim: int = 0) -> tree.Tree:
+def concatenate(trees: Sequence[T], dim: int = 0) -> T:
     """Concatenate the tensors of several trees along `dim`. Nothing is communicated.
 
     Args:

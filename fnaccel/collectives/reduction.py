@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from fnaccel.errors import ArgumentError, FnaccelError, UnknownNameError, neares
 from fnaccel.world.every_rank import every_rank, every_rank_of, outer_call
 from fnaccel.world.world import World
 
+T = TypeVar("T")
+
 _ONE_PHASE = 2**18  # bytes. Above it gloo's reduction, which overlaps its phases, is faster
 
 _OPS = {
@@ -31,13 +33,13 @@ _OPS = {
 
 @every_rank
 def reduce(
-    value: tree.Tree,
+    value: T,
     op: Literal["sum", "mean", "max", "min"] = "sum",
     *,
     scale: float = 1.0,
     over: Over = None,
     world: World | None = None,
-) -> tree.Tree:
+) -> T:
     """Combine each tensor of a tree with those of the other ranks. Nothing is changed in place.
 
     One collective a dtype (in all, for up to 256 KiB between two ranks on CPUs). Small trees are part of

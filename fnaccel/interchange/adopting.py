@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -21,6 +21,7 @@ from fnaccel.checkpoint.format.found import Found, Source
 from fnaccel.checkpoint.format.walk import child
 from fnaccel.errors import CheckpointError, UnleasedStateError
 from fnaccel.interchange.fitting import Choice, Fit, fit, mismatch
+from fnaccel.interchange.sources.detect import Format
 from fnaccel.interchange.sources.detect import opened as open_source
 from fnaccel.interchange.targets import SECTIONS, sections_of, targets_of, tensors_of
 from fnaccel.program.autocast import keeping_modes
@@ -29,6 +30,7 @@ from fnaccel.tree import Tree
 from fnaccel.world.paths import local_path
 from fnaccel.world.world import World, current
 
+T = TypeVar("T")
 _WHERE = "fa.interchange.adopt"
 _WIDE = 1e38
 
@@ -36,14 +38,14 @@ _WIDE = 1e38
 def adopt(
     path: str | os.PathLike[str],
     *,
-    like: Tree,
-    format: str | None = None,  # noqa: A002 - the word for it
+    like: T,
+    format: Format | None = None,  # noqa: A002 - the word for it
     only: Patterns = None,
     skip: Patterns = None,
     rename: Rename = None,
     trust_pickle: bool = False,
     world: World | None = None,
-) -> Any:
+) -> T:
     """Read weights that another tool wrote into a state: any strategy, any number of ranks.
 
     Every rank must call it, and takes only its part of each tensor. Everything is checked before anything

@@ -14,6 +14,7 @@ from fnaccel.errors import ArgumentError
 from fnaccel.interchange.exporting import Style, dtype_in, keys_of, one_model, weights_of, world_of
 from fnaccel.interchange.targets import modules_of
 from fnaccel.state import TrainState, check_live, check_trained
+from fnaccel.step.precision_policy import DtypeName
 from fnaccel.tree import Tree
 from fnaccel.world.world import World
 
@@ -23,7 +24,7 @@ _WHERE = "fa.interchange.gather_state_dict"
 def gather_state_dict(
     state: Tree,
     *,
-    dtype: object = None,
+    dtype: DtypeName | torch.dtype | None = None,
     ema: bool = False,
     model: str | None = None,
     only: Patterns = None,

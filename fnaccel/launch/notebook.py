@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -28,11 +28,12 @@ from fnaccel.launch.relay import Relay
 from fnaccel.launch.supervise import supervise
 from fnaccel.launch.watch import TO_END
 
+R = TypeVar("R")
 _WHERE = "fa.notebook_launch"
 
 
 def notebook_launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., R],
     args: Sequence[Any] = (),
     processes: int | None = None,
     *,
@@ -47,7 +48,7 @@ def notebook_launch(
     env: Mapping[str, str] | None = None,
     watchdog: float = 120.0,
     rdzv: Mapping[str, float] | None = None,
-) -> list[Any]:
+) -> list[R]:
     """Run a function as several ranks, and return its results. For notebooks and tests.
 
     The ranks are forks of this process: the function may be a cell's, and sees the variables of the notebook.
@@ -139,7 +140,7 @@ def notebook_launch(
         return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
 
 
-def debug_launch(fn: Callable[..., Any], args: Sequence[Any] = (), processes: int = 2) -> list[Any]:
+def debug_launch(fn: Callable[..., R], args: Sequence[Any] = (), processes: int = 2) -> list[R]:
     """Run a function as several ranks on the CPU, and return its results. For tests of a training function.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,10 +13,12 @@ from fnaccel.errors import ArgumentError, FnaccelError, PeerLostError, require
 from fnaccel.seeing.memory import is_out_of_memory
 from fnaccel.world.world import World, current
 
+R = TypeVar("R")
+
 
 def fit_batch_size(
-    attempt: Callable[[int], Any], start: int, *, shrink: float = 0.9, world: World | None = None
-) -> tuple[int, Any]:
+    attempt: Callable[[int], R], start: int, *, shrink: float = 0.9, world: World | None = None
+) -> tuple[int, R]:
     """Call `attempt(batch_size)` with smaller and smaller sizes until it fits in memory.
 
     Only errors that say memory ran out are tried again. All ranks use the same size. If memory runs out on

@@ -6,15 +6,13 @@ Used by `remat`, `compile` and `fsdp`, so that one word means the same in all th
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import attrs
 from torch import nn
 
 from fnaccel.errors import ArgumentError, nearest
-
-Units = Any
-"""`"block"`, `"no_split"`, class names, an int (fewest parameters), `fn(name, module) -> bool`, or None."""
 
 
 @attrs.frozen
@@ -34,6 +32,20 @@ class NamedUnits:
                     fix="keep the names of modules in the axis' apply(built, mesh), or choose other units",
                 )
         return [(name, named[name]) for name in self.names]
+
+
+Units = (
+    str
+    | int
+    | list[str]
+    | tuple[str, ...]
+    | set[str]
+    | frozenset[str]
+    | Callable[[str, nn.Module], bool]
+    | NamedUnits
+    | None
+)
+"""`"block"`, `"no_split"`, class names, an int (fewest parameters), `fn(name, module) -> bool`, or None."""
 
 
 @runtime_checkable

@@ -70,7 +70,7 @@ def from_deepspeed(lr: Rate, *, groups: Groups = None, **options: Any) -> Optimi
 
 def deepspeed_lr(
     lr: float, *, warmup: int | None = None, total: int | None = None, low: float | None = None
-) -> Any:
+) -> DeepspeedRate:
     """The schedule that the DeepSpeed configuration names (`"scheduler": {"type": ..., "params": ...}`).
 
     Args:

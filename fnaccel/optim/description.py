@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import attrs
 import torch
@@ -21,6 +22,8 @@ from fnaccel.step.callables import plan_text
 from fnaccel.step.loss import Scalar
 from fnaccel.step.spec import Spec
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Options = tuple[tuple[str, Any], ...]
 _RESERVED = ("lr", "optional")
 
@@ -135,20 +138,33 @@ class Optimizer:
         return f"{self.name}({', '.join(parts)})"
 
 
-def refuse_unknown(where: str, unknown: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise ConfigError for an option that an optimizer does not take. Names the nearest."""
-    for option in unknown:
-        torch_class = {"fa.sgd": "SGD", "fa.adam": "Adam", "fa.adamw": "AdamW"}.get(where)
-        torch_options = (
-            () if torch_class is None else inspect.signature(getattr(torch.optim, torch_class)).parameters
-        )
-        raise ConfigError(
-            f"{where} has no option {option!r}",
-            where=f"{where}({option}=...)",
-            fix=f"fa.optim.from_torch(torch.optim.{torch_class}, lr=..., {option}=...) takes it"
-            if option in torch_options
-            else nearest(option, [*names, "lr"]),
-        )
+def refuse_unknown(torch_class: type[torch.optim.Optimizer]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: raise ConfigError for an option that an optimizer does not take.
+
+    The message names the nearest option, or says that `torch_class` takes it. The signature stays as it is,
+    so type checkers report the mistake too.
+    """
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        names = list(inspect.signature(fn).parameters)
+        where = f"fa.{fn.__name__}"
+
+        @functools.wraps(fn)
+        def run(*args: P.args, **options: P.kwargs) -> R:
+            for option in options:
+                if option not in names:
+                    call = f"fa.optim.from_torch(torch.optim.{torch_class.__name__}, lr=..., {option}=...)"
+                    taken = option in inspect.signature(torch_class).parameters
+                    raise ConfigError(
+                        f"{where} has no option {option!r}",
+                        where=f"{where}({option}=...)",
+                        fix=f"{call} takes it" if taken else nearest(option, names),
+                    )
+            return fn(*args, **options)
+
+        return run
+
+    return decorate
 
 
 def options_of(

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections import defaultdict
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import attrs
 import torch
@@ -360,7 +360,18 @@ def from_torch(
     )
 
 
-def adafactor(lr: Rate = 1e-2, *, groups: Groups = None, **options: Any) -> Optimizer:
+class AdafactorOptions(TypedDict, total=False):
+    """The options of `torch.optim.Adafactor`, for type checkers of a call of `adafactor`."""
+
+    beta2_decay: float
+    eps: tuple[float | None, float]
+    d: float
+    weight_decay: float
+    foreach: bool | None
+    maximize: bool
+
+
+def adafactor(lr: Rate = 1e-2, *, groups: Groups = None, **options: Unpack[AdafactorOptions]) -> Optimizer:
     """Adafactor (Shazeer and Stern 2018), `torch.optim.Adafactor`: second moments by row and column.
 
     Under `fsdp` each parameter is gathered for its update: see `whole` of `fa.optim.from_torch`.
@@ -369,6 +380,9 @@ def adafactor(lr: Rate = 1e-2, *, groups: Groups = None, **options: Any) -> Opti
         lr: a number, or a schedule `updates -> rate`.
         groups: `{selection: options}`, as for `fa.sgd`.
         options: as `torch.optim.Adafactor` takes them.
+
+    Raises:
+        ArgumentError: an option that it does not take.
 
     Example:
         >>> fa.optim.adafactor(1e-2)

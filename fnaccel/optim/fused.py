@@ -159,6 +159,7 @@ def _at(value: Tree, device: torch.device) -> Any:
     return value if value is None or value.device == device else value.to(device)
 
 
+@refuse_unknown(torch.optim.SGD)
 def sgd(
     lr: Rate,
     *,
@@ -166,7 +167,6 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     groups: Groups = None,
-    **unknown: Any,
 ) -> Optimizer:
     """Stochastic gradient descent, as `torch.optim.SGD` without dampening.
 
@@ -185,13 +185,13 @@ def sgd(
     Example:
         >>> fa.sgd(0.1, momentum=0.9, groups={"*bias": {"weight_decay": 0.0}})
     """
-    refuse_unknown("fa.sgd", unknown, ("momentum", "nesterov", "weight_decay", "groups"))
     require(not nesterov or momentum > 0, "Nesterov needs momentum", "fa.sgd", "momentum=0.9")
     defaults = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     options, checked = options_of("sgd", defaults, groups)
     return Optimizer(name="sgd", lr=lr, options=options, groups=checked, kernel=FusedKernel("sgd"))
 
 
+@refuse_unknown(torch.optim.Adam)
 def adam(
     lr: Rate,
     *,
@@ -199,7 +199,6 @@ def adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     groups: Groups = None,
-    **unknown: Any,
 ) -> Optimizer:
     """Adam (Kingma and Ba 2015), as `torch.optim.Adam`: `weight_decay` is added to the gradient.
 
@@ -208,13 +207,17 @@ def adam(
         betas, eps, weight_decay: as in torch.
         groups: `{selection: options}`, as for `sgd`.
 
+    Raises:
+        ArgumentError: betas outside [0, 1), or a rate that is none.
+        ConfigError: an option that it does not take.
+
     Example:
         >>> fa.adam(1e-3)
     """
-    refuse_unknown("fa.adam", unknown, ("betas", "eps", "weight_decay", "groups"))
     return _make_adam("adam", lr, betas, eps, weight_decay, groups)
 
 
+@refuse_unknown(torch.optim.AdamW)
 def adamw(
     lr: Rate,
     *,
@@ -222,7 +225,6 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     groups: Groups = None,
-    **unknown: Any,
 ) -> Optimizer:
     """AdamW (Loshchilov and Hutter 2019), as `torch.optim.AdamW`: decay apart from the gradient.
 
@@ -231,10 +233,13 @@ def adamw(
         betas, eps, weight_decay: as in torch.
         groups: `{selection: options}`, as for `sgd`.
 
+    Raises:
+        ArgumentError: betas outside [0, 1), or a rate that is none.
+        ConfigError: an option that it does not take.
+
     Example:
         >>> fa.adamw(3e-4, groups={"*norm*": {"weight_decay": 0.0}})
     """
-    refuse_unknown("fa.adamw", unknown, ("betas", "eps", "weight_decay", "groups"))
     return _make_adam("adamw", lr, betas, eps, weight_decay, groups)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.engine import Engine
@@ -37,6 +37,9 @@ from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.progress_marks import within
 from fnaccel.world.world import World, current
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class TrainStep:
@@ -260,8 +263,8 @@ class TrainStep:
 
     @within("evaluate")
     def look(
-        self, state: TrainState, fn: Callable[..., Any], *args: Any, train: bool = False, whole: bool = False
-    ) -> Any:
+        self, state: TrainState, fn: Callable[..., R], *args: Any, train: bool = False, whole: bool = False
+    ) -> R:
         """`fn(model, *args)` without gradients, under the step's precision. Nothing is donated.
 
         Every rank must call it. Under `fsdp` each unit is gathered while its forward runs. A parameter that
@@ -331,7 +334,7 @@ class TrainStep:
             lambda row: self.look(state, self.as_loss(self._spec.step.forward()), row), short(batch)
         )
 
-    def as_loss(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def as_loss(self, fn: Callable[P, R]) -> Callable[P, R]:
         """`fn(model, batch, *args)`, called as the loss function is: on this rank's part of a whole batch.
 
         Under `fa.context` the part is some tokens of each row, and attention reaches the tokens of all ranks.
@@ -353,16 +356,14 @@ class TrainStep:
             with around:
                 return checked(model, data, *args)
 
-        return run
+        return cast(Callable[P, R], run)
 
     def can_probe(self) -> bool:
         """Whether `probe` has anything to compare, and half of the free memory holds the whole model."""
         layout = self._owner.engine.layout
-        if (
-            self.mesh.partial_rows and self._lowered.part is None
-        ):  # the user's loss takes the parts of rows itself
-            return False
-        return is_split(self.mesh) and fits(self._spec.model, layout.parameters, self.mesh)
+        # otherwise the user's loss takes the parts of rows itself
+        whole_rows = not self.mesh.partial_rows or self._lowered.part is not None
+        return whole_rows and is_split(self.mesh) and fits(self._spec.model, layout.parameters, self.mesh)
 
     def probe(self, batch: Tree) -> Probed:
         """Compare the cut model's loss of one row with that of the whole model, gathered on every rank.

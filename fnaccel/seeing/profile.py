@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -25,6 +25,7 @@ PHASE = "fnaccel."
 
 _logger = logging.getLogger("fnaccel")
 _running: list[Profile] = []
+Activity = Literal["cpu", "cuda", "xpu", "mtia", "hpu", "privateuse1"]
 _ACTIVITIES = {kind.name.lower(): kind for kind in ProfilerActivity.__members__.values()}
 
 
@@ -171,7 +172,7 @@ def profile(
     stacks: bool = False,
     flops: bool = False,
     modules: bool = False,
-    activities: str | Iterable[str] | None = None,
+    activities: Activity | Iterable[Activity] | None = None,
     on_trace_ready: Callable[[Any], object] | None = None,
 ) -> Profile:
     """Record some steps by torch.profiler, on every rank, with the phases of each step as named ranges.

@@ -7,7 +7,7 @@ covered as `forward` is. A strategy's own part (gathering in bf16) is in that st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import attrs
 import torch
@@ -18,6 +18,9 @@ from fnaccel.step.loss import Concat, Mean, Sum
 from fnaccel.tree import Tree
 
 S = TypeVar("S", bound=attrs.AttrsInstance)
+
+DtypeName = Literal["fp32", "bf16", "fp16", "fp64", "float32", "bfloat16", "float16", "float64"]
+"""The names of dtypes that parameters and computation may have."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -44,7 +47,7 @@ def check_precision(name: str, where: str) -> None:
         dtype_of(name, where, ("fp8",))
 
 
-def _to_dtype(name: str | torch.dtype) -> torch.dtype:
+def _to_dtype(name: DtypeName | torch.dtype) -> torch.dtype:
     return dtype_of(name, "fa.transforms.Precision")
 
 

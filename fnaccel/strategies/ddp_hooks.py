@@ -3,7 +3,7 @@
 # no `from __future__ import annotations` here: torch checks the annotations of hooks themselves
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 import attrs
 import torch
@@ -99,7 +99,26 @@ def named_hook(reference: str) -> Hook:
     return attrs.evolve(comm_hook(function), name=repr(reference))
 
 
-def powersgd(*, batched: bool = False, wrap: str | None = None, **options: Any) -> Hook:
+class PowerSgdOptions(TypedDict, total=False):
+    """The options of torch's `PowerSGDState`, for type checkers of a call of `powersgd`."""
+
+    matrix_approximation_rank: int
+    start_powerSGD_iter: int
+    min_compression_rate: float
+    use_error_feedback: bool
+    warm_start: bool
+    orthogonalization_epsilon: float
+    random_seed: int
+    compression_stats_logging_frequency: int
+    batch_tensors_with_same_shape: bool
+
+
+def powersgd(
+    *,
+    batched: bool = False,
+    wrap: "Literal['fp16', 'bf16'] | None" = None,
+    **options: "Unpack[PowerSgdOptions]",
+) -> Hook:
     """Low-rank gradient compression (Vogels et al. 2019) for `fa.ddp(hook=...)`.
 
     Args:

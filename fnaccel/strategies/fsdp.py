@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, ClassVar, TypedDict, Unpack, get_args
 
 import attrs
 
@@ -142,14 +142,32 @@ def fsdp(
     )
 
 
+class FsdpOptions(TypedDict, total=False):
+    """The options of `fsdp`, for type checkers of a call of `hsdp`."""
+
+    units: Units
+    reshard_after_forward: bool | int
+    policy: MixedPrecisionPolicy | None
+    offload: bool
+    ignore: str | Iterable[str]
+    init: Init
+    methods: str | Iterable[str]
+    forward_prefetch: int
+    backward_prefetch: int
+
+
 @maker
-def hsdp(replicate: int, shard: int = -1, **options: Any) -> Strategy:
+def hsdp(replicate: int, shard: int = -1, **options: Unpack[FsdpOptions]) -> Strategy:
     """Shard within groups of `shard` ranks and replicate over `replicate` groups: `ddp(r) * fsdp(s)`.
 
     Args:
         replicate: how many groups hold the whole model.
         shard: over how many ranks each group shards it. -1 takes the ranks that are left.
         options: as for `fsdp`.
+
+    Raises:
+        ArgumentError: a degree that can't be.
+        UnknownNameError: no such `init`.
 
     Example:
         >>> model = fa.distribute(GPT, fa.hsdp(2, 4))  # 8 ranks: 2 groups of 4

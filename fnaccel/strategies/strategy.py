@@ -9,7 +9,7 @@ import ast
 import importlib
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec
 
 import attrs
 
@@ -18,6 +18,8 @@ from fnaccel.step.callables import plan_text
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import EVERYTHING, Capability
 from fnaccel.world.mesh import AXES
+
+P = ParamSpec("P")
 
 
 class Axis:
@@ -142,7 +144,7 @@ PRESETS: dict[str, str] = {
 """Short names of strategies."""
 
 
-def maker(fn: Callable[..., Strategy]) -> Callable[..., Strategy]:
+def maker(fn: Callable[P, Strategy]) -> Callable[P, Strategy]:
     """Decorator: let the text of a strategy call this function: `"name(2)"`, or `"module:name(2)"`.
 
     The second is for functions outside of fnaccel. The module is imported if a text names it.

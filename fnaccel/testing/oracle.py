@@ -7,7 +7,7 @@ their mistakes. One process, one batch a step, `.backward()`, `torch.optim`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -45,9 +45,9 @@ def oracle_run(
     batches: Sequence[Sequence[tree.Tree]],
     *,
     lr: float,
-    optimizer: str = "sgd",
+    optimizer: Literal["sgd", "adamw"] = "sgd",
     clip: float | None = None,
-    precision: str = "fp32",
+    precision: Literal["fp32", "fp64", "bf16"] = "fp32",
     seed: int = 0,
     **options: Any,
 ) -> OracleResult:

@@ -23,7 +23,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -31,6 +31,8 @@ import torch.distributed as dist
 
 from fnaccel.errors import ArgumentError, LaunchError
 from fnaccel.world import world
+
+R = TypeVar("R")
 
 RUNS_PER_GROUP = 64
 """Runs after which the ranks begin a new process group: subgroups that tests made pile up in one."""
@@ -141,7 +143,7 @@ class RankPool:
         self._pipes = [pipe for pipe, _ in pairs]
         self._renew = True
 
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> list[R]:
         """Call `fn(*args, **kwargs)` on every rank inside its `World`. Returns the results in rank order.
 
         Args:
@@ -281,7 +283,7 @@ class RankPools:
             self._pools[size] = RankPool(size, timeout=self.timeout)
         return self._pools[size]
 
-    def run(self, ranks: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, ranks: int, fn: Callable[..., R], *args: Any, **kwargs: Any) -> list[R]:
         """`RankPool.run` on a world of `ranks` ranks."""
         return self.pool(ranks).run(fn, *args, **kwargs)
 

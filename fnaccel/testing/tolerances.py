@@ -5,7 +5,7 @@ A number here is never relaxed without a reason beside it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -36,10 +36,11 @@ TOLERANCES: dict[torch.dtype, Tolerance] = {
 """The tolerance of each floating-point and complex dtype. Every other dtype must agree exactly."""
 
 _EXACT = Tolerance(0.0, 0.0, "integers and bools do not round")
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 _PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def tolerance(dtype: torch.dtype | str) -> Tolerance:
+def tolerance(dtype: torch.dtype | Precision) -> Tolerance:
     """The tolerance of a dtype, or of a precision by name (`"fp32"`, `"bf16"`).
 
     Raises:
@@ -60,7 +61,7 @@ def tolerance(dtype: torch.dtype | str) -> Tolerance:
 
 
 def differences(
-    actual: tree.Tree, expected: tree.Tree, *, precision: torch.dtype | str | None = None
+    actual: tree.Tree, expected: tree.Tree, *, precision: torch.dtype | Precision | None = None
 ) -> list[str]:
     """One line for each path at which two trees differ by more than the table allows.
 
@@ -85,7 +86,7 @@ def differences(
 
 
 def assert_close(
-    actual: tree.Tree, expected: tree.Tree, *, precision: torch.dtype | str | None = None
+    actual: tree.Tree, expected: tree.Tree, *, precision: torch.dtype | Precision | None = None
 ) -> None:
     """Raise if `differences` finds any.
 
@@ -101,7 +102,7 @@ def assert_close(
         )
 
 
-def _difference(actual: Any, expected: Any, precision: torch.dtype | str | None) -> str | None:
+def _difference(actual: Any, expected: Any, precision: torch.dtype | Precision | None) -> str | None:
     if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
         if actual.shape != expected.shape:
             return f"shape {list(actual.shape)} is not {list(expected.shape)}"

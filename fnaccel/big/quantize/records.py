@@ -12,7 +12,7 @@ from torch import nn
 
 from fnaccel.big.quantize.layer import LinearLayer, is_conv1d
 from fnaccel.errors import MissingBackendError, as_names, install_line, require, require_counts
-from fnaccel.step.precision_policy import dtype_of
+from fnaccel.step.precision_policy import DtypeName, dtype_of
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -30,7 +30,7 @@ def _number(value: float) -> float:
     return float(value)
 
 
-def _compute(name: str | torch.dtype | None) -> torch.dtype | None:
+def _compute(name: DtypeName | torch.dtype | None) -> torch.dtype | None:
     return None if name is None else dtype_of(name, "compute=")
 
 

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Generator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal, get_args
 
 import attrs
 
@@ -19,7 +20,8 @@ from fnaccel.interchange.sources.fnaccel_files import is_own, open_own
 from fnaccel.interchange.sources.safetensors_files import open_safetensors
 from fnaccel.interchange.sources.torch_files import SUFFIXES, open_torch
 
-FORMATS = ("accelerate", "dcp", "deepspeed", "fnaccel", "safetensors", "torch")
+Format = Literal["accelerate", "dcp", "deepspeed", "fnaccel", "safetensors", "torch"]
+FORMATS = get_args(Format)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,53 @@
+"""Packages that import a public name when it is first used, and list all of them: `attach`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def attach(
+    package: str, names: Mapping[str, str], *, namespaces: str = "", hints: str = ""
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """The `__getattr__`, `__dir__` and `__all__` of a package, to be called at the end of its imports.
+
+    A type checker must not see this `__getattr__`, because every unknown name would be right for it. So the
+    call is in the other branch of an `if TYPE_CHECKING` that imports the same names.
+
+    Args:
+        package: its name.
+        names: the modules that are imported late, and the public names of each, separated by spaces.
+        namespaces: the public modules of the package.
+        hints: other public names that are modules. An error for an unknown name says which of these modules
+            and namespaces has it.
+    """
+    module = sys.modules[package]
+    homes = {name: home for home, listed in names.items() for name in listed.split()}
+    eager = [name for name, value in vars(module).items() if _is_public(name, value)]
+    public = sorted({*homes, *namespaces.split(), *eager})
+
+    def get(name: str) -> Any:
+        if name in homes:
+            value = getattr(importlib.import_module(homes[name]), name)
+            setattr(module, name, value)
+            return value
+        if name.startswith("_"):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if importlib.util.find_spec(f"{package}.{name}") is not None:
+            return importlib.import_module(f"{package}.{name}")  # sets the attribute
+        rooms = [room for room in (namespaces + " " + hints).split() if hasattr(getattr(module, room), name)]
+        hint = f". Did you mean fa.{rooms[0]}.{name}?" if rooms else ""
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
+
+    def list_names() -> list[str]:
+        return sorted({*public, *(name for name in vars(module) if name.startswith("_"))})
+
+    return get, list_names, public
+
+
+def _is_public(name: str, value: object) -> bool:
+    """Whether a package has imported a name from fnaccel for its users."""
+    return not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("fnaccel.")
