@@ -363,9 +363,11 @@ class FlagMismatchError(FnaccelError, ValueError):
     """The launcher and the script choose different things. Nothing was built.
 
     Fails:
-        $ fnaccel launch --strategy fsdp train.py  # a script with fa.distribute(Net, "ddp")
+        >>> told = attrs.evolve(world, flags={"strategy": "fsdp"})  # as fnaccel launch --strategy fsdp does
+        >>> fa.train_step(loss_fn, model=fa.distribute(GPT, "ddp"), optimizer=fa.sgd(0.1), world=told)
     Works:
-        $ fnaccel launch --strategy fsdp train.py  # a script with fa.distribute(Net)
+        >>> told = attrs.evolve(world, flags={"strategy": "fsdp"})
+        >>> train_step = fa.train_step(loss_fn, model=fa.distribute(GPT), optimizer=fa.sgd(0.1), world=told)
     """
 
 
