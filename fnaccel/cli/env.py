@@ -7,9 +7,6 @@ import platform
 from collections.abc import Sequence
 from importlib import metadata
 
-import torch
-import torch.distributed as dist
-
 from fnaccel import __version__
 from fnaccel.cli.options.env import parser
 from fnaccel.cli.terminal import print_json
@@ -42,17 +39,10 @@ def run(arguments: Sequence[str]) -> int:
 
 def facts() -> dict[str, str]:
     """The facts that `fnaccel env` prints, by name."""
-    backends = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
     facts = {
         "fnaccel": __version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
-        "torch": torch.__version__,
-        "devices": _devices(),
-        "backends": ", ".join(name for name, here in backends.items() if here) or "none",
+        **_facts_of_torch(),
         "installed": ", ".join(_installed()) or "no optional package",
     }
     for name in sorted(os.environ):
@@ -61,7 +51,28 @@ def facts() -> dict[str, str]:
     return facts
 
 
+def _facts_of_torch() -> dict[str, str]:
+    """Its version, the devices that it sees and its backends. Why, if it can't be imported."""
+    try:
+        import torch  # noqa: PLC0415 - a report is wanted most where torch does not work
+        import torch.distributed as dist  # noqa: PLC0415
+    except (ImportError, OSError) as error:
+        return {"torch": f"can't be imported: {error}", "devices": f"{os.cpu_count()} cores"}
+    backends = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    return {
+        "torch": torch.__version__,
+        "devices": _devices(),
+        "backends": ", ".join(name for name, here in backends.items() if here) or "none",
+    }
+
+
 def _devices() -> str:
+    import torch  # noqa: PLC0415
+
     parts = [f"cpu with {os.cpu_count()} cores, {torch.get_num_threads()} threads for PyTorch"]
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is not None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -49,3 +53,13 @@ def test_env_names_versions_devices_and_variables(capsys, monkeypatch):
     assert "gloo" in shown["backends"]
     assert shown["FNACCEL_DEVICE"] == "cpu"
     assert "hidden" not in said
+
+
+def test_env_says_why_torch_is_not_there():
+    code = (
+        "import sys; sys.modules['torch'] = None; from fnaccel.cli.main import main; sys.exit(main(['env']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"^torch +can't be imported: ", ended.stdout, re.MULTILINE)
+    assert re.search(r"^python +3\.", ended.stdout, re.MULTILINE)
