@@ -115,7 +115,7 @@ def test_the_plan_in_the_readme_is_the_plan(tmp_path, monkeypatch):
     for language, _, code, _ in blocks(page):
         if language == "python":
             exec(compile(code, str(page), "exec"), names)
-            if "train_step" in names:
+            if "world" in names:
                 break
     try:
         for wanted, found in zip(shown.splitlines(), str(names["train_step"].plan).splitlines(), strict=True):
