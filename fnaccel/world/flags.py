@@ -20,8 +20,9 @@ from fnaccel.world.launched import detect
 VARIABLE = "FNACCEL_OVERRIDES"
 FLAGS = ("strategy", "precision", "accumulate", "clip_norm", "compile", "attention")
 """Options of the launcher with the name of the recipe's field that they set."""
-_TAKEN = "FNACCEL_OVERRIDES_TAKEN"
 _RECIPE, _STEP = "recipe", "step"
+_taken = ("", "")
+"""What has taken flags in this process, and these flags as text: a later launcher has others."""
 
 
 def pack(fields: dict[str, Any]) -> dict[str, str]:
@@ -61,9 +62,11 @@ def take_for_recipe() -> dict[str, Any]:
 
 def take_for_steps(flags: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of a world, for a train step. None of them if a recipe has taken them."""
-    if not flags or _taken_by() == _RECIPE:
+    ours = flags == given()  # a command's own options are no flags
+    if ours and _taken_by() == _RECIPE:
         return {}
-    _mark(_STEP)
+    if flags and ours:
+        _mark(_STEP)
     return flags
 
 
@@ -91,17 +94,17 @@ def described(fields: Mapping[str, Any]) -> str:
 
 
 def _text() -> str:
-    """What was given, as text: a mark holds for it alone, and not for the next launcher in this process."""
     return f"{os.environ.get(settings.VARIABLE, '')} {os.environ.get(VARIABLE, '')}"
 
 
 def _mark(by: str) -> None:
-    os.environ[_TAKEN] = f"{by} {_text()}"
+    global _taken
+    _taken = by, _text()
 
 
 def _taken_by() -> str:
     """What has taken the flags: a recipe, a train step, or nothing ("")."""
-    by, _, text = os.environ.get(_TAKEN, "").partition(" ")
+    by, text = _taken
     return by if text == _text() else ""
 
 

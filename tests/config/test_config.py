@@ -124,8 +124,7 @@ def test_a_closure_is_not_yaml():
 def test_overrides_go_over_the_scripts_recipe(monkeypatch):
     for name, value in flags.pack({"strategy": "fsdp", "optimizer.lr": 0.5, "clip_norm": None}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("FNACCEL_OVERRIDES_TAKEN", "")
-    monkeypatch.delenv("FNACCEL_OVERRIDES_TAKEN")
+    monkeypatch.setattr(flags, "_taken", ("", ""))
     with pytest.raises(errors.UnusedOverrideError, match="strategy='fsdp'"):
         flags.check_taken()
     recipe = fa.config.recipe(fa.config.Recipe(precision="bf16", clip_norm=1.0))
@@ -148,8 +147,7 @@ def test_overrides_go_over_the_scripts_recipe(monkeypatch):
 )
 def test_an_option_behind_the_script_is_said_to_be_the_scripts(monkeypatch, capsys, words, launched, said):
     """The launcher can't know whether the script reads it. Under python there is no launcher to mean."""
-    monkeypatch.setenv("FNACCEL_OVERRIDES_TAKEN", "")
-    monkeypatch.delenv("FNACCEL_OVERRIDES_TAKEN")
+    monkeypatch.setattr(flags, "_taken", ("", ""))
     if launched:
         monkeypatch.setenv("FNACCEL_LAUNCHED", "1")
     monkeypatch.setattr(sys, "argv", ["jobs/train.py", *words])

@@ -41,6 +41,7 @@ def given(monkeypatch):
             else " ".join(f"{k}={v}" for k, v in dotted.items())
         )
         monkeypatch.setenv(variable, text)
+        monkeypatch.setattr(flags, "_taken", ("", ""))
         worlds.append(fa.start(device="cpu"))
         return worlds[-1]
 

@@ -8,7 +8,7 @@ import torch
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.config.yaml import override
-from fnaccel.world import settings
+from fnaccel.world import flags, settings
 
 TEXT = """
 run: {seed: 5, steps: 7, epochs: 2}
@@ -82,7 +82,7 @@ def test_the_length_and_the_seed_reach_the_loop():
 
 
 def test_a_set_variable_goes_over_the_scripts_recipe(monkeypatch, capsys):
-    monkeypatch.delenv("FNACCEL_OVERRIDES_TAKEN", raising=False)
+    monkeypatch.setattr(flags, "_taken", ("", ""))
     monkeypatch.setenv("FNACCEL_SET", "strategy='ddp(2) * fsdp(4)' optimizer.lr=1e-4 launch.ranks=2")
     monkeypatch.setattr(settings, "_shown", set())
     recipe = fa.config.recipe(fa.config.Recipe(clip_norm=1.0, strategy="local"))
@@ -121,6 +121,6 @@ def test_the_fields_that_a_start_uses(monkeypatch):
     with fa.start() as world:
         assert world.device.type == "cpu"
     monkeypatch.setenv("FNACCEL_SET", "optimiser.lr=1")
-    monkeypatch.delenv("FNACCEL_OVERRIDES_TAKEN", raising=False)
+    monkeypatch.setattr(flags, "_taken", ("", ""))
     with pytest.raises(errors.ConfigError, match="'optimizer'"):
         fa.config.recipe()

@@ -32,7 +32,7 @@ def looked(launcher, ranks):
 
 
 def test_every_rank_knows_its_place(launcher):
-    outer = {"TORCHELASTIC_USE_AGENT_STORE": "True", "FNACCEL_OVERRIDES_TAKEN": "1", "KEPT": "x"}
+    outer = {"TORCHELASTIC_USE_AGENT_STORE": "True", "FNACCEL_OVERRIDES": '{"ema": 0.5}', "KEPT": "x"}
     ended = launcher("-n", 3, "--cpu", "--threads", 2, launcher.write(LOOK), env=outer)
     assert ended.code == 0, ended.err
     seen = looked(launcher, 3)
@@ -42,7 +42,7 @@ def test_every_rank_knows_its_place(launcher):
         assert each["env"]["FNACCEL_LAUNCHED"] == "1"
         assert each["env"]["FNACCEL_DEVICE"] == "cpu"
         assert each["env"]["KEPT"] == "x"
-        assert not {"TORCHELASTIC_USE_AGENT_STORE", "FNACCEL_OVERRIDES_TAKEN"} & each["env"].keys()
+        assert not {"TORCHELASTIC_USE_AGENT_STORE", "FNACCEL_OVERRIDES"} & each["env"].keys()
         assert each["threads"] == 2
     assert len({each["env"]["MASTER_PORT"] for each in seen}) == 1
     assert len({each["numpy"] for each in seen}) == 3, "forks share numpy's generator"
