@@ -27,7 +27,7 @@ from fnaccel.cli.benching.verdict import (
     tolerance_of,
 )
 from fnaccel.cli.options.bench import SCOPES, parser
-from fnaccel.cli.subject import recipe_of
+from fnaccel.cli.subject import fields_of, recipe_of
 from fnaccel.cli.terminal import columns, print_json, printable, split_list
 from fnaccel.config import Recipe, to_yaml
 from fnaccel.errors import UnknownNameError, nearest, require
@@ -54,7 +54,7 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser().parse_args(arguments)
     steps, ranks = options.steps, options.ranks
     require(steps >= 1, f"{steps} steps can't be timed", f"{_PROG} --steps", "1, or more")
-    options.recipe = attrs.evolve(recipe_of(options, _PROG), compile=None)
+    options.recipe = attrs.evolve(recipe_of(fields_of(options, _PROG), _PROG), compile=None)
     require(ranks >= 1, f"{ranks} ranks can't train", f"{_PROG} -n", "-n 1, or more")
     options.strategies = split_list(options.strategies or "")
     require(

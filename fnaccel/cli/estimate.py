@@ -13,7 +13,7 @@ import attrs
 from fnaccel.big.budget import parse_bytes
 from fnaccel.big.sizes import Dtype, Sizes, sizes
 from fnaccel.cli.options.estimate import parser
-from fnaccel.cli.subject import recipe_of, step_fields
+from fnaccel.cli.subject import fields_of, recipe_of, step_fields
 from fnaccel.cli.terminal import columns, print_json, split_list
 from fnaccel.config import Recipe
 from fnaccel.config.applying import make_optimizer, under_own
@@ -40,6 +40,7 @@ from fnaccel.strategies import distribute
 from fnaccel.tree import Tree
 from fnaccel.world.simulation import check_machines
 
+Fields = Mapping[str, Any]
 _PROG = "fnaccel estimate"
 _SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
@@ -56,8 +57,8 @@ def run(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     _check(options)
     named = find_model(options.model, trust_remote_code=options.trust_remote_code)
-    recipe = recipe_of(options, _PROG)
-    recipe = attrs.evolve(recipe, remat=recipe.remat or options.remat)
+    fields = fields_of(options, _PROG)
+    recipe, chosen = recipe_of(fields, _PROG), step_fields(fields)
     measured = _sizes(named, cast(list[Dtype], split_list(options.dtypes)))  # `sizes` refuses other names
     report: dict[str, Any] = {"model": options.model, "sizes": [_plain_sizes(each) for each in measured]}
     texts = [_table_of_sizes(measured)]
@@ -70,14 +71,14 @@ def run(arguments: Sequence[str]) -> int:
         texts.append(str(result))
     elif options.fits is not None:
         budget = parse_bytes(options.fits, f"{_PROG} --fits")
-        compared = _compared(named, recipe, options, budget)
+        compared = _compared(named, recipe, chosen, options, budget)
         best = cheapest(compared)
         report |= {"budget": budget, "choices": [_plain_choice(choice) for choice in compared]}
         report["cheapest"] = None if best is None else _plain_choice(best)
         texts.append(_table_of_choices(compared, best, options))
         code = int(best is None)
     elif _trains(named, options) or options.loss or options.inputs:
-        estimate, least = _training(named, recipe, options)
+        estimate, least = _training(named, recipe, chosen, options)
         report |= {"training": _plain(estimate), "least_time": None if least is None else _plain_time(least)}
         texts += [str(estimate)] if least is None else [str(estimate), str(least)]
     else:
@@ -134,8 +135,10 @@ def _trains(named: NamedModel, options: argparse.Namespace) -> bool:
     return loss and (options.inputs is not None or named.batch is not None)
 
 
-def _subject(named: NamedModel, recipe: Recipe, options: argparse.Namespace) -> tuple[StepLike, Tree]:
-    """The step and the batch of one rank.
+def _subject(
+    named: NamedModel, recipe: Recipe, chosen: Fields, options: argparse.Namespace
+) -> tuple[StepLike, Tree]:
+    """The step and the batch of one rank. `chosen` are the fields of the recipe that a train step uses.
 
     Raises:
         ArgumentError: one of them is unknown.
@@ -160,20 +163,17 @@ def _subject(named: NamedModel, recipe: Recipe, options: argparse.Namespace) -> 
             where=_PROG,
             fix="--loss module:loss_fn --inputs module:make_batch",
         )
-    fields = step_fields(options, _PROG) | {"remat": recipe.remat}
-    if not recipe.remat:
-        del fields["remat"]
-    step, _ = filled(as_step(loss_fn, f"{_PROG} --loss"), fields)
+    step, _ = filled(as_step(loss_fn, f"{_PROG} --loss"), chosen)
     return under_own(recipe, step), batch
 
 
 def _training(
-    named: NamedModel, recipe: Recipe, options: argparse.Namespace
+    named: NamedModel, recipe: Recipe, chosen: Fields, options: argparse.Namespace
 ) -> tuple[TrainingEstimate, LeastTime | None]:
-    step, batch = _subject(named, recipe, options)
+    step, batch = _subject(named, recipe, chosen, options)
     estimate = training(
         step,
-        model=distribute(named.factory, step_fields(options, _PROG).get("strategy")),
+        model=distribute(named.factory, chosen.get("strategy")),
         optimizer=make_optimizer(recipe.optimizer),
         batch=batch,
         ranks=options.ranks,
@@ -207,8 +207,12 @@ def _rate(options: argparse.Namespace, name: str) -> float:
         ) from error
 
 
-def _compared(named: NamedModel, recipe: Recipe, options: argparse.Namespace, budget: int) -> list[Choice]:
-    step, batch = _subject(named, attrs.evolve(recipe, remat=False), options)
+def _compared(
+    named: NamedModel, recipe: Recipe, chosen: Fields, options: argparse.Namespace, budget: int
+) -> list[Choice]:
+    # with and without remat is compared
+    fixed = {name: value for name, value in chosen.items() if name != "remat"}
+    step, batch = _subject(named, recipe, fixed, options)
     return choices(
         step,
         named.factory,

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from fnaccel.cli.options.plan import parser
-from fnaccel.cli.subject import recipe_of, step_fields
+from fnaccel.cli.subject import fields_of, recipe_of, step_fields
 from fnaccel.cli.terminal import print_json
 from fnaccel.config.applying import make_optimizer, under_own
 from fnaccel.config.references import load
@@ -18,7 +18,6 @@ from fnaccel.program.launcher_flags import choose
 from fnaccel.program.model_notes import model_notes, with_notes
 from fnaccel.program.planned import planned
 from fnaccel.strategies import Footprint, distribute, footprint
-from fnaccel.strategies.axis import finishing_axis
 from fnaccel.world.mesh import Mesh, resolve
 from fnaccel.world.simulation import absent_world, check_machines
 
@@ -36,15 +35,14 @@ def run(arguments: Sequence[str]) -> int:
     local = options.per_machine or ranks
     require(ranks >= 1, f"{ranks} ranks can't train", f"{_PROG} -n", "-n 1, or more")
     check_machines(ranks, local, f"{_PROG} --per-machine")
-    recipe = recipe_of(options, _PROG)
-    world = absent_world(ranks, local, _PROG, step_fields(options, _PROG))
+    fields = fields_of(options, _PROG)
+    recipe = recipe_of(fields, _PROG)
     model = distribute(load(options.model, f"{_PROG} --model"))
     optimizer = make_optimizer(recipe.optimizer)
     step = under_own(recipe, load(options.loss, f"{_PROG} LOSS"))
-    chosen = choose(step, model, world, trains=True)
+    chosen = choose(step, model, ranks, step_fields(fields), trains=True)
     axes = chosen.strategy
-    finishing_axis(axes)
-    mesh = Mesh(world=world, degrees=resolve(axes.degrees(), ranks, str(axes)))
+    mesh = Mesh(world=absent_world(ranks, local, _PROG), degrees=resolve(axes.degrees(), ranks, str(axes)))
     made = planned(chosen, optimizer, mesh)
     modules = modules_without_values(model.model)
     built = {key: module for key, module in modules.items() if not isinstance(module, str)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def fields_of(options: argparse.Namespace, prog: str) -> dict[str, Any]:
         ConfigError: the file is not a recipe, or FNACCEL_SET can't be read.
     """
     flags = {name: getattr(options, name) for name in ("strategy", "precision", "accumulate", "clip_norm")}
-    flags["optimizer.name"] = options.optimizer
+    flags |= {"optimizer.name": options.optimizer, "remat": getattr(options, "remat", False) or None}
     chosen = {name: value for name, value in flags.items() if value is not None}
     sources = [] if options.config is None else [file_layer(Path(options.config))]
     sources += [
@@ -36,18 +37,17 @@ def fields_of(options: argparse.Namespace, prog: str) -> dict[str, Any]:
     return gather_overrides(sources)
 
 
-def step_fields(options: argparse.Namespace, prog: str) -> dict[str, Any]:
-    """Those of the fields that a train step can use. Arguments as for `fields_of`."""
-    fields = fields_of(options, prog)
+def step_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the fields that a train step can use."""
     return {name: value for name, value in fields.items() if name.partition(".")[0] in STEP_FIELDS}
 
 
-def recipe_of(options: argparse.Namespace, prog: str) -> Recipe:
-    """The recipe that these fields make.
+def recipe_of(fields: dict[str, Any], prog: str) -> Recipe:
+    """The recipe that the fields make.
 
     Raises:
         ConfigError, UnknownNameError, ArgumentError: the file, FNACCEL_SET or an option is wrong.
     """
-    recipe = override(Recipe(), fields_of(options, prog), prog)
+    recipe = override(Recipe(), fields, prog)
     check_precision(recipe.precision, f"{prog} --precision")
     return recipe

@@ -24,7 +24,7 @@ from fnaccel.models.building import Built, construct, freeze, has_factories, rel
 from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.launcher_flags import Chosen, choose
 from fnaccel.program.lower import Lowered
-from fnaccel.program.planned import Planned, check_distributed, planned
+from fnaccel.program.planned import Planned, planned
 from fnaccel.step.html_table import size_of
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import StepLike
@@ -150,10 +150,9 @@ def training(
         >>> estimate.total == sum(estimate.peak.kinds.values())
         True
     """
-    check_distributed(model)
-    if not has_factories(model.model):
-        raise ArgumentError("a built module was given", where=_WHERE, fix="give its factory")
     chosen, planned_step = _planned(step, model, optimizer, ranks, per_machine, frozen)
+    if not has_factories(chosen.model):
+        raise ArgumentError("a built module was given", where=_WHERE, fix="give its factory")
     if planned_step.delegation is not None:
         raise CapabilityError(
             f"{planned_step.delegation.by} lays the model out itself, and its memory is not counted here",
@@ -240,7 +239,7 @@ def _planned(
     local = ranks if per_machine is None else per_machine
     check_machines(ranks, local, f"{_WHERE}(per_machine=)")
     world = absent_world(ranks, local, "fa.estimate")
-    chosen = choose(step, model, world, trains=True)
+    chosen = choose(step, model, ranks, {}, trains=True)
     axes = chosen.strategy
     mesh = Mesh(world=world, degrees=resolve(axes.degrees(), ranks, str(axes)))
     return chosen, planned(chosen, optimizer, mesh, frozen=frozen)

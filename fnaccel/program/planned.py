@@ -8,14 +8,12 @@ import attrs
 from torch import nn
 
 from fnaccel.engine.updater import by_model, check_own
-from fnaccel.errors import ArgumentError, as_names
+from fnaccel.errors import as_names
 from fnaccel.models.constant_buffers import check_not_trained
 from fnaccel.program.launcher_flags import Chosen
 from fnaccel.program.lower import Lowered, lower
 from fnaccel.program.plan import Plan, make_plan
 from fnaccel.step.spec import LossPart, Rng, Spec, resolve
-from fnaccel.strategies.axis import finishing_axis
-from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.runtime import Delegation, check_device, delegate
 from fnaccel.strategies.strategy import Strategy
 from fnaccel.world.devices import check_precision
@@ -37,18 +35,6 @@ class Planned:
         lowered = lower(self.spec.step, () if self.delegation is None else self.delegation.names, part)
         check_precision(self.spec.mesh.world.device, lowered.settings.precision.compute)
         return lowered
-
-
-def check_distributed(model: object) -> None:
-    """Raise ArgumentError unless `fa.distribute` made it, CapabilityError if no engine runs its strategy."""
-    if not isinstance(model, Distributed):
-        raise ArgumentError(
-            f"model= is {type(model).__name__}, and nothing says how it lies over the ranks",
-            where="fa.train_step",
-            fix="model=fa.distribute(model, fa.local())",
-        )
-    if model.strategy is not None:
-        finishing_axis(model.strategy)
 
 
 def mesh_of(strategy: Strategy, world: World) -> Mesh:

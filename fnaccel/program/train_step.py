@@ -22,7 +22,7 @@ from fnaccel.program.lower import Lowered, micro_batches, parts_of
 from fnaccel.program.model_notes import warn_of, with_notes
 from fnaccel.program.owned import Owned, assemble
 from fnaccel.program.plan import Plan, compare
-from fnaccel.program.planned import check_distributed, mesh_of, planned
+from fnaccel.program.planned import mesh_of, planned
 from fnaccel.program.probe import CAUSES, Probed, check_forward, fits, is_split, probe_first, short
 from fnaccel.program.put_back import put_back
 from fnaccel.program.state_owner import StateOwner
@@ -35,6 +35,7 @@ from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.runtime import Delegation
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
+from fnaccel.world.flags import take_for_steps
 from fnaccel.world.progress_marks import within
 from fnaccel.world.world import World, current
 
@@ -491,9 +492,8 @@ def train_step(
         >>> sorted(metrics)
         ['grad_norm', 'loss', 'lr', 'weight']
     """
-    check_distributed(model)
     joined = current(world)
-    chosen = choose(step, model, joined, trains=optimizer is not None)
+    chosen = choose(step, model, joined.size, take_for_steps(joined.flags), trains=optimizer is not None)
     made = planned(chosen, optimizer, mesh_of(chosen.strategy, joined), frozen=frozen, rng=rng)
     result = TrainStep(made.spec, made.lowered(loss_part(made.spec)), made.plan, made.delegation)
     result.close_with(joined)

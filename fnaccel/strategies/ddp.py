@@ -65,7 +65,7 @@ class Ddp(Axis):
         """The bytes of the first bucket and of the others, for so many bytes of gradients."""
         if self.bucket_mb is None and self.buckets == "torch":
             return TORCH_SIZES
-        size = bucket_bytes(gradients) if self.bucket_mb is None else self.bucket_mb * MIB
+        size = bucket_bytes(gradients, self.bucket_mb)
         return size, size
 
     def check(self, spec: Spec) -> None:

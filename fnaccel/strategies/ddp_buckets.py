@@ -20,8 +20,10 @@ TORCH_SIZES = (1 * MIB, 25 * MIB)
 _WANTED = 8
 
 
-def bucket_bytes(total: int) -> int:
-    """Size of a bucket for so many bytes of gradients: about eight buckets, of 1 to 25 MiB."""
+def bucket_bytes(total: int, bucket_mb: float | None = None) -> float:
+    """Size of a bucket: so many MiB, or by the bytes of gradients about eight buckets of 1 to 25 MiB."""
+    if bucket_mb is not None:
+        return bucket_mb * MIB
     return min(_LARGEST, max(_SMALLEST, -(-total // _WANTED)))
 
 
@@ -67,7 +69,7 @@ def lay_out(tensors: Sequence[torch.Tensor], bucket_mb: float | None) -> tuple[t
         bucket_mb: MiB in a bucket. None: from the size of the model.
     """
     total = sum(t.numel() * t.element_size() for t in tensors)
-    most = bucket_bytes(total) if bucket_mb is None else bucket_mb * MIB
+    most = bucket_bytes(total, bucket_mb)
     buckets: list[list[int]] = []
     filled: dict[torch.dtype, tuple[list[int], int]] = {}
     for index in reversed(range(len(tensors))):

@@ -52,24 +52,31 @@ class Kind:
         chooses: the attribute of the transform's record that the value sets.
         off: values that ask for no transform.
         options: the field with further options.
+        with_options: the one value that takes them. None if all do that ask for a transform.
     """
 
     make: Callable[[Any, Mapping[str, Any]], Transform | Chain]
     names: tuple[str, ...]
     chooses: str | None = None
-    off: tuple[Any, ...] = (None, False)
+    off: tuple[Any, ...] = (None,)
     options: str | None = None
+    with_options: str | None = None
+
+    def takes_options(self, value: Any) -> bool:
+        """Whether the transform of a value has further options."""
+        return value not in self.off if self.with_options is None else value == self.with_options
 
 
+_NO = (None, False)  # of fields without numbers: 0 is False
 KINDS: dict[str, Kind] = {
-    "precision": Kind(_precision, ("with_precision", "float8"), "compute", ("fp32",), "fp8"),
+    "precision": Kind(_precision, ("with_precision", "float8"), "compute", ("fp32",), "fp8", "fp8"),
     "accumulate": Kind(lambda value, _: accumulate(value), ("accumulate",), "n", (1,)),
-    "skip_nonfinite": Kind(lambda _, __: skip_nonfinite(), ("skip_nonfinite",)),
+    "skip_nonfinite": Kind(lambda _, __: skip_nonfinite(), ("skip_nonfinite",), off=_NO),
     "on_spike": Kind(lambda value, _: on_spike(do=value), ("on_spike",), "do"),
     "clip_norm": Kind(lambda value, _: clip_norm(value), ("clip_norm",), "max_norm"),
     "clip_value": Kind(lambda value, _: clip_value(value), ("clip_value",), "max_value"),
     "ema": Kind(lambda value, _: with_ema(value), ("with_ema",), "decay"),
-    "remat": Kind(_remat, ("remat",), "save"),
+    "remat": Kind(_remat, ("remat",), "save", _NO),
     "attention": Kind(_attention, ("attention",), "kernels", ((), [], None)),
     "compile": Kind(_compile, ("compile",), "scope", (None,), "compile_options"),
 }
@@ -94,17 +101,18 @@ def transforms_of(fields: Mapping[str, Any]) -> dict[str, Transform | Chain | No
         ['accumulate', 'clip_norm']
     """
     for name, chooser in OPTIONS.items():
-        value = "fp8" if name == "fp8" else "auto"
-        wanted = fields.get(chooser) == "fp8" if name == "fp8" else fields.get(chooser) is not None
-        options = fields.get(name)
-        text = f"{name}={options} has no effect"
-        require(wanted or not options, text, "Recipe", f"{chooser}: {value}, or leave it out")
+        kind, options = KINDS[chooser], fields.get(name)
+        require(
+            not options or kind.takes_options(fields.get(chooser)),
+            f"{name}={options} has no effect",
+            "Recipe",
+            f"{chooser}: {kind.with_options or 'auto'}, or leave it out",
+        )
     chosen: dict[str, Transform | Chain | None] = {}
     for name, kind in KINDS.items():
         if name in fields:
-            options = fields.get(kind.options or "") or {}
-            off = fields[name] in kind.off
-            chosen[name] = None if off else kind.make(fields[name], options)
+            value, options = fields[name], fields.get(kind.options or "") or {}
+            chosen[name] = None if value in kind.off else kind.make(value, options)
     return chosen
 
 

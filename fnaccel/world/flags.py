@@ -6,6 +6,7 @@ they are those of FNACCEL_SET. The launcher raises at the end of a script that n
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -31,56 +32,56 @@ def pack(fields: dict[str, Any]) -> dict[str, str]:
 
 
 def given() -> dict[str, Any]:
-    """The fields of FNACCEL_SET and of the launcher, by their dotted names. The launcher's own are left out.
+    """The fields of FNACCEL_SET and of the launcher, by their dotted names.
 
     Raises:
         ConfigError: FNACCEL_SET is not a list of `KEY=VALUE`.
     """
-    fields = settings.read(os.environ) | json.loads(os.environ.get(VARIABLE, "{}"))
-    return {name: value for name, value in fields.items() if not name.startswith("launch.")}
+    return settings.read(os.environ) | _launched()
+
+
+def for_steps() -> dict[str, Any]:
+    """Those of them that a train step may use. The fields of `launch` are the launcher's."""
+    return {name: value for name, value in given().items() if not name.startswith("launch.")}
 
 
 def take_for_recipe() -> dict[str, Any]:
-    """The fields for a recipe, which count as used from here on. Those of `launch` too, for its section.
+    """The fields for a recipe, which count as used from here on.
 
     Raises:
         ConfigError: FNACCEL_SET is not a list of `KEY=VALUE`, or a train step has used them.
     """
-    if "FNACCEL_LAUNCHED" in os.environ and not _taken_by() and detect(os.environ).rank == 0:
-        _show_own(sys.argv)
+    if "FNACCEL_LAUNCHED" in os.environ and detect(os.environ).rank == 0:
+        _show_own(*sys.argv)
     if _taken_by() == _STEP:
         raise ConfigError(
-            f"a train step has used {described(given())}",
+            f"a train step has used {described(for_steps())}",
             where="fa.config.recipe()",
             fix="ask for the recipe before the first fa.train_step",
         )
     _mark(_RECIPE)
-    chosen = settings.read(os.environ)
     settings.show(os.environ)
-    return chosen | json.loads(os.environ.get(VARIABLE, "{}"))
+    return given()
 
 
 def take_for_steps(flags: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of a world, for a train step. None of them if a recipe has taken them."""
-    ours = flags == given()  # a command's own options are no flags
-    if ours and _taken_by() == _RECIPE:
+    if not flags or _taken_by() == _RECIPE:
         return {}
-    if flags and ours:
-        _mark(_STEP)
+    _mark(_STEP)
     return flags
 
 
 def check_taken() -> None:
     """Raise UnusedOverrideError if the launcher was given flags that nothing has taken."""
-    fields = json.loads(os.environ.get(VARIABLE, "{}"))
+    fields = _launched()
     if fields and not _taken_by():
         raise unused(fields)
 
 
 def unused(fields: Mapping[str, Any]) -> UnusedOverrideError:
     """The error for fields that a script does not use."""
-    launched = any(name in fields for name in json.loads(os.environ.get(VARIABLE, "{}")))
-    source = "the launcher was told" if launched else f"{settings.VARIABLE} says"
+    source = "the launcher was told" if fields.keys() & _launched().keys() else f"{settings.VARIABLE} says"
     return UnusedOverrideError(
         f"{source} {described(fields)}, and the script never used it",
         where="fnaccel launch",
@@ -93,8 +94,14 @@ def described(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in fields.items())
 
 
+def _launched() -> dict[str, Any]:
+    """The fields that the launcher has sent."""
+    return json.loads(os.environ.get(VARIABLE, "{}"))
+
+
 def _text() -> str:
-    return f"{os.environ.get(settings.VARIABLE, '')} {os.environ.get(VARIABLE, '')}"
+    """All that was given. Empty if nothing was."""
+    return f"{os.environ.get(settings.VARIABLE, '')} {os.environ.get(VARIABLE, '')}".strip()
 
 
 def _mark(by: str) -> None:
@@ -105,11 +112,12 @@ def _mark(by: str) -> None:
 def _taken_by() -> str:
     """What has taken the flags: a recipe, a train step, or nothing ("")."""
     by, text = _taken
-    return by if text == _text() else ""
+    return by if text and text == _text() else ""
 
 
-def _show_own(argv: list[str]) -> None:
-    """Say that options behind the script do not change the recipe, if the launcher has the same ones."""
+@functools.cache
+def _show_own(*argv: str) -> None:
+    """Say once that options behind the script do not change the recipe, if the launcher has the same ones."""
     flags = {f"--{name.replace('_', '-')}" for name in (*FLAGS, "set")}
     own = [name for name in (word.partition("=")[0] for word in argv[1:]) if name in flags]
     if own:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
@@ -33,18 +30,17 @@ def check_machines(ranks: int, local: int, where: str) -> None:
     )
 
 
-def absent_world(ranks: int, local: int, source: str, flags: Mapping[str, Any] | None = None) -> World:
+def absent_world(ranks: int, local: int, source: str) -> World:
     """A world of ranks that do not exist, to plan with. It has no collectives: see `simulate` for some.
 
     Args:
         ranks: how many there would be.
         local: how many of them on one machine.
         source: of the world, for messages.
-        flags: fields of a recipe, for train steps that leave them open.
     """
     return World(
         rank=0, size=ranks, local_rank=0, local_size=local, machine=0, machines=ranks // local,
-        device=torch.device("cpu"), backend="none", source=source, flags=flags or {},
+        device=torch.device("cpu"), backend="none", source=source,
     )  # fmt: skip
 
 

@@ -276,7 +276,7 @@ def start(
         backend=str(dist.get_backend()) if dist.is_initialized() else "none",
         source=ranks.source,
         calls=calls,
-        flags=flags.given(),
+        flags=flags.for_steps(),
         groups=groups,
         peers=peers,
         watchdog=dog,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fnaccel as fa
+from fnaccel.config.applying import transformed
 from fnaccel.errors import ArgumentError, ConfigError, FlagMismatchError, UnusedOverrideError
 from fnaccel.world import flags
 
@@ -203,6 +204,27 @@ def test_options_of_what_is_not_there(given):
         made()
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_options_are_compared_with_those_of_the_script(given, same):
+    given(compile="loss", compile_options__backend="eager")
+    step = fa.compile(loss_fn, "loss", backend="eager" if same else "inductor")
+    if same:
+        assert "from the launcher" not in str(made(step).plan)
+        return
+    with pytest.raises(FlagMismatchError, match=r"compile='loss', compile_options=\{'backend': 'eager'\}"):
+        made(step)
+
+
+def test_zero_is_a_value(given):
+    """0 == False, and a bound of 0 is a mistake and not a bound that is left out."""
+    given(clip_norm=0.0)
+    with pytest.raises(ArgumentError, match="clipped to 0"):
+        made()
+    with pytest.raises(ArgumentError, match="clipped to 0"):
+        transformed(fa.config.Recipe(clip_value=0.0), loss_fn)
+    assert [t.name for t in transformed(fa.config.Recipe(ema=0.0), loss_fn).transforms] == ["with_ema"]
+
+
 def test_nobody_used_them(given):
     given(clip_norm=1.0)
     with pytest.raises(UnusedOverrideError, match=r"clip_norm=1\.0"):
@@ -217,7 +239,6 @@ def test_it_trains_as_the_script_would(given):
     for _ in range(3):
         state, metrics = train_step(state, torch.ones(4, 3))
         losses.append(float(metrics["loss"]))
-    fa.config.recipe  # noqa: B018 - not called: nobody else takes them
     with fa.simulate(ranks=1):  # a world without a launcher
         step = fa.chain(fa.with_precision("bf16"), fa.accumulate(2), fa.clip_norm(0.1))(loss_fn)
         other = made(step, "local")
