@@ -51,14 +51,14 @@ def python(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     interpreter = folder / "bin" / "python"
+    # before the install, for its build backend; the fnaccel that pip sees there is not its own to replace
+    packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    (packages / "of_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
     if request.param == "wheel":
         chosen = [request.getfixturevalue("wheel")]
     else:
         chosen = [*isolation(), "--editable", ROOT]
-    run(*PIP, "--python", interpreter, "install", "--no-deps", "--quiet", *chosen, cwd=folder)
-    # after the install, so that pip sees no other fnaccel
-    packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-    (packages / "of_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    run(*PIP, "--python", interpreter, "install", "--ignore-installed", "--no-deps", "--quiet", *chosen, cwd=folder)
     return interpreter
 
 
