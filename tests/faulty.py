@@ -249,7 +249,13 @@ def wide(run):
 
 @fault("passes a batch without rows")
 def empty(run):
-    run.state, _ = run.train_step(run.state, (torch.empty(0, 2), torch.empty(0, 1)))
+    run.batch = attrs.evolve(run.batch, data=(torch.empty(0, 2), torch.empty(0, 1)))
+    return True
+
+
+@fault("passes a batch of its own")
+def own_batch(run):
+    run.state, _ = run.train_step(run.state, run.batch.data)
     return False
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import attrs
 from torch import nn
 
+from fnaccel.collectives import gather_objects
 from fnaccel.engine.updater import by_model, check_own
-from fnaccel.errors import as_names
+from fnaccel.errors import PlanMismatchError, as_names
 from fnaccel.models.constant_buffers import check_not_trained
 from fnaccel.program.launcher_flags import Chosen
 from fnaccel.program.lower import Lowered, lower
@@ -38,8 +39,27 @@ class Planned:
 
 
 def mesh_of(strategy: Strategy, world: World) -> Mesh:
-    """The ranks of a world over the axes of a strategy. Raises AxisProductError if they do not fit."""
+    """The ranks of a world over the axes of a strategy, with their process groups. All ranks call it.
+
+    Raises:
+        AxisProductError: they do not fit.
+        PlanMismatchError: ranks hold strategies of different axes, whose groups would wait for each other.
+    """
     degrees = resolve_degrees(strategy.degrees(), world.size, str(strategy))
+    if world.calls is None or not degrees:
+        return build(world, degrees, strategy.follows())
+    return world.calls.run("fa.train_step", _agreed_mesh, strategy, degrees, world)
+
+
+def _agreed_mesh(strategy: Strategy, degrees: dict[str, int], world: World) -> Mesh:
+    rows = gather_objects((degrees, str(strategy)), world=world)
+    for rank, (others, described) in enumerate(rows):
+        if others != rows[0][0]:
+            raise PlanMismatchError(
+                f"ranks hold different strategies: rank 0 has {rows[0][1]}, rank {rank} has {described}",
+                where="fa.train_step",
+                fix="distribute the model with the same strategy on every rank",
+            )
     return build(world, degrees, strategy.follows())
 
 

@@ -94,10 +94,10 @@ def find_fault(me: Record, peers: Collection[Record], *, idle: bool = True) -> s
     for other in ordered:
         number = _first_difference(me, other)
         if number is not None:
-            my_call, peer_call = me.at(number), other.at(number)
+            low, high = sorted((me, other), key=lambda record: record.rank)
             return (
-                f"ranks make different calls: call {number} of this world is {my_call} on rank {me.rank} "
-                f"and {peer_call} on rank {other.rank}"
+                f"ranks make different calls: call {number} of this world is {low.at(number)} on rank {low.rank} "
+                f"and {high.at(number)} on rank {high.rank}"
             )
     for other in ordered:
         stopped = other.left is not None and not other.follows

@@ -381,6 +381,11 @@ def different_plans():
     train_step.init()
 
 
+def different_meshes():
+    """Ranks whose strategies have other process groups: making them would wait for ranks that never come."""
+    program(loss_fn, strategy="hsdp(2, 2)" if current().rank == 0 else "fsdp")
+
+
 def different_functions(kind):
     """Ranks whose functions have one name and do different things."""
     first = current().rank == 0

@@ -239,6 +239,13 @@ def test_ranks_with_different_plans_raise_instead_of_hanging(pools):
         pools.run(2, runs.different_plans)
 
 
+def test_ranks_with_strategies_of_other_axes_raise_before_they_make_groups(pools):
+    with pytest.raises(
+        errors.PlanMismatchError, match=r"rank 0 has ddp\(2\) \* fsdp\(2\), rank 1 has fsdp\(\)"
+    ):
+        pools.run(4, runs.different_meshes)
+
+
 @pytest.mark.parametrize("kind", ["units", "remat", "rate", "selection"])
 def test_ranks_with_different_functions_raise_too(pools, kind):
     with pytest.raises(errors.PlanMismatchError, match="ranks hold different plans"):

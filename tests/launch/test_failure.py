@@ -5,17 +5,21 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pytest
 
 from fnaccel.launch.failure import Failure, cause, describe, follows
 from fnaccel.launch.job import Job
 from tests.launch.conftest import LIMIT, buffered, gone
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.launcher
@@ -250,6 +254,14 @@ def test_a_rank_that_takes_fewer_steps_is_named(launcher):
     ended = launcher("-n", 2, script)
     assert ended.code == 1
     assert (
-        "PeerLostError: rank 0 waited in call 4, train_step(state, batch) (script.py:10), "
-        "for rank 1, whose newest call is call 3, train_step(state, batch)" in ended.err
+        "PeerLostError: rank 0 waited in call 5, train_step(state, batch) (script.py:10), "
+        "for rank 1, whose newest call is call 4, train_step(state, batch)" in ended.err
     )
+
+
+@pytest.mark.launcher
+def test_a_hang_is_reported_as_the_readme_shows(launcher):
+    ended = launcher("-n", 2, "--cpu", ROOT / "examples" / "by_feature" / "hang.py")
+    assert ended.code == 1
+    (report,) = re.findall(r"^PeerLostError: .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert report in ended.err

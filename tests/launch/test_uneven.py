@@ -62,17 +62,17 @@ def waits(outcome, rank, *parts):
             0,
             "leaves its loop early",
             "returned",
-            f"left the world, after call 4, {STEP}",
+            f"left the world, after call 5, {STEP}",
         ),  # it keeps the store
-        (1, "leaves its loop early", "returned", f"left the world, after call 4, {STEP}"),
-        (1, "closes the world early", "returned", "left the world, after call 4"),
+        (1, "leaves its loop early", "returned", f"left the world, after call 5, {STEP}"),
+        (1, "closes the world early", "returned", "left the world, after call 5"),
         (
             0,
             "raises in the loss",
             "ValueError",
-            f"ended with ValueError: boom in the loss, in call 5, {STEP}",
+            f"ended with ValueError: boom in the loss, in call 6, {STEP}",
         ),
-        (1, "sys.exit(0)", "SystemExit", "ended with exit code 0, after call 4"),
+        (1, "sys.exit(0)", "SystemExit", "ended with exit code 0, after call 5"),
     ],
 )
 def test_a_rank_that_leaves_is_named(run, tmp_path, faulty, name, error, reason):
@@ -98,6 +98,8 @@ def test_a_rank_whose_batch_is_another_ends_all_with_the_positions(run, tmp_path
         ([0, 2], "ddp", "gathers, the others step", "fa.gather"),
         ([1], "ddp", "saves, the others step", "fa.save"),
         ([0, 2], "ddp", "evaluates, the others step", "fa.evaluate"),
+        ([1], "ddp", "builds a second train step, the others step", "fa.train_step"),
+        ([0, 2], "fsdp", "builds a second train step, the others step", "fa.train_step"),
         # messages of other lengths in one process group would abort the ranks
         ([1], "fsdp", "gathers, the others step", "fa.gather"),
         ([0, 2], "fsdp", "saves, the others step", "fa.save"),
@@ -111,7 +113,7 @@ def test_ranks_in_different_calls(run, tmp_path, strategy, name, call, faulty):
     for outcome in outcomes:
         other = next(rank for rank in range(3) if (rank in faulty) != (outcome.rank in faulty))
         assert outcome.error == "PeerLostError", outcome
-        assert "ranks make different calls: call 5 of this world is " in outcome.what
+        assert "ranks make different calls: call 6 of this world is " in outcome.what
         assert f"{call} (faulty.py:" in outcome.what
         assert f"{STEP} (faulty.py:" in outcome.what
         assert f"rank {outcome.rank}" in outcome.what
@@ -132,7 +134,7 @@ def test_a_rank_that_is_killed_is_named(run, tmp_path, monkeypatch):
     outcomes = run(train, [1], "kill -9", tmp_path, "ddp")
     assert outcomes[1].error == "ended with -9"
     for outcome in (outcomes[0], outcomes[2]):
-        waits(outcome, 1, f"call 5, {STEP}", "no answer, so it exited, was killed or is cut off")
+        waits(outcome, 1, f"call 6, {STEP}", "no answer, so it exited, was killed or is cut off")
 
 
 def ends_before_the_first_call():

@@ -15,7 +15,7 @@ HARMLESS = {"passes a batch without rows"}
 """What a rank may do: then no rank raises."""
 
 ENDS = {
-    "leaves its loop early": "returned", "closes the world early": "returned", "leaves a step out": "returned",
+    "leaves its loop early": "returned", "closes the world early": "returned",
     "raises between steps": "ValueError", "raises in the loss": "ValueError", "raises in the loader": "ValueError",
     "raises KeyboardInterrupt": "KeyboardInterrupt", "sys.exit(0)": "SystemExit", "sys.exit(3)": "SystemExit",
     "os._exit(0)": "ended with 0", "os.abort": "ended with -6", "kill -9": "ended with -9",
@@ -59,8 +59,6 @@ def _named(outcome, name, faulty):
         return outcome.error == "returned"
     if outcome.rank in faulty and name in ENDS:
         return outcome.error == ENDS[name]
-    if name == "takes a step more" and outcome.rank not in faulty:
-        return outcome.error == "returned"
     others = [f"rank {rank}" for rank in range(RANKS) if rank != outcome.rank]
     named = any(other in outcome.what or other.replace("rank", "ranks") in outcome.what for other in others)
     return outcome.error in ("PeerLostError", "RankMismatchError") and named
