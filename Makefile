@@ -79,6 +79,24 @@ test-xla: .venv-xla/.xla  ## the XLA strategy on virtual devices, and a sample o
 		"hypothesis>=6.100" "pytest>=8" "pytest-timeout>=2.3" "expecttest>=0.2"
 	touch $@
 
+# any other torch and Python, in an environment of its own (a build for CUDA has 7 GB):
+# make test-version TORCH=2.9.1 PYTHON=python3.12
+TORCH ?= 2.13.0
+VERSION := .venv-torch-$(TORCH)-$(notdir $(PYTHON))
+.PHONY: test-version
+
+test-version: $(VERSION)/.version  ## a sample of the suite on torch TORCH and Python PYTHON
+	$(VERSION)/bin/python -m pytest tests/test_*.py tests/optim tests/checkpoint tests/engines
+	$(VERSION)/bin/python -m pytest tests/parity/test_matrix.py -k "fp32 and (local or ddp or -2- or -4-)"
+
+$(VERSION)/.version: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VERSION)
+	grep -v "^torch=" constraints.txt > $(VERSION)/constraints.txt
+	$(VERSION)/bin/python -m pip install --quiet --no-compile torch==$(TORCH)
+	$(VERSION)/bin/python -m pip install --quiet --no-compile -c $(VERSION)/constraints.txt torch==$(TORCH) \
+		-e ".[data,examples,quantize]" "hypothesis>=6.100" "pytest>=8" "pytest-timeout>=2.3" "expecttest>=0.2"
+	touch $@
+
 soak: .venv/.dev  ## kill -9 a training run dozens of times, compare the bits at its end; many faults on 3 ranks
 	$(BIN)/python -m pytest tests/soak
 
@@ -139,4 +157,4 @@ bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/result
 	touch $@
 
 clean:
-	rm -rf .venv .venv-trackers .venv-services .venv-sagemaker3 runs build *.egg-info
+	rm -rf .venv .venv-trackers .venv-services .venv-sagemaker3 .venv-torch-* runs build *.egg-info

@@ -32,8 +32,8 @@ from fnaccel.cli.terminal import columns, print_json, printable, split_list
 from fnaccel.config import Recipe, to_yaml
 from fnaccel.errors import UnknownNameError, nearest, require
 from fnaccel.launch.accelerators import count_accelerators
+from fnaccel.step.choices import Scope
 from fnaccel.strategies import strategy
-from fnaccel.transforms.compilation import Scope
 from fnaccel.world.mesh import resolve
 
 _PROG = "fnaccel bench"

@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     modules = modules_without_values(model.model)
     built = {key: module for key, module in modules.items() if not isinstance(module, str)}
     plan = with_notes(made.plan, model_notes(built, made.spec))
-    sizes = None if made.delegation else footprint(model.model, axes, ranks, optimizer=made.spec.optimizers)
+    sizes = None if made.delegation else footprint(model.model, axes, ranks, optimizer=optimizer)
     if options.json:
         parts = {"plan": attrs.asdict(plan), "footprint": None if sizes is None else _plain(sizes)}
         print_json(parts)

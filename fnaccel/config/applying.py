@@ -15,9 +15,11 @@ from fnaccel.config.yaml import from_yaml, override
 from fnaccel.data import Shards
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest, require
 from fnaccel.optim import Optimizer, OptimizerGroups, schedules
+from fnaccel.optim.several import OptimizerLike
 from fnaccel.program.train_step import TrainStep, train_step
 from fnaccel.step.step import Step, as_step
 from fnaccel.strategies import distribute
+from fnaccel.strategies.distribute import Model
 from fnaccel.track.registry import find as find_tracker
 from fnaccel.transforms.from_fields import KINDS, OPTIONS, transforms_of
 from fnaccel.world import flags, log_level
@@ -148,7 +150,7 @@ def under_own(recipe_: Recipe, step: Any) -> Step:
 def apply(
     recipe_: Recipe,
     loss_fn: Callable[..., Any],
-    model: object,
+    model: Model | Mapping[str, Model],
     *,
     shards: Shards | None = None,
     world: World | None = None,
@@ -183,7 +185,7 @@ def apply(
     )
 
 
-def _optimizers(described: OptimizerRecipe, model: object) -> object:
+def _optimizers(described: OptimizerRecipe, model: object) -> OptimizerLike:
     """The optimizer of a model, or a dict of them for a dict of models."""
     if not described.by_model:
         return make_optimizer(described)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import attrs
 
 from fnaccel.config.running import LaunchRecipe, RunRecipe
 from fnaccel.errors import ConfigError, as_names, nearest, require, require_counts
+from fnaccel.step.choices import Action, Kept, PrecisionName, Remainder, Scope
 from fnaccel.world.paths import optional_path
 
 
@@ -63,7 +64,7 @@ class DataRecipe:
 
     window: int | str | None = None
     across_epochs: bool = False
-    remainder: str | None = None
+    remainder: Remainder | None = None
     seed: int | None = None
     per_rank: bool = False
     dispatch: bool = False
@@ -183,15 +184,15 @@ class Recipe:
     """
 
     strategy: str = attrs.field(default="local", converter=str)
-    precision: str = "fp32"
+    precision: PrecisionName = "fp32"
     accumulate: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
     skip_nonfinite: bool = False
-    on_spike: str | None = None
+    on_spike: Action | None = None
     ema: float | None = None
-    remat: bool | str = False
-    compile: str | None = None
+    remat: bool | Kept = False
+    compile: Scope | None = None
     compile_options: dict[str, Any] = attrs.field(factory=dict)
     attention: Any = attrs.field(default=(), converter=as_names)
     fp8: dict[str, Any] = attrs.field(factory=dict)
@@ -204,7 +205,7 @@ class Recipe:
     launch: LaunchRecipe = attrs.field(factory=LaunchRecipe)
 
     def __attrs_post_init__(self) -> None:
-        kept = ("nothing", "attention", "matmuls")
+        kept = get_args(Kept)
         if self.remat not in (True, False, *kept):
             raise ConfigError(
                 f"remat={self.remat!r} names nothing that is kept",
@@ -212,11 +213,11 @@ class Recipe:
                 fix=f"true, false, or one of: {', '.join(kept)}",
             )
         require(self.accumulate >= 1, f"accumulate={self.accumulate}", "Recipe", "accumulate is 1 or more")
-        if self.compile not in (None, "auto", "block", "loss", "step"):
+        if self.compile not in (None, *get_args(Scope)):
             raise ConfigError(
                 f"compile={self.compile!r} is no scope",
                 where="Recipe",
-                fix="auto, block, loss, step, or nothing",
+                fix=f"{', '.join(get_args(Scope))}, or nothing",
             )
 
     @property

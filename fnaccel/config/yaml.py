@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import attrs
 import yaml
@@ -26,6 +26,7 @@ def _converter() -> Any:
     # cattrs would call bool("no") and int(2.7)
     converter.register_structure_hook(bool, _truth)
     converter.register_structure_hook(int, _whole)
+    converter.register_structure_hook_func(_takes_words, _word)
     return converter
 
 
@@ -42,6 +43,20 @@ def _whole(value: object, _: type) -> int:
     if isinstance(value, float) and not value.is_integer():
         raise ValueError("a whole number", value)
     return number
+
+
+def _takes_words(kind: Any) -> bool:
+    """Whether it is a Literal, or a union of a Literal and others."""
+    return any(get_origin(one) is Literal for one in (kind, *get_args(kind)))
+
+
+def _word(value: object, kind: Any) -> object:
+    """A word as it is: one that is none of the choices is named by the part that takes it, with the nearest."""
+    kinds = get_args(kind)
+    if not isinstance(value, (str, *(one for one in kinds if isinstance(one, type)))):
+        words = next(get_args(one) for one in (kind, *kinds) if get_origin(one) is Literal)
+        raise ValueError(f"one of: {', '.join(words)}", value)
+    return value
 
 
 def text_of(path: Path, where: str) -> str:

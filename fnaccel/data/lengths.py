@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from fnaccel.data import loaders, order, windows
 from fnaccel.data.loaders import Indexed, Source, Stream
-from fnaccel.data.order import Remainder
+from fnaccel.step.choices import Remainder
 
 
 class HasDegrees(Protocol):

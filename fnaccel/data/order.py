@@ -7,12 +7,13 @@ without a message, and any rank can compute another rank's rows. Reading is in `
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, TypeAlias, get_args, overload
 
 import attrs
 import torch
 
 from fnaccel.errors import ArgumentError, UnknownNameError, nearest
+from fnaccel.step.choices import Remainder
 from fnaccel.world.random_streams import fold
 
 ORDER_VERSION = "randperm-splitmix64/1"
@@ -20,10 +21,7 @@ ORDER_VERSION = "randperm-splitmix64/1"
 
 _ORDER = 0x6F72646572  # "order": seeds of the order are no other part's seeds
 
-Remainder = Literal["wrap", "drop", "keep"]
-"""The use of rows that fill no whole global batch: repeat from the start, leave out, or use."""
-
-REMAINDERS = ("wrap", "drop", "keep")
+REMAINDERS: tuple[Remainder, ...] = get_args(Remainder)
 
 Order: TypeAlias = Sequence[Any]
 """The samples of one epoch, in order."""

@@ -23,7 +23,6 @@ from fnaccel.data.epoch import Reading
 from fnaccel.data.indexed import open_indexed
 from fnaccel.data.lengths import HasDegrees, steps_per_epoch
 from fnaccel.data.loaders import Indexed, Source, Stream
-from fnaccel.data.order import Remainder
 from fnaccel.data.placement import copies_aside, place
 from fnaccel.data.presplit import open_presplit
 from fnaccel.data.reader_ranks import Link
@@ -32,6 +31,7 @@ from fnaccel.data.source_facts import check_unchanged, facts_of
 from fnaccel.data.stream import open_stream
 from fnaccel.errors import ArgumentError, LoaderError
 from fnaccel.state import Position
+from fnaccel.step.choices import Remainder
 from fnaccel.world import world as worlds
 from fnaccel.world.mesh import Mesh, batch_ranks
 from fnaccel.world.progress_marks import waiting

@@ -22,11 +22,12 @@ from fnaccel.data.cut import cut, join, rows_of, split_sizes
 from fnaccel.data.epoch import Reading, check_any, check_start, epoch_order
 from fnaccel.data.fetch import KeyFeed, Reopenable, read, reopened, settings_of
 from fnaccel.data.loaders import Stream, is_plain
-from fnaccel.data.order import Remainder, span
+from fnaccel.data.order import span
 from fnaccel.data.reader_ranks import Link
 from fnaccel.data.seeding import read_apart
 from fnaccel.errors import LoaderError
 from fnaccel.state import Position
+from fnaccel.step.choices import Remainder
 
 
 @attrs.frozen

@@ -8,6 +8,7 @@ import attrs
 
 from fnaccel.errors import FnaccelError
 from fnaccel.estimate.training_memory import TrainingEstimate, training
+from fnaccel.optim.several import OptimizerLike
 from fnaccel.step.step import StepLike
 from fnaccel.strategies.distribute import Model, distribute
 from fnaccel.transforms import remat
@@ -76,7 +77,7 @@ def choices(
     step: StepLike,
     model: Model,
     *,
-    optimizer: object,
+    optimizer: OptimizerLike | None,
     batch: Tree,
     budget: int,
     ranks: int = 1,

@@ -21,6 +21,7 @@ from fnaccel.estimate.work import Work
 from fnaccel.models import _torch
 from fnaccel.models.blocks import HasUnits, find_units
 from fnaccel.models.building import Built, construct, freeze, has_factories, release
+from fnaccel.optim.several import OptimizerLike
 from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.launcher_flags import Chosen, choose
 from fnaccel.program.lower import Lowered
@@ -117,7 +118,7 @@ def training(
     step: StepLike,
     *,
     model: Distributed,
-    optimizer: object,
+    optimizer: OptimizerLike | None,
     batch: Tree,
     ranks: int = 1,
     per_machine: int | None = None,
@@ -229,7 +230,7 @@ def _built_and_traced(chosen: Chosen, planned_step: Planned, batch: Tree, most: 
 def _planned(
     step: StepLike,
     model: Distributed,
-    optimizer: object,
+    optimizer: OptimizerLike | None,
     ranks: int,
     per_machine: int | None,
     frozen: str | Iterable[str],

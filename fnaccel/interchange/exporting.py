@@ -25,7 +25,8 @@ from fnaccel.interchange.model_config import files_for
 from fnaccel.interchange.sources.detect import opened
 from fnaccel.interchange.targets import check_full_width, modules_of, persistent_paths, tensors_of, tied_paths
 from fnaccel.state import TrainState, check_live, check_trained, lease_of
-from fnaccel.step.precision_policy import DtypeName, dtype_of
+from fnaccel.step.choices import DtypeName
+from fnaccel.step.precision_policy import dtype_of
 from fnaccel.tree import Tree
 from fnaccel.world.paths import local_path
 from fnaccel.world.world import World, current

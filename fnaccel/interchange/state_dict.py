@@ -14,7 +14,7 @@ from fnaccel.errors import ArgumentError
 from fnaccel.interchange.exporting import Style, dtype_in, keys_of, one_model, weights_of, world_of
 from fnaccel.interchange.targets import modules_of
 from fnaccel.state import TrainState, check_live, check_trained
-from fnaccel.step.precision_policy import DtypeName
+from fnaccel.step.choices import DtypeName
 from fnaccel.tree import Tree
 from fnaccel.world.world import World
 

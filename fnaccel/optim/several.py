@@ -68,6 +68,10 @@ class OptimizerGroups:
         return "; ".join(f"{selector_name(select)}: {one.describe()}" for select, one in self.members)
 
 
+OptimizerLike = Optimizer | OptimizerGroups | Mapping[str, Optimizer | OptimizerGroups]
+"""What users give: one description, or one for each model of a dict of models."""
+
+
 def optimizer_groups(
     members: Mapping[Select, Optimizer] | Iterable[tuple[Select, Optimizer]],
     *,

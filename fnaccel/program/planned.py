@@ -11,6 +11,7 @@ from fnaccel.collectives import gather_objects
 from fnaccel.engine.updater import by_model, check_own
 from fnaccel.errors import PlanMismatchError, as_names
 from fnaccel.models.constant_buffers import check_not_trained
+from fnaccel.optim.several import OptimizerLike
 from fnaccel.program.launcher_flags import Chosen
 from fnaccel.program.lower import Lowered, lower
 from fnaccel.program.plan import Plan, make_plan
@@ -64,7 +65,12 @@ def _agreed_mesh(strategy: Strategy, degrees: dict[str, int], world: World) -> M
 
 
 def planned(
-    chosen: Chosen, optimizer: object, mesh: Mesh, *, frozen: str | Iterable[str] = (), rng: Rng = "fold"
+    chosen: Chosen,
+    optimizer: OptimizerLike | None,
+    mesh: Mesh,
+    *,
+    frozen: str | Iterable[str] = (),
+    rng: Rng = "fold",
 ) -> Planned:
     """Validate the arguments of `fa.train_step` on a mesh, which need not have ranks. Raises as it does."""
     model = chosen.model

@@ -12,6 +12,7 @@ from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
 from fnaccel.errors import UnleasedStateError
 from fnaccel.models.building import check_factories
+from fnaccel.optim.several import OptimizerLike
 from fnaccel.program.autocast import keeping_modes, torch_modes
 from fnaccel.program.compile_meter import Compilation
 from fnaccel.program.doubled_row import check_loss, check_metrics
@@ -238,8 +239,7 @@ class TrainStep:
     def check_totals(self, state: TrainState, fn: Callable[..., Any], batch: Tree) -> None:
         """See that each `fa.Mean` that a metric function returns holds a total and its weight, not a mean.
 
-        The function is called with the first row, and with that row twice. `fa.evaluate` does this at its
-        first batch. It is done once for each function.
+        The function gets the first row, and that row twice, once for each function. `fa.evaluate` does it.
 
         Args:
             state: the live state.
@@ -461,7 +461,7 @@ def train_step(
     step: StepLike,
     *,
     model: Distributed,
-    optimizer: object,
+    optimizer: OptimizerLike | None,
     frozen: str | Iterable[str] = (),
     rng: Rng = "fold",
     world: World | None = None,

@@ -7,20 +7,18 @@ covered as `forward` is. A strategy's own part (gathering in bf16) is in that st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import torch
 
 from fnaccel import tree
 from fnaccel.errors import UnknownNameError, nearest
+from fnaccel.step.choices import DtypeName
 from fnaccel.step.loss import Concat, Mean, Sum
 from fnaccel.tree import Tree
 
 S = TypeVar("S", bound=attrs.AttrsInstance)
-
-DtypeName = Literal["fp32", "bf16", "fp16", "fp64", "float32", "bfloat16", "float16", "float64"]
-"""The names of dtypes that parameters and computation may have."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 

@@ -27,7 +27,7 @@ class Distributed:
     strategy: Strategy | None
 
 
-def distribute(model: object, strategy_: Strategy | str | None = None, /) -> Distributed:
+def distribute(model: Model | Mapping[str, Model], strategy_: Strategy | str | None = None, /) -> Distributed:
     """Describe how a model is laid out over the ranks. Nothing is built or moved.
 
     Args:

@@ -20,6 +20,7 @@ from fnaccel.models.blocks import HasUnits, find_units
 from fnaccel.models.building import Built, construct, freeze, has_factories, release
 from fnaccel.models.parameter import Cut, Leaf
 from fnaccel.models.unknown_values import without_memory
+from fnaccel.optim.several import OptimizerLike
 from fnaccel.step.html_table import size_of
 from fnaccel.strategies.ddp_buckets import bucket_bytes
 from fnaccel.strategies.shard_dims import shard_dims
@@ -174,7 +175,7 @@ def footprint(
     over: str | Strategy,
     ranks: int,
     *,
-    optimizer: object = None,
+    optimizer: OptimizerLike | None = None,
     frozen: tuple[str, ...] = (),
 ) -> Footprint:
     """The memory and the collectives of a rank, for any number of ranks, without starting them.

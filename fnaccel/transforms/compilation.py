@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, get_args
 
 import attrs
 import torch
@@ -23,11 +23,10 @@ from fnaccel.errors import (
 from fnaccel.models.blocks import Units, find_units
 from fnaccel.step.callables import plan_text
 from fnaccel.step.chain import takes_step
+from fnaccel.step.choices import Scope
 from fnaccel.step.settings import Settings
 from fnaccel.step.spec import Spec, obstacle_to_capture
 from fnaccel.step.step import Capability, Phase, Transform
-
-Scope = Literal["auto", "block", "loss", "step"]
 
 _NEEDS: dict[str, frozenset[Capability]] = {
     "auto": frozenset(),

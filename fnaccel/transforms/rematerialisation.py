@@ -7,7 +7,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import attrs
 import torch
@@ -19,11 +19,10 @@ from fnaccel.errors import CapabilityError, UnknownNameError, nearest
 from fnaccel.models.blocks import Units, find_units
 from fnaccel.models.moving_buffers import MovingBuffers
 from fnaccel.step.chain import takes_step
+from fnaccel.step.choices import Kept
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import Capability, Phase, Transform
 from fnaccel.tree import Tree
-
-Kept = Literal["nothing", "attention", "matmuls"]
 
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",

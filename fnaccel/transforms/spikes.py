@@ -6,13 +6,14 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import torch
 
 from fnaccel.errors import LossError, require
 from fnaccel.step.chain import Chain, chain, takes_step
+from fnaccel.step.choices import Action
 from fnaccel.step.settings import Settings
 from fnaccel.step.step import Capability, Info, Phase, StepGradients, Transform
 from fnaccel.tree import Tree
@@ -20,8 +21,6 @@ from fnaccel.world.world import find_current
 
 _logger = logging.getLogger("fnaccel")
 _LAG = 8  # on an accelerator, steps until a flag is read: the same on every rank, so that all raise together
-
-Action = Literal["warn", "skip", "stop"]
 
 
 @attrs.frozen(kw_only=True)

@@ -96,8 +96,8 @@ def find_fault(me: Record, peers: Collection[Record], *, idle: bool = True) -> s
         if number is not None:
             low, high = sorted((me, other), key=lambda record: record.rank)
             return (
-                f"ranks make different calls: call {number} of this world is {low.at(number)} on rank {low.rank} "
-                f"and {high.at(number)} on rank {high.rank}"
+                f"ranks make different calls: call {number} of this world is {low.at(number)} "
+                f"on rank {low.rank} and {high.at(number)} on rank {high.rank}"
             )
     for other in ordered:
         stopped = other.left is not None and not other.follows

@@ -17,7 +17,7 @@ from fnaccel.cli.options import COMMANDS
 from fnaccel.cli.options.bench import SCOPES
 from fnaccel.cli.options.launch import CARRIERS
 from fnaccel.launch import sections
-from fnaccel.transforms.compilation import Scope
+from fnaccel.step.choices import Scope
 
 SURFACE = Path(__file__).with_name("surface.txt")
 

@@ -13,7 +13,7 @@ import fnaccel as fa
 from fnaccel import errors
 from fnaccel.config.applying import make_optimizer, transformed
 from fnaccel.config.yaml import override
-from fnaccel.transforms.rematerialisation import Kept
+from fnaccel.step.choices import Kept
 from fnaccel.world import flags
 from tests.models import Net, batch_of, loss_fn
 
@@ -80,6 +80,16 @@ def test_functions_by_reference():
             lambda: fa.config.from_yaml("accumulate: 2.7"),
             errors.ConfigError,
             "is not a whole number @ recipe.acc",
+        ),
+        (
+            lambda: from_yaml("precision: no"),
+            ConfigError,
+            "False is not one of: fp32, bf16, .* fp8 @ recipe.precision",
+        ),
+        (
+            lambda: from_yaml("data: {remainder: 3}"),
+            ConfigError,
+            "3 is not one of: wrap, drop, keep @ recipe.data",
         ),
         (
             lambda: fa.config.from_yaml("accumulate: true"),

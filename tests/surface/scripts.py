@@ -88,7 +88,7 @@ from fnaccel import *
 def loss_fn(model: object, batch: object) -> fa.Sum:
     return fa.Sum(torch.ones(()))
 
-train_step_ = fa.train_step(loss_fn, model=fa.distribute(object(), "local"), optimizer=fa.sgd(0.1))
+train_step_ = fa.train_step(loss_fn, model=fa.distribute(torch.nn.Identity, "local"), optimizer=fa.sgd(0.1))
 state = train_step_.init()
 tensor_ = torch.ones(2)
 recipe = fa.config.Recipe()
@@ -112,6 +112,13 @@ MISTAKES = {
     "fa.ddp(degre=2)": CALL,
     "fa.ddp('2')": ARGUMENT,
     "fa.local(2)": CALL,
+    "fa.distribute(3, 'local')": ARGUMENT,
+    "fa.distribute({'model': 3})": ARGUMENT,
+    "fa.train_step(loss_fn, model=fa.distribute(torch.nn.Identity), optimizer=torch.optim.SGD)": ARGUMENT,
+    "fa.train_step(loss_fn, model=torch.nn.Identity(), optimizer=fa.sgd(0.1))": ARGUMENT,
+    "fa.config.Recipe(precision='bf17')": ARGUMENT,
+    "fa.config.Recipe(compile='blocks')": ARGUMENT,
+    "fa.config.DataRecipe(remainder='dropped')": ARGUMENT,
     "fa.tensor(plann='auto')": CALL,
     "fa.context(method='circle')": ARGUMENT,
     "fa.deepspeed(stag=2)": CALL,
@@ -125,7 +132,7 @@ MISTAKES = {
     "fa.adamw('fast')": ARGUMENT,
     "fa.optim.adafactor(weigth_decay=0.1)": CALL,
     "fa.optim.adamw8bit(0.1, codes='2bit')": ARGUMENT,
-    "fa.train_step(loss_fn, model=fa.distribute(object(), 'local'), optimizer=fa.sgd(0.1), rng='none')": ARGUMENT,
+    "fa.train_step(loss_fn, model=fa.distribute(torch.nn.Identity, 'local'), optimizer=fa.sgd(0.1), rng='none')": ARGUMENT,
     "fa.shard([1], remainder='keeep')": ARGUMENT,
     "fa.reduce(tensor_, 'maximum')": ARGUMENT,
     "fa.gather(tensor_).nonsense": ATTRIBUTE,

@@ -20,7 +20,8 @@ from fnaccel.big.sizes import DtypeName as SizedDtype
 from fnaccel.checkpoint.format.dtypes import NAMES
 from fnaccel.optim.foreign import AdafactorOptions
 from fnaccel.seeing.profile import _ACTIVITIES, Activity
-from fnaccel.step.precision_policy import DtypeName, dtype_of
+from fnaccel.step.choices import DtypeName
+from fnaccel.step.precision_policy import dtype_of
 from fnaccel.strategies.ddp_hooks import PowerSgdOptions
 from fnaccel.strategies.fsdp import FsdpOptions
 from fnaccel.testing.tolerances import _PRECISIONS, Precision

@@ -12,7 +12,8 @@ from torch import nn
 
 from fnaccel.big.quantize.layer import LinearLayer, is_conv1d
 from fnaccel.errors import MissingBackendError, as_names, install_line, require, require_counts
-from fnaccel.step.precision_policy import DtypeName, dtype_of
+from fnaccel.step.choices import DtypeName
+from fnaccel.step.precision_policy import dtype_of
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
