@@ -51,7 +51,7 @@ def _takes_words(kind: Any) -> bool:
 
 
 def _word(value: object, kind: Any) -> object:
-    """A word as it is: one that is none of the choices is named by the part that takes it, with the nearest."""
+    """A word as it is. One that is no choice is named by the part that takes it, with the nearest."""
     kinds = get_args(kind)
     if not isinstance(value, (str, *(one for one in kinds if isinstance(one, type)))):
         words = next(get_args(one) for one in (kind, *kinds) if get_origin(one) is Literal)

@@ -82,13 +82,13 @@ def test_functions_by_reference():
             "is not a whole number @ recipe.acc",
         ),
         (
-            lambda: from_yaml("precision: no"),
-            ConfigError,
+            lambda: fa.config.from_yaml("precision: no"),
+            errors.ConfigError,
             "False is not one of: fp32, bf16, .* fp8 @ recipe.precision",
         ),
         (
-            lambda: from_yaml("data: {remainder: 3}"),
-            ConfigError,
+            lambda: fa.config.from_yaml("data: {remainder: 3}"),
+            errors.ConfigError,
             "3 is not one of: wrap, drop, keep @ recipe.data",
         ),
         (
