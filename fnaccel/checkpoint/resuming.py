@@ -13,6 +13,7 @@ from fnaccel.checkpoint.disk import publish as commit
 from fnaccel.checkpoint.disk.directory import attempts
 from fnaccel.checkpoint.machines import common_steps
 from fnaccel.checkpoint.restoring import restore
+from fnaccel.checkpoint.saving import check_extras
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import CheckpointError, FnaccelError, require
 from fnaccel.program.train_step import TrainStep
@@ -59,6 +60,7 @@ def resume_or_init(
         The live state: at step 0, or at the step that was saved.
 
     Raises:
+        NotSerializableError: `extras` holds what no checkpoint can. Nothing was built.
         CheckpointError: the newest checkpoint is damaged (with `fallback`: all are).
         TreeMismatchError: the checkpoint is of another model, optimizer or step.
 
@@ -78,6 +80,7 @@ def resume_or_init(
     root = local_path(directory, _WHERE)
     world = train_step.mesh.world
     world.resource(Background).settle()
+    check_extras(extras, _WHERE, world)
     state = train_step.init(seed, extras=extras)
 
     def steps_now() -> list[int]:

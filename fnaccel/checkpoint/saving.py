@@ -7,9 +7,11 @@ import warnings
 from pathlib import Path
 
 from fnaccel import tree
+from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.background import Background, Saving
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.retention import Retention
+from fnaccel.checkpoint.format.values import encode
 from fnaccel.checkpoint.writing import Hold, Writing
 from fnaccel.data.shard import HandReads
 from fnaccel.state import Position, TrainState
@@ -148,6 +150,15 @@ def _warn_of_no_position(state: Tree, world: World, where: str) -> None:
                     stacklevel=5,
                 )
             return
+
+
+def check_extras(extras: Tree, where: str, world: World) -> None:
+    """See on all ranks that a state with these extras can be saved, before a run that saves at its end.
+
+    Raises:
+        NotSerializableError: it can't. Names the paths of all values without a place in a checkpoint.
+    """
+    together(world, where, lambda: bool(encode({"extras": extras}, where)))
 
 
 def _begun(

@@ -75,6 +75,7 @@ class Saver:
             Preempted: a signal came to any rank. The state of the last step is saved.
             CheckpointError: a save failed.
         """
+        self._check_extras()
         # inside out: the save under way ends first, and the signal handlers are restored after it
         with (
             preemption(self.train_step, signals=self.plan.signals) as notice,
@@ -96,6 +97,14 @@ class Saver:
                 notice.agree(any_process(notice.asked, world=self.train_step.mesh.world))
             if notice.stopping:
                 raise Preempted(self.last.step, self.wait())
+
+    def _check_extras(self) -> None:
+        """See before the first step that the user's part of the state can be saved."""
+        from fnaccel.checkpoint.saving import check_extras  # noqa: PLC0415 - only if states are saved
+
+        state = self.train_step.live_state
+        if state is not None:
+            check_extras(state.extras, "fa.scan(directory=)", self.train_step.mesh.world)
 
     def save(self, state: TrainState) -> None:
         """Save a state, unless its step is saved."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fnaccel as fa
-from fnaccel.errors import CheckpointError, TreeMismatchError
+from fnaccel.errors import CheckpointError, NotSerializableError, TreeMismatchError
 from fnaccel.world.world import current
 from tests.models import Net, batch_of, program, whole_params
 
@@ -45,6 +45,29 @@ def test_a_run_begins_and_goes_on(world, tmp_path):
     other, expected = trained(tmp_path / "whole", 4)
     assert other == 0
     assert fa.tree.allclose(fa.snapshot(state).params, fa.snapshot(expected).params, rtol=0, atol=0)
+
+
+def test_extras_that_can_not_be_saved_are_named_before_the_run(world, tmp_path):
+    """A run that saves at its end only would be lost there."""
+    extras = {"note": "x", "best": object(), "tags": [1, {2}], "scale": torch.ones(2)}
+    shards = fa.shard([batch_of(4, seed=seed) for seed in range(3)])
+    both = r"extras/best is a builtins.object, .*; extras/tags/1 is a builtins.set, .*"
+    train_step = program()
+    with pytest.raises(NotSerializableError, match=both) as raised:
+        fa.resume_or_init(tmp_path, train_step, extras=extras)
+    assert raised.value.where == "fa.resume_or_init"
+    assert train_step.live_state is None
+    state = train_step.init(extras=extras)
+    with pytest.raises(NotSerializableError, match=both) as raised:
+        next(fa.scan(train_step, state, shards, steps=3, directory=tmp_path))
+    assert raised.value.where == "fa.scan(directory=)"
+    assert train_step.live_state.step == 0
+    state.extras.clear()
+    assert [state.step for state, _ in fa.scan(train_step, state, shards, steps=3, directory=tmp_path)] == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_the_seed_of_a_run_that_goes_on_is_its_own(world, tmp_path):

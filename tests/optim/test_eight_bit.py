@@ -14,7 +14,7 @@ from fnaccel.optim.quantized import code_table
 from fnaccel.testing import assert_close
 from fnaccel.world.world import current
 
-pytest.importorskip("torchao")
+pytest.importorskip("torchao", exc_type=ImportError)
 pytest.importorskip("bitsandbytes")
 
 ROWS = (5, 3)

@@ -40,6 +40,7 @@ from fnaccel.state import ReadOnlyDict, StaleTree, TrainState, check_trained, no
 
 _NO_ARRAY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_LISTED = 10  # values without a place in a checkpoint that a message names
 _RESERVED = "__metadata__"  # reserved in a safetensors header
 
 
@@ -56,18 +57,28 @@ class Encoded:
     has_state: bool = False
 
 
-def encode(value: tree.Tree) -> Encoded:
+def encode(value: tree.Tree, where: str = "fa.save") -> Encoded:
     """Turn a tree into JSON and tensors. Changes nothing and reads no tensor.
 
+    Args:
+        value: the tree.
+        where: the public function, for messages.
+
     Raises:
-        NotSerializableError: a value can't be stored in a checkpoint. The error names its path.
+        NotSerializableError: values can't be stored in a checkpoint. The error names the paths of all.
         StaleStateError: a state in it was donated.
     """
     encoder = _Encoder()
     try:
-        return Encoded(encoder.value("", value), encoder.tensors, encoder.has_state)
+        structure = encoder.value("", value)
     except RecursionError:
         raise _refused("", "is nested too deep", "put less inside one another") from None
+    if encoder.refused:
+        listed = encoder.refused[:_LISTED]
+        more = len(encoder.refused) - len(listed)
+        what = "; ".join(error.what for error in listed) + (f"; and {more} more" if more else "")
+        raise NotSerializableError(what, where=where, fix=listed[0].fix) from listed[0].__cause__
+    return Encoded(structure, encoder.tensors, encoder.has_state)
 
 
 class _Encoder:
@@ -76,8 +87,15 @@ class _Encoder:
         self._paths: dict[Any, str] = {}
         self._open: set[int] = set()
         self.has_state = False
+        self.refused: list[NotSerializableError] = []
 
     def value(self, path: str, value: tree.Tree) -> Any:
+        try:
+            return self._value(path, value)
+        except NotSerializableError as error:
+            self.refused.append(error)
+
+    def _value(self, path: str, value: tree.Tree) -> Any:
         kind = type(value)
         if value is None or kind is bool or kind is int:
             return value
