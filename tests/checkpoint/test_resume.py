@@ -47,6 +47,13 @@ def test_a_run_begins_and_goes_on(world, tmp_path):
     assert fa.tree.allclose(fa.snapshot(state).params, fa.snapshot(expected).params, rtol=0, atol=0)
 
 
+def test_without_a_directory_a_run_begins(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained(tmp_path, 1)
+    state = fa.resume_or_init(None, program(), seed=3, extras={"mine": 1})
+    assert (state.step, state.rng.root, state.extras) == (0, 3, {"mine": 1})
+
+
 def test_the_seed_of_a_run_that_goes_on_is_its_own(world, tmp_path):
     trained(tmp_path, 1)
     state = fa.resume_or_init(tmp_path, program(), seed=99, extras=None)
