@@ -25,6 +25,44 @@ def test_every_script_says_how_to_start_it_and_is_listed(script):
     assert f"]({name})" in (ROOT / "examples" / "README.md").read_text()
 
 
+def calls_of(tree):
+    """The keywords of all calls of a script by the called name, such as `fa.scan`."""
+    calls = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            calls.setdefault(ast.unparse(node.func), set()).update(word.arg for word in node.keywords)
+    return calls
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_calls_the_functions_of_its_row(script):
+    """A reader finds in the script what the table says: `fa.scan(trackers=...)` is such a call, no recipe."""
+    name = str(script.relative_to(ROOT / "examples"))
+    text = (ROOT / "examples" / "README.md").read_text()
+    table = next(table for table in text.split("\n\n") if f"| [{name.split('/')[-1]}]({name})" in table)
+    head, *rows = ([cell.strip() for cell in line.split("|")] for line in table.splitlines())
+    row = next(row for row in rows if f"]({name})" in row[1])
+    named = re.findall(r"`(fa\.[^`]*)`", row[head.index("calls")])
+    assert named
+    calls = calls_of(ast.parse(script.read_text()))
+    for call in named:
+        node = ast.parse(call).body[0].value
+        function = ast.unparse(node.func if isinstance(node, ast.Call) else node)
+        assert function in calls, call
+        assert {word.arg for word in getattr(node, "keywords", ())} <= calls[function], call
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_one_script_is_about_recipes(script):
+    """The others show their transforms, and the launcher fills in what they leave open."""
+    names = {
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(script.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    assert ("fa.config" in names) == (script.name == "train_recipe.py")
+
+
 @pytest.mark.long
 def test_train_digits_is_above_97_percent():
     out = run("train_digits").out
