@@ -14,7 +14,7 @@ BOTH := -n 2 --dist loadfile
 
 demo: .venv/.demo  ## train the main job, with a progress bar, a sample of text and a report
 	rm -rf runs/gpt  # the demo begins anew; a run of yours goes on: see --dir
-	$(BIN)/python examples/train_gpt.py --steps 600 --precision bf16 --report runs/gpt/report.html --sample 400 --dir runs/gpt
+	$(BIN)/fnaccel launch -n 1 --precision bf16 examples/train_gpt.py --steps 600 --report runs/gpt/report.html --sample 400 --dir runs/gpt
 
 test: .venv/.dev  ## all but the long rows: ten minutes on two cores
 	$(BIN)/python -m pytest -m "not long" $(BOTH)

@@ -10,8 +10,6 @@ by_feature/gradient_accumulation.py and by_feature/gradient_accumulation_for_aut
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -39,10 +37,9 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
 
 
-def train(splits: int, strategy: str) -> float:
-    train_step = fa.train_step(
-        fa.accumulate(loss_fn, splits), model=fa.distribute(model, strategy), optimizer=fa.sgd(0.5)
-    )
+def train(splits: int) -> float:
+    step = fa.accumulate(loss_fn, splits)
+    train_step = fa.train_step(step, model=fa.distribute(model), optimizer=fa.sgd(0.5))
     state = train_step.init(seed=0)
     batch = fa.split_between_processes(sentences())  # without fa.shard a batch is this rank's
     for _ in range(20):
@@ -51,11 +48,8 @@ def train(splits: int, strategy: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="local", help='such as "ddp", "fsdp", "hsdp(2, 2)"')
-    strategy = fa.config.recipe(fa.config.Recipe(strategy=parser.parse_args().strategy)).strategy
     with fa.start() as world:
-        losses = {splits: train(splits, strategy) for splits in (1, 2, 3, 5, 12)}
+        losses = {splits: train(splits) for splits in (1, 2, 3, 5, 12)}
         for splits, loss in losses.items():
             world.print(f"{splits:>2} micro-batches: loss {loss:.6f}")
         spread = max(losses.values()) - min(losses.values())

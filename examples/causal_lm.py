@@ -85,12 +85,9 @@ def sample(model, tokenizer, prompt: str, length: int) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="local", help='such as "ddp", "fsdp", "hsdp(2, 2)"')
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--model", default="gpt2", choices=MODELS)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--global-batch", type=int, default=16, help="rows in an update, on all ranks")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches in an update")
     parser.add_argument("--dir", help="save here, and go on from the newest checkpoint in it")
     parser.add_argument("--save-every", type=int, metavar="STEPS")
     parser.add_argument(
@@ -103,30 +100,22 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    recipe = fa.config.recipe(
-        fa.config.Recipe(
-            strategy=args.strategy,
-            precision=args.precision,
-            accumulate=args.accumulate,
-            clip_norm=1.0,
-            optimizer=fa.config.OptimizerRecipe(
-                lr=3e-3,
-                schedule="warmup_cosine",
-                schedule_options={"warmup": max(1, args.steps // 20), "total": max(2, args.steps)},
-                options={"weight_decay": 0.1},
-                groups={pattern: {"weight_decay": 0.0} for pattern in NO_DECAY[args.model]},
-            ),
-            checkpoint=fa.config.CheckpointRecipe(directory=args.dir, every=args.save_every, keep=2),
-        )
+    step = fa.clip_norm(loss_fn, 1.0)
+    optimizer = fa.adamw(
+        fa.warmup_cosine(3e-3, warmup=max(1, args.steps // 20), total=max(2, args.steps)),
+        weight_decay=0.1,
+        groups={pattern: {"weight_decay": 0.0} for pattern in NO_DECAY[args.model]},
     )
     tokenizer = build_tokenizer()
     train_loader, test_loader = data(tokenizer, args.global_batch)
     with fa.start() as world:
-        train_step = fa.config.apply(recipe, loss_fn, MODELS[args.model])
-        state = fa.resume_or_init(args.dir, train_step, seed=0) if args.dir else train_step.init(seed=0)
+        train_step = fa.train_step(step, model=fa.distribute(MODELS[args.model]), optimizer=optimizer)
+        state = fa.resume_or_init(args.dir, train_step, seed=0)
         first, losses = state.step + 1, []
-        options = fa.config.scan_options(recipe)
-        for state, metrics in fa.scan(train_step, state, fa.shard(train_loader), steps=args.steps, **options):
+        for state, metrics in fa.scan(
+            train_step, state, fa.shard(train_loader), steps=args.steps,
+            directory=args.dir, save_every=args.save_every,
+        ):  # fmt: skip
             losses.append(metrics["loss"])
             if args.sample and state.step % 100 == 0:
                 world.print(train_step.look(state, sample, tokenizer, "def ", args.sample))

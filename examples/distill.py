@@ -38,24 +38,20 @@ def distillation_loss(student, batch, given):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="local", help='of both models, such as "ddp" or "fsdp"')
-    parser.add_argument("--teacher", help="the teacher's strategy, if it is another")
-    parser.add_argument("--student", help="the student's strategy, if it is another")
+    parser.add_argument("--teacher", help="the teacher's strategy (default: that of the launcher)")
+    parser.add_argument("--student", help="the student's strategy (default: that of the launcher)")
     parser.add_argument("--epochs", type=int, default=8)
     args = parser.parse_args()
-    both = fa.config.recipe(fa.config.Recipe(strategy=args.strategy)).strategy
     train, test = data()
     shards = fa.shard(DataLoader(train, batch_size=64, shuffle=True))
     held_out = fa.shard(DataLoader(test, batch_size=50))
     with fa.start() as world:
-        teach = fa.train_step(
-            loss_fn, model=fa.distribute(CNN, args.teacher or both), optimizer=fa.adamw(3e-3)
-        )
+        teach = fa.train_step(loss_fn, model=fa.distribute(CNN, args.teacher), optimizer=fa.adamw(3e-3))
         teacher = teach.init(seed=0)
         for teacher, _ in fa.scan(teach, teacher, shards, epochs=args.epochs):
             pass
         learn = fa.train_step(
-            distillation_loss, model=fa.distribute(Small, args.student or both), optimizer=fa.adamw(3e-3)
+            distillation_loss, model=fa.distribute(Small, args.student), optimizer=fa.adamw(3e-3)
         )
         student = learn.init(seed=1)
         while student.data.epoch < args.epochs:

@@ -44,10 +44,8 @@ def generator_loss(gen, batch, given):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="local")
     parser.add_argument("--epochs", type=int, default=6)
     args = parser.parse_args()
-    recipe = fa.config.recipe(fa.config.Recipe(strategy=args.strategy))
     images = torch.tensor(load_digits().data, dtype=torch.float32) / 16.0
     noise = torch.randn(len(images), 16, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(images, noise), batch_size=96, shuffle=True, drop_last=True)
@@ -55,12 +53,12 @@ def main() -> None:
     with fa.start() as world:
         disc_step = fa.train_step(
             fa.accumulate(discriminator_loss, 3),
-            model=fa.distribute(discriminator, recipe.strategy),
+            model=fa.distribute(discriminator),
             optimizer=fa.adam(2e-3, betas=(0.5, 0.999)),
         )
         gen_step = fa.train_step(
             fa.clip_norm(generator_loss, 1.0),
-            model=fa.distribute(generator, recipe.strategy),
+            model=fa.distribute(generator),
             optimizer=fa.adam(2e-3, betas=(0.5, 0.999)),
         )
         disc, gen = disc_step.init(seed=1), gen_step.init(seed=2)

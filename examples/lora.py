@@ -38,8 +38,8 @@ def data(kind: int, batch: int) -> DataLoader:
     return DataLoader(encoded, batch_size=batch, shuffle=True, collate_fn=collate)
 
 
-def train_base(directory: Path, strategy: str, batch: int, steps: int) -> None:
-    train_step = fa.train_step(loss_fn, model=fa.distribute(build_llama, strategy), optimizer=fa.adamw(3e-3))
+def train_base(directory: Path, batch: int, steps: int) -> None:
+    train_step = fa.train_step(loss_fn, model=fa.distribute(build_llama), optimizer=fa.adamw(3e-3))
     state = train_step.init(seed=0)
     for state, _ in fa.scan(train_step, state, fa.shard(data(0, batch)), steps=steps):
         pass
@@ -53,8 +53,6 @@ def logits(model, batch):
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="local", help='such as "ddp", "fsdp", "hsdp(2, 2)"')
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--base-steps", type=int, default=100)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rank", type=int, default=8, help="the rank of the adapter's matrices")
@@ -66,17 +64,10 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    recipe = fa.config.recipe(
-        fa.config.Recipe(
-            strategy=args.strategy,
-            precision=args.precision,
-            optimizer=fa.config.OptimizerRecipe(lr=5e-3, options={"weight_decay": 0.0}),
-        )
-    )
     with fa.start() as world, tempfile.TemporaryDirectory() as temporary:
         root = Path(args.dir or fa.collectives.broadcast_objects(temporary))
         if not fa.collectives.broadcast_objects((root / "base").exists()):
-            train_base(root / "base", recipe.strategy, args.global_batch, args.base_steps)
+            train_base(root / "base", args.global_batch, args.base_steps)
 
         adapter = LoraConfig(r=args.rank, target_modules=["q_proj", "v_proj", "down_proj"])
 
@@ -84,14 +75,16 @@ def main() -> None:
             base = LlamaForCausalLM.from_pretrained(root / "base").train()  # it returns it in evaluation mode
             return get_peft_model(base, adapter)
 
-        train_step = fa.config.apply(recipe, loss_fn, build_model)
+        optimizer = fa.adamw(5e-3, weight_decay=0.0)
+        train_step = fa.train_step(loss_fn, model=fa.distribute(build_model), optimizer=optimizer)
         state = fa.resume_or_init(root / "checkpoints", train_step, seed=0)
         trained = sum(value.numel() for name, value in state.params.items() if "lora" in name)
         total = sum(value.numel() for value in state.params.values())
         world.print(f"{trained:,} of {total:,} parameters are trained")
         loader, losses = data(1, args.global_batch), []
-        options = {"directory": root / "checkpoints", "keep": 1}
-        for state, metrics in fa.scan(train_step, state, fa.shard(loader), steps=args.steps, **options):
+        for state, metrics in fa.scan(
+            train_step, state, fa.shard(loader), steps=args.steps, directory=root / "checkpoints", keep=1
+        ):
             losses.append(metrics["loss"])
         losses = [float(loss) for loss in losses]
         if losses:

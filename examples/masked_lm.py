@@ -1,7 +1,7 @@
 """Train a masked language model. It takes the place of transformers' run_mlm_no_trainer.py.
 
     python examples/masked_lm.py
-    fnaccel launch -n 2 --strategy fsdp examples/masked_lm.py --precision bf16
+    fnaccel launch -n 2 --strategy fsdp --precision bf16 examples/masked_lm.py
 
 The collator masks other tokens each time, so batches and ranks differ in the number of labels.
 `fa.Mean.of_tokens` counts them. The held-out text is masked once, so that its loss can be compared.
@@ -63,8 +63,6 @@ def loss_fn(model, batch):
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="local", help='such as "ddp", "fsdp", "hsdp(2, 2)"')
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--global-batch", type=int, default=16, help="rows in an update, on all ranks")
     parser.add_argument("--json", help="write the losses on held-out text here")
@@ -73,22 +71,14 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    recipe = fa.config.recipe(
-        fa.config.Recipe(
-            strategy=args.strategy,
-            precision=args.precision,
-            clip_norm=1.0,
-            optimizer=fa.config.OptimizerRecipe(
-                lr=3e-3,
-                schedule="warmup_linear",
-                schedule_options={"warmup": max(1, args.steps // 20), "total": max(2, args.steps)},
-                groups={"*bias": {"weight_decay": 0.0}, "*LayerNorm*": {"weight_decay": 0.0}},
-            ),
-        )
+    step = fa.clip_norm(loss_fn, 1.0)
+    optimizer = fa.adamw(
+        fa.schedules.warmup_linear(3e-3, warmup=max(1, args.steps // 20), total=max(2, args.steps)),
+        groups={"*bias": {"weight_decay": 0.0}, "*LayerNorm*": {"weight_decay": 0.0}},
     )
     train_loader, test_loader = data(args.global_batch)
     with fa.start() as world:
-        train_step = fa.config.apply(recipe, loss_fn, build_model)
+        train_step = fa.train_step(step, model=fa.distribute(build_model), optimizer=optimizer)
         state, held_out = train_step.init(seed=0), []
 
         def evaluate(state):

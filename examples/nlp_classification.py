@@ -63,8 +63,6 @@ def metrics_fn(model, batch):
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="local", help='such as "ddp", "fsdp", "hsdp(2, 2)"')
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--rows", type=int, default=4000)
     parser.add_argument("--global-batch", type=int, default=32, help="rows in an update, on all ranks")
@@ -76,20 +74,9 @@ def main() -> None:
     args = parse()
     train_loader, test_loader = data(args.rows, args.global_batch)
     total = args.epochs * len(train_loader)
-    recipe = fa.config.recipe(
-        fa.config.Recipe(
-            strategy=args.strategy,
-            precision=args.precision,
-            optimizer=fa.config.OptimizerRecipe(
-                name="adamw",
-                lr=1e-3,
-                schedule="warmup_linear",
-                schedule_options={"warmup": max(1, total // 10), "total": max(2, total)},
-            ),
-        )
-    )
+    rate = fa.schedules.warmup_linear(1e-3, warmup=max(1, total // 10), total=max(2, total))
     with fa.start() as world:
-        train_step = fa.config.apply(recipe, loss_fn, build_model)
+        train_step = fa.train_step(loss_fn, model=fa.distribute(build_model), optimizer=fa.adamw(rate))
         world.print(train_step.plan)
         state = train_step.init(seed=0)
         train_shards, test_shards = fa.shard(train_loader), fa.shard(test_loader)

@@ -6,8 +6,6 @@ fnaccel launch -n 2 --strategy fsdp examples/own_transform.py
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from torch import nn
 
@@ -36,18 +34,14 @@ def loss_fn(model, batch):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="local", help='such as "ddp", "fsdp", "hsdp(2, 2)"')
-    strategy = fa.config.recipe(fa.config.Recipe(strategy=parser.parse_args().strategy)).strategy
-    step = fa.clip_norm(gradient_noise(loss_fn), 1.0)  # written order is execution order: noise, then clip
+    step = fa.chain(gradient_noise, fa.clip_norm(1.0))(loss_fn)  # written order is execution order
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(64, 3, generator=generator)
     rows = (inputs, inputs @ torch.tensor([[1.0], [-2.0], [0.5]]))
     with fa.start() as world:
         batch = tuple(fa.split_between_processes(column) for column in rows)  # this rank's part
-        train_step = fa.train_step(
-            step, model=fa.distribute(lambda: nn.Linear(3, 1), strategy), optimizer=fa.sgd(0.1)
-        )
+        model = fa.distribute(lambda: nn.Linear(3, 1))
+        train_step = fa.train_step(step, model=model, optimizer=fa.sgd(0.1))
         world.print(train_step.plan)
         state = train_step.init(seed=0)
         for _ in range(100):

@@ -48,15 +48,11 @@ def metrics_fn(model, batch):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="local")
     parser.add_argument("--epochs", type=int, default=20)
     args = parser.parse_args()
-    recipe = fa.config.recipe(
-        fa.config.Recipe(strategy=args.strategy, optimizer=fa.config.OptimizerRecipe(lr=3e-3))
-    )
     train, test = data()
     with fa.start() as world:
-        train_step = fa.config.apply(recipe, loss_fn, CNN)
+        train_step = fa.train_step(loss_fn, model=fa.distribute(CNN), optimizer=fa.adamw(3e-3))
         state = train_step.init(seed=0)
         shards = fa.shard(DataLoader(train, batch_size=64, shuffle=True))
         for state, _ in fa.scan(train_step, state, shards, epochs=args.epochs, progress=True):

@@ -3,8 +3,9 @@
     python examples/train_gpt.py --steps 200 --report report.html --sample 400
     fnaccel launch -n 2 --strategy fsdp --precision bf16 examples/train_gpt.py --steps 200
 
-The strategy is one flag; the loss curve is the same for the same global batch. With `--dir` the run
-goes on where it was stopped, or killed, on any number of ranks:
+The launcher chooses what the step leaves open: strategy, precision, accumulation, compiling. The loss curve
+is the same for the same global batch. A run with `--dir` that was stopped or killed goes on from its last
+checkpoint, on any number of ranks:
 
     fnaccel launch -n 2 --strategy ddp --max-restarts 3 examples/train_gpt.py --dir runs/gpt --save-every 50
 
@@ -131,17 +132,14 @@ def digest(state: fa.TrainState) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="local", help='such as "ddp", "fsdp", "hsdp(2, 2)"')
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--global-batch", type=int, default=16, help="rows in an update, on all ranks")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches in an update")
-    parser.add_argument("--compile", metavar="SCOPE", help="auto, step, loss or block")
     parser.add_argument("--compile-cache", metavar="DIR", help="keep compiled code here, for the next start")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", help="save here, and go on from what is there")
     parser.add_argument("--save-every", type=int, metavar="STEPS", help="save so often, not at the end only")
     parser.add_argument("--keep", type=int, metavar="N", help="keep the newest N checkpoints")
+    parser.add_argument("--background", action="store_true", help="train on while a checkpoint is written")
     parser.add_argument("--trackers", nargs="*", default=[], help="such as jsonl tensorboard wandb, or all")
     parser.add_argument("--json", help="write this process's losses and a digest of the parameters here")
     parser.add_argument("--report", metavar="FILE", help="write an HTML page about the run here")
@@ -152,41 +150,23 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    recipe = fa.config.recipe(
-        fa.config.Recipe(
-            strategy=args.strategy,
-            precision=args.precision,
-            accumulate=args.accumulate,
-            compile=args.compile,
-            clip_norm=1.0,
-            optimizer=fa.config.OptimizerRecipe(
-                name="adamw",
-                lr=4e-3,
-                schedule="warmup_cosine",
-                schedule_options={"warmup": max(1, args.steps // 20), "total": max(2, args.steps)},
-                groups={"*norm*": {"weight_decay": 0.0}, "*bias": {"weight_decay": 0.0}},
-            ),
-            run=fa.config.RunRecipe(seed=args.seed, steps=args.steps),
-            checkpoint=fa.config.CheckpointRecipe(directory=args.dir, every=args.save_every, keep=args.keep),
-            tracking=fa.config.TrackingRecipe(trackers=args.trackers),
-        )
-    )
     loader = DataLoader(Sources(), batch_size=args.global_batch, shuffle=True)
+    step = fa.clip_norm(loss_fn, 1.0)  # --accumulate 2 of the launcher makes it fa.accumulate(step, 2)
+    optimizer = fa.adamw(
+        fa.warmup_cosine(4e-3, warmup=max(1, args.steps // 20), total=max(2, args.steps)),
+        groups={"*norm*": {"weight_decay": 0.0}, "*bias": {"weight_decay": 0.0}},
+    )
     with fa.start(compile_cache=args.compile_cache) as world:
-        shards = fa.shard(loader, **fa.config.shard_options(recipe))
-        train_step = fa.config.apply(recipe, loss_fn, GPT, shards=shards)
+        train_step = fa.train_step(step, model=fa.distribute(GPT), optimizer=optimizer)
         world.print(train_step.plan)
-        directory = recipe.checkpoint.directory
-        if directory:
-            state = fa.resume_or_init(directory, train_step, seed=recipe.run.seed)
-        else:
-            state = train_step.init(seed=recipe.run.seed)
+        state = fa.resume_or_init(args.dir, train_step, seed=args.seed)
         first, losses = state.step + 1, []
-        options = {"progress": not args.quiet, "config": vars(args)}
-        options |= fa.config.scan_options(recipe)
-        if args.report:
-            options |= {"report": args.report, "config": vars(args), "throughput": True, "memory": True}
-        for state, metrics in fa.scan(train_step, state, shards, **options):
+        for state, metrics in fa.scan(
+            train_step, state, fa.shard(loader, seed=args.seed), steps=args.steps,
+            directory=args.dir, save_every=args.save_every, keep=args.keep, background=args.background,
+            trackers=args.trackers, config=vars(args), progress=not args.quiet,
+            report=args.report, throughput=bool(args.report), memory=bool(args.report),
+        ):  # fmt: skip
             losses.append(metrics["loss"])
         losses = [float(loss) for loss in losses]
         if train_step.compilation:
@@ -197,8 +177,8 @@ def main() -> None:
             world.print(f"loss: {losses[0]:.3f} -> {mean:.3f} nats per byte (mean of the last {len(late)})")
         else:
             world.print(f"finished already, at step {state.step}")
-        if directory:
-            world.print(f"saved {fa.checkpoint.latest(directory)}")
+        if args.dir:
+            world.print(f"saved {fa.checkpoint.latest(args.dir)}")
         if args.sample:
             text = train_step.look(state, sample, b"def ", args.sample)
             world.print("sample:\n" + text.decode("utf-8", "replace"))

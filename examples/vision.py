@@ -45,9 +45,8 @@ def build_model() -> ViTForImageClassification:
 
 
 def loss_fn(model, batch):
-    return fa.Mean.of(
-        model(**batch).loss, weight=len(batch["labels"])
-    )  # the model's loss is a mean over rows
+    outputs = model(**batch)
+    return fa.Mean.of(outputs.loss, weight=len(batch["labels"]))  # the model's loss is a mean over rows
 
 
 def metrics_fn(model, batch):
@@ -57,8 +56,6 @@ def metrics_fn(model, batch):
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="local", help='such as "ddp", "fsdp", "hsdp(2, 2)"')
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--global-batch", type=int, default=64, help="rows in an update, on all ranks")
     parser.add_argument("--json", help="write the losses and the accuracy here")
@@ -68,18 +65,10 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     train_loader, test_loader = data(args.global_batch)
-    recipe = fa.config.recipe(
-        fa.config.Recipe(
-            strategy=args.strategy,
-            precision=args.precision,
-            clip_norm=1.0,
-            optimizer=fa.config.OptimizerRecipe(
-                lr=3e-3, schedule="one_cycle", schedule_options={"total": args.epochs * len(train_loader)}
-            ),
-        )
-    )
+    step = fa.clip_norm(loss_fn, 1.0)
+    rate = fa.schedules.one_cycle(3e-3, total=args.epochs * len(train_loader))
     with fa.start() as world:
-        train_step = fa.config.apply(recipe, loss_fn, build_model)
+        train_step = fa.train_step(step, model=fa.distribute(build_model), optimizer=fa.adamw(rate))
         state = train_step.init(seed=0)
         shards, losses = fa.shard(train_loader), []
         for state, metrics in fa.scan(train_step, state, shards, epochs=args.epochs, progress=True):

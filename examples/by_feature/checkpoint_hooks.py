@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from digits import build_model, loaders, loss_fn, parser, recipe
+from digits import build_model, loaders, loss_fn, parser
 
 import fnaccel as fa
 
@@ -21,10 +21,9 @@ def main() -> None:
     arguments.add_argument("--dir", default="runs/hooks", help="the directory of the checkpoints")
     arguments.add_argument("--each-machine", action="store_true", help="machines do not share the directory")
     args = arguments.parse_args()
-    chosen = recipe(args.strategy)
     train_loader, _ = loaders()
     with fa.start() as world:
-        train_step = fa.config.apply(chosen, loss_fn, build_model)
+        train_step = fa.train_step(loss_fn, model=fa.distribute(build_model), optimizer=fa.adamw(3e-3))
 
         def add_labels(directory: Path, _: fa.TrainState) -> None:
             if world.is_main or (args.each_machine and world.is_local_main):
@@ -35,8 +34,10 @@ def main() -> None:
 
         with fa.checkpoint.hooks(before_save=add_labels, after_save=say):
             state = fa.resume_or_init(args.dir, train_step, seed=0, each_machine=args.each_machine)
-            options = {"directory": args.dir, "save_every": 11, "each_machine": args.each_machine}
-            for state, _ in fa.scan(train_step, state, fa.shard(train_loader), epochs=args.epochs, **options):
+            for state, _ in fa.scan(
+                train_step, state, fa.shard(train_loader), epochs=args.epochs,
+                directory=args.dir, save_every=11, each_machine=args.each_machine,
+            ):  # fmt: skip
                 pass
         newest = fa.checkpoint.latest(args.dir)
         labels = json.loads((newest / "labels.json").read_text())

@@ -8,7 +8,7 @@ The second command goes on from step 35, in the middle of an epoch, on other ran
 
 from __future__ import annotations
 
-from digits import build_model, loaders, loss_fn, metrics_fn, parser, recipe
+from digits import build_model, loaders, loss_fn, metrics_fn, parser
 
 import fnaccel as fa
 
@@ -19,16 +19,17 @@ def main() -> None:
     arguments.add_argument("--save-every", type=int, default=22, metavar="STEPS")
     arguments.add_argument("--stop-at", type=int, metavar="STEP", help="end here")
     args = arguments.parse_args()
-    chosen = recipe(args.strategy)
     train_loader, test_loader = loaders()
     with fa.start() as world:
-        train_step = fa.config.apply(chosen, loss_fn, build_model)
+        train_step = fa.train_step(loss_fn, model=fa.distribute(build_model), optimizer=fa.adamw(3e-3))
         # extras are values of yours that a checkpoint keeps too
         state = fa.resume_or_init(args.dir, train_step, seed=0, extras={"best": 0.0})
         world.print(f"begins at step {state.step}, {state.data}, best {state.extras['best']:.4f}")
         train_shards, test_shards = fa.shard(train_loader), fa.shard(test_loader)
-        options = {"directory": args.dir, "save_every": args.save_every, "keep": 2}
-        for state, _ in fa.scan(train_step, state, train_shards, epochs=args.epochs, **options):
+        for state, _ in fa.scan(
+            train_step, state, train_shards, epochs=args.epochs,
+            directory=args.dir, save_every=args.save_every, keep=2,
+        ):  # fmt: skip
             if state.data.samples == 0:  # an epoch is complete
                 scores = fa.evaluate(train_step, state, metrics_fn, test_shards)
                 state.extras["best"] = max(state.extras["best"], float(scores["accuracy"]))

@@ -11,7 +11,7 @@ order of the rows on every rank, so they can be added up.
 from __future__ import annotations
 
 import torch
-from digits import build_model, loss_fn, metrics_fn, parser, recipe, tensors
+from digits import build_model, loss_fn, metrics_fn, parser, tensors
 from sklearn.model_selection import StratifiedKFold
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -27,13 +27,12 @@ def main() -> None:
     arguments = parser(__doc__, epochs=4)
     arguments.add_argument("--folds", type=int, default=3)
     args = arguments.parse_args()
-    chosen = recipe(args.strategy)
     images, labels = tensors()
     known = TensorDataset(images[:1400], labels[:1400])
     test_shards = fa.shard(DataLoader(TensorDataset(images[1400:], labels[1400:]), batch_size=64))
     folds = StratifiedKFold(args.folds, shuffle=True, random_state=0).split(images[:1400], labels[:1400])
     with fa.start() as world:
-        train_step = fa.config.apply(chosen, loss_fn, build_model)
+        train_step = fa.train_step(loss_fn, model=fa.distribute(build_model), optimizer=fa.adamw(3e-3))
         total = torch.zeros(len(labels) - 1400, 10)
         for number, (train, validation) in enumerate(folds):
             train_shards = fa.shard(DataLoader(Subset(known, train.tolist()), batch_size=64, shuffle=True))

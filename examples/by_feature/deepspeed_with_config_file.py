@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from digits import build_model, loaders, loss_fn, metrics_fn, parser, recipe
+from digits import build_model, loaders, loss_fn, metrics_fn, parser
 
 import fnaccel as fa
 
@@ -25,7 +25,6 @@ def main() -> None:
     arguments.add_argument("--config", default=str(CONFIG), help="a DeepSpeed JSON file")
     args = arguments.parse_args()
     config = json.loads(Path(args.config).read_text())
-    chosen = recipe(fa.deepspeed(config=args.config) if args.strategy == "local" else args.strategy)
     train_loader, test_loader = loaders()
     rate = 3e-3
     if "scheduler" in config:
@@ -33,9 +32,8 @@ def main() -> None:
         rate = fa.optim.deepspeed_lr(rate, warmup=total // 10, total=total)
     optimizer = fa.optim.from_deepspeed(rate) if "optimizer" in config else fa.adamw(rate)
     with fa.start() as world:
-        train_step = fa.train_step(
-            loss_fn, model=fa.distribute(build_model, chosen.strategy), optimizer=optimizer
-        )
+        model = fa.distribute(build_model, fa.deepspeed(config=args.config))
+        train_step = fa.train_step(loss_fn, model=model, optimizer=optimizer)
         world.print(train_step.plan)
         state = train_step.init(seed=0)
         for state, metrics in fa.scan(train_step, state, fa.shard(train_loader), epochs=args.epochs):

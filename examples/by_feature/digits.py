@@ -50,12 +50,5 @@ def metrics_fn(model, batch):
 def parser(description: str, *, epochs: int = 5) -> argparse.ArgumentParser:
     """The flags that all of these examples have."""
     arguments = argparse.ArgumentParser(description=description.splitlines()[0])
-    arguments.add_argument("--strategy", default="local", help='such as "ddp", "fsdp", "hsdp(2, 2)"')
     arguments.add_argument("--epochs", type=int, default=epochs)
     return arguments
-
-
-def recipe(strategy: str | fa.strategies.Strategy, **choices) -> fa.config.Recipe:
-    """The choices of a script, under the flags of the launcher."""
-    optimizer = fa.config.OptimizerRecipe(lr=3e-3)
-    return fa.config.recipe(fa.config.Recipe(strategy=strategy, optimizer=optimizer, **choices))

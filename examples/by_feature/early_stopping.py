@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from digits import build_model, loaders, loss_fn, metrics_fn, parser, recipe
+from digits import build_model, loaders, loss_fn, metrics_fn, parser
 
 import fnaccel as fa
 
@@ -21,10 +21,9 @@ def main() -> None:
     arguments = parser(__doc__, epochs=40)
     arguments.add_argument("--patience", type=int, default=2, help="epochs without a lower loss")
     args = arguments.parse_args()
-    chosen = recipe(args.strategy)
     train_loader, test_loader = loaders()
     with fa.start() as world:
-        train_step = fa.config.apply(chosen, loss_fn, build_model)
+        train_step = fa.train_step(loss_fn, model=fa.distribute(build_model), optimizer=fa.adamw(3e-3))
         state = train_step.init(seed=0)
         lowest, best, waited = float("inf"), fa.snapshot(state), 0
         while state.data.epoch < args.epochs and waited < args.patience:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import resource
 
 import torch
-from digits import loaders, loss_fn, metrics_fn, parser, recipe
+from digits import loaders, loss_fn, metrics_fn, parser
 from torch import nn
 
 import fnaccel as fa
@@ -54,10 +54,9 @@ def peak_bytes(device: torch.device) -> int:
 
 def main() -> None:
     args = parser(__doc__, epochs=2).parse_args()
-    chosen = recipe(args.strategy)
     train_loader, test_loader = loaders()
     with fa.start() as world:
-        train_step = fa.config.apply(chosen, loss_fn, build_model)
+        train_step = fa.train_step(loss_fn, model=fa.distribute(build_model), optimizer=fa.adamw(3e-3))
         state = train_step.init(seed=0)
         for epoch in range(1, args.epochs + 1):
             for state, metrics in fa.scan(train_step, state, fa.shard(train_loader), epochs=epoch):

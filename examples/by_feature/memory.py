@@ -11,9 +11,8 @@ enough memory for this model: `--pretend-limit` raises as a GPU would.
 
 from __future__ import annotations
 
-import attrs
 import torch
-from digits import build_model, loaders, loss_fn, metrics_fn, parser, recipe
+from digits import build_model, loaders, loss_fn, metrics_fn, parser
 
 import fnaccel as fa
 
@@ -23,7 +22,6 @@ def main() -> None:
     arguments.add_argument("--global-batch", type=int, default=128, help="rows in an update, on all ranks")
     arguments.add_argument("--pretend-limit", type=int, metavar="ROWS", help="rows that fit in memory")
     args = arguments.parse_args()
-    chosen = recipe(args.strategy)
     train_loader, test_loader = loaders(args.global_batch)
 
     def limited_loss(model, batch):
@@ -31,13 +29,17 @@ def main() -> None:
             raise torch.OutOfMemoryError(f"out of memory (pretended, for {len(batch[1])} rows)")
         return loss_fn(model, batch)
 
+    def make(count):
+        step = fa.accumulate(limited_loss, count)
+        return fa.train_step(step, model=fa.distribute(build_model), optimizer=fa.adamw(3e-3))
+
     with fa.start() as world:
         shards = fa.shard(train_loader, remainder="drop")
 
         def attempt(rows):
             """Train one step with micro-batches of at most `rows` rows on each rank."""
             count = -(-args.global_batch // (rows * world.size))  # rounded up
-            train_step = fa.config.apply(attrs.evolve(chosen, accumulate=count), limited_loss, build_model)
+            train_step = make(count)
             for _ in fa.scan(train_step, train_step.init(seed=0), shards, steps=1):
                 pass
             train_step.close()
@@ -45,7 +47,7 @@ def main() -> None:
 
         rows, count = fa.fit_batch_size(attempt, start=args.global_batch // world.size, shrink=0.5)
         world.print(f"{rows} rows fit: {count} micro-batches in an update of {args.global_batch} rows")
-        train_step = fa.config.apply(attrs.evolve(chosen, accumulate=count), limited_loss, build_model)
+        train_step = make(count)
         state = train_step.init(seed=0)
         for state, metrics in fa.scan(train_step, state, shards, epochs=args.epochs):
             pass

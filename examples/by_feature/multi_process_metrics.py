@@ -10,7 +10,7 @@ loop of your own with `fa.gather(..., valid=batch.valid)`. `evaluate.load("f1").
 from __future__ import annotations
 
 import torch
-from digits import build_model, loaders, loss_fn, parser, recipe
+from digits import build_model, loaders, loss_fn, parser
 from sklearn.metrics import f1_score
 
 import fnaccel as fa
@@ -33,10 +33,9 @@ def by_hand(train_step, state, shards):
 
 def main() -> None:
     args = parser(__doc__).parse_args()
-    chosen = recipe(args.strategy)
     train_loader, test_loader = loaders()
     with fa.start() as world:
-        train_step = fa.config.apply(chosen, loss_fn, build_model)
+        train_step = fa.train_step(loss_fn, model=fa.distribute(build_model), optimizer=fa.adamw(3e-3))
         state = train_step.init(seed=0)
         for state, _ in fa.scan(train_step, state, fa.shard(train_loader), epochs=args.epochs):
             pass

@@ -7,7 +7,7 @@ fnaccel launch -n 2 --strategy fsdp examples/by_feature/optimizer_groups.py
 from __future__ import annotations
 
 import torch
-from digits import build_model, loaders, loss_fn, metrics_fn, parser, recipe
+from digits import build_model, loaders, loss_fn, metrics_fn, parser
 
 import fnaccel as fa
 
@@ -18,13 +18,11 @@ def is_matrix(_: str, parameter: torch.Tensor) -> bool:
 
 def main() -> None:
     args = parser(__doc__).parse_args()
-    chosen = recipe(args.strategy)
     train_loader, test_loader = loaders()
     with fa.start() as world:
         train_shards = fa.shard(train_loader)
-        strategy = fa.strategy(chosen.strategy)
-        epoch = train_shards.updates_per_epoch(strategy)
-        total = train_shards.updates_per_epoch(strategy, epochs=args.epochs)
+        epoch = train_shards.updates_per_epoch()
+        total = train_shards.updates_per_epoch(epochs=args.epochs)
         optimizer = fa.optim.optimizer_groups(
             [
                 (is_matrix, fa.optim.from_torch(torch.optim.Muon, lr=0.02)),
@@ -33,8 +31,8 @@ def main() -> None:
                 ("*", fa.adamw(fa.schedules.one_cycle(3e-3, total=total))),
             ]
         )
-        model = fa.distribute(build_model, strategy)
-        train_step = fa.train_step(fa.clip_norm(loss_fn, 1.0), model=model, optimizer=optimizer)
+        step = fa.clip_norm(loss_fn, 1.0)
+        train_step = fa.train_step(step, model=fa.distribute(build_model), optimizer=optimizer)
         state = train_step.init(seed=0)
         for state, metrics in fa.scan(train_step, state, train_shards, epochs=args.epochs):
             if state.data.samples == 0:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from digits import build_model, loaders, parser, recipe
+from digits import build_model, loaders, parser
 from torch.nn import functional as F
 
 import fnaccel as fa
@@ -27,7 +27,6 @@ def main() -> None:
     arguments = parser(__doc__, epochs=2)
     arguments.add_argument("--weights", default="runs/digits.pt", help="the file for the weights")
     args = arguments.parse_args()
-    chosen = recipe(args.strategy)
     train_loader, _ = loaders()
     with fa.start() as world:
         fa.set_seed(1)  # for code around the step: Python, NumPy and torch
@@ -38,7 +37,7 @@ def main() -> None:
             Path(args.weights).parent.mkdir(parents=True, exist_ok=True)
 
         make_folder()
-        train_step = fa.config.apply(chosen, loss_fn, build_model)
+        train_step = fa.train_step(loss_fn, model=fa.distribute(build_model), optimizer=fa.adamw(3e-3))
         state = train_step.init(seed=0)
         shards = fa.shard(train_loader).on(train_step.mesh)
         world.print(f"{len(shards)} batches in an epoch")

@@ -33,7 +33,6 @@ CODES = {
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="local", help='such as "ddp"')
     parser.add_argument("--codes", default="nf4", choices=CODES)
     parser.add_argument("--base-steps", type=int, default=40)
     parser.add_argument("--steps", type=int, default=40)
@@ -44,7 +43,7 @@ def parse() -> argparse.Namespace:
 
 
 def train_base(directory: Path, loader, steps: int) -> None:
-    train_step = fa.train_step(loss_fn, model=fa.distribute(build_llama, "ddp"), optimizer=fa.adamw(3e-3))
+    train_step = fa.train_step(loss_fn, model=fa.distribute(build_llama), optimizer=fa.adamw(3e-3))
     state = train_step.init(seed=0)
     for state, _ in fa.scan(train_step, state, fa.shard(loader), steps=steps):
         pass
@@ -54,12 +53,6 @@ def train_base(directory: Path, loader, steps: int) -> None:
 
 def main() -> None:
     args = parse()
-    recipe = fa.config.recipe(
-        fa.config.Recipe(
-            strategy=args.strategy,
-            optimizer=fa.config.OptimizerRecipe(lr=5e-3, options={"weight_decay": 0.0}),
-        )
-    )
     with fa.start() as world, tempfile.TemporaryDirectory() as temporary:
         root = Path(args.dir or fa.collectives.broadcast_objects(temporary))
         loader, _ = data(build_tokenizer(), args.global_batch)
@@ -70,12 +63,12 @@ def main() -> None:
         def build_model() -> PeftModel:
             with fa.big.empty():
                 model = build_llama()
-            fa.big.load(
-                model, root / "base", quantization=record
-            ).remove()  # no offloading: take its hooks away
+            run = fa.big.load(model, root / "base", quantization=record)
+            run.remove()  # no offloading: take its hooks away
             return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"]))
 
-        train_step = fa.config.apply(recipe, loss_fn, build_model)
+        optimizer = fa.adamw(5e-3, weight_decay=0.0)
+        train_step = fa.train_step(loss_fn, model=fa.distribute(build_model), optimizer=optimizer)
         state = fa.resume_or_init(root / "checkpoints", train_step, seed=0)
         codes = sum(value.nbytes for value in state.buffers.values())
         trained = sum(value.nbytes for name, value in state.params.items() if "lora" in name)
@@ -83,8 +76,10 @@ def main() -> None:
             f"begins at step {state.step}: {codes:,} bytes of {record.name}, {trained:,} of the adapter"
         )
         losses = []
-        options = {"directory": root / "checkpoints", "save_every": args.save_every, "keep": 1}
-        for state, metrics in fa.scan(train_step, state, fa.shard(loader), steps=args.steps, **options):
+        for state, metrics in fa.scan(
+            train_step, state, fa.shard(loader), steps=args.steps,
+            directory=root / "checkpoints", save_every=args.save_every, keep=1,
+        ):  # fmt: skip
             losses.append(metrics["loss"])
         if losses:
             world.print(f"loss: {float(losses[0]):.3f} -> {float(losses[-1]):.3f}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from digits import parser, recipe, tensors
+from digits import parser, tensors
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -45,12 +45,12 @@ def loss_fn(model, batch):
 
 def main() -> None:
     args = parser(__doc__, epochs=8).parse_args()
-    chosen = recipe(args.strategy)
     images, labels = tensors()
     samples = [(image.flatten().nonzero()[:, 0], label) for image, label in zip(images, labels, strict=True)]
     loader = DataLoader(samples[:1400], batch_size=64, shuffle=True, collate_fn=collate)
     with fa.start() as world:
-        train_step = fa.config.apply(chosen, fa.accumulate(loss_fn, 2), PixelSet)
+        step = fa.accumulate(loss_fn, 2)
+        train_step = fa.train_step(step, model=fa.distribute(PixelSet), optimizer=fa.adamw(3e-3))
         state = train_step.init(seed=0)
         # rank 0 reads and sends each rank its rows. The loss moves tensors to the device by itself
         shards = fa.shard(loader, dispatch=True, device_placement=False)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import attrs
 import torch
-from digits import build_model, loaders, loss_fn, metrics_fn, parser, recipe
+from digits import build_model, loaders, loss_fn, metrics_fn, parser
 
 import fnaccel as fa
 
@@ -44,12 +44,11 @@ def main() -> None:
     arguments = parser(__doc__, epochs=8)
     arguments.add_argument("--lr", type=float, default=1.0)
     args = arguments.parse_args()
-    strategy = recipe(args.strategy).strategy
     train_loader, test_loader = loaders()
     with fa.start() as world:
         train_step = fa.train_step(
             loss_fn,
-            model=fa.distribute(build_model, strategy),
+            model=fa.distribute(build_model),
             optimizer=fa.optim.from_torch(ScheduleFreeSGD, lr=args.lr, beta=0.9),
         )
         state = train_step.init(seed=0)

@@ -1,7 +1,7 @@
 """See a run: where its time and memory go, how fast it is, and a page about it at its end.
 
     python examples/by_feature/seeing.py
-    fnaccel launch -n 2 examples/by_feature/seeing.py --strategy ddp
+    fnaccel launch -n 2 --strategy ddp examples/by_feature/seeing.py
     fnaccel trace summarize runs/seeing/trace
 
 Each rank writes a trace of three steps, whose phases have names. Rank 0 writes the report.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from digits import build_model, loaders, loss_fn, parser, recipe
+from digits import build_model, loaders, loss_fn, parser
 
 import fnaccel as fa
 
@@ -22,20 +22,19 @@ def main() -> None:
     args = arguments.parse_args()
     folder = Path(args.dir)
     train_loader, _ = loaders()
-    step = fa.transforms.on_spike(loss_fn, do="skip")  # a loss far above the usual one changes nothing
+    # a loss far above the usual one changes nothing
+    transforms = fa.chain(fa.transforms.on_spike(do="skip"), fa.clip_norm(1.0))
     with fa.start() as world:
-        train_step = fa.config.apply(recipe(args.strategy, clip_norm=1.0), step, build_model)
+        train_step = fa.train_step(
+            transforms(loss_fn), model=fa.distribute(build_model), optimizer=fa.adamw(3e-3)
+        )
         state = train_step.init(seed=0)
-        options = {
-            "profile": fa.profile(folder / "trace", wait=2, warmup=1, active=3),
-            "throughput": fa.seeing.Throughput(peak=0.05),  # TFLOP/s, of a slow CPU
-            "memory": True,
-            "report": folder / "report.html",
-            "config": vars(args),
-        }
         for state, metrics in fa.scan(
-            train_step, state, fa.shard(train_loader), epochs=args.epochs, **options
-        ):
+            train_step, state, fa.shard(train_loader), epochs=args.epochs,
+            profile=fa.profile(folder / "trace", wait=2, warmup=1, active=3),
+            throughput=fa.seeing.Throughput(peak=0.05),  # TFLOP/s, of a slow CPU
+            memory=True, report=folder / "report.html", config=vars(args),
+        ):  # fmt: skip
             pass
         world.print(
             f"{metrics['rows_per_second']:.0f} rows a second, {metrics['data_wait']:.0%} waiting for data"

@@ -9,7 +9,7 @@ A tracker is any object with the methods `start`, `log` and `finish`. Only rank 
 
 from __future__ import annotations
 
-from digits import build_model, loaders, loss_fn, metrics_fn, parser, recipe
+from digits import build_model, loaders, loss_fn, metrics_fn, parser
 
 import fnaccel as fa
 from fnaccel.track import JsonlTracker, read_jsonl
@@ -36,14 +36,16 @@ def main() -> None:
     arguments.add_argument("--log", default="runs/digits.jsonl", help="the file for JSON lines")
     arguments.add_argument("--trackers", nargs="*", default=[], help="such as tensorboard wandb, or all")
     args = arguments.parse_args()
-    chosen = recipe(args.strategy, clip_norm=1.0)  # clip_norm reports metrics["grad_norm"]
+    step = fa.clip_norm(loss_fn, 1.0)  # it reports metrics["grad_norm"]
     trackers = [JsonlTracker(args.log), LargestGradient(), *args.trackers]
     train_loader, test_loader = loaders()
     with fa.start() as world:
-        train_step = fa.config.apply(chosen, loss_fn, build_model)
+        train_step = fa.train_step(step, model=fa.distribute(build_model), optimizer=fa.adamw(3e-3))
         state = train_step.init(seed=0)
-        options = {"trackers": trackers, "log_every": 5, "config": vars(args)}
-        for state, _ in fa.scan(train_step, state, fa.shard(train_loader), epochs=args.epochs, **options):
+        for state, _ in fa.scan(
+            train_step, state, fa.shard(train_loader), epochs=args.epochs,
+            trackers=trackers, log_every=5, config=vars(args),
+        ):  # fmt: skip
             pass
         logger.info("%d updates on this rank", state.step, in_order=True)
         scores = fa.evaluate(train_step, state, metrics_fn, fa.shard(test_loader))

@@ -20,7 +20,7 @@ from fnaccel.program.train_step import TrainStep
 from fnaccel.state import TrainState, is_stale
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
-from fnaccel.world.paths import local_path
+from fnaccel.world.paths import optional_path
 from fnaccel.world.progress_marks import within
 
 _WHERE = "fa.resume_or_init"
@@ -30,7 +30,7 @@ _NAMED = re.compile(r"step-(\d{10,19})")
 @every_rank
 @within("restore")
 def resume_or_init(
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | None,
     train_step: TrainStep,
     *,
     seed: int = 0,
@@ -47,7 +47,7 @@ def resume_or_init(
 
     Args:
         directory: the root that `fa.save` or `fa.scan` writes to. It need not exist. Several train
-            steps (a GAN) have one each.
+            steps (a GAN) have one each. None: a first state, as `fa.scan` saves nowhere then.
         train_step: the result of `fa.train_step`. Its `init` is called.
         seed: of a new run. A resumed run keeps its own.
         extras: your own pytree to keep in the state. A resumed run takes the saved values.
@@ -77,11 +77,14 @@ def resume_or_init(
         _WHERE,
         "fa.resume_or_init(directory, train_step): it calls train_step.init by itself",
     )
-    root = local_path(directory, _WHERE)
+    root = optional_path(directory, _WHERE)
     world = train_step.mesh.world
     world.resource(Background).settle()
-    check_extras(extras, _WHERE, world)
+    if root is not None:
+        check_extras(extras, _WHERE, world)
     state = train_step.init(seed, extras=extras)
+    if root is None:
+        return state
 
     def steps_now() -> list[int]:
         if each_machine:

@@ -48,7 +48,7 @@ def put_back(
     """
     before = _Before(device)
     for function in functions:
-        before.home |= {_package(function)}
+        before.home |= {_package(function)} - {"torch"}  # a lent module may be FSDP2's, or an nn.Sequential
         before.each([function], _DEPTH + 1)
     for root in roots:
         before.modules(root, _DEPTH)

@@ -63,11 +63,15 @@ def test_extras_that_can_not_be_saved_are_named_before_the_run(world, tmp_path):
     assert raised.value.where == "fa.scan(directory=)"
     assert train_step.live_state.step == 0
     state.extras.clear()
-    assert [state.step for state, _ in fa.scan(train_step, state, shards, steps=3, directory=tmp_path)] == [
-        1,
-        2,
-        3,
-    ]
+    states = fa.scan(train_step, state, shards, steps=3, directory=tmp_path)
+    assert [state.step for state, _ in states] == [1, 2, 3]
+
+
+def test_without_a_directory_a_run_begins(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained(tmp_path, 1)
+    state = fa.resume_or_init(None, program(), seed=3, extras={"mine": 1})
+    assert (state.step, state.rng.root, state.extras) == (0, 3, {"mine": 1})
 
 
 def test_the_seed_of_a_run_that_goes_on_is_its_own(world, tmp_path):

@@ -1,4 +1,4 @@
-"""Apply a recipe of examples/recipes to a small GPT of examples/train_gpt.py. The functions run on ranks."""
+"""Apply a recipe of examples/recipes to a small GPT, as examples/train_recipe.py does. The functions run on ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,7 @@ from fnaccel.config.yaml import override
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "recipes"
-SCRIPT = ROOT / "examples" / "train_gpt.py"
-# as in examples/train_gpt.py: a file goes over it
-OF_THE_SCRIPT = fa.config.Recipe(
-    clip_norm=1.0,
-    optimizer=fa.config.OptimizerRecipe(
-        lr=4e-3,
-        schedule="warmup_cosine",
-        schedule_options={"warmup": 1, "total": 3},
-        groups={"*norm*": {"weight_decay": 0.0}, "*bias": {"weight_decay": 0.0}},
-    ),
-)
+SCRIPT = ROOT / "examples" / "train_recipe.py"
 
 
 def read(name: str) -> fa.config.Recipe:
@@ -47,7 +37,7 @@ def some_updates(name: str, changes: dict[str, Any], folder: str) -> tuple[list[
     fields = gather_overrides(layers(command, {}))
     if "checkpoint.directory" in fields:
         changes = {**changes, "checkpoint.directory": folder}
-    recipe = override(OF_THE_SCRIPT, {**fields, **changes})
+    recipe = override(load(f"{SCRIPT}:defaults", "tests")(steps=3), {**fields, **changes})
     tokens = torch.randint(256, (8, 17), generator=torch.Generator().manual_seed(0))
     rows = 8 * [
         {"tokens": row[:-1], "labels": row[1:], "positions": torch.arange(16)} for row in tokens
@@ -56,8 +46,9 @@ def some_updates(name: str, changes: dict[str, Any], folder: str) -> tuple[list[
         shards = fa.shard(DataLoader(rows, batch_size=8), **fa.config.shard_options(recipe))
         train_step = fa.config.apply(recipe, load(f"{SCRIPT}:loss_fn", "tests"), build_gpt, shards=shards)
         state, losses = train_step.init(seed=0), []
-        options = fa.config.scan_options(recipe)
-        for state, metrics in fa.scan(train_step, state, shards, steps=4, **options):
+        options = {**fa.config.scan_options(recipe), "steps": 4}
+        for state, metrics in fa.scan(train_step, state, shards, **options):
             losses.append(float(metrics["loss"]))
-        saved = [checkpoint.path.name for checkpoint in fa.checkpoint.checkpoints(folder)] if options else []
+        saves = "directory" in options
+        saved = [checkpoint.path.name for checkpoint in fa.checkpoint.checkpoints(folder)] if saves else []
         return losses, str(train_step.plan), saved

@@ -13,9 +13,11 @@ import torch
 
 import fnaccel as fa
 from fnaccel.cli.launch import parser, read_order
+from fnaccel.cli.overriding import file_layer
 from fnaccel.config.applying import make_optimizer, transformed
 from fnaccel.config.epochs import in_updates
 from fnaccel.launch.carriers import plan
+from fnaccel.program.launcher_flags import STEP_FIELDS
 from tests.config.premade import FOLDER, ROOT, read, some_updates
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -101,6 +103,9 @@ def test_two_comments_say_the_purpose_and_the_command(name):
     assert options.config == f"examples/recipes/{name}.yaml"
     script = next(word for word in words if word.endswith(".py"))
     assert (ROOT / script).is_file()
+    if script != "examples/train_recipe.py":  # other scripts have no place for the sections of a recipe
+        sections = {field.partition(".")[0] for field in file_layer(FOLDER / f"{name}.yaml").fields}
+        assert sections <= STEP_FIELDS
 
 
 @pytest.mark.parametrize("name", NAMES)

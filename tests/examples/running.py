@@ -51,8 +51,8 @@ def launched(command):
         return Started(preloaded(), pid, out, err).wait(LIMIT)
 
 
-def result(path, name, *args, ranks=None, strategy="ddp"):
-    """What an example wrote to `--json`. `ranks` starts it by the launcher, under a strategy."""
-    launch = ("--strategy", strategy) if ranks else ()
-    run(name, "--json", str(path), *args, ranks=ranks, launch=launch)
+def result(path, name, *args, ranks=None, strategy="ddp", launch=()):
+    """What an example wrote to `--json`. `ranks` starts it by the launcher, under a strategy and further flags."""
+    flags = ("--strategy", strategy, *launch) if ranks else ()
+    run(name, "--json", str(path), *args, ranks=ranks, launch=flags)
     return json.loads(path.read_text())

@@ -103,7 +103,7 @@ def test_schedule_free_is_above_90_percent_on_shards():
 
 HOOKS = [
     ("powersgd(start_powerSGD_iter=5)", ()), ("'bf16'", ("--hook", "bf16")),
-    ("'ddp_comm_hook:rounded'", ("--hook", "own")),
+    ("rounded", ("--hook", "own")),
 ]  # fmt: skip
 
 

@@ -83,8 +83,8 @@ def test_causal_lm_has_one_curve_exports_and_resumes_on_other_ranks(tmp_path, ex
     directory, exported = tmp_path / "run", tmp_path / "hf"
     expected = result(tmp_path / "a.json", "causal_lm", *common, "--steps", "12")
     found = result(
-        tmp_path / "b.json", "causal_lm", *common, "--steps", "12", "--accumulate", "2",
-        "--dir", str(directory), "--export", str(exported), "--sample", "5", ranks=2, strategy="fsdp",
+        tmp_path / "b.json", "causal_lm", *common, "--steps", "12", "--dir", str(directory), "--export", str(exported),
+        "--sample", "5", ranks=2, strategy="fsdp", launch=("--accumulate", "2"),
     )  # fmt: skip
     assert len(found["losses"]) == 12
     assert found["losses"][-1] < found["losses"][0] - 0.2

@@ -22,6 +22,10 @@ from tests.models import Net, batch_of, loss_fn, program, whole_params
 TEMPERATURE = 0.1
 
 
+def sequence():
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
 def rows_of(batch):
     return len(batch[0])
 
@@ -164,6 +168,22 @@ class TestLosses:
         train_step = program(distil)
         with pytest.raises(errors.LossError, match="holds a mean"):
             train_step(train_step.init(seed=1), batch_of(8), given={"teacher": teacher.init()})
+
+    def test_a_sharded_model_can_be_lent_before_its_first_step(self):
+        """Its class is one of FSDP2's. The check must not put back what FSDP2 notes in the first forward."""
+
+        def follow(model, batch, given):
+            return fa.Mean((model(batch[0]) - given["other"](batch[0])).square().sum(), weight=len(batch[0]))
+
+        first, second = (
+            fa.train_step(follow, model=fa.distribute(sequence, "fsdp"), optimizer=fa.sgd(0.1))
+            for _ in range(2)
+        )
+        one, two, batch = first.init(seed=0), second.init(seed=1), batch_of(8)
+        for _ in range(2):
+            one, _ = first(one, batch, given={"other": two})
+            two, _ = second(two, batch, given={"other": one})
+        assert (one.step, two.step) == (2, 2)
 
     @pytest.mark.parametrize("strategy", ["local", "fsdp"])
     @pytest.mark.parametrize("name", RIGHT)

@@ -48,7 +48,6 @@ class Training:
     steps: int
     flags: tuple[str, ...] = ()
     strategy: str = "ddp"
-    launch: tuple[str, ...] = ()
 
     @property
     def root(self):
@@ -62,7 +61,6 @@ class Training:
             "--cpu",
             "--strategy",
             self.strategy,
-            *self.launch,
             *launch,
             SCRIPT,
             *own,

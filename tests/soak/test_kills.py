@@ -14,17 +14,14 @@ def undisturbed(launcher, strategy="ddp"):
     return Training(launcher, "undisturbed", STEPS, ("--save-every", "50"), strategy).finish()
 
 
-BACKGROUND = ("--set", "checkpoint.background=true")
-
-
 @pytest.mark.parametrize(
-    ("every", "count", "strategy", "launch"),
-    [(1, 49, "ddp", ()), (3, 19, "fsdp", ()), (2, 19, "fsdp", BACKGROUND)],
+    ("every", "count", "strategy", "saving"),
+    [(1, 49, "ddp", ()), (3, 19, "fsdp", ()), (2, 19, "fsdp", ("--background",))],
 )
-def test_many_kills(launcher, every, count, strategy, launch):
+def test_many_kills(launcher, every, count, strategy, saving):
     expected = undisturbed(launcher, strategy)
-    flags = ("--save-every", str(every), "--keep", "3")
-    run = Training(launcher, "killed", STEPS, flags, strategy, launch)
+    flags = ("--save-every", str(every), "--keep", "3", *saving)
+    run = Training(launcher, "killed", STEPS, flags, strategy)
     steps = []
     for kill in kills(seed=every, count=count):
         run.kill(kill)

@@ -98,7 +98,7 @@ def train(strategy: str, precision: str, steps: int, folder: Path | None) -> lis
         train_step = fa.train_step(
             fa.clip_norm(step, 1.0), model=fa.distribute(Model, strategy), optimizer=fa.adamw(1e-2)
         )
-        begin = train_step.init(seed=0) if folder is None else fa.resume_or_init(folder, train_step)
+        begin = fa.resume_or_init(folder, train_step)
         run = fa.scan(train_step, begin, fa.shard(loader), steps=steps, directory=folder)
         return [float(metrics["loss"]) for _, metrics in run]
 
