@@ -58,7 +58,17 @@ def python(request, tmp_path_factory):
         chosen = [request.getfixturevalue("wheel")]
     else:
         chosen = [*isolation(), "--editable", ROOT]
-    run(*PIP, "--python", interpreter, "install", "--ignore-installed", "--no-deps", "--quiet", *chosen, cwd=folder)
+    run(
+        *PIP,
+        "--python",
+        interpreter,
+        "install",
+        "--ignore-installed",
+        "--no-deps",
+        "--quiet",
+        *chosen,
+        cwd=folder,
+    )
     return interpreter
 
 
