@@ -122,19 +122,19 @@ def layers_rows(options: Options) -> list[Row]:
 def first_rows(options: Options, root: Path, *, rows: int, layers: int, backend: str) -> list[Row]:
     """The time to the first loss, cold with an empty folder each time, and warm with a filled one."""
     names = options.pick(first_step.CONTESTANTS, first_step.CONTESTANTS, ("fnaccel", first_step.BY_HAND))
-    cold: Samples = {name: [] for name in names}
-    warm: Samples = {name: [] for name in names}
+    kinds = options.pick(("cold", "warm"), ("cold", "warm"), ("cold",))
+    taken: dict[str, Samples] = {kind: {name: [] for name in names} for kind in kinds}
     for number in range(options.pick(2, 1, 1)):
-        for samples, of_cache in ((cold, number), (warm, 0)):
+        for kind in kinds:
             for place, name in enumerate(names):
+                folder = root / str(place) / str(number if kind == "cold" else 0)
                 seconds = first_step.seconds_to_first(
-                    root / str(place) / str(of_cache),
-                    contestant=name, rows=rows, layers=layers, backend=backend,
-                )  # fmt: skip
-                samples[name].append(seconds)
+                    folder, contestant=name, rows=rows, layers=layers, backend=backend
+                )
+                taken[kind][name].append(seconds)
     return [
         row
-        for kind, samples in (("cold", cold), ("warm", warm))
+        for kind, samples in taken.items()
         for row in compare(f"{layers} layers: first loss, {kind}", samples, unit="s")
     ]
 

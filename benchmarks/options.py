@@ -72,6 +72,11 @@ def begin(name: str, doc: str, parts: Sequence[str] = (), peers: Sequence[str] =
     return Options(name, chosen, kind, into, absent, whole)
 
 
-def same_code(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether rows of two environments may be in one file: all but the date is equal."""
-    return {**one, "date": None} == {**other, "date": None}
+def same_code(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether rows of two environments may be in one file: all but the date is equal.
+
+    Rows from before can name versions of another environment besides.
+    """
+    apart = dict.fromkeys(("date", "versions"))
+    versions = now["versions"].items() <= before["versions"].items()
+    return versions and {**before, **apart} == {**now, **apart}

@@ -24,7 +24,7 @@ INK, FAINT, MISSED, PEER = "#222222", "#9a9a9a", "#d1601f", "#c4ccd1"
 
 def draw(chart: Chart, path: Path) -> None:
     """Write one picture."""
-    figure = {"ratios": _ratios, "bars": _bars, "lines": _lines}[chart["kind"]](chart)
+    figure = FIGURES[chart["kind"]](chart)
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=110)
     plt.close(figure)
@@ -151,3 +151,7 @@ def _lines(chart: Chart) -> Figure:
         axes.set_ylabel(panel["unit"], fontsize=8, color=INK)
         axes.legend(fontsize=6.5, frameon=False)
     return figure
+
+
+FIGURES = {"ratios": _ratios, "bars": _bars, "lines": _lines}
+"""A function for each kind of chart."""

@@ -174,6 +174,24 @@ def growth(measured: Measured) -> str:
     return f"{rows_table(rows)}\n\n{caption(results, legend(rows))}"
 
 
+def jax_step(measured: Measured) -> str:
+    """Steps per second and first losses at each width."""
+    if "jax_step" not in measured:
+        return f"Not measured yet: `{_command('jax_step')}`."
+    results = measured["jax_step"]
+    lines = []
+    for step in results.matching("tokens$"):
+        width = step["what"].removeprefix(ON_JAX).partition(",")[0]
+        starts = [results.find(f"{ON_JAX}{width}: first loss, {kind}", JAX) for kind in ("cold", "warm")]
+        seconds = [figure(start[key], "s") if start else "" for start in starts for key in ("ours", "peer")]
+        rates = [f"{1000 / step[key]:,.0f}" for key in ("ours", "peer")]
+        lines.append([width.strip(), *rates, *cells(step)[4:6], *seconds])
+    head = ["GPT of width", "steps/s, fnaccel", "JAX", "ratio", "range", "cold, fnaccel", "JAX"]
+    head += ["warm, fnaccel", "JAX"]
+    note = f"Cold, warm: time to the first loss. {legend(results.rows)}"
+    return f"{grid(head, lines)}\n\n{caption([results], note)}"
+
+
 CHOSEN = (
     ("step_overhead", f"^{EAGER}$", ""),
     ("compiled", f"^{CAPTURED}$", "^Accelerate"),
@@ -277,7 +295,7 @@ BLOCKS: dict[str, Callable[[Measured], str]] = {
     "step_overhead": _full("step_overhead", r"^(?!step of \d+ |slope)"),
     "compiled": _full("compiled", r"^(?!\d+ layers|slope)"),
     "first_loss": _full("compiled", "first loss"),
-    "jax_step": _full("jax_step", ""),
+    "jax_step": jax_step,
     "collectives": _full("collectives", r"^(?!.*leaves of \[8, 4\]$|.*slope)"),
     "checkpoint": _full("checkpoint", "^(?!.*slope)"),
     "axes": _full("axes", "^(?!slope)"),
