@@ -95,19 +95,20 @@ def _bars(chart: Chart) -> Figure:
     names = [[name for name, _ in panel["bars"]] for panel in panels]
     shared = all(found == names[0] for found in names)
     columns = len(panels) if shared else min(2, len(panels))
-    lines = -(-len(panels) // columns)
-    tallest = max(map(len, names))
+    rows = [names[start : start + columns] for start in range(0, len(names), columns)]
+    tallest = [max(map(len, row)) for row in rows]
     figure, grid = plt.subplots(
-        lines,
+        len(rows),
         columns,
-        figsize=(10, lines * (0.28 * tallest + 0.9)),
+        figsize=(10, 0.28 * sum(tallest) + 0.75 * len(rows)),
+        height_ratios=[count + 0.6 for count in tallest],
         sharey=shared,
         layout="constrained",
         squeeze=False,
     )
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    for axes, panel in zip(grid.flat, panels, strict=False):
+    for number, (axes, panel) in enumerate(zip(grid.flat, panels, strict=False)):
         _bare(axes)
         values = [value for _, value in panel["bars"]]
         colors = [OURS, *[PEER] * (len(values) - 1)]  # ours is the first
@@ -118,7 +119,7 @@ def _bars(chart: Chart) -> Figure:
         axes.set_title(panel["title"], fontsize=9, color=INK, loc="left")
         axes.set_yticks(range(len(values)), [name for name, _ in panel["bars"]])
         axes.tick_params(axis="y", length=0)
-        axes.set_ylim(tallest - 0.4, -0.6)
+        axes.set_ylim(tallest[number // columns] - 0.4, -0.6)
     return figure
 
 

@@ -139,8 +139,14 @@ def caption(results: Sequence[Results], columns: str) -> str:
     return f"<sub>{' '.join([columns, *lines])}</sub>"
 
 
+NAMED = ("python", "torch", "accelerate", "lightning-fabric", "transformers", "jax", "optax")
+"""The packages whose versions stand under a table. The results have more."""
+
+
 def _place(environment: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    versions = ", ".join(
+        f"{name} {version}" for name, version in environment["versions"].items() if name in NAMED
+    )
     return (
         f"{environment['date']}, commit {environment['commit']}: {environment['cpu']}, "
         f"{environment['cores']} cores, {environment['threads_per_process']} thread a process, {versions}."
@@ -248,7 +254,12 @@ SCREEN = (
     ),
     Line("captured step, GPT of width 32", "jax_step", f"{ON_JAX} 32, 8 x 64 tokens", {"JAX": JAX}),
     Line("captured step, GPT of width 128", "jax_step", f"{ON_JAX} 128, 8 x 64 tokens", {"JAX": JAX}),
-    Line("its first loss, nothing cached", "jax_step", f"{ON_JAX} 128: first loss, cold", {"JAX": JAX}),
+    Line(
+        "first loss, GPT of width 128, nothing cached",
+        "jax_step",
+        f"{ON_JAX} 128: first loss, cold",
+        {"JAX": JAX},
+    ),
 )
 
 
