@@ -10,7 +10,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # the rows of one file stay in one process, which has forked its ranks
 BOTH := -n 2 --dist loadfile
 
-.PHONY: demo test test-all test-nvme soak structure lint types check format bench clean
+.PHONY: demo test test-all test-nvme soak structure lint types check format bench bench-jax clean
 
 demo: .venv/.demo  ## train the main job, with a progress bar, a sample of text and a report
 	rm -rf runs/gpt  # the demo begins anew; a run of yours goes on: see --dir
@@ -19,7 +19,7 @@ demo: .venv/.demo  ## train the main job, with a progress bar, a sample of text 
 test: .venv/.dev  ## all but the long rows: ten minutes on two cores
 	$(BIN)/python -m pytest -m "not long" $(BOTH)
 
-test-all: .venv/.dev .venv-trackers/.trackers  ## what `make test` leaves out: deliberate bugs, long rows, trackers
+test-all: .venv/.dev .venv-trackers/.trackers .venv-jax/.jax  ## what `make test` leaves out: deliberate bugs, long rows, trackers
 	$(BIN)/python -m pytest -m long $(BOTH)
 	$(TRACKERS)/python -m pytest tests/trackers
 
@@ -119,16 +119,28 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/results, plots to docs/images
+bench: .venv/.bench .venv-jax/.jax  ## side-by-side benchmarks, then every table and picture: half an hour
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/compiled.py
+	$(BIN)/python benchmarks/jax_step.py
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/axes.py
 	$(BIN)/python benchmarks/seeing.py
+	$(BIN)/python benchmarks/starting.py
 	$(BIN)/python benchmarks/offload.py
 	$(BIN)/python benchmarks/load.py
-	$(BIN)/python benchmarks/plots.py
+	$(BIN)/python benchmarks/pages.py
+
+bench-jax: .venv/.bench .venv-jax/.jax  ## the captured step beside jax.jit alone
+	$(BIN)/python benchmarks/jax_step.py
+	$(BIN)/python benchmarks/pages.py
+
+# a process has either torch or jax, so that neither changes the threads of the other
+.venv-jax/.jax:
+	$(PYTHON) -m venv .venv-jax
+	.venv-jax/bin/python -m pip install --quiet --no-compile "jax[cpu]==0.10.2" optax==0.2.8
+	touch $@
 
 # torch by itself first: the constraints pin the build that the rest must accept. Without --no-compile pip compiles
 # each module of each package, for a minute. A process compiles those that it imports
@@ -157,4 +169,4 @@ bench: .venv/.bench  ## side-by-side benchmarks; results go to benchmarks/result
 	touch $@
 
 clean:
-	rm -rf .venv .venv-trackers .venv-services .venv-sagemaker3 .venv-torch-* runs build *.egg-info
+	rm -rf .venv .venv-* runs build *.egg-info

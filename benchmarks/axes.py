@@ -18,9 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.nn.functional as F
-from interleave import race_steps, slope
+from interleave import Samples, race_steps, slopes
 from models import VOCABULARY, our_loss, peer_loss, tokens
-from options import begin
+from options import Options, begin
 from report import Row, compare, publish
 from torch import nn
 from torch.utils.data import DataLoader
@@ -130,7 +130,7 @@ def by_hand(*, fused: bool, layers: int = LAYERS) -> Iterator[torch.Tensor]:
             yield loss.detach()
 
 
-def measure_tensor(blocks: int, layers: int) -> dict[str, float]:
+def measure_tensor(blocks: int, calls: int, layers: int) -> Samples:
     """Seconds per update on this rank."""
     loops = {
         "fnaccel": ours(fa.tensor(RANKS, PLAN), layers),
@@ -138,21 +138,20 @@ def measure_tensor(blocks: int, layers: int) -> dict[str, float]:
         f"{HAND}, AdamW's default": by_hand(fused=False, layers=layers),
         "fnaccel, ddp": ours(fa.ddp(RANKS), layers),
     }
-    return race_steps(loops, check=4, blocks=blocks, calls=3)
+    return race_steps(loops, check=4, blocks=blocks, calls=calls)
 
 
-def tensor_rows(pool: RankPool, blocks: int) -> list[Row]:
-    """A step at 2, 4 and 6 layers, and the slope."""
-    rows: list[Row] = []
-    taken: dict[str, list[float]] = {}
-    for layers in SWEPT:
-        seconds = pool.run(measure_tensor, blocks, layers)[0]
-        goals = {HAND: 1.0} if layers == LAYERS else {}
-        rows += compare(f"tensor(2), {layers} layers, {ROWS} x 64 tokens", seconds, goals, "ms")
-        for name, value in seconds.items():
-            taken.setdefault(name, []).append(value)
-    slopes = {name: slope(list(SWEPT), values) for name, values in taken.items()}
-    return rows + compare("slope: tensor(2), each further layer", slopes, unit="ms")
+def tensor_rows(pool: RankPool, options: Options) -> list[Row]:
+    """A step at several numbers of layers, and the slope."""
+    table: list[Row] = []
+    measured: list[Samples] = []
+    swept = options.pick(SWEPT, SWEPT, (1, 2))
+    blocks, calls = options.pick(15, 3, 1), options.pick(3, 3, 1)
+    for layers in swept:
+        measured.append(pool.run(measure_tensor, blocks, calls, layers)[0])
+        goals = {HAND: 1.0} if layers == swept[-1] else {}
+        table += compare(f"tensor(2), {layers} layers, {ROWS} x 64 tokens", measured[-1], goals, "ms")
+    return table + compare("slope: tensor(2), each further layer", slopes(swept, measured), unit="ms")
 
 
 def long_rows(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -171,9 +170,10 @@ def long_loss(model: Any, batch: Any) -> fa.Mean:
     return fa.Mean(F.cross_entropy(logits, labels, reduction="sum"), weight=labels.numel())
 
 
-def on_long_rows(strategy: Any) -> Iterator[torch.Tensor]:
+def on_long_rows(strategy: Any, layers: int) -> Iterator[torch.Tensor]:
     """fnaccel on rows of 512 tokens."""
-    train_step = fa.train_step(long_loss, model=fa.distribute(GPT, strategy), optimizer=fa.adamw(RATE))
+    model = fa.distribute(lambda: GPT(layers), strategy)
+    train_step = fa.train_step(long_loss, model=model, optimizer=fa.adamw(RATE))
     state = train_step.init(seed=0)
     text = torch.randint(VOCABULARY, (64, LONG + 1), generator=torch.Generator().manual_seed(1))
     shards = fa.shard(DataLoader(list(text), batch_size=2, collate_fn=long_rows))
@@ -181,32 +181,37 @@ def on_long_rows(strategy: Any) -> Iterator[torch.Tensor]:
         yield metrics["loss"]
 
 
-def measure_context(blocks: int) -> dict[str, float]:
+def measure_context(blocks: int, layers: int) -> Samples:
     """Seconds per update on this rank."""
     cut = {"text": 1, "labels": 1, "positions": 1}
-    loops = {
-        "fnaccel": on_long_rows(fa.context(RANKS, cut)),
-        "fnaccel, ring": on_long_rows(fa.context(RANKS, cut, "ring")),
-        "fnaccel, heads": on_long_rows(fa.context(RANKS, cut, "heads")),
-        "fnaccel, ddp on whole rows": on_long_rows(fa.ddp(RANKS)),
+    strategies = {
+        "fnaccel": fa.context(RANKS, cut),
+        "fnaccel, ring": fa.context(RANKS, cut, "ring"),
+        "fnaccel, heads": fa.context(RANKS, cut, "heads"),
+        "fnaccel, ddp on whole rows": fa.ddp(RANKS),
     }
+    loops = {name: on_long_rows(strategy, layers) for name, strategy in strategies.items()}
     return race_steps(loops, check=4, blocks=blocks, calls=1)
 
 
-def context_rows(pool: RankPool, blocks: int) -> list[Row]:
+def context_rows(pool: RankPool, options: Options) -> list[Row]:
     """A step of 2 rows, whose tokens two ranks share."""
-    seconds = pool.run(measure_context, blocks)[0]
-    return compare(
-        f"context(2), {LAYERS} layers, 2 x {LONG} tokens", seconds, {"fnaccel, ddp on whole rows": 1.25}, "ms"
-    )
+    layers = options.pick(LAYERS, LAYERS, 1)
+    samples = pool.run(measure_context, options.pick(15, 3, 1), layers)[0]
+    what = f"context(2), {layers} layers, 2 x {LONG} tokens"
+    return compare(what, samples, {"fnaccel, ddp on whole rows": 1.25}, "ms")
 
 
 def main() -> None:
-    options = begin(__doc__, PARTS)
+    """Run the parts asked for."""
+    options = begin("axes", __doc__, PARTS)
+    table: list[Row] = []
     with RankPool(RANKS, timeout=600.0) as pool:
-        rows = tensor_rows(pool, 3 if options.quick else 15) if "tensor" in options.parts else []
-        rows += context_rows(pool, 3 if options.quick else 15) if "context" in options.parts else []
-    publish("quick" if options.quick else "axes", rows, merge=not options.whole)
+        if "tensor" in options.parts:
+            table += tensor_rows(pool, options)
+        if "context" in options.parts:
+            table += context_rows(pool, options)
+    publish(options, table)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a compiled train step costs in fnaccel, beside torch.compile by hand and by Accelerate.
 
-    OMP_NUM_THREADS=1 python benchmarks/compiled.py [--only step,layers,ddp,fsdp,gpu] [--quick]
+    OMP_NUM_THREADS=1 python benchmarks/compiled.py [--only ddp,fsdp,step,layers,gpu] [--quick]
 
 Contestants run in the same processes, in turns, on the same model, data and seed; they must reach the same
 losses first. The time to the first loss is taken in processes of their own.
@@ -21,15 +21,16 @@ import first_step
 import one_process
 import torch
 import two_ranks
-from interleave import race_steps, slope
+from environment import is_installed, present
+from interleave import Samples, race_steps, slopes
 from models import gpt_of_its_own, tokens
-from options import begin
+from options import Options, begin
 from report import NotRun, Row, compare, publish
 
 import fnaccel as fa
 from fnaccel.testing import RankPool
 
-PARTS = ("step", "layers", "ddp", "fsdp", "gpu")
+PARTS = ("ddp", "fsdp", "step", "layers", "gpu")
 ROWS = (1, 2, 8)
 LAYERS = (2, 4, 8)
 SWEPT_ROWS = 2
@@ -38,23 +39,30 @@ ON_GPU = "compiled step, small GPT, one GPU (CUDA graphs)"
 Loops = dict[str, Iterator[torch.Tensor]]
 
 
-def step_loops(rows: int) -> Loops:
+def backend_of(options: Options) -> str:
+    """A test that everything runs need not wait for C++ to be compiled."""
+    return options.pick("inductor", "inductor", "eager")
+
+
+def step_loops(rows: int, backend: str) -> Loops:
     """Every contestant of one process, each with code of its own."""
     data = tokens()
 
     def ours(scope: str | None) -> Iterator[torch.Tensor]:
-        return one_process.ours(gpt_of_its_own(), data, batch=rows, scope=scope)
+        return one_process.ours(gpt_of_its_own(), data, batch=rows, scope=scope, backend=backend)
 
     def by_hand(*, fused: bool) -> Iterator[torch.Tensor]:
         factory = gpt_of_its_own()
-        return one_process.by_hand(lambda: torch.compile(factory()), data, fused=fused, batch=rows)
+        return one_process.by_hand(
+            lambda: torch.compile(factory(), backend=backend), data, fused=fused, batch=rows
+        )
 
     def accelerate(*, fused: bool) -> Iterator[torch.Tensor]:
         return one_process.with_accelerate(
-            gpt_of_its_own(), data, fused=fused, batch=rows, dynamo_backend="inductor"
+            gpt_of_its_own(), data, fused=fused, batch=rows, dynamo_backend=backend
         )
 
-    return {
+    loops = {
         "fnaccel": ours("step"),
         PEER: accelerate(fused=False),
         f"{PEER}, fused AdamW": accelerate(fused=True),
@@ -64,63 +72,88 @@ def step_loops(rows: int) -> Loops:
         "fnaccel, scope block": ours("block"),
         "fnaccel, eager": ours(None),
     }
+    return present(loops)
 
 
-def step_rows(blocks: int) -> list[Row]:
-    """(a) One process at three batch sizes, each held to the goal."""
-    made: list[Row] = []
-    for rows in ROWS:
-        found = race_steps(step_loops(rows), check=5, blocks=blocks, calls=max(3, 24 // rows))
-        made += compare(f"compiled step, small GPT, 1 process, {rows} x 64 tokens", found, {PEER: 0.75}, "ms")
-    return made
+def step_rows(options: Options) -> list[Row]:
+    """One process at three batch sizes, each with the same goal."""
+    table: list[Row] = []
+    for rows in options.pick(ROWS, ROWS, ROWS[:1]):
+        calls = options.pick(max(3, 24 // rows), 3, 1)
+        loops = step_loops(rows, backend_of(options))
+        samples = race_steps(loops, check=5, blocks=options.pick(31, 5, 1), calls=calls)
+        what = f"compiled step, small GPT, 1 process, {rows} x 64 tokens"
+        table += compare(what, samples, {PEER: 0.75}, "ms")
+    return table
 
 
-def layers_rows(blocks: int) -> list[Row]:
-    """(b) How a step and the time to the first loss grow with layers."""
-    made: list[Row] = []
-    taken: dict[str, list[float]] = {}
+def layers_rows(options: Options) -> list[Row]:
+    """How a step and the time to the first loss grow with layers."""
+    table: list[Row] = []
+    measured: list[Samples] = []
+    layers_swept = options.pick(LAYERS, LAYERS, (2, 3))
+    backend = backend_of(options)
     with tempfile.TemporaryDirectory() as root:
-        folders = {name: Path(root) / str(number) for number, name in enumerate(first_step.CONTESTANTS)}
-        for layers in LAYERS:
+        for layers in layers_swept:
+            model = {"rows": SWEPT_ROWS, "layers": layers, "backend": backend}
+            folder = Path(root) / str(layers)
+            folder.mkdir()
+            if layers == layers_swept[-1] or (layers == layers_swept[0] and options.level != "smoke"):
+                table += first_rows(options, folder, **model)
+            # a folder for each number of layers: code that this process has loaded is never replaced
             steps = Path(root) / f"steps{layers}"
-            if layers in (LAYERS[0], LAYERS[-1]):
-                for kind in ("cold", "warm"):
-                    found = {
-                        name: first_step.seconds_to_first(name, layers, SWEPT_ROWS, folder / str(layers))
-                        for name, folder in folders.items()
-                    }
-                    made += compare(f"{layers} layers: first loss, {kind}", found, unit="s")
-                for folder in folders.values():
-                    # what these processes compiled need not be compiled here again; never over
-                    # what this process has loaded: each number of layers has a folder
-                    shutil.copytree(folder / str(layers), steps, dirs_exist_ok=True)
+            for name in folder.iterdir():
+                # what the processes above compiled need not be compiled again
+                shutil.copytree(name / "0", steps, dirs_exist_ok=True)
             with mock.patch.dict(os.environ, first_step.cache_in(steps)):
-                loops = {
-                    name: first_step.loop_of(name, layers, SWEPT_ROWS) for name in first_step.CONTESTANTS
-                }
+                loops = {name: first_step.loop_of(name, **model) for name in first_step.CONTESTANTS}
                 loops["fnaccel, eager"] = one_process.ours(
                     gpt_of_its_own(layers=layers), tokens(), batch=SWEPT_ROWS
                 )
-                found = race_steps(loops, check=5, blocks=blocks, calls=5)
-            made += compare(f"{layers} layers: compiled step, {SWEPT_ROWS} x 64 tokens", found, unit="ms")
-            for name, seconds in found.items():
-                taken.setdefault(name, []).append(seconds)
-    slopes = {name: slope(list(LAYERS), seconds) for name, seconds in taken.items()}
-    return made + compare("slope: a compiled step, each further layer", slopes, unit="ms")
+                blocks, calls = options.pick(15, 3, 1), options.pick(5, 5, 1)
+                measured.append(race_steps(loops, check=5, blocks=blocks, calls=calls))
+            what = f"{layers} layers: compiled step, {SWEPT_ROWS} x 64 tokens"
+            table += compare(what, measured[-1], unit="ms")
+    return table + compare(
+        "slope: a compiled step, each further layer", slopes(layers_swept, measured), unit="ms"
+    )
 
 
-def rank_rows(pool: RankPool, kind: str, what: str, blocks: int) -> list[Row]:
-    """(c), (d) Two ranks that accumulate over four micro-batches."""
-    return compare(what, pool.run(two_ranks.measure_compiled, kind, blocks, 4)[0], unit="ms")
+def first_rows(options: Options, root: Path, *, rows: int, layers: int, backend: str) -> list[Row]:
+    """The time to the first loss, cold with an empty folder each time, and warm with a filled one."""
+    names = options.pick(first_step.CONTESTANTS, first_step.CONTESTANTS, ("fnaccel", first_step.BY_HAND))
+    kinds = options.pick(("cold", "warm"), ("cold", "warm"), ("cold",))
+    taken: dict[str, Samples] = {kind: {name: [] for name in names} for kind in kinds}
+    for number in range(options.pick(2, 1, 1)):
+        for kind in kinds:
+            for place, name in enumerate(names):
+                folder = root / str(place) / str(number if kind == "cold" else 0)
+                seconds = first_step.seconds_to_first(
+                    folder, contestant=name, rows=rows, layers=layers, backend=backend
+                )
+                taken[kind][name].append(seconds)
+    return [
+        row
+        for kind, samples in taken.items()
+        for row in compare(f"{layers} layers: first loss, {kind}", samples, unit="s")
+    ]
 
 
-def gpu_rows(blocks: int, device: str = "cuda") -> list[Row] | list[NotRun]:
-    """(e) CUDA graphs on one GPU; without one the row says so."""
+def rank_rows(pool: RankPool, options: Options, kind: str, what: str) -> list[Row]:
+    """Two ranks that accumulate over four micro-batches."""
+    blocks, calls = options.pick(15, 2, 1), options.pick(4, 4, 1)
+    samples = pool.run(two_ranks.measure_compiled, kind, blocks, calls, backend_of(options))[0]
+    return compare(what, samples, unit="ms")
+
+
+def gpu_rows(options: Options, device: str = "cuda") -> list[Row] | list[NotRun]:
+    """CUDA graphs on one GPU. Without a GPU the row says so."""
     if device == "cuda" and not torch.cuda.is_available():
         return [NotRun(ON_GPU, PEER, 0.5, "no GPU")]
-    from accelerate.state import AcceleratorState
+    if is_installed("Accelerate"):
+        from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # its CPU of the rows before would stay
+        AcceleratorState._reset_state(reset_partial_state=True)  # its CPU of the rows before would stay
     data, graphs = tokens(), "reduce-overhead"
 
     def accelerate(*, mode: str | None = None, fused: bool = False) -> Iterator[torch.Tensor]:
@@ -137,31 +170,30 @@ def gpu_rows(blocks: int, device: str = "cuda") -> list[Row] | list[NotRun]:
             f"{PEER}, fused AdamW, CUDA graphs": accelerate(fused=True, mode=graphs),
             "fnaccel, eager": one_process.ours(gpt_of_its_own(), data, batch=8),
         }
-        found = race_steps(loops, check=5, blocks=blocks, calls=20)
-    return compare(ON_GPU, found, {PEER: 0.5}, "ms")
+        samples = race_steps(present(loops), check=5, blocks=options.pick(31, 5, 1), calls=20)
+    return compare(ON_GPU, samples, {PEER: 0.5}, "ms")
 
 
 def main() -> None:
     """Run the parts asked for."""
-    options = begin(__doc__, PARTS)
-    blocks = 5 if options.quick else 31
-    made: list[Row | NotRun] = []
+    options = begin("compiled", __doc__, PARTS, ("Accelerate",))
+    table: list[Row | NotRun] = []
     # forked before anything here starts a thread or a peer's singleton
     with RankPool(2, timeout=900) as pool:
         if "ddp" in options.parts:
-            made += rank_rows(pool, "DDP", "2 ranks, accumulate 4, compiled, small GPT", blocks // 2)
+            table += rank_rows(pool, options, "DDP", "2 ranks, accumulate 4, compiled, small GPT")
         if "fsdp" in options.parts:
-            for kind in ("ZeRO-3", "ZeRO-2"):
+            for kind in options.pick(("ZeRO-3", "ZeRO-2"), ("ZeRO-3", "ZeRO-2"), ("ZeRO-3",)):
                 what = f"2 ranks FSDP2 ({kind}), accumulate 4, compiled, small GPT"
-                made += rank_rows(pool, kind, what, blocks // 2)
+                table += rank_rows(pool, options, kind, what)
     with fa.start(device="cpu"):
         if "step" in options.parts:
-            made += step_rows(blocks)
+            table += step_rows(options)
         if "layers" in options.parts:
-            made += layers_rows(blocks // 2)
+            table += layers_rows(options)
     if "gpu" in options.parts:
-        made += gpu_rows(blocks)
-    publish("quick" if options.quick else "compiled", made, merge=not options.whole)
+        table += gpu_rows(options)
+    publish(options, table)
 
 
 if __name__ == "__main__":

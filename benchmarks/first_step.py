@@ -1,8 +1,8 @@
 """The time from the start of a training loop to its first loss, in processes of their own.
 
-    python benchmarks/first_step.py CONTESTANT LAYERS ROWS    # prints seconds, graphs and cache hits
+    python benchmarks/first_step.py '{"contestant": "fnaccel", "layers": 2, "rows": 2}'
 
-What was compiled before lies in the folder that TORCHINDUCTOR_CACHE_DIR names: empty, a start is cold.
+What was compiled before is in the folder that TORCHINDUCTOR_CACHE_DIR names: empty, a start is cold.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import one_process
 import torch
@@ -26,21 +27,26 @@ BY_HAND = "by hand, torch.compile(model), fused AdamW"
 CONTESTANTS = (*SCOPES, BY_HAND)
 
 
-def loop_of(contestant: str, layers: int, rows: int) -> Iterator[torch.Tensor]:
-    """The training loop of a contestant, nothing compiled yet."""
-    factory, data = gpt_of_its_own(layers=layers), tokens()
+def loop_of(contestant: str, *, rows: int, backend: str = "inductor", **model: Any) -> Iterator[torch.Tensor]:
+    """The training loop of a contestant, nothing compiled yet. `model` has the options of the GPT."""
+    factory, data = gpt_of_its_own(**model), tokens()
     if contestant in SCOPES:
-        return one_process.ours(factory, data, batch=rows, scope=SCOPES[contestant])
-    return one_process.by_hand(lambda: torch.compile(factory()), data, fused=True, batch=rows)
+        return one_process.ours(factory, data, batch=rows, scope=SCOPES[contestant], backend=backend)
+    return one_process.by_hand(
+        lambda: torch.compile(factory(), backend=backend), data, fused=True, batch=rows
+    )
 
 
-def seconds_to_first(contestant: str, layers: int, rows: int, folder: Path) -> float:
-    """Seconds to the first loss in a new process that keeps what it compiles in `folder`."""
-    command = [sys.executable, __file__, contestant, str(layers), str(rows)]
-    said = subprocess.run(
-        command, check=True, capture_output=True, text=True, env={**os.environ, **cache_in(folder)}
+def seconds_to_first(folder: Path, **options: Any) -> float:
+    """Seconds to the first loss in a new process that keeps compiled code in `folder`; as for `loop_of`."""
+    printed = subprocess.run(
+        [sys.executable, __file__, json.dumps(options)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **cache_in(folder)},
     ).stdout
-    return float(json.loads(said.splitlines()[-1])["seconds"])
+    return float(json.loads(printed.splitlines()[-1])["seconds"])
 
 
 def cache_in(folder: Path) -> dict[str, str]:
@@ -49,13 +55,12 @@ def cache_in(folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Measure one, in this process."""
-    contestant, layers, rows = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    """Measure one contestant in this process."""
+    options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     with fa.start(device="cpu"):
         began = time.perf_counter()
-        loop = loop_of(contestant, layers, rows)
-        float(next(loop))
+        float(next(loop_of(**options)))
         print(json.dumps({"seconds": time.perf_counter() - began}))
 
 

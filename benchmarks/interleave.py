@@ -1,41 +1,48 @@
-"""Interleaved timing: contestants take turns in short blocks, so that noise of the machine hits all alike."""
+"""Interleaved timing: contestants take turns in short blocks, so that noise of the machine affects all."""
 
 from __future__ import annotations
 
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+Samples = dict[str, list[float]]
+"""Seconds per call of each contestant, one figure for each round."""
 
-def race(contestants: Mapping[str, Callable[[], Any]], *, blocks: int, calls: int) -> dict[str, float]:
-    """Seconds per call of each contestant: the median over `blocks` blocks of `calls` calls.
 
-    The order turns from round to round, and one round before the first is thrown away. On several ranks a
-    barrier stands before each block. The collector of garbage runs between blocks, never within one.
+def turns(names: Sequence[str], rounds: int, warmup: int = 1) -> Iterator[tuple[bool, str]]:
+    """(whether it counts, name) of each turn: the order rotates from round to round."""
+    for number in range(-warmup, rounds):
+        for place in range(len(names)):
+            yield number >= 0, names[(number + place) % len(names)]
+
+
+def race(contestants: Mapping[str, Callable[[], Any]], *, blocks: int, calls: int) -> Samples:
+    """Seconds per call of each contestant, in `blocks` blocks of `calls` calls.
+
+    One round before the first is thrown away. On several ranks a barrier stands before each block. The
+    garbage collector runs between blocks, never within one.
     """
-    names = list(contestants)
-    taken: dict[str, list[float]] = {name: [] for name in names}
+    taken: Samples = {name: [] for name in contestants}
     collecting = gc.isenabled()
     gc.disable()
     gc.collect()
     gc.freeze()  # what torch itself has made costs 0.1 s a collection
     try:
-        for number in range(-1, blocks):
-            for place in range(len(names)):
-                name = names[(number + place) % len(names)]
-                seconds = timed_block(contestants[name], calls)
-                if number >= 0:
-                    taken[name].append(seconds)
+        for counts, name in turns(list(contestants), blocks):
+            seconds = timed_block(contestants[name], calls)
+            if counts:
+                taken[name].append(seconds)
     finally:
         gc.unfreeze()
         if collecting:
             gc.enable()
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+    return taken
 
 
 def timed_block(call: Callable[[], Any], calls: int) -> float:
@@ -60,22 +67,33 @@ def _finish() -> None:
 
 def race_steps(
     loops: Mapping[str, Iterator[torch.Tensor]], *, check: int, blocks: int, calls: int
-) -> dict[str, float]:
-    """`race` over training loops that yield the loss of each step, once their losses are seen to agree.
+) -> Samples:
+    """`race` over training loops that yield the loss of each step, after a check that their losses agree.
 
     Raises:
         SystemExit: the losses of the first `check` steps differ by more than fp32 rounding.
     """
-    first = {name: [float(next(loop)) for _ in range(check)] for name, loop in loops.items()}
-    expected = torch.tensor(first["fnaccel"])
-    for name, losses in first.items():
-        if not torch.allclose(torch.tensor(losses), expected, rtol=2e-4, atol=1e-5):
-            raise SystemExit(f"{name} trains something else:\n  {losses}\nfnaccel:\n  {first['fnaccel']}")
+    agree({name: [float(next(loop)) for _ in range(check)] for name, loop in loops.items()})
     return race({name: loop.__next__ for name, loop in loops.items()}, blocks=blocks, calls=calls)
 
 
-def slope(sizes: list[int], seconds: list[float]) -> float:
-    """Seconds per unit of size: the line of least squares through the measurements."""
+def agree(losses: Mapping[str, Sequence[float]]) -> None:
+    """Raise if a contestant's losses are not those of fnaccel."""
+    expected = torch.tensor(losses["fnaccel"])
+    for name, theirs in losses.items():
+        if not torch.allclose(torch.tensor(theirs), expected, rtol=2e-4, atol=1e-5):
+            raise SystemExit(f"{name} trains something else:\n  {theirs}\nfnaccel:\n  {losses['fnaccel']}")
+
+
+def slopes(sizes: Sequence[int], measured: Sequence[Samples]) -> Samples:
+    """Seconds per unit of size of each contestant, a line of least squares through each round."""
+    return {
+        name: [_slope(sizes, seconds) for seconds in zip(*(at[name] for at in measured), strict=True)]
+        for name in measured[0]
+    }
+
+
+def _slope(sizes: Sequence[int], seconds: Sequence[float]) -> float:
     mean, level = statistics.fmean(sizes), statistics.fmean(seconds)
     spread = sum((size - mean) ** 2 for size in sizes)
     return sum((s - mean) * (t - level) for s, t in zip(sizes, seconds, strict=True)) / spread

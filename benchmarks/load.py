@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,8 +24,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
+from environment import present
+from interleave import Samples, turns
 from offload import config
-from options import begin
+from options import Options, begin
 from report import Row, compare, publish
 
 GOAL, MEMORY = 0.8, 1.0
@@ -86,49 +86,59 @@ def child(name: str, folder: Path, dtype: str, layers: int, width: int) -> None:
     )
 
 
-def measure(folder: Path, dtype: str, layers: int, width: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians of each figure, by contestant. They take turns."""
-    taken: dict[str, list[dict[str, float]]] = {"fnaccel": [], "Accelerate": []}
-    for _ in range(rounds):
-        for name in taken:
-            words = [sys.executable, __file__, "--child", name, str(folder), dtype, str(layers), str(width)]
-            done = subprocess.run(words, check=True, capture_output=True, text=True)
-            taken[name].append(json.loads(done.stdout.splitlines()[-1]))
-    sums = {round(found["sum"], 1) for runs in taken.values() for found in runs}
+def measure(folder: Path, dtype: str, layers: int, width: int, rounds: int) -> dict[str, Samples]:
+    """Each figure of each round, by contestant. They take turns."""
+    taken: dict[str, list[dict[str, float]]] = present({"fnaccel": [], "Accelerate": []})
+    for _, name in turns(list(taken), rounds, warmup=0):
+        words = [sys.executable, __file__, "--child", name, str(folder), dtype, str(layers), str(width)]
+        done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+        taken[name].append(json.loads(done.stdout.splitlines()[-1]))
+    sums = {round(run["sum"], 1) for runs in taken.values() for run in runs}
     if max(sums) - min(sums) > 1e-3 * max(sums):
         raise SystemExit(f"the logits differ: {sums}")
     return {
-        key: {name: statistics.median(found[key] for found in runs) for name, runs in taken.items()}
+        key: {name: [run[key] for run in runs] for name, runs in taken.items()}
         for key in ("load", "both", "peak")
     }
 
 
+def rows_of(root: Path, form: str, dtype: str, options: Options) -> list[Row]:
+    """Time and memory of one format of the files and one dtype of the model."""
+    layers, width = shape(options)
+    samples = measure(root / form, dtype, layers, width, options.pick(7, 2, 1))
+    size = sum(file.stat().st_size for file in (root / form).iterdir()) / 1e6
+    what = f"{size:,.0f} MB of {form} to the CPU, {dtype}"
+    mebibytes = {name: [peak / 2**20 for peak in peaks] for name, peaks in samples["peak"].items()}
+    return [
+        *compare(f"load {what}", samples["load"], {"Accelerate": GOAL}, unit="ms"),
+        *compare(f"load and first forward, {what}", samples["both"], unit="ms"),
+        *compare(f"peak memory, {what}", mebibytes, {"Accelerate": MEMORY}, unit="MiB"),
+    ]
+
+
+def shape(options: Options) -> tuple[int, int]:
+    """Layers and width of the model."""
+    return options.pick((12, 1024), (4, 512), (2, 64))
+
+
 def main() -> None:
+    """Run everything, or load once in a process of its own."""
     if sys.argv[1:2] == ["--child"]:
         name, folder, dtype, layers, width = sys.argv[2:]
         child(name, Path(folder), dtype, int(layers), int(width))
         return
-    options = begin(str(__doc__))
-    layers, width, rounds = (4, 512, 2) if options.quick else (12, 1024, 7)
-    root = Path(tempfile.mkdtemp())
+    options = begin("load", str(__doc__), peers=("Accelerate",))
     table: list[Row] = []
-    try:
-        model = transformers.LlamaForCausalLM(config(layers, width))
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        model = transformers.LlamaForCausalLM(config(*shape(options)))
         model.save_pretrained(root / "safetensors", max_shard_size="150MB")
         _save_torch(model, root / "torch")
-        size = sum(p.nbytes for p in model.parameters()) / 1e6
         del model
-        for form in ("safetensors", "torch"):
-            for dtype in ("stored", "bfloat16"):
-                found = measure(root / form, dtype, layers, width, rounds)
-                what = f"{size:,.0f} MB of {form} to the CPU, {dtype}"
-                table += compare(f"load {what}", found["load"], {"Accelerate": GOAL}, unit="ms")
-                table += compare(f"load and first forward, {what}", found["both"], unit="ms")
-                mega = {name: value / 2**20 for name, value in found["peak"].items()}
-                table += compare(f"peak memory, {what}", mega, {"Accelerate": MEMORY}, unit="MiB")
-    finally:
-        shutil.rmtree(root)
-    publish("quick" if options.quick else "load", table)
+        for form in options.pick(("safetensors", "torch"), ("safetensors", "torch"), ("safetensors",)):
+            for dtype in options.pick(("stored", "bfloat16"), ("stored", "bfloat16"), ("bfloat16",)):
+                table += rows_of(root, form, dtype, options)
+    publish(options, table)
 
 
 def _save_torch(model: Any, folder: Path) -> None:

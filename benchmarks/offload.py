@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,9 +22,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-from interleave import race
-from options import begin
+from environment import present
+from interleave import Samples, race, turns
+from options import Options, begin
 from report import Row, compare, publish
 
 import fnaccel as fa
@@ -71,15 +69,19 @@ class Contest:
         with fa.big.empty():
             self.ours = transformers.LlamaForCausalLM(settings).eval()
         self.run = fa.big.load(self.ours, self.folder, PLACED)
-        with init_empty_weights():
-            empty: Any = transformers.LlamaForCausalLM(settings).eval()
-        self.peer: Any = load_checkpoint_and_dispatch(
-            empty, self.folder, device_map=PLACED, offload_folder=self.copies
-        )
-        for name, model in (("fnaccel", self.ours), ("Accelerate", self.peer)):
+        ways = present({"fnaccel": lambda _: self.ours, "Accelerate": self._by_accelerate})
+        self.models = {name: way(settings) for name, way in ways.items()}
+        for name, model in self.models.items():
             with torch.inference_mode():
                 if not torch.allclose(model(tokens).logits, expected, atol=1e-4):
                     raise SystemExit(f"the logits of {name} differ from those of the model in memory")
+
+    def _by_accelerate(self, settings: transformers.LlamaConfig) -> Any:
+        from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+
+        with init_empty_weights():
+            empty: Any = transformers.LlamaForCausalLM(settings).eval()
+        return load_checkpoint_and_dispatch(empty, self.folder, device_map=PLACED, offload_folder=self.copies)
 
     def calls(self, count: int) -> dict[str, Callable[[], Any]]:
         """A forward pass of `count` tokens of each contestant."""
@@ -92,21 +94,21 @@ class Contest:
 
             return forward
 
-        return {"fnaccel": call(self.ours), "Accelerate": call(self.peer)}
+        return {name: call(model) for name, model in self.models.items()}
 
-    def cold(self, blocks: int) -> dict[str, float]:
-        """Seconds of a pass after the files were dropped from the page cache: medians."""
-        taken: dict[str, list[float]] = {"fnaccel": [], "Accelerate": []}
-        for _ in range(blocks):
-            for name, call in self.calls(1).items():
-                self.run.send_home()  # mapped pages can't be dropped
-                gc.collect()
-                for file in [*self.folder.glob("*.safetensors"), *self.copies.rglob("*")]:
-                    drop(file)
-                began = time.perf_counter()
-                call()
-                taken[name].append(time.perf_counter() - began)
-        return {name: statistics.median(seconds) for name, seconds in taken.items()}
+    def cold(self, blocks: int) -> Samples:
+        """Seconds of a pass after the files were dropped from the page cache."""
+        calls = self.calls(1)
+        taken: Samples = {name: [] for name in calls}
+        for _, name in turns(list(calls), blocks, warmup=0):
+            self.run.send_home()  # mapped pages can't be dropped
+            gc.collect()
+            for file in [*self.folder.glob("*.safetensors"), *self.copies.rglob("*")]:
+                drop(file)
+            began = time.perf_counter()
+            calls[name]()
+            taken[name].append(time.perf_counter() - began)
+        return taken
 
 
 def drop(file: Path) -> None:
@@ -118,29 +120,29 @@ def drop(file: Path) -> None:
         os.close(handle)
 
 
-def main() -> None:
-    options = begin(str(__doc__))
-    blocks = 3 if options.quick else 15
-    width = 512 if options.quick else 1024
+def rows_of(contest: Contest, what: str, options: Options) -> list[Row]:
+    """Passes of one model."""
     table: list[Row] = []
-    root = Path(tempfile.mkdtemp())
-    try:
-        for layers in (4, 12) if not options.quick else (4,):
-            contest = Contest(root, layers, width)
+    for count in (1, 64):
+        samples = race(contest.calls(count), blocks=options.pick(15, 3, 1), calls=2)
+        text = f"forward, {count} token{'s' if count > 1 else ''}, warm page cache, {what}"
+        table += compare(text, samples, {"Accelerate": WARM}, unit="ms")
+    samples = contest.cold(options.pick(7, 3, 1))
+    return table + compare(f"forward, 1 token, cold page cache, {what}", samples, unit="ms")
+
+
+def main() -> None:
+    """Run everything."""
+    options = begin("offload", str(__doc__), peers=("Accelerate",))
+    table: list[Row] = []
+    with tempfile.TemporaryDirectory() as root:
+        for layers in options.pick((4, 12), (4,), (2,)):
+            contest = Contest(Path(root), layers, options.pick(1024, 512, 64))
             size = fa.big.sizes(contest.ours).total / 1e6
-            what = f"{layers} layers, {size:,.0f} MB on the disk"
-            for count in (1, 64):
-                found = race(contest.calls(count), blocks=blocks, calls=2)
-                text = f"forward, {count} token{'s' if count > 1 else ''}, warm page cache, {what}"
-                table += compare(text, found, {"Accelerate": WARM}, unit="ms")
-            table += compare(
-                f"forward, 1 token, cold page cache, {what}", contest.cold(max(3, blocks // 3)), unit="ms"
-            )
+            table += rows_of(contest, f"{layers} layers, {size:,.0f} MB on the disk", options)
             del contest
             gc.collect()
-    finally:
-        shutil.rmtree(root)
-    publish("quick" if options.quick else "offload", table)
+    publish(options, table)
 
 
 if __name__ == "__main__":

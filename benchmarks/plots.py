@@ -1,80 +1,40 @@
-"""Draws what lies in `benchmarks/results` into `docs/images`: nothing is measured here.
-
-    python benchmarks/plots.py
-
-Three figures: every ratio that has a goal, the step time of each contestant, and how cost grows.
-"""
+"""Draws the charts of `charts.py` with matplotlib, and stores in each file the numbers that it shows."""
 
 from __future__ import annotations
 
 import io
 import json
-import re
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 
-import attrs
+from charts import KEY, OURS, Chart
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
-from report import RESULTS
+from PIL.PngImagePlugin import PngInfo
+from tables import figure as written
+from tables import ratio_of
 
-IMAGES = RESULTS.parents[1] / "docs" / "images"
-SOURCES = ("step_overhead", "compiled", "collectives", "checkpoint")
-INK, FAINT, OURS, MISSED = "#222222", "#9a9a9a", "#0b6fa4", "#d1601f"
-OTHERS = ("#d1601f", "#2e8b57", "#8a5fb0", "#b0892b", "#c2477f", "#5c6b73", "#7a4b2a")
-Record = dict[str, Any]
-Table = dict[str, list[Record]]
-Series = dict[str, list[tuple[float, float]]]
+INK, FAINT, MISSED, PEER = "#222222", "#9a9a9a", "#d1601f", "#c4ccd1"
 
 
-@attrs.frozen
-class Panel:
-    """One small figure of how a cost grows: which rows, what their number counts, and in which unit."""
-
-    source: str
-    pattern: str
-    title: str
-    counts: str
-    unit: str
-
-
-PANELS = (
-    Panel("step_overhead", r"^step of (\d+) parameter tensors$", "eager step", "parameter tensors", "us"),
-    Panel("compiled", r"^(\d+) layers: compiled step", "compiled step, 2 x 64 tokens", "layers", "ms"),
-    Panel("compiled", r"^(\d+) layers: first loss, cold", "first loss, cold", "layers", "s"),
-    Panel("compiled", r"^(\d+) layers: first loss, warm", "first loss, warm", "layers", "s"),
-    Panel("collectives", r"^gather: (\d+) leaves of \[8, 4\]", "gather of a tree, 2 ranks", "leaves", "us"),
-    Panel("checkpoint", r"^save, (\d+) MiB$", "save", "MiB", "ms"),
-    Panel("checkpoint", r"^restore, (\d+) MiB$", "restore", "MiB", "ms"),
-    Panel("collectives", r"^dispatch on (\d+) ranks", "dispatch: received per batch", "ranks", "bytes"),
-)
+def draw(chart: Chart, path: Path) -> None:
+    """Write one picture."""
+    figure = FIGURES[chart["kind"]](chart)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110)
+    plt.close(figure)
+    numbers = PngInfo()
+    numbers.add_text(KEY, json.dumps(chart))
+    # 128 colours: a third of the size, and lines of different contestants keep theirs
+    Image.open(drawn).convert("RGB").quantize(128).save(path, optimize=True, pnginfo=numbers)
 
 
-def read() -> Table:
-    """The rows of each results file that is there."""
-    found = {name: RESULTS / f"{name}.json" for name in SOURCES}
-    return {name: json.loads(path.read_text())["rows"] for name, path in found.items() if path.exists()}
-
-
-def series(rows: list[Record], pattern: str) -> Series:
-    """(number in the row's name, time) of each contestant, ours under "fnaccel"."""
-    found: dict[str, dict[float, float]] = {}
-    for row in rows:
-        match = re.search(pattern, row["what"])
-        if match and row["ours"] is not None:
-            at = float(match[1])
-            found.setdefault("fnaccel", {})[at] = row["ours"]
-            found.setdefault(row["against"], {})[at] = row["peer"]
-    return {name: sorted(points.items()) for name, points in found.items()}
-
-
-def bare(axes: Axes) -> None:
+def _bare(axes: Axes) -> None:
     """Lines and ticks that are needed, and no others."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
@@ -83,137 +43,116 @@ def bare(axes: Axes) -> None:
     axes.grid(visible=True, axis="x", color="#e6e6e6", linewidth=0.6)
 
 
-def ratios(table: Table) -> Figure | None:
-    """Every row with a goal: where it stands, and where it was to stand."""
-    rows = [row for found in table.values() for row in found if row["goal"] is not None]
-    if not rows:
-        return None
+def _write(axes: Axes, text: str, at: tuple[float, float], color: str) -> None:
+    """Text right of a point."""
+    axes.annotate(text, at, xytext=(5, 0), textcoords="offset points", va="center", fontsize=7.5, color=color)
+
+
+def _ratios(chart: Chart) -> Figure:
+    """Every row with a goal: a dot for the ratio, a line for its range, a bar for the goal."""
+    rows = chart["rows"][::-1]
     figure, axes = plt.subplots(figsize=(10, 0.24 * len(rows) + 0.9), layout="constrained")
-    bare(axes)
+    _bare(axes)
     axes.spines["left"].set_visible(False)
-    for place, row in enumerate(reversed(rows)):
-        ratio, goal = row["ratio"], row["goal"]
-        axes.plot([goal], [place], "|", color=INK, markersize=11, markeredgewidth=1.6)
-        if ratio is None:
-            axes.annotate(f"  not run: {row['not_run']}", (goal, place), va="center", fontsize=8, color=FAINT)
-            continue
-        missed = round(ratio, 2) > goal
-        color = MISSED if missed else OURS
-        axes.plot([goal, ratio], [place, place], color=color, linewidth=1.4, alpha=0.5)
-        axes.plot([ratio], [place], "o", color=color, markersize=5)
-        left = ratio <= goal
-        axes.annotate(
-            f"{ratio:.2f}" + (" missed" if missed else ""),
-            (ratio, place),
-            xytext=(-6 if left else 6, 0),
-            textcoords="offset points",
-            ha="right" if left else "left",
-            va="center",
-            fontsize=7.5,
-            color=color,
-        )
-    axes.set_yticks(range(len(rows)), [f"{row['what']} | {row['against']}" for row in reversed(rows)])
-    axes.tick_params(axis="y", length=0, labelsize=7.5)
+    for place, row in enumerate(rows):
+        axes.plot([row["goal"]], [place], "|", color=INK, markersize=11, markeredgewidth=1.6)
+        if row["ratio"] is None:
+            text, color, right = f"not run: {row['not_run']}", FAINT, row["goal"]
+        else:
+            text, color = ratio_of(row["ratio"]), OURS
+            if row["missed"]:
+                text, color = f"{text} missed", MISSED
+            axes.plot([row["ratio"]], [place], "o", color=color, markersize=5)
+            ends = [row["ratio"] if end is None else end for end in (row["low"], row["high"])]
+            axes.plot(ends, [place, place], color=color, linewidth=2.4, alpha=0.5)
+            right = max(row["goal"], *ends)
+        _write(axes, text, (right, place), color)
+    shown = [row[key] for row in rows for key in ("ratio", "low", "high", "goal") if row[key] is not None]
+    low, high = min(shown), max(shown)
     axes.set_xscale("log")
-    axes.set_xlim(0.03, 2.4)
-    marks = (0.05, 0.1, 0.2, 0.5, 1, 2)
-    axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
+    axes.set_xlim(low / 1.3, high * 4)  # room for the text right of the last dot
+    ticks = [
+        tick
+        for tick in (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+        if low / 1.3 <= tick <= high * 4
+    ]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
+    axes.set_yticks(range(len(rows)), [row["label"] for row in rows])
+    axes.tick_params(axis="y", length=0, labelsize=7.5)
     axes.set_ylim(-0.7, len(rows) - 0.3)
-    axes.set_xlabel("fnaccel / peer (log scale; left is faster); the bar is the goal", fontsize=8, color=INK)
-    return figure
-
-
-def steps(table: Table) -> Figure | None:
-    """The step time of each contestant in one process, a panel for each batch size."""
-    found = series(table.get("compiled", []), r"1 process, (\d+) x 64 tokens$")
-    if not found:
-        return None
-    sizes = [size for size, _ in found["fnaccel"]]
-    figure, panels = plt.subplots(
-        1, len(sizes), figsize=(10, 0.28 * len(found) + 1.0), sharey=True, layout="constrained"
+    axes.set_xlabel(
+        "fnaccel / peer (log scale, left is less); a line is the range, the black bar the goal",
+        fontsize=8,
+        color=INK,
     )
-    names = [name.replace("fnaccel", "fnaccel, scope step") if name == "fnaccel" else name for name in found]
-    for axes, size in zip(panels, sizes, strict=True):
-        bare(axes)
-        taken = [dict(points)[size] for points in found.values()]
-        colors = [OURS if name == "fnaccel" else "#c4ccd1" for name in found]
-        axes.barh(range(len(taken)), taken, color=colors, height=0.66)
-        for place, milliseconds in enumerate(taken):
-            axes.annotate(
-                f"{milliseconds:.1f}",
-                (milliseconds, place),
-                xytext=(3, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-                color=INK,
-            )
-        axes.set_xlim(0, 1.15 * max(taken))
-        axes.set_title(f"{size:g} x 64 tokens", fontsize=9, color=INK, loc="left")
-        axes.set_xlabel("ms a step", fontsize=8, color=INK)
-        axes.set_yticks(range(len(names)), names)
-        axes.tick_params(axis="y", length=0)
-    panels[0].invert_yaxis()
     return figure
 
 
-def growth(table: Table) -> Figure | None:
-    """How cost grows: with leaves, layers, bytes and ranks, whatever the results hold."""
-    shown = [(panel, series(table.get(panel.source, []), panel.pattern)) for panel in PANELS]
-    shown = [(panel, found) for panel, found in shown if found]
-    if not shown:
-        return None
-    rows = -(-len(shown) // 2)
-    figure, panels = plt.subplots(rows, 2, figsize=(10, 2.5 * rows), layout="constrained", squeeze=False)
-    for axes in panels.flat[len(shown) :]:
+def _bars(chart: Chart) -> Figure:
+    """The time of each contestant, a panel for each piece of work. Panels with the same names share them."""
+    panels = chart["panels"]
+    names = [[name for name, _ in panel["bars"]] for panel in panels]
+    shared = all(found == names[0] for found in names)
+    columns = len(panels) if shared else min(2, len(panels))
+    rows = [names[start : start + columns] for start in range(0, len(names), columns)]
+    tallest = [max(map(len, row)) for row in rows]
+    figure, grid = plt.subplots(
+        len(rows),
+        columns,
+        figsize=(10, 0.28 * sum(tallest) + 0.75 * len(rows)),
+        height_ratios=[count + 0.6 for count in tallest],
+        sharey=shared,
+        layout="constrained",
+        squeeze=False,
+    )
+    for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    for axes, (panel, found) in zip(panels.flat, shown, strict=False):
-        bare(axes)
+    for number, (axes, panel) in enumerate(zip(grid.flat, panels, strict=False)):
+        _bare(axes)
+        values = [value for _, value in panel["bars"]]
+        colors = [OURS, *[PEER] * (len(values) - 1)]  # ours is the first
+        axes.barh(range(len(values)), values, color=colors, height=0.66)
+        for place, value in enumerate(values):
+            _write(axes, written(value, panel["unit"]), (value, place), INK)
+        axes.set_xlim(0, 1.3 * max(values))  # room for the text right of the longest bar
+        axes.set_title(panel["title"], fontsize=9, color=INK, loc="left")
+        axes.set_yticks(range(len(values)), [name for name, _ in panel["bars"]])
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(tallest[number // columns] - 0.4, -0.6)
+    return figure
+
+
+def _lines(chart: Chart) -> Figure:
+    """How cost grows, a panel for each sweep."""
+    panels = chart["panels"]
+    lines = -(-len(panels) // 2)
+    figure, grid = plt.subplots(lines, 2, figsize=(10, 2.5 * lines), layout="constrained", squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        _bare(axes)
         axes.grid(visible=True, axis="y", color="#e6e6e6", linewidth=0.6)
-        for number, (name, points) in enumerate(found.items()):
+        for name, points in panel["series"].items():
             ours = name == "fnaccel"
             axes.plot(
                 *zip(*points, strict=True),
                 "o-" if ours else ".-",
-                color=OURS if ours else OTHERS[(number - 1) % len(OTHERS)],
-                linewidth=2 if ours else 1,
+                color=panel["colors"][name],
+                linewidth=2 if ours else 1.2,
                 markersize=5,
                 zorder=3 if ours else 2,
                 label=name,
             )
+        highest = max(value for points in panel["series"].values() for _, value in points)
         axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.set_title(panel.title, fontsize=9, color=INK, loc="left")
-        axes.set_xlabel(panel.counts, fontsize=8, color=INK)
-        axes.set_ylabel(panel.unit, fontsize=8, color=INK)
+        axes.set_ylim(0, 1.3 * highest)  # room for the legend
+        axes.set_title(panel["title"], fontsize=9, color=INK, loc="left")
+        axes.set_xlabel(panel["counts"], fontsize=8, color=INK)
+        axes.set_ylabel(panel["unit"], fontsize=8, color=INK)
         axes.legend(fontsize=6.5, frameon=False)
     return figure
 
 
-FIGURES: dict[str, Callable[[Table], Figure | None]] = {
-    "ratios": ratios,
-    "compiled_step": steps,
-    "growth": growth,
-}
-
-
-def main() -> None:
-    """Draw every figure that there are results for."""
-    table = read()
-    IMAGES.mkdir(exist_ok=True)
-    for name, draw in FIGURES.items():
-        figure = draw(table)
-        if figure is None:
-            print(f"docs/images/{name}.png: no results")
-            continue
-        path = IMAGES / f"{name}.png"
-        drawn = io.BytesIO()
-        figure.savefig(drawn, dpi=110)
-        # 64 colours: a third of the size, and no version in the file, so that it changes when the rows do
-        Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True)
-        print(f"docs/images/{name}.png: {path.stat().st_size / 1024:.0f} KiB")
-
-
-if __name__ == "__main__":
-    main()
+FIGURES = {"ratios": _ratios, "bars": _bars, "lines": _lines}
+"""A function for each kind of chart."""

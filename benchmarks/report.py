@@ -1,72 +1,70 @@
-"""What a benchmark found: rows of (ours, peer, ratio, goal), as a table and as JSON."""
+"""What a benchmark found: rows of (fnaccel, peer, ratio, goal) with their spread, printed and as JSON."""
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
-import os
-import platform
-from collections.abc import Sequence
-from pathlib import Path
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-import torch
+from environment import environment
+from options import Options
+from tables import rows_table
 
-RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("fnaccel", "torch", "accelerate", "lightning-fabric", "optree")
 _SCALES = {"us": 1e6, "ms": 1e3, "s": 1.0, "bytes": 1.0, "MiB": 1.0}
 
 
 @attrs.frozen
 class Row:
-    """One comparison; `ours` and `peer` in seconds (or bytes), `goal` the ratio to reach, if there is one."""
+    """One comparison.
+
+    Attributes:
+        what: the measured work.
+        against: the peer.
+        ours, peer: seconds, bytes or MiB, one figure for each round.
+        goal: the ratio to reach, if there is one.
+        unit: the unit of the table.
+    """
 
     what: str
     against: str
-    ours: float
-    peer: float
+    ours: Sequence[float]
+    peer: Sequence[float]
     goal: float | None = None
     unit: str = "us"
 
-    @property
-    def ratio(self) -> float:
-        """Ours over the peer's: below 1 is less time."""
-        return self.ours / self.peer
-
-    def cells(self) -> list[str]:
-        """The row as text."""
-        # to two digits, as goals are set: no median here is better known than that
-        met = "" if self.goal is None else ("yes" if round(self.ratio, 2) <= self.goal else "NO")
-        scale = _SCALES[self.unit]
-        return [
-            self.what,
-            self.against,
-            f"{self.ours * scale:,.1f} {self.unit}",
-            f"{self.peer * scale:,.1f} {self.unit}",
-            f"{self.ratio:.2f}",
-            "" if self.goal is None else f"<= {self.goal:.2f}",
-            met,
-        ]
-
     def record(self) -> dict[str, Any]:
-        """The row as JSON has it, in the unit that the table shows."""
-        scale = _SCALES[self.unit]
+        """The row as JSON has it: medians in the unit of the table, their ratio, and its range."""
+        ours, peer = (statistics.median(figures) * _SCALES[self.unit] for figures in (self.ours, self.peer))
+        low, high = self._range()
         return {
             "what": self.what,
             "against": self.against,
-            "ours": round(self.ours * scale, 3),
-            "peer": round(self.peer * scale, 3),
-            "ratio": round(self.ratio, 3),
+            "ours": round(ours, 3),
+            "peer": round(peer, 3),
+            "ratio": round(ours / peer, 4),
+            "low": low,
+            "high": high,
+            "rounds": len(self.ours),
             "goal": self.goal,
             "unit": self.unit,
         }
 
+    def _range(self) -> tuple[float | None, float | None]:
+        """The middle half of the ratios of single rounds. Of two or three rounds, the first and the last."""
+        ratios = sorted(a / b for a, b in zip(self.ours, self.peer, strict=True))
+        if len(ratios) < 2:
+            return None, None
+        low, high = ratios[0], ratios[-1]
+        if len(ratios) > 3:
+            low, _, high = statistics.quantiles(ratios, method="inclusive")
+        return round(low, 4), round(high, 4)
+
 
 @attrs.frozen
 class NotRun:
-    """A row that has a goal and no figures here, and why."""
+    """A row that has a goal and no figures here, and the reason."""
 
     what: str
     against: str
@@ -74,78 +72,51 @@ class NotRun:
     reason: str
     unit: str = "ms"
 
-    def cells(self) -> list[str]:
-        """The row as text."""
-        return [self.what, self.against, "", "", "", f"<= {self.goal:.2f}", f"not run: {self.reason}"]
-
     def record(self) -> dict[str, Any]:
         """The row as JSON has it."""
-        empty = {"ours": None, "peer": None, "ratio": None}
-        return {
-            "what": self.what,
-            "against": self.against,
-            **empty,
-            "goal": self.goal,
-            "unit": self.unit,
-            "not_run": self.reason,
-        }
+        empty = dict.fromkeys(("ours", "peer", "ratio", "low", "high"))
+        end = {"rounds": 0, "goal": self.goal, "unit": self.unit, "not_run": self.reason}
+        return {"what": self.what, "against": self.against, **empty, **end}
 
 
 def compare(
-    what: str, found: dict[str, float], goals: dict[str, float] | None = None, unit: str = "us"
+    what: str,
+    samples: Mapping[str, Sequence[float]],
+    goals: Mapping[str, float] | None = None,
+    unit: str = "us",
 ) -> list[Row]:
-    """One row for each peer in what `race` found."""
-    ours = found["fnaccel"]
+    """One row for each peer in the samples of a race."""
     return [
-        Row(what, peer, ours, seconds, (goals or {}).get(peer), unit)
-        for peer, seconds in found.items()
+        Row(what, peer, samples["fnaccel"], figures, (goals or {}).get(peer), unit)
+        for peer, figures in samples.items()
         if peer != "fnaccel"
     ]
 
 
-def _is_installed(name: str) -> bool:
-    """`make bench` installs all peers. One benchmark alone needs its own."""
-    return bool(list(importlib.metadata.distributions(name=name)))
+def publish(
+    options: Options, rows: Sequence[Row | NotRun], versions: Mapping[str, str] | None = None
+) -> None:
+    """Print the table, and write the rows where the options say.
 
-
-def environment() -> dict[str, Any]:
-    """Versions and cores: what a reader needs to judge the figures by, and nothing that names a machine."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
-        "threads_per_process": torch.get_num_threads(),
-        **{name: importlib.metadata.version(name) for name in _PACKAGES if _is_installed(name)},
-    }
-
-
-def table(rows: Sequence[Row | NotRun]) -> str:
-    """The rows as a Markdown table."""
-    head = ["what", "against", "fnaccel", "peer", "ratio", "goal", "met"]
-    lines = [head, *(row.cells() for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    drawn = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    ]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([drawn[0], rule, *drawn[1:]])
-
-
-def publish(name: str, rows: Sequence[Row | NotRun], *, merge: bool = False) -> None:
-    """Print the table, and write `results/NAME.json`.
-
-    With `merge` the other rows of a file from the same day and versions stay as they are.
+    If only some parts ran, the other rows of the file stay. `versions` adds packages of another environment.
     """
-    print(table(rows))
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    content = {"environment": environment(), "rows": [row.record() for row in rows]}
-    if merge and path.exists():
-        before = json.loads(path.read_text())
-        if before["environment"] == content["environment"]:
-            fresh = {row.what for row in rows}
-            content["rows"] = [row for row in before["rows"] if row["what"] not in fresh] + content["rows"]
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"\nwritten: benchmarks/results/{path.name}")
+    records = [row.record() for row in rows]
+    print(rows_table(records))
+    if options.into is None or not records:
+        print("\nno results written")
+        return
+    if not options.whole and options.into.exists() and options.level == "full":
+        records = _merged(json.loads(options.into.read_text())["rows"], records)
+    content = {"environment": environment(versions), "absent": list(options.absent), "rows": records}
+    options.into.parent.mkdir(exist_ok=True)
+    options.into.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"\nwritten: {options.into.name}")
+
+
+def _merged(before: list[dict[str, Any]], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rows, in the order of the file. New rows take the place of all rows that measured the same work."""
+    fresh = {(row["what"], row["against"]): row for row in records}
+    measured = {row["what"] for row in records}
+    kept = {(row["what"], row["against"]): row for row in before}
+    kept = {key: row for key, row in kept.items() if key in fresh or key[0] not in measured}
+    return list({**kept, **fresh}.values())

@@ -7,13 +7,13 @@ import gc
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator
+from environment import is_installed, present
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -46,11 +46,15 @@ class Contest:
     def __init__(self, root: Path, layers: int) -> None:
         self.root = root
         self.step, self.state = program(layers)
-        self.accelerator = Accelerator(cpu=True)
-        module = model(layers)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-        self.module, self.optimizer = self.accelerator.prepare(module, optimizer)
-        self.accelerator.backward(squares(self.module, torch.ones(2, WIDTH)))
+        self.module: Any = model(layers)
+        self.optimizer: Any = torch.optim.AdamW(self.module.parameters(), lr=1e-3)
+        self.accelerator: Any = None
+        if is_installed("Accelerate"):
+            from accelerate import Accelerator
+
+            self.accelerator = Accelerator(cpu=True)
+            self.module, self.optimizer = self.accelerator.prepare(self.module, self.optimizer)
+        squares(self.module, torch.ones(2, WIDTH)).backward()
         self.optimizer.step()
         leaves = fa.tree.items((self.state.params, self.state.opt))
         self.flat = {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -62,7 +66,7 @@ class Contest:
 
     def savers(self) -> dict[str, Callable[[], Any]]:
         """What writes a whole checkpoint."""
-        return {
+        ways = {
             "fnaccel": lambda: fa.save(self.root / "fnaccel", self.state),
             "write + fsync": self._write,
             "Accelerate": lambda: self.accelerator.save_state(
@@ -70,6 +74,7 @@ class Contest:
             ),
             "DCP": lambda: dcp.save(self.plain(), checkpoint_id=self.root / "DCP"),
         }
+        return present(ways)
 
     def stallers(self) -> dict[str, Callable[[], Callable[[], Any]]]:
         """What begins a save in the background; each returns what waits for its end."""
@@ -81,12 +86,13 @@ class Contest:
     def restorers(self) -> dict[str, Callable[[], Any]]:
         """What reads one; all were saved before."""
         save_file(self.flat, self.root / "plain.safetensors")
-        return {
+        ways = {
             "fnaccel": self._restore,
             "load_file + copy": self._load_file,
             "Accelerate": lambda: self.accelerator.load_state(str(self.root / "Accelerate")),
             "DCP": lambda: dcp.load(self.plain(), checkpoint_id=self.root / "DCP"),
         }
+        return present(ways)
 
     def _restore(self) -> None:
         self.state = fa.restore(self.root / "fnaccel", like=self.state)
@@ -126,13 +132,6 @@ class Contest:
         warm.unlink()
 
 
-def turns(names: list[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Who comes next: every round in another order, one round more to warm up."""
-    for number in range(-1, rounds):
-        for place in range(len(names)):
-            yield number, names[(number + place) % len(names)]
-
-
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     began = time.perf_counter()
     result = call()
@@ -159,7 +158,7 @@ def peak(call: Callable[[], Any]) -> int:
 
 
 def memory(layers: int, folder: Path) -> dict[str, tuple[int, int]]:
-    """On one of several ranks under fsdp: bytes held besides the state while saving and restoring."""
+    """(bytes held besides the state, bytes of the state) on one of several ranks under fsdp, of each call."""
     _, state = program(layers, "fsdp")
     held = sum(
         x.to_local().nbytes for x in fa.tree.leaves((state.params, state.opt)) if hasattr(x, "to_local")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from interleave import timed_block
+from interleave import Samples, timed_block, turns
 from models import mlp, our_loss, our_optimizer, rows
 from options import begin
 from report import Row, compare, publish
@@ -76,26 +75,24 @@ def block(calls: int) -> float:
     return timed_block(_loop.__next__, calls)
 
 
-def measure(blocks: int, calls: int) -> dict[str, float]:
-    """Seconds for each step of each contestant: medians over blocks."""
+def measure(blocks: int, calls: int) -> Samples:
+    """Seconds for each step of each contestant."""
     folder = Path(tempfile.mkdtemp())
     pools = {name: RankPool(1, timeout=600.0) for name in NAMES}
-    taken: dict[str, list[float]] = {name: [] for name in NAMES}
+    taken: Samples = {name: [] for name in NAMES}
     try:
         firsts = [pools[name].run(start, name, folder / str(i))[0] for i, name in enumerate(NAMES)]
         if any(first != firsts[0] for first in firsts):
             raise SystemExit(f"the losses differ: {firsts}")
-        for number in range(-1, blocks):
-            for place in range(len(NAMES)):
-                name = NAMES[(number + place) % len(NAMES)]
-                seconds = pools[name].run(block, calls)[0]
-                if number >= 0:
-                    taken[name].append(seconds)
+        for counts, name in turns(NAMES, blocks):
+            seconds = pools[name].run(block, calls)[0]
+            if counts:
+                taken[name].append(seconds)
     finally:
         for pool in pools.values():
             pool.close()
         shutil.rmtree(folder)
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+    return taken
 
 
 def marks() -> float:
@@ -103,23 +100,25 @@ def marks() -> float:
     from fnaccel.world.progress_marks import enter
 
     began = time.perf_counter()
-    for _ in range(100_000):
+    for _ in range(10_000):
         enter("forward")
-    return (time.perf_counter() - began) / 100_000
+    return (time.perf_counter() - began) / 10_000
 
 
 def main() -> None:
-    options = begin(str(__doc__))
-    found = measure(5 if options.quick else 25, 100)
+    """Run everything."""
+    options = begin("seeing", str(__doc__))
+    samples = measure(options.pick(25, 5, 1), options.pick(100, 100, 5))
     table: list[Row] = []
-    for name, seconds in found.items():
+    for name, seconds in samples.items():
         if name != BARE:
             goals = {BARE: GOAL} if name == "log_every=50" else {}
             shown = {"log_every=50": "JSONL, TensorBoard, progress, throughput; log_every=50"}
             shown["log_every=1"] = shown["log_every=50"].replace("50", "1")
-            table += compare(shown.get(name, name), {"fnaccel": seconds, BARE: found[BARE]}, goals)
-    table += compare("seven marks of a step", {"fnaccel": 7 * marks(), BARE: found[BARE]})
-    publish("quick" if options.quick else "seeing", table)
+            table += compare(shown.get(name, name), {"fnaccel": seconds, BARE: samples[BARE]}, goals)
+    listened = [7 * marks() for _ in samples[BARE]]
+    table += compare("seven marks of a step", {"fnaccel": listened, BARE: samples[BARE]})
+    publish(options, table)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a training step costs in fnaccel, beside the same step by hand and in the peers.
 
-    OMP_NUM_THREADS=1 python benchmarks/step_overhead.py [--only step,leaves,ddp,fsdp,data,start] [--quick]
+    OMP_NUM_THREADS=1 python benchmarks/step_overhead.py [--only step,leaves,data,ddp,fsdp] [--quick]
 
 Contestants run in the same processes, in turns, on the same model, data and seed; they must reach the same
 losses first. What each row means is in `benchmarks/README.md`.
@@ -9,27 +9,33 @@ losses first. What each row means is in `benchmarks/README.md`.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import one_process
-import starting
+import torch
 import two_ranks
-from interleave import race, race_steps, slope
+from environment import present
+from interleave import Samples, race, race_steps, slopes
 from models import Pairs, deep, mlp, rows
-from options import begin
+from options import Options, begin
 from report import Row, compare, publish
+from torch import nn
 from torch.utils.data import DataLoader
 
 import fnaccel as fa
 from fnaccel.testing import RankPool
 
-PARTS = ("step", "leaves", "ddp", "fsdp", "data", "start")
+PARTS = ("step", "leaves", "data", "ddp", "fsdp")
 LEAVES = (4, 16, 64, 256)
+Loops = dict[str, Iterator[torch.Tensor]]
 
 
-def step_rows(blocks: int) -> list[Row]:
-    """(a) An eager step of a tiny MLP, with loader, clip and schedule; then without the loader."""
+def step_rows(options: Options) -> list[Row]:
+    """An eager step of a tiny MLP, with loader, clip and schedule; then without the loader."""
+    blocks, calls = options.pick(41, 7, 1), options.pick(50, 50, 5)
     data = rows()
     loops = {
         "fnaccel": one_process.ours(mlp, data),
@@ -38,23 +44,22 @@ def step_rows(blocks: int) -> list[Row]:
         "Accelerate": one_process.with_accelerate(mlp, data),
         "Lightning Fabric": one_process.with_fabric(mlp, data),
     }
-    found = race_steps(loops, check=20, blocks=blocks, calls=50)
+    samples = race_steps(present(loops), check=20, blocks=blocks, calls=calls)
     what = "eager step, tiny MLP, with loader, clip, schedule"
-    made = compare(what, found, {"PyTorch by hand": 1.0, "Accelerate": 0.6})
+    table = compare(what, samples, {"PyTorch by hand": 1.0, "Accelerate": 0.6})
     pairs = Pairs(data)
     loops = {
         "fnaccel": one_process.ours(mlp, pairs),
         "PyTorch by hand": one_process.by_hand(mlp, pairs),
         "PyTorch by hand, fused AdamW": one_process.by_hand(mlp, pairs, fused=True),
     }
-    made += compare(
-        "same, a dataset of the user's own class", race_steps(loops, check=20, blocks=blocks, calls=30)
-    )
-    found = race_steps(resident(mlp, data[:32]), check=20, blocks=blocks, calls=50)
-    return made + compare("same, no loader (one batch at hand)", found)
+    samples = race_steps(loops, check=20, blocks=blocks, calls=calls)
+    table += compare("same, a dataset of the user's own class", samples)
+    samples = race_steps(resident(mlp, data[:32]), check=20, blocks=blocks, calls=calls)
+    return table + compare("same, no loader (one batch at hand)", samples)
 
 
-def resident(factory, batch) -> dict[str, object]:
+def resident(factory: Callable[[], nn.Module], batch: Any) -> Loops:
     """Loops over one batch at hand."""
     return {
         "fnaccel": one_process.ours_resident(factory, batch),
@@ -63,76 +68,63 @@ def resident(factory, batch) -> dict[str, object]:
     }
 
 
-def leaves_rows(blocks: int) -> list[Row]:
-    """(d) The same step over the number of parameter tensors, and the slope."""
-    made: list[Row] = []
-    taken: dict[str, list[float]] = {}
+def leaves_rows(options: Options) -> list[Row]:
+    """The same step over the number of parameter tensors, and the slope."""
+    table: list[Row] = []
+    measured: list[Samples] = []
     data = rows(width=8)
-    for leaves in LEAVES:
+    counts = options.pick(LEAVES, LEAVES, LEAVES[:2])
+    for leaves in counts:
         loops = resident(lambda leaves=leaves: deep(leaves), data[:32])
-        found = race_steps(loops, check=5, blocks=blocks, calls=max(5, 400 // leaves))
-        made += compare(f"step of {leaves} parameter tensors", found)
-        for name, seconds in found.items():
-            taken.setdefault(name, []).append(seconds)
-    slopes = {name: slope(list(LEAVES), seconds) for name, seconds in taken.items()}
-    return made + compare("slope: each further parameter tensor", slopes)
+        calls = options.pick(max(5, 400 // leaves), max(5, 400 // leaves), 5)
+        measured.append(race_steps(loops, check=5, blocks=options.pick(20, 3, 1), calls=calls))
+        table += compare(f"step of {leaves} parameter tensors", measured[-1])
+    return table + compare("slope: each further parameter tensor", slopes(counts, measured))
 
 
-def rank_rows(pool: RankPool, kind: str, what: str, blocks: int) -> list[Row]:
-    """(b), (c) Two ranks that accumulate over four micro-batches."""
-    found = pool.run(two_ranks.measure, kind, blocks, 4)[0]
-    return compare(what, found, {f"{kind} by hand": 1.0}, "ms")
+def rank_rows(pool: RankPool, options: Options, kind: str, what: str) -> list[Row]:
+    """Two ranks that accumulate over four micro-batches."""
+    samples = pool.run(two_ranks.measure, kind, options.pick(20, 3, 1), options.pick(4, 4, 1))[0]
+    return compare(what, samples, {f"{kind} by hand": 1.0}, "ms")
 
 
-def data_rows(blocks: int) -> list[Row]:
-    """(e) Time of one batch through `fa.shard` and through the DataLoader itself."""
-    made: list[Row] = []
+def data_rows(options: Options) -> list[Row]:
+    """Time of one batch through `fa.shard` and through the DataLoader itself."""
+    table: list[Row] = []
     for name, data in (("TensorDataset", rows()), ("own class", Pairs(rows()))):
         loader = DataLoader(data, batch_size=32, shuffle=True)
-        shards = fa.shard(loader)
-
-        def ours(shards=shards):
-            while True:
-                yield from shards
-
-        def plain(loader=loader):
-            while True:
-                yield from loader
-
-        contestants = {"fnaccel": ours().__next__, "plain DataLoader": plain().__next__}
-        found = race(contestants, blocks=blocks, calls=128)
-        made += compare(f"one batch of 32 through shard, {name}", found, {"plain DataLoader": 1.0})
-    return made
+        contestants = {
+            "fnaccel": _forever(fa.shard(loader)).__next__,
+            "plain DataLoader": _forever(loader).__next__,
+        }
+        samples = race(contestants, blocks=options.pick(41, 7, 1), calls=options.pick(128, 128, 8))
+        table += compare(f"one batch of 32 through shard, {name}", samples, {"plain DataLoader": 1.0})
+    return table
 
 
-def start_rows(rounds: int) -> list[Row]:
-    """(f) Import and launch."""
-    made = compare("import fnaccel", starting.imports(rounds), {"import torch": 1.1}, "ms")
-    launched = starting.launches(rounds)
-    return made + compare("launch an empty script, 2 ranks", launched, {"torchrun": 1.0}, "ms")
+def _forever(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
 
 
 def main() -> None:
     """Run the parts asked for."""
-    options = begin(__doc__, PARTS)
-    blocks = 7 if options.quick else 41
-    made: list[Row] = []
+    options = begin("step_overhead", __doc__, PARTS, ("Accelerate", "Lightning Fabric"))
+    table: list[Row] = []
     # forked before anything here starts a thread or a peer's singleton
     with RankPool(2, timeout=900) as pool:
         with fa.start(device="cpu"):
             if "step" in options.parts:
-                made += step_rows(blocks)
+                table += step_rows(options)
             if "leaves" in options.parts:
-                made += leaves_rows(blocks // 2)
+                table += leaves_rows(options)
             if "data" in options.parts:
-                made += data_rows(blocks)
+                table += data_rows(options)
         if "ddp" in options.parts:
-            made += rank_rows(pool, "DDP", "2 ranks, accumulate 4, eager, small GPT", blocks // 2)
+            table += rank_rows(pool, options, "DDP", "2 ranks, accumulate 4, eager, small GPT")
         if "fsdp" in options.parts:
-            made += rank_rows(pool, "FSDP2", "2 ranks FSDP2, accumulate 4, small GPT", blocks // 2)
-    if "start" in options.parts:
-        made += start_rows(3 if options.quick else 15)
-    publish("quick" if options.quick else "step_overhead", made, merge=not options.whole)
+            table += rank_rows(pool, options, "FSDP2", "2 ranks FSDP2, accumulate 4, small GPT")
+    publish(options, table)
 
 
 if __name__ == "__main__":

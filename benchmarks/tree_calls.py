@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,8 @@ import peers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from interleave import race
+from environment import is_installed
+from interleave import Samples, race
 
 import fnaccel as fa
 
@@ -58,53 +60,49 @@ def _gather_by_fabric(fabric: Any, value: Tree) -> Tree:
     return {name: leaf.flatten(0, 1) for name, leaf in fabric.all_gather(value).items()}
 
 
-def calls(operation: str, fabric: Any) -> Calls:
-    """Every contestant's way to do one operation; Fabric has no pad."""
+def calls(operation: str) -> Calls:
+    """The way of every contestant to do one operation. Fabric has no pad."""
+    ours = {"gather": fa.gather, "reduce": fa.reduce, "pad": fa.pad_across_processes}
+    by_hand = {"gather": _gather_by_hand, "reduce": _reduce_by_hand, "pad": _pad_by_hand}
+    contestants: Calls = {"fnaccel": ours[operation]}
+    if is_installed("Accelerate"):
+        contestants["Accelerate"] = _by_accelerate(operation)
+    if is_installed("Lightning Fabric") and operation != "pad":
+        contestants["Lightning Fabric"] = _by_fabric(operation)
+    return {**contestants, "torch.distributed, a call per leaf": by_hand[operation]}
+
+
+def _by_accelerate(operation: str) -> Callable[[Tree], Any]:
     from accelerate.utils import operations
 
-    hand, lightning = "torch.distributed, a call per leaf", "Lightning Fabric"
-    if operation == "gather":
-        return {
-            "fnaccel": fa.gather,
-            "Accelerate": operations.gather,
-            lightning: partial(_gather_by_fabric, fabric),
-            hand: _gather_by_hand,
-        }
-    if operation == "reduce":
-        return {
-            "fnaccel": fa.reduce,
-            "Accelerate": partial(operations.reduce, reduction="sum"),
-            lightning: partial(fabric.all_reduce, reduce_op="sum"),
-            hand: _reduce_by_hand,
-        }
-    return {
-        "fnaccel": fa.pad_across_processes,
-        "Accelerate": operations.pad_across_processes,
-        hand: _pad_by_hand,
-    }
-
-
-def measure(operation: str, leaves: int, rows: int, width: int, blocks: int, each: int) -> dict[str, float]:
-    """Seconds per call on this rank, once all results are seen to agree; runs on every rank."""
     peers.accelerate()
+    if operation == "reduce":
+        return partial(operations.reduce, reduction="sum")
+    return operations.gather if operation == "gather" else operations.pad_across_processes
+
+
+def _by_fabric(operation: str) -> Callable[[Tree], Any]:
     fabric = _fabric()
+    if operation == "reduce":
+        return partial(fabric.all_reduce, reduce_op="sum")
+    return partial(_gather_by_fabric, fabric)
+
+
+def measure(operation: str, leaves: int, rows: int, width: int, blocks: int, each: int) -> Samples:
+    """Seconds per call on this rank, after a check that all results agree. Runs on every rank."""
     uneven = dist.get_rank() if operation == "pad" else 0
     value = tree_of(leaves, rows - uneven, width)
-    found = calls(operation, fabric)
-    expected = fa.reduce(value) if operation == "reduce" else found["fnaccel"](value)
-    for name, call in found.items():
+    contestants = calls(operation)
+    expected = fa.reduce(value) if operation == "reduce" else contestants["fnaccel"](value)
+    for name, call in contestants.items():
         # some of the peers' calls work in place
         result = call({key: leaf.clone() for key, leaf in value.items()})
         for key, leaf in expected.items():
             if not torch.allclose(result[key], leaf):
                 raise SystemExit(f"{operation}: {name} gives another result in {key}")
-    return race({name: partial(call, value) for name, call in found.items()}, blocks=blocks, calls=each)
+    return race({name: partial(call, value) for name, call in contestants.items()}, blocks=blocks, calls=each)
 
 
-_kept: list[Any] = []
-
-
+@functools.cache  # a process has one process group, and one Fabric
 def _fabric() -> Any:
-    if not _kept:
-        _kept.append(peers.fabric())
-    return _kept[0]
+    return peers.fabric()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from interleave import race_steps
+from interleave import Samples, race_steps
 from models import GPT, PEAK, gpt_of_its_own, our_loss, our_optimizer, peer_loss, rate, tokens
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -24,10 +24,10 @@ import fnaccel as fa
 GLOBAL_BATCH, MICRO = 32, 4
 
 
-def ours(strategy: Any, scope: Any = None) -> Iterator[torch.Tensor]:
-    """fnaccel; what it logs is the global mean too. Compiled where there is a `scope`."""
+def ours(strategy: Any, scope: Any = None, backend: str = "inductor") -> Iterator[torch.Tensor]:
+    """fnaccel; its logged loss is the global mean too. Compiled if there is a `scope`."""
     step = fa.clip_norm(fa.accumulate(our_loss, MICRO), 1.0)
-    step = step if scope is None else fa.compile(step, scope)
+    step = step if scope is None else fa.compile(step, scope, backend=backend)
     train_step = fa.train_step(step, model=fa.distribute(GPT, strategy), optimizer=our_optimizer())
     state = train_step.init(seed=0)
     shards = fa.shard(DataLoader(tokens(), batch_size=GLOBAL_BATCH))
@@ -60,10 +60,12 @@ def _loop(model: Any, context: Callable[[bool], Any], *, fused: bool, log: bool)
             yield total
 
 
-def ddp_by_hand(*, fused: bool = True, log: bool = True, compiled: bool = False) -> Iterator[torch.Tensor]:
-    """DistributedDataParallel with `no_sync` on all micro-batches but the last."""
+def ddp_by_hand(
+    *, fused: bool = True, log: bool = True, backend: str | None = None
+) -> Iterator[torch.Tensor]:
+    """DistributedDataParallel with `no_sync` on all micro-batches but the last. Compiled by a `backend`."""
     torch.manual_seed(0)
-    inner = torch.compile(gpt_of_its_own()()) if compiled else GPT()
+    inner = torch.compile(gpt_of_its_own()(), backend=backend) if backend else GPT()
     model = DistributedDataParallel(inner, gradient_as_bucket_view=True)
     return _loop(
         model, lambda last: contextlib.nullcontext() if last else model.no_sync(), fused=fused, log=log
@@ -71,7 +73,7 @@ def ddp_by_hand(*, fused: bool = True, log: bool = True, compiled: bool = False)
 
 
 def fsdp_by_hand(
-    *, fused: bool = True, log: bool = True, compiled: bool = False, reshard: bool = True
+    *, fused: bool = True, log: bool = True, backend: str | None = None, reshard: bool = True
 ) -> Iterator[torch.Tensor]:
     """`fully_shard` on each block and the root; gradients are reduced on the last micro-batch.
 
@@ -80,8 +82,8 @@ def fsdp_by_hand(
     torch.manual_seed(0)
     model: Any = gpt_of_its_own()()
     for index, block in enumerate(model.blocks):
-        if compiled:
-            model.blocks[index] = torch.compile(block)
+        if backend:
+            model.blocks[index] = torch.compile(block, backend=backend)
         fully_shard(model.blocks[index], reshard_after_forward=reshard)
     fully_shard(model)
 
@@ -96,8 +98,8 @@ def fsdp_by_hand(
 STRATEGIES = {"DDP": (fa.ddp, ddp_by_hand), "FSDP2": (fa.fsdp, fsdp_by_hand)}
 
 
-def measure(kind: str, blocks: int, calls: int) -> dict[str, float]:
-    """Seconds per update on this rank, once all losses are seen to agree; runs on every rank."""
+def measure(kind: str, blocks: int, calls: int) -> Samples:
+    """Seconds per update on this rank, after a check that all losses agree. Runs on every rank."""
     strategy, make = STRATEGIES[kind]
     loops = {
         "fnaccel": ours(strategy()),
@@ -110,31 +112,31 @@ def measure(kind: str, blocks: int, calls: int) -> dict[str, float]:
     return race_steps(loops, check=4, blocks=blocks, calls=calls)
 
 
-def measure_compiled(kind: str, blocks: int, calls: int) -> dict[str, float]:
-    """The same for compiled loops; fnaccel's is scope "step"."""
-    loops = compiled_ddp() if kind == "DDP" else compiled_fsdp(reshard=kind == "ZeRO-3")
+def measure_compiled(kind: str, blocks: int, calls: int, backend: str) -> Samples:
+    """The same for compiled loops. That of fnaccel has scope "step"."""
+    loops = compiled_ddp(backend) if kind == "DDP" else compiled_fsdp(backend, reshard=kind == "ZeRO-3")
     return race_steps(loops, check=4, blocks=blocks, calls=calls)
 
 
-def compiled_ddp() -> dict[str, Iterator[torch.Tensor]]:
+def compiled_ddp(backend: str) -> dict[str, Iterator[torch.Tensor]]:
     """Compiled loops that replicate, and the eager ones."""
     return {
-        "fnaccel": ours(fa.ddp(), "step"),
-        "DDP by hand, compiled": ddp_by_hand(compiled=True),
+        "fnaccel": ours(fa.ddp(), "step", backend),
+        "DDP by hand, compiled": ddp_by_hand(backend=backend),
         "DDP by hand, eager": ddp_by_hand(),
-        "fnaccel, scope loss": ours(fa.ddp(), "loss"),
+        "fnaccel, scope loss": ours(fa.ddp(), "loss", backend),
         "fnaccel, eager": ours(fa.ddp()),
     }
 
 
-def compiled_fsdp(*, reshard: bool) -> dict[str, Iterator[torch.Tensor]]:
+def compiled_fsdp(backend: str, *, reshard: bool) -> dict[str, Iterator[torch.Tensor]]:
     """Compiled loops that shard, and the eager ones: ZeRO-3, or ZeRO-2 without `reshard`."""
     strategy = fa.fsdp(reshard_after_forward=reshard)
     return {
-        "fnaccel": ours(strategy, "step"),
-        "FSDP2 by hand, compiled blocks": fsdp_by_hand(compiled=True, reshard=reshard),
+        "fnaccel": ours(strategy, "step", backend),
+        "FSDP2 by hand, compiled blocks": fsdp_by_hand(backend=backend, reshard=reshard),
         "FSDP2 by hand, eager": fsdp_by_hand(reshard=reshard),
-        "fnaccel, scope block": ours(strategy, "block"),
+        "fnaccel, scope block": ours(strategy, "block", backend),
         "fnaccel, eager": ours(strategy),
     }
 

@@ -10,6 +10,7 @@ from unittest import mock
 import peers
 import torch
 import torch.distributed as dist
+from environment import is_installed
 from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -67,6 +68,8 @@ def dispatched(batches: int, batch: int, width: int) -> dict[str, tuple[int, flo
     with counting() as counted:
         seen = sum(float(part.data.sum()) for part in fa.shard(loader, dispatch=True))
     found["fnaccel"] = sum(counted.values()), seen
+    if not is_installed("Accelerate"):
+        return found
     accelerator = peers.accelerate()
     # its batch is one rank's: the global batch is the same
     theirs = accelerator.prepare_data_loader(

@@ -1,0 +1,128 @@
+"""Each benchmark runs once, with small sizes: its rows are there, and all ratios are numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import environment
+import jax_step
+import pytest
+import tables
+
+from tests.docs.names import ROOT
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+HAND, FUSED = "PyTorch by hand", "PyTorch by hand, fused AdamW"
+COMPILED = "by hand, torch.compile(model), fused AdamW"
+SCOPES = ("fnaccel, scope loss", "fnaccel, scope block", "fnaccel, eager")
+CALLS = ("Accelerate", "Lightning Fabric", "torch.distributed, a call per leaf")
+CUT = ("parallelize_module by hand", "parallelize_module by hand, AdamW's default", "fnaccel, ddp")
+BARE = ("bare fa.scan",)
+ROWS = {
+    "step_overhead": {
+        "eager step, tiny MLP, with loader, clip, schedule": (HAND, FUSED, "Accelerate", "Lightning Fabric"),
+        "same, a dataset of the user's own class": (HAND, FUSED),
+        "same, no loader (one batch at hand)": (HAND, FUSED),
+        "step of 4 parameter tensors": (HAND, FUSED),
+        "step of 16 parameter tensors": (HAND, FUSED),
+        "slope: each further parameter tensor": (HAND, FUSED),
+        "one batch of 32 through shard, TensorDataset": ("plain DataLoader",),
+        "one batch of 32 through shard, own class": ("plain DataLoader",),
+        "2 ranks, accumulate 4, eager, small GPT": ("DDP by hand", "DDP by hand, AdamW's default", "DDP by hand, no loss logged"),
+        "2 ranks FSDP2, accumulate 4, small GPT": ("FSDP2 by hand", "FSDP2 by hand, AdamW's default", "FSDP2 by hand, no loss logged"),
+    },
+    "starting": {
+        "import fnaccel, with the names of a training script": ("import torch", "import accelerate"),
+        "launch an empty script, 2 ranks": ("torchrun", "torchrun --standalone"),
+    },
+    "compiled": {
+        "2 ranks, accumulate 4, compiled, small GPT": ("DDP by hand, compiled", "DDP by hand, eager", "fnaccel, scope loss", "fnaccel, eager"),
+        "2 ranks FSDP2 (ZeRO-3), accumulate 4, compiled, small GPT": ("FSDP2 by hand, compiled blocks", "FSDP2 by hand, eager", "fnaccel, scope block", "fnaccel, eager"),
+        "compiled step, small GPT, 1 process, 1 x 64 tokens": (
+            "Accelerate + torch.compile(model)", "Accelerate + torch.compile(model), fused AdamW",
+            "torch.compile(model) by hand", "torch.compile(model) by hand, fused AdamW", *SCOPES,
+        ),
+        "2 layers: compiled step, 2 x 64 tokens": (*SCOPES, COMPILED),
+        "3 layers: compiled step, 2 x 64 tokens": (*SCOPES, COMPILED),
+        "3 layers: first loss, cold": (COMPILED,),
+        "slope: a compiled step, each further layer": (*SCOPES, COMPILED),
+        "compiled step, small GPT, one GPU (CUDA graphs)": ("Accelerate + torch.compile(model)",),
+    },
+    "collectives": {
+        **{f"{call}: 16 leaves of {size}": CALLS for call in ("gather", "reduce") for size in ("[8, 4], 2 KiB", "[64, 256], 1 MiB")},
+        **{f"pad: 16 leaves of {size}": (CALLS[0], CALLS[2]) for size in ("[8, 4], 2 KiB", "[64, 256], 1 MiB")},
+        **{f"{call}: {leaves} leaves of [8, 4]": CALLS for call in ("gather", "reduce") for leaves in (1, 4)},
+        **{f"pad: {leaves} leaves of [8, 4]": (CALLS[0], CALLS[2]) for leaves in (1, 4)},
+        **{f"{call}, slope: each further leaf": CALLS for call in ("gather", "reduce")},
+        "pad, slope: each further leaf": (CALLS[0], CALLS[2]),
+        **{f"dispatch on {ranks} ranks: bytes received per rank and batch of 65,536": ("Accelerate",) for ranks in (2, 4)},
+    },
+    "checkpoint": {
+        **{f"save, {size} MiB": ("write + fsync", "Accelerate", "DCP") for size in (12, 24)},
+        **{f"save_async, {size} MiB: the loop is blocked": ("sync save", "DCP async_save") for size in (12, 24)},
+        **{f"restore, {size} MiB": ("load_file + copy", "Accelerate", "DCP") for size in (12, 24)},
+        "save, slope: each further MiB": ("write + fsync", "Accelerate", "DCP"),
+        "restore, slope: each further MiB": ("load_file + copy", "Accelerate", "DCP"),
+        **{f"{kind} on 2 ranks (fsdp), 24 MiB: extra memory": ("the rank's shard",) for kind in ("save", "restore", "save_async")},
+    },
+    "axes": {
+        "tensor(2), 1 layers, 8 x 64 tokens": CUT,
+        "tensor(2), 2 layers, 8 x 64 tokens": CUT,
+        "slope: tensor(2), each further layer": CUT,
+        "context(2), 1 layers, 2 x 512 tokens": ("fnaccel, ring", "fnaccel, heads", "fnaccel, ddp on whole rows"),
+    },
+    "seeing": dict.fromkeys(
+        (
+            *(f"JSONL, TensorBoard, progress, throughput; log_every={every}" for every in (50, 1)), "throughput alone",
+            "progress alone", "JSONL, log_every=1", "memory", "seven marks of a step",
+        ),
+        BARE,
+    ),
+    "offload": {f"forward, {what} page cache, 2 layers, 2 MB on the disk": ("Accelerate",) for what in ("1 token, warm", "64 tokens, warm", "1 token, cold")},
+    "load": {f"{what} 3 MB of safetensors to the CPU, bfloat16": ("Accelerate",) for what in ("load", "load and first forward,", "peak memory,")},
+    "jax_step": {
+        "captured step, GPT of width 32, 8 x 64 tokens": ("jax.jit and optax",),
+        "captured step, GPT of width 32: first loss, cold": ("jax.jit and optax",),
+    },
+}  # fmt: skip
+
+
+def run(script, into):
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), "--smoke", "--into", str(into)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", ROWS)
+def test_a_benchmark_has_its_rows(script, tmp_path):
+    printed = run(script, tmp_path / f"{script}.json")
+    if script == "jax_step" and not jax_step.PYTHON.exists():
+        assert "not installed, left out: JAX" in printed
+        return
+    rows = tables.read(tmp_path)[script].rows
+    expected = {
+        (what, peer)
+        for what, peers in ROWS[script].items()
+        for peer in environment.present(dict.fromkeys(peers))
+    }
+    assert {(row["what"], row["against"]) for row in rows} == expected
+    for row in rows:
+        if "not_run" not in row:
+            assert math.isfinite(row["ratio"]), row
+            assert row["ours"] > 0 or "slope" in row["what"] or "memory" in row["what"], row
+    absent = json.loads((tmp_path / f"{script}.json").read_text())["absent"]
+    assert all(
+        not environment.is_installed(peer) and f"left out: {', '.join(absent)}" in printed for peer in absent
+    )
+
+
+def test_every_benchmark_is_here():
+    scripts = [
+        path.stem for path in (ROOT / "benchmarks").glob("*.py") if "publish(options" in path.read_text()
+    ]
+    assert sorted(ROWS) == sorted(script for script in scripts if script != "report")
