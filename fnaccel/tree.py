@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections import OrderedDict, defaultdict
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -93,11 +93,46 @@ def _difference(first: Tree, other: Tree, path: tuple[str, ...], is_leaf: IsLeaf
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
     """Apply `fn` to tensor leaves and leave everything else alone.
 
+    Mappings such as a tokenizer's output, and dataclasses, are walked. Another object that holds tensors is
+    left as it is, with a warning once for each class.
+
     Example:
         >>> fa.tree.map_tensors(lambda x: x.shape, {"x": torch.ones(3), "name": "a"})
         {'x': torch.Size([3]), 'name': 'a'}
     """
-    return map(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return _map_tensors(fn, tree, _left_alone)
+
+
+def _map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree, other: Callable[[Any], Any]) -> Tree:
+    """`map_tensors`, with `other` for the leaves that are no tensors."""
+
+    def on_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return fn(leaf)
+        if _is_container(leaf):  # of a class that is seen for the first time: a node from now on
+            return _map_tensors(fn, leaf, other)
+        return other(leaf)
+
+    return map(on_leaf, tree)
+
+
+_told: set[type] = set()
+
+
+def _left_alone(leaf: Any) -> Any:
+    kind = type(leaf)
+    if kind in _told:
+        return leaf
+    _told.add(kind)
+    held = [name for name, value in getattr(leaf, "__dict__", {}).items() if isinstance(value, torch.Tensor)]
+    if held:
+        warnings.warn(
+            f"{kind.__qualname__} holds tensors ({', '.join(held)}) and is no container of a tree: they are "
+            "left as they are. Make it a dict or a dataclass, or register it: fa.tree.register",
+            UserWarning,
+            stacklevel=3,
+        )
+    return leaf
 
 
 def flatten(tree: Tree, *, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
@@ -227,13 +262,20 @@ def cast(tree: Tree, dtype: torch.dtype) -> Tree:
 
 
 def to(tree: Tree, device: torch.device | str, *, non_blocking: bool = False) -> Tree:
-    """Tensors on another device. Non-tensors as they are.
+    """Tensors on another device. Other leaves as they are, if they have no method `to` of their own.
+
+    A module would be changed by its `to`, so it stays.
 
     Example:
         >>> fa.tree.to({"x": torch.ones(2)}, "meta")["x"].device
         device(type='meta')
     """
-    return map_tensors(lambda x: x.to(device, non_blocking=non_blocking), tree)
+
+    def ask(leaf: Any) -> Any:
+        own = None if isinstance(leaf, torch.nn.Module | type) else getattr(leaf, "to", None)
+        return own(device) if callable(own) else _left_alone(leaf)
+
+    return _map_tensors(lambda x: x.to(device, non_blocking=non_blocking), tree, ask)
 
 
 def allclose(first: Tree, second: Tree, *, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
@@ -331,7 +373,7 @@ def register_sequence(kind: type) -> None:
 
 def register_mapping(kind: type) -> None:
     """Make a subclass of dict a pytree node, by sorted key. `map` pairs it with plain dicts too."""
-    _learned.add(kind)
+    _containers[kind] = True
     _as_dicts.add(kind)
     _register(kind, sorted, lambda node, key: node[key], kind)
 
@@ -353,28 +395,46 @@ def _plain(tree: Tree) -> Tree:
     return optree.tree_map(as_dict, tree, is_leaf=is_mapping, namespace=NAMESPACE)
 
 
-_learned: set[type] = {dict}
+_containers: dict[type, bool] = {}
+"""The classes of leaves that were looked at: whether they are containers, which are nodes since then."""
 _as_dicts: set[type] = set()
 
 
-def learn(value: Any) -> None:
-    """Let batches of this type be walked: a mapping that is no dict, or a dataclass.
+def learn(value: Any) -> bool:
+    """Let a tree be walked into mappings that are no dicts, and into dataclasses, at any depth.
 
     The output of a tokenizer is such a mapping. Other classes stay leaves: `register` takes them.
+
+    Returns:
+        Whether it has more leaves now.
     """
+    found = False
+    # inside of a class that was learned there may be another
+    while any(_is_container(leaf) for leaf in leaves(value)):
+        found = True
+    return found
+
+
+def _is_container(value: Any) -> bool:
+    """Whether a leaf is a container. Its class is registered then."""
     kind = type(value)
-    if kind in _learned or isinstance(value, torch.Tensor | list | tuple):
-        return
-    _learned.add(kind)
-    if kind in (OrderedDict, defaultdict):
-        return  # optree knows these
+    known = _containers.get(kind)
+    if known is None:
+        known = _containers[kind] = _learn(value, kind)
+    return known
+
+
+def _learn(value: Any, kind: type) -> bool:
     if isinstance(value, Mapping):
         # a transformers ModelOutput is a dataclass too, and takes its entries by name
         make = (lambda entries: kind(**entries)) if dataclasses.is_dataclass(value) else kind
         _register(kind, sorted, lambda node, key: node[key], make)
-    elif dataclasses.is_dataclass(value):
+    elif dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(value)]
         _register(kind, lambda _: names, getattr, lambda entries: kind(**entries))
+    else:
+        return False
+    return True
 
 
 def _register(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
+
 import attrs
 import pytest
 import torch
@@ -132,6 +135,75 @@ def test_mappings_and_dataclasses_are_learned_as_batches():
         assert tree.map_tensors(lambda t: t + 1, batch) is not batch
     learned = tree.map_tensors(lambda t: t * 2, Encoding(y=y, x=x))
     assert learned["y"].tolist() == [0, 2, 4]
+
+
+@attrs.define(eq=False)
+class Moves:
+    """An object with a `to` of its own, which is no container."""
+
+    where: str = "cpu"
+
+    def to(self, device):
+        return Moves(str(device))
+
+
+class Opaque:
+    def __init__(self):
+        self.table = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [
+        (lambda batch: tree.to(batch, "meta"), lambda x: x.is_meta),
+        (lambda batch: tree.cast(batch, torch.float16), lambda x: x.dtype is torch.float16),
+        (lambda batch: tree.map_tensors(lambda x: x + 1, batch), lambda x: bool((x == 2).all())),
+    ],
+    ids=["to", "cast", "map_tensors"],
+)
+def test_containers_are_walked_on_sight(change, changed):
+    """At any depth, also the second one of a class in the same tree."""
+
+    class Mapped(UserDict):
+        """A class that nothing has seen."""
+
+    @dataclass
+    class Pair:
+        first: object
+        second: object
+
+    x = torch.ones(2)
+    found = change([Mapped(a=x), {"b": Mapped(a=Pair(x, Mapped(c=x)))}, (Pair(x, "text"),)])
+    assert [type(found[0]), type(found[1]["b"]["a"]), type(found[2][0])] == [Mapped, Pair, Pair]
+    pair = found[1]["b"]["a"]
+    assert all(changed(x) for x in (found[0]["a"], pair.first, pair.second["c"], found[2][0].first))
+    assert found[2][0].second == "text"
+
+
+def test_objects_move_themselves_and_modules_stay():
+    linear = torch.nn.Linear(2, 1)
+    moved, kept, kind = tree.to([Moves(), linear, Moves], "meta")
+    assert moved.where == "meta"
+    assert kept is linear
+    assert not linear.weight.is_meta
+    assert kind is Moves
+
+
+def test_an_object_that_holds_tensors_is_named_once(monkeypatch):
+    monkeypatch.setattr(tree, "_told", set())
+    with pytest.warns(UserWarning, match=r"Opaque holds tensors \(table\) and is no container"):
+        tree.cast([Opaque(), Opaque()], torch.float16)
+    tree.to(Opaque(), "meta")
+
+
+def test_learning_says_whether_there_are_more_leaves():
+    class Mapped(UserDict):
+        """A class that nothing has seen."""
+
+    batch = {"a": Mapped(b=Mapped(c=1))}
+    assert tree.learn(batch)
+    assert tree.leaves(batch) == [1]
+    assert not tree.learn(batch)
 
 
 DIFFERING = {

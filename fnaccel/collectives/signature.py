@@ -152,6 +152,8 @@ def tensor_leaves(value: tree.Tree, name: str) -> tuple[list[torch.Tensor], Any,
             and leaf.layout is torch.strided
             and not (leaf.is_nested or leaf.is_meta)
         )
+        if not plain and tree.learn(value):
+            return tensor_leaves(value, name)
         if not plain and (problem := _not_plain(value, at, leaf, name)):
             return [], structure, problem
     return leaves, structure, None

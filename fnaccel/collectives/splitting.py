@@ -30,7 +30,8 @@ def split_between_processes(
     item, and so is a tuple without columns in it, such as one of strings.
 
     Args:
-        inputs: a list, a tensor `[n, ...]`, or a tuple, dict or dataclass of such of one length.
+        inputs: a list, a tensor `[n, ...]`, a `datasets.Dataset` (whatever has a length and `select`), or a
+            tuple, dict or dataclass of such of one length.
         pad: give every rank ceil(n / W) items instead, repeating the last one at the end, so that the
             parts can be gathered. The first n gathered items are the inputs.
         over: the ranks that take part. By default all.
@@ -80,6 +81,8 @@ def _lengths(inputs: Tree, *, inner: bool = True) -> tuple[int, ...]:
 
     A list of tensors inside a batch may be columns, or one tensor a row: the other columns decide.
     """
+    if _selects(inputs):
+        return (len(inputs),)
     shape = getattr(inputs, "shape", None)
     if shape is not None:
         return (int(shape[0]),) if len(shape) else ()
@@ -142,9 +145,16 @@ def _column(inputs: Tree) -> tuple[int, ...]:
     return (len(inputs),) if isinstance(inputs, list | tuple) else _lengths(inputs)
 
 
+def _selects(inputs: Tree) -> bool:
+    """Whether rows are taken by `select(indices)`, as of a `datasets.Dataset`."""
+    return not isinstance(inputs, torch.Tensor) and callable(getattr(inputs, "select", None))
+
+
 def _rows(column: Tree, start: int, stop: int, length: int) -> Any:
-    rows = column[start:stop]
     missing = stop - max(start, length) if length else 0
+    if _selects(column):
+        return column.select([*range(min(start, length), min(stop, length)), *[length - 1] * missing])
+    rows = column[start:stop]
     if missing <= 0:
         return type(column)(rows) if isinstance(column, list) else rows
     last = column[length - 1 : length]

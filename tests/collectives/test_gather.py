@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import attrs
 import pytest
 import torch
@@ -94,6 +96,19 @@ def custom_node():
 
 def test_registered_classes_are_walked(pools):
     assert pools.run(3, custom_node) == [([0, 1, 2], (3, 2), "pair")] * 3
+
+
+class Encoding(UserDict):
+    """A mapping that is no dict, as tokenizers return them."""
+
+
+def unseen_mapping():
+    found = gather([Encoding(x=torch.tensor([rank()]), more=Encoding(y=torch.tensor([1])))])
+    return type(found[0]), found[0]["x"].tolist(), type(found[0]["more"]), found[0]["more"]["y"].tolist()
+
+
+def test_mappings_are_walked_on_sight(pools):
+    assert pools.run(2, unseen_mapping) == [(Encoding, [0, 1], Encoding, [1, 1])] * 2
 
 
 def strided():

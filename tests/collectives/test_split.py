@@ -156,3 +156,16 @@ def test_a_padded_batch_repeats_its_last_row():
 def test_batches_that_can_not_be_split(inputs, message):
     with pytest.raises(ArgumentError, match=message):
         parts(inputs, 2)
+
+
+@pytest.mark.parametrize("n", [0, 1, 4, 5])
+@pytest.mark.parametrize("pad", [False, True])
+def test_a_data_set_is_cut_by_select(n, pad):
+    """Of Hugging Face's library, alone or as a column."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"k": list(range(n))})
+    found = parts(rows, 2, pad=pad)
+    assert [type(part) for part in found] == [datasets.Dataset] * 2
+    assert [part["k"][:] for part in found] == parts(list(range(n)), 2, pad=pad)
+    columns = parts({"data": rows, "y": torch.arange(n)}, 2, pad=pad)
+    assert [part["data"]["k"][:] for part in columns] == [part["y"].tolist() for part in columns]
