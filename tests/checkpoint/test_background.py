@@ -116,6 +116,26 @@ def test_a_failure_is_told_as_a_script_ends(tmp_path):
     assert [one.step for one in checkpoints(tmp_path)] == [1]
 
 
+def test_a_save_is_whole_if_no_thread_can_be_started(tmp_path, monkeypatch):
+    """As Python 3.12 starts none once a script has ended, while a save is under way."""
+    refused = []
+    begin = threading.Thread.start
+
+    def start_thread(self):
+        if self.name == "fnaccel-behind":
+            refused.append(self)
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        begin(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_thread)
+    with start(device="cpu"):
+        value = {"x": torch.arange(300_000.0), "y": torch.ones(3)}
+        save_async(tmp_path, value, step=1).wait()
+        found = restore(tmp_path, like={"x": torch.zeros(300_000), "y": torch.zeros(3)})
+        assert all(torch.equal(found[name], value[name]) for name in value)
+    assert refused
+
+
 def test_what_is_wrong_with_the_call_raises_in_the_call(tmp_path):
     with start(device="cpu"):
         with pytest.raises(NotSerializableError):

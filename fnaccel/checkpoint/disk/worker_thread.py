@@ -18,6 +18,8 @@ T = TypeVar("T")
 class Behind(Generic[T]):
     """Calls `work(item)` for each item, in a thread of its own, which ends with the body of `with`.
 
+    If no thread can be started, the calls are made where items are given.
+
     Raises, as the body ends: the first error of `work`. Nothing is called after that error.
     """
 
@@ -26,41 +28,53 @@ class Behind(Generic[T]):
         self._items: queue.Queue[tuple[T] | None] = queue.Queue(2)
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._alone = False
 
     def __enter__(self) -> Behind[T]:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if self._thread is None:
-            return
-        self._items.put(None)
-        if self._thread.ident is not None:  # an interrupt may have come before its start
-            self._thread.join()
+        if self._thread is not None:
+            self._items.put(None)
+            if self._thread.ident is not None:  # an interrupt may have come before its start
+                self._thread.join()
         if self._error is not None and kind is None:
             raise self._error
 
     def put(self, item: T) -> None:
         """Give an item. Blocks if two items are waiting, so that memory stays bounded."""
-        self._start()
-        self._items.put((item,))
+        if self._started():
+            self._items.put((item,))
+        else:
+            self._do(item)
 
     def offer(self, item: T) -> bool:
         """Give an item unless another is waiting. Returns whether it was taken."""
-        self._start()
+        if not self._started():
+            self._do(item)
+            return True
         with contextlib.suppress(queue.Full):
             self._items.put_nowait((item,))
             return True
         return False
 
-    def _start(self) -> None:
-        if self._thread is None:
+    def _started(self) -> bool:
+        """Start the thread, unless the interpreter begins to end: Python 3.12 starts none then."""
+        if self._thread is None and not self._alone:
             self._thread = threading.Thread(target=self._run, name="fnaccel-behind", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:
+                self._thread, self._alone = None, True
+        return not self._alone
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
-            if self._error is None:
-                try:
-                    self._work(item[0])
-                except BaseException as error:
-                    self._error = error
+            self._do(item[0])
+
+    def _do(self, item: T) -> None:
+        if self._error is None:
+            try:
+                self._work(item)
+            except BaseException as error:
+                self._error = error
