@@ -89,10 +89,11 @@ def test_mistakes():
 
 
 def test_the_command(capsys):
-    loss, model = "tests/axes/models.py:loss_fn", "tests/axes/models.py:GPT"
+    loss, model = "tests.axes.models:loss_fn", "tests.axes.models:GPT"
     flags = ["--model", model, "--ranks", "16", "--per-machine", "8", "--strategy", "ddp(4) * fsdp(4)"]
-    assert main(["plan", loss, *flags]) == 0
-    out = capsys.readouterr().out
+    ended = main(["plan", loss, *flags])
+    out, err = capsys.readouterr()
+    assert ended == 0, err
     assert "ddp(4) * fsdp(4): 16 ranks (cpu), dp_replicate=4, dp_shard=4" in out
     assert "reduce_scatter a step" in out
     assert main(["plan", loss, "--model", model, "--ranks", "3", "--strategy", "fsdp(2)"]) == 2
