@@ -22,6 +22,7 @@ from fnaccel.checkpoint.format.torch_file import write_torch_file
 from fnaccel.checkpoint.format.walk import child
 from fnaccel.errors import ArgumentError, NoWorldError, UnleasedStateError, nearest
 from fnaccel.interchange.model_config import files_for
+from fnaccel.interchange.parameter_names import unwrapped
 from fnaccel.interchange.sources.detect import opened
 from fnaccel.interchange.targets import check_full_width, modules_of, persistent_paths, tensors_of, tied_paths
 from fnaccel.state import TrainState, check_live, check_trained, lease_of
@@ -309,9 +310,9 @@ def keys_of(state: TrainState) -> set[str]:
 
 
 def one_model(weights: Mapping[str, Any], keys: set[str], style: Style) -> dict[str, Any]:
-    """The weights of the selected model: from paths to names without the model's key."""
+    """The weights of the selected model: from paths to names of its plain module, without the model's key."""
     if not keys and style.model is None:
-        return {unescaped(path): tensor for path, tensor in weights.items()}
+        return {unwrapped(unescaped(path)): tensor for path, tensor in weights.items()}
     if style.model is None or style.model not in keys:
         count = f"there are {len(keys)} models" if len(keys) > 1 else "the model has a key"
         problem = count if style.model is None else f"no model is called {style.model!r}"
@@ -320,7 +321,7 @@ def one_model(weights: Mapping[str, Any], keys: set[str], style: Style) -> dict[
         )
     prefix = child("", style.model) + "/"
     return {
-        unescaped(path.removeprefix(prefix)): tensor
+        unwrapped(unescaped(path.removeprefix(prefix))): tensor
         for path, tensor in weights.items()
         if path.startswith(prefix)
     }

@@ -43,7 +43,8 @@ def files_for(
 
 
 def author_class(model: nn.Module) -> type[nn.Module]:
-    """A module's class, as its author wrote it."""
+    """A module's class, as its author wrote it, also of a module that `torch.compile` wraps."""
+    model = getattr(model, "_orig_mod", model)
     for kind in type(model).__mro__:
         # FSDP2 puts a class of its own before the author's
         if kind.__name__ != "FSDPModule" and "FSDPModule" not in {base.__name__ for base in kind.__bases__}:

@@ -19,9 +19,9 @@ def strips(names: Iterable[str]) -> Iterator[Strip]:
     """
     all_names = list(names)
     yield lambda name: name
-    bare = [_unwrapped(name) for name in all_names]
+    bare = [unwrapped(name) for name in all_names]
     if bare != all_names:
-        yield _unwrapped
+        yield unwrapped
     heads: list[str] = []
     while bare and all("." in name for name in bare) and len({name.partition(".")[0] for name in bare}) == 1:
         heads.append(bare[0].partition(".")[0])
@@ -29,7 +29,8 @@ def strips(names: Iterable[str]) -> Iterator[Strip]:
         yield _without(".".join(heads) + ".")
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
+    """The name in the plain module, without the parts of wrappers such as `torch.compile`'s `_orig_mod`."""
     previous = None
     while name != previous:  # one wrapper may hold another
         previous, name = name, _WRAPPERS.sub(r"\1", name)
@@ -37,7 +38,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _without(prefix: str) -> Strip:
-    return lambda name: _unwrapped(name).removeprefix(prefix)
+    return lambda name: unwrapped(name).removeprefix(prefix)
 
 
 def name_numbered(numbered: Numbered, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, str] | None:

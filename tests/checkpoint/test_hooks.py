@@ -116,7 +116,7 @@ def test_what_save_on_main_refuses(tmp_path):
             fa.checkpoint.save_on_main([1], tmp_path / "x.safetensors")
         with pytest.raises(errors.CheckpointError, match="exists"):
             fa.checkpoint.save_on_main([2], path, overwrite=False)
-        with pytest.raises(errors.CheckpointError, match="pickle|local object"):
+        with pytest.raises(errors.CheckpointError, match=r"pickle|local object"):
             fa.checkpoint.save_on_main(lambda: 1, path)
     assert torch.load(path) == [1]
     assert [file.name for file in tmp_path.iterdir()] == ["kept.pt"]

@@ -15,7 +15,7 @@ from fnaccel.checkpoint.format.safetensors import bytes_in
 from fnaccel.errors import ArgumentError, CheckpointError, StaleStateError, UnknownNameError
 from fnaccel.interchange.model_config import class_of
 from tests.checkpoint.training import gathered, make, train
-from tests.interchange.hf_models import IDS, logits, trained
+from tests.interchange.hf_models import IDS, gpt2, logits, loss, trained
 from tests.models import program, whole_params
 
 RANKS = [("local()", 1), ("ddp()", 2), ("fsdp()", 1), ("fsdp()", 2), ("fsdp()", 3)]
@@ -53,6 +53,40 @@ def test_transformers_loads_it(pools, tmp_path, name, layout):
         assert sum(x.nbytes for x in load_file(file).values()) <= 2000
     assert json.loads((target / "config.json").read_text())["architectures"] == [type(model).__name__]
     assert not list(tmp_path.glob(".*"))
+
+
+def compiled(part, layout, directory):
+    """Train a GPT-2 that the user compiled, or of which the user compiled a part, and export it."""
+
+    def make():
+        model = gpt2()
+        if part == "model":
+            return torch.compile(model, backend="eager")
+        model.transformer.h[0] = torch.compile(model.transformer.h[0], backend="eager")
+        return model
+
+    step = fa.train_step(loss, model=fa.distribute(make, layout), optimizer=fa.sgd(0.1))
+    state, _ = step(step.init(seed=1), IDS)
+    fa.interchange.export_hf(directory / "state", state)
+    saved = fa.save(directory / "saved", state)
+    fa.interchange.export_hf(directory / "checkpoint", saved)
+    names = fa.interchange.gather_state_dict(state, only="*wte*")
+    wanted = step.look(state, logits, IDS)
+    return wanted, None if names is None else list(names)
+
+
+@pytest.mark.parametrize("layout", [("local()", 1), ("fsdp()", 2)], ids=str)
+@pytest.mark.parametrize("part", ["model", "block"])
+def test_a_model_that_the_user_compiled_has_the_names_of_the_plain_one(pools, tmp_path, part, layout):
+    wanted, names = pools.run(layout[1], compiled, part, layout[0], tmp_path)[0]
+    assert names == ["transformer.wte.weight"]
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "state", output_loading_info=True)
+    assert not any(info.values()), info
+    assert torch.equal(logits(model, IDS), wanted)
+    assert json.loads((tmp_path / "state" / "config.json").read_text())["architectures"] == [
+        "GPT2LMHeadModel"
+    ]
+    assert loaded(tmp_path / "checkpoint").keys() == loaded(tmp_path / "state").keys()
 
 
 def whole(layout, directory):
