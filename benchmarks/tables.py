@@ -132,7 +132,7 @@ def caption(results: Sequence[Results], columns: str) -> str:
     places: dict[str, list[str]] = {}
     for found in results:
         places.setdefault(_place(found.environment), []).append(f"`{_command(found.name)}`")
-    lines = [f"{place} Again: {', '.join(commands)}." for place, commands in places.items()]
+    lines = [f"{place} Reproduce: {', '.join(commands)}." for place, commands in places.items()]
     absent = sorted({peer for found in results for peer in found.absent})
     if absent:
         columns += f" Not installed, left out: {', '.join(absent)}."
@@ -226,7 +226,7 @@ def choice(measured: Measured) -> str:
     return f"{rows_table(rows)}\n\n{caption(results, legend(rows))}"
 
 
-PEERS = ("by hand", "Accelerate", "Lightning Fabric", "JAX")
+PEERS = ("by hand", "by hand, fused AdamW", "Accelerate", "Lightning Fabric", "JAX")
 
 
 @attrs.frozen
@@ -241,16 +241,25 @@ class Line:
 
 SCREEN = (
     Line(
-        "eager step, MLP of 6 tensors",
+        "eager step, MLP of 6 parameter tensors",
         "step_overhead",
         EAGER,
-        {"by hand": "PyTorch by hand", "Accelerate": "Accelerate", "Lightning Fabric": "Lightning Fabric"},
+        {
+            "by hand": "PyTorch by hand",
+            "by hand, fused AdamW": "PyTorch by hand, fused AdamW",
+            "Accelerate": "Accelerate",
+            "Lightning Fabric": "Lightning Fabric",
+        },
     ),
     Line(
         "captured step, GPT of width 64",
         "compiled",
         CAPTURED,
-        {"by hand": "torch.compile(model) by hand", "Accelerate": "Accelerate + torch.compile(model)"},
+        {
+            "by hand": "torch.compile(model) by hand",
+            "by hand, fused AdamW": "torch.compile(model) by hand, fused AdamW",
+            "Accelerate": "Accelerate + torch.compile(model)",
+        },
     ),
     Line("captured step, GPT of width 32", "jax_step", f"{ON_JAX} 32, 8 x 64 tokens", {"JAX": JAX}),
     Line("captured step, GPT of width 128", "jax_step", f"{ON_JAX} 128, 8 x 64 tokens", {"JAX": JAX}),
@@ -290,7 +299,10 @@ def first_screen(measured: Measured) -> str:
         )
     sources = dict.fromkeys(line.source for line in SCREEN)
     results = [measured[name] for name in sources if name in measured]
-    note = "One step. In brackets: fnaccel / peer, below 1 is faster, and its range over rounds."
+    note = (
+        "One step, on CPUs. In brackets: fnaccel / peer, below 1 is faster, and its range over rounds if "
+        "there is one. fnaccel's AdamW is PyTorch's fused kernel, and the peers' is PyTorch's default."
+    )
     return f"{grid(['', 'fnaccel', *columns], lines)}\n\n{caption(results, note)}"
 
 
