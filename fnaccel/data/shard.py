@@ -278,7 +278,8 @@ def shard(
         raise ArgumentError(
             "with dispatch=True a batch is cut between ranks, with per_rank=True it is one rank's",
             where=where,
-            fix="leave one of the two out",
+            fix="leave per_rank out, and give each batch the rows of all ranks: "
+            f"batch_size={getattr(loader, 'batch_size', None) or 'n'} * world.size",
         )
     if presplit and (dispatch or per_rank):
         raise ArgumentError(

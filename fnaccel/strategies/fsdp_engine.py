@@ -171,6 +171,7 @@ def _shard(
     for key, module in built.modules.items():
         units = find_units(module, built.units.get(key, options.units), "fa.fsdp(units=...)")
         _check_tied(units, ignored)
+        _check_dtypes([*reversed(units), (key or "the root", module)], ignored)
         for _, unit in reversed(units):
             if any(p not in ignored for p in unit.parameters()):
                 fully_shard(
@@ -215,6 +216,28 @@ def _check_tied(units: Sequence[tuple[str, nn.Module]], ignored: set[Any]) -> No
                     where="fa.fsdp(units=...)",
                     fix="choose larger units, that hold both, or use ddp",
                 )
+
+
+def _check_dtypes(units: Sequence[tuple[str, nn.Module]], ignored: set[Any]) -> None:
+    """Check that the trained parameters of each unit have one dtype. Inner units come first.
+
+    Raises:
+        CapabilityError: two dtypes in one unit. The message names a parameter of each.
+    """
+    taken = set(ignored)
+    for unit, module in units:
+        firsts: dict[torch.dtype, str] = {}
+        for name, param in module.named_parameters():
+            if param not in taken and param.requires_grad:
+                firsts.setdefault(param.dtype, f"{name} is {str(param.dtype).removeprefix('torch.')}")
+            taken.add(param)
+        if len(firsts) > 1:
+            raise CapabilityError(
+                f"a unit of fsdp trains one dtype, and in {unit} {' and '.join(firsts.values())}",
+                where="strategy fsdp",
+                fix='fa.with_precision(step, "fp32") gives all parameters one dtype; '
+                "or keep one whole: fa.fsdp(ignore=...); or use ddp",
+            )
 
 
 def mixed_precision_of(precision: Precision, root: nn.Module | None = None, ignored: object = ()) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,11 @@ def register(name: str, kind: Callable[..., Tracker]) -> None:
             gives it the default directory.
 
     Raises:
-        ArgumentError: the name is empty, is `"all"`, or holds a colon, or the class can't be called.
+        ArgumentError: the name is empty, is `"all"`, or holds a colon, or the class can't be called or has
+            no method `log`.
+
+    Warns:
+        UserWarning: another tracker has the name, a built-in one or one that was registered.
 
     Example:
         >>> class Printer:
@@ -57,6 +62,16 @@ def register(name: str, kind: Callable[..., Tracker]) -> None:
             where="fa.track.register",
             fix='fa.track.register("mine", MyTracker)',
         )
+    if isinstance(kind, type) and not callable(getattr(kind, "log", None)):
+        raise ArgumentError(
+            f"{kind.__name__} has no method log",
+            where=f"fa.track.register({name!r})",
+            fix="give a class with start(config), log(step, metrics) and finish()",
+        )
+    hidden = _registered.get(name, _BUILT_IN.get(name))
+    if hidden is not None and hidden is not kind:
+        whose = "one that was registered before" if name in _registered else "the built-in one"
+        warnings.warn(f"the tracker {name!r} takes the place of {whose}", UserWarning, stacklevel=2)
     _registered[name] = kind
 
 

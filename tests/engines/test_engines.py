@@ -13,7 +13,7 @@ import fnaccel as fa
 from fnaccel import errors
 from fnaccel.testing import assert_close
 from tests.engines import runs
-from tests.models import batch_of, program
+from tests.models import batch_of, loss_fn, program
 
 ALIKE = [
     ("ddp(bucket_mb=0.0001)", "plain"), ("ddp(static_graph=True)", "plain"), ("ddp(sync_buffers=False)", "plain"),
@@ -323,6 +323,38 @@ def test_a_weight_tied_across_units_raises_before_the_first_step():
             errors.CapabilityError, match=r"blocks.0.weight and blocks.1.weight are one parameter"
         ):
             train_step.init(seed=0)
+
+
+def of_two_dtypes(block):
+    """A model whose head is fp64, and with `block` one of its blocks, too, which is a unit of its own."""
+
+    class Mixed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(2))
+            self.head = torch.nn.Linear(3, 1).double()
+            if block:
+                self.blocks[1].bias.data = self.blocks[1].bias.data.double()
+
+        def forward(self, x):
+            for inner in self.blocks:
+                x = inner(x)
+            return self.head(x.double()).float()
+
+    return Mixed
+
+
+def test_two_dtypes_in_a_unit_raise_before_the_first_step():
+    with fa.start(device="cpu"):
+        with pytest.raises(
+            errors.CapabilityError, match=r"in blocks.1 weight is float32 and bias is float64"
+        ):
+            program(strategy="fsdp", model=of_two_dtypes(block=True)).init(seed=0)
+        train_step = program(strategy="fsdp", model=of_two_dtypes(block=False))
+        state, _ = train_step(train_step.init(seed=0), (torch.ones(2, 3), torch.ones(2, 1)))
+        assert state.step == 1
+        step = fa.with_precision(loss_fn, "fp32")
+        assert program(step, strategy="fsdp", model=of_two_dtypes(block=True)).init(seed=0).step == 0
 
 
 @pytest.mark.parametrize("key", ["a/b", 1])

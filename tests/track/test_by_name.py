@@ -101,8 +101,14 @@ def test_those_installed_are_found_without_an_import():
     assert done.stdout.strip() == f"{fa.track.installed()} set()"
 
 
-def test_a_registered_name_hides_a_built_in_one():
-    fa.track.register("wandb", ListTracker)
+def test_a_registered_name_hides_a_built_in_one_and_says_so():
+    with pytest.warns(UserWarning, match="'wandb' takes the place of the built-in one"):
+        fa.track.register("wandb", ListTracker)
+    fa.track.register("wandb", ListTracker)  # the same again
+    with pytest.warns(UserWarning, match="'wandb' takes the place of one that was registered before"):
+        fa.track.register("wandb", lambda: ListTracker())
+    with pytest.warns(UserWarning, match="takes the place"):
+        fa.track.register("wandb", ListTracker)
     assert isinstance(fa.track.of("wandb"), ListTracker)
     assert isinstance(fa.track.of(ListTracker, label="y"), ListTracker)
     assert fa.track.of("jsonl").path == Path("runs/metrics.jsonl")
@@ -138,6 +144,8 @@ def test_names_that_cannot_be_registered(name):
         fa.track.register(name, ListTracker)
     with pytest.raises(ArgumentError, match="no name and class"):
         fa.track.register("mine", 3)
+    with pytest.raises(ArgumentError, match="dict has no method log"):
+        fa.track.register("mine", dict)
 
 
 def test_a_loop_by_hand():
