@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,17 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     listed = ", ".join(names)
     return f"did you mean {close[0]!r}? known: {listed}" if close else f"choose one of: {listed}"
+
+
+def listing(texts: Sequence[str], most: int = 10) -> str:
+    """Texts in one line of a message, and how many are left out.
+
+    Example:
+        >>> fa.errors.listing(["a", "b", "c"], most=2)
+        'a; b; and 1 more'
+    """
+    more = len(texts) - most
+    return "; ".join(texts[:most]) + (f"; and {more} more" if more > 0 else "")
 
 
 def install_line(extra: str) -> str:

@@ -24,14 +24,13 @@ import torch.distributed as dist
 from fnaccel import _torch, tree
 from fnaccel.collectives.flat_buffer import Layout
 from fnaccel.collectives.over import Scope, scope
-from fnaccel.errors import ArgumentError, FnaccelError, RankMismatchError
+from fnaccel.errors import ArgumentError, FnaccelError, RankMismatchError, listing
 from fnaccel.tree import Tree
 from fnaccel.world.world import World
 
 Shape = tuple[int | None, ...]
 """A shape: None for a size that may differ between ranks."""
 
-_LISTED = 10  # differing leaves that a message shows
 _HEAD = 32  # bytes: three words of digest, and the number
 _WORDS = struct.Struct("<3q")
 _HEADER = struct.Struct("=4q")
@@ -268,8 +267,7 @@ def _differing(leaves: Sequence[dict[str, tuple[Shape, str]]]) -> str:
             lines.append(f"{path} is {_who(texts)}")
     if not lines:
         return "the leaves agree, the containers around them do not"
-    more = len(lines) - _LISTED
-    return "; ".join(lines[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
+    return listing(lines)
 
 
 def _leaf_text(leaf: tuple[Shape, str] | None) -> str:

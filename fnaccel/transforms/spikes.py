@@ -6,7 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import torch
@@ -145,9 +145,7 @@ def on_spike(*, do: Action = "warn", deviations: float = 6.0, window: int = 100,
         >>> float(metrics["spike"])
         0.0
     """
-    require(
-        do in ("warn", "skip", "stop"), f"do={do!r}", "fa.transforms.on_spike", '"warn", "skip" or "stop"'
-    )
+    require(do in get_args(Action), f"do={do!r}", "fa.transforms.on_spike", '"warn", "skip" or "stop"')
     require(deviations > 0, f"deviations={deviations}", "fa.transforms.on_spike", "a number above 0")
     counts = window >= 2 and warmup >= 0
     require(counts, f"{window=}, {warmup=}", "fa.transforms.on_spike", "window from 2, warmup from 0")

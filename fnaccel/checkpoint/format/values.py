@@ -35,12 +35,11 @@ from fnaccel.checkpoint.format.boxes import is_packed, is_sharded
 from fnaccel.checkpoint.format.dtypes import CODES
 from fnaccel.checkpoint.format.walk import NODES, Array, Node, Object
 from fnaccel.engine.runtime_tensor import Remote
-from fnaccel.errors import CheckpointError, NotSerializableError
+from fnaccel.errors import CheckpointError, NotSerializableError, listing
 from fnaccel.state import ReadOnlyDict, StaleTree, TrainState, check_trained, not_counted, plain, stale_tree
 
 _NO_ARRAY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-_LISTED = 10  # values without a place in a checkpoint that a message names
 _RESERVED = "__metadata__"  # reserved in a safetensors header
 
 
@@ -74,10 +73,9 @@ def encode(value: tree.Tree, where: str = "fa.save") -> Encoded:
     except RecursionError:
         raise _refused("", "is nested too deep", "put less inside one another") from None
     if encoder.refused:
-        listed = encoder.refused[:_LISTED]
-        more = len(encoder.refused) - len(listed)
-        what = "; ".join(error.what for error in listed) + (f"; and {more} more" if more else "")
-        raise NotSerializableError(what, where=where, fix=listed[0].fix) from listed[0].__cause__
+        first = encoder.refused[0]
+        what = listing([error.what for error in encoder.refused])
+        raise NotSerializableError(what, where=where, fix=first.fix) from first.__cause__
     return Encoded(structure, encoder.tensors, encoder.has_state)
 
 
