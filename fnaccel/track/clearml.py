@@ -60,10 +60,10 @@ class ClearMLTracker(LibraryTracker):
         Raises:
             MissingBackendError: clearml is not installed.
         """
-        if self._directory is not None:
-            set_default("CLEARML_CACHE_DIR", str(self._directory))
         task: Any = self._import("clearml", "clearml").Task
         self._check_options(self._further, task.init)
+        if self._directory is not None:
+            set_default("CLEARML_CACHE_DIR", str(self._directory))
         current = task.current_task()
         self._began = current is None
         if current is None:

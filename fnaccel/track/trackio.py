@@ -10,7 +10,7 @@ from fnaccel.track.library import LibraryTracker, check_offline
 from fnaccel.track.media import as_picture, as_pictures
 from fnaccel.track.plain import plain
 from fnaccel.track.tracker import Ranks
-from fnaccel.world.environment import set_default, without_variables
+from fnaccel.world.environment import with_default, without_variables
 from fnaccel.world.paths import local_path
 
 
@@ -59,9 +59,9 @@ class TrackioTracker(LibraryTracker):
         Raises:
             MissingBackendError: trackio is not installed.
         """
-        if self._directory is not None:
-            set_default("TRACKIO_DIR", str(self._directory))
-        self._trackio = self._import("trackio", "trackio")
+        folder = None if self._directory is None else str(self._directory)
+        with with_default("TRACKIO_DIR", folder):  # Trackio reads it when it is imported, and not later
+            self._trackio = self._import("trackio", "trackio")
         self._check_options(self._further, self._trackio.init)
         names = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL") if self._offline else ()
         with without_variables(*names):

@@ -16,6 +16,19 @@ def set_default(name: str, value: str) -> None:
 
 
 @contextlib.contextmanager
+def with_default(name: str, value: str | None) -> Generator[None]:
+    """Run the body with an environment variable, if it is not set and `value` is one. It is unset after."""
+    if value is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
 def without_variables(*names: str) -> Generator[None]:
     """Run the body without these environment variables, and set them again after it."""
     values = {name: os.environ.pop(name) for name in names if name in os.environ}

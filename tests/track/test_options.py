@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 import fnaccel as fa
@@ -58,6 +60,8 @@ def test_an_unknown_option_of_a_library_is_named(name, tmp_path):
 def check_unknown(name, folder):
     """Start a tracker with an option that its library does not have. tests/trackers calls it for the others."""
     tracker = fa.track.of(name, directory=folder, offline=True, colours="red")
+    before = {key for key in os.environ if key.endswith("_DIR")}
     with pytest.raises(ArgumentError, match=f"{type(tracker).__name__} has no option 'colours'") as raised:
         tracker.start({})
     assert "ranks" in raised.value.fix
+    assert {key for key in os.environ if key.endswith("_DIR")} == before, "a folder of a start that failed"

@@ -40,6 +40,7 @@ def test_a_real_run_is_read_back(tmp_path, name, options, abilities, native):
     assert f"NATIVE {native}" in check(name, tmp_path, abilities=abilities, **options)
 
 
+@pytest.mark.filterwarnings("ignore:The ``declarative_base")  # Aim's tables, when it is imported here first
 @pytest.mark.parametrize("name", ["aim", "clearml", "comet", "dvclive", "mlflow", "swanlab", "trackio"])
 def test_an_unknown_option_is_named(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
