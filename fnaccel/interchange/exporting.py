@@ -1,4 +1,4 @@
-"""`export_hf`: a state or a checkpoint as the safetensors that Hugging Face's libraries load."""
+"""`export_hf`: a state, a checkpoint or a module as the safetensors that Hugging Face's libraries load."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fnaccel.checkpoint.format.items import Item, check_items, of_found, of_tens
 from fnaccel.checkpoint.format.safetensors import Progress, bytes_in, drain, spread, write_items
 from fnaccel.checkpoint.format.torch_file import write_torch_file
 from fnaccel.checkpoint.format.walk import child
-from fnaccel.errors import ArgumentError, NoWorldError, UnleasedStateError, nearest
+from fnaccel.errors import ArgumentError, NoWorldError, OwnershipError, UnleasedStateError, nearest
 from fnaccel.interchange.model_config import files_for
 from fnaccel.interchange.parameter_names import unwrapped
 from fnaccel.interchange.sources.detect import opened
 from fnaccel.interchange.targets import check_full_width, modules_of, persistent_paths, tensors_of, tied_paths
+from fnaccel.models.building import is_owned
 from fnaccel.state import TrainState, check_live, check_trained, lease_of
 from fnaccel.step.choices import DtypeName
 from fnaccel.step.precision_policy import dtype_of
-from fnaccel.tree import Tree
 from fnaccel.world.paths import local_path
 from fnaccel.world.world import World, current
 
@@ -90,7 +90,9 @@ def export_hf(
 
     Args:
         directory: a new or empty one. Made if it is missing.
-        source: a state, of any strategy. Or the path of a checkpoint of `fa.save`, a root or one step.
+        source: a state, of any strategy. Or the path of a checkpoint of `fa.save`, a root or one step. Or a
+            module that no train step owns: dispatched by `fa.big`, it stays so, and each weight is read from
+            where it lies. On several ranks that of rank 0 is written.
             Buffers with `persistent=False` are left out, unless the state is a snapshot: it has no
             module that could tell which these are.
         max_shard_size: the largest file, in bytes or as `"5GB"`. A larger tensor has its own file.
@@ -112,7 +114,9 @@ def export_hf(
 
     Raises:
         CheckpointError: the directory is not empty, the disk is full, there is no such checkpoint.
-        ArgumentError: several models and none chosen, no averages, patterns that match nothing.
+        ArgumentError: several models and none chosen, no averages, patterns that match nothing, a module
+            without values.
+        OwnershipError: a module that a train step owns.
         StaleStateError: the state was donated.
 
     Example:
@@ -133,7 +137,7 @@ def export_hf(
 
         together(active, _WHERE, convert)
         return target
-    return _export_state(target, source, style, config, overwrite=overwrite, world=world)
+    return _export_live(target, source, style, config, overwrite=overwrite, world=world)
 
 
 def export_source(
@@ -182,38 +186,46 @@ def items_of(source: Source, style: Style) -> list[Item]:
     return items
 
 
-def _export_state(
+def _export_live(
     target: Path,
-    state: Tree,
+    source: object,
     style: Style,
     config: object,
     *,
     overwrite: bool,
     world: World | None,
 ) -> Path:
-    if not isinstance(state, TrainState):
+    if isinstance(source, nn.Module):
+        active = world_of(world)
+    elif isinstance(source, TrainState):
+        check_live(source)
+        check_trained(source, _WHERE)
+        active = world_of(world, source)
+    else:
         raise ArgumentError(
-            f"source is a {type(state).__name__}",
+            f"source is a {type(source).__name__}",
             where=_WHERE,
-            fix="give a state, or the path of a checkpoint of fa.save",
+            fix="give a state, a module, or the path of a checkpoint of fa.save",
         )
-    check_live(state)
-    check_trained(state, "fa.interchange.export_hf")
-    active = world_of(world, state)
     shards: list[list[Item]] = []
     files: dict[str, str] = {}
     place: list[Path] = []
     staged: list[Path] = []
 
     def begin() -> None:
-        modules = modules_of(state)
-        check_full_width((modules or {}).get(style.model), style.where)
-        tensors = one_model(weights_of(state, modules, style), keys_of(state), style)
+        if isinstance(source, TrainState):
+            modules = modules_of(source)
+            module = (modules or {}).get(style.model)
+            check_full_width(module, style.where)
+            tensors = one_model(weights_of(source, modules, style), keys_of(source), style)
+        else:
+            module = source
+            tensors = weights_in(source, style)
         picked = pick(tensors, style.only, style.skip, style.rename, _WHERE)
         items = of_tensors(picked, dtype_in(style), keep=active.is_main)
         check_items(items, _WHERE)
         shards.extend(spread(items, bytes_in(style.max_shard_size, _WHERE)))
-        files.update(files_for(config, (modules or {}).get(style.model), dtype_in(style), _WHERE))
+        files.update(files_for(config, module, dtype_in(style), _WHERE))
         if active.is_main:
             place.append(placing.check_free(target, overwrite=overwrite, where=_WHERE))
             staged.append(placing.stage(place[0]))
@@ -302,6 +314,42 @@ def weights_of(
         tied = tied_paths(modules).items()
         return weights | {path: weights[first] for path, first in tied if first in weights}
     return weights | buffers
+
+
+def weights_in(module: nn.Module, style: Style) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers of a module without a train step, by their names in the plain module.
+
+    A tied one is the same object under each of its names, also if a dispatch reads it from the disk.
+
+    Raises:
+        ArgumentError: a model or averages are asked for, or a tensor has no values.
+        OwnershipError: a train step owns the module.
+    """
+    what = f"source is a module, a {type(module).__name__}"
+    if style.ema or style.model is not None:
+        word = "averages" if style.ema else "models by name"
+        raise ArgumentError(
+            f"{what}, and has no {word}", where=style.where, fix="give the state of its train step"
+        )
+    if is_owned(module):
+        raise OwnershipError(
+            f"{what} that a train step owns", where=style.where, fix="give the state of its train step"
+        )
+    check_full_width(module, style.where)
+    weights: dict[str, torch.Tensor] = {}
+    first: dict[tuple[object, ...], torch.Tensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            continue  # an extra state, which safetensors can't hold
+        if value.is_meta:
+            raise ArgumentError(
+                f"{what} without values: {name} is on the meta device",
+                where=style.where,
+                fix="load it first: fa.big.load(module, path), or fa.interchange.adopt",
+            )
+        place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.device)
+        weights[unwrapped(name)] = first.setdefault(place if value.numel() else (id(value),), value)
+    return weights
 
 
 def keys_of(state: TrainState) -> set[str]:

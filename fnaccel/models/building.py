@@ -61,7 +61,7 @@ _owned: weakref.WeakKeyDictionary[nn.Module, Ownership] = weakref.WeakKeyDiction
 _cut: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def _is_owned(module: nn.Module) -> bool:
+def is_owned(module: nn.Module) -> bool:
     """Whether a live train step trains a module. A garbage-collected train step gives it up."""
     ownership = _owned.get(module)
     if ownership is None:
@@ -167,7 +167,7 @@ def construct(model: object, seed: int, *, empty: bool = False) -> Built:
                 where="train_step.init",
                 fix="give a factory (a class or lambda), or a module that no strategy has sharded",
             )
-        if id(module) in seen or _is_owned(module):
+        if id(module) in seen or is_owned(module):
             raise OwnershipError(
                 f"this {type(module).__name__} is owned by another train step",
                 where="train_step.init",
@@ -210,7 +210,7 @@ def _check_shared(modules: dict[str | None, nn.Module]) -> None:
             for name, param in params.values()
             if param.requires_grad and name not in shared and ownership.has(param)
         ]
-        if shared and _is_owned(root):
+        if shared and is_owned(root):
             raise OwnershipError(
                 f"{', '.join(shared[:5])} is a parameter of a {type(root).__name__} too, "
                 "which is owned by another train step",
