@@ -7,7 +7,7 @@ import fnmatch
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import attrs
@@ -151,6 +151,7 @@ def construct(model: object, seed: int, *, empty: bool = False) -> Built:
         OwnershipError: a module that another train step owns, one module under two keys, or a parameter that
             another train step has too, unless neither trains it.
         ArgumentError: a factory that returns no module, or a lazy module that has not run yet.
+        CapabilityError: transformers has put parts of a module on several devices, or on the disk.
     """
     parts = model if isinstance(model, dict) else {None: model}
     modules: dict[str | None, nn.Module] = {}
@@ -161,6 +162,7 @@ def construct(model: object, seed: int, *, empty: bool = False) -> Built:
     seen: set[int] = set()
     for module in modules.values():
         _check_sizes(module)
+        _check_place(module)
         if module in _cut or any(hasattr(param, "placements") for param in module.parameters()):
             raise OwnershipError(
                 f"this {type(module).__name__} is sharded already",
@@ -193,6 +195,27 @@ def _check_sizes(module: nn.Module) -> None:
             fix="give the sizes, or run one batch through the model in its factory: "
             "def make(): model = Net(); model(example); return model",
         )
+
+
+def _check_place(module: nn.Module) -> None:
+    """Raise CapabilityError if transformers has put a model on several devices, or on the disk.
+
+    Hooks move values in each forward pass then. A model that lies whole on one device is moved by its engine.
+    """
+    for part in module.modules():  # the model may be inside a wrapper, such as peft's
+        placed: Mapping[str, object] = vars(part).get("hf_device_map") or {}
+        first: dict[str, str] = {}
+        for path, device in placed.items():
+            first.setdefault(str(device), path or "all")
+        if len(first) > 1 or "disk" in first:
+            parts = ", ".join(f"{path} on {device}" for device, path in first.items())
+            raise CapabilityError(
+                f"a train step needs a model on one device, and {type(part).__name__} has by its "
+                f"hf_device_map {parts}",
+                where="train_step.init",
+                fix="load it without device_map=, or on one device: fa.fsdp() divides it over ranks. Run it "
+                "as it is by fa.big.load(model, path, fa.big.device_map(model))",
+            )
 
 
 def _check_shared(modules: dict[str | None, nn.Module]) -> None:
