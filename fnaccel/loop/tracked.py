@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import attrs
 
 from fnaccel.errors import ArgumentError
 from fnaccel.loop.autosave import Steps
 from fnaccel.loop.progress import open_bar, show_metrics
-from fnaccel.track.log import Log
-from fnaccel.track.registry import find, installed, of
+from fnaccel.track.log import Log, Options
+from fnaccel.track.registry import check_names, find, installed, names_of, of
 from fnaccel.track.tracker import Artifacts, Media, PerRank, Ranks, Tracker, writes_on
 from fnaccel.world.paths import local_path
 from fnaccel.world.world import World, current
 
+_LOG = "run.log of fa.tracked"
 ByName = str | Mapping[str, Any]
 """A tracker's name, or a mapping of `name` and options."""
 
@@ -38,15 +40,12 @@ def trackers_of_rank(
         UnknownNameError: no tracker has this name.
         WorldError: a tracker is for a rank that the world does not have.
     """
+    return _of_rank(_opened(trackers, directory, where), world)
+
+
+def _opened(trackers: Any, directory: str | Path | None, where: str) -> list[Tracker]:
+    """The trackers of all ranks."""
     folder = Path("runs") if directory is None else local_path(directory, f"{where}, directory=") / "logs"
-    return tuple(
-        _of_rank(tracker, world)
-        for tracker in _opened(trackers, folder, where)
-        if writes_on(tracker, world.rank, world.size)
-    )
-
-
-def _opened(trackers: Any, folder: Path, where: str) -> list[Tracker]:
     if isinstance(trackers, str | Mapping | Tracker) or not isinstance(trackers, Iterable):
         trackers = (trackers,)
     entries: list[Any] = list(trackers)
@@ -102,10 +101,13 @@ def _checked(tracker: object, where: str) -> Tracker:
     return tracker
 
 
-def _of_rank(tracker: Tracker, world: World) -> Tracker:
-    if getattr(tracker, "ranks", "main") == "all" and isinstance(tracker, PerRank):
-        tracker.use_rank(world.rank)
-    return tracker
+def _of_rank(opened: Iterable[Tracker], world: World) -> tuple[Tracker, ...]:
+    """The trackers that write on this rank."""
+    trackers = tuple(tracker for tracker in opened if writes_on(tracker, world.rank, world.size))
+    for tracker in trackers:
+        if getattr(tracker, "ranks", "main") == "all" and isinstance(tracker, PerRank):
+            tracker.use_rank(world.rank)
+    return trackers
 
 
 @attrs.frozen
@@ -148,9 +150,16 @@ class TrackedRun:
     """
 
     in_loop = True  # each tracker of the run has its own thread
+    # it copies tensors itself, so that rows of `fa.scan` and rows of the loop's body keep their order
+    takes_tensors = True
 
-    def __init__(self, trackers: tuple[Tracker, ...], config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, trackers: tuple[Tracker, ...], config: Mapping[str, Any], names: Iterable[str] = ()
+    ) -> None:
         self._trackers = trackers
+        self._names = frozenset(names)
+        self._step: int | None = None
+        self._count = 0
         self._log = Log(trackers, config)
 
     @property
@@ -171,17 +180,54 @@ class TrackedRun:
     def start(self, config: Mapping[str, Any]) -> None:
         """Do nothing: the run was started by `fa.tracked`."""
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write one step's metrics: numbers, and tensors of one element on any device.
+    @overload
+    def log(self, step: int, metrics: Mapping[str, Any], *, options: Options | None = None) -> None: ...
+
+    @overload
+    def log(self, metrics: Mapping[str, Any], /, *, options: Options | None = None) -> None: ...
+
+    def log(
+        self,
+        step: int | Mapping[str, Any],
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        options: Options | None = None,
+    ) -> None:
+        """Write one step's metrics: numbers, tensors of one element on any device, and text.
 
         Tensors are read when their copies have arrived, so that the step does not wait for the device. Values
-        that are no scalars are left out.
+        in a nested mapping get names such as `eval/loss`. A tracker of yours gets other objects as they are.
+        Each name that a tracker can't take is logged once as a warning.
+
+        Args:
+            step: the step. Without it, `run.log(metrics)` takes the step of the last call that had one. If no
+                call had one, the run counts its calls: 0, 1, 2.
+            metrics: the metrics by name.
+            options: further arguments for a tracker's own log call, by the name of the tracker, such as
+                `{"mlflow": {"synchronous": True}}`. Those of a built-in tracker that the run does not have
+                are ignored.
 
         Raises:
             LossError: a metric `weight` is negative, infinite or NaN.
+            UnknownNameError: no tracker has such a name.
+            ArgumentError: a tracker takes no such option, or the step or the metrics are of the wrong kind.
+
+        Example:
+            >>> with fa.tracked("jsonl", directory="runs/gpt") as run:
+            ...     run.log(4, {"loss": 0.5, "eval": {"loss": 0.75}})
+            ...     run.log({"note": "warm"})
+            >>> for record in fa.track.read_jsonl("runs/gpt/logs/metrics.jsonl")[1:]:
+            ...     print(record["step"], sorted(record.keys() - {"step", "time"}))
+            4 ['eval/loss', 'loss']
+            4 ['note']
         """
+        given, values = _row_of(step, metrics)
+        check_names(_checked_options(options), self._names, _LOG)
+        last = self._step if given is None else given
         if self._trackers:
-            self._log.put(step, metrics)
+            self._log.put(self._count if last is None else last, values, options)
+        self._step = last
+        self._count += 1
 
     def finish(self) -> None:
         """Do nothing: the run ends with the `with` block."""
@@ -205,6 +251,40 @@ class TrackedRun:
     def close(self) -> None:
         """Write the remaining metrics and end the trackers."""
         self._log.close()
+
+
+def _row_of(first: Any, second: Any) -> tuple[int | None, Mapping[str, Any]]:
+    """The step, if there is one, and the metrics of one call of `log`.
+
+    Raises:
+        ArgumentError: the step is no whole number, or the metrics are no mapping.
+    """
+    step, metrics = (None, first) if second is None else (first, second)
+    wrong = step is not None and (isinstance(step, bool) or not hasattr(step, "__index__"))
+    if wrong or not isinstance(metrics, Mapping):
+        raise ArgumentError(
+            f"the step is {step!r:.60}" if wrong else f"the metrics are {type(metrics).__name__}, no mapping",
+            where=_LOG,
+            fix='run.log(state.step, {"loss": loss}), or without a step run.log({"loss": loss})',
+        )
+    return None if step is None else operator.index(step), metrics
+
+
+def _checked_options(options: Any) -> Options:
+    """The options of one call of `log`.
+
+    Raises:
+        ArgumentError: they are no mappings by the names of trackers.
+    """
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or not all(isinstance(each, Mapping) for each in options.values()):
+        raise ArgumentError(
+            f"options={options!r:.60} is no mapping of names and options",
+            where=_LOG,
+            fix='options={"mlflow": {"synchronous": True}}',
+        )
+    return options
 
 
 @contextlib.contextmanager
@@ -237,7 +317,9 @@ def tracked(
         [1, 2, 3]
     """
     there = current(world)
-    run = TrackedRun(trackers_of_rank(trackers, there, directory, "fa.tracked"), config or {})
+    opened = _opened(trackers, directory, "fa.tracked")
+    names = {name for tracker in opened for name in names_of(tracker)}
+    run = TrackedRun(_of_rank(opened, there), config or {}, names)
     try:
         yield run
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,26 @@ class AimTracker(LibraryTracker):
             self._run.name = name
         self._run["config"] = plain(config)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's metrics.
+    def log(self, step: int, metrics: Mapping[str, Any], **options: Any) -> None:
+        """Write one step's metrics. Text is an `aim.Text`.
+
+        Args:
+            step: the step.
+            metrics: numbers and text.
+            options: further arguments of `aim.Run.track`, such as `context`.
 
         Raises:
             ArgumentError: before `start`, or after `finish`.
         """
         run = self._started("log")
-        for name, value in metrics.items():
-            run.track(value, name=name, step=step)
+        numbers, texts = self._numbers_and_texts(metrics)
+        for name, value in numbers.items():
+            run.track(value, name=name, step=step, **options)
+        for name, text in texts.items():
+            run.track(self._aim.Text(text), name=name, step=step, **options)
+
+    def _writer(self) -> Callable[..., Any]:
+        return self._run.track
 
     def log_images(self, step: int, name: str, images: object) -> None:
         """Show images. See `Media`."""

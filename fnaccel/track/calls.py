@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import attrs
@@ -24,6 +25,8 @@ PATIENCE = 10.0
 """Seconds that the loop waits for a full queue, in all for each tracker."""
 LIMIT = 60.0
 """Seconds that the loop waits for an image or a file, each time, and for the end of all trackers."""
+
+_NONE: Mapping[str, Any] = {}
 
 
 def calls_of(tracker: Tracker) -> LoopCalls:
@@ -50,13 +53,13 @@ class LoopCalls:
         self.lost = 0
         self._finished = False
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log(self, step: int, values: dict[str, Any], options: Mapping[str, Any]) -> None:
         """Write one step's metrics."""
-        self._call("log", step, values)
+        self._call("log", (step, values), options)
 
     def show(self, method: str, *args: Any) -> None:
         """Call a method of an ability."""
-        self._call(method, *args)
+        self._call(method, args)
 
     def end(self) -> None:
         """Begin to end the tracker."""
@@ -68,13 +71,13 @@ class LoopCalls:
         if self._finished and hasattr(self.tracker, "release"):
             self._call("release")
 
-    def _call(self, method: str, *args: Any) -> bool:
+    def _call(self, method: str, args: tuple[Any, ...] = (), options: Mapping[str, Any] = _NONE) -> bool:
         """Call a method of the tracker. Returns whether it worked.
 
         An error is counted, and the first one is logged. `sys.exit` in a tracker is such an error.
         """
         try:
-            getattr(self.tracker, method)(*args)
+            getattr(self.tracker, method)(*args, **options)
         except self._caught:
             self.errors += 1
             if self.errors == 1:
@@ -89,6 +92,7 @@ class _Call:
 
     method: str
     args: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = _NONE
     done: threading.Event | None = None
 
 
@@ -110,9 +114,9 @@ class ThreadCalls(LoopCalls):
         self._patience = PATIENCE
         self._late: tuple[str, threading.Event] | None = None
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log(self, step: int, values: dict[str, Any], options: Mapping[str, Any]) -> None:
         """Queue one step's metrics. They are dropped if the tracker blocks for too long."""
-        row = _Call("log", (step, values))
+        row = _Call("log", (step, values), options)
         if self._put(row, 0.0):
             return
         began = time.monotonic()
@@ -130,7 +134,7 @@ class ThreadCalls(LoopCalls):
             self._lose(f"in {self._late[0]}()")
             return
         done, deadline = threading.Event(), time.monotonic() + LIMIT
-        if not self._put(_Call(method, args, done), LIMIT):
+        if not self._put(_Call(method, args, done=done), LIMIT):
             self._lose(f"in log(), and training waited {LIMIT:g} s before {method}()")
         elif not done.wait(max(0.0, deadline - time.monotonic())):
             self._late = (method, done)
@@ -182,7 +186,7 @@ class ThreadCalls(LoopCalls):
                 self._changed.notify_all()
             if not call.method:
                 return
-            self._finished = self._call(call.method, *call.args)
+            self._finished = self._call(call.method, call.args, call.options)
             if call.done is not None:
                 call.done.set()
             if call.method == "finish":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +76,27 @@ class ClearMLTracker(LibraryTracker):
         self._run = current
         self._run.connect(plain(config), name="config")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send one step's metrics.
+    def log(self, step: int, metrics: Mapping[str, Any], **options: Any) -> None:
+        """Send one step's metrics. Text is a line of the task's console log.
+
+        Args:
+            step: the step.
+            metrics: numbers and text.
+            options: none: ClearML has no further ones.
 
         Raises:
             ArgumentError: before `start`, or after `finish`.
         """
         logger = self._started("log").get_logger()
-        for name, value in metrics.items():
+        numbers, texts = self._numbers_and_texts(metrics)
+        for name, value in numbers.items():
             title, _, series = name.partition("/")
-            logger.report_scalar(title, series or title, value, step)
+            logger.report_scalar(title, series or title, value, step, **options)
+        for name, text in texts.items():
+            logger.report_text(f"step {step}, {name}: {text}", print_console=False)
+
+    def _writer(self) -> Callable[..., Any]:
+        return self._run.get_logger().report_scalar
 
     def log_images(self, step: int, name: str, images: object) -> None:
         """Show images. See `Media`."""

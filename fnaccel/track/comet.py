@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +80,25 @@ class CometTracker(LibraryTracker):
         self._run = comet_ml.start(experiment_config=settings, **self.options)
         self._run.log_parameters(flat(config))
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send one step's metrics.
+    def log(self, step: int, metrics: Mapping[str, Any], **options: Any) -> None:
+        """Send one step's metrics. Text is kept by `log_text`, with its name in the metadata.
+
+        Args:
+            step: the step.
+            metrics: numbers and text.
+            options: further arguments of `Experiment.log_metrics`, such as `epoch` and `prefix`.
 
         Raises:
             ArgumentError: before `start`, or after `finish`.
         """
-        self._started("log").log_metrics(dict(metrics), step=step)
+        experiment = self._started("log")
+        numbers, texts = self._numbers_and_texts(metrics)
+        experiment.log_metrics(numbers, step=step, **options)
+        for name, text in texts.items():
+            experiment.log_text(text, step=step, metadata={"name": name})
+
+    def _writer(self) -> Callable[..., Any]:
+        return self._run.log_metrics
 
     def log_images(self, step: int, name: str, images: object) -> None:
         """Show images. See `Media`."""

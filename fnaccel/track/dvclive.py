@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +63,25 @@ class DVCLiveTracker(LibraryTracker):
         live.step = step
         return live
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's metrics.
+    def log(self, step: int, metrics: Mapping[str, Any], **options: Any) -> None:
+        """Write one step's metrics: a file of each name, of text too.
+
+        Args:
+            step: the step.
+            metrics: numbers and text.
+            options: further arguments of `dvclive.Live.log_metric`, such as `timestamp` and `plot`.
 
         Raises:
             ArgumentError: before `start`, or after `finish`.
         """
         live = self._at(step, "log")
-        for name, value in metrics.items():
-            live.log_metric(name, value)
+        numbers, texts = self._numbers_and_texts(metrics)
+        for name, value in {**numbers, **texts}.items():
+            live.log_metric(name, value, **options)
         live.sync()
+
+    def _writer(self) -> Callable[..., Any]:
+        return self._run.log_metric
 
     def log_images(self, step: int, name: str, images: object) -> None:
         """Show images. A later step's images of the same name replace them, as DVCLive does."""

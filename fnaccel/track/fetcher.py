@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import attrs
 import torch
+
+from fnaccel.track.plain import leaves_of, number_of
+
+
+@attrs.define
+class Row:
+    """The metrics of one step.
+
+    Attributes:
+        step: the step.
+        values: floats, and what is no number as it was given. 0.0 for the numbers that have not arrived yet.
+        options: what `put` was given for the trackers.
+        coming: the names of the numbers that have not arrived yet.
+        host: their copies.
+        event: the event that completes the copies.
+    """
+
+    step: int
+    values: dict[str, Any]
+    options: Any = None
+    coming: tuple[str, ...] = ()
+    host: torch.Tensor | None = None
+    event: Any = None
 
 
 class Fetcher:
@@ -19,55 +42,56 @@ class Fetcher:
 
     def __init__(self, depth: int = 8) -> None:
         self._depth = depth
-        # step, values (0.0 for those to come), the names of those to come, their copies, their event
-        self._waiting: deque[tuple[int, dict[str, float], list[str], torch.Tensor | None, Any]] = deque()
+        self._waiting: deque[Row] = deque()
 
-    def put(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take one step's metrics. Values that are no scalars are left out."""
-        values: dict[str, float] = {}
-        names: list[str] = []
-        tensors: list[torch.Tensor] = []
-        for name, value in metrics.items():
-            if isinstance(value, torch.Tensor):
-                if value.numel() != 1 or value.is_complex():
-                    continue
-                if value.device.type == "cpu":
-                    values[name] = float(value.detach())
-                else:
-                    values[name] = 0.0
-                    names.append(name)
-                    tensors.append(value.detach().reshape(()))
-            elif isinstance(value, int | float):
-                values[name] = _as_float(value)
-        if not values:
-            return
-        host: torch.Tensor | None = None
-        event: Any = None
-        if tensors:
-            device = tensors[0].device
-            packed = torch.stack([tensor.to(device, torch.float32) for tensor in tensors])
-            host = torch.empty_like(packed, device="cpu", pin_memory=True)
-            host.copy_(packed, non_blocking=True)
-            event = torch.Event(device.type)
-            event.record()
-        self._waiting.append((step, values, names, host, event))
+    def put(self, step: int, metrics: Mapping[str, Any], options: Any = None) -> dict[str, str]:
+        """Take one step's metrics. The values of a nested mapping get names such as `eval/loss`.
 
-    def arrived(self, *, wait: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
-        """(step, metrics as floats) for the steps whose copies are complete. All steps if `wait`."""
+        Returns:
+            the names that were left out, and the reason: a tensor has several elements or is complex, or a
+            nested mapping has the name of another metric.
+        """
+        values: dict[str, Any] = {}
+        left_out: dict[str, str] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, value in leaves_of(metrics):
+            if name in values:
+                left_out[name] = "another metric has this name"
+            elif not isinstance(value, torch.Tensor):
+                number = None if isinstance(value, str) else number_of(value)
+                values[name] = value if number is None else number
+            elif value.numel() != 1 or value.is_complex():
+                left_out[name] = f"it is a tensor of shape {tuple(value.shape)} in {value.dtype}"
+            elif value.device.type == "cpu":
+                values[name] = float(value.detach())
+            else:
+                values[name] = 0.0
+                tensors[name] = value.detach().reshape(())
+        if values:
+            self._waiting.append(_row(step, values, options, tensors))
+        return left_out
+
+    def arrived(self, *, wait: bool = False) -> Iterator[Row]:
+        """The rows whose copies are complete, in order. All rows if `wait`."""
         while self._waiting:
-            step, values, names, host, event = self._waiting[0]
-            if host is not None:
-                if not event.query():
+            row = self._waiting[0]
+            if row.host is not None:
+                if not row.event.query():
                     if not wait and len(self._waiting) <= self._depth:
                         return
-                    event.synchronize()
-                values.update(zip(names, host.tolist(), strict=True))
+                    row.event.synchronize()
+                row.values.update(zip(row.coming, row.host.tolist(), strict=True))
             self._waiting.popleft()
-            yield step, values
+            yield row
 
 
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an integer of more than 308 digits
-        return math.inf if value > 0 else -math.inf
+def _row(step: int, values: dict[str, Any], options: Any, tensors: Mapping[str, torch.Tensor]) -> Row:
+    if not tensors:
+        return Row(step, values, options)
+    device = next(iter(tensors.values())).device
+    packed = torch.stack([tensor.to(device, torch.float32) for tensor in tensors.values()])
+    host = torch.empty_like(packed, device="cpu", pin_memory=True)
+    host.copy_(packed, non_blocking=True)
+    event = torch.Event(device.type)
+    event.record()
+    return Row(step, values, options, tuple(tensors), host, event)

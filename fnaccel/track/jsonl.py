@@ -2,7 +2,8 @@
 
 One object a line. `{"time": ..., "config": {...}}` begins a run, `{"step": ..., "time": ..., "loss": ...}`
 is a step, and time is in seconds since 1970. JSON has no NaN: a number that is not finite is `"NaN"`,
-`"Infinity"` or `"-Infinity"`. Strict readers take these strings and `read_jsonl` turns them back.
+`"Infinity"` or `"-Infinity"`. Strict readers take these strings and `read_jsonl` turns them back, so a text
+in a metric that is one of these words is read as the number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fnaccel.errors import ArgumentError
-from fnaccel.track.library import check_offline, not_started
+from fnaccel.track.library import LeftOut, check_offline, not_started
+from fnaccel.track.plain import number_of
 from fnaccel.track.tracker import Ranks
 from fnaccel.tree import Tree
 from fnaccel.world.paths import local_path
@@ -63,6 +65,7 @@ class JsonlTracker:
         self._file: int | None = None
         self._rank: int | None = None
         self.ranks: Ranks = ranks
+        self._left_out = LeftOut(type(self).__name__)
 
     def __repr__(self) -> str:
         return f"JsonlTracker({str(self.path)!r})"
@@ -97,8 +100,8 @@ class JsonlTracker:
             os.write(self._file, b"\n")
         self._write({"time": time.time(), "config": dict(config)})
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's line.
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write one step's line: numbers, text, None and lists of these. Others are named in a warning.
 
         Raises:
             ArgumentError: before `start`, or a metric has the name of another column.
@@ -111,7 +114,16 @@ class JsonlTracker:
                 where=repr(self),
                 fix="return it under another name",
             )
-        self._write({"step": step, "time": time.time(), **metrics})
+        values: dict[str, Any] = {}
+        for name, value in metrics.items():
+            number = None if isinstance(value, str) else number_of(value)
+            if number is not None:
+                values[name] = number
+            elif _is_plain(value):
+                values[name] = value
+            else:
+                self._left_out.warn(name, f"JSON can't hold this {type(value).__name__}")
+        self._write({"step": step, "time": time.time(), **values})
 
     def finish(self) -> None:
         """Close the file. Every line has been written already."""
@@ -193,6 +205,13 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return {name: float(value) if value in _NOT_FINITE else value for name, value in record.items()}
+
+
+def _is_plain(value: Tree) -> bool:
+    """Whether JSON can hold the value as it is."""
+    if isinstance(value, list | tuple):
+        return all(_is_plain(each) for each in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _strict(value: Tree) -> Any:

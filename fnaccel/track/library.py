@@ -4,11 +4,37 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fnaccel.errors import ArgumentError, MissingBackendError, install_line, nearest
+from fnaccel.track.plain import number_of
 from fnaccel.track.tracker import Ranks
+
+_logger = logging.getLogger("fnaccel")
+_GIVEN = {
+    *("self", "step", "global_step", "iteration", "name", "title", "series", "run_id"),
+    *("data", "dic", "metrics", "summary", "val", "value"),
+}
+"""Parameters of the libraries' functions that a tracker fills itself."""
+
+
+class LeftOut:
+    """Logs a warning for each metric that is not written. Each name is logged once."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._names: set[str] = set()
+
+    def warn(self, name: str, why: str) -> None:
+        """Log that a metric is left out, and the reason."""
+        if name not in self._names:
+            self._names.add(name)
+            _logger.warning(
+                "%s leaves out the metric %r: %s. Numbers, tensors of one element and text are written",
+                self._owner, name, why,
+            )  # fmt: skip
 
 
 class LibraryTracker:
@@ -22,6 +48,7 @@ class LibraryTracker:
         self.ranks: Ranks = ranks
         self._rank: int | None = None
         self._run: Any = None
+        self._left_out = LeftOut(type(self).__name__)
 
     @property
     def native(self) -> Any:
@@ -31,6 +58,33 @@ class LibraryTracker:
     def use_rank(self, rank: int) -> None:
         """Add the rank to the name of the run."""
         self._rank = rank
+
+    def log_options(self) -> set[str]:
+        """The options that `log` takes for one call: further arguments of the library's function.
+
+        Raises:
+            ArgumentError: before `start`, or after `finish`.
+        """
+        self._started("log_options")
+        return own_options(self._writer()) - _GIVEN
+
+    def _writer(self) -> Callable[..., Any]:
+        """The function of the library that writes numbers."""
+        return self._run.log
+
+    def _numbers_and_texts(self, metrics: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+        """The metrics that are numbers, and those that are text. Others are named in a warning."""
+        numbers: dict[str, float] = {}
+        texts: dict[str, str] = {}
+        for name, value in metrics.items():
+            number = None if isinstance(value, str) else number_of(value)
+            if isinstance(value, str):
+                texts[name] = value
+            elif number is not None:
+                numbers[name] = number
+            else:
+                self._left_out.warn(name, f"{type(value).__name__} is no number and no text")
+        return numbers, texts
 
     def _named(self, name: str | None) -> str | None:
         """The name of this rank's run."""
@@ -81,9 +135,39 @@ def own_options(function: Callable[..., Any]) -> set[str]:
     return {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
 
 
-def unknown_option(tracker: str, name: str, known: Iterable[str]) -> ArgumentError:
+def unknown_option(tracker: str, name: str, known: Iterable[str], where: str = "trackers") -> ArgumentError:
     """The error of an option that a tracker does not have."""
-    return ArgumentError(f"{tracker} has no option {name!r}", where="trackers", fix=nearest(name, known))
+    return ArgumentError(f"{tracker} has no option {name!r}", where=where, fix=nearest(name, known))
+
+
+def check_log_options(tracker: Any, options: Mapping[str, Any]) -> None:
+    """Check that the method `log` of a tracker takes these options for one call.
+
+    Raises:
+        ArgumentError: it has no such parameter. The known options are listed.
+    """
+    if not options:
+        return
+    name = type(tracker).__name__
+    if isinstance(tracker, LibraryTracker):
+        known = tracker.log_options()
+    else:
+        try:
+            _, _, *further = inspect.signature(tracker.log).parameters.values()
+        except ValueError:  # a method of a compiled module may have no signature
+            return
+        if any(each.kind is each.VAR_KEYWORD for each in further):
+            return
+        known = {each.name for each in further if each.kind is not each.VAR_POSITIONAL}
+    for option in options:
+        if option not in known and not known:
+            raise ArgumentError(
+                f"{name}.log takes no options of one call, such as {option!r}",
+                where="run.log of fa.tracked, options=",
+                fix=f"leave it out, or in a class of yours: def log(self, step, metrics, {option}=None)",
+            )
+        if option not in known:
+            raise unknown_option(f"{name}.log", option, known, "run.log of fa.tracked, options=")
 
 
 def check_offline(tracker: str, offline: bool | None, online: dict[str, Any]) -> None:

@@ -14,8 +14,13 @@ from fnaccel.step.checked_metrics import check_logged
 from fnaccel.track import calls
 from fnaccel.track.calls import LoopCalls, calls_of
 from fnaccel.track.fetcher import Fetcher
+from fnaccel.track.library import LeftOut, check_log_options
+from fnaccel.track.registry import names_of
 from fnaccel.track.tracker import Tracker
 from fnaccel.tree import Tree
+
+Options = Mapping[str, Mapping[str, Any]]
+"""Options of one call of `log`, by the name of a tracker."""
 
 _logger = logging.getLogger("fnaccel")
 
@@ -27,6 +32,9 @@ class Log:
     of all its errors at the end. The other trackers go on. If the package of a tracker is missing, that
     tracker is left out in the same way. Another error in `start` is raised, since training has not begun
     then. A tracker that blocks does not stop training: see `fnaccel.track.calls`.
+
+    A tracker with `takes_tensors = True`, as the run of `fa.tracked`, gets the metrics as they are, at once.
+    Then its rows and those of the loop's body are in the order of the calls.
     """
 
     def __init__(
@@ -37,6 +45,8 @@ class Log:
     ) -> None:
         self._show = show
         self._fetcher = Fetcher()
+        self._left_out = LeftOut("the log")
+        self._runs: list[Tracker] = []
         self._open: list[LoopCalls] = []
         self._calls: list[LoopCalls] = []
         self._absent: Counter[str] = Counter()
@@ -69,12 +79,31 @@ class Log:
                 fix="leave the tracker out, or raise an error in its place",
             ) from error
         else:
-            self._open.append(calls_of(tracker))
-            self._calls.append(self._open[-1])
+            if getattr(tracker, "takes_tensors", False):
+                self._runs.append(tracker)
+            else:
+                self._open.append(calls_of(tracker))
+                self._calls.append(self._open[-1])
 
-    def put(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take one step's metrics, and pass on the metrics that have arrived so far."""
-        self._fetcher.put(step, metrics)
+    def put(self, step: int, metrics: Mapping[str, Any], options: Options | None = None) -> None:
+        """Take one step's metrics, and pass on the metrics that have arrived so far.
+
+        Args:
+            step: the step.
+            metrics: numbers, tensors, text, other objects, and mappings of these.
+            options: of this call, by the name of a tracker.
+
+        Raises:
+            ArgumentError: a tracker does not take such an option.
+        """
+        chosen = [_chosen(each.tracker, options) for each in self._open] if options else []
+        for run in self._runs:
+            run.log(step, metrics)
+        if self._runs and not self._open and self._show is None:
+            return
+        left_out = self._fetcher.put(step, metrics, chosen)
+        for name, why in left_out.items() if self._open else ():
+            self._left_out.warn(name, why)
         self._pass_on(wait=False)
 
     def call(self, ability: type, method: str, *args: Any) -> None:
@@ -88,12 +117,14 @@ class Log:
                 each.show(method, *args)
 
     def _pass_on(self, *, wait: bool) -> None:
-        for step, values in self._fetcher.arrived(wait=wait):
-            check_logged(values)
-            for each in self._open:
-                each.log(step, dict(values))
+        for row in self._fetcher.arrived(wait=wait):
+            numbers = {name: value for name, value in row.values.items() if isinstance(value, float)}
+            check_logged(numbers)
+            chosen = row.options or [{}] * len(self._open)
+            for each, options in zip(self._open, chosen, strict=True):
+                each.log(row.step, dict(row.values), options)
             if self._show is not None:
-                self._show(values)
+                self._show(numbers)
 
     def close(self) -> None:
         """Write the remaining metrics and end the trackers that were started."""
@@ -118,6 +149,18 @@ class Log:
                 stack.callback(each.join, deadline)
             for each in started:
                 stack.callback(each.end)
+
+
+def _chosen(tracker: Tracker, options: Options) -> dict[str, Any]:
+    """The options of one tracker.
+
+    Raises:
+        ArgumentError: its `log` does not take one of them.
+    """
+    names = names_of(tracker)
+    chosen = {key: value for name in options if name in names for key, value in options[name].items()}
+    check_log_options(tracker, chosen)
+    return chosen
 
 
 def _copy(value: Tree) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +111,26 @@ class MLflowTracker(LibraryTracker):
         self._started(method)
         return self._mlflow.MlflowClient()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send one step's metrics.
+    def log(self, step: int, metrics: Mapping[str, Any], **options: Any) -> None:
+        """Send one step's metrics. Text is kept as the file `NAME/STEP.txt`.
+
+        Args:
+            step: the step.
+            metrics: numbers and text.
+            options: further arguments of `mlflow.log_metrics`, such as `synchronous` and `timestamp`.
 
         Raises:
             ArgumentError: before `start`, or after `finish`.
         """
-        self._started("log")
-        self._mlflow.log_metrics(dict(metrics), step=step, run_id=self._id)
+        client = self._client("log")
+        numbers, texts = self._numbers_and_texts(metrics)
+        if numbers:
+            self._mlflow.log_metrics(numbers, step=step, run_id=self._id, **options)
+        for name, text in texts.items():
+            client.log_text(self._id, text, f"{name}/{step}.txt")
+
+    def _writer(self) -> Callable[..., Any]:
+        return self._mlflow.log_metrics
 
     def log_images(self, step: int, name: str, images: object) -> None:
         """Show images. See `Media`."""

@@ -108,6 +108,38 @@ def find(name: str, where: str) -> Callable[..., Tracker]:
     return getattr(importlib.import_module(f"fnaccel.track.{module}"), kind)
 
 
+def names_of(tracker: Tracker) -> set[str]:
+    """The names of a tracker: its class's name, and the built-in or registered names of its class.
+
+    Example:
+        >>> sorted(names_of(fa.track.JsonlTracker("gpt.jsonl")))
+        ['JsonlTracker', 'jsonl']
+    """
+    kind = type(tracker)
+    place = (kind.__module__, kind.__name__)
+    built_in = {
+        name for name, (module, cls, _) in _BUILT_IN.items() if place == (f"fnaccel.track.{module}", cls)
+    }
+    return {kind.__name__, *built_in, *(name for name, each in _registered.items() if each is kind)}
+
+
+def check_names(options: Iterable[str], names: Iterable[str], where: str) -> None:
+    """Check that options by the name of a tracker are for one of the names, or for a built-in tracker.
+
+    A script that takes its trackers from the command line may give options to each that it knows.
+
+    Raises:
+        UnknownNameError: another name. Names the nearest.
+    """
+    known = {*names, *_BUILT_IN, *(cls for _, cls, _ in _BUILT_IN.values())}
+    known |= {name for name, kind in _registered.items() if isinstance(kind, type)}
+    for name in options:
+        if name not in known:
+            raise UnknownNameError(
+                f"no tracker is called {name!r}", where=where, fix=nearest(str(name), known)
+            )
+
+
 def of(
     name: str | Callable[..., Tracker], /, *, default_directory: str | Path | None = None, **options: Any
 ) -> Tracker:

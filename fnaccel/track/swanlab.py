@@ -80,13 +80,21 @@ class SwanLabTracker(LibraryTracker):
             self._run = self._swanlab.get_run()
             self._run.config.update(plain(config))
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send one step's metrics.
+    def log(self, step: int, metrics: Mapping[str, Any], **options: Any) -> None:
+        """Send one step's metrics. Text is a `swanlab.Text`.
+
+        Args:
+            step: the step.
+            metrics: numbers and text.
+            options: further arguments of the run's `log`.
 
         Raises:
             ArgumentError: before `start`, or after `finish`.
         """
-        self._started("log").log(dict(metrics), step=step)
+        run = self._started("log")
+        numbers, texts = self._numbers_and_texts(metrics)
+        shown = {name: self._swanlab.Text(text) for name, text in texts.items()}
+        run.log({**numbers, **shown}, step=step, **options)
 
     def log_images(self, step: int, name: str, images: object) -> None:
         """Show images. See `Media`."""

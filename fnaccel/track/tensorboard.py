@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +66,29 @@ class TensorBoardTracker(LibraryTracker):
             text = value if isinstance(value, str) else json.dumps(value, indent=1)
             self._run.add_text(f"config/{key}", f"```\n{text}\n```")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's metrics.
+    def log(self, step: int, metrics: Mapping[str, Any], **options: Any) -> None:
+        """Write one step's metrics. Text is written by `add_text`.
+
+        Args:
+            step: the step.
+            metrics: numbers and text.
+            options: `walltime`, in seconds since 1970.
 
         Raises:
             ArgumentError: before `start`, or after `finish`.
         """
         summary: Any = self._import("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
         # one event for all: the checksum of each event is Python's work, in a thread beside the training
-        values = [summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._started("log").file_writer.add_summary(summary(value=values), step)
+        writer = self._started("log")
+        numbers, texts = self._numbers_and_texts(metrics)
+        values = [summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        if values:
+            writer.file_writer.add_summary(summary(value=values), step, **options)
+        for name, text in texts.items():
+            writer.add_text(name, text, step, **options)
+
+    def _writer(self) -> Callable[..., Any]:
+        return self._run.file_writer.add_summary
 
     def log_images(self, step: int, name: str, images: object) -> None:
         """Show images. See `Media`."""

@@ -45,8 +45,11 @@ class Tracker(Protocol):
         """
         ...
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's metrics."""
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write one step's metrics: floats, and text or other objects as they were given.
+
+        Further parameters are options of one call: `run.log(..., options=)` of `fa.tracked` gives them.
+        """
         ...
 
     def finish(self) -> None:

@@ -67,13 +67,21 @@ class TrackioTracker(LibraryTracker):
         with without_variables(*names):
             self._run = self._trackio.init(name=self._named(self._name), config=plain(config), **self.options)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's metrics.
+    def log(self, step: int, metrics: Mapping[str, Any], **options: Any) -> None:
+        """Write one step's metrics. Text is a `trackio.Markdown`.
+
+        Args:
+            step: the step.
+            metrics: numbers and text.
+            options: further arguments of the run's `log`.
 
         Raises:
             ArgumentError: before `start`, or after `finish`.
         """
-        self._started("log").log(dict(metrics), step=step)
+        run = self._started("log")
+        numbers, texts = self._numbers_and_texts(metrics)
+        shown = {name: self._trackio.Markdown(text) for name, text in texts.items()}
+        run.log({**numbers, **shown}, step=step, **options)
 
     def log_images(self, step: int, name: str, images: object) -> None:
         """Show images. See `Media`."""

@@ -74,13 +74,20 @@ class WandbTracker(LibraryTracker):
             self._run = self._wandb.run
             self._run.config.update(dict(config), allow_val_change=True)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any], **options: Any) -> None:
         """Send one step's metrics.
+
+        Args:
+            step: the step.
+            metrics: numbers and text.
+            options: further arguments of `wandb.Run.log`, such as `commit`.
 
         Raises:
             ArgumentError: before `start`, or after `finish`.
         """
-        self._started("log").log(dict(metrics), step=step)
+        run = self._started("log")
+        numbers, texts = self._numbers_and_texts(metrics)
+        run.log({**numbers, **texts}, step=step, **options)
 
     def log_images(self, step: int, name: str, images: object) -> None:
         """Show images. See `Media`."""

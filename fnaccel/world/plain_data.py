@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import yaml
 
+Repeated = Callable[[str, Any, Any], None]
+"""Called with a key that a mapping has twice, its earlier value and its later one."""
 LONGEST = 1 << 20
 """Characters of a text."""
 DEEPEST = 50
@@ -19,7 +20,7 @@ _DIGITS = 10**100
 class _Loader(yaml.SafeLoader):
     """yaml's own loader takes the last of two equal keys, and follows aliases, which can make cycles."""
 
-    repeated: Callable[[str], None] | None = None
+    repeated: Repeated | None = None
     _depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -34,25 +35,26 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
+        seen: dict[str, yaml.Node] = {}
+        for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 if self.repeated is None:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"two keys {key.value!r}", key.start_mark
                     )
-                self.repeated(key.value)
-            seen.add(str(key.value))
+                earlier, later = (self.construct_object(each, deep=True) for each in (seen[key.value], value))
+                self.repeated(key.value, earlier, later)
+            seen[str(key.value)] = value
         return super().construct_mapping(node, deep)
 
 
-def load_yaml(text: str, repeated: Callable[[str], None] | None = None) -> Any:
+def load_yaml(text: str, repeated: Repeated | None = None) -> Any:
     """Plain values of YAML text. No text at all is a mapping without keys.
 
     Args:
         text: the YAML.
-        repeated: called with each key that a mapping has twice. The last one is taken then. By default such a
-            key is an error.
+        repeated: called with each key that a mapping has twice, and with its two values. The last one is
+            taken then. By default such a key is an error.
 
     Raises:
         yaml.YAMLError: the text is not YAML, is too long or too deep, holds an alias, or a key twice.
@@ -71,9 +73,7 @@ def load_yaml(text: str, repeated: Callable[[str], None] | None = None) -> Any:
     return {} if plain is None else plain
 
 
-def load_json(
-    text: str | bytes, repeated: Callable[[str], None] | None = None, longest: int = LONGEST
-) -> Any:
+def load_json(text: str | bytes, repeated: Repeated | None = None, longest: int = LONGEST) -> Any:
     """Plain values of JSON text.
 
     Args:
@@ -86,12 +86,14 @@ def load_json(
     """
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        for name, count in Counter(name for name, _ in items).items():
-            if count > 1 and repeated is None:
-                raise ValueError(f"two keys {name!r}")
-            if count > 1 and repeated is not None:
-                repeated(name)
-        return dict(items)
+        plain: dict[str, Any] = {}
+        for name, value in items:
+            if name in plain:
+                if repeated is None:
+                    raise ValueError(f"two keys {name!r}")
+                repeated(name, plain[name], value)
+            plain[name] = value
+        return plain
 
     try:
         check_length(text, longest)

@@ -118,18 +118,12 @@ def test_a_surrogate_in_a_variable_is_refused(monkeypatch):
         read(["--no-config", "--cpu", "t.py"])
 
 
-def test_a_key_twice_is_the_last_one_in_a_file_of_accelerate_only(tmp_path):
-    text = "num_processes: 2\ndistributed_type: MULTI_GPU\nnum_processes: 3\n"
-    (tmp_path / "a.yaml").write_text(text)
+def test_a_key_twice_is_an_error_in_a_file_of_deepspeed(tmp_path):
+    """tests/config/importing/test_accelerate_files.py has the files of Accelerate."""
     from fnaccel.config.importing import import_file
 
-    imported = import_file(tmp_path / "a.yaml")
-    assert imported.recipe.launch.ranks == 3
-    [row] = [row for row in imported.rows if row.value == "twice"]
-    assert (row.key, row.became) == ("num_processes", "nothing")
-    assert "the last one counts" in row.why
     (tmp_path / "d.json").write_text(
-        '{"train_batch_size": 8, "zero_optimization": {}, "train_batch_size": 9}'
+        '{"train_batch_size": 8, "zero_optimization": {}, "train_batch_size": 8}'
     )
     with pytest.raises(ConfigError, match="two keys 'train_batch_size'"):
         import_file(tmp_path / "d.json")

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 FAILING = "tests/track/test_failing.py"
 RANKS = "tests/track/test_ranks.py"
+VALUES = "tests/track/test_values.py"
 
 MUTANTS = [
     Mutant(
@@ -13,7 +14,8 @@ MUTANTS = [
         "self.errors = 1\n            if", (FAILING, "-k", "logged_once"),
     ),
     Mutant(
-        "metrics that trackers share", "track/log.py", "each.log(step, dict(values))", "each.log(step, values)",
+        "metrics that trackers share", "track/log.py", "each.log(row.step, dict(row.values), options)",
+        "each.log(row.step, row.values, options)",
         ("tests/track/test_blocking.py", "-k", "of_its_own"),
     ),
     Mutant(
@@ -44,5 +46,25 @@ MUTANTS = [
     Mutant(
         "lines of other ranks without the main one's order", "seeing/logging.py", "elif all_ranks or ranks.rank == 0:",
         "elif all_ranks:", (RANKS, "-k", "in_order"),
+    ),
+    Mutant(
+        "text of metrics that disappears", "track/fetcher.py", "value if number is None else number",
+        "0.0 if number is None else number", (VALUES, "-k", "text_and_nested"),
+    ),
+    Mutant(
+        "a metric that is left out at each step in the log", "track/library.py", "self._names.add(name)", "pass",
+        (VALUES, "-k", "named_once"),
+    ),
+    Mutant(
+        "a call without a step that counts on", "loop/tracked.py", "        self._step = last\n", "",
+        (VALUES, "-k", "without_a_step"),
+    ),
+    Mutant(
+        "rows of scan that wait outside of the run", "loop/tracked.py", "takes_tensors = True",
+        "takes_tensors = False", (VALUES, "-k", "keep_their_order"),
+    ),
+    Mutant(
+        "options of a call for each tracker", "track/log.py", "if name in names for key", "for key",
+        (VALUES, "-k", "tracker_of_that_name"),
     ),
 ]  # fmt: skip

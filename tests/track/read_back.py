@@ -24,6 +24,7 @@ class Written:
 
     Attributes:
         metrics: name -> {step: value}.
+        texts: name -> {step: text}.
         config: name -> text of the value, nested names joined by `/`.
         image: width and height of the image `digits`.
         figure: whether the figure `curve` is there, 100 pixels wide or as lines.
@@ -32,6 +33,7 @@ class Written:
     """
 
     metrics: dict = attrs.field(factory=dict)
+    texts: dict = attrs.field(factory=dict)
     config: dict = attrs.field(factory=dict)
     image: tuple | None = None
     figure: bool = False
@@ -39,7 +41,8 @@ class Written:
     artifact: str | None = None
 
     def add(self, name, step, value):
-        self.metrics.setdefault(name, {})[int(step)] = float(value)
+        values, value = (self.texts, value) if name == "note" else (self.metrics, float(value))
+        values.setdefault(name, {})[int(step)] = value
 
 
 def flat(value, name=""):
@@ -92,6 +95,9 @@ def read_tensorboard(folder):
     written.config = flat(
         {name: json.loads(text) if text[:1] in "{n" else text for name, text in fields.items()}
     )
+    [note] = events.Tensors("note/text_summary")
+    assert note.wall_time == events.Scalars("eval/width")[0].wall_time == 1.5
+    written.add("note", note.step, texts["note"])
     written.image = size(io.BytesIO(events.Images("digits")[0].encoded_image_string))
     written.figure = size(io.BytesIO(events.Images("curve")[0].encoded_image_string))[0] == 100
     written.table = texts["words"]
@@ -137,7 +143,8 @@ def read_wandb(folder):
             if entry.path == "notes.txt":
                 written.artifact = Path(entry.local_path).read_text()
         for name, value in wandb_named(record.history.item).items():
-            if isinstance(value, float | int) and name[0] != "_" and "/" not in name:
+            is_media = isinstance(value, dict) or name.split("/")[0] in ("digits", "curve", "words")
+            if name[0] != "_" and not is_media:
                 written.add(name, wandb_named(record.history.item)["_step"], value)
     media = run / "files" / "media"
     written.image = size(only(media.glob("images/digits_*.png")))
@@ -156,6 +163,7 @@ def read_mlflow(folder):
         assert experiment == "fnaccel"
         assert database.execute("select status from runs").fetchall() == [("FINISHED",)]
     files = only((folder / "logs" / "mlartifacts").iterdir()) / "artifacts"
+    written.add("note", 2, (files / "note" / "2.txt").read_text())
     written.image = size(only(files.glob("images/digits*.png")))
     written.figure = size(files / "curve" / "2.png")[0] == 100
     written.table = (files / "words" / "2.json").read_text()
@@ -182,6 +190,7 @@ def _read_aim(folder):
     for metric in run.metrics():
         if metric.name.startswith("__system__"):
             continue
+        assert metric.context.to_dict() == ({"part": "first"} if metric.name == "eval/width" else {})
         for row in metric.dataframe().itertuples():
             written.add(metric.name, row.step, row.value)
     for group in repository.query_images("True").iter_runs():
@@ -194,7 +203,11 @@ def _read_aim(folder):
                 written.figure = picture.size[0] == 100
     for group in repository.query_texts("True").iter_runs():
         for sequence in group:
-            written.table = sequence.values.values_list()[0].data
+            text = sequence.values.values_list()[0].data
+            if sequence.name == "note":
+                written.add("note", sequence.values.sparse_list()[0][0], text)
+            else:
+                written.table = text
     written.artifact = (folder / "logs" / "aim_artifacts" / run_hash / "notes.txt").read_text()
     return written
 
@@ -210,13 +223,16 @@ def read_comet(folder):
             metric = payload["metric"]
             if metric["step"] is None or metric["metricName"].startswith(("sys.", "process ")):
                 continue  # comet's own, of the machine
+            assert metric["epoch"] == 1 or metric["metricName"] != "eval/width"
             written.add(metric["metricName"], metric["step"], metric["metricValue"])
         elif message["type"] == "parameter_msg":
             written.config[payload["param"]["paramName"]] = str(payload["param"]["paramValue"])
         elif message["type"] == "file_upload":
             data = files[Path(payload["file_path"]).name]
             name = payload["additional_params"].get("fileName") or payload["additional_params"].get("figName")
-            if name == "digits":
+            if payload["upload_type"] == "text-sample":
+                written.add(payload["metadata"]["name"], payload["additional_params"]["step"], data.decode())
+            elif name == "digits":
                 written.image = size(io.BytesIO(data))
             elif name == "curve":
                 written.figure = data.startswith(b"<?xml") and b"<svg" in data
@@ -233,12 +249,18 @@ def read_clearml(folder):
     for line in (session / "metrics.jsonl").read_text().splitlines():
         for event in json.loads(line):
             if event["type"] == "training_stats_scalar":
-                written.add(event["variant"], event["iter"], event["value"])
+                title, series = event["metric"], event["variant"]
+                name = title if title == series else f"{title}/{series}"
+                written.add(name, event["iter"], event["value"])
             elif event["type"] == "plot" and event["metric"] == "words":
                 written.table = event["plot_str"]
             elif event["type"] == "plot" and event["metric"] == "curve":
                 [line] = json.loads(event["plot_str"])["data"]
                 written.figure = line["y"] == [1.0, 2.0]  # ClearML keeps lines, not pixels
+    console = [json.loads(line) for line in (session / "log.jsonl").read_text().splitlines()]
+    for line in "\n".join(event["msg"] for events in console for event in events).splitlines():
+        if line.startswith("step ") and ", note: " in line:
+            written.add("note", line.split(",")[0].split()[1], line.split(": ", 1)[1])
     task = json.loads((session / "task.json").read_text())
     written.config = {
         name: each.get("value") or "None" for name, each in task["hyperparams"]["config"].items()
@@ -254,9 +276,12 @@ def read_dvclive(folder):
 
     written = Written()
     live = folder / "logs" / "dvclive"
-    for file in (live / "plots" / "metrics").glob("*.tsv"):
+    metrics = live / "plots" / "metrics"
+    for file in metrics.rglob("*.tsv"):
+        name = file.relative_to(metrics).with_suffix("").as_posix()
         for row in csv.DictReader(file.read_text().splitlines(), delimiter="\t"):
-            written.add(file.stem, row["step"], row[file.stem])
+            assert ("timestamp" in row) == (name in ("note", "eval/width"))
+            written.add(name, row["step"], row[file.stem])
     written.config = flat(yaml.safe_load((live / "params.yaml").read_text()))
     written.image = size(live / "plots" / "images" / "digits.png")
     written.figure = size(live / "plots" / "images" / "curve.png")[0] == 100
@@ -286,6 +311,8 @@ def read_swanlab(folder):
             [path] = run.glob(f"media/*/{item.filename}")
             if record.media.key == "digits":
                 written.image = size(path)
+            elif record.media.key == "note":
+                written.add("note", record.media.step, path.read_text())
             elif record.media.key == "curve":
                 written.figure = size(path)[0] == 100
             else:
@@ -306,6 +333,8 @@ def read_trackio(folder):
         for name, value in json.loads(values).items():
             if not isinstance(value, dict):
                 written.add(name, step, value)
+            elif name == "note":
+                written.add(name, step, value["_value"])
             elif name == "words":
                 written.table = json.dumps(value)
             elif name == "digits":

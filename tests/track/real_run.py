@@ -15,6 +15,15 @@ from pathlib import Path
 
 STEPS = 3
 CONFIG = {"lr": 0.01, "model": {"width": 2, "name": "linear"}, "nothing": None}
+TEXT = "warm, up"
+OPTIONS = {  # of one call. Those of trackers that a run does not have are ignored
+    "aim": {"context": {"part": "first"}},
+    "comet": {"epoch": 1},
+    "dvclive": {"timestamp": True},
+    "mlflow": {"synchronous": True},
+    "tensorboard": {"walltime": 1.5},
+    "wandb": {"commit": False},
+}
 TABLE = (["word", "count"], [["a", 1], ["b|c", 2]])
 ROOT = Path(__file__).parents[2]
 
@@ -76,12 +85,18 @@ def main(name, folder, options):
             if state.step == 2:
                 figure, axes = pyplot.subplots(figsize=(1, 1))
                 axes.plot([1, 2])
+                run.log(
+                    {"note": TEXT, "eval": {"width": 2}}, options=OPTIONS
+                )  # at the step of the row before
                 run.log_images(2, "digits", torch.full((3, 4, 5), 0.5))
                 run.log_figure(2, "curve", figure)
                 run.log_table(2, "words", *TABLE)
                 (folder / "notes.txt").write_text("kept")
                 run.log_artifact(folder / "notes.txt")
-        native = run.trackers[0].native
+        tracker = run.trackers[0]
+        native = tracker.native
+        taken = tracker.log_options() if hasattr(tracker, "log_options") else ()
+        print("OPTIONS", *sorted(taken))
         print("NATIVE", type(native).__module__, type(native).__name__)
     print("FAILURES", run.failures)
 

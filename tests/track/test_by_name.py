@@ -150,7 +150,7 @@ def test_names_that_cannot_be_registered(name):
 
 def test_a_loop_by_hand():
     with fa.tracked(["jsonl", TensorBoardTracker("tb")], {"lr": 0.5}, directory="a") as run:
-        run.log(1, {"loss": torch.tensor(0.5), "rows": 3, "text": "left out"})
+        run.log(1, {"loss": torch.tensor(0.5), "rows": 3, "text": "warm"})
         run.log(2, {"loss": torch.tensor(0.25, requires_grad=True)})
         run.log_images(2, "x", torch.zeros(1, 2, 2))
         run.log_artifact(__file__)  # neither tracker keeps files
@@ -158,9 +158,9 @@ def test_a_loop_by_hand():
         assert run.failures == {}
     first, *rest = read_jsonl("a/logs/metrics.jsonl")
     assert first["config"] == {"lr": 0.5}
-    assert [(record["step"], record["loss"], record.get("rows")) for record in rest] == [
-        (1, 0.5, 3),
-        (2, 0.25, None),
+    assert [(each["step"], each["loss"], each.get("rows"), each.get("text")) for each in rest] == [
+        (1, 0.5, 3, "warm"),
+        (2, 0.25, None, None),
     ]
     with pytest.raises(ArgumentError, match="not started"):
         run.trackers[0].log(3, {})

@@ -8,15 +8,25 @@ import pytest
 
 from tests.track import real_run
 from tests.track.read_back import READERS
-from tests.track.real_run import CONFIG, TABLE
+from tests.track.real_run import CONFIG, TABLE, TEXT
 
 MEDIA = ("image", "figure", "table")
+ONE_CALL = {
+    "aim": "context epoch",
+    "comet": "epoch include_context prefix",
+    "dvclive": "plot timestamp",
+    "mlflow": "dataset model_id synchronous timestamp",
+    "tensorboard": "walltime",
+    "wandb": "commit",
+}
+"""The options of one call of `log`, as docs/tracking.md lists them."""
 
 
 def check(name, folder, *, abilities, **options):
     """Run a training that logs to one tracker, and compare what it wrote with the values of the run."""
     printed = real_run.start(name, folder, **options)
     assert "FAILURES {}" in printed, printed
+    assert f"OPTIONS {ONE_CALL.get(name, '')}".strip() in map(str.strip, printed.splitlines())
     compare(name, folder, abilities)
     return printed
 
@@ -25,14 +35,18 @@ def compare(name, folder, abilities, digits=None):
     """Compare what one tracker wrote with the values of the run: all digits of them, or so many."""
     digits = 7 if name == "tensorboard" else digits  # its files hold fp32
     written = READERS[name](folder)
-    first, *records = map(json.loads, (folder / "expected.jsonl").read_text().splitlines())
+    first, *rows = map(json.loads, (folder / "expected.jsonl").read_text().splitlines())
+    records = [row for row in rows if "note" not in row]
     assert first["config"] == CONFIG
     assert len(records) == real_run.STEPS
     names = {"loss", "weight", "grad_norm", "lr"}
     expected = {key: {each["step"]: each[key] for each in records} for key in names}
+    expected["eval/width"] = {2: 2.0}
+    assert written.texts == {"note": {2: TEXT}}
     if digits is None:
         assert written.metrics == expected
-    for key in names:
+    assert written.metrics.keys() == expected.keys()
+    for key in expected:
         assert written.metrics[key] == pytest.approx(expected[key], rel=10 ** -(digits or 17))
     config = {"lr": "0.01", "model/width": "2", "model/name": "linear", "nothing": "None"}
     assert written.config.items() >= config.items()

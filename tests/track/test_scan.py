@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -30,23 +31,36 @@ class Kept:
         self.said.append("finish")
 
 
-def test_the_fetcher_hands_over_scalars_in_order():
+def arrived(fetcher, **options):
+    return [(row.step, row.values) for row in fetcher.arrived(**options)]
+
+
+def test_the_fetcher_hands_over_scalars_and_text_in_order():
     fetcher = Fetcher()
-    fetcher.put(1, {"loss": torch.tensor(0.5), "one": torch.ones(1, 1), "rows": torch.ones(2), "name": "x"})
-    fetcher.put(2, {"text": "nothing to log"})
+    loss, one = torch.tensor(0.5), torch.ones(1, 1)
+    left_out = fetcher.put(1, {"loss": loss, "one": one, "rows": torch.ones(2), "name": "x"})
+    assert left_out == {"rows": "it is a tensor of shape (2,) in torch.float32"}
+    assert fetcher.put(2, {"rows": torch.ones(2, dtype=torch.cfloat), "none": {}}).keys() == {"rows"}
     fetcher.put(3, {"count": 7, "lr": 0.25, "yes": True})
-    assert list(fetcher.arrived()) == [
-        (1, {"loss": 0.5, "one": 1.0}),
+    assert arrived(fetcher) == [
+        (1, {"loss": 0.5, "one": 1.0, "name": "x"}),
         (3, {"count": 7, "lr": 0.25, "yes": 1}),
     ]
-    assert list(fetcher.arrived(wait=True)) == []
+    assert arrived(fetcher, wait=True) == []
+
+
+def test_the_fetcher_gives_nested_values_names():
+    fetcher = Fetcher()
+    nested = {"eval": {"loss": torch.tensor(0.5), "top": {1: np.float32(0.25), 5: np.ones((1, 1))}}}
+    assert fetcher.put(1, {**nested, "eval/loss": 2.0}) == {"eval/loss": "another metric has this name"}
+    assert arrived(fetcher) == [(1, {"eval/loss": 0.5, "eval/top/1": 0.25, "eval/top/5": 1.0})]
 
 
 def test_the_fetcher_keeps_what_is_not_finite_and_holds_no_graph():
     fetcher = Fetcher()
     value = torch.tensor(math.inf, requires_grad=True)
     fetcher.put(1, {"loss": value * 2})
-    assert list(fetcher.arrived()) == [(1, {"loss": math.inf})]
+    assert arrived(fetcher) == [(1, {"loss": math.inf})]
 
 
 def test_a_log_starts_feeds_and_ends_its_trackers():
@@ -100,7 +114,7 @@ def test_the_fetcher_keeps_large_counts_and_floats_exactly():
     fetcher = Fetcher()
     exact = {"tokens": 123456789, "lr": 0.1, "seen": torch.tensor(123456789), "far": 1e40}
     fetcher.put(1, {**exact, "wide": torch.tensor(0.1, dtype=torch.float64), "huge": 10**400})
-    (_, values) = next(fetcher.arrived())
+    [(_, values)] = arrived(fetcher)
     assert values == {
         "tokens": 123456789.0, "lr": 0.1, "seen": 123456789.0, "far": 1e40, "wide": 0.1, "huge": float("inf")
     }  # fmt: skip

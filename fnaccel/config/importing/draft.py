@@ -210,12 +210,17 @@ class Draft:
     def choice(self, key: str, choices: Mapping[str, Any], default: str) -> Any:
         """The entry of a table for a name, in any case.
 
+        YAML reads NO without quotes as false. It is the entry `no` again, in the row of the key too.
+
         Raises:
             ConfigError: the table has no such name. Names the nearest.
         """
-        name = str(self.get(key, default)).strip()
+        written = self.get(key, default)
+        name = "no" if written is False else str(written).strip()
         for entry, value in choices.items():
             if entry.lower() == name.lower():
+                if written is False:
+                    self.leaves[key] = entry
                 return value
         raise self.wrong(key, "there is no such name", nearest(name, choices))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,18 +16,18 @@ from fnaccel.config.importing.kinds import import_document, kind_of
 from fnaccel.config.recipes import Recipe
 from fnaccel.config.yaml import text_of
 from fnaccel.errors import ConfigError
-from fnaccel.world.plain_data import check_length, check_plain, load_json, load_yaml
+from fnaccel.world.plain_data import Repeated, check_length, check_plain, load_json, load_yaml
 
 _ORDER = [field.name for field in attrs.fields(Recipe)]
 
 
-def parse(path: Path, repeated: Callable[[str], None] | None = None) -> Any:
+def parse(path: Path, repeated: Repeated | None = None) -> Any:
     """The document of a file: YAML, JSON (.json) or TOML (.toml).
 
     Args:
         path: the file.
-        repeated: called with each key that a mapping of YAML or JSON has twice. The last one is taken then.
-            By default such a key is an error.
+        repeated: called with each key that a mapping of YAML or JSON has twice, and with its two values. The
+            last one is taken then. By default such a key is an error.
 
     Raises:
         ConfigError: there is no such file, or it can't be parsed.
@@ -56,19 +56,32 @@ def parse(path: Path, repeated: Callable[[str], None] | None = None) -> Any:
 def import_file(path: Path, deepspeed: Path | None = None) -> Imported:
     """Import a file. A DeepSpeed file that it names is read beside it, or is the file `deepspeed`.
 
+    A file of Accelerate may have a key twice with the same value. That is a row of the result.
+
     Raises:
-        ConfigError: as `import_document`, or a file can't be read.
+        ConfigError: as `import_document`, a file can't be read, or it gives a key two values.
 
     Example:
         >>> Path("default_config.yaml").write_text("distributed_type: MULTI_GPU\\nnum_processes: 4")
         >>> import_file(Path("default_config.yaml")).recipe.launch.ranks
         4
     """
-    repeated: list[str] = []
-    document = parse(path, repeated.append)
-    # Accelerate reads its file by yaml's own loader, which takes the last of two equal keys
+    repeated: dict[str, tuple[Any, Any]] = {}
+
+    def repeat(key: str, earlier: Any, later: Any) -> None:
+        if key not in repeated or repr(earlier) != repr(later):
+            repeated[key] = earlier, later
+
+    document = parse(path, repeat)
     if repeated and _kind(document) != "accelerate":
-        parse(path)
+        parse(path)  # raises: the files of other tools have no key twice
+    for key, (earlier, later) in repeated.items():
+        if repr(earlier) != repr(later):
+            raise ConfigError(
+                f"the key {key} is there twice, with two values: {earlier!r} and {later!r}",
+                where=str(path),
+                fix=f"remove one of the two lines of {key}. Accelerate takes the last one",
+            )
     named = document.get("deepspeed_config") if isinstance(document, dict) else None
     name = named.get("deepspeed_config_file") if isinstance(named, dict) else None
     files: dict[str, Mapping[str, Any]] = {}
@@ -81,10 +94,7 @@ def import_file(path: Path, deepspeed: Path | None = None) -> Imported:
             document = {**document, "deepspeed_config": section}
             files[location] = parse(beside)
     imported = import_document(document, path=str(path), files=files)
-    rows = [
-        Row(key, "twice", NOTHING, "the key is there twice: the last one counts, as in Accelerate")
-        for key in repeated
-    ]
+    rows = [Row(key, "twice", NOTHING, "the key is there twice, with the same value") for key in repeated]
     return attrs.evolve(imported, rows=(*imported.rows, *rows))
 
 

@@ -21,7 +21,7 @@ _BACKENDS = {
     "MSAMP": "ms_amp",
     "AUTO": "torchao",
 }
-_PRECISIONS = {"no": "fp32", "false": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+_PRECISIONS = {"no": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 _DYNAMO = ("backend", "mode", "use_dynamic", "use_fullgraph", "use_regional_compilation")
 KEYS = [f"{SECTION}.{name}" for name in _FP8] + [f"{DYNAMO}.dynamo_{name}" for name in _DYNAMO]
 
