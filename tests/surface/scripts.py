@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 RIGHT = """\
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -78,6 +78,24 @@ fa.tree.map(torch.clone, state.params)
 # names of `from fnaccel import *`
 save("runs", state)
 adamw(0.1), checkpoint.latest("runs"), optim.Optimizer, TrainState, World
+
+
+class Floats:
+    def start(self, config: Mapping[str, Any]) -> None: ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class Urgent(Floats):
+    def log(self, step: int, metrics: Mapping[str, float], *, urgent: bool = False) -> None: ...
+
+
+with fa.tracked(["jsonl", Floats(), Urgent()]) as run:
+    run.log(1, {"loss": torch.tensor(0.5), "note": "warm"}, options={"Urgent": {"urgent": True}})
+    run.log({"eval": {"loss": 0.5}})
+    mine: fa.track.Tracker = run
 """
 
 START = """\

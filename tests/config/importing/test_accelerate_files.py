@@ -24,7 +24,7 @@ MPI = (
     f"{HERE} / {STATIC} / {TPU} / debug: false / distributed_type: MULTI_CPU / downcast_bf16: 'no' / "
     "ipex_config: {ipex: true} / machine_rank: 0 / main_process_ip: 127.0.0.1 / main_process_port: 29500 / "
     "main_training_function: main / mixed_precision: 'no' / num_machines: 4 / num_processes: 16 / use_cpu: true / "
-    "mpirun_config: {mpirun_ccl: '1', mpirun_hostfile: /home/user/hostfile}"
+    "mpirun_config: {mpirun_ccl: '1', mpirun_hostfile: hosts/hostfile}"
 )
 FSDP = (
     "{fsdp_activation_checkpointing: false, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, "
