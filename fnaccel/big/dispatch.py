@@ -218,7 +218,7 @@ def dispatch(
     folder: str | os.PathLike[str] | None = None,
     device: Device | None = None,
     prefetch: int = 1,
-    offload_buffers: bool = False,
+    offload_buffers: bool | None = None,
     preload: Iterable[str] | str = (),
     skip_keys: Iterable[str] | str = (),
     mover: Mover | None = None,
@@ -234,7 +234,8 @@ def dispatch(
         folder: for layers on the disk. Not needed for files that `fa.big.load` uses in place.
         device: the device that runs layers on the CPU and on the disk, if not the first accelerator.
         prefetch: how many layers are fetched ahead. 0: each when it is needed.
-        offload_buffers: fetch buffers too. By default they stay on the device of their layer.
+        offload_buffers: fetch buffers too. If False, they stay on the device that runs their layer. By
+            default as the map was made, and False for a dict.
         preload: classes whose modules are fetched whole, because their forward reads weights of inner modules
             without calling these.
         skip_keys: keyword arguments of layers that are not moved, such as a cache.
@@ -252,16 +253,17 @@ def dispatch(
         >>> run.map.devices
         ('cpu',)
     """
+    whole = as_map(placed)
     options = Options(
         folder=optional_path(folder, "fa.big.dispatch"),
         device=device,
         prefetch=prefetch,
-        offload_buffers=offload_buffers,
+        offload_buffers=whole.offload_buffers if offload_buffers is None else offload_buffers,
         preload=preload,
         skip_keys=skip_keys,
         mover=mover or Mover(),
     )
-    return dispatched(model, placed, {}, options)
+    return dispatched(model, whole, {}, options)
 
 
 def dispatched(
