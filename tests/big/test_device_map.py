@@ -123,7 +123,16 @@ def test_gaps_are_filled_with_later_layers():
     assert devices(chain(5, 9, 2, 9), {0: 63, 1: 36}) == [0, 1, "disk", "disk"]
     assert devices(chain(9, 5, 5, 6, 9), {0: 80}) == [0, "disk", "disk", "disk", "disk"]
     assert devices(chain(9, 5, 5, 6, 9), {"cpu": 80}) == ["cpu", "disk", "disk", "disk", "disk"]
-    assert devices(chain(1, 9, 5, 5, 6), {0: 4, 1: 40}) == ["disk", 1, "disk", "disk", "disk"]
+
+
+def test_layers_that_the_run_device_has_no_room_for():
+    parts = chain(1, 9, 5, 5, 6)
+    placed = fa.big.device_map(parts, {0: 4, 1: 40, "cpu": 100}, "sequential")
+    assert placed.places == {"0": 1, "1": 1, "2": "cpu", "3": "cpu", "4": "cpu"}
+    assert placed.on_cpu == {"2", "3", "4"}
+    with pytest.raises(fa.errors.ArgumentError, match=r"2 has 20 B and would be offloaded\. 0 runs") as error:
+        fa.big.device_map(parts, {0: 4, 1: 40})
+    assert "name 1 first in the budget" in error.value.fix
 
 
 def test_blocks_are_split_only_if_accelerators_would_be_empty():
