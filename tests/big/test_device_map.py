@@ -43,6 +43,12 @@ def test_sizes_by_dtype(dtype, total):
     assert fa.big.sizes(Small(), dtype).total == total
 
 
+def test_buffers_are_told_from_parameters():
+    found = fa.big.sizes(Small())
+    assert found.buffers == {"": 40, "linear1": 0, "batchnorm": 40, "linear2": 0}
+    assert fa.big.sizes(Small(), "bf16").buffers[""] == 24  # a count of batches keeps its 8 bytes
+
+
 def test_tied_parameters_count_once():
     assert fa.big.sizes(Small(tied=True)).total == 236 - 48
     net = Net()
