@@ -415,7 +415,7 @@ def fetched(module: nn.Module, device: Device, *, mover: Mover | None = None) ->
         raise ArgumentError(
             "a tensor of the module has no values",
             where="fa.big.fetched",
-            fix="fa.big.load(model, path) reads them. A part of a dispatched model: run.fetched(path, device)",
+            fix="fa.big.load(model, path) reads them. In a dispatched model: run.fetched(path, device)",
         )
     before = [tensor.data for tensor in tensors]
     try:

@@ -35,9 +35,7 @@ def guard(model: nn.Module, copied: Callable[[dict[int, Any]], nn.Module] | None
     for name in _MOVES:
         model.__dict__[name] = _raising(f"model.{name}()", "moves or casts all weights")
     for name, text in _COPIES.items():
-        model.__dict__[name] = _raising(
-            text, "copies all weights and the hooks, also those on the CPU and the disk"
-        )
+        model.__dict__[name] = _raising(text, "copies all weights and the hooks")
     if copied is not None:
         model.__dict__["__deepcopy__"] = copied
 

@@ -187,6 +187,8 @@ def _near(parts: Sequence[Part], limits: Sequence[int], ahead: Literal["", "firs
         return fullest({i: part.size for i, part in others.items() if not part.run_only}, room[at])
 
     def holds(index: int, at: int) -> bool:
+        if at and parts[index].run_only:
+            return False
         others = (part.fetch for i, part in enumerate(parts) if i != index and i not in placed)
         return parts[index].size + (0 if at else max(others, default=0)) <= room[at]
 
