@@ -5,6 +5,7 @@ from fnaccel.big.device_map import device_map as device_map
 from fnaccel.big.dispatch import Dispatch as Dispatch
 from fnaccel.big.dispatch import dispatch as dispatch
 from fnaccel.big.dispatch import dispatch_of as dispatch_of
+from fnaccel.big.dispatch import fetched as fetched
 from fnaccel.big.empty import empty as empty
 from fnaccel.big.empty import on as on
 from fnaccel.big.loading import load as load

@@ -11,15 +11,17 @@ import torch
 from torch import nn
 
 from fnaccel.big.budget import Budget, Device, check_device, detected_budget, read_budget
-from fnaccel.big.layers import Layer, layers, split
-from fnaccel.big.placing import STRATEGIES, Strategy, place
+from fnaccel.big.deciding import Deciding, Decision
+from fnaccel.big.layers import lasting_buffers, layers
+from fnaccel.big.placing import STRATEGIES, Strategy
 from fnaccel.big.sizes import Dtype, bits_of, nbytes
 from fnaccel.errors import ArgumentError, UnknownNameError, nearest
 from fnaccel.models.layers import folded
 from fnaccel.step.html_table import size_of
 from fnaccel.world.plain_data import load_json
 
-_FALLBACK = "run on the CPU, where they are: no accelerator of the budget holds one of them"
+_FALLBACK = "run on the CPU, where they are: no accelerator of the budget has room for one of them"
+_SPLIT = "split, because no accelerator of the budget has room for one of them and for what is fetched"
 
 _LONGEST = 1 << 26
 """Characters of a map: one of a large model has sizes of thousands of modules."""
@@ -40,6 +42,9 @@ class DeviceMap(Mapping[str, Device]):
         sizes: bytes of each place, if they are known.
         budget: bytes that each device may hold, if they are known. The disk has no bound.
         notes: decisions and their reasons.
+        offload_buffers: whether buffers of layers on the CPU and on the disk are there too. Otherwise the
+            device that runs the layer holds them.
+        buffers: bytes of the buffers that this device holds, by place. They are part of `sizes`.
 
     Example:
         >>> fa.big.DeviceMap({"embed": 0, "blocks": "cpu", "head": 0}).devices
@@ -51,6 +56,8 @@ class DeviceMap(Mapping[str, Device]):
     sizes: Mapping[str, int] = attrs.field(factory=dict, eq=False)
     budget: Mapping[Device, int | None] = attrs.field(factory=dict, eq=False)
     notes: tuple[str, ...] = attrs.field(default=(), eq=False)
+    offload_buffers: bool = False
+    buffers: Mapping[str, int] = attrs.field(factory=dict, eq=False)
 
     def __getitem__(self, path: str) -> Device:
         return self.places[path]
@@ -120,6 +127,8 @@ class DeviceMap(Mapping[str, Device]):
             "sizes": dict(self.sizes),
             "budget": [[device, limit] for device, limit in self.budget.items()],
             "notes": list(self.notes),
+            "offload_buffers": self.offload_buffers,
+            "buffers": dict(self.buffers),
         }
         return json.dumps(content, indent=1)
 
@@ -138,7 +147,13 @@ class DeviceMap(Mapping[str, Device]):
                 return cls(content)
             budget = dict(content.get("budget", ()))
             return cls(
-                content["places"], content["on_cpu"], content["sizes"], budget, tuple(content["notes"])
+                content["places"],
+                content["on_cpu"],
+                content["sizes"],
+                budget,
+                tuple(content["notes"]),
+                content.get("offload_buffers", False),
+                content.get("buffers", {}),
             )
         except (ValueError, TypeError, KeyError):
             raise ArgumentError(
@@ -152,7 +167,7 @@ class DeviceMap(Mapping[str, Device]):
         for device in dict.fromkeys([*self.budget, *self.devices]):
             paths = [path for path, placed in self.places.items() if placed == device]
             complete = all(path in self.sizes for path in paths)
-            text = size_of(sum(self.sizes[path] for path in paths)) if complete else "?"
+            text = size_of(self._bytes_on(device, paths)) if complete else "?"
             limit = self.budget.get(device)
             if paths or device != "disk":
                 rows.append((str(device), text, "" if limit is None else size_of(limit), _named(paths)))
@@ -162,6 +177,11 @@ class DeviceMap(Mapping[str, Device]):
             for row in rows
         ]
         return "\n".join([*lines, *self.notes])
+
+    def _bytes_on(self, device: Device, paths: list[str]) -> int:
+        """Bytes of the places on a device, with the buffers that stay there."""
+        staying = sum(self.buffers.values()) if device == self.main else 0
+        return staying + sum(self.sizes[path] - self.buffers.get(path, 0) for path in paths)
 
 
 _end = ". The key '' stands for all"
@@ -198,16 +218,19 @@ def device_map(
     *,
     no_split: Collection[str] | None = None,
     dtype: Dtype | None = None,
+    offload_buffers: bool = False,
 ) -> DeviceMap:
     """Decide which device holds each layer. Same arguments, same map: nothing is moved.
 
     Layers are taken in the order of the model, and fill one device after the other: accelerators, then the
     CPU, then the disk. The first device also keeps room for the largest layer that is still to be placed,
     because layers on the CPU and on the disk run there. It keeps none if only so all layers fit on
-    accelerators. Layers that share a tied parameter stay together, and count it once.
+    accelerators. Layers that share a tied parameter stay together, and count it once. Gaps are filled with
+    later layers that would be offloaded, as far as possible.
 
-    A layer that no accelerator holds runs on the CPU. If that is a block that should not be split, its inner
-    layers are placed one by one.
+    A layer that no accelerator has room for runs on the CPU. If that is a block that should not be split, its
+    inner layers are placed one by one, on the first device or away from it. All blocks are split so if
+    otherwise no accelerator would hold anything.
 
     Args:
         model: with values or without (`fa.big.empty`).
@@ -220,6 +243,9 @@ def device_map(
         no_split: classes of modules that stay on one device. By default those that the model names in
             `_no_split_modules`, or else the classes of its blocks.
         dtype: the dtype that the model will have, as in `fa.big.sizes`.
+        offload_buffers: count buffers of layers on the CPU and on the disk there. By default they count on
+            the device that runs the layer, where `dispatch` leaves them. `dispatch` and `load` read that
+            from the map.
 
     Raises:
         ArgumentError: no device holds a layer, or a budget can't be read.
@@ -245,85 +271,45 @@ def device_map(
     limits = read_budget(budget)
     bits = bits_of(dtype)
     whole = layers(model, no_split)
-    groups = _groups(whole)
-    run = next(iter(limits))
-    room = limits[run]
-    too_large = [group for group in groups if room is not None and _bytes(group, bits) > room]
-    if too_large:
-        groups = _groups(split(whole, [layer for group in too_large for layer in group], model))
-    places, on_cpu = _placed(groups, limits, strategy, bits)
-    if on_cpu:
-        notes.append(f"{folded(on_cpu)}: {_FALLBACK}")
-    merged = _merged(model, places, frozenset(on_cpu))
-    tensors = {name: tensor for group in groups for layer in group for name, tensor in layer.tensors.items()}
-    return DeviceMap(merged, frozenset(on_cpu), _sizes(merged, tensors, bits), limits, tuple(notes))
-
-
-def _bytes(group: list[Layer], bits: int | None) -> int:
-    return nbytes([tensor for layer in group for tensor in layer.tensors.values()], bits)
-
-
-def _groups(parts: list[Layer]) -> list[list[Layer]]:
-    """Layers that share a tensor, together, at the place of the first."""
-    group_of: dict[int, list[Layer]] = {}
-    groups: list[list[Layer]] = []
-    for layer in parts:
-        shared = {id(g): g for t in layer.tensors.values() if (g := group_of.get(id(t))) is not None}
-        joined, *others = list(shared.values()) or [[]]
-        if not joined:
-            groups.append(joined)
-        for other in others:  # this layer ties two groups
-            joined += other
-            groups = [group for group in groups if group is not other]
-        joined.append(layer)
-        group_of |= {id(tensor): joined for member in joined for tensor in member.tensors.values()}
-    return groups
-
-
-def _placed(
-    groups: list[list[Layer]], limits: Mapping[Device, int | None], strategy: Strategy, bits: int | None
-) -> tuple[dict[str, Device], list[str]]:
-    """The device of each layer, and the layers that must run on the CPU."""
-    run = next(iter(limits))
-    parts = [_bytes(group, bits) for group in groups]
-    most = max(
-        (limit for device, limit in limits.items() if device not in ("cpu", "disk") and limit), default=0
+    lasting = set[int]() if offload_buffers else lasting_buffers(model)
+    deciding = Deciding(model, whole, limits, strategy, bits, lasting)
+    decision = deciding.decide()
+    if decision.on_cpu:
+        notes.append(f"{folded(decision.on_cpu)}: {_FALLBACK}")
+    if decision.split:
+        notes.append(f"{folded(decision.split)}: {_SPLIT}")
+    if decision.overflow:
+        notes.append(_overflowing(deciding, decision))
+    merged = _merged(model, decision.places, decision.fetched_alone.union(decision.on_cpu))
+    away = {path for path, device in merged.items() if device in ("cpu", "disk") and device != deciding.run}
+    staying = {
+        name: tensor
+        for name, tensor in decision.tensors.items()
+        if id(tensor) in deciding.lasting and place_of(name, merged) in away.difference(decision.on_cpu)
+    }
+    return DeviceMap(
+        merged,
+        frozenset(decision.on_cpu),
+        _sizes(merged, decision.tensors, bits),
+        limits,
+        tuple(notes),
+        offload_buffers,
+        {path: count for path, count in _sizes(merged, staying, bits).items() if count},
     )
-    host = limits.get("cpu")
-    apart = [run != "cpu" and size > most for size in parts]
-    for group, size, alone in zip(groups, parts, apart, strict=True):
-        if alone and host is not None and size <= host:
-            host -= size
-        elif alone or (run == "cpu" and size > (limits[run] or 0)):
-            bounds = {
-                device: limit for device, limit in limits.items() if limit is not None and device != "disk"
-            }
-            largest = max(bounds, key=lambda device: bounds[device])
-            raise ArgumentError(
-                f"{group[0].path or 'the model'} has {size_of(size)}, and no device of the budget can run "
-                f"it: the largest is {largest} with {size_of(bounds[largest])}",
-                where="fa.big.device_map",
-                fix=f'at least that for one device: {{{largest!r}: "{-(-size // (1 << 20))}MiB"}}',
-            )
-    left = dict(limits)
-    if host is not None and run != "cpu":
-        left["cpu"] = host  # less the layers that must run there
-    usual = [size for size, alone in zip(parts, apart, strict=True) if not alone]
-    placement = place(usual, list(left.items()), strategy)
-    if placement is None:
-        raise ArgumentError(
-            f"the model has {size_of(sum(parts))}, and the budget of the disk is too small for the rest",
-            where="fa.big.device_map",
-            fix="leave the disk out of the budget: it has no bound by default",
-        )
-    devices = iter(placement)
-    places: dict[str, Device] = {}
-    on_cpu: list[str] = []
-    for group, alone in zip(groups, apart, strict=True):
-        device: Device = "cpu" if alone else next(devices)
-        places |= {layer.path: device for layer in group}
-        on_cpu += [layer.path for layer in group if alone]
-    return places, on_cpu
+
+
+def _overflowing(deciding: Deciding, decision: Decision) -> str:
+    """A note about buffers that do not fit."""
+    run, limit = deciding.run, deciding.limits[deciding.run]
+    note = (
+        f"{size_of(decision.staying)} of buffers of offloaded layers stay on {run}, which can't hold them "
+        f"beside a layer: it has {size_of(limit or 0)}"
+    )
+    try:
+        attrs.evolve(deciding, lasting=()).decide()
+    except ArgumentError:
+        return note
+    return f"{note}. They fit with offload_buffers=True"
 
 
 def _merged(model: nn.Module, places: Mapping[str, Device], apart: frozenset[str]) -> dict[str, Device]:

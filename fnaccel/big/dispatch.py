@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import os
 import threading
@@ -14,14 +15,14 @@ from torch import nn
 
 from fnaccel import tree
 from fnaccel.big import _torch
-from fnaccel.big.budget import Device
+from fnaccel.big.budget import Device, check_device
 from fnaccel.big.device_map import DeviceMap, as_map
 from fnaccel.big.guards import guard, unguard
 from fnaccel.big.mover import Mover
 from fnaccel.big.planning import Options, Values, plan
 from fnaccel.big.unit import Slot, Unit, put, restore
 from fnaccel.big.walker import Counts, Walker
-from fnaccel.errors import CapabilityError, OwnershipError
+from fnaccel.errors import ArgumentError, CapabilityError, OwnershipError, require
 from fnaccel.world.paths import optional_path
 
 _KEY = "_fnaccel_dispatch"
@@ -61,7 +62,13 @@ class Dispatch:
         self._several = len({unit.device for unit in units}) > 1
         self._passes: dict[int, list[Device | None]] = {}  # by thread: the devices of the inputs
         self._hooks: list[Any] = []
+        holders: dict[int, set[int]] = {}
         for unit in units:
+            for slot in unit.slots:
+                holders.setdefault(id(slot.value), set()).add(id(unit))
+        for unit in units:
+            for slot in unit.slots:
+                slot.shared = len(holders[id(slot.value)]) > 1
             self._attach(unit)
         if not self._hooks and all(unit.device == "cpu" for unit in units):
             return  # a module as any other
@@ -75,7 +82,7 @@ class Dispatch:
         for module, slots in parts.items():
             self._hooks.append(module.register_state_dict_post_hook(_with_values(slots)))
         model.__dict__[_KEY] = self
-        guard(model)
+        guard(model, copied=None if parts else self._copied)
 
     @property
     def counts(self) -> Counts:
@@ -106,19 +113,46 @@ class Dispatch:
                 self._walker.release(unit)
 
     @contextlib.contextmanager
-    def fetched(self, path: str = "") -> Generator[nn.Module]:
+    def fetched(self, path: str = "", device: Device | None = None) -> Generator[nn.Module]:
         """Have the values of a module in place while the body runs, outside of a forward pass.
 
         Args:
             path: of the module. By default the whole model.
+            device: the device of all its values in the body, to read them there. By default those that are
+                offloaded come to the device that runs their layer, and others stay where they are.
+
+        Raises:
+            ArgumentError: the device can hold no tensor that is used.
+            CapabilityError: this machine lacks the device.
         """
         inside = [unit for unit in self._units if unit.slots and _below(unit.path, path)]
+        if device is not None:
+            moved = [slot for slot in self._moved if _below(slot.name.rpartition(".")[0], path)]
+            slots = [*moved, *(slot for unit in inside for slot in unit.slots)]
+            with _elsewhere(slots, _usable(device, self._mover), self._mover):
+                yield self.model.get_submodule(path)
+            return
         kept = [unit.here for unit in inside]
         with contextlib.ExitStack() as stack:
             for unit, keep in zip(inside, kept, strict=True):
                 self._walker.bring(unit)
                 stack.callback(self._walker.leave, unit, keep=keep)
             yield self.model.get_submodule(path)
+
+    def _copied(self, memo: dict[int, Any]) -> nn.Module:
+        """A deep copy of the model with a dispatch of its own: all tensors are on devices that run them."""
+        self.model.__dict__.pop(_KEY)
+        unguard(self.model)
+        try:
+            other = copy.deepcopy(self.model, memo)
+        finally:
+            self.model.__dict__[_KEY] = self
+            guard(self.model, copied=self._copied)
+        ids = {hook.id for hook in self._hooks}
+        for module in other.modules():
+            _torch.drop_hooks(module, ids)
+        dispatched(other, self.map, {}, self._options)
+        return other
 
     def _attach(self, unit: Unit) -> None:
         if not (unit.slots or self._several):
@@ -207,6 +241,39 @@ def _with_values(slots: list[Slot]) -> Callable[..., None]:
     return write
 
 
+@contextlib.contextmanager
+def _elsewhere(slots: list[Slot], device: Device, mover: Mover) -> Generator[None]:
+    """Let modules see their values on a device, and then what they saw before."""
+    for slot in slots:
+        slot.check()
+    before = [slot.registered for slot in slots]
+    copies: dict[tuple[int, torch.dtype | None], torch.Tensor] = {}
+    for slot in slots:
+        key = id(slot.value), slot.dtype
+        if key not in copies:
+            copies[key] = mover.move(slot.computed(), device)
+    put(slots, [copies[id(slot.value), slot.dtype] for slot in slots])
+    try:
+        yield
+    finally:
+        for slot, tensor in zip(slots, before, strict=True):
+            if not slot.replaced:
+                slot.put(tensor)
+
+
+def _usable(device: object, mover: Mover) -> Device:
+    """A device whose tensors can be used."""
+    checked = check_device(device)
+    require(
+        checked != "disk",
+        'device="disk"',
+        "fetched",
+        '"cpu", or an accelerator: an index (0)',
+    )
+    mover.check(checked)
+    return checked
+
+
 def _below(path: str, parent: str) -> bool:
     return not parent or path == parent or path.startswith(f"{parent}.")
 
@@ -218,7 +285,7 @@ def dispatch(
     folder: str | os.PathLike[str] | None = None,
     device: Device | None = None,
     prefetch: int = 1,
-    offload_buffers: bool = False,
+    offload_buffers: bool | None = None,
     preload: Iterable[str] | str = (),
     skip_keys: Iterable[str] | str = (),
     mover: Mover | None = None,
@@ -234,7 +301,8 @@ def dispatch(
         folder: for layers on the disk. Not needed for files that `fa.big.load` uses in place.
         device: the device that runs layers on the CPU and on the disk, if not the first accelerator.
         prefetch: how many layers are fetched ahead. 0: each when it is needed.
-        offload_buffers: fetch buffers too. By default they stay on the device of their layer.
+        offload_buffers: fetch buffers too. If False, they stay on the device that runs their layer. By
+            default as the map was made, and False for a dict.
         preload: classes whose modules are fetched whole, because their forward reads weights of inner modules
             without calling these.
         skip_keys: keyword arguments of layers that are not moved, such as a cache.
@@ -252,16 +320,17 @@ def dispatch(
         >>> run.map.devices
         ('cpu',)
     """
+    whole = as_map(placed)
     options = Options(
         folder=optional_path(folder, "fa.big.dispatch"),
         device=device,
         prefetch=prefetch,
-        offload_buffers=offload_buffers,
+        offload_buffers=whole.offload_buffers if offload_buffers is None else offload_buffers,
         preload=preload,
         skip_keys=skip_keys,
         mover=mover or Mover(),
     )
-    return dispatched(model, placed, {}, options)
+    return dispatched(model, whole, {}, options)
 
 
 def dispatched(
@@ -312,3 +381,49 @@ def dispatch_of(model: nn.Module) -> Dispatch | None:
         None
     """
     return model.__dict__.get(_KEY)
+
+
+@contextlib.contextmanager
+def fetched(module: nn.Module, device: Device, *, mover: Mover | None = None) -> Generator[nn.Module]:
+    """Have all values of a module on a device while the body runs, whether it is dispatched or not.
+
+    What is written to a module that is not dispatched stays: the values go back to their own devices.
+
+    Args:
+        module: a module with values. For a part of a dispatched model: `run.fetched(path, device)`.
+        device: an accelerator's index, `"cpu"`, or a device of torch by name.
+        mover: copies tensors. Tests inject one.
+
+    Raises:
+        ArgumentError: a tensor has no values, or the device can hold no tensor that is used.
+        CapabilityError: this machine lacks the device.
+
+    Example:
+        >>> with fa.big.fetched(torch.nn.Linear(4, 2), "cpu") as layer:
+        ...     print(layer.weight.device)
+        cpu
+    """
+    run = dispatch_of(module)
+    if run is not None:
+        with run.fetched(device=device):
+            yield module
+        return
+    moves = mover or Mover()
+    target = _usable(device, moves)
+    tensors = list({id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}.values())
+    if any(tensor.is_meta for tensor in tensors):
+        raise ArgumentError(
+            "a tensor of the module has no values",
+            where="fa.big.fetched",
+            fix="fa.big.load(model, path) reads them. In a dispatched model: run.fetched(path, device)",
+        )
+    before = [tensor.data for tensor in tensors]
+    try:
+        for tensor, own in zip(tensors, before, strict=True):
+            tensor.data = moves.move(own, target)
+        yield module
+    finally:
+        for tensor, own in zip(tensors, before, strict=True):
+            if tensor.data_ptr() != own.data_ptr():
+                own.copy_(moves.move(tensor.data, moves.device_of(own)))
+                tensor.data = own

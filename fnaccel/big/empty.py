@@ -17,7 +17,8 @@ def empty(*, buffers: bool = False) -> Generator[None]:
     """Build modules without values for their parameters, while the body runs: they take no memory.
 
     Parameters are on the meta device (https://docs.pytorch.org/docs/stable/meta.html). `fa.big.load` gives
-    them values. Tied parameters stay tied, and initialization costs nothing.
+    them values. Tied parameters stay tied, and initialization costs nothing. Modules that other threads build
+    have their values.
 
     Args:
         buffers: put buffers on the meta device too. By default they keep their values: those that a

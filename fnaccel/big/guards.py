@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -25,12 +25,19 @@ _MOVES = (
 _COPIES = {"__deepcopy__": "copy.deepcopy", "__reduce_ex__": "pickle"}
 
 
-def guard(model: nn.Module) -> None:
-    """Have methods that move or copy all values raise CapabilityError."""
+def guard(model: nn.Module, copied: Callable[[dict[int, Any]], nn.Module] | None = None) -> None:
+    """Have methods that move or copy all values raise CapabilityError.
+
+    Args:
+        model: the module.
+        copied: makes a deep copy in the place of an error.
+    """
     for name in _MOVES:
         model.__dict__[name] = _raising(f"model.{name}()", "moves or casts all weights")
     for name, text in _COPIES.items():
         model.__dict__[name] = _raising(text, "copies all weights and the hooks")
+    if copied is not None:
+        model.__dict__["__deepcopy__"] = copied
 
 
 def unguard(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from fnaccel.errors import ArgumentError, nearest
 from fnaccel.models.blocks import blocks
+from fnaccel.models.constant_buffers import constant_buffers
 
 WHOLE = frozenset({"MultiheadAttention", "TransformerEncoderLayer"})
 """Classes of torch whose forward reads the weights of its children, and may not call them."""
@@ -56,6 +57,15 @@ def split(parts: Sequence[Layer], too_large: Collection[Layer], model: nn.Module
         else:
             result.append(layer)
     return result
+
+
+def lasting_buffers(model: nn.Module) -> set[int]:
+    """`id`s of the buffers that stay on the device of their layer, unless all buffers are offloaded.
+
+    Codes of quantized weights are fetched as weights are.
+    """
+    constant = {id(tensor) for _, tensor in constant_buffers(model)}
+    return {id(tensor) for tensor in model.buffers()} - constant
 
 
 def _layers(path: str, module: nn.Module, classes: frozenset[str]) -> Iterator[Layer]:

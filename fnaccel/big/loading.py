@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
+import attrs
 import torch
 from torch import nn
 
@@ -64,7 +65,7 @@ def load(
     folder: str | os.PathLike[str] | None = None,
     device: Device | None = None,
     prefetch: int = 1,
-    offload_buffers: bool = False,
+    offload_buffers: bool | None = None,
     preload: Iterable[str] | str = (),
     skip_keys: Iterable[str] | str = (),
     mover: Mover | None = None,
@@ -127,7 +128,7 @@ def load(
         folder=optional_path(folder, _WHERE),
         device=device,
         prefetch=prefetch,
-        offload_buffers=offload_buffers,
+        offload_buffers=bool(offload_buffers),
         preload=preload,
         skip_keys=skip_keys,
         mover=mover or Mover(),
@@ -137,8 +138,17 @@ def load(
     with quantized(model, quantization), ExitStack() as stack:
         if isinstance(placed, str) and placed in STRATEGIES:
             width = kind if isinstance(kind, torch.dtype) else None
-            placed = device_map(model, budget, placed, no_split=no_split, dtype=width)  # pyright: ignore[reportArgumentType]
+            placed = device_map(
+                model,
+                budget,
+                placed,  # pyright: ignore[reportArgumentType]
+                no_split=no_split,
+                dtype=width,
+                offload_buffers=options.offload_buffers,
+            )
         whole_map = as_map(placed)
+        if offload_buffers is None:
+            options = attrs.evolve(options, offload_buffers=whole_map.offload_buffers)
         whole_map.check(model)
         for name in whole_map.devices:
             options.mover.check(name)

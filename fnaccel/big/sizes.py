@@ -31,6 +31,7 @@ class Sizes:
     Attributes:
         modules: bytes below each module, by path. The model itself is `""`.
         layers: bytes of each part that is placed whole, by path.
+        buffers: bytes of the buffers alone below each module, by path. The rest of `modules` is parameters.
         dtype: the dtype that floating-point values were counted in, or None if it was their own.
 
     Example:
@@ -40,6 +41,7 @@ class Sizes:
 
     modules: Mapping[str, int]
     layers: Mapping[str, int]
+    buffers: Mapping[str, int]
     dtype: str | None = None
 
     @property
@@ -80,11 +82,13 @@ def sizes(model: nn.Module, dtype: Dtype | None = None, *, no_split: Collection[
     """
     bits = bits_of(dtype)
     modules: dict[str, int] = {}
+    buffers: dict[str, int] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         tensors = [*module.parameters(), *module.buffers()]
         modules[path] = nbytes(tensors, bits)
+        buffers[path] = nbytes(module.buffers(), bits)
     parts = {layer.path: nbytes(layer.tensors.values(), bits) for layer in layers(model, no_split)}
-    return Sizes(modules, parts, None if dtype is None else str(dtype).removeprefix("torch."))
+    return Sizes(modules, parts, buffers, None if dtype is None else str(dtype).removeprefix("torch."))
 
 
 def bits_of(dtype: Dtype | None) -> int | None:

@@ -36,6 +36,7 @@ class Slot:
         in_place: whether the layer computes with the values in the mapped file.
         version: that of the values when they were mapped.
         seen: the tensor that the module was given last.
+        shared: whether another unit has the same tensor.
     """
 
     module: nn.Module
@@ -50,6 +51,7 @@ class Slot:
     in_place: bool = False
     version: int = 0
     seen: torch.Tensor | None = None
+    shared: bool = False
 
     def release(self) -> None:
         """Let the module see no values, or let the pages of its file go, unless somebody wrote to them."""
@@ -76,6 +78,11 @@ class Slot:
     def absent(self) -> bool:
         """Whether the module sees no values now."""
         return self._registered.get(self.key) is self.empty
+
+    @property
+    def registered(self) -> Any:
+        """The tensor that the module sees now."""
+        return self._registered.get(self.key)
 
     def check(self) -> None:
         """Raise OwnershipError if somebody else gave the module another tensor."""
@@ -122,6 +129,13 @@ def restore(slots: Iterable[Slot], move: Callable[[torch.Tensor, Device], torch.
 
 
 @attrs.define(eq=False)
+class SharedCopy:
+    """A copy of a tied tensor on a device, for all units that need it at one time."""
+
+    fetched: Fetched
+
+
+@attrs.define(eq=False)
 class Unit:
     """A layer.
 
@@ -134,6 +148,7 @@ class Unit:
         depth: how many of its forward passes have begun and not ended.
         pending: its tensors, while they are fetched.
         here: whether they are on its device.
+        copies: those of them that other units may share.
     """
 
     path: str
@@ -144,6 +159,7 @@ class Unit:
     depth: int = 0
     pending: Future[Fetched] | None = None
     here: bool = False
+    copies: list[SharedCopy] = attrs.field(factory=list)
 
     @property
     def trained(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,7 @@ import torch
 
 from fnaccel.big.mapped_pages import read_ahead
 from fnaccel.big.mover import Mover
-from fnaccel.big.unit import Fetched, Unit, put
+from fnaccel.big.unit import Fetched, SharedCopy, Slot, Unit, put
 from fnaccel.errors import CapabilityError
 
 
@@ -56,6 +57,10 @@ class Walker:
         self._stays: Unit | None = None  # it was called twice in a row the last time
         self._ahead: list[Unit] = []
         self._held: set[int] = set()
+        # alive as long as a unit holds them
+        self._copies: weakref.WeakValueDictionary[tuple[object, ...], SharedCopy] = (
+            weakref.WeakValueDictionary()
+        )
         self._process = 0
         self._begin_process()
 
@@ -110,6 +115,7 @@ class Walker:
     def release(self, unit: Unit) -> None:
         """Take a unit away."""
         unit.depth, unit.here = 0, False
+        unit.copies = []
         self._held.discard(id(unit))
         for slot in unit.slots:
             slot.release()
@@ -184,7 +190,24 @@ class Walker:
             if slot.in_place:
                 read_ahead(slot.value)
         copied = [slot for slot in unit.slots if not slot.in_place]
-        return self._mover.fetch([slot.computed() for slot in copied], unit.device)
+        own = self._mover.fetch([slot.computed() for slot in copied if not slot.shared], unit.device)
+        shared = {id(slot): self._shared_copy(slot, unit) for slot in copied if slot.shared}
+
+        def hand_over() -> list[torch.Tensor]:
+            unit.copies = list(shared.values())
+            values = iter(own())
+            return [shared[id(slot)].fetched()[0] if id(slot) in shared else next(values) for slot in copied]
+
+        return hand_over
+
+    def _shared_copy(self, slot: Slot, unit: Unit) -> SharedCopy:
+        """The copy of a tied tensor that another unit has now, or else one that is begun."""
+        key = id(slot.value), slot.dtype, unit.device
+        copy = self._copies.get(key)
+        if copy is None:
+            copy = SharedCopy(self._mover.fetch([slot.computed()], unit.device))
+            self._copies[key] = copy
+        return copy
 
     def _bring(self, unit: Unit) -> None:
         for slot in unit.slots:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Generator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 def making(
     parameters: torch.device | str | int, buffers: torch.device | str | int | None = None
 ) -> Generator[None]:
-    """Send what modules register to a device, while the body runs.
+    """Send what modules register to a device, while the body runs. Other threads build as before.
 
     A tensor that is registered under two names stays one tensor.
 
@@ -22,27 +23,72 @@ def making(
         parameters: the device for parameters.
         buffers: the device for buffers. None leaves them where they are made.
     """
-    from unittest import mock  # noqa: PLC0415 - slow to import, and rarely needed
+    entered = _Making(parameters, buffers)
+    _of_thread.entered.append(entered)
+    try:
+        with _registering():
+            yield
+    finally:
+        _of_thread.entered.remove(entered)
 
-    register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first keeps its id from being used again
 
-    def parameter(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
-        # a lazy one has no shape yet
-        if value is not None and not nn.parameter.is_lazy(value):
-            value = _on(value, parameters, moved)
-        register_parameter(module, name, value)
+class _Making:
+    """The devices of one `making`, and the tensors that it moved, by `id`.
+
+    It holds the originals, so that no other tensor gets the `id` of one.
+    """
+
+    def __init__(
+        self, parameters: torch.device | str | int, buffers: torch.device | str | int | None
+    ) -> None:
+        self.parameters, self.buffers = parameters, buffers
+        self.moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.entered: list[_Making] = []
+
+
+_of_thread = _OfThread()
+_lock = threading.Lock()
+_replaced: list[tuple[Any, Any]] = []
+"""The methods of torch that were replaced: one entry for each `making` of any thread."""
+
+
+@contextlib.contextmanager
+def _registering() -> Generator[None]:
+    """Have modules register by `_of_thread`. The last thread that leaves puts torch's methods back."""
+    module: Any = nn.Module
+    with _lock:
+        methods = _replaced[0] if _replaced else (module.register_parameter, module.register_buffer)
+        if not _replaced:
+            module.register_parameter, module.register_buffer = _registers(*methods)
+        _replaced.append(methods)
+    try:
+        yield
+    finally:
+        with _lock:
+            _replaced.pop()
+            if not _replaced:
+                module.register_parameter, module.register_buffer = methods
+
+
+def _registers(register_parameter: Any, register_buffer: Any) -> tuple[Any, Any]:
+    def parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        for entered in reversed(_of_thread.entered):
+            # a lazy one has no shape yet
+            if param is not None and not nn.parameter.is_lazy(param):
+                param = _on(param, entered.parameters, entered.moved)
+        register_parameter(module, name, param)
 
     def buffer(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        if tensor is not None and buffers is not None:
-            tensor = _on(tensor, buffers, moved)
+        for entered in reversed(_of_thread.entered):
+            if tensor is not None and entered.buffers is not None:
+                tensor = _on(tensor, entered.buffers, entered.moved)
         register_buffer(module, name, tensor, persistent)
 
-    with (
-        mock.patch.object(nn.Module, "register_parameter", parameter),
-        mock.patch.object(nn.Module, "register_buffer", buffer),
-    ):
-        yield
+    return parameter, buffer
 
 
 def _on(value: Any, device: torch.device | str | int, moved: dict[int, tuple[Any, Any]]) -> Any:

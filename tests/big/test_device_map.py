@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +16,7 @@ from fnaccel.big.budget import detected_budget, parse_bytes
 from fnaccel.big.device_map import place_of
 from fnaccel.big.layers import layers
 from tests.big.models import Net, Small, nets
+from tests.big.movers import Simulated
 
 
 def test_the_facts():
@@ -39,6 +41,12 @@ def test_the_facts():
 def test_sizes_by_dtype(dtype, total):
     # 57 floating-point values, and a count of batches of 8 bytes
     assert fa.big.sizes(Small(), dtype).total == total
+
+
+def test_buffers_are_told_from_parameters():
+    found = fa.big.sizes(Small())
+    assert found.buffers == {"": 40, "linear1": 0, "batchnorm": 40, "linear2": 0}
+    assert fa.big.sizes(Small(), "bf16").buffers[""] == 24  # a count of batches keeps its 8 bytes
 
 
 def test_tied_parameters_count_once():
@@ -114,6 +122,96 @@ def test_a_layer_that_no_accelerator_holds_runs_on_the_cpu():
     assert "1 has 200 B" in str(error.value)
 
 
+def test_gaps_are_filled_with_later_layers():
+    assert devices(chain(44, 20, 40), {0: 256}) == ["disk", 0, "disk"]  # 80, and room for 176
+    assert devices(chain(44, 20, 40), {0: 255}) == ["disk"] * 3
+    assert devices(chain(5, 9, 2, 9), {0: 64, 1: 16}) == [0, "disk", 0, "disk"]
+    assert devices(chain(5, 9, 2, 9), {0: 63, 1: 36}) == [0, 1, "disk", "disk"]
+    assert devices(chain(9, 5, 5, 6, 9), {0: 80}) == [0, "disk", "disk", "disk", "disk"]
+    assert devices(chain(9, 5, 5, 6, 9), {"cpu": 80}) == ["cpu", "disk", "disk", "disk", "disk"]
+
+
+def test_layers_that_the_run_device_has_no_room_for():
+    parts = chain(1, 9, 5, 5, 6)
+    placed = fa.big.device_map(parts, {0: 4, 1: 40, "cpu": 100}, "sequential")
+    assert placed.places == {"0": 1, "1": 1, "2": "cpu", "3": "cpu", "4": "cpu"}
+    assert placed.on_cpu == {"2", "3", "4"}
+    with pytest.raises(fa.errors.ArgumentError, match=r"2 has 20 B and would be offloaded\. 0 runs") as error:
+        fa.big.device_map(parts, {0: 4, 1: 40})
+    assert "name 1 first in the budget" in error.value.fix
+
+
+def test_blocks_are_split_only_if_accelerators_would_be_empty():
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)) for _ in range(3))
+
+    net = Blocks()  # a block has 3,360 bytes
+    placed = fa.big.device_map(net, {0: 5000})
+    assert [path for path, device in placed.items() if device == 0] == ["blocks.0.0"]
+    assert "blocks.0-2: split, because no accelerator" in str(placed)
+    whole = fa.big.device_map(net, {0: 6720})
+    assert whole.places == {"blocks.0": 0, "blocks.1": "disk", "blocks.2": "disk"}
+    assert not whole.notes
+    # the layers of a split block are fetched one by one, so a block can be on the device beside one
+    assert fa.big.device_map(net, {0: 5040})["blocks.0"] == 0
+    assert fa.big.device_map(net, {0: 5040, 1: 3360}).places == {
+        "blocks.0": 1,
+        "blocks.1": "disk",
+        "blocks.2": "disk",
+    }
+
+
+class Masked(nn.Module):
+    """A linear layer of 40 kB and a mask of 4 MB."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(100, 100, bias=False)
+        self.register_buffer("mask", torch.zeros(1000, 1000))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_buffers_count_where_they_stay():
+    net = nn.Sequential(*(Masked() for _ in range(10)))
+    placed = fa.big.device_map(net, {0: "10MB", "cpu": "1GB"})
+    assert "buffers of offloaded layers stay on 0" in str(placed)
+    assert "it has 10 MB. They fit with offload_buffers=True" in str(placed)
+    enough = fa.big.device_map(net, {0: "40.1MB", "cpu": "1GB"})
+    assert not enough.notes
+    assert sum(enough.buffers.values()) == 36_000_000
+    assert "40 MB  40.1 MB" in str(enough)
+    assert fa.big.DeviceMap.from_json(enough.to_json()).buffers == enough.buffers
+    offloading = fa.big.device_map(net, {0: "10MB", "cpu": "1GB"}, offload_buffers=True)
+    assert not offloading.notes
+    assert not offloading.buffers
+    assert offloading.places == {"0": 0, **{str(index): "cpu" for index in range(1, 10)}}
+    assert (
+        fa.big.DeviceMap.from_json(offloading.to_json())
+        == offloading
+        != attrs.evolve(offloading, offload_buffers=False)
+    )
+
+
+@pytest.mark.parametrize(("budget", "offload_buffers"), [("40.1MB", False), ("10MB", True)])
+def test_a_dispatch_holds_what_its_map_says(budget, offload_buffers):
+    net = nn.Sequential(*(Masked() for _ in range(10))).requires_grad_(False)
+    placed = fa.big.device_map(net, {0: budget, "cpu": "1GB"}, offload_buffers=offload_buffers)
+    mover = Simulated()
+    run = fa.big.dispatch(net, placed, prefetch=0, mover=mover)
+    net(torch.ones(1, 100))
+    activations = 100_000
+    assert mover.most[0] <= parse_bytes(budget) + activations
+    run.remove()
+    mover = Simulated()
+    fa.big.dispatch(net, placed, prefetch=0, offload_buffers=not offload_buffers, mover=mover)
+    net(torch.ones(1, 100))
+    assert (mover.most[0] > parse_bytes(budget) + activations) == offload_buffers
+
+
 def test_a_block_that_no_accelerator_holds_is_split():
     net = Net(width=6, words=2, tied=False)
     placed = fa.big.device_map(net, {0: 500, "cpu": 10_000})
@@ -141,18 +239,23 @@ def test_a_map_covers_all_and_only_the_model_within_the_budget(net, accelerators
     try:
         placed = fa.big.device_map(net, budget, strategy)
     except fa.errors.ArgumentError as error:
-        assert "no device of the budget can run it" in str(error)  # noqa: PT017
+        assert "no device of the budget can run it" in str(error) or "would be offloaded" in str(error)  # noqa: PT017
         assert max(accelerators) < fa.big.sizes(net).total
         return
     placed.check(net)
     names = [name for name, _ in [*net.named_parameters(), *net.named_buffers()]]
     assert all(place_of(name, placed.places) is not None for name in names)
-    used = dict.fromkeys(budget, 0)
+    used = dict.fromkeys([*budget, "disk"], 0)
     seen = set()
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
-        if placed.device_of(name) != "disk" and id(tensor) not in seen:
-            used[placed.device_of(name)] += tensor.nbytes
+        home = placed.device_of(name)
+        apart = place_of(name, placed.places) in placed.on_cpu
+        stays = isinstance(home, str) and not apart and not isinstance(tensor, nn.Parameter)
+        if id(tensor) not in seen:
+            used[placed.main if stays else home] += tensor.nbytes
         seen.add(id(tensor))
+    if "of buffers of offloaded layers stay on" in str(placed):
+        used[placed.main] -= sum(placed.buffers.values())
     assert all(used[device] <= budget[device] for device in budget)
     assert sum(placed.sizes.values()) == fa.big.sizes(net).total
     assert fa.big.device_map(net, budget, strategy) == placed

@@ -497,6 +497,115 @@ def test_a_dispatched_model_is_not_moved_or_copied(tmp_path):
     copy.deepcopy(net).half()
 
 
+@pytest.mark.parametrize("placed", [{"": 0}, {"": 0, "blocks.1": 1, "head": 1, "norm": 1}])
+def test_a_copy_without_offloaded_layers_has_a_dispatch_of_its_own(placed):
+    net = Net(tied=False).eval()
+    calls = []
+    net.head.register_forward_pre_hook(lambda *_: calls.append(1))
+    expected = output(net)
+    mover = Simulated()
+    run = fa.big.dispatch(net, placed, mover=mover)
+    parent = nn.ModuleDict({"net": net, "other": nn.Linear(1, 1)})
+    other = copy.deepcopy(parent)["net"]
+    assert fa.big.dispatch_of(net) is run
+    assert fa.big.dispatch_of(other) not in (None, run)
+    assert fa.big.dispatch_of(other).map == run.map
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    calls.clear()
+    with Devices():
+        assert torch.equal(output(net), expected)
+        assert not output(other).any()
+    assert len(calls) == 2
+    run.remove()
+    with Devices():
+        assert not output(other).any()
+    fa.big.dispatch_of(other).remove()
+    assert not any(module._forward_pre_hooks for module in other.modules() if module is not other.head)
+
+
+class Nested(nn.Linear):
+    """A linear layer whose inner modules hold its weight."""
+
+    def __init__(self):
+        super().__init__(50, 50)
+        self.inner = nn.ModuleList(nn.Linear(50, 50) for _ in range(3))
+        for layer in self.inner:
+            layer.weight = self.weight
+
+    def forward(self, x):
+        x = super().forward(x)
+        for layer in self.inner:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_nested_tied_weight_is_sent_once(tmp_path, home, prefetch):
+    model = nn.Sequential(Nested(), nn.Linear(50, 50)).requires_grad_(False)
+    x = torch.ones(1, 50)
+    expected = model(x)
+    run, mover = offloaded(model, tmp_path, home, prefetch=prefetch)
+    with Devices():
+        for number in range(3):
+            before = len(mover.moves)
+            assert torch.equal(model(x), expected)
+            weights = [move for move in mover.moves[before:] if move[0] == (50, 50) and move[2] == 0]
+            # the last layer's own, and one that is fetched ahead for the next pass
+            assert len(weights) <= (2 if number == 0 or not prefetch else 3)
+    assert mover.most[0] <= 20_000 + 8 * 200 + 2000
+    run.send_home()
+    assert mover.live[0] == 0
+    run.remove()
+    assert model[0].inner[2].weight is model[0].weight
+
+
+def test_values_on_another_device(tmp_path):
+    net = Net()
+    before = values(net)
+    mover = Simulated()
+    run = fa.big.dispatch(
+        net, {"": "disk", "norm": 0, "head": "disk"}, folder=tmp_path, device=0, mover=mover
+    )
+    with run.fetched(device=1) as whole:
+        assert all(device_of(tensor) == 1 for tensor in [*whole.parameters(), *whole.buffers()])
+        assert whole.head.weight is whole.embed.weight
+        assert all(torch.equal(p, before[name]) for name, p in whole.named_parameters())
+    assert device_of(net.norm.weight) == 0
+    assert mover.live[1] == 0
+    assert net.blocks[1].up.weight.is_meta
+    with fa.big.fetched(net, "cpu"), run.fetched("blocks.1", device=1) as block:
+        assert device_of(block.up.weight) == 1
+        assert device_of(net.blocks[0].up.weight) == "cpu"
+    with pytest.raises(fa.errors.ArgumentError, match="disk"), run.fetched(device="disk"):
+        pass
+    with pytest.raises(fa.errors.CapabilityError, match="the device 7"), run.fetched(device=7):
+        pass
+    with torch.inference_mode():
+        assert torch.isfinite(net.eval()(TOKENS)["logits"]).all()
+    run.remove()
+    check_restored(net, before)
+
+
+def test_values_of_a_module_that_is_not_dispatched():
+    net, mover = Net(), Simulated()
+    pointers = [tensor.data_ptr() for tensor in net.parameters()]
+    parameters = list(net.parameters())
+    with fa.big.fetched(net, 1, mover=mover) as module:
+        assert all(device_of(tensor) == 1 for tensor in [*module.parameters(), *module.buffers()])
+        module.norm.weight.data.fill_(7)
+    assert [tensor.data_ptr() for tensor in net.parameters()] == pointers
+    assert all(one is other for one, other in zip(net.parameters(), parameters, strict=True))
+    assert (net.norm.weight == 7).all()
+    assert mover.live[1] == 0
+    with fa.big.empty():
+        empty = Net()
+    with pytest.raises(fa.errors.ArgumentError, match="no values"), fa.big.fetched(empty, "cpu"):
+        pass
+
+
 class Asks(nn.Module):
     """Reads the device and the dtype of weights that are elsewhere, as models of transformers do."""
 

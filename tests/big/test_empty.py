@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 import torch
 from torch import nn
 
@@ -44,6 +48,31 @@ def test_a_parameter_that_is_registered_twice_stays_one():
     assert not twice.a.requires_grad
     assert twice.c is twice.d
     assert list(twice.state_dict()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_other_threads_build_as_before(buffers):
+    methods = nn.Module.register_parameter, nn.Module.register_buffer
+    with ThreadPoolExecutor(1) as pool, fa.big.empty(buffers=buffers):
+        other = pool.submit(Net).result()
+        net = Net()
+    assert not any(t.is_meta for t in [*other.parameters(), *other.buffers()])
+    assert all(p.is_meta for p in net.parameters())
+    assert methods == (nn.Module.register_parameter, nn.Module.register_buffer)
+
+
+def test_two_threads_that_leave_in_any_order():
+    methods = nn.Module.register_parameter, nn.Module.register_buffer
+    with ThreadPoolExecutor(1) as pool:
+        first, second = contextlib.ExitStack(), contextlib.ExitStack()
+        first.enter_context(fa.big.empty())
+        pool.submit(second.enter_context, fa.big.empty()).result()
+        first.close()
+        assert not Net().embed.weight.is_meta
+        assert pool.submit(Net).result().embed.weight.is_meta
+        pool.submit(second.close).result()
+        assert not pool.submit(Net).result().embed.weight.is_meta
+    assert methods == (nn.Module.register_parameter, nn.Module.register_buffer)
 
 
 def test_on_a_device():

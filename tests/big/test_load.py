@@ -126,13 +126,53 @@ def test_a_strategy_in_the_place_of_a_map(tmp_path):
     assert torch.equal(output(model), output(net()))
 
 
+@pytest.mark.parametrize("name", [None, "weight_map.index.json", "model.index.fp16.json", "index.json"])
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_the_path_of_an_index(tmp_path, suffix):
+def test_an_index_of_any_name(tmp_path, suffix, name):
     original = net()
     (index,) = sharded(tmp_path / "sharded", original, suffix).glob("*.index.json")
-    model = empty()
-    fa.big.load(model, index).remove()
-    assert torch.equal(output(model), output(original))
+    index = index if name is None else index.rename(index.with_name(name))
+    for path in (index, index.parent):
+        model = empty()
+        fa.big.load(model, path).remove()
+        assert torch.equal(output(model), output(original))
+    (index.parent / next(iter(json.loads(index.read_text())["weight_map"].values()))).unlink()
+    for path in (index, index.parent) if suffix == "bin" else (index,):
+        with pytest.raises(fa.errors.CheckpointError, match=r"is missing, and .* lists it"):
+            fa.big.load(empty(), path)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_the_index_that_is_given_counts(tmp_path, suffix):
+    """A variant lies beside the usual files, as on the Hub."""
+    first, second = net(), net()
+    second.norm.weight.data.add_(1)
+    folder = sharded(tmp_path / "sharded", first, suffix)
+    other = sharded(tmp_path / "other", second, suffix)
+    (index,) = other.glob("*.index.json")
+    files = json.loads(index.read_text())["weight_map"]
+    for file in set(files.values()):
+        (other / file).rename(folder / f"fp16-{file}")
+    variant = folder / index.name.replace(".index", ".index.fp16")
+    variant.write_text(json.dumps({"weight_map": {key: f"fp16-{file}" for key, file in files.items()}}))
+    for path, expected in ((folder, first), (variant, second)):
+        model = empty()
+        fa.big.load(model, path).remove()
+        assert torch.equal(output(model), output(expected))
+
+
+def test_an_index_of_unknown_files(tmp_path):
+    index = tmp_path / "weight_map.index.json"
+    for text in (
+        "{",
+        "[]",
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": "a.txt"}}',
+        '{"weight_map": {"a": 1}}',
+    ):
+        index.write_text(text)
+        with pytest.raises(fa.errors.CheckpointError, match="no checkpoint of a known format"):
+            fa.big.load(empty(), index)
 
 
 @pytest.mark.parametrize("placed", ["cpu", "disk"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MAPS, DISPATCH, LOAD = "tests/big/test_device_map.py", "tests/big/test_dispatch.py", "tests/big/test_load.py"
+FILLING = "tests/big/test_filling.py"
 
 MUTANTS = [
     Mutant(
@@ -24,8 +25,23 @@ MUTANTS = [
         (MAPS, "-k", "no_accelerator_holds_runs"),
     ),
     Mutant(
-        "tied layers apart", "big/device_map.py", "        for other in others:  # this layer ties two groups",
+        "tied layers apart", "big/deciding.py", "        for other in others:  # this layer ties two groups",
         "        for other in ():", (MAPS, "-k", "stay_together"),
+    ),
+    Mutant(
+        "gaps without room for offloaded layers", "big/placing.py", "left = room - largest - sum(", "left = room - sum(",
+        (FILLING, "-k", "run_device_holds"),
+    ),
+    Mutant(
+        "layers that are fetched with their block", "big/device_map.py", "decision.fetched_alone.union(", "frozenset().union(",
+        (FILLING, "-k", "run_device_holds"),
+    ),
+    Mutant(
+        "buffers that count with their layers", "big/placing.py", "    limits[0] -= reserved\n", "", (MAPS, "-k", "where_they_stay"),
+    ),
+    Mutant(
+        "parts of a block on two accelerators", "big/placing.py", "if not part.run_only}, room[at])", "}, room[at])",
+        (MAPS, "-k", "only_if_accelerators"),
     ),
     Mutant(
         "one layer more on the device", "big/walker.py", "len(seen) <= self._prefetch", "len(seen) <= self._prefetch + 1",

@@ -17,8 +17,8 @@ from fnaccel.interchange.sources.accelerate import is_accelerate, open_accelerat
 from fnaccel.interchange.sources.dcp import open_dcp
 from fnaccel.interchange.sources.deepspeed import find_tag, open_deepspeed
 from fnaccel.interchange.sources.fnaccel_files import is_own, open_own
-from fnaccel.interchange.sources.safetensors_files import open_safetensors
-from fnaccel.interchange.sources.torch_files import SUFFIXES, open_torch
+from fnaccel.interchange.sources.safetensors_files import is_index, open_safetensors, suffixes_of
+from fnaccel.interchange.sources.torch_files import SUFFIXES, open_torch, torch_indices
 
 Format = Literal["accelerate", "dcp", "deepspeed", "fnaccel", "safetensors", "torch"]
 FORMATS = get_args(Format)
@@ -41,8 +41,8 @@ def opened(
         UnknownNameError: no such format.
     """
     form = detect(path) if form is None else form
-    if path.name.endswith(INDEX) and path.is_file():
-        path = path.parent
+    index = path if is_index(path.name) and path.is_file() else None
+    path = path if index is None else path.parent
     if form not in FORMATS:
         raise UnknownNameError(
             f"no format is called {form!r}", where=f"reading {path}", fix=nearest(form, FORMATS)
@@ -54,9 +54,9 @@ def opened(
         if form == "fnaccel":
             source = open_own(path, stack, step)
         elif form == "safetensors":
-            source = open_safetensors(path, stack)
+            source = open_safetensors(path, stack, index)
         elif form == "torch":
-            source = open_torch(path)
+            source = open_torch(path, index)
         elif form == "accelerate":
             source = open_accelerate(path, stack, trust=trust)
         elif form == "dcp":
@@ -100,8 +100,6 @@ def _check_extent(source: Source) -> None:
         fix="save tensors with values of their own: {name: x.clone() for name, x in state_dict.items()}",
     )
 
-
-INDEX = ".index.json"
 
 _MOST_SHARED = 64
 """How many times the bytes of its files a source may hold: layers may share weights, not without end."""
@@ -163,10 +161,13 @@ def detect(path: Path) -> str:
 
 
 def _of_file(path: Path) -> str | None:
-    if path.name.endswith((".safetensors", f".safetensors{INDEX}")):
+    if path.name.endswith((".safetensors", ".safetensors.index.json")):
         return "safetensors"
-    if path.name == f"pytorch_model.bin{INDEX}":
-        return "torch"
+    if is_index(path.name):
+        suffixes = suffixes_of(path)
+        if suffixes == [".safetensors"]:
+            return "safetensors"
+        return "torch" if suffixes and set(suffixes) <= set(SUFFIXES) else None
     return "torch" if path.suffix in SUFFIXES else None
 
 
@@ -181,7 +182,7 @@ def _of_directory(path: Path, names: list[str]) -> str | None:
         return "safetensors"
     files = [name for name in names if name.endswith(SUFFIXES)]
     weight_files = {"pytorch_model.bin", "pytorch_model.bin.index.json"} & set(names)
-    return "torch" if weight_files or len(files) == 1 else None
+    return "torch" if weight_files or len(files) == 1 or torch_indices(path) else None
 
 
 def _missing(path: Path) -> CheckpointError:

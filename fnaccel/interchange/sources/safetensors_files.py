@@ -21,11 +21,17 @@ from fnaccel.checkpoint.format.mapped import Block, Mapped
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 _INDEX = "*.safetensors.index.json"
+_INDEX_NAME = re.compile(r"(\A|\.)index(\.[^.]+)?\.json\Z")
 _SHARDING = "DCP_SHARDING_INFO"  # the key of torch.distributed.checkpoint's Hugging Face writer
 
 
-def open_safetensors(path: Path, stack: ExitStack) -> Source:
+def open_safetensors(path: Path, stack: ExitStack, index: Path | None = None) -> Source:
     """A file, or a directory of files. They are closed with `stack`.
+
+    Args:
+        path: of the file or of the directory.
+        stack: closes the files.
+        index: which index of the directory. By default the usual one, if there is one.
 
     Raises:
         CheckpointError: damaged, contradictory, or none there.
@@ -35,7 +41,7 @@ def open_safetensors(path: Path, stack: ExitStack) -> Source:
     pieces: dict[str, list[tuple[Path, Block]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     same: dict[str, str] = {}
-    files, listed = _listed(path)
+    files, listed = _listed(path, index)
     for file in files:
         handle = mapped.handle(file)
         notes: Mapping[str, str] = handle.metadata() or {}
@@ -72,15 +78,36 @@ def files_of(path: Path) -> list[Path]:
     return _listed(path)[0]
 
 
-def _listed(path: Path) -> tuple[list[Path], set[str]]:
+def _listed(path: Path, index: Path | None = None) -> tuple[list[Path], set[str]]:
     """The files, and the tensors that an index says are in them."""
     if path.is_file():
         return [path], set()
-    indices = sorted(path.glob(_INDEX))
+    indices = [index] if index is not None else sorted(path.glob(_INDEX))
+    main = path / "model.safetensors"
+    if not indices and not main.is_file():
+        indices = [other for other in indices_in(path) if set(suffixes_of(other)) == {".safetensors"}]
     if indices:
         return indexed(indices[0])
-    main = path / "model.safetensors"
     return [main] if main.is_file() else sorted(path.glob("*.safetensors")), set()
+
+
+def is_index(name: str) -> bool:
+    """Whether a file is named as an index of shards: `weight_map.index.json`, `model.index.fp16.json`."""
+    return _INDEX_NAME.search(name) is not None
+
+
+def indices_in(folder: Path) -> list[Path]:
+    """The files of a folder that are named as an index of shards, by name."""
+    return sorted(file for file in folder.iterdir() if is_index(file.name) and file.is_file())
+
+
+def suffixes_of(index: Path) -> list[str]:
+    """The suffixes of the files that an index lists, each once. Empty if it can't be read."""
+    try:
+        listed = json.loads(index.read_bytes())["weight_map"]
+        return sorted({Path(name).suffix for name in listed.values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
+        return []
 
 
 def indexed(index: Path, pattern: re.Pattern[str] = NAME) -> tuple[list[Path], set[str]]:

@@ -14,7 +14,7 @@ import torch
 
 from fnaccel.checkpoint.format.found import Found, Numbered, Source, damaged, held
 from fnaccel.errors import CheckpointError
-from fnaccel.interchange.sources.safetensors_files import indexed
+from fnaccel.interchange.sources.safetensors_files import indexed, indices_in, suffixes_of
 
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict")
@@ -23,15 +23,19 @@ _NAME = re.compile(r"[^/\\\0]+")
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
-def open_torch(path: Path) -> Source:
+def open_torch(path: Path, index: Path | None = None) -> Source:
     """A file of `torch.save`, or a directory of them with the index of Hugging Face.
+
+    Args:
+        path: of the file or of the directory.
+        index: which index of the directory. By default the usual one, or else any.
 
     Raises:
         CheckpointError: it holds more than tensors and plain data, is damaged, or holds no weights.
     """
     weights: dict[str, Found] = {}
     optimizer: Any = None
-    files, listed = _files_of(path)
+    files, listed = _files_of(path, index)
     for file in files:
         content = load_plain(file)
         part, beside = _weights_in(content, file)
@@ -39,7 +43,10 @@ def open_torch(path: Path) -> Source:
         optimizer = beside if beside is not None else optimizer
     lost = sorted(name for name in listed - weights.keys() if not name.endswith("_extra_state"))
     if lost:
-        raise damaged(f"{lost[0]} is in {_INDEX}, and in none of its files ({len(lost)} in all)", path)
+        raise damaged(
+            f"{lost[0]} is in the index, and in none of its files ({len(lost)} in all)",
+            path,
+        )
     source = Source(format="torch", path=path, weights=weights)
     return source if optimizer is None else with_optimizer(source, optimizer, path)
 
@@ -89,16 +96,24 @@ def _reason(text: str) -> str:
     return chosen[:200]
 
 
-def _files_of(path: Path) -> tuple[list[Path], set[str]]:
+def _files_of(path: Path, index: Path | None = None) -> tuple[list[Path], set[str]]:
     """The files, and the tensors that an index says are in them."""
     if path.is_file():
         return [path], set()
-    index = path / _INDEX
+    index = path / _INDEX if index is None else index
     if index.is_file():
         return indexed(index, _NAME)
     main = path / "pytorch_model.bin"
+    others = [] if main.is_file() else torch_indices(path)
+    if others:
+        return indexed(others[0], _NAME)
     files = [main] if main.is_file() else sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)[:1]
     return files, set()
+
+
+def torch_indices(folder: Path) -> list[Path]:
+    """The indices of a folder that list files of `torch.save` and no others."""
+    return [index for index in indices_in(folder) if set(suffixes_of(index) or [""]) <= set(SUFFIXES)]
 
 
 def _weights_in(content: Any, file: Path) -> tuple[dict[str, Found], Any]:
