@@ -23,7 +23,7 @@ def sections():
     found = {}
     for part in PAGE.read_text().split("\n## ")[1:]:
         title, _, body = part.partition("\n")
-        [key] = re.findall(r"`(\w+(?:\.py)?)`", title)
+        key = title.split()[-1].strip("`")
         rows = [ROW.match(line) for line in body.splitlines() if line.startswith("| `")]
         assert all(rows), title
         found["scripts" if key == "test_utils" else key] = [
