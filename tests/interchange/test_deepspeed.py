@@ -50,7 +50,7 @@ def test_what_two_ranks_of_zero_saved(tmp_path, stage, precision):
         ],
         check=True,
         capture_output=True,
-        timeout=90,
+        timeout=240,
         # it looks for ninja beside python
         env=os.environ
         | {"DS_ACCELERATOR": "cpu", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
