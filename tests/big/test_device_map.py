@@ -151,6 +151,9 @@ def test_blocks_are_split_only_if_accelerators_would_be_empty():
     placed = fa.big.device_map(net, {0: 5000})
     assert [path for path, device in placed.items() if device == 0] == ["blocks.0.0"]
     assert "blocks.0-2: split, because no accelerator" in str(placed)
+    # a block runs on one device: none of its layers goes to another accelerator, though it has room for one
+    both = fa.big.device_map(net, {0: 5000, 1: 1700})
+    assert [path for path, device in both.items() if device != "disk"] == ["blocks.0.0"]
     whole = fa.big.device_map(net, {0: 6720})
     assert whole.places == {"blocks.0": 0, "blocks.1": "disk", "blocks.2": "disk"}
     assert not whole.notes
