@@ -203,7 +203,8 @@ def _check_place(module: nn.Module) -> None:
     Hooks move values in each forward pass then. A model that lies whole on one device is moved by its engine.
     """
     for part in module.modules():  # the model may be inside a wrapper, such as peft's
-        placed: Mapping[str, object] = vars(part).get("hf_device_map") or {}
+        noted = vars(part).get("hf_device_map")
+        placed: Mapping[str, object] = noted if isinstance(noted, Mapping) else {}
         first: dict[str, str] = {}
         for path, device in placed.items():
             first.setdefault(str(device), path or "all")

@@ -36,7 +36,9 @@ def trained(strategy):
     return losses
 
 
-@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3}, {"stage": 3, "zero3_init": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "zero3_init": True}], ids=str
+)
 def test_layers_in_fp8_are_those_of_ddp(pools, options):
     expected = pools.run(2, trained, fa.ddp())[0]
     for losses in pools.run(2, trained, fa.deepspeed(**options)):

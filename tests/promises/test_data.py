@@ -68,3 +68,29 @@ def test_nothing_keeps_a_loader_alive():
 
 def read_all(shards):
     return [batch.data for batch in shards]
+
+
+class Batches:
+    """A batch sampler that is told the epoch, and begins each at another row."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        rows = [(row + self.epoch) % 8 for row in range(8)]
+        return iter([rows[start : start + 2] for start in range(0, 8, 2)])
+
+
+def test_a_batch_sampler_is_told_the_epoch():
+    with fa.start(device="cpu"):
+        shards = fa.shard(DataLoader(TensorDataset(torch.arange(8)), batch_sampler=Batches()))
+        first = read(shards)
+        second = read(shards.at(Position(epoch=1)))
+    assert first == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert second == [[1, 2], [3, 4], [5, 6], [7, 0]]
