@@ -115,6 +115,7 @@ class Deciding:
         away = {path for path, device in places.items() if device in far and path not in on_cpu}
         fetched_whole = {layer.path for layer in layers(self.model)} - {layer.path for layer in parts}
         usual = [self._part(group, cut) for group in offloadable]
+        on_run = sum(part.size for part, device in zip(usual, devices, strict=True) if device == self.run)
         return Decision(
             places,
             {name: tensor for layer in parts for name, tensor in layer.tensors.items()},
@@ -122,7 +123,7 @@ class Deciding:
             tuple(layer.path for layer in self.whole if layer.path in cut),
             frozenset(path for path in away if _inside(path, fetched_whole)),
             staying_buffers(usual, devices, far),
-            not buffers_fit(usual, devices, far, room),
+            not buffers_fit(usual, devices, far, room, on_run),
         )
 
     def _place(

@@ -110,12 +110,16 @@ def staying_buffers(parts: Sequence[Part], devices: Sequence[Device], far: Colle
 
 
 def buffers_fit(
-    parts: Sequence[Part], devices: Sequence[Device], far: Collection[Device], limit: int | None
+    parts: Sequence[Part],
+    devices: Sequence[Device],
+    far: Collection[Device],
+    limit: int | None,
+    held: int = 0,
 ) -> bool:
-    """Whether the run device can hold the buffers that stay there, beside the largest fetch."""
+    """Whether the run device can hold the buffers that stay there, the largest fetch, and `held` bytes."""
     fetched = [part.fetch for part, device in zip(parts, devices, strict=True) if device in far]
     staying = staying_buffers(parts, devices, far)
-    return not staying or limit is None or staying + max(fetched) <= limit
+    return not staying or limit is None or held + staying + max(fetched) <= limit
 
 
 def _offloading(

@@ -192,6 +192,10 @@ def test_buffers_count_where_they_stay():
     assert not offloading.notes
     assert not offloading.buffers
     assert offloading.places == {"0": 0, **{str(index): "cpu" for index in range(1, 10)}}
+    # buffers that would fit alone, and not beside the layers that are there
+    tight = fa.big.device_map(Net(width=3, depth=0, words=4, tied=True), {0: 84, "cpu": 0})
+    assert tight["embed"] == 0
+    assert "32 B of buffers of offloaded layers stay on 0" in str(tight)
     two = fa.big.device_map(net, {0: "10MB", 1: "10MB", "cpu": "1GB"})
     assert "24 MB of buffers of offloaded layers stay on 0" in str(two)  # those of layers on 1 are there
     assert sum(two.buffers.values()) == 24_000_000
