@@ -6,13 +6,16 @@ import torch
 
 from fnaccel.errors import CapabilityError, require
 from fnaccel.step.chain import Chain, takes_step
+from fnaccel.step.choices import PrecisionName
 from fnaccel.step.precision_policy import Precision, dtype_of
 from fnaccel.step.step import Phase, Transform
 from fnaccel.transforms.float8.record import Float8, float8
 
 
 @takes_step
-def with_precision(precision: Precision | Float8 | str, *, recipe: str | None = None) -> Transform | Chain:
+def with_precision(
+    precision: Precision | Float8 | PrecisionName, *, recipe: str | None = None
+) -> Transform | Chain:
     """Choose the dtypes a step computes in. It means the same on every strategy.
 
     Args:

@@ -164,6 +164,7 @@ MISTAKES = {
     "fa.snapshot(state).nonsense": ATTRIBUTE,
     "fa.interchange.adopt('x', like=state, format='zip')": ARGUMENT,
     "fa.interchange.export_hf('x', state, dtype='bf61')": ARGUMENT,
+    "fa.with_precision(loss_fn, 'bf61')": ARGUMENT,
     "fa.interchange.gather_state_dict(state, dtype='bf61')": ARGUMENT,
     "fa.optim.deepspeed_lr(0.1).nonsense": ATTRIBUTE,
     "fa.transforms.Precision(compute='bf61')": ARGUMENT,

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import fnaccel as fa
 from fnaccel.cli.selftest.results import CheckFailedError, NotAvailableError
 from fnaccel.cli.selftest.running import Ranks, on_ranks
+from fnaccel.step.choices import PrecisionName
 
 STEPS = 3
 TOLERANCE = 1e-4
@@ -85,7 +86,7 @@ def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> fa.Mean:
     return fa.Mean(F.cross_entropy(logits, labels, reduction="sum"), weight=len(labels))
 
 
-def train(strategy: str, precision: str, steps: int, folder: Path | None) -> list[float]:
+def train(strategy: str, precision: PrecisionName, steps: int, folder: Path | None) -> list[float]:
     """In a rank: train, from the checkpoint in the folder if it has one. Returns the losses.
 
     The state is saved there after the last step.
@@ -158,7 +159,7 @@ def check_strategy(text: str, ranks: Ranks, expected: list[float]) -> str:
     return _compare(on_ranks(ranks, train, text, "fp32", STEPS, None)[0], expected)
 
 
-def check_precision(precision: str, ranks: Ranks, expected: list[float]) -> str:
+def check_precision(precision: PrecisionName, ranks: Ranks, expected: list[float]) -> str:
     """Train three steps in a precision. The losses may differ by its rounding.
 
     Raises:

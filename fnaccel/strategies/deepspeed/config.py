@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fnaccel.errors import CapabilityError, ConfigError
+from fnaccel.step.choices import PrecisionName
 from fnaccel.step.precision_policy import DTYPES, Precision
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import Step
@@ -119,7 +120,8 @@ def _precision(step: Step, draft: Draft) -> Step:
         )
     settings = step.settings
     if not settings.casts:
-        enabled = [name for name in ("bf16", "fp16") if draft.written(f"{name}.enabled") is True]
+        halves: tuple[PrecisionName, ...] = ("bf16", "fp16")
+        enabled: list[PrecisionName] = [name for name in halves if draft.written(f"{name}.enabled") is True]
         if len(enabled) > 1:
             draft.object_to(f"bf16 and fp16 are both enabled in {draft.origin}")
             draft.check(_WHERE)
