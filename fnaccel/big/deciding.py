@@ -89,19 +89,20 @@ class Deciding:
 
     def _decide(self, cut: set[str]) -> Decision:
         on_cpu: set[str] = set()
+        far = [device for device in self.limits if device != self.run and device in ("cpu", "disk")]
+        room = self.limits[self.run]
         while True:
             parts = split(self.whole, [layer for layer in self.whole if layer.path in cut], self.model)
             groups = _groups(parts)
             on_cpu = _with_blocks(on_cpu, groups, cut)
             offloadable = [group for group in groups if group[0].path not in on_cpu]
             left = self._beside([group for group in groups if group[0].path in on_cpu])
-            devices = self._place(offloadable, left, cut)
-            far = [device for device in self.limits if device != self.run and device in ("cpu", "disk")]
-            room = self.limits[self.run]
+            usual = [self._part(group, cut) for group in offloadable]
+            devices = self._place(usual, left)
             too_large = [
                 group
-                for group, device in zip(offloadable, devices, strict=True)
-                if device in far and room is not None and self._fetch(group) > room
+                for group, part, device in zip(offloadable, usual, devices, strict=True)
+                if device in far and room is not None and part.fetch > room
             ]
             if not too_large:
                 break
@@ -114,7 +115,6 @@ class Deciding:
         places = {layer.path: placement.get(group[0].path, "cpu") for group in groups for layer in group}
         away = {path for path, device in places.items() if device in far and path not in on_cpu}
         fetched_whole = {layer.path for layer in layers(self.model)} - {layer.path for layer in parts}
-        usual = [self._part(group, cut) for group in offloadable]
         on_run = sum(part.size for part, device in zip(usual, devices, strict=True) if device == self.run)
         return Decision(
             places,
@@ -126,10 +126,7 @@ class Deciding:
             not buffers_fit(usual, devices, far, room, on_run),
         )
 
-    def _place(
-        self, groups: list[list[Layer]], limits: Mapping[Device, int | None], cut: Collection[str]
-    ) -> list[Device]:
-        parts = [self._part(group, cut) for group in groups]
+    def _place(self, parts: list[Part], limits: Mapping[Device, int | None]) -> list[Device]:
         devices = place(parts, list(limits.items()), self.strategy)
         if devices is None:
             total = sum(part.size for part in parts)
