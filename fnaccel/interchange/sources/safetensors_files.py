@@ -18,6 +18,7 @@ from fnaccel.checkpoint.format.dtypes import CODES
 from fnaccel.checkpoint.format.found import Found, Source, damaged
 from fnaccel.checkpoint.format.manifest import NAME
 from fnaccel.checkpoint.format.mapped import Block, Mapped
+from fnaccel.errors import CheckpointError
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 _INDEX = "*.safetensors.index.json"
@@ -104,10 +105,22 @@ def indices_in(folder: Path) -> list[Path]:
 def suffixes_of(index: Path) -> list[str]:
     """The suffixes of the files that an index lists, each once. Empty if it can't be read."""
     try:
-        listed = json.loads(index.read_bytes())["weight_map"]
-        return sorted({Path(name).suffix for name in listed.values()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
+        return sorted({Path(name).suffix for name in _weight_map(index)[1]})
+    except (CheckpointError, TypeError, OSError):
         return []
+
+
+def _weight_map(index: Path) -> tuple[set[str], set[str]]:
+    """The tensors that an index lists, and the names of their files.
+
+    Raises:
+        CheckpointError: it is no index.
+    """
+    try:
+        listed = json.loads(index.read_bytes())["weight_map"]
+        return set(listed), set(listed.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise damaged(f"{index.name} has no weight_map", index) from None
 
 
 def indexed(index: Path, pattern: re.Pattern[str] = NAME) -> tuple[list[Path], set[str]]:
@@ -120,17 +133,13 @@ def indexed(index: Path, pattern: re.Pattern[str] = NAME) -> tuple[list[Path], s
     Raises:
         CheckpointError: it is none, or names a file that is missing or lies elsewhere.
     """
-    try:
-        listed = json.loads(index.read_bytes())["weight_map"]
-        names = set(listed.values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise damaged(f"{index.name} has no weight_map", index) from None
+    tensors, names = _weight_map(index)
     for name in sorted(names, key=str):
         if not isinstance(name, str) or not pattern.fullmatch(name):
             raise damaged(f"{index.name} names the file {name!r}, which can't be one of its own", index)
         if not (index.parent / name).is_file():
             raise damaged(f"{name} is missing, and {index.name} lists it", index)
-    return [index.parent / name for name in sorted(names)], set(listed)
+    return [index.parent / name for name in sorted(names)], tensors
 
 
 def _placed(notes: Mapping[str, str], file: Path) -> dict[str, tuple[int, ...]]:

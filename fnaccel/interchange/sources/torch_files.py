@@ -43,10 +43,7 @@ def open_torch(path: Path, index: Path | None = None) -> Source:
         optimizer = beside if beside is not None else optimizer
     lost = sorted(name for name in listed - weights.keys() if not name.endswith("_extra_state"))
     if lost:
-        raise damaged(
-            f"{lost[0]} is in the index, and in none of its files ({len(lost)} in all)",
-            path,
-        )
+        raise damaged(f"{lost[0]} is in the index, and in none of its files ({len(lost)} in all)", path)
     source = Source(format="torch", path=path, weights=weights)
     return source if optimizer is None else with_optimizer(source, optimizer, path)
 
