@@ -200,17 +200,28 @@ class RankPool:
                 try:
                     answer: _Answer = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    self._kill()
-                    raise LaunchError(
-                        f"rank {rank} died in {name}",
-                        where=f"RankPool({self.size}).run",
-                        fix="run the function in one process to see why it ends",
-                    ) from None
+                    raise self._death(rank, name) from None
                 answers[rank] = answer
                 if answer.result is None and not failed:
                     failed = True  # the others may wait for this one in a collective: not for long
                     deadline = min(deadline, time.monotonic() + _GRACE)
         return answers
+
+    def _death(self, rank: int, name: str) -> LaunchError:
+        """What ended this rank, with the stacks that its fault handler wrote. Ends the other ranks."""
+        process = self._ranks[rank]
+        process.join(_GRACE)
+        code = process.exitcode
+        by = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        error = LaunchError(
+            f"rank {rank} died in {name}: {by}",
+            where=f"RankPool({self.size}).run",
+            fix="run the function in one process to see why it ends",
+        )
+        if stacks := _stack_file(self._folder or Path(), rank).read_text():
+            error.add_note(f"rank {rank} was in:\n{_above_the_pool(stacks)}")
+        self._kill()
+        return error
 
     def _stacks(self, ranks: list[int]) -> str:
         """The Python stacks of the threads of each of these ranks."""
@@ -325,7 +336,8 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
     stacks = _stack_file(folder, rank).open("w")
-    faulthandler.register(signal.SIGUSR1, stacks)
+    faulthandler.enable(stacks)  # of a crash
+    faulthandler.register(signal.SIGUSR1, stacks)  # of a rank that hangs
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while (order := pipe.recv_bytes()) != _STOP:
             pipe.send_bytes(pickle.dumps(_obey(pickle.loads(order), rank, size, timeout)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 
 import pytest
@@ -111,15 +112,26 @@ def alive(pid):
     return True
 
 
+def crash():
+    if world.current().rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
 @pytest.mark.parametrize(
-    ("fn", "message"), [(hang, "rank 1 did not return from hang"), (die, "rank . died in die|")]
+    ("fn", "message"),
+    [
+        (hang, "rank 1 did not return from hang"),
+        # rank 0's own error, if it notices before the pool does
+        (die, "rank 1 died in die: exit code 3|Connection (closed|reset) by peer"),
+        (crash, "rank 1 died in crash: signal SIGSEGV"),
+    ],
 )
 def test_a_pool_survives_its_ranks(fn, message):
     with RankPool(2, timeout=5.0 if fn is die else 0.5) as pool:
         before = pool.run(process_id)
         with pytest.raises((LaunchError, RuntimeError), match=message) as caught:
             pool.run(fn)
-        assert fn is die or "in hang" in caught.value.__notes__[0]
+        assert fn is die or f"in {fn.__name__}" in caught.value.__notes__[0]
         assert not any(alive(pid) for pid in before) or fn is die
         after = pool.run(process_id)
         assert before[1] != after[1]
