@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.engine.step_totals import Agreement, Report
+from fnaccel.engine.combine import Agreement
 from fnaccel.engine.stop_request import Notice
+from fnaccel.engine.totals import Totals
 from fnaccel.step.loss import LossParts
 from fnaccel.testing import count_collectives
 from fnaccel.world.world import current
@@ -334,7 +335,7 @@ def beyond_the_batch():
         for asking in (False, True):
             if asking and world.rank == 3:
                 notice.ask()
-            report = Report(group, world.device, Agreement(), notice)
+            report = Totals(group, world.device, Agreement(), [notice])
             report.take(LossParts(torch.tensor(float(world.rank)), 1, None, True), valid=True)
             report.send()
             report.wait()

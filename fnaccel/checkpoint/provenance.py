@@ -32,8 +32,8 @@ def describe(state: Tree, ranks: int) -> dict[str, Any]:
         with contextlib.suppress(UnleasedStateError):
             owner = lease_of(state, "fa.save").owner
             facts["plan"] = str(owner.plan)
-            if owner.owned.source is not None:
-                facts["data"] = dict(owner.owned.source)
+            if owner.instance.source is not None:
+                facts["data"] = dict(owner.instance.source)
             facts["transient_buffers"] = owner.transient_buffers()
     return facts
 

@@ -1,7 +1,6 @@
 """An engine: a strategy made real, in four frozen records of tensors and functions.
 
-The primitive is *gradients of a loss over micro-batches* (`eager.py`), because some runtimes can't separate
-forward from backward.
+`Forward.drive` orders the forwards and backwards of micro-batches, which are in `passes.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +13,10 @@ from typing import Any
 import attrs
 import torch
 
+from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.engine.capture import Capture
 from fnaccel.engine.combine import Agreement
+from fnaccel.engine.totals import Question
 from fnaccel.errors import FnaccelError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.description import Bound
@@ -55,6 +56,20 @@ class Layout:
         return tuple(self.model.values()) if isinstance(self.model, dict) else (self.model,)
 
 
+Sync = Callable[[bool], contextlib.AbstractContextManager[Any]]
+Drive = Callable[[int, Callable[[int], Any], Callable[[int, Any], None], Sync], None]
+"""`drive(n, forward, backward, sync)` calls `forward(i)` and `backward(i, result)` for n micro-batches.
+
+Forwards come in the order of the index. `sync(True)` is the context of the last backward."""
+
+
+def in_turn(n: int, forward: Callable[[int], Any], backward: Callable[[int, Any], None], sync: Sync) -> None:
+    """F0 B0 F1 B1 ...: each backward right after its forward."""
+    for index in range(n):
+        with sync(index == n - 1):
+            backward(index, forward(index))
+
+
 @attrs.frozen(kw_only=True)
 class Forward:
     """How a function of the model is called and differentiated.
@@ -62,16 +77,20 @@ class Forward:
     Attributes:
         run: `run(fn, *args)` calls `fn(model, *args)` with the strategy's forward hooks armed.
         lend: the same without the hooks that average gradients, for models of other train steps.
-        sync: `sync(communicate)` is the context of a micro-batch, or None. The engine's own averaging
-            divides gradients by the number of ranks in `mesh["loss"]`.
-        backward: differentiates a total. `total.backward()` if it is None.
+        drive: runs the forward and backward passes of all micro-batches, in an order of its own.
+        sync: `sync(communicate)` is the context of a micro-batch: gradients are averaged over ranks in its
+            backward, or not. The average divides by the number of ranks in `mesh["loss"]`.
+        nests: whether another micro-batch's forward may run between a forward and its backward.
+        backward: differentiates a total.
         capture: how a step can be captured as one graph, or None.
     """
 
     run: Callable[..., Any]
     lend: Callable[..., Any]
-    sync: Callable[[bool], contextlib.AbstractContextManager[Any]] | None = None
-    backward: Callable[[torch.Tensor], Any] | None = None
+    drive: Drive = in_turn
+    sync: Sync = contextlib.nullcontext
+    nests: bool = True
+    backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
     capture: Capture | None = None
 
 
@@ -86,6 +105,7 @@ class Hooks:
         finish: after the last backward, before gradients are read.
         recover: after a step that failed before its update.
         explain: the error for a user in the place of one of torch's, or None.
+        ask: a question to the other ranks about the micro-batches of an update, or None.
         end: as soon as a state is complete: made, filled, or updated.
         free: at `close()`.
     """
@@ -95,6 +115,7 @@ class Hooks:
     finish: Callable[[], None] | None = None
     recover: Callable[[], None] | None = None
     explain: Callable[[BaseException], FnaccelError | None] | None = None
+    ask: Callable[[MicroBatches], Question] | None = None
     end: Callable[[], None] | None = None
     free: Callable[[], None] | None = None
 
@@ -106,12 +127,10 @@ class Runtime:
     Attributes:
         bound: its optimizer.
         native: its own engine, for abilities that only it has.
-        rows: how many rows its configuration gives to a micro-batch.
     """
 
     bound: Bound | None = None
     native: Any = None
-    rows: int | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -140,6 +159,13 @@ class Engine:
         """Drop all gradients."""
         for leaf in self.layout.leaves:
             leaf.param.grad = None
+
+    def undo(self) -> None:
+        """Clear the gradients and gathered parameters of a step that did not reach its end."""
+        self.clear()
+        for restore in (self.hooks.settle, self.hooks.recover):
+            if restore is not None:
+                restore()
 
     def look(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(model, *args)` without gradients: evaluation, sampling."""

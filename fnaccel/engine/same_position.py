@@ -62,7 +62,7 @@ class SamePosition:
         self._position = position
 
     @property
-    def codes(self) -> tuple[float, float]:
+    def numbers(self) -> tuple[float, float]:
         """The numbers of this rank, which ranks sum."""
         position = self._position
         if position is None:
@@ -70,8 +70,10 @@ class SamePosition:
         code = 1 + (position.epoch * 8_191 + position.samples) % _CODES
         return float(code), float(code * code)
 
-    def hear(self, sums: torch.Tensor) -> None:
+    def hear(self, sums: torch.Tensor | None, device: torch.device) -> None:  # noqa: ARG002 - for others
         """Take the sums over all ranks, of shape `[2]`. Those on an accelerator are read in the next step."""
+        if sums is None:
+            return
         if sums.device.type == "cpu":
             self._compare(sums)
             return

@@ -8,13 +8,13 @@ wrong without an error.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fnaccel import tree
 from fnaccel.collectives import gather_objects
+from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.errors import RankMismatchError
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
@@ -41,19 +41,20 @@ class SameRows:
         if self._compared is not None:
             self._compared = -1
 
-    def check(self, epoch: int, micros: Sequence[Tree]) -> None:
+    def check(self, epoch: int, micro_batches: MicroBatches) -> None:
         """Compare a batch if it is the first one of its epoch: one small exchange between all ranks.
 
         Args:
             epoch: the epoch of the state. It stays the same if batches have no position.
-            micros: the data of this rank's micro-batches.
+            micro_batches: those of this rank.
 
         Raises:
             RankMismatchError: ranks that must read the same rows have different ones. Raised on every rank.
         """
         if self._compared is None or self._compared == epoch:
             return
-        local = (self._mesh.batch_rank, checksum(micros), _shapes(micros))
+        datas = [part.data for part in micro_batches]
+        local = (self._mesh.batch_rank, checksum(datas), _shapes(datas))
         parts: dict[int, dict[tuple[str, str], list[int]]] = {}
         for rank, (part, digest, shapes) in enumerate(gather_objects(local, world=self._mesh.world)):
             parts.setdefault(part, {}).setdefault((digest, shapes), []).append(rank)

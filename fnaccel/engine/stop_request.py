@@ -52,8 +52,14 @@ class Notice:
         """Take a decision that ranks made in another way, in the same step on all of them."""
         self._stopping = self._stopping or stopping
 
-    def hear(self, count: torch.Tensor | None, device: torch.device) -> None:
+    @property
+    def numbers(self) -> tuple[float]:
+        """1 if this process was asked to stop: what ranks sum in a step (`engine.totals.Question`)."""
+        return (float(self._asked),)
+
+    def hear(self, sums: torch.Tensor | None, device: torch.device) -> None:
         """Take a step's answer: the number of ranks with a stop request, or None on a single rank."""
+        count = None if sums is None else sums[0]
         if self._beyond is not None:
             local = torch.full((), float(self._asked), device=device)
             count = local if count is None else count.clone()
@@ -64,6 +70,9 @@ class Notice:
             self.agree(bool(count > 0))
         else:
             self._hear_later(count)
+
+    def check(self) -> None:
+        """Nothing to raise: a step goes on, and the loop stops after it."""
 
     def _hear_later(self, count: torch.Tensor) -> None:
         """On an accelerator: take the answer of the step before, so that no step waits for its own.
@@ -80,3 +89,15 @@ class Notice:
             arrived, copied = before
             copied.synchronize()
             self.agree(bool(arrived > 0))
+
+
+class NoNotice:
+    """Stands for a `Notice` on a rank that has none: other ranks may, and ranks sum by position."""
+
+    numbers = (0.0,)
+
+    def hear(self, sums: torch.Tensor | None, device: torch.device) -> None:
+        """Nothing to do."""
+
+    def check(self) -> None:
+        """Nothing to raise."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fnaccel import _torch as framework
+from fnaccel.data.micro_batches import micro_batches
 from fnaccel.estimate.account import Account
 from fnaccel.estimate.crossings import Crossings, watch
 from fnaccel.estimate.repeated import TRACED, Repeated, shorten
@@ -23,7 +24,7 @@ from fnaccel.models import _torch
 from fnaccel.models.building import Built
 from fnaccel.models.module_modes import ModuleModes
 from fnaccel.models.unknown_values import ordinary_batch
-from fnaccel.program.lower import Lowered, micro_batches
+from fnaccel.program.lower import Lowered
 from fnaccel.step.loss import read_loss
 from fnaccel.tree import Tree
 
@@ -137,7 +138,7 @@ class _Pass:
     def step(self, batch: Tree) -> None:
         """All micro-batches, or the first ones and the last one if there are many."""
         account, settings = self._account, self._plan.lowered.settings
-        micros, _ = micro_batches(batch, settings.micro_batches, torch.device("cpu"))
+        micros = micro_batches(batch, settings.micro_batches, torch.device("cpu")).parts
         account.phase = "forward"
         account.hold(0)
         traced = [*micros[: _TRACED - 1], micros[-1]] if len(micros) > _TRACED else micros

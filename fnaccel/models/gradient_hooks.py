@@ -74,16 +74,17 @@ class GradientHooks:
         modules: the modules by key, as the strategy left them.
         captured: whether the step is captured as one graph.
         arrived: how many hooks the user's code had made before.
+        speaks: whether this rank warns.
 
     Attributes:
         present: whether the user has a hook.
     """
 
-    def __init__(self, modules: Modules, *, captured: bool, arrived: int) -> None:
+    def __init__(self, modules: Modules, *, captured: bool, arrived: int, speaks: bool = True) -> None:
         self._modules = modules
         self._captured = captured
         self._steps = 0
-        self._warned = False
+        self._warned = not speaks
         self._first = count_hooks(modules)
         self.present = arrived > 0
 

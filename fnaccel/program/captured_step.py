@@ -6,43 +6,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import attrs
 import torch
 import torch.distributed as dist
 
 from fnaccel import _torch, tree
 from fnaccel.collectives import gather_objects
+from fnaccel.data.micro_batches import MicroBatch, MicroBatches
 from fnaccel.engine.capture import Capture
 from fnaccel.engine.combine import AuxValues, check_aux, detached, mixed_kinds, packed, structure, unpacked
-from fnaccel.engine.eager import (
-    Call,
-    Loss,
-    Micro,
-    attempt,
-    generators_of,
-    up_front_of,
-    wide_dtype,
-)
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.gradients import Gradients, apart
-from fnaccel.engine.step_totals import Report
+from fnaccel.engine.passes import Inputs, Loss, up_front_of, wide_dtype
+from fnaccel.engine.totals import Totals
+from fnaccel.engine.updater import Updater
 from fnaccel.errors import CapabilityError
 from fnaccel.optim import kernels
-from fnaccel.program.step_graph import StepGraph, Update, filled
+from fnaccel.program.step_graph import Added, Finished, Given, StepGraph, filled
 from fnaccel.program.tail import Tail
 from fnaccel.step.loss import Scalar, check_attached, check_divided, read_loss
 from fnaccel.step.settings import Compiler
 from fnaccel.tree import Tree
+from fnaccel.world.random_streams import generators_of
 
 
-@attrs.frozen(kw_only=True)
-class Found:
-    """The result of a step: its metrics, and the gradients if the update is still to be done."""
+class Outcome(NamedTuple):
+    """The result of a step: its metrics, the gradients if the update is still to be done, else its skip."""
 
     metrics: dict[str, Any]
-    grads: Gradients | None
+    gradients: Gradients | None
     skip: Any
 
 
@@ -55,7 +48,7 @@ class CapturedStep:
         loss: the loss function under its FORWARD transforms.
         settings: how to compile.
         tail: clipping, update and averages. None leaves them to the caller.
-        update: updates the parameters.
+        updater: updates the parameters.
         params: the parameters as hooks see them.
     """
 
@@ -66,7 +59,7 @@ class CapturedStep:
         loss: Loss,
         settings: Compiler,
         tail: Tail | None,
-        update: Update,
+        updater: Updater,
         params: Tree,
     ) -> None:
         self._engine = engine
@@ -76,16 +69,24 @@ class CapturedStep:
         self._group = engine.layout.mesh.group("loss")
         self._replays = settings.mode in ("reduce-overhead", "max-autotune")
         kernels.register()
-        self._graph = StepGraph(engine, capture, loss, tail, update, params)
+        self._graph = StepGraph(engine, capture, loss, tail, updater, params)
         self._add = settings.of_step(self._graph.add, capture.graph_pass)
         self._finish = settings.of_step(self._graph.finish, capture.graph_pass)
 
-    def run(self, micros: Sequence[Micro], call: Call, rates: Sequence[Any], number: torch.Tensor) -> Found:
+    def run(
+        self,
+        micro_batches: MicroBatches,
+        totals: Totals,
+        inputs: Inputs,
+        rates: Sequence[Any],
+        number: torch.Tensor,
+    ) -> Outcome:
         """One step.
 
         Args:
-            micros: this rank's micro-batches.
-            call: the values that change from call to call.
+            micro_batches: those of this rank.
+            totals: the questions that ranks ask each other. Total and weight are summed in the graph.
+            inputs: what the step takes from the state.
             rates: 0-d tensors, one for each group of each optimizer.
             number: 0-d tensor, the number of this update.
 
@@ -93,47 +94,47 @@ class CapturedStep:
             CapabilityError: a lent model whose parameters are sharded. In the first call also parameters
                 without a gradient under ddp.
         """
-        lent_models = () if call.given is None else (_whole_models(call.given),)
+        lent_models = () if inputs.given is None else (_whole_models(inputs.given),)
         if self._replays:
             torch.compiler.cudagraph_mark_step_begin()
         engine, device = self._engine, self._engine.layout.mesh.world.device
-        before, last = micros[:-1], micros[-1]
+        *before, last = micro_batches.parts
         hooked = self._tail is not None and (self._tail.gradients or self._tail.updates)
-        step = filled(call.step, torch.int64, device) if hooked else None
-
-        def body(seed: Callable[[int], None]) -> tuple[Any, Report, AuxValues]:
-            self._agree(last.data, lent_models)
-            report = Report(self._group, device, engine.agreement, call.notice, call.place)
-            up_front = up_front_of(self._loss, micros, call, report, engine)
-            up_front = None if up_front is None else filled(up_front, wide_dtype(engine), device)
-            global_weight = packed([report.weight], device)[0] if self._loss.weight_fn is not None else None
-            keeps = [self._keep(micro, report.weight_of(index)) for index, micro in enumerate(micros)]
-            aux = AuxValues(partial_rows=engine.layout.mesh.partial_rows)
-            sums, carried, weighted = self._accumulate(before, lent_models, up_front, aux, keeps, seed)
-            seed(len(before))
-            # filled on the device one by one: a copy from the host would wait for all work before it
-            questions = [filled(value, sums.dtype, device) for value in report.questions]
-            sums = torch.cat([sums, torch.stack(questions)])
-            outs = self._call(
-                self._finish, last.data, lent_models, keeps[-1], up_front, carried, sums, global_weight,
-                call.scale, rates, number, step,
-            )  # fmt: skip
-            self._check_kinds({*weighted, outs[0][4]})
-            return outs, report, aux
-
-        outs, report, aux = attempt(engine, call, body)
-        # the next replay of a CUDA graph writes to the same memory
-        metrics, values, answers, skip, weighted = (
-            tree.map_tensors(torch.clone, outs[0]) if self._replays else outs[0]
+        self._agree(last.data, lent_models)
+        up_front = up_front_of(self._loss, micro_batches, inputs, totals, engine)
+        up_front = None if up_front is None else filled(up_front, wide_dtype(engine), device)
+        known = self._loss.weight_fn is not None
+        keeps = [self._keep(part, totals.weight_of(i)) for i, part in enumerate(micro_batches)]
+        aux = AuxValues(partial_rows=engine.layout.mesh.partial_rows)
+        sums, carried, weighted = self._accumulate(before, lent_models, up_front, aux, keeps, inputs.seed)
+        inputs.seed(len(before))
+        # filled on the device one by one: a copy from the host would wait for all work before it
+        questions = [filled(value, sums.dtype, device) for value in totals.numbers]
+        given = Given(
+            up_front=up_front,
+            carried=carried,
+            sums=torch.cat([sums, torch.stack(questions)]),
+            global_weight=packed([totals.weight], device)[0] if known else None,
+            scale=inputs.scale,
+            rates=rates,
+            number=number,
+            step=filled(inputs.step, torch.int64, device) if hooked else None,
         )
-        grads, multiplier = outs[1]
-        report.hear(answers)
+        out: Finished = self._call(self._finish, last.data, lent_models, keeps[-1], given)
+        self._check_kinds({*weighted, out.weighted})
+        if self._replays:  # the next replay of a CUDA graph writes to the same memory
+            metrics, values, answers, skip = tree.map_tensors(
+                torch.clone, (out.metrics, out.aux, out.answers, out.skip)
+            )
+        else:
+            metrics, values, answers, skip = out.metrics, out.aux, out.answers, out.skip
+        totals.hear(None if self._group is None else answers)
         aux.take(values, valid=last.valid > 0)
-        metrics.update(self._shared(aux, weighted))
-        pending = None
-        if self._tail is None:
-            pending = Gradients(engine.layout.leaves, apart(grads), multiplier, engine.layout.held_by, device)
-        return Found(metrics=metrics, grads=pending, skip=skip)
+        metrics.update(self._shared(aux, out.weighted))
+        if out.grads is None:
+            return Outcome(metrics, None, skip)
+        leaves, held_by = engine.layout.leaves, engine.layout.held_by
+        return Outcome(metrics, Gradients(leaves, apart(out.grads), out.multiplier, held_by, device), None)
 
     def _check_kinds(self, weighted: set[bool]) -> None:
         if len(weighted) > 1 and self._loss.weight_fn is None:
@@ -141,7 +142,7 @@ class CapturedStep:
 
     def _accumulate(
         self,
-        micros: Sequence[Micro],
+        parts: Sequence[MicroBatch],
         lent_models: Tree,
         up_front: Scalar | None,
         aux: AuxValues,
@@ -151,21 +152,20 @@ class CapturedStep:
         """Total and weight, the gradients, and the kinds of loss, of all micro-batches but the last."""
         device = self._engine.layout.mesh.world.device
         sums = torch.zeros(2, dtype=_sum_type(device), device=device)
-        if not micros:
+        if not parts:
             return sums, None, set()
         whole = self._capture.average is None or not self._loss.sync_each
         shards = self._capture.leaves
         grads = self._capture.blank() if whole else [torch.zeros_like(leaf.shard) for leaf in shards]
         used = (False,) * len(grads)
         kinds: set[bool] = set()
-        for index, micro in enumerate(micros):
+        for index, part in enumerate(parts):
             seed(index)
-            sums, now, values, weighted = self._call(
-                self._add, micro.data, lent_models, keeps[index], up_front, grads, sums
-            )
-            kinds.add(weighted)
-            used = tuple(a or b for a, b in zip(used, now, strict=True))
-            aux.take(values, valid=micro.valid > 0)
+            out: Added = self._call(self._add, part.data, lent_models, keeps[index], up_front, grads, sums)
+            sums = out.sums
+            kinds.add(out.weighted)
+            used = tuple(a or b for a, b in zip(used, out.reached, strict=True))
+            aux.take(out.aux, valid=part.valid > 0)
         return sums, [grad if was else None for grad, was in zip(grads, used, strict=True)], kinds
 
     def _call(self, program: Callable[..., Any], data: Tree, lent_models: Tree, *args: Any) -> Any:
@@ -240,9 +240,9 @@ class CapturedStep:
                 for slot, name, buffer, before in buffers:
                     slot[name] = buffer.copy_(before)
 
-    def _keep(self, micro: Micro, weight: Scalar) -> torch.Tensor:
+    def _keep(self, part: MicroBatch, weight: Scalar) -> torch.Tensor:
         """1, or 0 for a filler or a weight of 0: a tensor, since a number would be compiled in."""
-        return filled(weight > 0 if micro.valid else 0, torch.float32, self._engine.layout.mesh.world.device)
+        return filled(weight > 0 if part.valid else 0, torch.float32, self._engine.layout.mesh.world.device)
 
     def _shared(self, aux: AuxValues, weighted: bool) -> dict[str, Any]:
         """The aux of all ranks, in an all-reduce of its own if there is any."""

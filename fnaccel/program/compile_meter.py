@@ -13,6 +13,7 @@ import attrs
 import torch
 
 from fnaccel import _torch, tree
+from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.errors import ArgumentError, NotCompiledError, RecompileLimitError
 from fnaccel.step.settings import Compiler
 from fnaccel.world.progress_marks import within
@@ -64,14 +65,15 @@ class Meter:
             raise self._too_often()
 
     @contextlib.contextmanager
-    def watch(self, datas: Sequence[Any]) -> Generator[None]:
-        """In the body compiled code may run. `datas` are the micro-batches it runs on.
+    def watch(self, micro_batches: MicroBatches) -> Generator[None]:
+        """In the body compiled code may run on these micro-batches.
 
         Raises:
             ArgumentError: `dynamic=` names dimensions that the batch has not.
             NotCompiledError: torch can't compile it, or found nothing to compile.
             RecompileLimitError: torch gave up compiling again.
         """
+        datas = [part.data for part in micro_batches]
         for pattern, dims in self._settings.dims:
             self._mark(datas, pattern, dims)
         _mark_compilations()

@@ -20,9 +20,9 @@ from fnaccel.collectives import broadcast_objects, gather_objects
 from fnaccel.data.cut import cut, join, rows_of
 from fnaccel.errors import LossError, NotSerializableError, RankMismatchError
 from fnaccel.models.module_modes import ModuleModes
+from fnaccel.program.instance import Instance
 from fnaccel.program.lent_models import Given
 from fnaccel.program.lower import Lowered
-from fnaccel.program.owned import Owned
 from fnaccel.program.probe import short
 from fnaccel.program.put_back import put_back
 from fnaccel.step.callables import title
@@ -43,7 +43,7 @@ _TOTAL_FOR_A_MEAN = (
 
 
 def check_loss(
-    owned: Owned,
+    instance: Instance,
     lowered: Lowered,
     run: Callable[..., Any],
     function: Callable[..., Any],
@@ -53,7 +53,7 @@ def check_loss(
     """Check the loss and its aux: see `_check`.
 
     Args:
-        owned: the engine and its modules.
+        instance: the engine and its modules.
         lowered: the step.
         run: the loss function as the step runs it.
         function: the user's function.
@@ -69,16 +69,18 @@ def check_loss(
         name = _OF_WEIGHT_FN if weight_fn is not None else _LOSS
         return {"aux": loss.aux} | ({name: total} if loss.weighted or weight_fn is not None else {})
 
-    _check(owned, run, function, batch, parts, lent)
+    _check(instance, run, function, batch, parts, lent)
 
 
-def check_metrics(owned: Owned, run: Callable[..., Any], function: Callable[..., Any], batch: Tree) -> None:
+def check_metrics(
+    instance: Instance, run: Callable[..., Any], function: Callable[..., Any], batch: Tree
+) -> None:
     """Check the result of a metric function: see `_check`."""
-    _check(owned, run, function, batch, lambda output, _: output, None)
+    _check(instance, run, function, batch, lambda output, _: output, None)
 
 
 def _check(
-    owned: Owned,
+    instance: Instance,
     run: Callable[..., Any],
     function: Callable[..., Any],
     batch: Tree,
@@ -92,40 +94,40 @@ def _check(
     Raises:
         LossError: a total is a mean, or the mean of `fa.Mean.of` is a total.
     """
-    world, code = owned.engine.layout.mesh.world, getattr(function, "__code__", function)
+    world, code = instance.engine.layout.mesh.world, getattr(function, "__code__", function)
     left_alone = (
-        owned.engine.runtime.native is not None or world.device.type == "xla" or world.backend == "fake"
+        instance.engine.runtime.native is not None or world.device.type == "xla" or world.backend == "fake"
     )
-    if left_alone or code in owned.checked:
+    if left_alone or code in instance.checked:
         return
-    owned.checked.add(code)
-    mesh = owned.engine.layout.mesh
+    instance.checked.add(code)
+    mesh = instance.engine.layout.mesh
     pair = _two_rows(batch, mesh)
     if pair is None:
         return
     one, doubled, other = pair
-    with _evaluating(owned, lent):
-        means = [_outcome(owned, run, function, rows, parts, lent) for rows in (one, doubled)]
+    with _evaluating(instance, lent):
+        means = [_outcome(instance, run, function, rows, parts, lent) for rows in (one, doubled)]
         problem = _problem(means, rows_of(batch))
         if problem is not None and other is not None:
             # a count within the batch, such as that of nearest neighbours, does not double with equal rows
             others = other, join([one, other])
-            means = [means[0], *(_outcome(owned, run, function, rows, parts, lent) for rows in others)]
+            means = [means[0], *(_outcome(instance, run, function, rows, parts, lent) for rows in others)]
             problem = problem if _is_mean_of_two(problem.name, means) else None
     # what is drawn may differ on the ranks, and all of them have to raise
     found = None if problem is None else (problem.text, problem.fix)
     if world.size > 1:
         found = next((text for text in gather_objects(found, world=world) if text is not None), None)
     if found is not None:
-        owned.checked.discard(code)
+        instance.checked.discard(code)
         raise LossError(found[0], where=title(function), fix=found[1])
 
 
 @contextlib.contextmanager
-def _evaluating(owned: Owned, lent: Given | None) -> Generator[None]:
+def _evaluating(instance: Instance, lent: Given | None) -> Generator[None]:
     """In the body all modules are in evaluation mode, and compiled functions run as they are written."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(owned.modes.during(training=False))
+        stack.enter_context(instance.modes.during(training=False))
         if lent is not None:
             stack.enter_context(lent.frozen())  # at its end no gathered parameter is left
         for engine in () if lent is None else lent.engines:
@@ -138,7 +140,7 @@ def _evaluating(owned: Owned, lent: Given | None) -> Generator[None]:
 
 
 def _outcome(
-    owned: Owned,
+    instance: Instance,
     run: Callable[..., Any],
     function: Callable[..., Any],
     rows: Tree,
@@ -148,11 +150,11 @@ def _outcome(
     """Each `fa.Mean` that the function returns, by its path. None if it raises."""
 
     def look() -> Any:
-        return owned.engine.look(run, rows, *(() if lent is None else (lent.models,)))
+        return instance.engine.look(run, rows, *(() if lent is None else (lent.models,)))
 
-    layout = owned.engine.layout
+    layout = instance.engine.layout
     others = () if lent is None else (m for engine in lent.engines for m in engine.layout.modules)
-    owned.moving_buffers.begin()
+    instance.moving_buffers.begin()
     with put_back([function, *others], layout.modules, layout.mesh.world.device):
         try:
             output = parts(look() if lent is None else lent.within(look), rows)
@@ -161,7 +163,7 @@ def _outcome(
         except Exception:
             return None
         finally:
-            owned.moving_buffers.put_back()
+            instance.moving_buffers.put_back()
 
 
 def _two_rows(batch: Tree, mesh: Mesh) -> tuple[Tree, Tree, Tree | None] | None:

@@ -12,21 +12,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fnaccel.collectives.signature import meet
 from fnaccel.engine.engine import Engine
 from fnaccel.models.operation_counts import operation_counts
-from fnaccel.program.owned import Owned
+from fnaccel.program.instance import Instance
 from fnaccel.program.whole_parameters import explain, whole_parameters
 from fnaccel.tree import Tree
 
 LOOK = "train_step.look(state, fn)"
 
 
-def look_at(owned: Owned, fn: Callable[..., Any], *args: Any, whole: bool) -> Any:
+def look_at(instance: Instance, fn: Callable[..., Any], *args: Any, whole: bool) -> Any:
     """`fn(model, *args)`. If `whole`, parameters are gathered first.
 
     Raises:
         CapabilityError: `fn` read the part of a sharded parameter.
     """
-    engine = owned.engine
-    if not owned.sharded:
+    engine = instance.engine
+    if not instance.sharded:
         return engine.look(fn, *args)
     look = functools.partial(_look_whole if whole else _look, engine)
     calls = engine.layout.mesh.world.calls

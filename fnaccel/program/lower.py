@@ -1,9 +1,8 @@
-"""From a description to hooks and micro-batches: sorts transforms, cuts batches."""
+"""From the description of a step to its loss and its hooks in order."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,11 +10,9 @@ import attrs
 import torch
 from torch import nn
 
-from fnaccel import tree
-from fnaccel.data.batch import Batch, Window
-from fnaccel.data.cut import cut, rows_of, split_sizes
-from fnaccel.engine.eager import Loss, Micro
-from fnaccel.errors import ArgumentError, MicroBatchError, require
+from fnaccel.data.micro_batches import MicroBatch, MicroBatches
+from fnaccel.engine.passes import Loss
+from fnaccel.errors import ArgumentError, require
 from fnaccel.program.plan import order
 from fnaccel.program.tail import Tail
 from fnaccel.step.callables import title
@@ -105,6 +102,18 @@ class Lowered:
         """The kind of device on which a forward switches autocast, or ""."""
         return device.type if self.settings.precision.autocast else ""
 
+    def parts_of(self, micro_batches: MicroBatches) -> MicroBatches:
+        """This rank's parts of the micro-batches, if ranks split each of them.
+
+        Raises:
+            MicroBatchError: a micro-batch can't be cut in parts.
+        """
+        if self.part is None:
+            return micro_batches
+        datas, around = self.part.cut([part.data for part in micro_batches])
+        parts = [MicroBatch(data, part.valid) for data, part in zip(datas, micro_batches, strict=True)]
+        return MicroBatches(parts, micro_batches.batch, around)
+
     def around(self, call: Callable[..., Any]) -> tuple[Callable[..., Any], list[Settles]]:
         """`call(state, batch)` under the CALL transforms, the first written innermost.
 
@@ -187,76 +196,3 @@ def lower(step: Step, delegated: Container[str] = (), part: LossPart | None = No
 def _is_record(apply: object, kind: type) -> bool:
     """Whether `apply=` is a record with a hook. A user's function is called, whatever methods it has."""
     return isinstance(apply, kind) and not callable(apply)
-
-
-def micro_batches(batch: Tree, n: int, device: torch.device) -> tuple[list[Micro], Batch | None]:
-    """Cut a batch, or each batch of a window, in `n` micro-batches (0: as it is).
-
-    Returns:
-        The micro-batches, and the last `fa.data.Batch`, which knows its position, if there is one.
-
-    Raises:
-        MicroBatchError: fewer rows than `n`, or an empty window.
-    """
-    if isinstance(batch, Window):
-        return _of_window(batch, n, device)
-    if isinstance(batch, Batch):
-        return _of_batch(batch, n), batch
-    if device.type != "cpu":
-        tree.learn(batch)
-        batch = tree.to(batch, device)
-    if n <= 1:
-        return [Micro(data=batch, valid=1)], None
-    rows = rows_of(batch)
-    _check_rows(rows, n)
-    return [Micro(data=part, valid=1) for part in cut(batch, split_sizes(rows, n))], None
-
-
-def parts_of(
-    micros: Sequence[Micro], part: LossPart | None
-) -> tuple[Sequence[Micro], contextlib.AbstractContextManager[Any]]:
-    """This rank's parts of the micro-batches, and the context of the forward and backward passes.
-
-    Raises:
-        MicroBatchError: a micro-batch can't be cut in parts.
-    """
-    if part is None:
-        return micros, contextlib.nullcontext()
-    datas, around = part.cut([micro.data for micro in micros])
-    return [Micro(data=data, valid=micro.valid) for data, micro in zip(datas, micros, strict=True)], around
-
-
-def _of_window(window: Sequence[Any], n: int, device: torch.device) -> tuple[list[Micro], Batch | None]:
-    if not window:
-        raise MicroBatchError(
-            "the window holds 0 batches", where="train_step(state, window)", fix="give one batch or more"
-        )
-    micros: list[Micro] = []
-    last: Batch | None = None
-    for member in window:
-        parts, last = micro_batches(member, n, device)
-        micros.extend(parts)
-    return micros, last
-
-
-def _of_batch(batch: Batch, n: int) -> list[Micro]:
-    if n <= 1:
-        return [Micro(data=batch.data, valid=batch.valid)]
-    _check_rows(batch.rows, n)
-    rows = rows_of(batch.data)
-    sizes = split_sizes(rows, n)
-    filled = [size for size in sizes if size]
-    parts = cut(batch.data, filled)
-    micros = [Micro(data=part, valid=batch.valid and size) for part, size in zip(parts, filled, strict=True)]
-    # the remainder of an epoch may have fewer rows than micro-batches: the rest are fillers
-    filler = Micro(data=cut(batch.data, [1, rows - 1])[0], valid=0) if len(filled) < n else None
-    return micros + [filler] * (n - len(filled)) if filler is not None else micros
-
-
-def _check_rows(rows: int, n: int) -> None:
-    if rows < n:
-        raise MicroBatchError(
-            f"a batch of {rows} rows on this rank can't be cut in {n} micro-batches",
-            where=f"accumulate(step, {n})",
-            fix=f"give at least {n} rows a rank, or fewer micro-batches",
-        )

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fnaccel.engine.engine import Engine
-from fnaccel.errors import OwnershipError
+from fnaccel.engine.stop_request import Notice
+from fnaccel.errors import OwnershipError, UnleasedStateError
+from fnaccel.program.compile_meter import Meter
+from fnaccel.program.instance import Instance
 from fnaccel.program.model_notes import with_notes
-from fnaccel.program.owned import Owned
 from fnaccel.program.plan import Plan
 from fnaccel.state import (
     Lease,
@@ -34,6 +36,10 @@ class StateOwner:
         plan: the plan of the train step, as it was made before the modules.
         mesh: its mesh.
         where: its name, for messages.
+
+    Attributes:
+        lease: of the live state.
+        notice: the stop request of all ranks, or None.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, where: str) -> None:
@@ -41,13 +47,14 @@ class StateOwner:
         self.mesh = mesh
         self.lease = Lease(self)
         self._where = where
-        self._owned: Owned | None = None
+        self.notice: Notice | None = None
+        self._instance: Instance | None = None
         self._closed = False
 
     @property
     def plan(self) -> Plan:
         """The plan of the train step, with the notes about its modules once they are built."""
-        return self._plan if self._owned is None else with_notes(self._plan, self._owned.notes)
+        return self._plan if self._instance is None else with_notes(self._plan, self._instance.notes)
 
     @property
     def closed(self) -> bool:
@@ -55,31 +62,36 @@ class StateOwner:
         return self._closed
 
     @property
-    def owned(self) -> Owned:
+    def instance(self) -> Instance:
         """The engine and optimizers.
 
         Raises:
             OwnershipError: before `init`, or after `close`.
         """
-        if self._owned is None:
+        if self._instance is None:
             raise OwnershipError(
                 "this train step was closed" if self._closed else "this train step has no parameters yet",
                 where=self._where,
                 fix="make a new one" if self._closed else "state = train_step.init(seed=0) first",
             )
-        return self._owned
+        return self._instance
 
     @property
     def engine(self) -> Engine:
         """The engine that runs the train step."""
-        return self.owned.engine
+        return self.instance.engine
+
+    @property
+    def meter(self) -> Meter | None:
+        """The compilations of the train step. None before `init`, and without `fa.compile`."""
+        return None if self._instance is None else self._instance.meter
 
     @property
     def initialised(self) -> bool:
         """Whether `init` was called. Raises after `close`."""
         if self._closed:
-            _ = self.owned
-        return self._owned is not None
+            _ = self.instance
+        return self._instance is not None
 
     @property
     def live_state(self) -> TrainState | None:
@@ -87,35 +99,52 @@ class StateOwner:
         live = self.lease.live
         return None if live is None or is_stale(live) else live
 
-    def own(self, owned: Owned, state: TrainState) -> TrainState:
+    def instance_of(self, state: TrainState) -> Instance:
+        """The engine and optimizers that a live state is updated by.
+
+        Raises:
+            OwnershipError: as `instance`.
+            StaleStateError, UnleasedStateError, AveragedError: not the live state of this train step.
+        """
+        instance, lease = self.instance, self.lease
+        if lease.live is state and not lease.averaged and not is_stale(state):
+            return instance
+        lease_of(state, "train_step(state, batch)")
+        raise UnleasedStateError(
+            "this state belongs to another train step",
+            where=self._where,
+            fix="pass each train step its own state; lend others with given={...}",
+        )
+
+    def own(self, instance: Instance, state: TrainState) -> TrainState:
         """Take a new engine and its first state."""
-        self._owned = owned
+        self._instance = instance
         return lease(state, self.lease)
 
     def check_modules(self) -> None:
         """Raise ReplacedParameterError if the modules do not hold the parameters that are trained."""
-        self.owned.check_modules()
+        self.instance.check_modules()
 
     def transient_buffers(self) -> list[str]:
         """The names of buffers that the model does not save by itself (`persistent=False`)."""
-        return self.owned.transient()
+        return self.instance.transient()
 
     def lent(self) -> Engine:
         """The engine, its modules in their own modes, or in evaluation mode without an optimizer."""
         refuse_averaged(self.lease, "train_step(state, batch, given=...)")
-        self.owned.modes.train()
-        return self.owned.engine
+        self.instance.modes.train()
+        return self.instance.engine
 
     def adopt(self, state: TrainState) -> TrainState:
         """See `TrainStep.adopt`."""
-        owned = self.owned
+        instance = self.instance
         check_state(state, "train_step.adopt(state)")
         refuse_averaged(self.lease, "train_step.adopt(state)")
         if state is self.lease.live:
             return state
         with SigintHeld():
             # from the first copy on the live state is half old, half new
-            return lease(owned.absorb(state, self.donate_live), self.lease)
+            return lease(instance.absorb(state, self.donate_live), self.lease)
 
     def succeed(self, state: TrainState) -> TrainState:
         """Lease a state that shows this owner's own tensors. The previous state is donated."""
@@ -139,13 +168,13 @@ class StateOwner:
             CapabilityError: they don't, and the model was built without any.
             StaleStateError, UnleasedStateError: not the live state. `fill` was not called.
         """
-        owned = self.owned
+        instance = self.instance
         lease_of(state, "restoring into a state")
-        owned.check_filled(complete)
-        target = owned.with_current_buffers(state)
+        instance.check_filled(complete)
+        target = instance.with_current_buffers(state)
         self.donate_live()
-        filled = owned.filled(target, fill)
-        owned.restored()
+        filled = instance.filled(target, fill)
+        instance.restored()
         return lease(filled, self.lease)
 
     def donate_live(self) -> None:
@@ -162,6 +191,6 @@ class StateOwner:
     def forget(self) -> None:
         """Free the engine, so that another `init` can begin."""
         self.donate_live()
-        owned, self._owned = self._owned, None
-        if owned is not None:
-            owned.close()
+        instance, self._instance = self._instance, None
+        if instance is not None:
+            instance.close()

@@ -7,8 +7,8 @@ Only tensors and trees of them cross the border of a graph. `captured_step.py` i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -16,16 +16,68 @@ import torch
 from fnaccel import _torch, tree
 from fnaccel.engine.capture import Capture
 from fnaccel.engine.combine import check_aux, detached, divide
-from fnaccel.engine.eager import Loss, multiplier_of
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.gradients import Gradients, added, laid_out
+from fnaccel.engine.passes import Loss, multiplier_of
+from fnaccel.engine.updater import Updater
 from fnaccel.program.tail import Tail
 from fnaccel.step.loss import Scalar, check_attached, check_reached, idle, masked, read_loss
 from fnaccel.step.step import Info
 from fnaccel.tree import Tree
 
-Update = Callable[[Gradients, Any, torch.Tensor], None]
-"""`update(grads, rates, number)` updates the parameters."""
+
+class Given(NamedTuple):
+    """What the last program takes beside its micro-batch. Each field is a tensor, a tree of tensors, or None.
+
+    Attributes:
+        up_front: the factor of totals before backward.
+        carried: the gradients of the micro-batches before, each None if it got none. None without any.
+        sums: total and weight so far, and the numbers of the questions, which ranks sum.
+        global_weight: the weight of all ranks if it was known before.
+        scale: the loss scale of fp16.
+        rates: the learning rates.
+        number: the number of this update.
+        step: the number of this call, if a hook asks for it.
+    """
+
+    up_front: torch.Tensor | None
+    carried: Sequence[torch.Tensor | None] | None
+    sums: torch.Tensor
+    global_weight: torch.Tensor | None
+    scale: torch.Tensor | None
+    rates: Tree
+    number: torch.Tensor
+    step: torch.Tensor | None
+
+
+class Added(NamedTuple):
+    """What a program of a micro-batch that is not the last returns."""
+
+    sums: torch.Tensor
+    reached: tuple[bool, ...]
+    aux: Any
+    weighted: bool
+
+
+class Finished(NamedTuple):
+    """What the last program returns.
+
+    Attributes:
+        metrics: `loss`, `weight`, and those of hooks.
+        aux: of its micro-batch.
+        answers: the sums of the questions.
+        skip: 1 if the update was left out. None if the update is left to the caller, or never left out.
+        weighted: whether the loss is an `fa.Mean`.
+        grads, multiplier: the gradients, if the update is left to the caller.
+    """
+
+    metrics: dict[str, Any]
+    aux: Any
+    answers: torch.Tensor
+    skip: torch.Tensor | None
+    weighted: bool
+    grads: list[torch.Tensor | None] | None
+    multiplier: Any
 
 
 class StepGraph:
@@ -36,7 +88,7 @@ class StepGraph:
         capture: how its step can be captured.
         loss: the loss function under its FORWARD transforms.
         tail: clipping, update and averages. None leaves them to the caller.
-        update: updates the parameters.
+        updater: updates the parameters.
         params: the parameters as hooks see them.
 
     Attributes:
@@ -44,14 +96,14 @@ class StepGraph:
     """
 
     def __init__(
-        self, engine: Engine, capture: Capture, loss: Loss, tail: Tail | None, update: Update, params: Tree
+        self, engine: Engine, capture: Capture, loss: Loss, tail: Tail | None, updater: Updater, params: Tree
     ) -> None:
         self.used: tuple[bool, ...] | None = None
         self._engine = engine
         self._capture = capture
         self._loss = loss
         self._tail = tail
-        self._update = update
+        self._updater = updater
         self._params = params
         # hooks find the very tensors that the graph changes
         self._traced = attrs.evolve(engine, layout=attrs.evolve(engine.layout, leaves=capture.leaves))
@@ -66,7 +118,7 @@ class StepGraph:
         up_front: Scalar | None,
         carried: list[torch.Tensor],
         sums: torch.Tensor,
-    ) -> Any:
+    ) -> Added:
         """One micro-batch that is not the last. Adds its gradients to `carried`.
 
         Args:
@@ -76,53 +128,28 @@ class StepGraph:
             up_front: the factor of totals before backward, or None.
             carried: the gradients so far.
             sums: total and weight so far, float64.
-
-        Returns:
-            The sums, which leaves got a gradient, aux, whether the loss is weighted.
         """
         total, sums, aux, weighted, params = self._forward(data, lent_models, keep, sums)
         grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
         for total_grad, grad in zip(carried, grads, strict=True):
             if grad is not None:
                 total_grad.add_(grad)
-        return sums, tuple(grad is not None for grad in grads), aux, weighted
+        return Added(sums, tuple(grad is not None for grad in grads), aux, weighted)
 
-    def finish(
-        self,
-        data: Tree,
-        lent_models: Tree,
-        keep: torch.Tensor,
-        up_front: torch.Tensor | None,
-        carried: Sequence[torch.Tensor | None] | None,
-        sums: torch.Tensor,
-        global_weight: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        rates: Tree,
-        number: torch.Tensor,
-        step: torch.Tensor | None,
-    ) -> Any:
+    def finish(self, data: Tree, lent_models: Tree, keep: torch.Tensor, given: Given) -> Finished:
         """The last micro-batch, and all that follows.
 
         Args:
-            data, lent_models, keep, up_front, carried, sums: as for `add`. Further entries of `sums` are
-                the questions of the report. `carried` is None if there was no micro-batch before.
-            global_weight: the weight of all ranks if it was known before, else None.
-            scale: the loss scale of fp16, or None.
-            rates: the learning rates.
-            number: the number of this update.
-            step: the number of this call, or None without hooks.
-
-        Returns:
-            (metrics, aux, the sums of the questions, skip, whether the loss is weighted), and the
-            gradients with their multiplier if the update is left to the caller.
+            data, lent_models, keep: as for `add`.
+            given: the rest.
         """
-        total, sums, aux, weighted, params = self._forward(data, lent_models, keep, sums)
+        total, sums, aux, weighted, params = self._forward(data, lent_models, keep, given.sums)
         if self._group is not None:
             # begun here and waited for below, so that it runs beside the backward pass
             sums = _torch.begin_all_reduce(sums, self._group)
-        grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
-        if carried is not None:
-            grads = [added(earlier, grad) for earlier, grad in zip(carried, grads, strict=True)]
+        grads = self._backward(total, params, keep, given.up_front, average=self._loss.sync_each)
+        if given.carried is not None:
+            grads = [added(earlier, grad) for earlier, grad in zip(given.carried, grads, strict=True)]
         self.check_reached(grads)
         if not self._loss.sync_each:
             grads = self._average(grads, params)
@@ -131,16 +158,16 @@ class StepGraph:
         grads = [None if grad is None else laid_out(grad, leaf.shard) for grad, leaf in pairs]
         if self._group is not None:
             sums = _torch.end_collective(sums)
-        weight = sums[1] if global_weight is None else global_weight
-        multiplier = multiplier_of(self._loss, self._engine, weight, scale, up_front)
+        weight = sums[1] if given.global_weight is None else given.global_weight
+        multiplier = multiplier_of(self._loss, self._engine, weight, given.scale, given.up_front)
         dtype = torch.promote_types(total.dtype, torch.float32)
         loss = divide(sums[0], weight, sums.device).to(dtype)
         # cloned, since a tensor that is returned twice is one output of a graph
         metrics: dict[str, Any] = {"loss": loss, "weight": weight.clone()}
         if self._tail is None:
-            return (metrics, aux, sums[2:], None, weighted), (grads, multiplier)
-        skip = self._end(self._tail, grads, multiplier, metrics, rates, number, step)
-        return (metrics, aux, sums[2:], skip, weighted), (None, None)
+            return Finished(metrics, aux, sums[2:], None, weighted, grads, multiplier)
+        skip = self._end(self._tail, grads, multiplier, metrics, given)
+        return Finished(metrics, aux, sums[2:], skip, weighted, None, None)
 
     def check_reached(self, grads: Sequence[Any]) -> None:
         """Raise LossError if no parameter got a gradient, unless another rank may have some."""
@@ -193,9 +220,7 @@ class StepGraph:
         grads: Sequence[torch.Tensor | None],
         multiplier: Scalar | None,
         metrics: dict[str, Any],
-        rates: Sequence[Any],
-        number: torch.Tensor,
-        step: torch.Tensor | None,
+        given: Given,
     ) -> Any:
         """Clip, finite check, update, averages. Returns whether the update was skipped."""
         engine = self._traced
@@ -203,21 +228,22 @@ class StepGraph:
         def record(name: str, value: Tree) -> None:
             metrics[name] = tree.whole(value)
 
+        def apply() -> None:
+            self._updater.update(gradients, given.rates, given.number)
+
         with torch.no_grad():
             layout = engine.layout
             device = layout.mesh.world.device
             gradients = Gradients(layout.leaves, list(grads), multiplier, self._held_by, device)
             gradients.idle = idle(metrics["weight"])
             info = Info(
-                step=0 if step is None else step,
-                updates=number - 1,
+                step=0 if given.step is None else given.step,
+                updates=given.number - 1,
                 params=self._params,
                 record=record,
                 metrics=metrics,
             )
-            tail.change(gradients, {}, info)
-            self._update(gradients, rates, number)
-            return tail.finish(engine, gradients, {}, info)
+            return tail.run(engine, gradients, {}, info, apply)
 
 
 def filled(value: Scalar, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

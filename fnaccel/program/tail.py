@@ -1,8 +1,9 @@
-"""`Tail`: all that follows the gradients of a step, once for eager steps and for graphs."""
+"""`Tail`: all that follows the gradients of a step, eager or traced: hooks, the update, hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
@@ -35,31 +36,39 @@ class Tail:
     updates: tuple[tuple[str, UpdateHook], ...]
     users: tuple[str, ...] = ()
 
-    def change(self, grads: Gradients, states: dict[str, Any], info: Info) -> None:
-        """Run the hooks on gradients. Changes no parameter.
+    def run(
+        self,
+        engine: Engine,
+        grads: Gradients,
+        states: dict[str, Any],
+        info: Info,
+        apply: Callable[[], None],
+        drawing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        check_kept: Callable[[], None] | None = None,
+    ) -> Any:
+        """Run the hooks on gradients, update the parameters, and run the hooks after the update.
 
         Args:
+            engine: handed to the hooks after the update.
             grads: averaged over ranks.
             states: the states of transforms by name, updated in place.
             info: the call, as hooks see it.
-        """
-        if self.skips:
-            grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
-        for name, hook in self.gradients:
-            _keep(states, name, hook.on_gradients(grads, states.get(name), info))
-
-    def finish(self, engine: Engine, grads: Gradients, states: dict[str, Any], info: Info) -> Any:
-        """Run the hooks after the update.
-
-        Args:
-            engine: handed to the hooks.
-            grads: of the update.
-            states: the states of transforms by name, updated in place.
-            info: as for `change`. Hooks are told besides whether the update was left out.
+            apply: updates the parameters. A failure before it has changed none of them.
+            drawing: a context for the hooks, which may draw random numbers.
+            check_kept: raises if a hook changed a tensor of its state in place.
 
         Returns:
             1 if the update was left out, 0 if not, None if it never is.
         """
+        # containers anew: a hook may write to its own
+        first = tree.map(lambda leaf: leaf, states) if self.skips and self.users and states else None
+        if self.skips:
+            grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
+        if self.gradients:
+            with drawing():
+                for name, hook in self.gradients:
+                    _keep(states, name, hook.on_gradients(grads, states.get(name), info))
+        apply()
         skip = grads.left_out()
         if self.updates:
             after_update = Info(
@@ -70,11 +79,16 @@ class Tail:
                 skip=skip,
                 metrics=info.metrics,
             )
-            for name, hook in self.updates:
-                _keep(states, name, hook.on_update(engine, states.get(name), after_update))
+            with drawing():
+                for name, hook in self.updates:
+                    _keep(states, name, hook.on_update(engine, states.get(name), after_update))
+        if first is not None and skip is not None:
+            if check_kept is not None:
+                check_kept()
+            self._stay(first, states, skip)
         return skip if self.skips else grads.skip
 
-    def stay(self, before: Mapping[str, Any], states: dict[str, Any], skip: torch.Tensor) -> None:
+    def _stay(self, before: Mapping[str, Any], states: dict[str, Any], skip: torch.Tensor) -> None:
         """Give the user's transforms their states of before, if the update was left out.
 
         On a CPU that is known at once. On an accelerator tensors are chosen there, and a state that holds

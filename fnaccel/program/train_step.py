@@ -10,24 +10,23 @@ from typing import Any, ParamSpec, TypeVar, cast
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
-from fnaccel.errors import UnleasedStateError
 from fnaccel.models.building import check_factories
 from fnaccel.optim.several import OptimizerLike
-from fnaccel.program.autocast import keeping_modes, torch_modes
 from fnaccel.program.compile_meter import Compilation
 from fnaccel.program.doubled_row import check_loss, check_metrics
+from fnaccel.program.instance import assemble
 from fnaccel.program.launcher_flags import choose
-from fnaccel.program.lent_models import Given, lend
+from fnaccel.program.lent_models import Given
 from fnaccel.program.look import LOOK, flops_of, look_at
-from fnaccel.program.lower import Lowered, micro_batches, parts_of
+from fnaccel.program.lower import Lowered
 from fnaccel.program.model_notes import warn_of, with_notes
-from fnaccel.program.owned import Owned, assemble
 from fnaccel.program.plan import Plan, compare
 from fnaccel.program.planned import mesh_of, planned
-from fnaccel.program.probe import CAUSES, Probed, check_forward, fits, is_split, probe_first, short
+from fnaccel.program.probe import Probed, check_forward, fits, is_split, probe_first, short
 from fnaccel.program.put_back import put_back
 from fnaccel.program.state_owner import StateOwner
-from fnaccel.program.update import Stepper
+from fnaccel.program.undo import keeping_modes, torch_modes
+from fnaccel.program.update import update
 from fnaccel.state import TrainState, check_ema, lease_of
 from fnaccel.step.html_table import table
 from fnaccel.step.spec import Rng, Spec, loss_part
@@ -37,7 +36,7 @@ from fnaccel.strategies.runtime import Delegation
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.flags import take_for_steps
-from fnaccel.world.progress_marks import within
+from fnaccel.world.progress_marks import within, within_step
 from fnaccel.world.world import World, current
 
 P = ParamSpec("P")
@@ -49,7 +48,6 @@ class TrainStep:
 
     Attributes:
         mesh: the mesh of ranks. `train_step.mesh["batch"]` is an argument for `over=`.
-        notice: the stop request of all ranks. `fa.preemption` sets it.
 
     Example:
         >>> state, metrics = train_step(state, batch)
@@ -60,18 +58,14 @@ class TrainStep:
     def __init__(self, spec: Spec, lowered: Lowered, plan: Plan, delegation: Delegation | None) -> None:
         mesh = spec.mesh
         self.mesh = mesh
-        self.notice: Notice | None = None
         self._spec = spec
         self._delegation = delegation
         self._lowered = lowered
         self._name = f"TrainStep({plan.title}, {spec.strategy})"
         self._owner = StateOwner(plan, mesh, self._name)
-        self._cast_on = lowered.autocast_on(mesh.world.device)
-        world, shares = mesh.world, any(degree > 1 for degree in mesh.degrees.values())
-        self._stepper = Stepper(
-            lowered, spec.rng, self._name, world.device, speaks=world.is_main, shares=shares
-        )
-        self._call, self._layers = lowered.around(self._run)
+        self._autocast_on = lowered.autocast_on(mesh.world.device)
+        # the CALL transforms around the update
+        self._call, self._layers = lowered.around(functools.partial(update, self._owner, self._check_first))
         if mesh.world.calls is not None:
             self._call = mesh.world.calls.wrap("train_step(state, batch)", self._call)
 
@@ -109,7 +103,19 @@ class TrainStep:
     @property
     def compilation(self) -> Compilation | None:
         """The compilation of this train step so far. None without `fa.compile`."""
-        return self._stepper.compilation
+        compiler, meter = self._lowered.settings.compiler, self._owner.meter
+        if compiler is None:
+            return None
+        return Compilation(scope=compiler.scope) if meter is None else meter.found
+
+    @property
+    def notice(self) -> Notice | None:
+        """The stop request of all ranks. `fa.preemption` sets it."""
+        return self._owner.notice
+
+    @notice.setter
+    def notice(self, notice: Notice | None) -> None:
+        self._owner.notice = notice
 
     @every_rank
     @within("init")
@@ -138,17 +144,16 @@ class TrainStep:
         if again:
             check_factories(self._spec.model, repr(self))
             self._owner.forget()
-        owned = assemble(self._spec, self._lowered, seed, self._delegation)
+        instance = assemble(self._spec, self._lowered, self._name, seed, self._delegation)
         try:
-            self._compare(with_notes(self.plan, owned.notes), seed)
+            self._compare(with_notes(self.plan, instance.notes), seed)
         except BaseException:
-            owned.close()
+            instance.close()
             raise
         if self.mesh.world.is_main:
-            warn_of(owned.notes)
-        owned.claim(self, self._owner.close)
-        self._stepper.reset()
-        return self._owner.own(owned, owned.first_state(seed, extras))
+            warn_of(instance.notes)
+        instance.claim(self, self._owner.close)
+        return self._owner.own(instance, instance.first_state(seed, extras))
 
     def _compare(self, plan: Plan, seed: int) -> None:
         """Raise PlanMismatchError if ranks hold different plans."""
@@ -199,42 +204,17 @@ class TrainStep:
         """
         return self._call(state, batch, given=given)
 
-    def _run(
-        self, state: TrainState, batch: Tree, *, given: Mapping[str, TrainState] | None = None
-    ) -> tuple[TrainState, dict[str, Any]]:
-        owned = self._owner.owned
-        if lease_of(state, "train_step(state, batch)") is not self._owner.lease:
-            raise UnleasedStateError(
-                "this state belongs to another train step",
-                where=repr(self),
-                fix="pass each train step its own state; lend others with given={...}",
-            )
-        owned.check_ready()
-        micros, last = micro_batches(batch, self._lowered.settings.micro_batches, self.mesh.world.device)
-        owned.same_rows.check(state.data.epoch, [micro.data for micro in micros])
-        models = None if given is None else lend(given, self._owner)
-        if state.step == 0:
-            self._check_first(owned, micros[0].data, models)
-        micros, around = parts_of(micros, self._lowered.part)
-        notice, lease = self.notice, self._owner.lease
-        try:
-            return self._stepper.move(owned, state, micros, last, models, notice, lease, around)
-        except Exception as error:
-            if owned.cut_fails:
-                error.add_note(f"in the first forward of a model that is cut. {CAUSES}")
-            raise
-
-    def _check_first(self, owned: Owned, batch: Tree, lent: Given | None) -> None:
+    def _check_first(self, batch: Tree, lent: Given | None) -> None:
         """Compare a cut model with the whole one, and totals with their weights, before the first update."""
-        if lent is None and not owned.probed and self.can_probe():  # a lent model may be cut as well
-            probe_first(owned, self.probe, batch)
-        step = self._spec.step
-        with self._keeping(), self._stepper.checking():
-            check_loss(owned, self._lowered, self._run_of(step.forward()), step.loss_fn, batch, lent)
+        instance, step = self._owner.instance, self._spec.step
+        if lent is None and not instance.probed and self.can_probe():  # a lent model may be cut as well
+            probe_first(instance, self.probe, batch)
+        with self._keeping(), within_step(0, self._name, shares=instance.shares), within("forward"):
+            check_loss(instance, self._lowered, self._run_of(step.forward()), step.loss_fn, batch, lent)
 
     def _keeping(self) -> contextlib.AbstractContextManager[None]:
         """If the body is interrupted, grad mode and autocast are as before."""
-        return keeping_modes(self._cast_on)
+        return keeping_modes(self._autocast_on)
 
     def check_totals(self, state: TrainState, fn: Callable[..., Any], batch: Tree) -> None:
         """See that each `fa.Mean` that a metric function returns holds a total and its weight, not a mean.
@@ -253,10 +233,10 @@ class TrainStep:
             >>> rows = lambda model, batch: fa.Mean(len(batch["tokens"]), weight=1)
             >>> train_step.check_totals(state, rows, batch)
         """
-        owned = self._owner.owned
+        instance = self._owner.instance
         lease_of(state, LOOK, averaged=True)
         with self._keeping():
-            check_metrics(owned, self._run_of(fn), fn, batch)
+            check_metrics(instance, self._run_of(fn), fn, batch)
 
     def _run_of(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the model and a batch as the step runs it: its part, under its precision."""
@@ -287,18 +267,18 @@ class TrainStep:
             >>> train_step.look(state, lambda model: float(loss_fn(model, batch).total) > 0)
             True
         """
-        owned = self._owner.owned
+        instance = self._owner.instance
         lease_of(state, LOOK, averaged=True)
-        owned.check_modules()
+        instance.check_modules()
         # without contexts, which would take a fifth of a small forward
-        modes, evaluating = torch_modes(self._cast_on), owned.modes.switch(training=train)
+        modes, evaluating = torch_modes(self._autocast_on), instance.modes.switch(training=train)
         try:
-            return look_at(owned, self._lowered.settings.precision(fn), *args, whole=whole)
+            return look_at(instance, self._lowered.settings.precision(fn), *args, whole=whole)
         except BaseException:
             modes.put_back()
             raise
         finally:
-            owned.modes.switch_back(evaluating)
+            instance.modes.switch_back(evaluating)
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """In the body modules are in evaluation mode. Each module's own mode comes back at its end.
@@ -309,7 +289,7 @@ class TrainStep:
             >>> with train_step.evaluating():
             ...     totals = [train_step.look(state, loss_fn, batch).total for _ in range(3)]
         """
-        return self._owner.owned.modes.during(training=False)
+        return self._owner.instance.modes.during(training=False)
 
     @property
     def low_precision(self) -> bool:
@@ -383,20 +363,20 @@ class TrainStep:
             >>> round(train_step.probe(batch).difference, 6)
             0.0
         """
-        owned = self._owner.owned
-        owned.probed = True
-        settings, step, layout = self._lowered.settings, self._spec.step, owned.engine.layout
+        instance = self._owner.instance
+        instance.probed = True
+        settings, step, layout = self._lowered.settings, self._spec.step, instance.engine.layout
         modules, device = layout.modules, self.mesh.world.device
-        owned.moving_buffers.begin()
+        instance.moving_buffers.begin()
         try:
             with (
                 self._keeping(),
-                owned.modes.during(training=False),
+                instance.modes.during(training=False),
                 put_back([step.loss_fn], modules, device),
             ):
                 return check_forward(
                     settings.precision(step.forward()),
-                    lambda fn, row: look_at(owned, self.as_loss(fn), row, whole=False),
+                    lambda fn, row: look_at(instance, self.as_loss(fn), row, whole=False),
                     self._spec.model,
                     layout.parameters,
                     layout.buffers,
@@ -405,7 +385,7 @@ class TrainStep:
                     low=settings.precision.autocast or settings.casts or bool(self._lowered.modules),
                 )
         finally:
-            owned.moving_buffers.put_back()
+            instance.moving_buffers.put_back()
 
     @contextlib.contextmanager
     def averaged(self, state: TrainState) -> Generator[None]:
@@ -424,11 +404,11 @@ class TrainStep:
             >>> with train_step.averaged(state):
             ...     loss = fa.evaluate(train_step, state, loss_fn, fa.shard(loader))
         """
-        owned = self._owner.owned
+        instance = self._owner.instance
         lease = lease_of(state, "train_step.averaged(state)")
         check_ema(state, "train_step.averaged(state)")
-        owned.check_modules()
-        exchange = owned.averages_in_place()
+        instance.check_modules()
+        exchange = instance.averages_in_place()
         with exchange:
             lease.averaged = True
             try:

@@ -232,6 +232,7 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
             finish=None if finds else functools.partial(_check_reduced, wrapped, trained),
         ),
         sync=_syncer(wrapped, options.static_graph),
+        nests=False,  # the wrapper prepares its buckets in a forward, for the backward that follows
         shares_buffers=options.sync_buffers,
     )
     return engine, built

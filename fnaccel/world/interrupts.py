@@ -17,6 +17,7 @@ _main = threading.main_thread().ident
 class SigintHeld:
     """In the body a SIGINT waits. When the body ends, the previous handler gets it.
 
+    To enter it a second time changes nothing, so that a caller may hold a SIGINT from one of two moments on.
     Does nothing outside of the main thread, which alone receives signals, or if SIGINT has no Python handler.
 
     Example:
@@ -31,7 +32,7 @@ class SigintHeld:
         self._handler: Callable[[int, Any], Any] | None = None
 
     def __enter__(self) -> None:
-        if threading.get_ident() == _main:
+        if self._handler is None and threading.get_ident() == _main:
             handler: Any = _signal.getsignal(SIGINT)
             if callable(handler):
                 self._handler = handler

@@ -7,8 +7,8 @@ if nobody listens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from types import TracebackType
 from typing import TypeVar
 
@@ -77,6 +77,17 @@ def enter(phase: str, micro_batch: int = 0) -> None:
 def enter_step(step: int, of: str, *, first: bool, shares: bool) -> None:
     """Begin a step. Its phases are entered one by one."""
     NOW.step, NOW.of, NOW.first, NOW.shares = step, of, first, shares
+
+
+@contextmanager
+def within_step(step: int, of: str, *, shares: bool) -> Generator[None]:
+    """In the body, a check before the first step, that step has begun. At its end the mark is as before."""
+    before = NOW.step, NOW.of, NOW.first, NOW.shares
+    enter_step(step, of, first=True, shares=shares)
+    try:
+        yield
+    finally:
+        NOW.step, NOW.of, NOW.first, NOW.shares = before
 
 
 def leave_step(step: int) -> None:

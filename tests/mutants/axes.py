@@ -13,7 +13,7 @@ WHOLE_MODEL = "tests/extension/test_whole_model.py"
 
 MUTANTS = [
     Mutant(
-        "totals of the batch axis alone", "engine/eager.py", 'group = mesh.group("loss")', 'group = mesh.group("batch")',
+        "totals of the batch axis alone", "program/instance.py", 'group, device = mesh.group("loss")', 'group, device = mesh.group("batch")',
         (PARTS, "-k", "one_loss and options0"),
     ),
     Mutant(
@@ -22,7 +22,7 @@ MUTANTS = [
         (PARTS, "-k", "one_loss and options2"),
     ),
     Mutant(
-        "weights known ahead are those of one rank", "engine/step_totals.py",
+        "weights known ahead are those of one rank", "engine/totals.py",
         "dist.all_reduce(total, group=self._group)", "pass", (PARTS, "-k", "one_loss and options1"),
     ),
     Mutant(
@@ -30,7 +30,7 @@ MUTANTS = [
         (WHOLE_MODEL, "-k", "patterns and fsdp and False"),
     ),
     Mutant(
-        "parts of a sequence draw the same numbers", "engine/eager.py", "rank = mesh.loss_rank if", "rank = mesh.batch_rank if",
+        "parts of a sequence draw the same numbers", "program/instance.py", "self.rank = mesh.loss_rank", "self.rank = mesh.batch_rank",
         (PARTS, "-k", "draw_other"),
     ),
     Mutant(
@@ -58,7 +58,7 @@ MUTANTS = [
         ("tests/transforms/test_own_values.py", "-k", "recorded and 2-fsdp and eager"),
     ),
     Mutant(
-        "gradients divided by the parts of the rows", "engine/eager.py", "ranks = engine.layout.mesh.loss_size",
+        "gradients divided by the parts of the rows", "engine/passes.py", "ranks = engine.layout.mesh.loss_size",
         "ranks = engine.layout.mesh.batch_size",
         (PARTS, "-k", "one_loss and fsdp and options5"),
     ),

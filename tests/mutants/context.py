@@ -46,8 +46,7 @@ MUTANTS = [
     ),
     Mutant(
         "attention of recomputed blocks that sees one rank", "program/update.py",
-        "                with around:\n                    update = self._until_update(owned, state, micros, models, notice, before)\n                with SigintHeld():",
-        "                update = self._until_update(owned, state, micros, models, notice, before)\n                with SigintHeld():",
+        "with micro_batches.around, Undo(instance, state) as undo:", "with Undo(instance, state) as undo:",
         (PARITY, "-k", "share and causal-options0-step0"),
     ),
     Mutant(

@@ -16,7 +16,7 @@ MUTANTS = [
     ),
     Mutant(
         "modes are not put back after a look that raises", "program/train_step.py",
-        "            owned.modes.switch_back(evaluating)", "            pass", (MODES, "-k", "raises-local"),
+        "            instance.modes.switch_back(evaluating)", "            pass", (MODES, "-k", "raises-local"),
     ),
     Mutant(
         "a parameter with gaps takes the fused kernel", "optim/fused.py", "_FUSED[name] if dense else _PLAIN[name]",
@@ -27,12 +27,12 @@ MUTANTS = [
         (TRAPS, "-k", "scalars and fsdp-eager"),
     ),
     Mutant(
-        "hooks see the gradient of the sum", "program/update.py", "hooked=owned.gradient_hooks.present", "hooked=False",
+        "hooks see the gradient of the sum", "program/instance.py", "hooked=self.gradient_hooks.present", "hooked=False",
         (TRAPS, "-k", "module and hooks and local-eager"),
     ),
     Mutant(
-        "hooks see the gradient of the mean of ranks", "engine/eager.py",
-        "_ratio(engine, report.weight) / engine.layout.mesh.loss_size", "_ratio(engine, report.weight)",
+        "hooks see the gradient of the mean of ranks", "engine/passes.py",
+        "_ratio(engine, totals.weight) / engine.layout.mesh.loss_size", "_ratio(engine, totals.weight)",
         (TRAPS, "-k", "module and hooks and ddp-eager"),
     ),
     Mutant(
@@ -41,16 +41,16 @@ MUTANTS = [
         ("tests/robust/test_hooks.py", "-k", "after_init and local"),
     ),
     Mutant(
-        "averages in the dtype of the parameters", "program/owned.py",
+        "averages in the dtype of the parameters", "program/instance.py",
         "dtype = torch.promote_types(leaf.shard.dtype, torch.float32)", "dtype = leaf.shard.dtype",
         ("tests/transforms/test_averaging.py", "-k", "move and local-1-eager"),
     ),
     Mutant(
-        "buffers stay apart", "program/update.py", "owned.shared_buffers.share(before.step)", "pass",
+        "buffers stay apart", "program/instance.py", "self.shared_buffers.share(step)", "pass",
         (NORMS, "-k", "first_rank_s_buffers and fsdp-eager"),
     ),
     Mutant(
-        "a filler counts in batch norm", "engine/eager.py", "engine.hooks.micro_batch(micro.valid > 0)",
+        "a filler counts in batch norm", "engine/passes.py", "engine.hooks.micro_batch(counts)",
         "engine.hooks.micro_batch(True)", (NORMS, "-k", "same_micro_batches and filler and ddp"),
     ),
     Mutant(
@@ -72,7 +72,7 @@ MUTANTS = [
         "stays = False", ("tests/robust/test_doubled_row.py", "-k", "given_as_a_total and local and L2"),
     ),
     Mutant(
-        "the check of totals moves a queue", "program/doubled_row.py", "            owned.moving_buffers.put_back()",
+        "the check of totals moves a queue", "program/doubled_row.py", "            instance.moving_buffers.put_back()",
         "            pass", ("tests/robust/test_doubled_row.py", "-k", "queue and local"),
     ),
     Mutant(

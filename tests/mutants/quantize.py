@@ -43,7 +43,7 @@ MUTANTS = [
         "if optimizers is not None:  # a factory", "if False:  # a factory", (TRAINING, "-k", "are_not_trained"),
     ),
     Mutant(
-        "codes copied before a step", "program/owned.py",
+        "codes copied before a step", "program/instance.py",
         "if not isinstance(slot[0], ConstantBuffers)]", "]", (TRAINING, "-k", "does_not_copy"),
     ),
     Mutant(

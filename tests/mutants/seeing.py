@@ -35,9 +35,8 @@ MUTANTS = [
         (MEASURES, "-k", "three_forwards"),
     ),
     Mutant(
-        "gradients cleared before memory is explained", "engine/eager.py",
-        "            if call.explain is not None:\n                call.explain(error)\n            undo(engine)",
-        "            undo(engine)", (MEASURES, "-k", "earlier_micro"),
+        "gradients cleared before memory is explained", "program/undo.py",
+        "        explain_out_of_memory(error, instance.named_tensors)", "        instance.engine.undo()\n        explain_out_of_memory(error, instance.named_tensors)", (MEASURES, "-k", "earlier_micro"),
     ),
     Mutant(
         "a report with the steps that a restart took back", "seeing/runs.py", "points[-1][0] >= step", "points[-1][0] > step",

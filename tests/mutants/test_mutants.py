@@ -50,8 +50,8 @@ MUTANTS = [
         ("tests/robust/test_skipped_batch.py", "-k", "mean_is_one"),
     ),
     Mutant(
-        "positions of captured steps not compared", "engine/step_totals.py",
-        "self._place.hear(answers[1:])", "pass",
+        "positions of captured steps not compared", "program/captured_step.py",
+        "totals.hear(None if self._group is None else answers)", "pass",
         ("tests/robust/test_skipped_batch.py", "-k", "raises_on_all and 2-ddp-captured"),
     ),
     Mutant(
@@ -99,12 +99,12 @@ MUTANTS = [
         ("tests/checkpoint/test_machines.py", "-k", "layout_go_on and ddp"),
     ),
     Mutant(
-        "gradients scaled by 1/1.01", "engine/eager.py", "multiplier = _ratio(engine, weight)",
+        "gradients scaled by 1/1.01", "engine/passes.py", "multiplier = _ratio(engine, weight)",
         "multiplier = _ratio(engine, weight * 1.01)", (MATRIX, "-k", "local-fp32-acc1-none"),
     ),
     Mutant(
-        "rounds of a mean of means", "engine/eager.py", "engine, report.weight, call.scale",
-        "engine, report.weight * (1 if len(micros) == 1 else 1.001), call.scale",
+        "rounds of a mean of means", "engine/passes.py", "engine, totals.weight, inputs.scale",
+        "engine, totals.weight * (1 if len(self._micro_batches) == 1 else 1.001), inputs.scale",
         (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
     ),
     Mutant(
@@ -120,15 +120,15 @@ MUTANTS = [
         ("tests/robust/test_live_state.py", "-k", "backward_that_raises and fsdp"),
     ),
     Mutant(
-        "autocast stays on", "program/autocast.py", "restore_autocast(self.kind, self.autocast)", "pass",
+        "autocast stays on", "program/undo.py", "restore_autocast(self.kind, self.autocast)", "pass",
         ("tests/robust/test_live_state.py", "-k", "autocast"),
     ),
     Mutant(
-        "captured hooks count from one", "program/step_graph.py", "updates=number - 1", "updates=number",
+        "captured hooks count from one", "program/step_graph.py", "updates=given.number - 1", "updates=given.number",
         ("tests/laws/test_laws.py", "-k", "told_the_same"),
     ),
     Mutant(
-        "captured clip left out", "program/step_graph.py", "tail.change(gradients, {}, info)", "pass",
+        "captured clip left out", "program/step_graph.py", "return tail.run(engine, gradients, {}, info, apply)", "return apply()",
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
@@ -136,11 +136,11 @@ MUTANTS = [
         (COMPILED, "-k", "fsdp-step-plain"),
     ),
     Mutant(
-        "gradient sync left on", "engine/eager.py", "with sync(index == last or loss.sync_each):",
+        "gradient sync left on", "engine/engine.py", "with sync(index == n - 1):",
         "with sync(True):", (MATRIX, "-k", "fsdp-fp32-acc3-none-2"),
     ),
     Mutant(
-        "gradient sync never on", "engine/eager.py", "with sync(index == last or loss.sync_each):",
+        "gradient sync never on", "engine/engine.py", "with sync(index == n - 1):",
         "with sync(False):", (MATRIX, "-k", "ddp-fp32-acc3-none-2"),
     ),
     Mutant(
@@ -153,12 +153,12 @@ MUTANTS = [
         "return self._raw", (MATRIX, "-k", "local-fp32-acc1-clip"),
     ),
     Mutant(
-        "weights of the last micro-batch only", "engine/step_totals.py",
+        "weights of the last micro-batch only", "engine/totals.py",
         "weight if isinstance(self.weight, int) and self.weight == 0 else self.weight + weight", "weight",
         (MATRIX, "-k", "local-fp32-acc3-none"),
     ),
     Mutant(
-        "fillers count", "engine/step_totals.py", "        if valid:\n            self._total", "        if True:\n            self._total",
+        "fillers count", "engine/totals.py", "        if valid:\n            self._total", "        if True:\n            self._total",
         (ENGINES, "-k", "ragged_epochs"),
     ),
     Mutant(
@@ -182,11 +182,11 @@ MUTANTS = [
         "    return", ("tests/test_program.py", "-k", "donated"),
     ),
     Mutant(
-        "a live state that dies before the checks", "program/owned.py", "        pairs = matched(first, state)\n",
+        "a live state that dies before the checks", "program/instance.py", "        pairs = matched(first, state)\n",
         "        begin()\n        pairs = matched(first, state)\n", ("tests/robust/test_refused_adopts.py", "-k", "transforms"),
     ),
     Mutant(
-        "half a step is adopted", "program/owned.py", "        check_counts(state)\n", "",
+        "half a step is adopted", "program/instance.py", "        check_counts(state)\n", "",
         ("tests/robust/test_refused_adopts.py", "-k", "whole_number"),
     ),
     Mutant(
@@ -313,7 +313,7 @@ MUTANTS = [
         ("tests/deepspeed/test_features.py", "-k", "fails and 3"),
     ),
     Mutant(
-        "what is restored is not given back to the runtime", "program/owned.py", "                        target.copy_(value)",
+        "what is restored is not given back to the runtime", "program/instance.py", "                        target.copy_(value)",
         "                        pass", ("tests/deepspeed/test_state.py", "-k", "half and 1"),
     ),
     Mutant(
@@ -326,7 +326,7 @@ MUTANTS = [
         ("tests/deepspeed/test_features.py", "-k", "copy or offloaded"),
     ),
     Mutant(
-        "gradients of an interrupted step stay", "program/update.py", "        if not self._clean:", "        if False:",
+        "gradients of an interrupted step stay", "program/undo.py", "            instance.engine.undo()\n        self._modes", "            pass\n        self._modes",
         ("tests/laws/test_interrupts.py", "-k", "local-1"),
     ),
     Mutant(
@@ -342,7 +342,7 @@ MUTANTS = [
         ("tests/robust/test_weights.py", "-k", "weight_of_zero"),
     ),
     Mutant(
-        "losses of two kinds are added up", "engine/step_totals.py", "self._weighted is not weighted", "False",
+        "losses of two kinds are added up", "engine/totals.py", "self._weighted is not parts.weighted", "False",
         ("tests/robust/test_weights.py", "-k", "micro_batches_raise"),
     ),
     Mutant(

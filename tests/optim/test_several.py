@@ -298,7 +298,7 @@ def host_reads(optimizer):
     train_step = program(fa.skip_nonfinite(loss_fn), optimizer=optimizer)
     state, _ = train_step(train_step.init(seed=0), batch_of(4))
     with HostReads() as of_rates:
-        train_step._owner.owned.updater.rates(state.updates)
+        train_step._owner.instance.updater.rates(state.updates)
     with HostReads() as of_step:
         train_step(state, batch_of(4))
     return of_rates.count, of_step.count, str(train_step.plan).count("one host read")

@@ -23,6 +23,7 @@ from fnaccel.optim.foreign import TorchKernel, copied_slots, first_slots, shared
 from fnaccel.optim.fused import FusedKernel
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.deepspeed.comm import begin, part_of_package, quiet
+from fnaccel.strategies.deepspeed.declared_rows import DeclaredRows
 from fnaccel.strategies.deepspeed.linear import LinearFunction
 from fnaccel.strategies.deepspeed.partitioned_init import check_partitioned, partitioned_init
 from fnaccel.strategies.deepspeed.parts import Native, Parts
@@ -86,6 +87,7 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
         clip = float(config["gradient_clipping"])
         bound = BoundDeepspeed(engine, parts, slots, clip, skips=build.settings.skips)
     torn: list[bool] = []
+    rows = build.delegation.rows
     wrapped = Engine(
         name="deepspeed",
         layout=Layout(
@@ -99,10 +101,15 @@ def build_deepspeed(build: Build, record: Deepspeed) -> tuple[Engine, Built]:
             run=_runner(engine, torn, linear),
             lend=_runner(engine.module, torn, linear),
             sync=_syncer(engine),
+            nests=False,
             backward=_backward(engine, record.level, torn, linear),
         ),
-        hooks=Hooks(recover=_recoverer(engine, record.level), free=_freer(engine, parts)),
-        runtime=Runtime(bound=bound, native=engine, rows=build.delegation.rows),
+        hooks=Hooks(
+            recover=_recoverer(engine, record.level),
+            free=_freer(engine, parts),
+            ask=None if rows is None else lambda micro_batches: DeclaredRows(rows, micro_batches, mesh.world),
+        ),
+        runtime=Runtime(bound=bound, native=engine),
     )
     return wrapped, built
 

@@ -60,7 +60,7 @@ def test_an_adapter_trains_and_codes_stay(world, record, precision):
 def test_a_first_step_does_not_copy_codes(world, monkeypatch):
     train_step = program()
     state = train_step.init(seed=0)
-    assert train_step._owner.owned.moving_buffers._slots == []
+    assert train_step._owner.instance.moving_buffers._slots == []
     state, _ = train_step(state, batch())
     assert len(state.buffers) == 12
 

@@ -1,7 +1,8 @@
-"""The values that a train step owns between calls: engine, optimizers, the trees that states show."""
+"""`Instance`: what `init` builds of a train step: engine, optimizers, the trees that states show."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -9,12 +10,19 @@ import attrs
 import torch
 
 from fnaccel import _torch, tree
+from fnaccel.data.micro_batches import MicroBatches, micro_batches
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.exchange import Exchange
+from fnaccel.engine.passes import Inputs
 from fnaccel.engine.runtime_tensor import Remote
+from fnaccel.engine.same_position import same_position
 from fnaccel.engine.same_rows import SameRows
 from fnaccel.engine.shared_buffers import SharedBuffers
+from fnaccel.engine.skipped_updates import SkippedUpdates
+from fnaccel.engine.stop_request import NoNotice, Notice
+from fnaccel.engine.totals import Question, Totals
 from fnaccel.engine.updater import Optimizers, Updater, traceable
+from fnaccel.engine.user_draws import drawing
 from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.building import Built, check_memory, check_patched, claim, freeze, release
 from fnaccel.models.constant_buffers import ConstantBuffers, check_not_trained
@@ -28,6 +36,8 @@ from fnaccel.models.trained_modules import TrainedModules
 from fnaccel.program.adopted import check_counts, matched
 from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.captured_step import CapturedStep
+from fnaccel.program.compile_meter import Meter
+from fnaccel.program.lent_models import Given
 from fnaccel.program.lower import Lowered
 from fnaccel.program.model_notes import model_notes
 from fnaccel.program.whole_parameters import is_sharded
@@ -47,48 +57,71 @@ from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, make_engine
 from fnaccel.strategies.runtime import Delegation
 from fnaccel.tree import Tree
+from fnaccel.world.random_streams import generators_of
 
 
-class Owned:
-    """Engine, optimizers and the trees of handles, between one call and the next."""
+class Instance:
+    """Engine, optimizers and the trees of states of one train step. An update writes to their tensors alone.
+
+    Attributes:
+        spec, lowered: the step.
+        where: the name of the train step, for messages.
+        engine, updater, params: the model, its optimizers, and its parameters as states show them.
+        captured: the compiled programs of the step if it asks for them.
+        streams: the random streams that are seeded for each micro-batch.
+        position: compares the positions of batches between ranks, or None.
+        meter: counts compilations, or None.
+        moved, clean: whether a step reached its end, and whether the newest did.
+        probed, cut_fails, checked: what the checks before the first update found.
+        source: facts about the loader of the newest batch.
+    """
 
     def __init__(
         self,
         engine: Engine,
         built: Built,
+        spec: Spec,
         lowered: Lowered,
-        optimizers: Optimizers | None,
+        where: str,
         notes: tuple[Note, ...] = (),
         arrived: int = 0,
     ) -> None:
-        tell = connect(engine.layout.modules, engine.layout.mesh.group("loss"))
-        if tell is not None:
-            engine = attrs.evolve(engine, hooks=attrs.evolve(engine.hooks, micro_batch=tell))
-        if lowered.settings.ema_decay is not None:
-            averages = tuple(map(average_of, engine.layout.leaves))
-            engine = attrs.evolve(engine, averages=averages)
-        self.engine = engine
+        self.spec = spec
+        self.lowered = lowered
+        self.where = where
         self.notes = notes
+        self.moved = False
+        self.clean = True
         self.probed = False  # whether the cut model was compared with the whole one
         self.cut_fails = False  # whether the cut model raised in that
         self.checked: set[object] = set()  # the code whose totals were compared
-        self.source: Mapping[str, Any] | None = None  # facts about the loader of the newest batch
+        self.source: Mapping[str, Any] | None = None
         self._built = built
-        self._lowered = lowered
-        self._trains = optimizers is not None
         self._nested = None not in built.modules
         self._empty = built.empty
-        device = engine.layout.mesh.world.device
-        leaves, capture = engine.layout.leaves, engine.forward.capture
+        self._trains = spec.optimizers is not None
+        self.engine = engine = _told(engine, lowered)
+        mesh, leaves, capture = engine.layout.mesh, engine.layout.leaves, engine.forward.capture
+        world = mesh.world
+        self.autocast_on = lowered.autocast_on(world.device)
+        self.streams = [] if spec.rng == "stream" else generators_of(world.device)
+        self.rank = mesh.loss_rank
+        self.shares = any(degree > 1 for degree in mesh.degrees.values())
+        self.position = same_position(mesh)
+        self.same_rows = SameRows(mesh)
+        self.sharded = is_sharded(engine.layout.parameters.values())
+        self.skips = SkippedUpdates(lowered.settings.max_skipped, speaks=world.is_main)
+        self.meter = None if lowered.settings.compiler is None else Meter(lowered.settings.compiler, where)
         # in the graph, updates go to the tensors that gradients are taken of: no second name for them
-        inside = capture is not None and lowered.own_hooks and traceable(optimizers or {})
+        optimizers = cast("Optimizers", spec.optimizers or {})
+        inside = capture is not None and lowered.own_hooks and traceable(optimizers)
         updated = capture.leaves if capture is not None and inside else leaves
         bound = engine.runtime.bound
         self.updater = Updater(
-            updated, optimizers or {}, device, on_device=lowered.settings.skips, bound=bound
+            updated, optimizers, world.device, on_device=lowered.settings.skips, bound=bound
         )
         self.params = self._show(engine.layout.parameters)
-        self.whole = self._captured(inside) if self._trains else None
+        self.captured = self._captured(inside) if self._trains else None
         self._buffer_slots = [
             (module, attribute, full)
             for key, root in built.modules.items()
@@ -102,9 +135,9 @@ class Owned:
             ema=self._show_averages() if lowered.settings.ema_decay is not None else None,
         )
         self.modes = ModuleModes(engine.layout.modules, trains=self._trains)
-        self.gradient_hooks = GradientHooks(built.modules, captured=self.whole is not None, arrived=arrived)
-        self.same_rows = SameRows(engine.layout.mesh)
-        self.sharded = is_sharded(engine.layout.parameters.values())
+        self.gradient_hooks = GradientHooks(
+            built.modules, captured=self.captured is not None, arrived=arrived, speaks=world.is_main
+        )
         self._watched = TrainedModules(built.modules, leaves if bound is None else (), trains=self._trains)
         slots = [slot for slot in self._buffer_slots if not isinstance(slot[0], ConstantBuffers)]
         self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in slots])
@@ -122,7 +155,7 @@ class Owned:
 
     def _captured(self, inside: bool) -> CapturedStep | None:
         """The compiled programs of the step if it asks for them. The update is part of them if `inside`."""
-        engine, lowered = self.engine, self._lowered
+        engine, lowered = self.engine, self.lowered
         compiler, capture = lowered.settings.compiler, engine.forward.capture
         if capture is None or compiler is None:
             return None
@@ -132,7 +165,7 @@ class Owned:
         ]
         _torch.mark_static([*slots, *engine.averages, *(leaf.shard for leaf in capture.leaves)])
         tail = lowered.tail if inside else None
-        return CapturedStep(engine, capture, lowered.loss, compiler, tail, self.updater.update, self.params)
+        return CapturedStep(engine, capture, lowered.loss, compiler, tail, self.updater, self.params)
 
     def _show(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Names as the state shows them: by model first if there are several."""
@@ -152,14 +185,14 @@ class Owned:
         """The state before step 0."""
         device = self.engine.layout.mesh.world.device
         scale: dict[str, torch.Tensor] | None = None
-        if self._lowered.settings.precision.scaled:
+        if self.lowered.settings.precision.scaled:
             scale = {
-                "scale": torch.tensor(self._lowered.settings.precision.init_scale, device=device),
+                "scale": torch.tensor(self.lowered.settings.precision.init_scale, device=device),
                 "growth": torch.zeros((), dtype=torch.int32, device=device),
                 "weight": torch.ones((), device=device),
             }
-        updates: Any = torch.zeros((), device=device) if self._lowered.settings.skips else 0
-        transforms = {name: init(self.engine.layout.parameters) for name, init in self._lowered.inits}
+        updates: Any = torch.zeros((), device=device) if self.lowered.settings.skips else 0
+        transforms = {name: init(self.engine.layout.parameters) for name, init in self.lowered.inits}
         if self.engine.hooks.end is not None:
             self.engine.hooks.end()
         return state_of(
@@ -172,25 +205,117 @@ class Owned:
             transforms=transforms,
         )
 
-    def check_ready(self) -> None:
-        """Raise CapabilityError if there is nothing to train, ReplacedParameterError as `check_modules`.
+    def begin(self, state: TrainState, batch: Tree) -> MicroBatches:
+        """See that an update may begin, and cut its batch. Changes nothing but the modes of modules.
 
-        The latter is raised too if a frozen parameter takes a gradient now.
+        Raises:
+            CapabilityError: there is nothing to train, or a hook was added that would never run.
+            ReplacedParameterError: as `check_modules`, and if a frozen parameter takes a gradient now.
+            MicroBatchError: the batch can't be cut.
+            RankMismatchError: ranks that share the rows of a batch have different ones, or all of them had
+                batches of different positions in the step before.
+            RecompileLimitError, NonfiniteError: too many steps were compiled again, or skipped in a row.
         """
         self._watched.check()
         self._watched.check_frozen()
+        if not self._trains or self._empty:
+            raise self._not_ready()
+        device = self.engine.layout.mesh.world.device
+        cut = micro_batches(batch, self.lowered.settings.micro_batches, device)
+        self.same_rows.check(state.data.epoch, cut)
+        if self.meter is not None:
+            self.meter.check()
+        self.skips.check()
+        if cut.batch is not None:
+            self.source = cut.batch.source
+        if self.position is not None:
+            self.position.begin(None if cut.batch is None else cut.batch.position)
+        self.modes.train()
+        self.gradient_hooks.look_again()
+        if self.gradient_hooks.present and len(cut) > 1 and self.lowered.loss.weight_fn is None:
+            self.gradient_hooks.warn()
+        return cut
+
+    def inputs(self, state: TrainState, given: Given | None) -> Inputs:
+        """What the passes of an update take from a state, and what was lent for it."""
+        scale = scale_of(state)
+        return Inputs(
+            step=state.step,
+            root=state.rng.root,
+            rank=self.rank,
+            streams=self.streams,
+            scale=None if scale is None else scale["scale"],
+            last_weight=None if scale is None else scale["weight"],
+            given=given,
+            hooked=self.gradient_hooks.present,
+        )
+
+    def totals(self, micro_batches: MicroBatches, notice: Notice | None) -> Totals:
+        """The totals of one update, with the questions that ranks ask each other."""
+        engine = self.engine
+        questions: list[Question] = [notice or NoNotice()]
+        if self.position is not None:
+            questions.append(self.position)
+        if engine.hooks.ask is not None:
+            questions.append(engine.hooks.ask(micro_batches))
+        mesh = engine.layout.mesh
+        group, device = mesh.group("loss"), mesh.world.device
+        return Totals(group, device, engine.agreement, questions, partial_rows=mesh.partial_rows)
+
+    def drawing(self, state: TrainState) -> contextlib.AbstractContextManager[None]:
+        """A context in which hooks of the user draw random numbers that are equal on all ranks."""
+        if self.lowered.own_hooks:  # the library's own draw nothing
+            return contextlib.nullcontext()
+        world = self.engine.layout.mesh.world
+        root = None if self.spec.rng == "stream" else state.rng.root
+        return drawing(root, state.step, generators_of(world.device), world.size)
+
+    def complete(
+        self,
+        step: int,
+        scale: dict[str, torch.Tensor] | None,
+        skip: Any,
+        left_out: Scalar | None,
+        metrics: dict[str, Any],
+    ) -> None:
+        """What follows an update before the next state is shown: buffers, the loss scale, and its metrics.
+
+        Args:
+            step: of the update.
+            scale: the loss scale, changed in place, or None.
+            skip: 1 if a gradient was not finite. None if that is no reason to leave an update out.
+            left_out: whether the update was left out, because no row counts.
+            metrics: of the update.
+        """
+        if self.meter is not None:
+            metrics["recompilations"] = self.meter.found.recompilations
+        self.moving_buffers.end()
+        if self.shared_buffers is not None:
+            self.shared_buffers.share(step)
+        if scale is not None:
+            metrics["loss_scale"] = scale["scale"].clone()
+            if left_out is not True:
+                self._move_scale(scale, skip, metrics["weight"])
+        if self.engine.hooks.end is not None:
+            self.engine.hooks.end()
+        if left_out is True:
+            metrics["skipped"] = 1.0
+        elif skip is not None:
+            metrics["skipped"] = skip
+            self.skips.put(skip)
+
+    def _not_ready(self) -> CapabilityError:
         if not self._trains:
-            raise CapabilityError(
+            return CapabilityError(
                 "this train step has no optimizer, so it can't be called",
                 where="fa.train_step(optimizer=None)",
                 fix="give an optimizer; or use train_step.look(state, fn), or lend it with given={...}",
             )
-        if self._empty:
-            raise CapabilityError(
-                'the model was built without values (init="meta") and none were restored',
-                where="train_step(state, batch)",
-                fix="state = fa.restore(directory, like=state), or fa.fsdp(init='seeded')",
-            )
+        return CapabilityError(
+            'the model was built without values (init="meta") and none were restored',
+            where="train_step(state, batch)",
+            fix="state = fa.restore(directory, like=state), or fa.fsdp(init='seeded')",
+        )
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, gradients, buffers and optimizer state, by name."""
@@ -228,9 +353,9 @@ class Owned:
         ]
         return [name if key is None else f"{key}/{name}" for key, name in pairs]
 
-    def move_scale(self, scale: dict[str, torch.Tensor], skip: torch.Tensor, weight: Scalar) -> None:
+    def _move_scale(self, scale: dict[str, torch.Tensor], skip: torch.Tensor, weight: Scalar) -> None:
         """Grow or shrink the loss scale in place, and keep the weight for the next step."""
-        policy = self._lowered.settings.precision
+        policy = self.lowered.settings.precision
         if isinstance(weight, torch.Tensor) and not readable(weight):
             skip = skip * (weight > 0)  # no gradient is no overflow
         _torch.amp_update_scale_(
@@ -325,6 +450,16 @@ class Owned:
         release(self._built)
 
 
+def _told(engine: Engine, lowered: Lowered) -> Engine:
+    """The engine with averages, and with norms that are told which micro-batches count."""
+    tell = connect(engine.layout.modules, engine.layout.mesh.group("loss"))
+    if tell is not None:
+        engine = attrs.evolve(engine, hooks=attrs.evolve(engine.hooks, micro_batch=tell))
+    if lowered.settings.ema_decay is not None:
+        engine = attrs.evolve(engine, averages=tuple(map(average_of, engine.layout.leaves)))
+    return engine
+
+
 def average_of(leaf: Leaf) -> torch.Tensor:
     """The first average of a parameter: a copy, in fp32 at least.
 
@@ -345,7 +480,9 @@ def _buffers_of(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]
     return slots
 
 
-def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | None = None) -> Owned:
+def assemble(
+    spec: Spec, lowered: Lowered, where: str, seed: int, delegation: Delegation | None = None
+) -> Instance:
     """Build modules, engine and optimizers. A failure leaves the modules free."""
     builds: list[Built] = []
     settings, trains = lowered.settings, spec.optimizers is not None
@@ -385,7 +522,7 @@ def assemble(spec: Spec, lowered: Lowered, seed: int, delegation: Delegation | N
         engine, built = make_engine(
             Build(spec=spec, settings=settings, seed=seed, prepare=prepare, delegation=delegation)
         )
-        return Owned(engine, built, lowered, cast("Optimizers | None", spec.optimizers), notes, arrived)
+        return Instance(engine, built, spec, lowered, where, notes, arrived)
     except BaseException:
         for built in builds:
             release(built)

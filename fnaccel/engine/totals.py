@@ -1,11 +1,13 @@
 """The totals of a step: total, weight and aux, summed over micro-batches and ranks.
 
-Everything travels in one flat all-reduce, sent before the last backward so that it overlaps.
+Everything travels in one flat all-reduce, sent before the last backward so that it overlaps. Ranks ask each
+other questions in it too, such as whether one of them was asked to stop.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,31 +22,45 @@ from fnaccel.engine.combine import (
     structure,
     unpacked,
 )
-from fnaccel.engine.same_position import SamePosition
-from fnaccel.engine.stop_request import Notice
 from fnaccel.step.loss import LossParts, is_zero, masked
 
 
-class Report:
+class Question(Protocol):
+    """What ranks ask each other in the all-reduce of a step's totals. All of them ask the same questions."""
+
+    @property
+    def numbers(self) -> Sequence[float]:
+        """This rank's numbers, which ranks sum."""
+        ...
+
+    def hear(self, sums: torch.Tensor | None, device: torch.device) -> None:
+        """Take the sums over all ranks, a 1-d tensor. None on a single rank."""
+        ...
+
+    def check(self) -> None:
+        """Raise, on every rank, if the answer does not let the step go on."""
+        ...
+
+
+class Totals:
     """Collects one step's totals. `weight` and `finish()` are global once `wait()` returned.
 
     Args:
         group: the process group of the batch. None on a single rank.
         device: the device of the sums.
         agreement: the structure that the losses of all ranks agree on.
-        notice: whether this process was asked to stop.
-        place: compares the positions of batches. None on a single rank.
-        odd: whether a micro-batch of this rank has other rows than declared. None if none are declared.
+        questions: what ranks ask each other beside.
         partial_rows: whether each rank has a part of each row. Then aux may hold no `fa.Concat`.
 
     Attributes:
+        taken: micro-batches so far.
         weight: of all micro-batches so far, and of all ranks after `wait()`.
         counts: False if the newest micro-batch is a filler, or has a weight of 0 that the host can read.
     """
 
     __slots__ = (
-        "_agreement", "_aux", "_device", "_dtype", "_group", "_known", "_notice", "_odd", "_place", "_sent",
-        "_taken", "_total", "_weighted", "counts", "weight",
+        "_agreement", "_aux", "_device", "_dtype", "_group", "_known", "_questions", "_sent", "_total",
+        "_weighted", "counts", "taken", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -52,25 +68,21 @@ class Report:
         group: dist.ProcessGroup | None,
         device: torch.device,
         agreement: Agreement,
-        notice: Notice | None = None,
-        place: SamePosition | None = None,
+        questions: Sequence[Question] = (),
         *,
-        odd: bool | None = None,
         partial_rows: bool = False,
     ) -> None:
         self._group = group
         self._agreement = agreement
-        self._notice = notice
-        self._place = place
-        self._odd: Any = odd
+        self._questions = questions
         self._device = device
         self._total: Any = 0.0
         self._aux = AuxValues(partial_rows=partial_rows)
         self._sent: tuple[torch.Tensor, Any] | None = None
         self._dtype = torch.float32
         self._known: list[Any] | None = None
-        self._taken = 0
         self._weighted: bool | None = None
+        self.taken = 0
         self.weight: Any = 0
         self.counts = True
 
@@ -96,11 +108,14 @@ class Report:
         Raises:
             LossError: one micro-batch returned an `fa.Mean`, and another a bare loss.
         """
-        self._agree_on_kind(parts.weighted)
-        index = self._taken
-        self._taken += 1
+        if self._known is None:  # else the weights come from the batch, whatever the loss returns
+            if self._weighted is None:
+                self._weighted = parts.weighted
+            elif self._weighted is not parts.weighted:
+                raise mixed_kinds("micro-batch")
+        weight = parts.weight if self._known is None else self._known[self.taken]
+        self.taken += 1
         self._dtype = torch.promote_types(parts.total.dtype, torch.float32)
-        weight = parts.weight if self._known is None else self._known[index]
         self.counts = valid and not is_zero(weight)
         total, weight = masked(parts.total, weight)
         if valid:
@@ -113,65 +128,46 @@ class Report:
         self._aux.take(parts.aux, valid=valid)
         return total if valid else total * 0.0
 
-    def _agree_on_kind(self, weighted: bool) -> None:
-        if self._known is not None:  # the weights come from the batch, whatever the loss returns
-            return
-        if self._weighted is None:
-            self._weighted = weighted
-        elif self._weighted is not weighted:
-            raise mixed_kinds("micro-batch")
+    @property
+    def numbers(self) -> list[float]:
+        """The numbers of all questions, which ranks sum besides total and weight."""
+        return [number for question in self._questions for number in question.numbers]
+
+    def hear(self, sums: torch.Tensor | None) -> None:
+        """Take the sums of `numbers` over all ranks. None on a single rank."""
+        first = 0
+        for question in self._questions:
+            end = first + len(question.numbers)
+            question.hear(None if sums is None else sums[first:end], self._device)
+            first = end
+
+    def check(self) -> None:
+        """Raise if an answer does not let the step go on."""
+        for question in self._questions:
+            question.check()
 
     def send(self) -> None:
-        """Start the all-reduce of all totals. Nothing to do on a single rank."""
-        if self._group is None:
+        """Start the all-reduce of all totals, once. Nothing to do on a single rank."""
+        if self._group is None or self._sent is not None:
             return
         self._agreement.check(structure(self._aux, self._weighted), self._group)
-        # the third is for `fa.preemption`: always there, since ranks sum by position
         weight = self.weight if self._known is None else 0.0
-        odd = [] if self._odd is None else [float(self._odd)]
-        vector = packed([self._total, weight, *self.questions, *odd, *self._aux.values], self._device)
+        vector = packed([self._total, weight, *self.numbers, *self._aux.values], self._device)
         self._sent = vector, dist.all_reduce(vector, group=self._group, async_op=True)
-
-    @property
-    def asked(self) -> bool:
-        """Whether this rank was asked to stop."""
-        return self._notice is not None and self._notice.asked
-
-    @property
-    def questions(self) -> list[float]:
-        """The numbers that a captured step sums over ranks besides total and weight."""
-        return [float(self.asked), *(() if self._place is None else self._place.codes)]
-
-    def hear(self, answers: torch.Tensor) -> None:
-        """Take the sums of `questions`, if a captured step made them."""
-        if self._notice is not None:
-            self._notice.hear(None if self._group is None else answers[0], self._device)
-        if self._place is not None:
-            self._place.hear(answers[1:])
-
-    def any_odd(self) -> bool:
-        """Whether a micro-batch of any rank has other rows than were declared. Reads the device."""
-        return bool(self._odd)
 
     def wait(self) -> None:
         """Wait for the all-reduce and take the global sums."""
         if self._sent is None:
-            if self._notice is not None:
-                self._notice.hear(None, self._device)
+            self.hear(None)
             return
         vector, work = self._sent
         work.wait()
-        head = 3 + 2 * (self._place is not None) + (self._odd is not None)
+        head = 2 + len(self.numbers)
         parts = unpacked(vector, [*[()] * head, *self._aux.shapes])
         self._total = parts[0]
         if self._known is None:
             self.weight = parts[1]
-        if self._notice is not None:
-            self._notice.hear(parts[2], self._device)
-        if self._place is not None:
-            self._place.hear(vector[3:5])
-        if self._odd is not None:
-            self._odd = parts[head - 1]
+        self.hear(vector[2:head])
         self._aux.put(parts[head:])
 
     def finish(self) -> dict[str, Any]:

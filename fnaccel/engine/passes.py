@@ -1,0 +1,284 @@
+"""The forward and backward passes of one update, on any strategy, and the gradients that they leave.
+
+An engine's `drive` runs the passes of all micro-batches in an order of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch
+from fnaccel.data.micro_batches import MicroBatches
+from fnaccel.engine.engine import Engine
+from fnaccel.engine.gradients import Gradients, zeroed
+from fnaccel.engine.totals import Totals
+from fnaccel.errors import CapabilityError, FnaccelError, LossError
+from fnaccel.step.loss import (
+    Scalar,
+    check_attached,
+    check_divided,
+    check_reached,
+    check_weight,
+    gradients_changed,
+    read_loss,
+)
+from fnaccel.world.progress_marks import enter
+from fnaccel.world.random_streams import fold
+
+
+@attrs.frozen(kw_only=True)
+class Loss:
+    """The loss, as an engine sees it.
+
+    Attributes:
+        fn: the loss function under its FORWARD transforms.
+        where: its name, for messages.
+        weight_fn: weight from the batch alone, or None.
+        sync_each: average over ranks after each micro-batch, not once.
+    """
+
+    fn: Callable[..., Any]
+    where: str
+    weight_fn: Callable[[Any], Any] | None = None
+    sync_each: bool = False
+
+
+@attrs.frozen
+class Inputs:
+    """What an update takes from a state, and what was lent for it.
+
+    Attributes:
+        step: calls of the train step before this one.
+        root: the root seed.
+        rank: which part of the loss this rank computes. Ranks with other parts draw other random numbers.
+        streams: the random streams that are seeded for each micro-batch. None of them under `rng="stream"`.
+        scale: the loss scale of fp16, a 0-d tensor, or None.
+        last_weight: the global weight of the step before, with a loss scale.
+        given: the models of other train steps, or None.
+        hooked: whether hooks in the backward pass are to see gradients of a mean.
+    """
+
+    step: int
+    root: int
+    rank: int
+    streams: Sequence[torch.Generator]
+    scale: torch.Tensor | None = None
+    last_weight: torch.Tensor | None = None
+    given: Any = None
+    hooked: bool = False
+
+    def seed(self, micro_batch: int) -> None:
+        """Seed the random streams for one micro-batch."""
+        for stream in self.streams:
+            stream.manual_seed(fold(self.root, self.step, micro_batch, self.rank))
+
+
+class Passes:
+    """The passes of one update's micro-batches, by index, for an engine's `drive`.
+
+    Changes no parameter. The gradients are those of the sum of totals over all micro-batches and ranks, and
+    lack a division by the global weight.
+
+    Args:
+        engine: the strategy made real.
+        loss: the loss.
+        micro_batches: those of this rank.
+        totals: what ranks sum.
+        inputs: the rest.
+    """
+
+    def __init__(
+        self, engine: Engine, loss: Loss, micro_batches: MicroBatches, totals: Totals, inputs: Inputs
+    ) -> None:
+        self._engine = engine
+        self._loss = loss
+        self._micro_batches = micro_batches
+        self._totals = totals
+        self._inputs = inputs
+        self._open = 0  # forwards whose backward has not run
+        self._up_front = up_front_of(loss, micro_batches, inputs, totals, engine)
+        # of one micro-batch the weight is known after its forward, at the cost of a wait for the other ranks
+        self._late = inputs.hooked and len(micro_batches) == 1 and loss.weight_fn is None
+
+    def forward(self, index: int) -> tuple[torch.Tensor, bool]:
+        """Run a micro-batch's forward, with the seed of its index.
+
+        Returns:
+            The total as it is differentiated, and whether the micro-batch counts: what `backward` takes.
+        """
+        engine, micro_batch, given = self._engine, self._micro_batches[index], self._inputs.given
+        if self._open and not engine.forward.nests:
+            raise CapabilityError(
+                f"{engine.name} runs each backward right after its forward, and micro-batch {index} began "
+                "before that",
+                where="Forward(drive=...)",
+                fix="drive=in_turn for this engine; or another strategy",
+            )
+        self._open += 1
+        self._inputs.seed(index)
+        enter("forward", index)
+        counts = micro_batch.valid > 0
+        if engine.hooks.micro_batch is not None:
+            engine.hooks.micro_batch(counts)
+        first = engine.layout.leaves[0].param if engine.layout.leaves else None
+        before = None if first is None else first.grad
+        read = functools.partial(self._read, counts)
+        if given is None:
+            total = engine.forward.run(read, micro_batch.data)
+        else:
+            total = given.within(lambda: engine.forward.run(read, micro_batch.data, given.models))
+        check_attached(total, self._loss.where)
+        if first is not None and first.grad is not before:
+            raise gradients_changed(self._loss.where)
+        return total, self._totals.counts
+
+    def _read(self, counts: bool, model: object, *args: Any) -> torch.Tensor:
+        """The total of the loss. Its other parts go to the totals, since hooks of modules see all outputs."""
+        parts = read_loss(self._loss.fn(model, *args), self._loss.where)
+        if self._inputs.step == 0 and self._loss.weight_fn is None:
+            check_divided(parts, self._loss.where)
+        return self._totals.take(parts, valid=counts)
+
+    def backward(self, index: int, after_forward: tuple[torch.Tensor, bool]) -> None:
+        """Differentiate a micro-batch's total. `after_forward` is what its `forward` returned."""
+        engine, totals = self._engine, self._totals
+        total, counts = after_forward
+        enter("backward", index)
+        self._open -= 1
+        if totals.taken == len(self._micro_batches):
+            totals.send()  # overlaps with the backward pass
+        if self._late:
+            totals.wait()
+            total = total * (_ratio(engine, totals.weight) / engine.layout.mesh.loss_size)
+        if self._up_front is not None:
+            total = total * self._up_front
+        if counts:
+            engine.forward.backward(total)
+            return
+        if engine.hooks.micro_batch is not None:
+            engine.hooks.micro_batch(False)
+        # 0 times an infinity in the loss, such as a mean over nothing, would make every gradient NaN
+        with zeroed(total):
+            engine.forward.backward(total)
+
+    def sync(self, communicate: bool) -> Any:
+        """The context of a backward pass: whether ranks average gradients in it."""
+        return self._engine.forward.sync(communicate or self._loss.sync_each)
+
+    def gradients(self) -> Gradients:
+        """The gradients after the last backward, averaged over ranks.
+
+        Raises:
+            LossError: no parameter got one.
+            MicroBatchError, RankMismatchError: what ranks told each other beside the totals does not fit.
+        """
+        engine, loss, totals, inputs = self._engine, self._loss, self._totals, self._inputs
+        enter("gradients")
+        if engine.hooks.micro_batch is not None:
+            engine.hooks.micro_batch(True)
+        if engine.hooks.finish is not None:
+            engine.hooks.finish()
+        layout, plain = engine.layout, torch.Tensor
+        grads = [
+            g if (g := leaf.param.grad) is None or type(g) is plain else _torch.local_of(g)
+            for leaf in layout.leaves
+        ]
+        # a runtime may keep gradients to itself
+        if engine.runtime.bound is None and layout.held_by is None and (not grads or grads[0] is None):
+            check_reached(grads, loss.where)
+        if not self._late:
+            totals.wait()
+        totals.check()
+        divided = self._late or (inputs.hooked and loss.weight_fn is not None)
+        left = float(layout.mesh.loss_size) if divided else None
+        multiplier = multiplier_of(loss, engine, totals.weight, inputs.scale, self._up_front, left)
+        return Gradients(layout.leaves, grads, multiplier, layout.held_by, layout.mesh.world.device)
+
+
+def multiplier_of(
+    loss: Loss,
+    engine: Engine,
+    weight: Scalar,
+    scale: Scalar | None,
+    up_front: Scalar | None,
+    left: float | None = None,
+) -> Any:
+    """The factor that the gradients still lack. None for 1.
+
+    Args:
+        loss, engine, weight, scale: of the step.
+        up_front: the factor of totals before backward.
+        left: the factor if totals were divided by the weight before backward, but for the loss scale.
+    """
+    if left is None and loss.weight_fn is not None:
+        left = 1.0
+    if left is not None:
+        multiplier = left if scale is None else left / scale
+    else:
+        multiplier = _ratio(engine, weight)
+        if up_front is not None:
+            multiplier = multiplier / up_front
+    return None if isinstance(multiplier, float) and multiplier == 1.0 else multiplier
+
+
+def up_front_of(
+    loss: Loss, micro_batches: MicroBatches, inputs: Inputs, totals: Totals, engine: Engine
+) -> Any:
+    """The factor of totals before backward: the loss scale, over the weight if it is known by now."""
+    scale = inputs.scale
+    if loss.weight_fn is not None:
+        totals.know_weights(
+            [check_weight(loss.weight_fn(m.data), loss.where) if m.valid else 0 for m in micro_batches]
+        )
+        factor = _ratio(engine, totals.weight)
+        if inputs.hooked:  # hooks of modules see the gradients that they would see on one rank
+            factor = factor / engine.layout.mesh.loss_size
+        return factor if scale is None else scale * factor
+    if scale is None or inputs.last_weight is None:
+        return None
+    if inputs.hooked and len(micro_batches) == 1:
+        return scale
+    # the last global weight stands in for this one, so that a raw sum does not overflow fp16
+    return scale / inputs.last_weight.to(engine.layout.mesh.world.device)
+
+
+def _ratio(engine: Engine, weight: Scalar) -> Any:
+    """The factor that undoes the engine's own average, over the global weight."""
+    ranks = engine.layout.mesh.loss_size
+    if isinstance(weight, torch.Tensor):
+        dtype = wide_dtype(engine)
+        # a count divides to torch's default dtype
+        weight = weight.to(dtype) if dtype is torch.float64 else weight
+        return torch.where(weight > 0, ranks / weight, torch.zeros_like(weight)).to(dtype)
+    return ranks / weight if weight else 0.0
+
+
+def wide_dtype(engine: Engine) -> torch.dtype:
+    """The dtype of scalars that gradients are multiplied by: fp32, or fp64 if the parameters are."""
+    leaves = engine.layout.leaves
+    return torch.float64 if leaves and leaves[0].shard.dtype is torch.float64 else torch.float32
+
+
+# torch's errors for a matrix product of two dtypes
+_MIXED = re.compile(r"same dtype|expected scalar type|mixed dtype", re.IGNORECASE)
+
+
+def explained(error: BaseException, engine: Engine) -> FnaccelError | None:
+    """The error for a user in the place of one that torch raised in a pass, or None."""
+    dtypes = {str(leaf.shard.dtype).removeprefix("torch.") for leaf in engine.layout.leaves}
+    if isinstance(error, RuntimeError) and _MIXED.search(str(error)) and not dtypes <= {"float32"}:
+        names = " and ".join(sorted(dtypes))
+        return LossError(
+            f"the model's parameters are {names}, and something in the loss is not: "
+            f"{str(error).splitlines()[0]}",
+            where="the loss function",
+            fix="cast the batch to the parameters' dtype, or let fa.with_precision(step, "
+            'fa.transforms.Precision(param="bf16", compute="bf16")) do so',
+        )
+    return None if engine.hooks.explain is None else engine.hooks.explain(error)

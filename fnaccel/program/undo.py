@@ -1,0 +1,170 @@
+"""What an update that does not reach its end puts back, and what any other call does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from fnaccel import _torch, tree
+from fnaccel.engine.passes import explained
+from fnaccel.errors import ArgumentError
+from fnaccel.optim import kernels
+from fnaccel.program.probe import CAUSES
+from fnaccel.seeing.memory import explain_out_of_memory
+from fnaccel.state import TrainState, donate, is_stale
+from fnaccel.world.interrupts import SigintHeld
+from fnaccel.world.progress_marks import enter_step, leave_step
+
+if TYPE_CHECKING:
+    from fnaccel.program.instance import Instance
+
+AutocastState = tuple[bool, torch.dtype, bool, int]
+
+
+class Undo:
+    """In the body an update runs, in two halves with `commit` between them.
+
+    A failure before `commit` leaves the state live and exact: random streams, grad mode, autocast, buffers,
+    gradients and gathered parameters are as before. From `commit` on the state is dead, and a Ctrl-C waits
+    for the end of the body. A captured step commits inside of its program, so a Ctrl-C waits from its
+    beginning on, except in the first call, which may compile for minutes.
+
+    Args:
+        instance: the model and its optimizers.
+        state: the live state.
+    """
+
+    __slots__ = ("_begun", "_committed", "_instance", "_modes", "_own", "_sigint", "_state", "_streams")
+
+    def __init__(self, instance: Instance, state: TrainState) -> None:
+        self._instance = instance
+        self._state = state
+        self._sigint = SigintHeld()
+        self._committed = False
+
+    def __enter__(self) -> Undo:
+        instance, state = self._instance, self._state
+        enter_step(state.step, instance.where, first=not instance.moved, shares=instance.shares)
+        if not instance.clean:  # an interrupt cut off what the step before had to put back
+            instance.engine.undo()
+        instance.clean = False
+        self._begun = kernels.begun()
+        self._modes = torch_modes(instance.autocast_on)
+        # a data set may draw from the same streams, and has to find them as it left them (1 us)
+        self._streams = [(stream, stream.get_state()) for stream in instance.streams]
+        # tensors in the states of the user's transforms, which may be changed in place
+        own = tree.leaves(state.transforms) if state.transforms else ()
+        self._own = [(x, _torch.version_of(x)) for x in own if isinstance(x, torch.Tensor)]
+        instance.moving_buffers.begin()
+        if instance.captured is not None and instance.moved:
+            self._sigint.__enter__()
+        return self
+
+    def commit(self) -> None:
+        """Donate the state: its tensors change from here on."""
+        self._sigint.__enter__()
+        self._committed = True
+        donate(self._state)
+
+    def check_own(self) -> None:
+        """Raise ArgumentError if a transform of the user's changed a tensor of its state in place."""
+        if self._own_changed():
+            raise ArgumentError(
+                "a transform changed a tensor of its state in place, and an update that is left out has to "
+                "leave it as it was",
+                where="fa.Transform(apply=)",
+                fix="return new tensors: own * 0.9 + grad in place of own.mul_(0.9).add_(grad)",
+            )
+
+    def _own_changed(self) -> bool:
+        return any(_torch.version_of(tensor) != version for tensor, version in self._own)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            for stream, before in self._streams:
+                stream.set_state(before)
+            leave_step(self._state.step + (error is None))
+            if error is None:
+                self._instance.clean = True
+            else:
+                self._put_back(error)
+        finally:
+            self._sigint.__exit__()
+
+    def _put_back(self, error: BaseException) -> None:
+        """Leave the state as it was, or dead. Raises a clearer error in the place of one of torch's."""
+        instance, state = self._instance, self._state
+        explain_out_of_memory(error, instance.named_tensors)  # before gradients are dropped
+        if instance.cut_fails and isinstance(error, Exception):
+            error.add_note(f"in the first forward of a model that is cut. {CAUSES}")
+        if not self._committed:
+            instance.engine.undo()
+        self._modes.put_back()
+        if kernels.begun() != self._begun:  # inside of a captured step
+            donate(state)
+        if not is_stale(state) and (not instance.moving_buffers.put_back() or self._own_changed()):
+            donate(state)
+        clearer = None if self._committed else explained(error, instance.engine)
+        if clearer is not None:
+            raise clearer from error
+
+
+class TorchModes(NamedTuple):
+    """Grad mode, and autocast on a kind of device. "" if the call does not switch autocast."""
+
+    kind: str
+    grad: bool
+    autocast: AutocastState | None
+
+    def put_back(self) -> None:
+        """Make both as they were."""
+        torch.set_grad_enabled(self.grad)
+        if self.autocast is not None:
+            restore_autocast(self.kind, self.autocast)
+
+
+def torch_modes(kind: str) -> TorchModes:
+    """The modes of this moment: an interrupt may cut off the end of a context that switched one."""
+    return TorchModes(kind, torch.is_grad_enabled(), autocast_state(kind) if kind else None)
+
+
+@contextlib.contextmanager
+def keeping_modes(kind: str) -> Generator[None]:
+    """If the body raises, the modes are as before."""
+    modes = torch_modes(kind)
+    try:
+        yield
+    except BaseException:
+        modes.put_back()
+        raise
+
+
+def autocast_state(kind: str) -> AutocastState:
+    """Whether autocast is on for a kind of device, its dtype, its cache, and how deep contexts are nested."""
+    torch.autocast_increment_nesting()
+    return (
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_cache_enabled(),
+        torch.autocast_decrement_nesting(),
+    )
+
+
+def restore_autocast(kind: str, state: AutocastState) -> None:
+    """Put autocast back. (2.9 to 2.13)"""
+    enabled, dtype, cached, depth = state
+    torch.clear_autocast_cache()
+    now = torch.autocast_increment_nesting()
+    while now > depth:
+        now = torch.autocast_decrement_nesting()
+    while now < depth:
+        now = torch.autocast_increment_nesting()
+    torch.set_autocast_enabled(kind, enabled)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(cached)
