@@ -109,7 +109,7 @@ def _map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree, other: Callable[
     def on_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return fn(leaf)
-        if _is_container(leaf):  # of a class that is seen for the first time: a node from now on
+        if is_container(leaf):  # of a class that is seen for the first time: a node from now on
             return _map_tensors(fn, leaf, other)
         return other(leaf)
 
@@ -410,12 +410,12 @@ def learn(value: Any) -> bool:
     """
     found = False
     # inside of a class that was learned there may be another
-    while any(_is_container(leaf) for leaf in leaves(value)):
+    while any(is_container(leaf) for leaf in leaves(value)):
         found = True
     return found
 
 
-def _is_container(value: Any) -> bool:
+def is_container(value: Any) -> bool:
     """Whether a leaf is a container. Its class is registered then."""
     kind = type(value)
     known = _containers.get(kind)

@@ -118,7 +118,73 @@ def _length(leaf: Tree) -> int | None:
     return int(shape[0]) if isinstance(shape, Sequence) and len(shape) > 0 else None
 
 
-def rows_of(batch: tree.Tree, *, where: str = "shard(loader)") -> int:
+class Columns:
+    """The columns of a batch, found in one walk: what can be counted and cut along the rows.
+
+    Args:
+        batch: any pytree with at least one tensor (or column of plain values) in it.
+        where: the name of the caller, for messages.
+
+    Attributes:
+        rows: how many rows the batch has.
+
+    Raises:
+        LoaderError: the columns differ in length, or there is none. Every path is listed.
+    """
+
+    def __init__(self, batch: Tree, where: str = "shard(loader)") -> None:
+        self._batch = batch
+        self._where = where
+        self._lists: list[Any] = []
+        self._leaves, self._structure = tree.flatten(batch, is_leaf=self._ends_at)
+        while any(map(tree.is_container, self._leaves)):  # of a class that is walked from now on
+            self._lists = []
+            self._leaves, self._structure = tree.flatten(batch, is_leaf=self._ends_at)
+        lengths = {length for leaf in self._leaves if (length := _length(leaf)) is not None}
+        if len(lengths) != 1:
+            raise self._uneven()
+        (self.rows,) = lengths
+
+    def _ends_at(self, node: Tree) -> bool:
+        """Whether a node is a column. Notes the lists and tuples that are none."""
+        if isinstance(node, torch.Tensor) or type(node) is dict:
+            return False
+        if _is_column(node):
+            return True
+        if type(node) in (list, tuple) and (node is not self._batch or list in map(type, node)):
+            self._lists.append(node)
+        return False
+
+    def _uneven(self) -> LoaderError:
+        sizes = {path: _length(leaf) for path, leaf in tree.items(self._batch, is_leaf=_is_column)}
+        listed = ", ".join(f"{path or 'batch'}: {size}" for path, size in sizes.items() if size is not None)
+        if not listed:
+            return LoaderError(
+                f"a batch holds no tensor to count rows of: {type(self._batch).__name__}",
+                where=self._where,
+                fix="yield tensors whose dim 0 is the batch (a collate_fn makes them)",
+            )
+        return LoaderError(
+            f"the columns of a batch have different numbers of rows ({listed})",
+            where=self._where,
+            fix="give each tensor and list one entry a row; use 0-d tensors, numbers or strings for the rest",
+        )
+
+    def cut(self, sizes: Sequence[int]) -> list[Any]:
+        """Consecutive parts of the batch. See `cut`."""
+        if sum(sizes) != self.rows or min(sizes, default=0) < 0:
+            raise MicroBatchError(
+                f"a batch of {self.rows} rows can't be cut into parts of {list(sizes)}",
+                where=self._where,
+                fix=f"choose sizes that add up to {self.rows}: split_sizes({self.rows}, parts)",
+            )
+        if self._lists and max(sizes, default=0) < self.rows:
+            _check_lists(self._batch, self.rows, self._where)
+        parts = zip(*(_cut_leaf(leaf, sizes) for leaf in self._leaves), strict=True)
+        return [tree.unflatten(self._structure, part) for part in parts]
+
+
+def rows_of(batch: Tree, *, where: str = "shard(loader)") -> int:
     """How many rows a batch has: the size of dim 0, which all of its columns share.
 
     Args:
@@ -132,29 +198,10 @@ def rows_of(batch: tree.Tree, *, where: str = "shard(loader)") -> int:
         >>> fa.data.rows_of({"x": torch.ones(3, 2), "name": ["a", "b", "c"], "scale": 0.5})
         3
     """
-    if isinstance(batch, torch.Tensor) and batch.dim() > 0:
-        return batch.shape[0]
-    tree.learn(batch)
-    columns = tree.leaves(batch, is_leaf=_is_column)
-    lengths = {length for leaf in columns if (length := _length(leaf)) is not None}
-    if len(lengths) == 1:
-        return lengths.pop()
-    if not lengths:
-        raise LoaderError(
-            f"a batch holds no tensor to count rows of: {type(batch).__name__}",
-            where=where,
-            fix="yield tensors whose dim 0 is the batch (a collate_fn makes them)",
-        )
-    sizes = {path: _length(leaf) for path, leaf in tree.items(batch, is_leaf=_is_column)}
-    listed = ", ".join(f"{path or 'batch'}: {size}" for path, size in sizes.items() if size is not None)
-    raise LoaderError(
-        f"the columns of a batch have different numbers of rows ({listed})",
-        where=where,
-        fix="give each tensor and list one entry a row; use 0-d tensors, numbers or strings for the rest",
-    )
+    return Columns(batch, where).rows
 
 
-def cut(batch: tree.Tree, sizes: Sequence[int], *, where: str = "cut(batch, sizes)") -> list[tree.Tree]:
+def cut(batch: Tree, sizes: Sequence[int], *, where: str = "cut(batch, sizes)") -> list[Tree]:
     """Cut a batch into consecutive parts of the given numbers of rows. Tensors become views.
 
     Args:
@@ -170,18 +217,7 @@ def cut(batch: tree.Tree, sizes: Sequence[int], *, where: str = "cut(batch, size
         >>> fa.data.cut({"x": torch.arange(5)}, [3, 2])[1]["x"].tolist()
         [3, 4]
     """
-    rows = rows_of(batch, where=where)  # which learns the batch's type as well
-    if sum(sizes) != rows or min(sizes, default=0) < 0:
-        raise MicroBatchError(
-            f"a batch of {rows} rows can't be cut into parts of {list(sizes)}",
-            where=where,
-            fix=f"choose sizes that add up to {rows}: split_sizes({rows}, parts)",
-        )
-    if max(sizes, default=0) < rows:
-        _check_lists(batch, rows, where)
-    columns, structure = tree.flatten(batch, is_leaf=_is_column)
-    parts = [_cut_leaf(leaf, sizes) for leaf in columns]
-    return [tree.unflatten(structure, [part[i] for part in parts]) for i in range(len(sizes))]
+    return Columns(batch, where).cut(sizes)
 
 
 _records: set[Any] = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -11,11 +10,9 @@ import torch
 
 from fnaccel import tree
 from fnaccel.data.batch import Batch, Window
-from fnaccel.data.cut import cut, rows_of, split_sizes
+from fnaccel.data.cut import Columns, split_sizes
 from fnaccel.errors import MicroBatchError
 from fnaccel.tree import Tree
-
-_NOTHING = contextlib.nullcontext()
 
 
 @attrs.frozen
@@ -26,28 +23,16 @@ class MicroBatch:
     valid: int
 
 
-@attrs.define
-class MicroBatches:
+class MicroBatches(list[MicroBatch]):
     """The micro-batches of one update on this rank, in order.
 
     Attributes:
-        parts: the micro-batches.
         batch: the last `fa.data.Batch`, which knows its position in the data. None for plain batches.
         around: the context of their forward and backward passes.
     """
 
-    parts: list[MicroBatch]
     batch: Batch | None = None
-    around: contextlib.AbstractContextManager[Any] = _NOTHING
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return iter(self.parts)
-
-    def __getitem__(self, index: int) -> MicroBatch:
-        return self.parts[index]
+    around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def micro_batches(batch: Tree, n: int, device: torch.device) -> MicroBatches:
@@ -61,15 +46,17 @@ def micro_batches(batch: Tree, n: int, device: torch.device) -> MicroBatches:
     Raises:
         MicroBatchError: fewer rows than `n`, or an empty window.
     """
-    if not isinstance(batch, Window):
-        return MicroBatches(_cut(batch, n, device), batch if isinstance(batch, Batch) else None)
-    if not batch:
+    members = batch if isinstance(batch, Window) else (batch,)
+    if not members:
         raise MicroBatchError(
             "the window holds 0 batches", where="train_step(state, window)", fix="give one batch or more"
         )
-    parts = [part for member in batch for part in _cut(member, n, device)]
-    last = batch[-1]
-    return MicroBatches(parts, last if isinstance(last, Batch) else None)
+    parts = MicroBatches()
+    for member in members:
+        parts += _cut(member, n, device)
+    if isinstance(members[-1], Batch):
+        parts.batch = members[-1]
+    return parts
 
 
 def _cut(batch: Tree, n: int, device: torch.device) -> list[MicroBatch]:
@@ -82,16 +69,17 @@ def _cut(batch: Tree, n: int, device: torch.device) -> list[MicroBatch]:
             data = tree.to(data, device)
     if n <= 1:
         return [MicroBatch(data, valid)]
-    rows = rows_of(data)
-    full = batch.rows if isinstance(batch, Batch) else rows
+    columns = Columns(data, f"accumulate(step, {n})")
+    full = batch.rows if isinstance(batch, Batch) else columns.rows
     if full < n:
         raise MicroBatchError(
             f"a batch of {full} rows on this rank can't be cut in {n} micro-batches",
             where=f"accumulate(step, {n})",
             fix=f"give at least {n} rows a rank, or fewer micro-batches",
         )
-    sizes = [size for size in split_sizes(rows, n) if size]
-    parts = [MicroBatch(part, valid and size) for part, size in zip(cut(data, sizes), sizes, strict=True)]
+    sizes = [size for size in split_sizes(columns.rows, n) if size]
+    pairs = zip(columns.cut(sizes), sizes, strict=True)
+    parts = [MicroBatch(part, valid and size) for part, size in pairs]
     # the remainder of an epoch may have fewer rows than micro-batches: the rest are fillers
     fillers = n - len(parts)
-    return parts + [MicroBatch(cut(data, [1, rows - 1])[0], 0)] * fillers if fillers else parts
+    return parts + [MicroBatch(columns.cut([1, columns.rows - 1])[0], 0)] * fillers if fillers else parts

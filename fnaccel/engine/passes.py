@@ -91,6 +91,9 @@ class Passes:
         micro_batches: those of this rank.
         totals: what ranks sum.
         inputs: the rest.
+
+    Attributes:
+        sync: the context of a micro-batch, as `drive` takes it.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Passes:
         self._micro_batches = micro_batches
         self._totals = totals
         self._inputs = inputs
+        self.sync = (lambda _: engine.forward.sync(True)) if loss.sync_each else engine.forward.sync
         self._open = 0  # forwards whose backward has not run
         self._up_front = up_front_of(loss, micro_batches, inputs, totals, engine)
         # of one micro-batch the weight is known after its forward, at the cost of a wait for the other ranks
@@ -166,10 +170,6 @@ class Passes:
         # 0 times an infinity in the loss, such as a mean over nothing, would make every gradient NaN
         with zeroed(total):
             engine.forward.backward(total)
-
-    def sync(self, communicate: bool) -> Any:
-        """The context of a backward pass: whether ranks average gradients in it."""
-        return self._engine.forward.sync(communicate or self._loss.sync_each)
 
     def gradients(self) -> Gradients:
         """The gradients after the last backward, averaged over ranks.

@@ -27,19 +27,18 @@ class SameRows:
     """Compares the batches of one train step between the ranks that must read the same rows.
 
     Args:
-        mesh: the mesh of the train step. Nothing is compared if each rank has rows of its own.
+        mesh: the mesh of the train step. Some ranks share their rows.
     """
 
     __slots__ = ("_compared", "_mesh")
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._compared: int | None = -1 if mesh.batch_size < mesh.world.size else None
+        self._compared = -1
 
     def reset(self) -> None:
         """Compare the next batch too, whatever its epoch is: the state was restored."""
-        if self._compared is not None:
-            self._compared = -1
+        self._compared = -1
 
     def check(self, epoch: int, micro_batches: MicroBatches) -> None:
         """Compare a batch if it is the first one of its epoch: one small exchange between all ranks.
@@ -51,7 +50,7 @@ class SameRows:
         Raises:
             RankMismatchError: ranks that must read the same rows have different ones. Raised on every rank.
         """
-        if self._compared is None or self._compared == epoch:
+        if self._compared == epoch:
             return
         datas = [part.data for part in micro_batches]
         local = (self._mesh.batch_rank, checksum(datas), _shapes(datas))

@@ -138,7 +138,7 @@ class _Pass:
     def step(self, batch: Tree) -> None:
         """All micro-batches, or the first ones and the last one if there are many."""
         account, settings = self._account, self._plan.lowered.settings
-        micros = micro_batches(batch, settings.micro_batches, torch.device("cpu")).parts
+        micros = micro_batches(batch, settings.micro_batches, torch.device("cpu"))
         account.phase = "forward"
         account.hold(0)
         traced = [*micros[: _TRACED - 1], micros[-1]] if len(micros) > _TRACED else micros

@@ -98,7 +98,7 @@ class CapturedStep:
         if self._replays:
             torch.compiler.cudagraph_mark_step_begin()
         engine, device = self._engine, self._engine.layout.mesh.world.device
-        *before, last = micro_batches.parts
+        *before, last = micro_batches
         hooked = self._tail is not None and (self._tail.gradients or self._tail.updates)
         self._agree(last.data, lent_models)
         up_front = up_front_of(self._loss, micro_batches, inputs, totals, engine)
@@ -113,7 +113,7 @@ class CapturedStep:
         given = Given(
             up_front=up_front,
             carried=carried,
-            sums=torch.cat([sums, torch.stack(questions)]),
+            sums=torch.cat([sums, torch.stack(questions)]) if questions else sums,
             global_weight=packed([totals.weight], device)[0] if known else None,
             scale=inputs.scale,
             rates=rates,

@@ -105,16 +105,19 @@ class Instance:
         world = mesh.world
         self.autocast_on = lowered.autocast_on(world.device)
         self.streams = [] if spec.rng == "stream" else generators_of(world.device)
+        self._device, self._group = world.device, mesh.group("loss")
+        self._partial_rows = mesh.partial_rows
         self.rank = mesh.loss_rank
         self.shares = any(degree > 1 for degree in mesh.degrees.values())
         self.position = same_position(mesh)
-        self.same_rows = SameRows(mesh)
+        self.same_rows = SameRows(mesh) if mesh.batch_size < world.size else None
         self.sharded = is_sharded(engine.layout.parameters.values())
         self.skips = SkippedUpdates(lowered.settings.max_skipped, speaks=world.is_main)
         self.meter = None if lowered.settings.compiler is None else Meter(lowered.settings.compiler, where)
         # in the graph, updates go to the tensors that gradients are taken of: no second name for them
         optimizers = cast("Optimizers", spec.optimizers or {})
-        inside = capture is not None and lowered.own_hooks and traceable(optimizers)
+        self._own_hooks = lowered.own_hooks
+        inside = capture is not None and self._own_hooks and traceable(optimizers)
         updated = capture.leaves if capture is not None and inside else leaves
         bound = engine.runtime.bound
         self.updater = Updater(
@@ -220,9 +223,9 @@ class Instance:
         self._watched.check_frozen()
         if not self._trains or self._empty:
             raise self._not_ready()
-        device = self.engine.layout.mesh.world.device
-        cut = micro_batches(batch, self.lowered.settings.micro_batches, device)
-        self.same_rows.check(state.data.epoch, cut)
+        cut = micro_batches(batch, self.lowered.settings.micro_batches, self._device)
+        if self.same_rows is not None:
+            self.same_rows.check(state.data.epoch, cut)
         if self.meter is not None:
             self.meter.check()
         self.skips.check()
@@ -253,18 +256,18 @@ class Instance:
     def totals(self, micro_batches: MicroBatches, notice: Notice | None) -> Totals:
         """The totals of one update, with the questions that ranks ask each other."""
         engine = self.engine
-        questions: list[Question] = [notice or NoNotice()]
+        questions: list[Question] = []
+        if notice is not None or self._group is not None:  # ranks sum by position
+            questions.append(notice or NoNotice())
         if self.position is not None:
             questions.append(self.position)
         if engine.hooks.ask is not None:
             questions.append(engine.hooks.ask(micro_batches))
-        mesh = engine.layout.mesh
-        group, device = mesh.group("loss"), mesh.world.device
-        return Totals(group, device, engine.agreement, questions, partial_rows=mesh.partial_rows)
+        return Totals(self._group, self._device, engine.agreement, questions, partial_rows=self._partial_rows)
 
     def drawing(self, state: TrainState) -> contextlib.AbstractContextManager[None]:
         """A context in which hooks of the user draw random numbers that are equal on all ranks."""
-        if self.lowered.own_hooks:  # the library's own draw nothing
+        if self._own_hooks:  # the library's own draw nothing
             return contextlib.nullcontext()
         world = self.engine.layout.mesh.world
         root = None if self.spec.rng == "stream" else state.rng.root
@@ -425,7 +428,8 @@ class Instance:
     def restored(self) -> None:
         """Note that the parameters hold values now."""
         self._empty = False
-        self.same_rows.reset()
+        if self.same_rows is not None:
+            self.same_rows.reset()
         if self.engine.hooks.end is not None:
             self.engine.hooks.end()
 

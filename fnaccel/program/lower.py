@@ -103,16 +103,17 @@ class Lowered:
         return device.type if self.settings.precision.autocast else ""
 
     def parts_of(self, micro_batches: MicroBatches) -> MicroBatches:
-        """This rank's parts of the micro-batches, if ranks split each of them.
+        """This rank's parts of the micro-batches, which ranks split.
 
         Raises:
             MicroBatchError: a micro-batch can't be cut in parts.
         """
-        if self.part is None:
-            return micro_batches
+        assert self.part is not None
         datas, around = self.part.cut([part.data for part in micro_batches])
-        parts = [MicroBatch(data, part.valid) for data, part in zip(datas, micro_batches, strict=True)]
-        return MicroBatches(parts, micro_batches.batch, around)
+        pairs = zip(datas, micro_batches, strict=True)
+        parts = MicroBatches(MicroBatch(data, whole.valid) for data, whole in pairs)
+        parts.batch, parts.around = micro_batches.batch, around
+        return parts
 
     def around(self, call: Callable[..., Any]) -> tuple[Callable[..., Any], list[Settles]]:
         """`call(state, batch)` under the CALL transforms, the first written innermost.

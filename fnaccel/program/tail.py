@@ -67,7 +67,9 @@ class Tail:
         if self.gradients:
             with drawing():
                 for name, hook in self.gradients:
-                    _keep(states, name, hook.on_gradients(grads, states.get(name), info))
+                    own = hook.on_gradients(grads, states.get(name), info)
+                    if own is not None or name in states:
+                        _keep(states, name, own)
         apply()
         skip = grads.left_out()
         if self.updates:
@@ -81,7 +83,9 @@ class Tail:
             )
             with drawing():
                 for name, hook in self.updates:
-                    _keep(states, name, hook.on_update(engine, states.get(name), after_update))
+                    own = hook.on_update(engine, states.get(name), after_update)
+                    if own is not None or name in states:
+                        _keep(states, name, own)
         if first is not None and skip is not None:
             if check_kept is not None:
                 check_kept()
@@ -111,14 +115,12 @@ class Tail:
 
 
 def _keep(transforms: dict[str, Any], name: str, state: Tree) -> None:
-    """Keep the next state of a transform, if it has one: states keep their structure.
+    """Keep the next state of a transform. States keep their structure.
 
     Raises:
         ArgumentError: a checkpoint with this state could not be restored, since the first state is another.
     """
     if name not in transforms:
-        if state is None:
-            return
         raise ArgumentError(
             f"transform {name!r} returned a state of its own and began without one",
             where=f"transform {name}",

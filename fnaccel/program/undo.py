@@ -52,7 +52,7 @@ class Undo:
         if not instance.clean:  # an interrupt cut off what the step before had to put back
             instance.engine.undo()
         instance.clean = False
-        self._begun = kernels.begun()
+        self._begun = 0 if instance.captured is None else kernels.begun()
         self._modes = torch_modes(instance.autocast_on)
         # a data set may draw from the same streams, and has to find them as it left them (1 us)
         self._streams = [(stream, stream.get_state()) for stream in instance.streams]
@@ -106,7 +106,7 @@ class Undo:
         if not self._committed:
             instance.engine.undo()
         self._modes.put_back()
-        if kernels.begun() != self._begun:  # inside of a captured step
+        if instance.captured is not None and kernels.begun() != self._begun:
             donate(state)
         if not is_stale(state) and (not instance.moving_buffers.put_back() or self._own_changed()):
             donate(state)

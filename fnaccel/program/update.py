@@ -47,7 +47,8 @@ def update(
     lent = None if given is None else lend(given, owner)
     if state.step == 0:
         check_first(micro_batches[0].data, lent)
-    micro_batches = instance.lowered.parts_of(micro_batches)
+    if instance.lowered.part is not None:  # several ranks compute parts of each row
+        micro_batches = instance.lowered.parts_of(micro_batches)
     position = state.data if micro_batches.batch is None else micro_batches.batch.position
 
     # What is read of the state, which `commit` donates.

@@ -129,7 +129,7 @@ class Cast:
 
     def __call__(self, model: object, *args: Any) -> Any:
         """The loss, its floating-point tensors in the policy's output dtype."""
-        if not self.policy.autocast:
+        if self.policy.compute is self.policy.param:
             out = self.loss_fn(model, *[_cast(arg, self.policy.compute) for arg in args])
             return _cast(out, self.policy.output)
         with torch.autocast(device_of(args), dtype=self.policy.compute):
@@ -159,11 +159,16 @@ def _cast(out: Tree, dtype: torch.dtype) -> Any:
 
 def device_of(batch: Tree) -> str:
     """The device type of the first tensor of a batch. The CPU if there is none."""
+    return _device_in(batch) or "cpu"
+
+
+def _device_in(batch: Tree) -> str:
     if isinstance(batch, torch.Tensor):
         return batch.device.type
     if isinstance(batch, (dict, list, tuple)):  # a union is not traceable
         for value in batch.values() if isinstance(batch, dict) else batch:
-            if isinstance(value, torch.Tensor):
-                return value.device.type
+            if found := _device_in(value):
+                return found
+        return ""
     first = next((x for x in tree.leaves(batch) if isinstance(x, torch.Tensor)), None)
-    return "cpu" if first is None else first.device.type
+    return "" if first is None else first.device.type

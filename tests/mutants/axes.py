@@ -13,7 +13,7 @@ WHOLE_MODEL = "tests/extension/test_whole_model.py"
 
 MUTANTS = [
     Mutant(
-        "totals of the batch axis alone", "program/instance.py", 'group, device = mesh.group("loss")', 'group, device = mesh.group("batch")',
+        "totals of the batch axis alone", "program/instance.py", 'world.device, mesh.group("loss")', 'world.device, mesh.group("batch")',
         (PARTS, "-k", "one_loss and options0"),
     ),
     Mutant(
@@ -42,7 +42,7 @@ MUTANTS = [
         (SAME_ROWS, "-k", "by_hand"),
     ),
     Mutant(
-        "rows are compared in the first epoch alone", "engine/same_rows.py", "or self._compared == epoch:", "or self._compared >= 0:",
+        "rows are compared in the first epoch alone", "engine/same_rows.py", "if self._compared == epoch:", "if self._compared >= 0:",
         (SAME_ROWS, "-k", "each_epoch"),
     ),
     Mutant(
