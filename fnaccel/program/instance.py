@@ -23,10 +23,10 @@ from fnaccel.engine.stop_request import NoNotice, Notice
 from fnaccel.engine.totals import Question, Totals
 from fnaccel.engine.updater import Optimizers, Updater, traceable
 from fnaccel.engine.user_draws import drawing
-from fnaccel.errors import ArgumentError, CapabilityError
-from fnaccel.models.building import Built, check_memory, check_patched, claim, freeze, release
-from fnaccel.models.constant_buffers import ConstantBuffers, check_not_trained
-from fnaccel.models.gradient_hooks import GradientHooks, check_hooks_run, count_hooks
+from fnaccel.errors import CapabilityError
+from fnaccel.models.building import Built, claim, release
+from fnaccel.models.constant_buffers import ConstantBuffers
+from fnaccel.models.gradient_hooks import GradientHooks
 from fnaccel.models.module_modes import ModuleModes
 from fnaccel.models.moving_buffers import MovingBuffers
 from fnaccel.models.note import Note
@@ -34,12 +34,10 @@ from fnaccel.models.parameter import Leaf
 from fnaccel.models.synced_norm import connect
 from fnaccel.models.trained_modules import TrainedModules
 from fnaccel.program.adopted import check_counts, matched
-from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.captured_step import CapturedStep
 from fnaccel.program.compile_meter import Meter
 from fnaccel.program.lent_models import Given
 from fnaccel.program.lower import Lowered
-from fnaccel.program.model_notes import model_notes
 from fnaccel.program.whole_parameters import is_sharded
 from fnaccel.state import (
     Position,
@@ -54,8 +52,6 @@ from fnaccel.state import (
 )
 from fnaccel.step.loss import Scalar, readable
 from fnaccel.step.spec import Spec
-from fnaccel.strategies.axis import Build, make_engine
-from fnaccel.strategies.runtime import Delegation
 from fnaccel.tree import Tree
 from fnaccel.world.random_streams import generators_of
 
@@ -482,52 +478,3 @@ def _buffers_of(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]
             if name in persistent:
                 slots.append((name, module, attribute))
     return slots
-
-
-def assemble(
-    spec: Spec, lowered: Lowered, where: str, seed: int, delegation: Delegation | None = None
-) -> Instance:
-    """Build modules, engine and optimizers. A failure leaves the modules free."""
-    builds: list[Built] = []
-    settings, trains = lowered.settings, spec.optimizers is not None
-    notes: tuple[Note, ...] = ()
-    arrived = 0
-
-    def prepare(built: Built) -> None:
-        nonlocal notes, arrived
-        builds.append(built)
-        notes, arrived = model_notes(built.modules, spec), count_hooks(built.modules)
-        if not trains:
-            for _, param in built.named("parameters"):
-                param.requires_grad_(False)
-        freeze(built, spec.frozen)
-        if trains:
-            check_not_trained(built.modules, spec.frozen)
-            check_memory(built)
-            if settings.captured:
-                check_hooks_run(built.modules, captured=True, shards=False)
-        if trains and not any(p.requires_grad for _, p in built.named("parameters")):
-            raise ArgumentError(
-                "no parameter is left to train: "
-                + (f"frozen={spec.frozen!r} names all" if spec.frozen else "none takes a gradient"),
-                where="fa.train_step",
-                fix="freeze fewer, or pass optimizer=None for a model that is only looked at or lent",
-            )
-        if settings.casts:
-            for module in built.modules.values():
-                module.to(settings.precision.param)
-        hooks = apply_axes(built, spec, lowered.modules)
-        for key, module in built.modules.items():
-            for name, hook in hooks[key]:
-                hook.on_module(module, f"transform {name}")
-                check_patched(built, f"transform {name}")
-
-    try:
-        engine, built = make_engine(
-            Build(spec=spec, settings=settings, seed=seed, prepare=prepare, delegation=delegation)
-        )
-        return Instance(engine, built, spec, lowered, where, notes, arrived)
-    except BaseException:
-        for built in builds:
-            release(built)
-        raise

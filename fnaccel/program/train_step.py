@@ -12,9 +12,9 @@ from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
 from fnaccel.models.building import check_factories
 from fnaccel.optim.several import OptimizerLike
+from fnaccel.program.assemble import assemble
 from fnaccel.program.compile_meter import Compilation
 from fnaccel.program.doubled_row import check_loss, check_metrics
-from fnaccel.program.instance import assemble
 from fnaccel.program.launcher_flags import choose
 from fnaccel.program.lent_models import Given
 from fnaccel.program.look import LOOK, flops_of, look_at
@@ -209,7 +209,8 @@ class TrainStep:
         instance, step = self._owner.instance, self._spec.step
         if lent is None and not instance.probed and self.can_probe():  # a lent model may be cut as well
             probe_first(instance, self.probe, batch)
-        with self._keeping(), within_step(0, self._name, shares=instance.shares), within("forward"):
+        first = within_step(0, self._name, shares=instance.shares)
+        with self._keeping(), within("forward"), first:
             check_loss(instance, self._lowered, self._run_of(step.forward()), step.loss_fn, batch, lent)
 
     def _keeping(self) -> contextlib.AbstractContextManager[None]:

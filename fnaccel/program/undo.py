@@ -89,12 +89,12 @@ class Undo:
         try:
             for stream, before in self._streams:
                 stream.set_state(before)
-            leave_step(self._state.step + (error is None))
             if error is None:
                 self._instance.clean = True
             else:
                 self._put_back(error)
         finally:
+            leave_step(self._state.step + (error is None))
             self._sigint.__exit__()
 
     def _put_back(self, error: BaseException) -> None:

@@ -70,6 +70,7 @@ def update(
                 gradients, skip = passes.gradients(), None
                 metrics = totals.finish()
             else:  # as one program, with the update if no hook is the user's
+                enter("captured step")
                 metrics, gradients, skip = instance.captured.run(
                     micro_batches, totals, inputs, updater.as_tensors(rates), updater.number(updates)
                 )
