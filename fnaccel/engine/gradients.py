@@ -6,13 +6,14 @@ Averaging, unscaling and clipping only change `multiplier`. The optimizer's kern
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fnaccel import _torch
 from fnaccel.errors import TreeMismatchError
+from fnaccel.models.parameter import Leaf
 from fnaccel.step.loss import Scalar
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import MeshAxis
@@ -119,48 +120,64 @@ class Gradients:
         return {leaf.name: leaf.like(shard) for leaf, shard in pairs if shard is not None}
 
     def replace(self, named: Tree, transform: str) -> None:
-        """Take the gradients that a user's transform returned.
+        """Take the gradients that a user's transform returned, in any layout of the same tensors.
 
         Raises:
-            TreeMismatchError: other names, shapes or layouts than it was given. Nothing was taken.
+            TreeMismatchError: other names or shapes than it was given. Nothing was taken.
         """
         leaves = {leaf.name: leaf for leaf, g in zip(self._leaves, self.shards, strict=True) if g is not None}
-        problems: list[str] = []
-        if not isinstance(named, dict):
-            problems.append(f"{type(named).__name__} instead of a dict of gradients")
-            named = {}
-        else:
-            problems += [f"{name} is missing" for name in leaves if name not in named]
-            problems += [f"{name} is unknown" for name in named if name not in leaves]
-            problems += [
-                f"{name} {problem}"
-                for name, leaf in leaves.items()
-                if name in named and (problem := _unlike(named[name], leaf))
-            ]
+        problems = differences(named, leaves, "gradients")
         if problems:
             raise TreeMismatchError(
                 f"transform {transform!r} returned {'; '.join(problems)}",
                 where=f"transform {transform} (GRADS)",
-                fix="return one gradient for each name given, shaped and laid out as it came",
+                fix="return one gradient for each name given, shaped as it came",
             )
         for index, leaf in enumerate(self._leaves):
             if leaf.name in leaves:
                 # strides of the parameter: fused kernels pair elements by their place in memory
                 shard = torch.empty_like(leaf.shard)
-                self.shards[index] = shard.copy_(_torch.local_of(named[leaf.name]).detach())
+                self.shards[index] = shard.copy_(part_like(named[leaf.name], leaf).detach())
         self.changed()
 
 
-def _unlike(value: Tree, leaf: Tree) -> str:
-    """How a gradient differs from its parameter in kind: empty if it does not."""
+def differences(named: Tree, leaves: Mapping[str, Any], what: str) -> list[str]:
+    """How tensors by name differ from parameters in kind: empty if they do not.
+
+    Args:
+        named: the tensors.
+        leaves: the parameters by name, which all have to be there.
+        what: the name of the tensors, for messages.
+    """
+    if not isinstance(named, Mapping):
+        return [f"{type(named).__name__} instead of a dict of {what}"]
+    problems = [f"{name} is missing" for name in leaves if name not in named]
+    problems += [f"{name} is unknown" for name in named if name not in leaves]
+    return problems + [
+        f"{name} {problem}"
+        for name, leaf in leaves.items()
+        if name in named and (problem := _unlike(named[name], leaf))
+    ]
+
+
+def _unlike(value: Tree, leaf: Leaf) -> str:
     if not isinstance(value, torch.Tensor):
         return f"is {type(value).__name__}, not a tensor"
     if value.shape != leaf.shown.shape:
         return f"has shape {list(value.shape)}, not {list(leaf.shown.shape)}"
-    expected = getattr(leaf.shown, "placements", None)
-    if getattr(value, "placements", None) != expected:
-        return f"is laid out as {getattr(value, 'placements', 'a plain tensor')}, not {expected}"
+    if hasattr(value, "placements") != hasattr(leaf.shown, "placements"):
+        kinds = "a plain tensor", "a DTensor"
+        return "is {}, not {}".format(*(kinds if hasattr(leaf.shown, "placements") else kinds[::-1]))
     return ""
+
+
+def part_like(value: Any, leaf: Leaf) -> torch.Tensor:
+    """This rank's part of a tensor, in the layout of a parameter. Ranks communicate if its own is another."""
+    layout = getattr(leaf.shown, "placements", None)
+    # the mean of a sharded gradient over a sharded dimension is a sum that is still to be made
+    if layout is not None and value.placements != layout:
+        value = value.redistribute(leaf.shown.device_mesh, layout)
+    return _torch.local_of(value)
 
 
 @contextlib.contextmanager

@@ -46,6 +46,8 @@ class WholeDraws(TorchFunctionMode):
         ranks: how many ranks there are.
     """
 
+    paused = False  # while a model runs in the body, which draws as it does outside
+
     def __init__(self, *, seeded: bool, ranks: int) -> None:
         super().__init__()
         self._shared = seeded or ranks == 1
@@ -59,7 +61,7 @@ class WholeDraws(TorchFunctionMode):
     ) -> Any:
         """Call `func`, or draw the whole tensor in its place."""
         options = kwargs or {}
-        if func not in _ALL:
+        if func not in _ALL or WholeDraws.paused:
             return func(*args, **options)
         if not self._shared and options.get("generator") is None:
             raise CapabilityError(
@@ -77,6 +79,16 @@ class WholeDraws(TorchFunctionMode):
                 fix="draw with torch.rand_like or torch.randn_like, and compare or combine afterwards",
             )
         return _drawn(func, args, options)
+
+
+@contextlib.contextmanager
+def pausing() -> Generator[None]:
+    """In the body random tensors are drawn as they are outside of a user's hook."""
+    before, WholeDraws.paused = WholeDraws.paused, True
+    try:
+        yield
+    finally:
+        WholeDraws.paused = before
 
 
 def _drawn(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from fnaccel.engine.totals import Totals
 from fnaccel.engine.updater import Updater
 from fnaccel.errors import CapabilityError
 from fnaccel.optim import kernels
+from fnaccel.program.put_back import passes_put_back
 from fnaccel.program.step_graph import Added, Finished, Given, StepGraph, filled
 from fnaccel.program.tail import Tail
 from fnaccel.step.loss import Scalar, check_attached, check_divided, read_loss
@@ -217,13 +218,8 @@ class CapturedStep:
 
         Leaves nothing behind.
         """
-        engine = self._engine
-        slots = [_torch.buffers_of(module) for root in engine.layout.modules for module in root.modules()]
-        buffers = [(slot, name, x, x.clone()) for slot in slots for name, x in slot.items() if x is not None]
-        states = [
-            (generator, generator.get_state()) for generator in generators_of(engine.layout.mesh.world.device)
-        ]
-        try:
+        layout = self._engine.layout
+        with passes_put_back(layout.modules, generators_of(layout.mesh.world.device)):
             params, run = self._capture.open()
             parts = read_loss(run(self._loss.fn, data, *lent_models), self._loss.where)
             check_attached(parts.total, self._loss.where)
@@ -233,12 +229,6 @@ class CapturedStep:
             grads: Any = torch.autograd.grad(parts.total, params, allow_unused=True)
             self._graph.check_reached(grads)
             return parts.aux, parts.weighted, [grad is not None for grad in grads]
-        finally:
-            for generator, state in states:
-                generator.set_state(state)
-            with torch.no_grad():
-                for slot, name, buffer, before in buffers:
-                    slot[name] = buffer.copy_(before)
 
     def _keep(self, part: MicroBatch, weight: Scalar) -> torch.Tensor:
         """1, or 0 for a filler or a weight of 0: a tensor, since a number would be compiled in."""

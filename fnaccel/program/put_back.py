@@ -13,7 +13,7 @@ import random
 import sys
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -59,6 +59,22 @@ def put_back(
             # a value that refuses was not changed either
             with contextlib.suppress(Exception), torch.no_grad():
                 undo()
+
+
+@contextlib.contextmanager
+def passes_put_back(roots: Iterable[nn.Module], streams: Sequence[torch.Generator]) -> Generator[None]:
+    """After passes beside those of an update, buffers and random streams are as before them."""
+    slots = [_torch.buffers_of(module) for root in roots for module in root.modules()]
+    held = [(slot, name, x, x.clone()) for slot in slots for name, x in slot.items() if x is not None]
+    states = [(stream, stream.get_state()) for stream in streams]
+    try:
+        yield
+    finally:
+        for stream, state in states:
+            stream.set_state(state)
+        with torch.no_grad():
+            for slot, name, buffer, before in held:
+                slot[name] = buffer.copy_(before)
 
 
 def _package(value: Any) -> str:

@@ -80,6 +80,7 @@ class Tail:
                 record=info.record,
                 skip=skip,
                 metrics=info.metrics,
+                gradients_at=info.gradients_at,
             )
             with drawing():
                 for name, hook in self.updates:

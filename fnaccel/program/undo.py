@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,14 +13,12 @@ from fnaccel import _torch, tree
 from fnaccel.engine.passes import explained
 from fnaccel.errors import ArgumentError
 from fnaccel.optim import kernels
+from fnaccel.program.instance import Instance
 from fnaccel.program.probe import CAUSES
 from fnaccel.seeing.memory import explain_out_of_memory
 from fnaccel.state import TrainState, donate, is_stale
 from fnaccel.world.interrupts import SigintHeld
 from fnaccel.world.progress_marks import enter_step, leave_step
-
-if TYPE_CHECKING:
-    from fnaccel.program.instance import Instance
 
 AutocastState = tuple[bool, torch.dtype, bool, int]
 
@@ -86,6 +84,7 @@ class Undo:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._sigint.__enter__()  # what is put back must not be cut in two either
         try:
             for stream, before in self._streams:
                 stream.set_state(before)

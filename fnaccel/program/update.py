@@ -12,6 +12,7 @@ import torch
 from fnaccel import tree
 from fnaccel.engine.passes import Passes
 from fnaccel.program.lent_models import Given, lend
+from fnaccel.program.second_gradient import SecondGradient
 from fnaccel.program.state_owner import StateOwner
 from fnaccel.program.undo import Undo
 from fnaccel.state import TrainState, lease, scale_of, state_of
@@ -94,6 +95,9 @@ def update(
                 params=instance.params,
                 record=functools.partial(_record, metrics),
                 metrics=metrics,
+                gradients_at=lambda params: SecondGradient(
+                    instance, micro_batches, inputs, rates, updates, gradients
+                ).at(params),
             )
             draws = functools.partial(instance.drawing, state)
             skip = tail.run(engine, gradients, own, info, apply, draws, undo.check_own)

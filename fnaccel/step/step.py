@@ -61,6 +61,7 @@ class Capability(enum.StrEnum):
     MODULES = "modules"
     GRADIENTS = "gradients"
     PARAMETERS = "parameters"
+    SECOND_GRADIENT = "second gradient"
     COMPILE_BLOCK = "compile block"
     COMPILE_LOSS = "compile loss"
     COMPILE_STEP = "compile step"
@@ -194,6 +195,10 @@ class Info:
             as far as it is decided: gradients that are not finite come first. The state that a transform of
             yours returns is dropped if the update is skipped.
         metrics: those of this step so far: `loss`, `weight`, and those of transforms before this one.
+        gradients_at: `gradients_at(params)` returns the gradients of the same micro-batches, with the same
+            random numbers, at other values of the trained parameters: both by name. The update goes on as
+            if it had not been called, in about twice the time. A transform that calls it says
+            `needs="second gradient"`, so that the plan refuses a strategy that can't.
 
     Example:
         >>> def watch(params, own, info):
@@ -212,6 +217,7 @@ class Info:
     record: Callable[[str, Any], None]
     skip: torch.Tensor | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    gradients_at: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
 
 def _as_phase(phase: object) -> Phase:

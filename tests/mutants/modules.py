@@ -80,6 +80,23 @@ MUTANTS = [
         "stack.enter_context(lent.frozen())", "pass", ("tests/engines/test_engines.py", "-k", "gan"),
     ),
     Mutant(
+        "a second gradient moves buffers", "program/put_back.py", "slot[name] = buffer.copy_(before)", "pass",
+        ("tests/transforms/test_second_gradient.py", "-k", "no_trace and local"),
+    ),
+    Mutant(
+        "random numbers by the order of passes", "engine/passes.py", "self._inputs.seed(index)",
+        "self._inputs.seed(self._open)", ("tests/engines/test_order_of_passes.py", "-k", "same_bits and local-1"),
+    ),
+    Mutant(
+        "a second gradient in the memory of the first", "program/second_gradient.py", "shard.copy_(value)", "pass",
+        ("tests/transforms/test_second_gradient.py", "-k", "no_trace and ddp"),
+    ),
+    Mutant(
+        "gradients taken in a layout that is not the parameter's", "engine/gradients.py",
+        "value = value.redistribute(leaf.shown.device_mesh, layout)", "pass",
+        ("tests/transforms/test_layouts_of_gradients.py", "-k", "strategy0"),
+    ),
+    Mutant(
         "a left-out update moves states of users", "program/tail.py", "states[name] = first if skip else last",
         "states[name] = last", ("tests/transforms/test_left_out_states.py", "-k", "eager"),
     ),

@@ -326,7 +326,7 @@ MUTANTS = [
         ("tests/deepspeed/test_features.py", "-k", "copy or offloaded"),
     ),
     Mutant(
-        "gradients of an interrupted step stay", "program/undo.py", "            instance.engine.undo()\n        self._modes", "            pass\n        self._modes",
+        "gradients of an interrupted step stay", "engine/engine.py", "        self.clear()\n        for restore", "        for restore",
         ("tests/laws/test_interrupts.py", "-k", "local-1"),
     ),
     Mutant(

@@ -1,0 +1,115 @@
+"""`SecondGradient`: gradients at other parameters, inside of an update, for hooks that ask for them.
+
+Sharpness-aware minimisation (https://arxiv.org/abs/2010.01412) and finite differences of gradients need them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fnaccel.data.micro_batches import MicroBatches
+from fnaccel.engine.exchange import Exchange
+from fnaccel.engine.gradients import Gradients, differences, part_like
+from fnaccel.engine.passes import Inputs, Passes
+from fnaccel.engine.user_draws import pausing
+from fnaccel.errors import CapabilityError, TreeMismatchError
+from fnaccel.program.instance import Instance
+from fnaccel.program.put_back import passes_put_back
+from fnaccel.step.loss import Scalar
+from fnaccel.tree import Tree
+
+_WHERE = "info.gradients_at(params)"
+
+
+class SecondGradient:
+    """`info.gradients_at(params)` in the hooks of one update.
+
+    Args:
+        instance: the model.
+        micro_batches, inputs: of the update.
+        rates, updates: of the update. A captured step takes them, and leaves the update to the caller.
+        first: the gradients of the update itself, which stay as they are.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        micro_batches: MicroBatches,
+        inputs: Inputs,
+        rates: list[list[Any]],
+        updates: Scalar,
+        first: Gradients,
+    ) -> None:
+        self._instance = instance
+        self._micro_batches = micro_batches
+        self._inputs = inputs
+        self._rates = rates
+        self._updates = updates
+        self._first = first
+
+    def at(self, params: Mapping[str, Tree]) -> dict[str, Any]:
+        """Gradients by name, at values by name: see `Info.gradients_at`."""
+        engine, first = self._instance.engine, self._first
+        leaves = engine.layout.leaves
+        if engine.runtime.bound is not None:
+            raise CapabilityError(
+                f"{engine.name} can't compute a second gradient in an update",
+                where=_WHERE,
+                fix='fa.Transform(..., needs="second gradient") says so in the plan; or local, ddp or fsdp',
+            )
+        problems = differences(params, {leaf.name: leaf for leaf in leaves}, "parameters")
+        if problems:
+            raise TreeMismatchError(
+                f"the parameters differ from those that are trained: {'; '.join(problems)}",
+                where=_WHERE,
+                fix="give a value for each trained parameter, by its name and in its shape",
+            )
+        values = [part_like(params[leaf.name], leaf).detach().clone() for leaf in leaves]
+        # a strategy may use the memory of its gradients again, and the hook holds them
+        kept = [None if grad is None else grad.clone() for grad in first.shards]
+        held = [leaf.param.grad for leaf in leaves]
+        engine.clear()
+        try:
+            with self._aside(
+                Exchange([(leaf.shard, value) for leaf, value in zip(leaves, values, strict=True)])
+            ):
+                second = self._differentiate()
+            second.shards = [None if grad is None else grad.clone() for grad in second.shards]
+            return second.by_name()
+        finally:
+            for leaf, grad, shard, value in zip(leaves, held, first.shards, kept, strict=True):
+                leaf.param.grad = grad
+                if shard is not None and value is not None:
+                    shard.copy_(value)
+
+    @contextlib.contextmanager
+    def _aside(self, exchange: Exchange) -> Any:
+        """In the body the model has other parameters. At its end nothing of the passes in it is left."""
+        instance, given = self._instance, self._inputs.given
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(pausing())
+            stack.enter_context(passes_put_back(instance.engine.layout.modules, self._inputs.streams))
+            stack.enter_context(exchange)
+            stack.enter_context(torch.enable_grad())
+            if given is not None:
+                stack.enter_context(given.frozen())
+            if instance.meter is not None:
+                stack.enter_context(instance.meter.watch(self._micro_batches))
+            yield
+
+    def _differentiate(self) -> Gradients:
+        instance, micro_batches, inputs = self._instance, self._micro_batches, self._inputs
+        totals = instance.totals(micro_batches, None)
+        if instance.captured is None:
+            passes = Passes(instance.engine, instance.lowered.loss, micro_batches, totals, inputs)
+            instance.engine.forward.drive(len(micro_batches), passes.forward, passes.backward, passes.sync)
+            return passes.gradients()
+        updater = instance.updater
+        rates, number = updater.as_tensors(self._rates), updater.number(self._updates)
+        found = instance.captured.run(micro_batches, totals, inputs, rates, number).gradients
+        assert found is not None  # a hook of the user's is not part of the program
+        return found
