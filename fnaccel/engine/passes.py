@@ -194,7 +194,6 @@ class Passes:
             check_reached(grads, loss.where)
         if not self._late:
             totals.wait()
-        totals.check()
         divided = self._late or (inputs.hooked and loss.weight_fn is not None)
         left = float(layout.mesh.loss_size) if divided else None
         multiplier = multiplier_of(loss, engine, totals.weight, inputs.scale, self._up_front, left)

@@ -134,17 +134,12 @@ class Totals:
         return [number for question in self._questions for number in question.numbers]
 
     def hear(self, sums: torch.Tensor | None) -> None:
-        """Take the sums of `numbers` over all ranks. None on a single rank."""
+        """Take the sums of `numbers` over all ranks. None on a single rank. `wait` does so by itself."""
         first = 0
         for question in self._questions:
             end = first + len(question.numbers)
             question.hear(None if sums is None else sums[first:end], self._device)
             first = end
-
-    def check(self) -> None:
-        """Raise if an answer does not let the step go on."""
-        for question in self._questions:
-            question.check()
 
     def send(self) -> None:
         """Start the all-reduce of all totals, once. Nothing to do on a single rank."""
@@ -156,19 +151,25 @@ class Totals:
         self._sent = vector, dist.all_reduce(vector, group=self._group, async_op=True)
 
     def wait(self) -> None:
-        """Wait for the all-reduce and take the global sums."""
-        if self._sent is None:
+        """Wait for the all-reduce and take the global sums.
+
+        Raises:
+            MicroBatchError, RankMismatchError: an answer does not let the step go on.
+        """
+        if self._sent is not None:
+            vector, work = self._sent
+            work.wait()
+            head = 2 + len(self.numbers)
+            parts = unpacked(vector, [*[()] * head, *self._aux.shapes])
+            self._total = parts[0]
+            if self._known is None:
+                self.weight = parts[1]
+            self._aux.put(parts[head:])
+            self.hear(vector[2:head])
+        elif self._questions:
             self.hear(None)
-            return
-        vector, work = self._sent
-        work.wait()
-        head = 2 + len(self.numbers)
-        parts = unpacked(vector, [*[()] * head, *self._aux.shapes])
-        self._total = parts[0]
-        if self._known is None:
-            self.weight = parts[1]
-        self.hear(vector[2:head])
-        self._aux.put(parts[head:])
+        for question in self._questions:
+            question.check()
 
     def finish(self) -> dict[str, Any]:
         """`{"loss": ..., "weight": ...}` and aux, as device tensors. Call after `wait()`."""

@@ -85,10 +85,6 @@ class _Part:
     starts: int
     waits: bool = False
 
-    def since(self, updates: Scalar) -> Any:
-        """Updates since its first: below 0 until it starts. One host read if it starts later."""
-        return int(updates) - self.starts if self.starts else updates
-
 
 class Updater:
     """Applies all optimizers of a train step to its leaves."""
@@ -166,9 +162,9 @@ class Updater:
         reported: dict[str, Any] = {}
         rates: list[list[Any]] = []
         for part in self._parts:
-            since = part.since(updates)
-            # of a part that starts at once nothing is read on the host
-            part.waits = waits = bool(part.starts) and since < 0
+            # below 0 until it starts. Of a part that starts at once nothing is read on the host
+            since = int(updates) - part.starts if part.starts else updates
+            part.waits = waits = bool(part.starts and since < 0)
             base = 0.0 if waits else self._rate(part.base, since)
             reported[part.rate] = base
             rates.append([base if waits or own is None else self._rate(own, since) for own in part.own])

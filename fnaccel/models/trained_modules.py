@@ -99,10 +99,13 @@ class TrainedModules:
             saved |= names if key is None else {f"{key}/{name}" for name in names}
         return saved
 
-    def check(self) -> None:
+    def check(self, *, frozen: bool = False) -> None:
         """Raise ReplacedParameterError if a parameter is another than when the optimizer was made.
 
         The same is raised for a buffer that is new and that the model saves.
+
+        Args:
+            frozen: whether a frozen parameter that takes a gradient raises too, since no optimizer has it.
         """
         if self.suspicious:
             self._check_names()
@@ -115,9 +118,7 @@ class TrainedModules:
             ]
             raise _replaced(f"the storage of {', '.join(moved[:5])} was replaced")
 
-    def check_frozen(self) -> None:
-        """Raise ReplacedParameterError if a frozen parameter takes a gradient, since no optimizer has it."""
-        if self._frozen and any(map(_takes_gradient, self._frozen)):
+        if frozen and self._frozen and any(map(_takes_gradient, self._frozen)):
             names = [
                 name
                 for name, param in self._names.items()

@@ -215,8 +215,7 @@ class Instance:
                 batches of different positions in the step before.
             RecompileLimitError, NonfiniteError: too many steps were compiled again, or skipped in a row.
         """
-        self._watched.check()
-        self._watched.check_frozen()
+        self._watched.check(frozen=True)
         if not self._trains or self._empty:
             raise self._not_ready()
         cut = micro_batches(batch, self.lowered.settings.micro_batches, self._device)

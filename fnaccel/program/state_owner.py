@@ -106,7 +106,7 @@ class StateOwner:
             OwnershipError: as `instance`.
             StaleStateError, UnleasedStateError, AveragedError: not the live state of this train step.
         """
-        instance, lease = self.instance, self.lease
+        instance, lease = self._instance or self.instance, self.lease
         if lease.live is state and not lease.averaged and not is_stale(state):
             return instance
         lease_of(state, "train_step(state, batch)")

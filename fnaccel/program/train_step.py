@@ -25,7 +25,7 @@ from fnaccel.program.planned import mesh_of, planned
 from fnaccel.program.probe import Probed, check_forward, fits, is_split, probe_first, short
 from fnaccel.program.put_back import put_back
 from fnaccel.program.state_owner import StateOwner
-from fnaccel.program.undo import keeping_modes, torch_modes
+from fnaccel.program.undo import TorchModes, keeping_modes
 from fnaccel.program.update import update
 from fnaccel.state import TrainState, check_ema, lease_of
 from fnaccel.step.html_table import table
@@ -272,7 +272,7 @@ class TrainStep:
         lease_of(state, LOOK, averaged=True)
         instance.check_modules()
         # without contexts, which would take a fifth of a small forward
-        modes, evaluating = torch_modes(self._autocast_on), instance.modes.switch(training=train)
+        modes, evaluating = TorchModes(self._autocast_on), instance.modes.switch(training=train)
         try:
             return look_at(instance, self._lowered.settings.precision(fn), *args, whole=whole)
         except BaseException:

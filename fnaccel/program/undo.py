@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 
@@ -51,7 +50,7 @@ class Undo:
             instance.engine.undo()
         instance.clean = False
         self._begun = 0 if instance.captured is None else kernels.begun()
-        self._modes = torch_modes(instance.autocast_on)
+        self._modes = TorchModes(instance.autocast_on)
         # a data set may draw from the same streams, and has to find them as it left them (1 us)
         self._streams = [(stream, stream.get_state()) for stream in instance.streams]
         # tensors in the states of the user's transforms, which may be changed in place
@@ -114,12 +113,18 @@ class Undo:
             raise clearer from error
 
 
-class TorchModes(NamedTuple):
-    """Grad mode, and autocast on a kind of device. "" if the call does not switch autocast."""
+class TorchModes:
+    """Grad mode, and autocast on a kind of device, at this moment. "" if the call does not switch autocast.
 
-    kind: str
-    grad: bool
-    autocast: AutocastState | None
+    An interrupt may cut off the end of a context that switched one.
+    """
+
+    __slots__ = ("autocast", "grad", "kind")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.grad = torch.is_grad_enabled()
+        self.autocast = autocast_state(kind) if kind else None
 
     def put_back(self) -> None:
         """Make both as they were."""
@@ -128,15 +133,10 @@ class TorchModes(NamedTuple):
             restore_autocast(self.kind, self.autocast)
 
 
-def torch_modes(kind: str) -> TorchModes:
-    """The modes of this moment: an interrupt may cut off the end of a context that switched one."""
-    return TorchModes(kind, torch.is_grad_enabled(), autocast_state(kind) if kind else None)
-
-
 @contextlib.contextmanager
 def keeping_modes(kind: str) -> Generator[None]:
     """If the body raises, the modes are as before."""
-    modes = torch_modes(kind)
+    modes = TorchModes(kind)
     try:
         yield
     except BaseException:

@@ -132,7 +132,7 @@ class Cast:
         if self.policy.compute is self.policy.param:
             out = self.loss_fn(model, *[_cast(arg, self.policy.compute) for arg in args])
             return _cast(out, self.policy.output)
-        with torch.autocast(device_of(args), dtype=self.policy.compute):
+        with torch.autocast(device_of(args) or "cpu", dtype=self.policy.compute):
             out = self.loss_fn(model, *args)
         return _cast(out, self.policy.output)
 
@@ -158,16 +158,12 @@ def _cast(out: Tree, dtype: torch.dtype) -> Any:
 
 
 def device_of(batch: Tree) -> str:
-    """The device type of the first tensor of a batch. The CPU if there is none."""
-    return _device_in(batch) or "cpu"
-
-
-def _device_in(batch: Tree) -> str:
+    """The device type of the first tensor of a batch, or ""."""
     if isinstance(batch, torch.Tensor):
         return batch.device.type
     if isinstance(batch, (dict, list, tuple)):  # a union is not traceable
         for value in batch.values() if isinstance(batch, dict) else batch:
-            if found := _device_in(value):
+            if found := device_of(value):
                 return found
         return ""
     first = next((x for x in tree.leaves(batch) if isinstance(x, torch.Tensor)), None)
