@@ -19,7 +19,8 @@ import torch
 
 from fnaccel import _torch, tree
 from fnaccel.errors import ArgumentError, AveragedError, ReadOnlyError, StaleStateError, UnleasedStateError
-from fnaccel.step.html_table import folded, size_of, table
+from fnaccel.step.html_table import folded, table
+from fnaccel.texts import size_of
 from fnaccel.tree import Tree
 from fnaccel.world.devices import run_recorded
 

@@ -9,7 +9,8 @@ import pytest
 
 import fnaccel as fa
 from fnaccel.loop.progress import open_bar
-from fnaccel.step.html_table import size_of, table
+from fnaccel.step.html_table import table
+from fnaccel.texts import size_of
 from tests.models import batch_of, program
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fnaccel.errors import ArgumentError, require
+from fnaccel.texts import bytes_in
 
 Device = int | str
 """An accelerator's index, `"cpu"`, or `"disk"`. Also a device of torch by name: `"cuda:1"`."""
@@ -16,38 +16,8 @@ Device = int | str
 Budget = Mapping[Device, int | str]
 """Bytes by device, as numbers or as text: `{0: "10GiB", "cpu": "30GB"}`."""
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
-    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
-}
-_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", re.IGNORECASE)
 _KEPT = 0.1
 _LEAST_KEPT = 1 << 30
-
-
-def parse_bytes(text: int | str, where: str = "budget=") -> int:
-    """A number of bytes: `"10GiB"` is 10 times 1024 cubed, `"10GB"` is 10 times 1000 cubed.
-
-    Raises:
-        ArgumentError: the text is no number with a unit, or the number is negative.
-
-    Example:
-        >>> parse_bytes("1.5 KiB")
-        1536
-    """
-    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
-        return text
-    matched = _TEXT.fullmatch(text) if isinstance(text, str) else None
-    unit = _UNITS.get(matched[2].lower()) if matched else None
-    if matched is None or unit is None:
-        raise ArgumentError(
-            f"{text!r} is no number of bytes",
-            where=where,
-            fix='an int, or a number with a unit: "10GiB", "500MB"',
-        )
-    return int(float(matched[1]) * unit)
 
 
 def read_budget(budget: Budget) -> dict[Device, int | None]:
@@ -62,9 +32,7 @@ def read_budget(budget: Budget) -> dict[Device, int | None]:
         "budget=",
         'write {0: "10GiB", "cpu": "30GiB"}',
     )
-    sizes = {
-        check_device(device): parse_bytes(size, f"budget= of {device}") for device, size in budget.items()
-    }
+    sizes = {check_device(device): bytes_in(size, f"budget= of {device}") for device, size in budget.items()}
     if not sizes.keys() - {"disk"}:
         raise ArgumentError(
             "the budget names no device that can run a layer",

@@ -13,7 +13,7 @@ from fnaccel.big.layers import WHOLE, Layer, layers, split
 from fnaccel.big.placing import Part, Strategy, buffers_fit, place, staying_buffers
 from fnaccel.big.sizes import nbytes
 from fnaccel.errors import ArgumentError
-from fnaccel.step.html_table import size_of
+from fnaccel.texts import size_of
 
 _WHERE = "fa.big.device_map"
 

@@ -17,7 +17,7 @@ from fnaccel.big.placing import STRATEGIES, Strategy
 from fnaccel.big.sizes import Dtype, bits_of, nbytes
 from fnaccel.errors import ArgumentError, UnknownNameError, nearest
 from fnaccel.models.layers import folded
-from fnaccel.step.html_table import size_of
+from fnaccel.texts import size_of
 from fnaccel.world.plain_data import load_json
 
 _FALLBACK = "run on the CPU, where they are: no accelerator of the budget has room for one of them"

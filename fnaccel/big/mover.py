@@ -8,6 +8,7 @@ import torch
 
 from fnaccel.big.budget import Device
 from fnaccel.errors import CapabilityError
+from fnaccel.texts import counted
 
 
 class Mover:
@@ -43,8 +44,8 @@ class Mover:
         index = device if isinstance(device, int) else torch.device(device).index or 0
         if index >= count:
             raise CapabilityError(
-                f"the map names the device {device!r}, and this machine has {count or 'no'} "
-                f"accelerator{'' if count == 1 else 's'}",
+                f"the map names the device {device!r}, and this machine has "
+                f"{counted(count, 'accelerator') if count else 'no accelerators'}",
                 where="a device map",
                 fix="make a map of a budget that names devices of this machine",
             )

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fnaccel.errors import ArgumentError, CheckpointError
-from fnaccel.step.html_table import size_of
+from fnaccel.texts import size_of
 
 _SHARD = 1 << 30
 

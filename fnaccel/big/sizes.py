@@ -11,7 +11,7 @@ from torch import nn
 
 from fnaccel.big.layers import layers
 from fnaccel.errors import UnknownNameError, nearest
-from fnaccel.step.html_table import size_of
+from fnaccel.texts import size_of
 
 BITS: Mapping[DtypeName, int] = {
     "float32": 32, "fp32": 32, "bfloat16": 16, "bf16": 16, "float16": 16, "fp16": 16, "fp8": 8, "int8": 8,

@@ -19,6 +19,7 @@ from fnaccel.checkpoint.format.manifest import Stored
 from fnaccel.checkpoint.format.walk import NODES, Array, Node, Object
 from fnaccel.errors import TreeMismatchError
 from fnaccel.state import TrainState, check_live, plain
+from fnaccel.texts import counted
 from fnaccel.tree import Tree
 
 _EXACT = 1 << 24  # float32 holds every whole number up to here
@@ -49,7 +50,7 @@ def match(like: Tree, stored: Tree, problems: Sequence[str] = ()) -> Match:
     if matcher.problems:
         count = len(matcher.problems)
         raise TreeMismatchError(
-            f"{count} {'path differs' if count == 1 else 'paths differ'} between the checkpoint and like=: "
+            f"{counted(count, 'path differs', 'paths differ')} between the checkpoint and like=: "
             + "; ".join(matcher.problems),
             where="fa.restore",
             fix="give a like= with the models, optimizer and transforms that were saved, or select "

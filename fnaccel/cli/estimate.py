@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import attrs
 
-from fnaccel.big.budget import parse_bytes
 from fnaccel.big.sizes import Dtype, Sizes, sizes
 from fnaccel.cli.options.estimate import parser
 from fnaccel.cli.subject import fields_of, recipe_of, step_fields
@@ -34,15 +33,14 @@ from fnaccel.estimate import (
     training,
 )
 from fnaccel.program.launcher_flags import filled
-from fnaccel.step.html_table import size_of
 from fnaccel.step.step import StepLike, as_step
 from fnaccel.strategies import distribute
+from fnaccel.texts import bytes_in, rate_in, size_of
 from fnaccel.tree import Tree
 from fnaccel.world.simulation import check_machines
 
 Fields = Mapping[str, Any]
 _PROG = "fnaccel estimate"
-_SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -70,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
         report["inference"] = _plain_inference(result)
         texts.append(str(result))
     elif options.fits is not None:
-        budget = parse_bytes(options.fits, f"{_PROG} --fits")
+        budget = bytes_in(options.fits, f"{_PROG} --fits")
         compared = _compared(named, recipe, chosen, options, budget)
         best = cheapest(compared)
         report |= {"budget": budget, "choices": [_plain_choice(choice) for choice in compared]}
@@ -193,18 +191,9 @@ def _training(
 
 
 def _rate(options: argparse.Namespace, name: str) -> float:
-    """A number with a letter for its scale, and a unit that is not read. 0 if it was not given."""
+    """A rate of the options. 0 if it was not given."""
     text = getattr(options, name)
-    if text is None:
-        return 0.0
-    number = text.lower().removesuffix("/s").removesuffix("flops").removesuffix("flop").removesuffix("b")
-    scale = _SCALES.get(number[-1:], 1.0)
-    try:
-        return float(number.rstrip("kmgtp")) * scale
-    except ValueError as error:
-        raise ArgumentError(
-            f"{text!r} is no rate", where=f"{_PROG} --{name}", fix="a number with a scale: 400T, 450GB"
-        ) from error
+    return 0.0 if text is None else rate_in(text, f"{_PROG} --{name}")
 
 
 def _compared(

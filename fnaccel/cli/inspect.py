@@ -23,7 +23,7 @@ from fnaccel.errors import ArgumentError, CheckpointError
 from fnaccel.interchange.sources.detect import detect, opened
 from fnaccel.interchange.sources.safetensors_files import files_of
 from fnaccel.state import TrainState
-from fnaccel.step.html_table import size_of
+from fnaccel.texts import counted, size_of
 
 _PROG = "fnaccel inspect"
 
@@ -199,8 +199,7 @@ def _print(report: _Report) -> None:
     for group, (count, size) in sorted(report.totals.items()):
         print(f"{printable(group)}: {count} tensors, {size_of(size)}")
     size = size_of(sum(row.bytes for row in report.rows))
-    many = "file" if len(report.files) == 1 else "files"
-    print(f"in all: {len(report.rows)} tensors, {size}, {len(report.files)} {many}")
+    print(f"in all: {len(report.rows)} tensors, {size}, {counted(len(report.files), 'file')}")
 
 
 def _print_json(report: _Report, damage: Sequence[str], *, verified: bool) -> None:

@@ -16,6 +16,7 @@ from fnaccel import tree
 from fnaccel.collectives import gather_objects
 from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.errors import RankMismatchError
+from fnaccel.texts import ranks_of
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
 
@@ -65,8 +66,7 @@ class SameRows:
 
 def _different(part: int, versions: dict[tuple[str, str], list[int]], epoch: int) -> RankMismatchError:
     listed = "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} got {shapes}, checksum {digest}"
-        for (digest, shapes), ranks in versions.items()
+        f"{ranks_of(ranks)} got {shapes}, checksum {digest}" for (digest, shapes), ranks in versions.items()
     )
     return RankMismatchError(
         f"ranks that share part {part} of each batch got different rows: {listed}",

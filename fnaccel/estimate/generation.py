@@ -20,7 +20,7 @@ from fnaccel.estimate.trace import fill
 from fnaccel.models import _torch
 from fnaccel.models.building import construct, release
 from fnaccel.models.unknown_values import ordinary_batch
-from fnaccel.step.html_table import size_of
+from fnaccel.texts import size_of
 
 
 @attrs.frozen(kw_only=True)

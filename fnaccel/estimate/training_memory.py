@@ -26,7 +26,6 @@ from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.launcher_flags import Chosen, choose
 from fnaccel.program.lower import Lowered
 from fnaccel.program.planned import Planned, planned
-from fnaccel.step.html_table import size_of
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import StepLike
 from fnaccel.strategies.axis import Rewrites
@@ -34,6 +33,7 @@ from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.footprint import Footprint, footprint_of
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.strategy import Strategy
+from fnaccel.texts import size_of
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, Mesh, build, resolve
 from fnaccel.world.simulation import absent_world, check_machines, check_ranks, simulate

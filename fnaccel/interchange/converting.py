@@ -21,10 +21,11 @@ from fnaccel.checkpoint.format.boxes import whole
 from fnaccel.checkpoint.format.found import Found, Source, unescaped
 from fnaccel.checkpoint.format.items import Item, check_items, of_found, pick
 from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored, file_name
-from fnaccel.checkpoint.format.safetensors import Progress, bytes_in, spread, write_items
+from fnaccel.checkpoint.format.safetensors import Progress, spread, write_items
 from fnaccel.checkpoint.format.walk import child
 from fnaccel.errors import ArgumentError, CheckpointError
 from fnaccel.interchange.exporting import Style, dtype_in
+from fnaccel.texts import bytes_in
 
 
 def own_items(source: Source, style: Style) -> list[Item]:
@@ -84,7 +85,7 @@ def write_own(
             f"{root} has a checkpoint of step {number}", where=style.where, fix="give another directory"
         )
     commit.check_free(root, number, style.where)
-    files = spread(items, bytes_in(style.max_shard_size, style.where))
+    files = spread(items, bytes_in(style.max_shard_size, style.where, least=1))
     staged = commit.stage(root, number)
     with commit.held(staged):
         try:

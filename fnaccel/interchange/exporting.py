@@ -17,7 +17,7 @@ from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.disk import durable, placing
 from fnaccel.checkpoint.format.found import Source, unescaped
 from fnaccel.checkpoint.format.items import Item, check_items, of_found, of_tensors, pick
-from fnaccel.checkpoint.format.safetensors import Progress, bytes_in, drain, spread, write_items
+from fnaccel.checkpoint.format.safetensors import Progress, drain, spread, write_items
 from fnaccel.checkpoint.format.torch_file import write_torch_file
 from fnaccel.checkpoint.format.walk import child
 from fnaccel.errors import ArgumentError, NoWorldError, OwnershipError, UnleasedStateError, nearest
@@ -29,6 +29,7 @@ from fnaccel.models.building import is_owned
 from fnaccel.state import TrainState, check_live, check_trained, lease_of
 from fnaccel.step.choices import DtypeName
 from fnaccel.step.precision_policy import dtype_of
+from fnaccel.texts import bytes_in
 from fnaccel.world.paths import local_path
 from fnaccel.world.world import World, current
 
@@ -155,7 +156,7 @@ def export_source(
     target = placing.check_free(target, overwrite=overwrite, where=style.where)
     staged = placing.stage(target)
     try:
-        shards = spread(items, bytes_in(style.max_shard_size, style.where))
+        shards = spread(items, bytes_in(style.max_shard_size, style.where, least=1))
         source.verify(0, 1)
         for name, shard in zip(style.names(len(shards)), shards, strict=True):
             style.write(staged / name, shard, progress)
@@ -224,7 +225,7 @@ def _export_live(
         picked = pick(tensors, style.only, style.skip, style.rename, _WHERE)
         items = of_tensors(picked, dtype_in(style), keep=active.is_main)
         check_items(items, _WHERE)
-        shards.extend(spread(items, bytes_in(style.max_shard_size, _WHERE)))
+        shards.extend(spread(items, bytes_in(style.max_shard_size, _WHERE, least=1)))
         files.update(files_for(config, module, dtype_in(style), _WHERE))
         if active.is_main:
             place.append(placing.check_free(target, overwrite=overwrite, where=_WHERE))

@@ -16,6 +16,7 @@ from fnaccel.checkpoint.format.found import Found, Source
 from fnaccel.errors import TreeMismatchError
 from fnaccel.interchange.parameter_names import name_numbered, strips
 from fnaccel.interchange.targets import Targets
+from fnaccel.texts import counted
 
 
 @attrs.frozen(eq=False)
@@ -214,7 +215,7 @@ def mismatch(
         fix = 'skip="opt/*" leaves the moments out: they have numbers, and get names only if each '
         fix += "group of the optimizer keeps the model's order. Nothing was changed"
     return TreeMismatchError(
-        f"{count} {'path differs' if count == 1 else 'paths differ'} between {source.path} "
+        f"{counted(count, 'path differs', 'paths differ')} between {source.path} "
         f"(read as {source.format}) and {target}{'=' if target == 'like' else ''}: " + "; ".join(problems),
         where=where,
         fix=fix,

@@ -25,6 +25,7 @@ from fnaccel.launch.tee import Copier, entering, finish, start_copiers
 from fnaccel.launch.verdict import Decision, decide
 from fnaccel.launch.watch import TO_END, TO_PASS_ON, Outcome, Watch
 from fnaccel.launch.watchdog import Traces, Watchdog
+from fnaccel.texts import counted
 
 _WATCHED = (*TO_END, *TO_PASS_ON, signal.SIGCHLD)
 
@@ -90,7 +91,7 @@ def _attempts(
             job = attrs.evolve(job, machines=place.machines, min_machines=None, machine=place.machine)
         if place.number:
             ranks = "1 rank" if job.size == 1 else f"{job.size} ranks"
-            machines = f" on {_machines(job.machines)}" if elastic else ""
+            machines = f" on {counted(job.machines, 'machine')}" if elastic else ""
             attempt = f"attempt {place.failures + 1} of {job.restarts + 1}"
             _say(f"fnaccel launch: {attempt}, with {ranks}{machines}", job)
         outcome, decision = _attempt(job, place, coordinator, mask, presets)
@@ -175,10 +176,6 @@ def _smaller(job: Job, killed: int) -> Job:
     if job.min_ranks is None:
         return job
     return attrs.evolve(job, processes=max(job.min_ranks, job.processes - killed))
-
-
-def _machines(number: int) -> str:
-    return "1 machine" if number == 1 else f"{number} machines"
 
 
 def _report(outcome: Outcome, job: Job) -> None:

@@ -19,6 +19,7 @@ from fnaccel.launch.forking import Rank, send
 from fnaccel.launch.job import Job
 from fnaccel.launch.verdict import Decision, MachineResult
 from fnaccel.launch.watchdog import Watchdog, signals
+from fnaccel.texts import ranks_of
 
 SETTLE = 0.5
 """Seconds to wait for further reports after the first failure: the first may not be the cause."""
@@ -168,7 +169,7 @@ class Watch:
         late = [rank.rank for rank in self.alive if not rank.start]
         if late and not self.noticed and now - self.waits_since >= NOTICE:
             self.noticed = True
-            text = f"{_wait(waiting)} in fa.start for {_ranks(late)}, for {NOTICE:g} s by now"
+            text = f"{_wait(waiting)} in fa.start for {ranks_of(late)}, for {NOTICE:g} s by now"
             print(f"fnaccel launch: {text}", file=sys.stderr, flush=True)
 
     def _outcome(self) -> Outcome:
@@ -259,11 +260,7 @@ def _absence(rank: int, waiting: list[int], job: Job) -> Failure:
 
 
 def _wait(ranks: list[int]) -> str:
-    return f"{_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+    return f"{ranks_of(ranks)} wait{'s' if len(ranks) == 1 else ''}"
 
 
 def _in_foreground() -> bool:

@@ -13,7 +13,8 @@ from torch import nn
 
 from fnaccel.errors import CapabilityError
 from fnaccel.models._torch import hooks_on_module, hooks_on_parameter
-from fnaccel.models.note import Note, first_of
+from fnaccel.models.note import Note
+from fnaccel.texts import counted, first_of
 
 _EVERY = 100  # steps between two counts, since a count walks over all modules
 
@@ -35,7 +36,7 @@ def hook_notes(modules: Modules) -> list[Note]:
     names = [name for name, _ in hooked(modules)]
     if not names:
         return []
-    what = "1 backward hook sees" if len(names) == 1 else f"{len(names)} backward hooks see"
+    what = counted(len(names), "backward hook sees", "backward hooks see")
     text = f"{what} gradients of a total, not of a mean, if an update has several micro-batches"
     return [
         Note(f"{text}: {first_of(names)}. fa.with_weight(step, weight_fn) divides before the backward pass")

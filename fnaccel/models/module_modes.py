@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from fnaccel.models._torch import Dropout, Norm
-from fnaccel.models.note import Note, count_of, first_of
+from fnaccel.models.note import Note, count_of
+from fnaccel.texts import first_of
 
 
 class ModuleModes:

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 import attrs
 from torch import nn
 
-_NAMED = 5
-
 
 @attrs.frozen
 class Note:
@@ -24,10 +22,3 @@ def count_of(modules: Iterable[nn.Module]) -> str:
     for module in modules:
         counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
     return " and ".join(f"{count} {name}" for name, count in counts.items())
-
-
-def first_of(names: Iterable[str]) -> str:
-    """The first names of a list, and how many more there are."""
-    every = list(names)
-    more = f" and {len(every) - _NAMED} more" if len(every) > _NAMED else ""
-    return ", ".join(every[:_NAMED]) + more

@@ -21,8 +21,8 @@ from torch.nn.modules.module import (
 
 from fnaccel import _torch
 from fnaccel.errors import ReplacedParameterError
-from fnaccel.models.note import first_of
 from fnaccel.models.parameter import Leaf
+from fnaccel.texts import first_of
 
 _takes_gradient = operator.attrgetter("requires_grad")
 _watched: weakref.WeakKeyDictionary[nn.Module, weakref.ref[TrainedModules]] = weakref.WeakKeyDictionary()

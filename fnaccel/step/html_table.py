@@ -28,18 +28,3 @@ def table(title: str, rows: Iterable[Sequence[object]], notes: Iterable[str] = (
 def folded(summary: str, inner: str) -> str:
     """HTML that a click on its summary shows."""
     return f"<details><summary>{html.escape(summary)}</summary>{inner}</details>"
-
-
-def size_of(count: int) -> str:
-    """A number of bytes as people read it.
-
-    Example:
-        >>> size_of(3_500_000)
-        '3.5 MB'
-    """
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5:  # three digits: 999.6 kB is shown as 1 MB
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"

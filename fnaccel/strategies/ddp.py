@@ -22,7 +22,6 @@ from fnaccel.engine.engine import Engine, Hooks
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest, require
 from fnaccel.models.building import Built, construct
 from fnaccel.models.constant_buffers import constant_buffers
-from fnaccel.models.note import first_of
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp_buckets import MIB, TORCH_SIZES, Buckets, bucket_bytes, lay_out
@@ -37,6 +36,7 @@ from fnaccel.strategies.ddp_hooks import (
 )
 from fnaccel.strategies.local import capture_whole, place, whole_engine
 from fnaccel.strategies.strategy import ARGUMENT_MAKERS, Axis, Strategy, check_degree, maker
+from fnaccel.texts import first_of
 from fnaccel.world.mesh import ensure_group
 
 ARGUMENT_MAKERS["powersgd"] = powersgd

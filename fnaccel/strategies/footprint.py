@@ -21,10 +21,10 @@ from fnaccel.models.building import Built, construct, freeze, has_factories, rel
 from fnaccel.models.parameter import Cut, Leaf
 from fnaccel.models.unknown_values import without_memory
 from fnaccel.optim.several import OptimizerLike
-from fnaccel.step.html_table import size_of
 from fnaccel.strategies.ddp_buckets import bucket_bytes
 from fnaccel.strategies.shard_dims import shard_dims
 from fnaccel.strategies.strategy import Strategy, strategy
+from fnaccel.texts import size_of
 from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, resolve
 from fnaccel.world.simulation import check_ranks
 

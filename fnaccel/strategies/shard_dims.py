@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from fnaccel.models.building import Built, Host
-from fnaccel.models.note import Note, first_of
+from fnaccel.models.note import Note
 from fnaccel.models.parameter import Cut
+from fnaccel.texts import first_of
 from fnaccel.world.mesh import SHARD_AXES
 
 _PADDING = 0.25

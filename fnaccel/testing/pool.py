@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from fnaccel.errors import ArgumentError, LaunchError
+from fnaccel.texts import ranks_of
 from fnaccel.world import world
 
 R = TypeVar("R")
@@ -189,7 +190,7 @@ class RankPool:
                 if failed:
                     return answers
                 error = LaunchError(
-                    f"{_ranks(late)} did not return from {name} within {self.timeout:g} s and was killed",
+                    f"{ranks_of(late)} did not return from {name} within {self.timeout:g} s and was killed",
                     where=f"RankPool({self.size}).run",
                     fix="look for a collective that not all ranks reach, or raise timeout=",
                 )
@@ -302,10 +303,6 @@ class RankPools:
         """End all ranks of all pools."""
         for pool in self._pools.values():
             pool.close()
-
-
-def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def _error_of(rank: int, answer: _Answer) -> Exception:

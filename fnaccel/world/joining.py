@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fnaccel import _torch
 from fnaccel.errors import WorldError
+from fnaccel.texts import ranks_of
 from fnaccel.world.connections import listening_ports, remember, socket_names
 from fnaccel.world.launched import Ranks, first_host
 
@@ -275,8 +276,8 @@ def _wait_for_all(store: Any, ranks: Ranks, limit: timedelta) -> None:
 
 def _never_came(ranks: Ranks, late: list[int], limit: timedelta) -> WorldError:
     return WorldError(
-        f"rank {ranks.rank} could not join {ranks.size} ranks: {'rank' if len(late) == 1 else 'ranks'} "
-        f"{', '.join(map(str, late))} did not come to fa.start within {limit.total_seconds():g} s",
+        f"rank {ranks.rank} could not join {ranks.size} ranks: {ranks_of(late)} did not "
+        f"come to fa.start within {limit.total_seconds():g} s",
         where="fa.start",
         fix="see whether the missing ranks run. Call fa.start on every rank, or raise timeout=",
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import attrs
 
+from fnaccel.texts import ranks_of
 from fnaccel.world.progress_marks import PHASES
 from fnaccel.world.progress_record import Position
 
@@ -269,7 +270,7 @@ def _numbers(views: Sequence[RankView]) -> tuple[int, ...]:
 
 
 def _names(views: Sequence[RankView]) -> str:
-    return f"{_verb(views, 'rank', 'ranks')} {', '.join(map(str, _numbers(views)))}"
+    return ranks_of(_numbers(views))
 
 
 def _places(views: Sequence[RankView]) -> str:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fnaccel as fa
-from fnaccel.big.budget import detected_budget, parse_bytes
+from fnaccel.big.budget import detected_budget
 from fnaccel.big.device_map import place_of
 from fnaccel.big.layers import layers
+from fnaccel.texts import bytes_in
 from tests.big.models import Net, Small, nets
 from tests.big.movers import Simulated
 
@@ -214,12 +215,12 @@ def test_a_dispatch_holds_what_its_map_says(budget, offload_buffers):
     run = fa.big.dispatch(net, placed, prefetch=0, mover=mover)
     net(torch.ones(1, 100))
     activations = 100_000
-    assert mover.most[0] <= parse_bytes(budget) + activations
+    assert mover.most[0] <= bytes_in(budget, "here") + activations
     run.remove()
     mover = Simulated()
     fa.big.dispatch(net, placed, prefetch=0, offload_buffers=not offload_buffers, mover=mover)
     net(torch.ones(1, 100))
-    assert (mover.most[0] > parse_bytes(budget) + activations) == offload_buffers
+    assert (mover.most[0] > bytes_in(budget, "here") + activations) == offload_buffers
 
 
 def test_a_block_that_no_accelerator_holds_is_split():
@@ -307,7 +308,7 @@ def test_a_map_of_another_model():
     ],
 )
 def test_bytes_as_text(text, count):
-    assert parse_bytes(text) == count
+    assert bytes_in(text, "here") == count
 
 
 @pytest.mark.parametrize(

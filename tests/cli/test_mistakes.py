@@ -65,7 +65,7 @@ def test_replacements_and_sizes(capsys, file, tmp_path):
     for rule in (r"^a=\9", r"^f=\g<none>"):
         assert "rename= puts " in refused(capsys, "convert", file, target, "--rename", rule, "--to", "hf")
     options = ("--to", "hf", "--max-shard-size", "9" * 400)
-    assert "is no size" in refused(capsys, "convert", file, target, *options)
+    assert "is no number of bytes" in refused(capsys, "convert", file, target, *options)
     assert [one.name for one in tmp_path.iterdir()] == ["a.safetensors"]
 
 

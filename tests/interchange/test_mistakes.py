@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fnaccel as fa
-from fnaccel.checkpoint.format.safetensors import bytes_in
 from fnaccel.errors import ArgumentError, CheckpointError, TreeMismatchError
+from fnaccel.texts import bytes_in
 from tests.checkpoint.training import gathered, make, train, unequal
 from tests.interchange.test_adopt import net_state, of
 from tests.interchange.test_export import loaded
@@ -223,8 +223,8 @@ def test_renames_that_are_none(world, tmp_path):
     ):
         with pytest.raises(ArgumentError, match=words):
             fa.interchange.export_hf(tmp_path / "out", state, rename=rename)
-    with pytest.raises(ArgumentError, match="is no size"):
-        bytes_in("9" * 400, "here")
+    with pytest.raises(ArgumentError, match="is no number of bytes"):
+        bytes_in("9" * 400, "here", least=1)
     assert not list(tmp_path.iterdir())
 
 

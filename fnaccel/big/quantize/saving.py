@@ -19,12 +19,13 @@ from fnaccel.big.quantize.replacing import check_filled
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.disk import placing
 from fnaccel.checkpoint.format.items import Item, check_items, of_tensors
-from fnaccel.checkpoint.format.safetensors import bytes_in, spread, write_items
+from fnaccel.checkpoint.format.safetensors import spread, write_items
 from fnaccel.errors import ArgumentError, require
 from fnaccel.interchange.exporting import Style, finish, world_of, writer
 from fnaccel.interchange.model_config import files_for
 from fnaccel.interchange.targets import modules_of
 from fnaccel.state import TrainState, check_live, check_trained
+from fnaccel.texts import bytes_in
 from fnaccel.world.world import World
 
 _WHERE = "fa.big.save_quantized"
@@ -83,7 +84,7 @@ def save_quantized(
         record = _record(module)
         items = of_tensors(_tensors(module), None, keep=ranks.is_main)
         check_items(items, _WHERE)
-        shards.extend(spread(items, bytes_in(max_shard_size, _WHERE)))
+        shards.extend(spread(items, bytes_in(max_shard_size, _WHERE, least=1)))
         files.update(_files(module, config, record))
         metadata.update(_metadata(module, [item.name for item in items]))
         if ranks.is_main:

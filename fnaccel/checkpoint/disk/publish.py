@@ -26,7 +26,8 @@ from fnaccel.checkpoint.disk import durable, locking
 from fnaccel.checkpoint.format import manifest
 from fnaccel.checkpoint.format.manifest import OWN_NAME
 from fnaccel.errors import CheckpointError
-from fnaccel.step.html_table import size_of, table
+from fnaccel.step.html_table import table
+from fnaccel.texts import size_of
 from fnaccel.world.paths import local_path
 
 _COMMITTED = re.compile(r"step-(\d{10,19})(\.old)?")

@@ -8,8 +8,6 @@ not sync.
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,33 +17,10 @@ import torch
 from fnaccel.checkpoint.disk.durable import FileRecord, write_file
 from fnaccel.checkpoint.format.dtypes import CODES
 from fnaccel.checkpoint.format.items import Item, bytes_of
-from fnaccel.errors import ArgumentError, CheckpointError
+from fnaccel.errors import CheckpointError
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that were written since."""
-
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{end}": base**power
-    for power, letter in enumerate("KMGT", 1)
-    for end, base in (("B", 1000), ("IB", 1024))
-}
-
-
-def bytes_in(size: int | str, where: str) -> int:
-    """A size such as 5_000_000, `"5GB"` or `"512MiB"` in bytes.
-
-    Raises:
-        ArgumentError: it is none, or not positive.
-    """
-    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    unit = _UNITS.get(matched[2].upper()) if matched else None
-    number = float(matched[1]) * unit if matched and unit else 0.0
-    count = int(number) if math.isfinite(number) else 0
-    if count < 1:
-        raise ArgumentError(
-            f"max_shard_size={str(size)[:40]!r} is no size", where=where, fix='give bytes, or "5GB", "512MiB"'
-        )
-    return count
 
 
 def spread(items: Sequence[Item], most: int) -> list[list[Item]]:

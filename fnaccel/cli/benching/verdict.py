@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from fnaccel.cli.benching.answer import EAGER, Answer, Failed, Measured
+from fnaccel.texts import counted
 
 _WORTH = 1.05
 """The speed-up from which a scope is recommended. A smaller speed-up is noise between two runs."""
@@ -122,8 +123,7 @@ def recommend(rows: Sequence[Row]) -> Verdict:
         why += ", from the first call on"
     else:
         warm = " (with a warm compile cache)" if best.cache_hits else ""
-        many = "1 step" if steps == 1 else f"{steps:,} steps"
-        why += f"; its first call of {brief(best.first)} s{warm} is paid back after {many}"
+        why += f"; its first call of {brief(best.first)} s{warm} is paid back after {counted(steps, 'step')}"
     if not all(row.compared for row in rows if row.name == scope):
         why += "; compare its losses yourself"
     return Verdict(name=scope, why=why, pays_back_after=steps)

@@ -10,6 +10,7 @@ from fnaccel.cli.options import config as options_of
 from fnaccel.cli.options.config import DEFAULT_FILE
 from fnaccel.cli.terminal import print_json
 from fnaccel.errors import ConfigError
+from fnaccel.texts import counted
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -62,7 +63,7 @@ def default_text(accelerators: int, *, bf16: bool) -> str:
         >>> fa.config.from_yaml(default_text(4, bf16=True)).launch.ranks
         4
     """
-    found = f"{accelerators} accelerator{'s' * (accelerators != 1)}" if accelerators else "no accelerator"
+    found = counted(accelerators, "accelerator") if accelerators else "no accelerator"
     plan = "ddp" if accelerators > 1 else "local"
     why = "each holds the whole model. fsdp shares it" if plan == "ddp" else "one process"
     low = "the accelerators compute in bf16" if bf16 else "bf16 is slow or missing here"

@@ -16,6 +16,7 @@ import fnaccel as fa
 from fnaccel.cli.selftest.results import CheckFailedError, NotAvailableError
 from fnaccel.cli.selftest.running import Ranks, on_ranks
 from fnaccel.launch.network import address_to
+from fnaccel.texts import counted
 
 OLDEST_KERNEL = (5, 5)
 """Processes of several ranks may hang on older Linux kernels."""
@@ -58,7 +59,7 @@ def check_cards(ranks: Ranks) -> str:
     single = Ranks(processes=1, cpu=True)  # the driver is asked in a process of its own
     count, apart = on_ranks(single, _cards)[0]
     if count < 2:
-        raise NotAvailableError(f"{count} card{'s' * (count != 1)}")
+        raise NotAvailableError(counted(count, "card"))
     if apart:
         pairs = ", ".join(f"{a}-{b}" for a, b in apart)
         raise CheckFailedError(f"no peer-to-peer between cards {pairs}: NCCL goes through host memory")
