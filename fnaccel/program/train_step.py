@@ -209,8 +209,7 @@ class TrainStep:
         instance, step = self._owner.instance, self._spec.step
         if lent is None and not instance.probed and self.can_probe():  # a lent model may be cut as well
             probe_first(instance, self.probe, batch)
-        first = within_step(0, self._name, shares=instance.shares)
-        with self._keeping(), within("forward"), first:
+        with self._keeping(), within_step(0, self._name, shares=instance.shares):
             check_loss(instance, self._lowered, self._run_of(step.forward()), step.loss_fn, batch, lent)
 
     def _keeping(self) -> contextlib.AbstractContextManager[None]:

@@ -81,13 +81,14 @@ def enter_step(step: int, of: str, *, first: bool, shares: bool) -> None:
 
 @contextmanager
 def within_step(step: int, of: str, *, shares: bool) -> Generator[None]:
-    """In the body, a check before the first step, that step has begun. At its end the mark is as before."""
+    """In the body, a check before a step, the mark says that its forward runs. At its end it is as before."""
     before = NOW.step, NOW.of, NOW.first, NOW.shares
     enter_step(step, of, first=True, shares=shares)
-    try:
-        yield
-    finally:
-        NOW.step, NOW.of, NOW.first, NOW.shares = before
+    with within("forward"):
+        try:
+            yield
+        finally:
+            NOW.step, NOW.of, NOW.first, NOW.shares = before
 
 
 def leave_step(step: int) -> None:
