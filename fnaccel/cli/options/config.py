@@ -14,7 +14,7 @@ DEFAULT_FILE = "fnaccel.yaml"
 _HELP = """Ask questions and write a recipe, or one of these actions:
 
   ask       ask questions, and write ./fnaccel.yaml from the answers (--answers FILE for scripts)
-  import    a file of Accelerate, DeepSpeed or torchtitan as a recipe, key by key
+  import    a file of Accelerate or DeepSpeed as a recipe, key by key
   show      each value of the recipe that a launch would use, and its source
   validate  check a file: keys, kinds, names, and the values of the job
   update    bring a file of an older version up to date
@@ -48,7 +48,7 @@ def import_file() -> Parser:
     """The options of `fnaccel config import`."""
     options = _action(
         "import",
-        """A file of Accelerate (YAML), DeepSpeed (JSON) or torchtitan (TOML) as a recipe.
+        """A file of Accelerate (YAML) or DeepSpeed (JSON) as a recipe.
 
 Prints what became of each key, and the recipe. Then: fnaccel launch --config RECIPE train.py""",
     )

@@ -1,4 +1,4 @@
-"""Configurations of other tools as recipes: Accelerate, DeepSpeed, torchtitan. One file a section."""
+"""Configurations of other tools as recipes: Accelerate and DeepSpeed. One file a section."""
 
 from fnaccel.config.importing.draft import Imported as Imported
 from fnaccel.config.importing.draft import Row as Row

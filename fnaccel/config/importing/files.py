@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -16,13 +15,13 @@ from fnaccel.config.importing.kinds import import_document, kind_of
 from fnaccel.config.recipes import Recipe
 from fnaccel.config.yaml import text_of
 from fnaccel.errors import ConfigError
-from fnaccel.world.plain_data import Repeated, check_length, check_plain, load_json, load_yaml
+from fnaccel.world.plain_data import Repeated, load_json, load_yaml
 
 _ORDER = [field.name for field in attrs.fields(Recipe)]
 
 
 def parse(path: Path, repeated: Repeated | None = None) -> Any:
-    """The document of a file: YAML, JSON (.json) or TOML (.toml).
+    """The document of a file: YAML, or JSON (.json).
 
     Args:
         path: the file.
@@ -33,17 +32,14 @@ def parse(path: Path, repeated: Repeated | None = None) -> Any:
         ConfigError: there is no such file, or it can't be parsed.
 
     Example:
-        >>> Path("job.toml").write_text("[training]\\nsteps = 3")
-        >>> parse(Path("job.toml"))
-        {'training': {'steps': 3}}
+        >>> Path("ds.json").write_text('{"train_batch_size": 8}')
+        >>> parse(Path("ds.json"))
+        {'train_batch_size': 8}
     """
     text = text_of(path, "fnaccel config import")
     try:
         if path.suffix == ".json":
             return load_json(text, repeated)
-        if path.suffix == ".toml":
-            check_length(text)
-            return check_plain(tomllib.loads(text))
         return load_yaml(text, repeated)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(

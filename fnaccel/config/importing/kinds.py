@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import attrs
 
-from fnaccel.config.importing import accelerate, deepspeed_file, torchtitan
+from fnaccel.config.importing import accelerate, deepspeed_file
 from fnaccel.config.importing.draft import Imported
 from fnaccel.config.recipes import Recipe
 from fnaccel.errors import ConfigError
@@ -15,11 +15,11 @@ from fnaccel.errors import ConfigError
 _WHERE = "fa.config.import_document"
 _OURS = {field.name for field in attrs.fields(Recipe)}
 _DEEPSPEED = set(deepspeed_file.TOP)
-_ONLY_OURS = _OURS - accelerate.TOP - _DEEPSPEED - torchtitan.SECTIONS
+_ONLY_OURS = _OURS - accelerate.TOP - _DEEPSPEED
 
 
 def kind_of(document: object) -> str:
-    """`"accelerate"`, `"deepspeed"` or `"torchtitan"`, by the keys of a document.
+    """`"accelerate"` or `"deepspeed"`, by the keys of a document.
 
     Raises:
         ConfigError: it is a recipe already, or nothing that can be imported.
@@ -32,14 +32,13 @@ def kind_of(document: object) -> str:
         raise ConfigError(
             f"the document holds {type(document).__name__}, not keys and values",
             where=_WHERE,
-            fix="give a file of Accelerate (YAML), DeepSpeed (JSON) or torchtitan (TOML)",
+            fix="give a file of Accelerate (YAML) or DeepSpeed (JSON)",
         )
     keys = {str(key) for key in cast(Mapping[Any, Any], document)}
     counts = {
         "accelerate": len(keys & accelerate.TOP),
         # names that a recipe has too say less
         "deepspeed": len(keys & _DEEPSPEED) - len(keys & _DEEPSPEED & _OURS) / 2,
-        "torchtitan": len(keys & torchtitan.SECTIONS) - len(keys & torchtitan.SECTIONS & _OURS) / 2,
     }
     kind = max(counts, key=lambda name: counts[name])
     if len(keys & _ONLY_OURS) >= counts[kind] > 0 or (keys <= _OURS and keys):
@@ -50,7 +49,7 @@ def kind_of(document: object) -> str:
         raise ConfigError(
             f"no key of the document belongs to a tool that is known: {', '.join(sorted(keys)) or 'no keys'}",
             where=_WHERE,
-            fix="give a file of Accelerate (YAML), DeepSpeed (JSON) or torchtitan (TOML)",
+            fix="give a file of Accelerate (YAML) or DeepSpeed (JSON)",
         )
     return kind
 
@@ -63,11 +62,11 @@ def import_document(
 ) -> Imported:
     """The recipe of another tool's configuration, and one row for each of its keys. Reads no file.
 
-    The tool is found by the keys: Accelerate, DeepSpeed or torchtitan. `fnaccel config import FILE` prints
+    The tool is found by the keys: Accelerate or DeepSpeed. `fnaccel config import FILE` prints
     the result.
 
     Args:
-        document: the parsed file: `yaml.safe_load`, `json.load` or `tomllib.load`.
+        document: the parsed file: `yaml.safe_load` or `json.load`.
         path: for a DeepSpeed document, its file as the recipe is to name it.
         files: parsed DeepSpeed files that an Accelerate document names, by that name.
 
@@ -89,6 +88,4 @@ def import_document(
     kind = kind_of(document)
     if kind == "accelerate":
         return accelerate.read(document, files or {})
-    if kind == "torchtitan":
-        return torchtitan.read(document)
     return deepspeed_file.read(document, path)

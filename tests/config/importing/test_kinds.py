@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -47,8 +46,6 @@ STRATEGIES = {
     "dynamo": "ddp",
     "dynamo_short": "ddp",
     "dynamo_old": "ddp",
-    "torchtitan": "ddp(2) * fsdp(2, reshard_after_forward=False) * context(2, method='ring') * tensor(2)",
-    "torchtitan_defaults": "fsdp",
 }
 
 FIELDS = {
@@ -88,14 +85,6 @@ FIELDS = {
                "compile_options.dynamic": True},
     "dynamo_short": {"compile": "loss", "compile_options.backend": "aot_eager", "compile_options.fullgraph": True},
     "dynamo_old": {"compile": "loss", "compile_options.backend": "eager"},
-    "torchtitan": {"run.steps": 100, "run.seed": 7, "accumulate": 2, "clip_norm": 1.0, "precision": "fp8",
-                   "optimizer.lr": 3e-4, "optimizer.schedule": "warmup_stable_decay", "compile": "block",
-                   "checkpoint.every": 50, "checkpoint.background": True, "fp8.all_gather": True,
-                   "optimizer.options": {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
-                   "optimizer.schedule_options": {"warmup": 9, "total": 100, "decay": 90, "shape": "cosine",
-                                                  "end": 0.1 * 3e-4, "start": 3e-4 / 10},
-                   "fp8.skip": ["*output*"], "remat": "matmuls", "tracking.trackers": ["tensorboard"]},
-    "torchtitan_defaults": {"run.steps": 50, "optimizer.lr": 8e-4, "precision": "bf16", "clip_norm": 1.0},
 }  # fmt: skip
 
 
@@ -197,60 +186,3 @@ def test_what_needs_something_is_said_in_the_file():
     text = commented(import_file(FOLDER / "megatron.yaml"), "megatron.yaml")
     assert "# megatron_lm_config.megatron_lm_pp_degree: needs pipelines" in text
     assert yaml.safe_load(text)["strategy"].startswith("fsdp(")
-    defaults = commented(import_file(FOLDER / "torchtitan_defaults.toml"), "t.toml")
-    assert "# torchtitan's defaults hold for: training.max_norm, training.mixed_precision_param" in defaults
-
-
-def rate_of_torchtitan(update, total, warmup, ratio, shape, low):
-    """Its LambdaLR: updates count from 0, and warm-up and decay add 1."""
-    warmup = min(warmup, total)
-    decay = total - warmup if ratio is None else min(round(total * ratio), total - warmup)
-    decays_from = total + 1 - decay
-    if update < warmup:
-        return (update + 1) / warmup
-    if update < decays_from:
-        return 1.0
-    share = (update + 1 - decays_from) / decay
-    factor = {"linear": 1 - share, "sqrt": 1 - share**0.5, "cosine": 0.5 + 0.5 * math.cos(math.pi * share)}
-    return low + (1 - low) * factor[shape]
-
-
-@pytest.mark.parametrize("shape", ["linear", "cosine", "sqrt"])
-@pytest.mark.parametrize(
-    ("total", "warmup", "ratio", "low"),
-    [
-        (20, 5, None, 0.0),
-        (20, 0, None, 0.1),
-        (20, 5, 0.5, 0.1),
-        (20, 1, 0.1, 0.0),
-        (20, 5, 1.0, 0.2),
-        (9, 4, 0.8, 0),
-    ],
-)
-def test_torchtitan_s_rate_of_each_update(shape, total, warmup, ratio, low):
-    section = {"warmup_steps": warmup, "decay_type": shape, "min_lr_factor": low}
-    section |= {} if ratio is None else {"decay_ratio": ratio}
-    document = {"training": {"steps": total}, "optimizer": {"lr": 0.5}, "lr_scheduler": section}
-    described = fa.config.import_document(document).recipe.optimizer
-    schedule = getattr(fa.schedules, described.schedule)(described.lr, **described.schedule_options)
-    expected = [0.5 * rate_of_torchtitan(update, total, warmup, ratio, shape, low) for update in range(total)]
-    assert [schedule(update) for update in range(total)] == pytest.approx(expected)
-
-
-def test_what_torchtitan_leaves_off_stays_off():
-    """A section float8 says how, and `model.converters` whether. Adam decays its weights, too."""
-    section = {"filter_fqns": ["output"], "recipe_name": "rowwise"}
-    titan = {
-        "training": {"steps": 5},
-        "optimizer": {"name": "Adam", "weight_decay": 0.2},
-        "debug": {"seed": 3},
-    }
-    off = fa.config.import_document({**titan, "model": {"flavor": "8B"}, "float8": section})
-    assert off.recipe.precision == "bf16"
-    assert {row.became for row in off.rows if row.key.startswith("float8.")} == {"nothing"}
-    assert off.recipe.optimizer.options["weight_decay"] == 0.2
-    assert off.recipe.run.seed == 3
-    for name in ("float8", "quantize.linear.float8"):
-        settings = {"float8": section} if name == "float8" else {"quantize": {"linear": {"float8": section}}}
-        on = fa.config.import_document({**titan, "model": {"converters": [name]}, **settings})
-        assert (on.recipe.precision, on.recipe.fp8) == ("fp8", {"recipe": "rowwise", "skip": ["*output*"]})
