@@ -5,8 +5,9 @@ This module does not know the files.
 
 from __future__ import annotations
 
+import itertools
 import math
-import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -67,29 +68,24 @@ def make_up(blocks: Sequence[Box], everything: Box) -> bool:
     """
     if sum(block.numel for block in blocks) != everything.numel:
         return False
-    if len(blocks) <= 1:
+    if len(blocks) <= 1 or not everything.numel:
         return True
-    # Each position along a dimension gets a random mark. A block is worth the product, over dimensions, of
-    # the mark at its start less the mark at its end. That is a sum over corners. When blocks meet, corners
-    # cancel. So if the blocks make up the whole, they are worth as much as the whole. If they don't, a corner
-    # remains, and the sums are equal with a probability below dimensions / _PRIME (Schwartz and Zippel).
-    # The author of a file can't guess the marks.
-    draw = random.Random(random.SystemRandom().getrandbits(128)).getrandbits
-    marks: list[dict[int, int]] = [{} for _ in everything.shape]
-
-    def worth(block: Box) -> int:
-        product = 1
-        for start, size, along in zip(block.offset, block.shape, marks, strict=True):
-            for position in (start, start + size):
-                if position not in along:
-                    along[position] = draw(61)
-            product = product * (along[start] - along[start + size]) % _PRIME
-        return product
-
-    return sum(map(worth, blocks)) % _PRIME == worth(everything)
+    cut = [dim for dim, size in enumerate(everything.shape) if any(b.shape[dim] != size for b in blocks)]
+    if len(cut) > _MOST_CUT:
+        return False
+    # A corner counts 1, times -1 for each dimension along which it ends its block. Where blocks meet, corners
+    # cancel. How often an element is covered is the sum over the corners before it. So what is left are the
+    # corners of the whole exactly if each element is covered once.
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, box in (*((1, block) for block in blocks), (-1, everything)):
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(box.offset[dim] + end * box.shape[dim] for dim, end in zip(cut, ends, strict=True))
+            corners[corner] += -sign if sum(ends) % 2 else sign
+    return not any(corners.values())
 
 
-_PRIME = (1 << 61) - 1
+_MOST_CUT = 8
+"""Dimensions of a tensor that are cut: a mesh has fewer. A block has a corner for each subset of them."""
 
 
 @attrs.frozen
