@@ -7,11 +7,12 @@ Nothing else lives here: code uses names that are public and the same in torch 2
 # ruff: noqa: SLF001
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,26 @@ assert_on_device: Any = torch._assert_async
 amp_update_scale_: Any = torch._amp_update_scale_
 profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled
 on_cuda_start: Callable[[Callable[[], None]], None] = torch.cuda._lazy_call
+
+
+@contextlib.contextmanager
+def recording_operators() -> Generator[list[str]]:
+    """Record the names of operators that run in the body, compiled code's too. Filled at its end. (2.13)
+
+    By torch's older profiler. The newer one corrupts the heap of a forked process now and then, which dies as
+    the trace is freed (libkineto's ~MemoryTraceLogger).
+    """
+    autograd: Any = torch.autograd
+    options: Any = vars(torch._C)["_profiler"]._ExperimentalConfig()
+    config = autograd.ProfilerConfig(autograd.ProfilerState.CPU, *[False] * 5, options)
+    names: list[str] = []
+    autograd._enable_profiler_legacy(config)
+    try:
+        yield names
+    finally:
+        threads: Any = autograd._disable_profiler_legacy()
+        names += [event.name() for events in threads for event in events if event.kind() == "push"]
+
 
 # an operation that pairs elements by place in memory, so that inductor must keep their layout (2.13)
 _STRIDES = "needs_exact_strides"

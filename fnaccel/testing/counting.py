@@ -13,8 +13,8 @@ from collections.abc import Generator, Mapping
 from types import MappingProxyType
 
 import attrs
-from torch.autograd.profiler import profile
 
+from fnaccel import _torch
 from fnaccel.errors import ArgumentError
 
 _PREFIX = "c10d::"
@@ -105,10 +105,8 @@ def count_collectives() -> Generator[CollectiveCounter]:
         {'all_gather': 2}
     """
     counter = CollectiveCounter()
-    profiler = profile(use_kineto=False)
-    with profiler:
+    with _torch.recording_operators() as names:
         yield counter
-    names = (event.name for event in profiler.function_events or ())
     counts = Counter(_kind(name) for name in names if name.startswith(_PREFIX))
     counter._result = CollectiveCounts(dict(sorted(counts.items())))  # pyright: ignore[reportPrivateUsage] # noqa: SLF001
 
