@@ -37,7 +37,7 @@ MUTANTS = [
     ),
     Mutant(
         "a parameter that takes a gradient later is not noticed", "models/trained_modules.py",
-        "if self._frozen and any(map(_takes_gradient, self._frozen)):", "if False:",
+        "if frozen and self._frozen and any(map(_takes_gradient, self._frozen)):", "if False:",
         ("tests/robust/test_hooks.py", "-k", "after_init and local"),
     ),
     Mutant(
