@@ -42,15 +42,15 @@ _loop: Iterator[Any] | None = None
 def _options(name: str, folder: Path) -> dict[str, Any]:
     """What each contestant sees."""
     trackers = [JsonlTracker(folder / "log.jsonl"), TensorBoardTracker(directory=folder / "events")]
-    every = {"trackers": trackers, "progress": True, "throughput": True}
+    seen = {"progress": True, "watch": fa.Watch(throughput=True)}
     return {
         BARE: {},
-        "log_every=50": {**every, "log_every": 50},
-        "log_every=1": {**every, "log_every": 1},
-        "throughput alone": {"throughput": True},
+        "log_every=50": {**seen, "track": fa.Tracking(*trackers, every=50)},
+        "log_every=1": {**seen, "track": trackers},
+        "throughput alone": {"watch": fa.Watch(throughput=True)},
         "progress alone": {"progress": True},
-        "JSONL, log_every=1": {"trackers": trackers[:1]},
-        "memory": {"memory": True},
+        "JSONL, log_every=1": {"track": trackers[:1]},
+        "memory": {"watch": fa.Watch(memory=True)},
     }[name]
 
 

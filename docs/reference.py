@@ -17,7 +17,7 @@ from fnaccel import errors
 GROUPS = {
     "World": ["start", "World", "simulate", "notebook_launch", "debug_launch"],
     "Steps and programs": [
-        "train_step", "TrainStep", "scan", "evaluate", "Step", "Transform", "Phase", "transforms.Capability", "transforms.Info", "program.plan.Plan",
+        "train_step", "TrainStep", "scan", "Autosave", "Tracking", "Watch", "evaluate", "Step", "Transform", "Phase", "transforms.Capability", "transforms.Info", "program.plan.Plan",
         "program.compile_meter.Compilation", "fit_batch_size", "progress",
     ],
     "Preemption": ["preemption", "loop.preemption.Notice", "errors.Preempted"],

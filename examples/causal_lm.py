@@ -112,10 +112,8 @@ def main() -> None:
         train_step = fa.train_step(step, model=fa.distribute(MODELS[args.model]), optimizer=optimizer)
         state = fa.resume_or_init(args.dir, train_step, seed=0)
         first, losses = state.step + 1, []
-        for state, metrics in fa.scan(
-            train_step, state, fa.shard(train_loader), steps=args.steps,
-            directory=args.dir, save_every=args.save_every,
-        ):  # fmt: skip
+        save = fa.Autosave(args.dir, every=args.save_every) if args.dir else None
+        for state, metrics in fa.scan(train_step, state, fa.shard(train_loader), steps=args.steps, save=save):
             losses.append(metrics["loss"])
             if args.sample and state.step % 100 == 0:
                 world.print(train_step.look(state, sample, tokenizer, "def ", args.sample))

@@ -83,7 +83,11 @@ def main() -> None:
         world.print(f"{trained:,} of {total:,} parameters are trained")
         loader, losses = data(1, args.global_batch), []
         for state, metrics in fa.scan(
-            train_step, state, fa.shard(loader), steps=args.steps, directory=root / "checkpoints", keep=1
+            train_step,
+            state,
+            fa.shard(loader),
+            steps=args.steps,
+            save=fa.Autosave(root / "checkpoints", keep=1),
         ):
             losses.append(metrics["loss"])
         losses = [float(loss) for loss in losses]

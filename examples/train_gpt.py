@@ -161,11 +161,13 @@ def main() -> None:
         world.print(train_step.plan)
         state = fa.resume_or_init(args.dir, train_step, seed=args.seed)
         first, losses = state.step + 1, []
+        save = None
+        if args.dir:
+            save = fa.Autosave(args.dir, every=args.save_every, keep=args.keep, background=args.background)
         for state, metrics in fa.scan(
-            train_step, state, fa.shard(loader, seed=args.seed), steps=args.steps,
-            directory=args.dir, save_every=args.save_every, keep=args.keep, background=args.background,
-            trackers=args.trackers, config=vars(args), progress=not args.quiet,
-            report=args.report, throughput=bool(args.report), memory=bool(args.report),
+            train_step, state, fa.shard(loader, seed=args.seed), steps=args.steps, progress=not args.quiet,
+            save=save, track=fa.Tracking(*args.trackers, config=vars(args), report=args.report),
+            watch=fa.Watch(throughput=bool(args.report), memory=bool(args.report)),
         ):  # fmt: skip
             losses.append(metrics["loss"])
         losses = [float(loss) for loss in losses]

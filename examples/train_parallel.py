@@ -35,7 +35,7 @@ def main() -> None:
         state = fa.resume_or_init(args.dir, train_step)
         shards = fa.shard(loader, seed=0)
         for state, metrics in fa.scan(
-            train_step, state, shards, steps=args.steps, directory=args.dir, progress=not args.quiet
+            train_step, state, shards, steps=args.steps, progress=not args.quiet, save=args.dir
         ):
             world.print(f"step {state.step}: {float(metrics['loss']):.4f} nats per byte")
         mark = digest(state)  # every rank gathers

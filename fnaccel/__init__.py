@@ -14,7 +14,7 @@ Optimizers
     sgd adam adamw schedules warmup_cosine
 
 Data and loops
-    shard set_seed scan evaluate fit_batch_size
+    shard set_seed scan Autosave Tracking Watch evaluate fit_batch_size
 
 Collectives
     gather reduce broadcast pad_across_processes split_between_processes
@@ -68,13 +68,16 @@ if TYPE_CHECKING:
     from fnaccel.data import shard as shard
     from fnaccel.launch.notebook import debug_launch as debug_launch
     from fnaccel.launch.notebook import notebook_launch as notebook_launch
+    from fnaccel.loop.autosave import Autosave as Autosave
     from fnaccel.loop.batch_size import fit_batch_size as fit_batch_size
     from fnaccel.loop.evaluating import evaluate as evaluate
+    from fnaccel.loop.measured import Watch as Watch
     from fnaccel.loop.preemption import preemption as preemption
     from fnaccel.loop.printing import print_in_order as print_in_order
     from fnaccel.loop.progress import progress as progress
     from fnaccel.loop.scanning import scan as scan
     from fnaccel.loop.tracked import tracked as tracked
+    from fnaccel.loop.tracking import Tracking as Tracking
     from fnaccel.optim import adam as adam
     from fnaccel.optim import adamw as adamw
     from fnaccel.optim import schedules as schedules
@@ -122,13 +125,16 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.collectives": "broadcast gather pad_across_processes reduce split_between_processes",
             "fnaccel.data": "set_seed shard",
             "fnaccel.launch.notebook": "debug_launch notebook_launch",
+            "fnaccel.loop.autosave": "Autosave",
             "fnaccel.loop.batch_size": "fit_batch_size",
             "fnaccel.loop.evaluating": "evaluate",
+            "fnaccel.loop.measured": "Watch",
             "fnaccel.loop.preemption": "preemption",
             "fnaccel.loop.printing": "print_in_order",
             "fnaccel.loop.progress": "progress",
             "fnaccel.loop.scanning": "scan",
             "fnaccel.loop.tracked": "tracked",
+            "fnaccel.loop.tracking": "Tracking",
             "fnaccel.optim": "adam adamw schedules sgd",
             "fnaccel.optim.schedules": "warmup_cosine",
             "fnaccel.program.train_step": "TrainStep train_step",

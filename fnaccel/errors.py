@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class FnaccelError(Exception):
@@ -450,3 +453,25 @@ def as_names(names: Iterable[str] | str) -> tuple[str, ...]:
     if isinstance(names, str):
         return (names,)
     return tuple(sorted(names) if isinstance(names, set | frozenset) else names)
+
+
+def moved_arguments(where: str, **places: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function: an argument that it no longer takes raises ArgumentError, and says where it went.
+
+    A type checker sees the function as it is.
+
+    Args:
+        where: the function, as the user calls it.
+        places: what to write now, by the argument's name.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in places.keys() & kwargs.keys():
+                raise ArgumentError(f"there is no argument {name}= any more", where=where, fix=places[name])
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -93,7 +93,7 @@ def from_store(train_step, state):
         "read_jsonl": lambda: fa.track.read_jsonl(address),
         "JsonlTracker": lambda: fa.track.JsonlTracker(address),
         "ReportTracker": lambda: fa.seeing.ReportTracker(address),
-        "tracked": lambda: fa.tracked("jsonl", directory=address).__enter__(),
+        "tracked": lambda: fa.tracked(fa.Tracking("jsonl", directory=address)).__enter__(),
         "deepspeed": lambda: fa.deepspeed(stage=3, offload_params="nvme", nvme_path=address),
         "from_yaml": lambda: fa.config.from_yaml(f"checkpoint: {{directory: '{address}'}}"),
         "from_yaml report": lambda: fa.config.from_yaml(f"tracking: {{report: '{address}'}}"),
@@ -102,10 +102,12 @@ def from_store(train_step, state):
     }
     shards = fa.shard([{"x": torch.ones(1)}])
 
-    def scan(name):
-        return lambda: next(iter(fa.scan(train_step, state, shards, **{name: address})))
-
-    calls |= {f"scan {name}": scan(name) for name in ("directory", "report", "profile")}
+    calls |= {
+        "scan save": lambda: fa.scan(train_step, state, shards, save=address),
+        "scan report": lambda: fa.scan(train_step, state, shards, track=fa.Tracking(report=address)),
+        "Tracking": lambda: fa.Tracking(directory=address),
+        "Watch": lambda: fa.Watch(profile=address),
+    }
     for name in (
         "aim",
         "clearml",
@@ -183,7 +185,12 @@ def test_what_is_no_regular_file_stays(tmp_path, kind, capfd):
     with fa.start(device="cpu"):
         train_step = program()
         with pytest.raises(ArgumentError, match=words):
-            fa.scan(train_step, train_step.init(), fa.shard([{"x": torch.ones(1)}]), report=page)
+            fa.scan(
+                train_step,
+                train_step.init(),
+                fa.shard([{"x": torch.ones(1)}]),
+                track=fa.Tracking(report=page),
+            )
         strange(kind, tmp_path / "log.jsonl")
         with pytest.raises(ArgumentError, match=words):
             fa.seeing.ReportTracker(tmp_path / "log.html")

@@ -32,12 +32,16 @@ def send(number=signal.SIGTERM):
     os.kill(os.getpid(), number)
 
 
-def scanned(root, *, steps=5, at=None, number=signal.SIGTERM, rank=0, strategy="local", wrap=None, **options):
+def scanned(
+    root, *, steps=5, at=None, number=signal.SIGTERM, rank=0, strategy="local", wrap=None, every=None
+):
     """Steps that a scan yields where one rank gets a signal after some of them, and how it ended."""
     train_step = program(wrap or loss_fn, strategy=strategy)
     state, seen, ended = train_step.init(seed=0), [], None
     try:
-        for state, _ in fa.scan(train_step, state, shards(), steps=steps, directory=root, **options):
+        for state, _ in fa.scan(
+            train_step, state, shards(), steps=steps, save=fa.Autosave(root, every=every)
+        ):
             seen.append(state.step)
             if state.step == at and current().rank == rank:
                 send(number)
@@ -75,9 +79,9 @@ def test_a_step_is_saved_once(world, tmp_path, monkeypatch):
     monkeypatch.setattr(
         checkpoint, "save", lambda *args, **rest: saved.append(args[1].step) or real(*args, **rest)
     )
-    assert scanned(tmp_path / "a", at=2, save_every=3)[1] == (75, 3, "step-0000000003")
+    assert scanned(tmp_path / "a", at=2, every=3)[1] == (75, 3, "step-0000000003")
     assert saved == [3]
-    assert scanned(tmp_path / "b", steps=4, save_every=2) == ([1, 2, 3, 4], None, [2, 4])
+    assert scanned(tmp_path / "b", steps=4, every=2) == ([1, 2, 3, 4], None, [2, 4])
     assert saved == [3, 2, 4]
 
 
@@ -87,7 +91,8 @@ def test_a_run_that_is_complete_saves_nothing_and_yields_nothing(world, tmp_path
     for state, _ in fa.scan(train_step, state, shards(), steps=2):
         pass
     assert (
-        list(fa.scan(train_step, state, shards(), steps=2, directory=tmp_path / "none", save_every=1)) == []
+        list(fa.scan(train_step, state, shards(), steps=2, save=fa.Autosave(tmp_path / "none", every=1)))
+        == []
     )
     assert not (tmp_path / "none").exists()
 
@@ -102,7 +107,7 @@ def test_a_signal_before_the_first_step(world, tmp_path):
     train_step = program()
     loader = DataLoader(Early(*batch_of(12)), batch_size=4)
     with pytest.raises(fa.errors.Preempted) as stopped:
-        list(fa.scan(train_step, train_step.init(), fa.shard(loader), steps=9, directory=tmp_path))
+        list(fa.scan(train_step, train_step.init(), fa.shard(loader), steps=9, save=tmp_path))
     assert (stopped.value.step, fa.checkpoint.latest(tmp_path)) == (1, stopped.value.path)
 
 
@@ -116,7 +121,7 @@ def test_two_signals_during_a_save_do_not_tear_it(world, tmp_path, monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(durable, "rename", rename)
-    seen, ended, saved = scanned(tmp_path, steps=9, save_every=2)
+    seen, ended, saved = scanned(tmp_path, steps=9, every=2)
     assert count
     assert (seen, ended, saved) == ([1, 2, 3], (75, 3, "step-0000000003"), [2, 3])
     with pytest.MonkeyPatch.context() as patch:
@@ -138,7 +143,7 @@ def test_a_signal_while_evaluating(world, tmp_path):
         return fa.Mean(model(batch[0]).sum(), weight=len(batch[0]))
 
     def loop(state):
-        for state, _ in fa.scan(train_step, state, shards(), steps=9, directory=tmp_path):
+        for state, _ in fa.scan(train_step, state, shards(), steps=9, save=tmp_path):
             seen.append(state.step)
             if state.step == 2:
                 fa.evaluate(train_step, state, metric, shards())
@@ -150,7 +155,7 @@ def test_a_signal_while_evaluating(world, tmp_path):
 
 def test_the_code_is_that_of_the_process_and_blocks_unwind(world, tmp_path):
     train_step = program()
-    states = fa.scan(train_step, train_step.init(), shards(), steps=9, directory=tmp_path)
+    states = fa.scan(train_step, train_step.init(), shards(), steps=9, save=tmp_path)
     next(states)
     send()
     next(states)
@@ -170,8 +175,8 @@ def test_signals_are_left_alone_without_a_directory_or_where_told(world, tmp_pat
         train_step = program()
         for options in (
             {},
-            {"directory": tmp_path, "signals": ()},
-            {"directory": tmp_path, "signals": ["SIGUSR1"]},
+            {"save": fa.Autosave(tmp_path, signals=())},
+            {"save": fa.Autosave(tmp_path, signals=["SIGUSR1"])},
         ):
             for state, _ in fa.scan(train_step, train_step.init(), shards(), steps=2, **options):
                 assert signal.getsignal(signal.SIGTERM) is own
@@ -188,7 +193,7 @@ def test_handlers_come_back_however_the_loop_ends(world, tmp_path):
     train_step = program()
 
     def loop():
-        return fa.scan(train_step, train_step.init(), shards(), steps=4, directory=tmp_path)
+        return fa.scan(train_step, train_step.init(), shards(), steps=4, save=tmp_path)
 
     for _ in loop():
         assert [signal.getsignal(number) for number in BOTH] != before
@@ -207,7 +212,7 @@ def test_a_signal_that_nobody_acted_on_goes_to_the_handler_of_before(world, tmp_
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
     try:
         train_step = program()
-        for _ in fa.scan(train_step, train_step.init(), shards(), steps=4, directory=tmp_path):
+        for _ in fa.scan(train_step, train_step.init(), shards(), steps=4, save=tmp_path):
             send()
             break
         assert heard == [1]
@@ -265,8 +270,10 @@ def test_names_are_checked(world):
         fa.preemption(train_step, signals=["SIGTREM"]),
     ):
         pass
-    with pytest.raises(errors.ArgumentError, match="give a directory"):
-        fa.scan(train_step, train_step.init(), shards(), keep=2)
+    with pytest.raises(errors.UnknownNameError, match="SIGTREM"):
+        next(
+            iter(fa.scan(train_step, train_step.init(), shards(), save=fa.Autosave("a", signals=["SIGTREM"])))
+        )
 
 
 STEPS = {
@@ -395,7 +402,7 @@ if __name__ == "__main__":
         step = fa.train_step(loss_fn, model=fa.distribute(lambda: torch.nn.Linear(3, 1), "local"), optimizer=fa.sgd(0.1))
         loader = DataLoader(Rows(), batch_size=4, num_workers=2)
         shards = fa.shard(loader)
-        for state, _ in fa.scan(step, step.init(), shards, epochs=50, directory=sys.argv[1], save_every=5, keep=1):
+        for state, _ in fa.scan(step, step.init(), shards, epochs=50, save=fa.Autosave(sys.argv[1], every=5, keep=1)):
             pass
 """
 
@@ -428,7 +435,7 @@ def test_a_loop_that_is_left_on_the_stopping_step_passes_the_signal_on(world, tm
     before = signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
     try:
         train_step = program()
-        for state, _ in fa.scan(train_step, train_step.init(), shards(), steps=9, directory=tmp_path):
+        for state, _ in fa.scan(train_step, train_step.init(), shards(), steps=9, save=tmp_path):
             if state.step == 2:
                 send(signal.SIGUSR1)
             if state.step == 3:

@@ -97,7 +97,9 @@ class Recorder:
 
 def test_trackers_see_each_step_and_the_end_also_when_the_loop_breaks():
     train_step, recorder = program(fa.clip_norm(program_loss, 1.0)), Recorder()
-    for state, _ in fa.scan(train_step, train_step.init(), shards(), trackers=recorder, config={"a": 1}):
+    for state, _ in fa.scan(
+        train_step, train_step.init(), shards(), track=fa.Tracking(recorder, config={"a": 1})
+    ):
         if state.step == 2:
             break
     del state
@@ -120,8 +122,8 @@ def test_what_scan_refuses():
         fa.scan(train_step, state, DataLoader([1]))
     with pytest.raises(errors.LoaderError):
         list(fa.scan(train_step, state, fa.shard(iter([]))))
-    with pytest.raises(errors.ArgumentError, match="log_every"):
-        fa.scan(train_step, state, shards(), log_every=0)
+    with pytest.raises(errors.ArgumentError, match="every is 1 or more"):
+        fa.Tracking(every=0)
     with pytest.raises(errors.ArgumentError, match="no averaged parameters"):
         fa.evaluate(train_step, state, lambda m, b: torch.ones(()), shards(), ema=True)
 
@@ -134,8 +136,9 @@ def test_states_are_saved_as_it_goes_and_at_the_end(tmp_path):
     state = fa.restore(tmp_path, like=train_step.init(seed=1), step=4)
     _, found = positions(train_step, state, shards(), steps=5)
     assert found == [(5, 1, 8)]
-    with pytest.raises(errors.ArgumentError, match="save_every"):
-        fa.scan(train_step, train_step.init(), shards(), save_every=2)
+    for wrong in {"every": 0}, {"keep": 0}, {"keep_every": 3}:
+        with pytest.raises(errors.ArgumentError, match=r"where: fa\.Autosave"):
+            fa.Autosave(tmp_path, **wrong)
 
 
 def test_only_what_is_to_be_kept_stays_also_in_the_background(tmp_path):
@@ -154,23 +157,15 @@ def test_what_is_saved_in_the_background_is_there_however_the_loop_ends(tmp_path
     train_step = program()
 
     def loop(name, end):
-        for state, _ in fa.scan(
-            train_step,
-            train_step.init(),
-            shards(),
-            steps=6,
-            directory=tmp_path / name,
-            save_every=2,
-            background=True,
-        ):
+        save = fa.Autosave(tmp_path / name, every=2, background=True)
+        for state, _ in fa.scan(train_step, train_step.init(), shards(), steps=6, save=save):
             if state.step == 5:
                 end()
 
     with pytest.warns(UserWarning, match="step 5 is not saved"), pytest.raises(ZeroDivisionError):
         loop("error", lambda: 1 / 0)
-    held = fa.scan(
-        train_step, train_step.init(), shards(), directory=tmp_path / "closed", save_every=1, background=True
-    )
+    save = fa.Autosave(tmp_path / "closed", every=1, background=True)
+    held = fa.scan(train_step, train_step.init(), shards(), save=save)
     next(held)
     next(held)
     held.close()
@@ -186,9 +181,9 @@ def test_a_save_that_failed_in_the_background_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(commit, "commit", refuse)
     train_step = program()
-    options = {"directory": tmp_path, "save_every": 2, "background": True}
+    save = fa.Autosave(tmp_path, every=2, background=True)
     with pytest.raises(errors.CheckpointError, match="No space left"):
-        positions(train_step, train_step.init(), shards(), steps=3, **options)
+        positions(train_step, train_step.init(), shards(), steps=3, save=save)
 
 
 def test_a_run_stops_when_its_time_is_over(monkeypatch, tmp_path):
@@ -196,7 +191,7 @@ def test_a_run_stops_when_its_time_is_over(monkeypatch, tmp_path):
     monkeypatch.setattr(scanning.time, "monotonic", lambda: next(clock))
     train_step = program()
     state = train_step.init()
-    for state, _ in fa.scan(train_step, state, shards(), steps=50, max_seconds=3, directory=tmp_path):
+    for state, _ in fa.scan(train_step, state, shards(), steps=50, max_seconds=3, save=tmp_path):
         pass
     assert state.step == 3
     assert fa.checkpoint.latest(tmp_path).name.endswith("3")
@@ -236,3 +231,45 @@ def rows_with_bar():
 
 def test_every_rank_reads_what_the_main_one_shows(pools):
     assert pools.run(2, rows_with_bar) == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        "directory",
+        "save_every",
+        "keep",
+        "keep_every",
+        "each_machine",
+        "background",
+        "signals",
+        "trackers",
+        "log_every",
+        "config",
+        "report",
+        "profile",
+        "throughput",
+        "memory",
+    ],
+)
+def test_an_argument_that_scan_no_longer_takes_says_where_it_went(gone):
+    train_step = program()
+    with pytest.raises(errors.ArgumentError, match=f"there is no argument {gone}= any more") as raised:
+        fa.scan(train_step, train_step.init(), shards(), **{gone: 1})
+    assert eval(raised.value.fix.split(", or ")[0].split("=", 1)[1]), "the fix can be written as it stands"
+
+
+def test_tracked_takes_the_record_of_scan(tmp_path):
+    track = fa.Tracking("jsonl", config={"lr": 1}, directory=tmp_path, report=tmp_path / "run.html")
+    with fa.start(device="cpu"), fa.tracked(track) as run:
+        run.log(3, {"loss": 1.0})
+    assert "Loss" in (tmp_path / "run.html").read_text()
+    first, second = fa.track.read_jsonl(tmp_path / "logs" / "metrics.jsonl")
+    assert (first["config"], second["step"]) == ({"lr": 1}, 3)
+    with fa.start(device="cpu"):
+        for wrong in (
+            lambda: fa.tracked(fa.Tracking("jsonl", every=2)),
+            lambda: fa.tracked("jsonl", config={}),
+        ):
+            with pytest.raises(errors.ArgumentError, match=r"where: fa\.tracked"), wrong():
+                pass

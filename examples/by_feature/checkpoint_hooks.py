@@ -34,10 +34,8 @@ def main() -> None:
 
         with fa.checkpoint.hooks(before_save=add_labels, after_save=say):
             state = fa.resume_or_init(args.dir, train_step, seed=0, each_machine=args.each_machine)
-            for state, _ in fa.scan(
-                train_step, state, fa.shard(train_loader), epochs=args.epochs,
-                directory=args.dir, save_every=11, each_machine=args.each_machine,
-            ):  # fmt: skip
+            save = fa.Autosave(args.dir, every=11, each_machine=args.each_machine)
+            for state, _ in fa.scan(train_step, state, fa.shard(train_loader), epochs=args.epochs, save=save):
                 pass
         newest = fa.checkpoint.latest(args.dir)
         labels = json.loads((newest / "labels.json").read_text())

@@ -26,10 +26,8 @@ def main() -> None:
         state = fa.resume_or_init(args.dir, train_step, seed=0, extras={"best": 0.0})
         world.print(f"begins at step {state.step}, {state.data}, best {state.extras['best']:.4f}")
         train_shards, test_shards = fa.shard(train_loader), fa.shard(test_loader)
-        for state, _ in fa.scan(
-            train_step, state, train_shards, epochs=args.epochs,
-            directory=args.dir, save_every=args.save_every, keep=2,
-        ):  # fmt: skip
+        save = fa.Autosave(args.dir, every=args.save_every, keep=2)
+        for state, _ in fa.scan(train_step, state, train_shards, epochs=args.epochs, save=save):
             if state.data.samples == 0:  # an epoch is complete
                 scores = fa.evaluate(train_step, state, metrics_fn, test_shards)
                 state.extras["best"] = max(state.extras["best"], float(scores["accuracy"]))

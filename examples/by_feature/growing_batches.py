@@ -29,7 +29,7 @@ def main() -> None:
         state = fa.resume_or_init(args.dir, train_step, seed=0)
         for state, metrics in fa.scan(
             train_step, state, train_shards, epochs=args.epochs,
-            max_seconds=args.max_seconds, directory=args.dir, keep=1,
+            max_seconds=args.max_seconds, save=fa.Autosave(args.dir, keep=1),
         ):  # fmt: skip
             if state.step % 20 == 0:
                 world.print(f"step {state.step}: {int(metrics['weight'])} rows in the update")

@@ -76,10 +76,8 @@ def main() -> None:
             f"begins at step {state.step}: {codes:,} bytes of {record.name}, {trained:,} of the adapter"
         )
         losses = []
-        for state, metrics in fa.scan(
-            train_step, state, fa.shard(loader), steps=args.steps,
-            directory=root / "checkpoints", save_every=args.save_every, keep=1,
-        ):  # fmt: skip
+        save = fa.Autosave(root / "checkpoints", every=args.save_every, keep=1)
+        for state, metrics in fa.scan(train_step, state, fa.shard(loader), steps=args.steps, save=save):
             losses.append(metrics["loss"])
         if losses:
             world.print(f"loss: {float(losses[0]):.3f} -> {float(losses[-1]):.3f}")

@@ -29,11 +29,14 @@ def main() -> None:
             transforms(loss_fn), model=fa.distribute(build_model), optimizer=fa.adamw(3e-3)
         )
         state = train_step.init(seed=0)
-        for state, metrics in fa.scan(
-            train_step, state, fa.shard(train_loader), epochs=args.epochs,
+        watch = fa.Watch(
             profile=fa.profile(folder / "trace", wait=2, warmup=1, active=3),
             throughput=fa.seeing.Throughput(peak=0.05),  # TFLOP/s, of a slow CPU
-            memory=True, report=folder / "report.html", config=vars(args),
+            memory=True,
+        )
+        for state, metrics in fa.scan(
+            train_step, state, fa.shard(train_loader), epochs=args.epochs, watch=watch,
+            track=fa.Tracking(report=folder / "report.html", config=vars(args)),
         ):  # fmt: skip
             pass
         world.print(

@@ -42,10 +42,8 @@ def main() -> None:
     with fa.start() as world:
         train_step = fa.train_step(step, model=fa.distribute(build_model), optimizer=fa.adamw(3e-3))
         state = train_step.init(seed=0)
-        for state, _ in fa.scan(
-            train_step, state, fa.shard(train_loader), epochs=args.epochs,
-            trackers=trackers, log_every=5, config=vars(args),
-        ):  # fmt: skip
+        track = fa.Tracking(*trackers, every=5, config=vars(args))
+        for state, _ in fa.scan(train_step, state, fa.shard(train_loader), epochs=args.epochs, track=track):
             pass
         logger.info("%d updates on this rank", state.step, in_order=True)
         scores = fa.evaluate(train_step, state, metrics_fn, fa.shard(test_loader))

@@ -1,6 +1,6 @@
 """`fnaccel trace summarize`: each rank's share of compute, communication, waiting for data and idle time.
 
-The traces are those of `fa.profile`, or of `fa.scan(profile=)`.
+The traces are those of `fa.profile`, or of `fa.Watch(profile=)`.
 """
 
 from __future__ import annotations

@@ -9,11 +9,14 @@ import attrs
 
 from fnaccel import optim
 from fnaccel.config.epochs import in_updates
-from fnaccel.config.recipes import OptimizerRecipe, Recipe, TrackingRecipe
+from fnaccel.config.recipes import OptimizerRecipe, Recipe
 from fnaccel.config.references import load
 from fnaccel.config.yaml import from_yaml, override
 from fnaccel.data import Shards
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest, require
+from fnaccel.loop.autosave import Autosave
+from fnaccel.loop.measured import Watch
+from fnaccel.loop.tracking import Tracking
 from fnaccel.optim import Optimizer, OptimizerGroups, schedules
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.program.train_step import TrainStep, train_step
@@ -221,37 +224,29 @@ def scan_options(recipe_: Recipe) -> dict[str, Any]:
         >>> fa.checkpoint.latest("runs/gpt").name
         'step-0000000003'
     """
-    plan, options = recipe_.checkpoint, _tracking_options(recipe_.tracking)
-    length = {"steps": recipe_.run.steps, "epochs": recipe_.run.epochs}
-    options |= {name: count for name, count in length.items() if count is not None}
-    if plan.directory is None:  # then the rest of the plan means nothing, and scan would say so
-        return options
-    return {
-        **options,
-        "directory": plan.directory,
-        "save_every": plan.every,
-        "keep": plan.keep,
-        "keep_every": plan.keep_every,
-        "each_machine": plan.each_machine,
-        "background": plan.background,
-    }
-
-
-def _tracking_options(tracking: TrackingRecipe) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        name: getattr(tracking, name)
-        for name in ("report", "throughput", "memory", "profile")
-        if getattr(tracking, name)
-    }
-    if tracking.trackers:
-        found["trackers"] = [_tracker(entry) for entry in tracking.trackers]
+    plan, tracking, run = recipe_.checkpoint, recipe_.tracking, recipe_.run
+    options: dict[str, Any] = {"steps": run.steps, "epochs": run.epochs}
+    if plan.directory is not None:
+        options["save"] = Autosave(
+            plan.directory,
+            every=plan.every,
+            keep=plan.keep,
+            keep_every=plan.keep_every,
+            each_machine=plan.each_machine,
+            background=plan.background,
+        )
     if tracking.trackers or tracking.report:
-        found["log_every"] = tracking.log_every
-    return found
+        trackers = map(_tracker, tracking.trackers)
+        options["track"] = Tracking(*trackers, every=tracking.log_every, report=tracking.report)
+    if tracking.throughput or tracking.memory or tracking.profile:
+        options["watch"] = Watch(
+            profile=tracking.profile, throughput=tracking.throughput, memory=tracking.memory
+        )
+    return {name: option for name, option in options.items() if option is not None}
 
 
 def _tracker(entry: str | Mapping[str, Any]) -> dict[str, Any] | str:
-    """An entry for `fa.scan(trackers=)`: a reference is loaded, and a name is checked before training."""
+    """An entry for `fa.Tracking`: a reference is loaded, and a name is checked before training."""
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
     name, where = options["name"], "tracking.trackers"
     if name == "all":

@@ -88,7 +88,7 @@ class CheckpointRecipe:
     Example:
         >>> checkpoint = fa.config.CheckpointRecipe(directory="runs/gpt", every=100, keep=3)
         >>> recipe = fa.config.Recipe(checkpoint=checkpoint)
-        >>> fa.config.scan_options(recipe)["save_every"]
+        >>> fa.config.scan_options(recipe)["save"].every
         100
     """
 
@@ -116,7 +116,7 @@ class TrackingRecipe:
         trackers: names such as `"jsonl"`, `"tensorboard"` or `"all"`, references `"module:Class"` to trackers
             of yours, or mappings of `name` and the options of that tracker.
         log_every: write each so many steps.
-        report, throughput, memory, profile: as for `fa.scan`. `profile` is a directory.
+        report, throughput, memory, profile: as for `fa.Tracking` and `fa.Watch`. `profile` is a directory.
         level: the level of `fa.seeing.get_logger`: `"debug"`, `"info"`, `"warning"`, `"error"`. None leaves
             it alone.
 
@@ -125,7 +125,7 @@ class TrackingRecipe:
         ...     trackers=["jsonl", {"name": "wandb", "project": "gpt"}], log_every=10
         ... )
         >>> recipe = fa.config.Recipe(tracking=tracking)
-        >>> fa.config.scan_options(recipe)["log_every"]
+        >>> fa.config.scan_options(recipe)["track"].every
         10
     """
 

@@ -1,17 +1,18 @@
-"""`scan(..., directory=)`: saves states during the loop, at its end, and on a stop request."""
+"""`scan(..., save=)`: saves states during the loop, at its end, and on a stop request."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.collectives import any_process
-from fnaccel.errors import FnaccelError, Preempted
+from fnaccel.errors import FnaccelError, Preempted, as_names, require_counts
 from fnaccel.loop.preemption import SIGNALS, preemption
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import TrainState
@@ -26,27 +27,47 @@ TOGETHER = 10.0
 Steps = Generator[tuple[TrainState, dict[str, Any]]]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Autosave:
-    """The directory for states, and when to save them.
+    """Where and when `fa.scan(save=)` saves the state. A path alone saves at the end.
+
+    Step k is saved when the loop asks for step k + 1, so that changes of `state.extras` in its body are part
+    of it, or is left by `break`, `return` or `close`. If an exception leaves the loop, nothing more is
+    saved, and a warning says what is lost.
 
     Attributes:
         directory: the root of the checkpoints.
         every: steps between two saves. None: at the end only.
-        keep, keep_every, each_machine: arguments of `fa.save`.
-        background: whether training goes on while a state is written.
-        signals: the signals that let the run save and end.
+        keep, keep_every: how many of the newest checkpoints stay, and of which steps all: see `fa.save`.
+        each_machine: machines do not share the directory: see `fa.save`.
+        background: train on while a state is written. The end of the loop waits for it.
+        signals: names of the signals that let the run save and end. `()` leaves signals alone. The handlers
+            of before are back when the loop ends. Only the main thread can catch any.
+
+    Raises:
+        ArgumentError: no path, or bad counts.
+
+    Example:
+        >>> plan = fa.Autosave("runs/gpt", every=2, keep=3)
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), save=plan):
+        ...     pass
+        >>> [checkpoint.step for checkpoint in fa.checkpoint.checkpoints("runs/gpt")]
+        [2, 3]
     """
 
     directory: str | Path = attrs.field(
-        converter=lambda path: local_path(path, "fa.scan(directory=)").absolute()
+        converter=lambda path: local_path(path, "fa.Autosave(directory)").absolute()
     )
-    every: int | None = None
-    keep: int | None = None
-    keep_every: int | None = None
-    each_machine: bool = False
-    background: bool = False
-    signals: tuple[str, ...] = attrs.field(default=SIGNALS, converter=tuple[str, ...])
+    every: int | None = attrs.field(default=None, kw_only=True)
+    keep: int | None = attrs.field(default=None, kw_only=True)
+    keep_every: int | None = attrs.field(default=None, kw_only=True)
+    each_machine: bool = attrs.field(default=False, kw_only=True)
+    background: bool = attrs.field(default=False, kw_only=True)
+    signals: Iterable[str] = attrs.field(default=SIGNALS, converter=as_names, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        require_counts("fa.Autosave", every=self.every)
+        Retention(self.keep, self.keep_every).check("fa.Autosave")
 
 
 @attrs.define
@@ -104,7 +125,7 @@ class Saver:
 
         state = self.train_step.live_state
         if state is not None:
-            check_extras(state.extras, "fa.scan(directory=)", self.train_step.mesh.world)
+            check_extras(state.extras, "fa.scan(save=)", self.train_step.mesh.world)
 
     def save(self, state: TrainState) -> None:
         """Save a state, unless its step is saved."""

@@ -1,4 +1,4 @@
-"""How a loop over `fa.scan(directory=...)` is left: by `break`, `return` or `close`, or by an exception.
+"""How a loop over `fa.scan(save=...)` is left: by `break`, `return` or `close`, or by an exception.
 
 Python does not say how to an iterator that is dropped. The instruction at which the frame of the loop stands
 does: `break` and `return` drop the iterator of their loop with one of their own.

@@ -1,7 +1,7 @@
 """`preemption`: a signal to any rank lets all ranks end together, after the same step.
 
 Only signals and their handlers live here. `Notice` carries the stop request between ranks, and
-`scan(..., directory=)` does the saving.
+`scan(..., save=)` does the saving.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIGNALS = tuple(name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
 def preemption(*train_steps: TrainStep, signals: Iterable[str] = SIGNALS) -> Generator[Notice]:
     """Catch signals in the body, and let all ranks know of one after the same step.
 
-    For a loop of your own: `fa.scan(..., directory=)` does this by itself. The ranks tell each other
+    For a loop of your own: `fa.scan(..., save=)` does this by itself. The ranks tell each other
     in the all-reduce that each call of a train step makes anyway. The handlers from before are put
     back at the end. A signal that came too late for the ranks to agree on is then sent again.
 

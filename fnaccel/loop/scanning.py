@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.collectives import any_process
 from fnaccel.data import Shards, in_windows, open_on
 from fnaccel.data.lengths import updates
-from fnaccel.errors import ArgumentError, LoaderError, require
+from fnaccel.errors import ArgumentError, LoaderError, moved_arguments, require
 from fnaccel.loop.autosave import Autosave, Saver, Steps
 from fnaccel.loop.leaving import LeftLoops
-from fnaccel.loop.measured import Measures
+from fnaccel.loop.measured import Measures, Watch
 from fnaccel.loop.nonfinite import NonfiniteLoss
-from fnaccel.loop.preemption import SIGNALS
-from fnaccel.loop.tracked import Bar, ByName, logged, trackers_of_rank
+from fnaccel.loop.tracked import Bar, logged
+from fnaccel.loop.tracking import Track, as_tracking, of_rank
 from fnaccel.program.train_step import TrainStep
-from fnaccel.seeing.profile import Profile
-from fnaccel.seeing.profile import profile as profiled
-from fnaccel.seeing.report import ReportTracker, log_of
-from fnaccel.seeing.throughput import Throughput
 from fnaccel.seeing.versions import environment
 from fnaccel.state import Position, TrainState, check_state, following, lease_of
-from fnaccel.track.tracker import Tracker
 from fnaccel.world.world import World
 
 
@@ -40,6 +34,23 @@ def check_shards(shards: Any, where: str) -> None:
         )
 
 
+@moved_arguments(
+    "fa.scan",
+    directory='save="runs/gpt", or save=fa.Autosave("runs/gpt", every=100)',
+    save_every='save=fa.Autosave("runs/gpt", every=100)',
+    keep='save=fa.Autosave("runs/gpt", keep=3)',
+    keep_every='save=fa.Autosave("runs/gpt", keep=3, keep_every=1000)',
+    each_machine='save=fa.Autosave("runs/gpt", each_machine=True)',
+    background='save=fa.Autosave("runs/gpt", background=True)',
+    signals='save=fa.Autosave("runs/gpt", signals=["SIGTERM"])',
+    trackers='track="wandb", or track=fa.Tracking("wandb", "jsonl")',
+    log_every='track=fa.Tracking("wandb", every=10)',
+    config='track=fa.Tracking("wandb", config={"lr": 0.1})',
+    report='track=fa.Tracking(report="run.html")',
+    profile='watch=fa.Watch(profile="runs/trace")',
+    throughput="watch=fa.Watch(throughput=True)",
+    memory="watch=fa.Watch(memory=True)",
+)
 def scan(
     train_step: TrainStep,
     state: TrainState,
@@ -49,24 +60,13 @@ def scan(
     epochs: int | None = None,
     max_seconds: float | None = None,
     progress: bool = False,
-    trackers: Tracker | ByName | Iterable[Tracker | ByName] = (),
-    log_every: int = 1,
-    config: Mapping[str, Any] | None = None,
-    directory: str | Path | None = None,
-    save_every: int | None = None,
-    keep: int | None = None,
-    keep_every: int | None = None,
-    each_machine: bool = False,
-    background: bool = False,
-    signals: Iterable[str] = SIGNALS,
-    profile: str | Path | Profile | None = None,
-    throughput: bool | Throughput = False,
-    memory: bool = False,
-    report: str | Path | None = None,
+    save: str | Path | Autosave | None = None,
+    track: Track = None,
+    watch: Watch | None = None,
 ) -> Iterator[tuple[TrainState, dict[str, Any]]]:
     """Train over the data from the state's position, and yield each `(state, metrics)`.
 
-    With a directory, a signal to any rank (schedulers send one before they end a job) lets all ranks
+    With `save=`, a signal to any rank (schedulers send one before they end a job) lets all ranks
     finish the same step, save and end: `Preempted` is raised, a SystemExit with code 75. Started again
     with `fa.resume_or_init(directory, train_step)`, the run goes on from there.
 
@@ -79,30 +79,12 @@ def scan(
         max_seconds: stop after the step in which this many seconds of wall time are over on any rank. With
             several ranks each step then costs one small exchange between them.
         progress: show a bar with loss, rate and time left, on rank 0.
-        trackers: rank 0 writes metrics to them, or the ranks that a tracker's `ranks` says. Each is an
-            object, a name such as `"tensorboard"`, or a mapping of `name` and options. `"all"` stands for
-            those installed. A tracker by name writes to `logs` in the directory, or without one to `runs`. A
-            tracker that raises in `log` or `finish` does not end training: its first error is logged, and the
-            number of its errors. A tracker that blocks does not stop it either: see docs/tracking.md.
-        log_every: write each so many steps.
-        config: shown by trackers beside the run. The plan and the environment are added.
-        directory: save the state here, each `save_every` steps and at the end. None: nowhere. Step k is saved
-            when the loop asks for step k + 1, so that changes of `state.extras` in its body are part of it,
-            or is left by `break`, `return` or `close`. If an exception leaves the loop, nothing more is
-            saved, and a warning says what is lost.
-        save_every: None saves at the end only.
-        keep, keep_every: how many of the newest checkpoints stay, and of which steps all: see `fa.save`.
-        each_machine: machines do not share the directory: see `fa.save`.
-        background: train on while a state is written. The end of the loop waits for it.
-        signals: names of the signals that let a run with a directory save and end. `()` leaves signals alone.
-            The handlers of before are back when the loop ends. Only the main thread can catch any.
-        profile: record some steps on every rank, by `fa.profile`. A path: with its defaults.
-        throughput: add `rows_per_second` and `data_wait` (from 0 to 1) to the metrics, with
-            `fa.seeing.Throughput` also `tokens_per_second` and `mfu`. Nothing waits for it.
-        memory: add the peak of memory in MiB, `peak_mib`, and that of each phase, such as
-            `peak_mib/forward`. On the CPU it costs about 0.5 ms a step.
-        report: write an HTML page about the run here at its end, and a JSONL log beside it. See
-            `fnaccel report` for several runs, and for one that was cut off.
+        save: save the state in this directory at the end, or as `fa.Autosave` says. None: nowhere.
+        track: write metrics to these trackers: an object, a name such as `"tensorboard"`, a mapping of `name`
+            and options, several of these, or `fa.Tracking`. A tracker that raises in `log` or `finish` does
+            not end training: its first error is logged, and the number of its errors. A tracker that blocks
+            does not stop it either: see docs/tracking.md.
+        watch: record profiles, throughput or memory: `fa.Watch(throughput=True)`.
 
     Raises:
         LoaderError: an epoch holds nothing.
@@ -134,71 +116,31 @@ def scan(
         "max_seconds is more than 0",
     )
     require(
-        isinstance(log_every, int) and log_every >= 1,
-        f"log_every={log_every!r}",
+        watch is None or isinstance(watch, Watch),
+        f"watch={watch!r}",
         "fa.scan",
-        "log_every is 1 or more",
+        "watch=fa.Watch(throughput=True)",
     )
-    require(
-        config is None or isinstance(config, Mapping),
-        f"config={config!r:.60}",
-        "fa.scan",
-        'config={"lr": 0.1}',
-    )
-    require(
-        isinstance(throughput, bool | Throughput),
-        f"throughput={throughput!r}",
-        "fa.scan",
-        "throughput=True, or fa.seeing.Throughput(...)",
-    )
-    # on all ranks, though rank 0 writes the page
-    if report is not None:
-        log_of(report)
-    if profile is not None and not isinstance(profile, Profile):
-        profile = profiled(profile)
-    world = train_step.mesh.world
-    writers = trackers_of_rank(trackers, world, directory, "fa.scan(trackers=)")
-    if report is not None and world.is_main:
-        writers = (*writers, ReportTracker(report))
-    require(
-        save_every is None or (save_every >= 1 and directory is not None),
-        f"save_every={save_every!r} with directory={directory!r}",
-        "fa.scan",
-        "give a directory, and save_every of 1 or more",
-    )
-    require(
-        directory is not None
-        or (keep is None and keep_every is None and not background and not each_machine),
-        f"keep={keep!r}, keep_every={keep_every!r}, each_machine={each_machine!r}, background={background!r} "
-        "with nothing to save",
-        "fa.scan",
-        "give a directory",
-    )
-    Retention(keep, keep_every).check("fa.scan")
+    plan = save if isinstance(save, Autosave | None) else Autosave(save)
+    tracking, world = as_tracking(track), train_step.mesh.world
+    opened = tracking.opened("fa.scan(track=)", None if plan is None else Path(plan.directory))
+    writers = of_rank(opened, world)
     if epochs is None and steps is None:
         epochs = state.data.epoch + 1
+
+    # each part is a generator around the steps of those before it
     measures = None
-    if throughput or memory:
-        what = Throughput() if throughput is True else throughput or None
-        measures = Measures(train_step, what, memory=memory)
+    if watch is not None and (watch.throughput or watch.memory):
+        measures = Measures(train_step, watch)
     taken = _steps(train_step, state, shards, steps, epochs, measures)
     if measures is not None:
         taken = _inside(measures, taken)
-    if profile is not None:
-        taken = _inside(profile, taken)
+    if watch is not None and watch.profile is not None:
+        taken = _inside(watch.profile, taken)
     if max_seconds is not None:
         taken = _until(max_seconds, taken, world)
     saver = None
-    if directory is not None:
-        plan = Autosave(
-            directory=directory,
-            every=save_every,
-            keep=keep,
-            keep_every=keep_every,
-            each_machine=each_machine,
-            background=background,
-            signals=signals,
-        )
+    if plan is not None:
         saver = Saver(plan, train_step)
         taken = saver.run(taken)
     shown = progress and world.is_main
@@ -206,7 +148,7 @@ def scan(
         # outermost, so that the last state is saved before a tracker ends
         bar = Bar(_total(train_step, state, shards, steps, epochs), state.step) if shown else None
         facts = {"plan": str(train_step.plan), "environment": environment(world)}
-        taken = logged(taken, writers, {**(config or {}), **facts}, log_every, bar)
+        taken = logged(taken, writers, {**tracking.config, **facts}, tracking.every, bar)
     return taken if saver is None else LeftLoops(taken, saver.leave)
 
 

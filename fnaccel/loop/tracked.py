@@ -1,4 +1,4 @@
-"""Trackers around a loop: those of this rank, the steps of `fa.scan`, and `fa.tracked` for loops by hand."""
+"""Trackers around a loop: around the steps of `fa.scan`, and `fa.tracked` for loops by hand."""
 
 from __future__ import annotations
 
@@ -10,104 +10,16 @@ from typing import Any, overload
 
 import attrs
 
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, moved_arguments, require
 from fnaccel.loop.autosave import Steps
 from fnaccel.loop.progress import open_bar, show_metrics
+from fnaccel.loop.tracking import Track, as_tracking, of_rank
 from fnaccel.track.log import Log, Options
-from fnaccel.track.registry import check_names, find, installed, names_of, of
-from fnaccel.track.tracker import Artifacts, Media, PerRank, Ranks, Tracker, writes_on
-from fnaccel.world.paths import local_path
+from fnaccel.track.registry import check_names, names_of
+from fnaccel.track.tracker import Artifacts, Media, Ranks, Tracker
 from fnaccel.world.world import World, current
 
 _LOG = "run.log of fa.tracked"
-ByName = str | Mapping[str, Any]
-"""A tracker's name, or a mapping of `name` and options."""
-
-
-def trackers_of_rank(
-    trackers: Any, world: World, directory: str | Path | None, where: str
-) -> tuple[Tracker, ...]:
-    """The trackers that write on this rank. Trackers that are given by name are made.
-
-    Args:
-        trackers: one tracker or several, each an object, a name, or a mapping of `name` and options.
-        world: the ranks.
-        directory: of the run. A tracker by name writes to `logs` in it, or to `runs`.
-        where: the location in error messages.
-
-    Raises:
-        ArgumentError: an object that is no tracker, or options that a tracker does not take.
-        UnknownNameError: no tracker has this name.
-        WorldError: a tracker is for a rank that the world does not have.
-    """
-    return _of_rank(_opened(trackers, directory, where), world)
-
-
-def _opened(trackers: Any, directory: str | Path | None, where: str) -> list[Tracker]:
-    """The trackers of all ranks."""
-    folder = Path("runs") if directory is None else local_path(directory, f"{where}, directory=") / "logs"
-    if isinstance(trackers, str | Mapping | Tracker) or not isinstance(trackers, Iterable):
-        trackers = (trackers,)
-    entries: list[Any] = list(trackers)
-    named = [
-        {"name": entry} if isinstance(entry, str) else entry
-        for entry in entries
-        if isinstance(entry, str | Mapping)
-    ]
-    for number, entry in enumerate(named):
-        if entry in named[:number]:
-            raise ArgumentError(
-                f"the tracker {entry.get('name')!r} is given twice, with the same options",
-                where=where,
-                fix="give it once; or a directory or path of its own to each",
-            )
-    every = any(isinstance(entry, str) and entry == "all" for entry in entries)
-    opened = [
-        _by_name(entry, folder, where) if isinstance(entry, str | Mapping) else _checked(entry, where)
-        for entry in entries
-        if not (isinstance(entry, str) and entry == "all")
-    ]
-    if every:
-        for name in installed():
-            kind = find(name, where)
-            if not any(type(tracker) is kind for tracker in opened):
-                opened.append(of(name, default_directory=folder))
-    return opened
-
-
-def _by_name(entry: ByName, folder: Path, where: str) -> Tracker:
-    options: dict[str, Any] = {"name": entry} if isinstance(entry, str) else dict(entry)
-    if "name" not in options:
-        raise ArgumentError(
-            f"the options {options} name no tracker", where=where, fix='{"name": "tensorboard", ...}'
-        )
-    name = options.pop("name")
-    if isinstance(name, str):
-        find(name, where)
-    return _checked(of(name, default_directory=folder, **options), where)
-
-
-def _checked(tracker: object, where: str) -> Tracker:
-    if isinstance(tracker, type) or not isinstance(tracker, Tracker):
-        made = not isinstance(tracker, type)
-        name = type(tracker).__name__ if made else f"the class {tracker.__name__}"
-        methods = {"start": "start(config)", "log": "log(step, metrics)", "finish": "finish()"}
-        lacks = [text for method, text in methods.items() if not hasattr(tracker, method)]
-        raise ArgumentError(
-            f"{name} is no tracker: " + (f"it lacks {' and '.join(lacks)}" if lacks else "make an instance"),
-            where=where,
-            fix="trackers=fnaccel.track.JsonlTracker(path), a name, or an object of yours with these methods",
-        )
-    return tracker
-
-
-def _of_rank(opened: Iterable[Tracker], world: World) -> tuple[Tracker, ...]:
-    """The trackers that write on this rank."""
-    trackers = tuple(tracker for tracker in opened if writes_on(tracker, world.rank, world.size))
-    for tracker in trackers:
-        if getattr(tracker, "ranks", "main") == "all" and isinstance(tracker, PerRank):
-            tracker.use_rank(world.rank)
-    return trackers
 
 
 @attrs.frozen
@@ -119,7 +31,7 @@ class Bar:
 
 
 def logged(
-    taken: Steps, trackers: tuple[Tracker, ...], config: Mapping[str, Any], log_every: int, bar: Bar | None
+    taken: Steps, trackers: tuple[Tracker, ...], config: Mapping[str, Any], every: int, bar: Bar | None
 ) -> Steps:
     """Pass steps on, and their metrics to trackers and to a progress bar."""
     with contextlib.ExitStack() as stack:
@@ -130,7 +42,7 @@ def logged(
         for state, metrics in taken:
             if progress_bar is not None:
                 progress_bar.update()
-            if state.step % log_every == 0:
+            if state.step % every == 0:
                 log.put(state.step, metrics)
             yield state, metrics
 
@@ -142,10 +54,10 @@ class TrackedRun:
     it to `fa.scan` if the body of that loop logs images or files. `scan` then neither starts nor ends it.
 
     Example:
-        >>> with fa.tracked("jsonl", directory="runs/gpt") as run:
-        ...     for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=run):
+        >>> with fa.tracked("jsonl") as run:
+        ...     for state, metrics in fa.scan(train_step, state, fa.shard(loader), track=run):
         ...         pass
-        >>> len(fa.track.read_jsonl("runs/gpt/logs/metrics.jsonl"))
+        >>> len(fa.track.read_jsonl("runs/metrics.jsonl"))
         4
     """
 
@@ -213,10 +125,10 @@ class TrackedRun:
             ArgumentError: a tracker takes no such option, or the step or the metrics are of the wrong kind.
 
         Example:
-            >>> with fa.tracked("jsonl", directory="runs/gpt") as run:
+            >>> with fa.tracked("jsonl") as run:
             ...     run.log(4, {"loss": 0.5, "eval": {"loss": 0.75}})
             ...     run.log({"note": "warm"})
-            >>> for record in fa.track.read_jsonl("runs/gpt/logs/metrics.jsonl")[1:]:
+            >>> for record in fa.track.read_jsonl("runs/metrics.jsonl")[1:]:
             ...     print(record["step"], sorted(record.keys() - {"step", "time"}))
             4 ['eval/loss', 'loss']
             4 ['note']
@@ -287,29 +199,26 @@ def _checked_options(options: Any) -> Options:
     return options
 
 
+_NOW_IN_TRACKING = 'fa.tracked(fa.Tracking("jsonl", config={"lr": 0.1}, directory="runs/gpt"))'
+
+
+@moved_arguments("fa.tracked", config=_NOW_IN_TRACKING, directory=_NOW_IN_TRACKING)
 @contextlib.contextmanager
-def tracked(
-    trackers: Tracker | ByName | Iterable[Tracker | ByName],
-    config: Mapping[str, Any] | None = None,
-    *,
-    directory: str | Path | None = None,
-    world: World | None = None,
-) -> Generator[TrackedRun]:
+def tracked(track: Track, *, world: World | None = None) -> Generator[TrackedRun]:
     """Start trackers for a loop by hand, and end them with the `with` block.
 
     A tracker that raises does not end training: see `fa.scan`.
 
     Args:
-        trackers: as for `fa.scan`.
-        config: shown by trackers beside the run.
-        directory: of the run. A tracker by name writes to `logs` in it, or without it to `runs`.
+        track: as for `fa.scan`.
         world: the world, if none was started in this context.
 
     Raises:
-        ArgumentError, UnknownNameError, WorldError: as `fa.scan`.
+        ArgumentError, UnknownNameError, WorldError: as `fa.scan`. Also for `every=`: here the loop says which
+            steps are written.
 
     Example:
-        >>> with fa.tracked("jsonl", {"lr": 0.1}, directory="runs/gpt") as run:
+        >>> with fa.tracked(fa.Tracking("jsonl", config={"lr": 0.1}, directory="runs/gpt")) as run:
         ...     for batch in batches:
         ...         state, metrics = train_step(state, batch)
         ...         run.log(state.step, metrics)
@@ -317,9 +226,16 @@ def tracked(
         [1, 2, 3]
     """
     there = current(world)
-    opened = _opened(trackers, directory, "fa.tracked")
+    tracking = as_tracking(track)
+    require(
+        tracking.every == 1,
+        f"every={tracking.every}, where the loop says which steps are written",
+        "fa.tracked",
+        f"leave it out, and write: if state.step % {tracking.every} == 0: run.log(state.step, metrics)",
+    )
+    opened = tracking.opened("fa.tracked")
     names = {name for tracker in opened for name in names_of(tracker)}
-    run = TrackedRun(_of_rank(opened, there), config or {}, names)
+    run = TrackedRun(of_rank(opened, there), tracking.config, names)
     try:
         yield run
     finally:

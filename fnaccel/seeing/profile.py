@@ -177,7 +177,7 @@ def profile(
 ) -> Profile:
     """Record some steps by torch.profiler, on every rank, with the phases of each step as named ranges.
 
-    A context around a loop, or an argument: `fa.scan(profile=fa.profile(directory))`. Calls of `train_step`
+    A context around a loop, or an argument: `fa.Watch(profile=fa.profile(directory))`. Calls of `train_step`
     are the steps. Each rank writes a Chrome trace for each cycle, `rank0.5.pt.trace.json.gz`, for Perfetto,
     TensorBoard, and `fnaccel trace summarize DIRECTORY`. In it phases are called `fnaccel.forward` and so on.
 
@@ -204,7 +204,8 @@ def profile(
 
     Example:
         >>> profile = fa.profile("trace", wait=0, active=1)
-        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), profile=profile):
+        >>> watch = fa.Watch(profile=profile)
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), watch=watch):
         ...     pass
         >>> [summary.rank for summary in fa.seeing.summarize("trace")]
         [0]

@@ -34,7 +34,7 @@ def write_report(
 
     Example:
         >>> tracker = fa.track.JsonlTracker("gpt.jsonl")
-        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=tracker):
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), track=tracker):
         ...     pass
         >>> fa.seeing.write_report("gpt.jsonl", "report.html").name
         'report.html'
@@ -52,9 +52,9 @@ def log_of(page: str | os.PathLike[str]) -> Path:
     Raises:
         ArgumentError: the page or its log is no regular file: see `require_page`.
     """
-    require_page(page, "fa.scan(report=)")
+    require_page(page, "fa.Tracking(report=)")
     log = Path(page).with_suffix(".jsonl")
-    output_file(log, "fa.scan(report=)")
+    output_file(log, "fa.Tracking(report=)")
     return log
 
 
@@ -71,7 +71,7 @@ class ReportTracker:
 
     Example:
         >>> tracker = fa.seeing.ReportTracker("report.html")
-        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=tracker):
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), track=tracker):
         ...     pass
         >>> from pathlib import Path
         >>> "Loss" in Path("report.html").read_text()
@@ -81,8 +81,8 @@ class ReportTracker:
     in_loop = True  # as its log is
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
         self._log = JsonlTracker(log_of(path))
+        self.path = Path(path)
         self._steps = 0
 
     def start(self, config: Mapping[str, Any]) -> None:

@@ -107,7 +107,7 @@ def _no_log(path: object) -> ArgumentError:
     return ArgumentError(
         f"there is no log in {path}",
         where="fnaccel report",
-        fix="give the file of a JsonlTracker, or a folder with one: fa.scan(trackers='jsonl')",
+        fix="give the file of a JsonlTracker, or a folder with one: fa.scan(track='jsonl')",
     )
 
 
@@ -161,7 +161,7 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
         raise ArgumentError(
             f"{path} holds no step",
             where="fnaccel report",
-            fix="wait until the run has logged one (log_every= of fa.scan says when)",
+            fix="wait until the run has logged one (fa.Tracking(every=) says when)",
         )
     return Run(
         name=name or Path(path).stem,

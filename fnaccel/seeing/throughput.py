@@ -37,7 +37,7 @@ PEAKS = {
 
 @attrs.frozen(kw_only=True)
 class Throughput:
-    """The options of `fa.scan(throughput=)`. `True` stands for the defaults.
+    """The options of `fa.Watch(throughput=)`. `True` stands for the defaults.
 
     Attributes:
         tokens: the number of tokens in a batch of this rank, for `tokens_per_second`. Called with the batch.
@@ -51,8 +51,8 @@ class Throughput:
         ArgumentError: a number that is not positive, or `tokens` that can't be called.
 
     Example:
-        >>> measure = fa.seeing.Throughput(tokens=lambda batch: batch["tokens"].numel())
-        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), throughput=measure):
+        >>> watch = fa.Watch(throughput=fa.seeing.Throughput(tokens=lambda batch: batch["tokens"].numel()))
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), watch=watch):
         ...     pass
         >>> sorted(name for name in metrics if name not in ("loss", "lr", "weight"))
         ['data_wait', 'rows_per_second', 'tokens_per_second']

@@ -98,7 +98,7 @@ def summarize(directory: str | os.PathLike[str]) -> list[Summary]:
         raise ArgumentError(
             f"there are no traces in {directory}",
             where="fnaccel trace summarize",
-            fix="record some: fa.scan(profile=fa.profile(directory)), with more steps "
+            fix="record some: fa.scan(watch=fa.Watch(profile=fa.profile(directory))), with more steps "
             "than skip_first + wait + warmup",
         )
     return [_merged(rank, [_read(path, rank) for path in files[rank]]) for rank in sorted(files)]
@@ -170,7 +170,7 @@ def _no_trace(path: Path) -> ArgumentError:
     return ArgumentError(
         f"{path} is no trace of fa.profile, or was cut off while it was written",
         where="fnaccel trace summarize",
-        fix="record it again: fa.scan(profile=fa.profile(directory))",
+        fix="record it again: fa.scan(watch=fa.Watch(profile=fa.profile(directory)))",
     )
 
 

@@ -45,7 +45,7 @@ class JsonlTracker:
     Example:
         >>> from fnaccel.track import JsonlTracker
         >>> tracker = JsonlTracker("gpt.jsonl")
-        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=tracker):
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), track=tracker):
         ...     pass
     """
 
@@ -158,7 +158,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     Example:
         >>> from fnaccel.track import JsonlTracker, read_jsonl
         >>> tracker = JsonlTracker("gpt.jsonl")
-        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=tracker):
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), track=tracker):
         ...     pass
         >>> [record["step"] for record in read_jsonl("gpt.jsonl") if "step" in record]
         [1, 2, 3]

@@ -191,5 +191,5 @@ def not_started(where: str) -> ArgumentError:
     return ArgumentError(
         "this tracker was not started on this rank",
         where=where,
-        fix="use it inside fa.scan(trackers=...) or fa.tracked(...), on a rank that writes",
+        fix="use it inside fa.scan(track=...) or fa.tracked(...), on a rank that writes",
     )

@@ -32,7 +32,7 @@ _registered: dict[str, Callable[..., Tracker]] = {}
 
 
 def register(name: str, kind: Callable[..., Tracker]) -> None:
-    """Make a tracker of your own known by a name, in recipes and in `fa.scan(trackers=)`.
+    """Make a tracker of your own known by a name, in recipes and in `fa.Tracking`.
 
     Args:
         name: its name. A registered name hides a built-in one.
@@ -52,7 +52,7 @@ def register(name: str, kind: Callable[..., Tracker]) -> None:
         ...     def log(self, step, metrics): print(step)
         ...     def finish(self): pass
         >>> fa.track.register("printer", Printer)
-        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), steps=1, trackers="printer"):
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), steps=1, track="printer"):
         ...     pass
         1
     """

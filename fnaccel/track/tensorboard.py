@@ -31,7 +31,7 @@ class TensorBoardTracker(LibraryTracker):
     Example:
         >>> from fnaccel.track import TensorBoardTracker
         >>> tracker = TensorBoardTracker("runs/gpt")
-        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=tracker):
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), track=tracker):
         ...     pass
         >>> len(list(Path("runs/gpt").glob("events.out.tfevents.*")))
         1

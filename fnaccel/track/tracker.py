@@ -31,7 +31,7 @@ class Tracker(Protocol):
         ...     def start(self, config): print("start")
         ...     def log(self, step, metrics): print(step, sorted(metrics))
         ...     def finish(self): print("finish")
-        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=[Printer()]):
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), track=[Printer()]):
         ...     pass
         start
         1 ['loss', ...]
@@ -133,13 +133,13 @@ def writes_on(tracker: Tracker, rank: int, size: int) -> bool:
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 0:
         raise ArgumentError(
             f"ranks={ranks!r} of {type(tracker).__name__} names no ranks",
-            where="trackers=",
+            where="track=",
             fix='ranks="main", ranks="all", or the number of a rank',
         )
     if ranks >= size:
         raise WorldError(
             f"ranks={ranks} of {type(tracker).__name__}, and the world has {size} ranks",
-            where="trackers=",
+            where="track=",
             fix=f"a rank from 0 to {size - 1}",
         )
     return rank == ranks

@@ -30,7 +30,7 @@ class WandbTracker(LibraryTracker):
     Example:
         >>> from fnaccel.track import WandbTracker
         >>> tracker = WandbTracker(project="gpt", mode="disabled")
-        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), trackers=tracker):
+        >>> for state, metrics in fa.scan(train_step, state, fa.shard(loader), track=tracker):
         ...     pass
     """
 

@@ -119,7 +119,7 @@ def loader(n=12, batch_size=4, shuffle=True):
 def begun(folder, shards):
     """A checkpoint in the middle of an epoch."""
     train_step = program()
-    for state, _ in fa.scan(train_step, train_step.init(), shards, directory=folder):
+    for state, _ in fa.scan(train_step, train_step.init(), shards, save=folder):
         if state.step == 2:
             break
     assert 0 < state.data.samples < 12
@@ -177,7 +177,7 @@ def test_nothing_is_said_of_the_same_data_or_at_the_end_of_an_epoch(tmp_path, ca
     shards = fa.shard(loader())
     begun(tmp_path / "middle", shards)
     train_step = program()
-    for _ in fa.scan(train_step, train_step.init(), shards, directory=tmp_path / "end"):
+    for _ in fa.scan(train_step, train_step.init(), shards, save=tmp_path / "end"):
         pass
     with caplog.at_level(logging.WARNING, logger="fnaccel"):
         goes_on(tmp_path / "middle", fa.shard(loader()))
@@ -187,7 +187,7 @@ def test_nothing_is_said_of_the_same_data_or_at_the_end_of_an_epoch(tmp_path, ca
 
 def test_an_evaluation_in_between_changes_no_facts(tmp_path):
     train_step = program()
-    for state, _ in fa.scan(train_step, train_step.init(), fa.shard(loader()), directory=tmp_path):
+    for state, _ in fa.scan(train_step, train_step.init(), fa.shard(loader()), save=tmp_path):
         fa.evaluate(train_step, state, loss_fn, fa.shard(loader(8, shuffle=False)))
         if state.step == 2:
             break

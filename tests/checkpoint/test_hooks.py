@@ -191,7 +191,7 @@ def test_paths_are_absolute_and_counts_are_checked(tmp_path, monkeypatch):
         with pytest.raises(errors.ArgumentError, match="train_step is a TrainState"):
             fa.resume_or_init("runs", state)
         with pytest.raises(errors.ArgumentError, match="keep=0"):
-            fa.scan(train_step, state, fa.shard([batch_of(4)]), directory="runs", keep=0)
+            fa.scan(train_step, state, fa.shard([batch_of(4)]), save=fa.Autosave("runs", keep=0))
         with pytest.raises(errors.ArgumentError, match="keep=0"):
             fa.config.CheckpointRecipe(directory="runs", keep=0)
         with pytest.raises(errors.CheckpointError, match="overwrite=True"):

@@ -120,10 +120,7 @@ def resumed(root, per):
     state = fa.resume_or_init(folder, train_step, seed=0, each_machine=True)
     first = state.step
     loader = [tuple(fa.split_between_processes(part) for part in batch_of(12, n)) for n in range(3)]
-    for state, _ in fa.scan(
-        train_step, state, fa.shard(loader, presplit=True), steps=first + 2, directory=folder, save_every=1,
-        keep=2, each_machine=True,
-    ):  # fmt: skip
+    for state, _ in fa.scan(train_step, state, fa.shard(loader, presplit=True), steps=first + 2, save=fa.Autosave(folder, every=1, keep=2, each_machine=True)):  # fmt: skip
         pass
     return first, [entry.step for entry in fa.checkpoint.checkpoints(folder)]
 

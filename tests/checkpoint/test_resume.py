@@ -59,11 +59,11 @@ def test_extras_that_can_not_be_saved_are_named_before_the_run(world, tmp_path):
     assert train_step.live_state is None
     state = train_step.init(extras=extras)
     with pytest.raises(NotSerializableError, match=both) as raised:
-        next(fa.scan(train_step, state, shards, steps=3, directory=tmp_path))
-    assert raised.value.where == "fa.scan(directory=)"
+        next(fa.scan(train_step, state, shards, steps=3, save=tmp_path))
+    assert raised.value.where == "fa.scan(save=)"
     assert train_step.live_state.step == 0
     state.extras.clear()
-    states = fa.scan(train_step, state, shards, steps=3, directory=tmp_path)
+    states = fa.scan(train_step, state, shards, steps=3, save=tmp_path)
     assert [state.step for state, _ in states] == [1, 2, 3]
 
 

@@ -49,6 +49,6 @@ def some_updates(name: str, changes: dict[str, Any], folder: str) -> tuple[list[
         options = {**fa.config.scan_options(recipe), "steps": 4}
         for state, metrics in fa.scan(train_step, state, shards, **options):
             losses.append(float(metrics["loss"]))
-        saves = "directory" in options
+        saves = "save" in options
         saved = [checkpoint.path.name for checkpoint in fa.checkpoint.checkpoints(folder)] if saves else []
         return losses, str(train_step.plan), saved

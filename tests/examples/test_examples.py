@@ -36,7 +36,7 @@ def calls_of(tree):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_every_script_calls_the_functions_of_its_row(script):
-    """A reader finds in the script what the table says: `fa.scan(trackers=...)` is such a call, no recipe."""
+    """A reader finds in the script what the table says: `fa.scan(track=...)` is such a call, no recipe."""
     name = str(script.relative_to(ROOT / "examples"))
     text = (ROOT / "examples" / "README.md").read_text()
     table = next(table for table in text.split("\n\n") if f"| [{name.split('/')[-1]}]({name})" in table)

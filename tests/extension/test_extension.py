@@ -313,7 +313,7 @@ def test_a_tracker_and_a_reader():
         seen = [
             metrics["loss"]
             for _, metrics in fa.scan(
-                train_step, train_step.init(), fa.shard(page.Shelf(x, y, rows=4)), epochs=1, trackers=tracker
+                train_step, train_step.init(), fa.shard(page.Shelf(x, y, rows=4)), epochs=1, track=tracker
             )
         ]
     assert len(seen) == 3

@@ -39,9 +39,7 @@ TRAIN = """
         )
         state = fa.resume_or_init("run", step, seed=1)
         first, losses = state.step, []
-        for state, metrics in fa.scan(
-            step, state, fa.shard(loader), steps=steps, directory="run", save_every=1
-        ):
+        for state, metrics in fa.scan(step, state, fa.shard(loader), steps=steps, save=fa.Autosave("run", every=1)):
             losses.append(metrics["loss"].item())
             rank, at, what = plan.get(str(attempt), (None, None, None))
             if world.rank == rank and state.step == at:

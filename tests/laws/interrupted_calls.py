@@ -109,7 +109,7 @@ def scan(case: Case, expected: list[Any]) -> Generator[Callable[[], Any]]:
     """The next `scan` goes on from the live state, with the batch that follows it."""
     train_step, state = begun(case.of)
     rows = shards()
-    states = fa.scan(train_step, state, rows, steps=STEPS, directory=case.folder, save_every=1)
+    states = fa.scan(train_step, state, rows, steps=STEPS, save=fa.Autosave(case.folder, every=1))
     state, _ = next(iter(states))
     before = fa.snapshot(state)
     yield lambda: next(iter(states))
@@ -117,7 +117,7 @@ def scan(case: Case, expected: list[Any]) -> Generator[Callable[[], Any]]:
     case.kind = "live" if live is state else "dead" if live is None else "following"
     live = train_step.adopt(before) if live is None else live
     case.see(live, expected[live.step])
-    for live, _ in fa.scan(train_step, live, rows, steps=STEPS, directory=case.folder):
+    for live, _ in fa.scan(train_step, live, rows, steps=STEPS, save=case.folder):
         pass
     case.see(live, expected[STEPS])
     train_step.close()

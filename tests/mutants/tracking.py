@@ -35,7 +35,7 @@ MUTANTS = [
         'return ranks == "all" or rank == 0', "return rank == 0", (RANKS, "-k", "each_tracker"),
     ),
     Mutant(
-        "ranks that share one file", "loop/tracked.py", "tracker.use_rank(world.rank)", "tracker.use_rank(0)",
+        "ranks that share one file", "loop/tracking.py", "tracker.use_rank(world.rank)", "tracker.use_rank(0)",
         (RANKS, "-k", "each_tracker"),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""A loop over `fa.scan(directory=...)` that is left before its end."""
+"""A loop over `fa.scan(save=...)` that is left before its end."""
 
 from __future__ import annotations
 
@@ -89,23 +89,22 @@ ON_PURPOSE = [
 OPTIONS = {
     "plain": {},
     "background": {"background": True},
-    "trackers": {"trackers": "jsonl"},
+    "trackers": {"track": "jsonl"},
     "time": {"max_seconds": 1000},
-    "every": {"save_every": 2},
+    "every": {"every": 2},
 }
 
 
-def left(leave, folder, **options):
+def left(leave, folder, *, every=None, background=False, **options):
     """The steps that are saved after a loop was left, and the warnings."""
     train_step = program(strategy="ddp")
     own = fa.collectives.broadcast_objects(str(folder))
+    save = fa.Autosave(own, every=every, background=background)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             # no variable holds the iterator
-            leave(
-                fa.scan(train_step, train_step.init(extras={}), shards(), steps=9, directory=own, **options)
-            )
+            leave(fa.scan(train_step, train_step.init(extras={}), shards(), steps=9, save=save, **options))
         except (KeyboardInterrupt, ValueError) as error:
             del error
     steps = [each.step for each in fa.checkpoint.checkpoints(own)]
@@ -165,7 +164,7 @@ def by_next(states):
     "leave", [by_error, by_error_of_a_call, by_error_under_a_bar, by_error_under_closing, by_next]
 )
 def test_an_error_saves_nothing_and_says_what_is_lost(tmp_path, world, leave):
-    steps, said = left(leave, tmp_path, save_every=2)
+    steps, said = left(leave, tmp_path, every=2)
     assert steps == [2]
     (text,) = said
     assert f"step {LAST} is not saved in {tmp_path}, where the newest is 2: an exception" in text
@@ -182,7 +181,7 @@ def test_nothing_is_said_at_the_end(tmp_path, world):
 
 def test_a_loop_that_a_variable_holds_goes_on(tmp_path, world):
     train_step = program()
-    states = fa.scan(train_step, train_step.init(), shards(), steps=9, directory=tmp_path)
+    states = fa.scan(train_step, train_step.init(), shards(), steps=9, save=tmp_path)
     for last in LAST, 2 * LAST:
         by_break_at(states, last)
         assert fa.checkpoint.checkpoints(tmp_path)[-1].step == last
@@ -204,7 +203,7 @@ def by_a_step_of_its_own(states, train_step):
 
 def test_the_state_that_is_live_is_saved(tmp_path, world):
     train_step = program()
-    states = fa.scan(train_step, train_step.init(), shards(), steps=9, directory=tmp_path)
+    states = fa.scan(train_step, train_step.init(), shards(), steps=9, save=tmp_path)
     by_a_step_of_its_own(states, train_step)
     assert [each.step for each in fa.checkpoint.checkpoints(tmp_path)] == [LAST + 1]
     states.close()
@@ -212,7 +211,7 @@ def test_the_state_that_is_live_is_saved(tmp_path, world):
 
 def test_a_step_that_the_script_saved_is_not_lost(tmp_path, world):
     train_step = program()
-    states = fa.scan(train_step, train_step.init(), shards(), steps=9, directory=tmp_path)
+    states = fa.scan(train_step, train_step.init(), shards(), steps=9, save=tmp_path)
     for _ in range(LAST):
         state, _ = next(states)
     fa.save(tmp_path, state)
@@ -238,7 +237,7 @@ def alone(folder, strategy):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            for state, _ in fa.scan(train_step, train_step.init(), shards(), steps=9, directory=folder):
+            for state, _ in fa.scan(train_step, train_step.init(), shards(), steps=9, save=folder):
                 if state.step == LAST and current().rank == 0:
                     break
         except fa.errors.FnaccelError as raised:

@@ -161,10 +161,10 @@ class TestWrongArguments:
             (lambda step, state, data: fa.evaluate(step, None, loss_fn, data, ema=True), "this is NoneType"),
             (lambda step, state, data: step.averaged(state).__enter__(), "no averaged parameters"),
             (lambda step, state, data: step(state, batch_of(4), given=[state]), "given is list, not a dict"),
-            (lambda step, state, data: fa.scan(step, state, data, trackers=3), "int is no tracker"),
-            (lambda step, state, data: fa.scan(step, state, data, trackers=[print]), "is no tracker"),
+            (lambda step, state, data: fa.scan(step, state, data, track=3), "int is no tracker"),
+            (lambda step, state, data: fa.scan(step, state, data, track=[print]), "is no tracker"),
             (
-                lambda step, state, data: fa.scan(step, state, data, trackers=[fa.track.JsonlTracker]),
+                lambda step, state, data: fa.scan(step, state, data, track=[fa.track.JsonlTracker]),
                 "the class JsonlTracker is no tracker",
             ),
         ],

@@ -54,7 +54,7 @@ def test_a_tracker_that_raises_ends_nothing(tmp_path, caplog, fails):
         states = [
             state.step
             for state, _ in fa.scan(
-                train_step, train_step.init(), shards(), steps=STEPS, trackers=[bad, good], directory=tmp_path
+                train_step, train_step.init(), shards(), steps=STEPS, save=tmp_path, track=[bad, good]
             )
         ]
     assert states == good.logged == bad.logged == [*range(1, STEPS + 1)]
@@ -74,7 +74,7 @@ def test_the_last_state_is_saved_before_a_tracker_ends(tmp_path):
 
     tracker = Slow()
     train_step = program()
-    for _ in fa.scan(train_step, train_step.init(), shards(), steps=3, trackers=tracker, directory=tmp_path):
+    for _ in fa.scan(train_step, train_step.init(), shards(), steps=3, save=tmp_path, track=tracker):
         pass
     assert tracker.saved == [3]
 
@@ -82,7 +82,7 @@ def test_the_last_state_is_saved_before_a_tracker_ends(tmp_path):
 def test_changes_of_extras_in_the_body_are_saved_with_their_step(tmp_path):
     train_step = program()
     state = train_step.init(extras={"seen": 0})
-    for state, _ in fa.scan(train_step, state, shards(), steps=4, directory=tmp_path, save_every=1):
+    for state, _ in fa.scan(train_step, state, shards(), steps=4, save=fa.Autosave(tmp_path, every=1)):
         state.extras["seen"] = state.step
     for step in range(1, 5):
         fresh = program()
@@ -102,9 +102,7 @@ def test_ctrl_c_in_one_tracker_leaves_the_others_ended(tmp_path, interrupted_fir
     trackers = [Interrupted(), good] if interrupted_first else [good, Interrupted()]
     train_step = program()
     with pytest.raises(KeyboardInterrupt):
-        for _ in fa.scan(
-            train_step, train_step.init(), shards(), steps=3, trackers=trackers, directory=tmp_path
-        ):
+        for _ in fa.scan(train_step, train_step.init(), shards(), steps=3, save=tmp_path, track=trackers):
             pass
     assert good.ended
     assert [each.step for each in fa.checkpoint.checkpoints(tmp_path)] == [3]
@@ -118,7 +116,7 @@ def test_a_tracker_that_cannot_start_leaves_the_others_ended():
     good = Recorder()
     train_step = program()
     with pytest.raises(OSError, match="no route"):
-        next(fa.scan(train_step, train_step.init(), shards(), trackers=[good, Unreachable()]))
+        next(fa.scan(train_step, train_step.init(), shards(), track=[good, Unreachable()]))
     assert good.ended
     train_step(train_step.live_state, batch_of(4))
 

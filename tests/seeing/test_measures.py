@@ -27,9 +27,9 @@ def _shards(rows=24, **options):
     return fa.shard(DataLoader(TensorDataset(*batch_of(rows)), batch_size=4), **options)
 
 
-def _metrics(step=loss_fn, shards=None, **options):
-    train_step = program(step)
-    return [dict(m) for _, m in fa.scan(train_step, train_step.init(), shards or _shards(), **options)]
+def _metrics(step=loss_fn, shards=None, **measured):
+    train_step, watch = program(step), fa.Watch(**measured)
+    return [dict(m) for _, m in fa.scan(train_step, train_step.init(), shards or _shards(), watch=watch)]
 
 
 def test_a_meter_counts_over_its_window(monkeypatch):
@@ -67,7 +67,12 @@ def _ranks():
     with fa.start():
         train_step = program(strategy="ddp")
         measure = Throughput(tokens=lambda batch: len(batch[0]))
-        last = [m for _, m in fa.scan(train_step, train_step.init(), _shards(32), throughput=measure)][-2]
+        last = [
+            m
+            for _, m in fa.scan(
+                train_step, train_step.init(), _shards(32), watch=fa.Watch(throughput=measure)
+            )
+        ][-2]
     return last["rows_per_second"] / last["tokens_per_second"]
 
 
@@ -216,15 +221,18 @@ def test_wrong_options_of_throughput_are_errors(wrong):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"throughput": "yes"},
-        {"throughput": 50},
-        {"report": True},
-        {"profile": True},
-        {"config": "lr"},
-        {"log_every": "2"},
+        lambda: {"watch": fa.Watch(throughput="yes")},
+        lambda: {"watch": fa.Watch(throughput=50)},
+        lambda: {"watch": fa.Watch(profile=True)},
+        lambda: {"watch": True},
+        lambda: {"track": fa.Tracking(report=True)},
+        lambda: {"track": fa.Tracking(config="lr")},
+        lambda: {"track": fa.Tracking(every="2")},
+        lambda: {"save": 3},
+        lambda: {"save": True},
     ],
 )
 def test_wrong_options_of_scan_are_errors_before_training(wrong):
     train_step = program()
     with pytest.raises(ArgumentError, match="where: fa"):
-        fa.scan(train_step, train_step.init(), fa.shard(DataLoader(TensorDataset(*batch_of(4)))), **wrong)
+        fa.scan(train_step, train_step.init(), fa.shard(DataLoader(TensorDataset(*batch_of(4)))), **wrong())

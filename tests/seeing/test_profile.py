@@ -41,7 +41,7 @@ def _train(directory, rows=48, milliseconds=0.0, strategy="local", **options):
     train_step = program(strategy=strategy)
     profile = fa.profile(directory, **options)
     shards = fa.shard(DataLoader(Slow(rows, milliseconds), batch_size=4))
-    for _ in fa.scan(train_step, train_step.init(), shards, profile=profile):
+    for _ in fa.scan(train_step, train_step.init(), shards, watch=fa.Watch(profile=profile)):
         pass
     train_step.close()
     return profile
@@ -201,7 +201,7 @@ def test_an_error_in_the_loop_ends_the_profile(tmp_path):
     train_step = program(fails)
     shards = fa.shard(DataLoader(Slow(8, 0.0), batch_size=4))
     with pytest.raises(ValueError, match="of the loss"):
-        list(fa.scan(train_step, train_step.init(), shards, profile=tmp_path))
+        list(fa.scan(train_step, train_step.init(), shards, watch=fa.Watch(profile=tmp_path)))
     _train(tmp_path, active=1)  # another one can begin
     assert len(summarize(tmp_path)) == 1
 

@@ -62,7 +62,8 @@ def _log(path, records):
 
 def test_a_run_ends_with_its_report(tmp_path):
     path = tmp_path / "report.html"
-    _train(8, report=path, throughput=True, memory=True, config={"lr": 0.1, "name": "<b>bold</b>"})
+    track = fa.Tracking(report=path, config={"lr": 0.1, "name": "<b>bold</b>"})
+    _train(8, track=track, watch=fa.Watch(throughput=True, memory=True))
     page = Page(path.read_text())
     for title in (
         "Loss",
@@ -87,7 +88,8 @@ def test_a_run_ends_with_its_report(tmp_path):
 
 def test_runs_side_by_side_show_what_differs(tmp_path, capsys):
     for name, lr in (("first", 0.1), ("second", 0.2)):
-        _train(4, trackers=JsonlTracker(tmp_path / f"{name}.jsonl"), config={"lr": lr, "rows": 4})
+        tracker = JsonlTracker(tmp_path / f"{name}.jsonl")
+        _train(4, track=fa.Tracking(tracker, config={"lr": lr, "rows": 4}))
     assert main(["report", str(tmp_path)]) == 0
     path = tmp_path / "report.html"
     assert capsys.readouterr().out.strip() == str(path)
@@ -120,7 +122,9 @@ def test_a_preempted_run_goes_on_in_its_report(tmp_path):
         train_step = program()
         state = fa.resume_or_init(tmp_path / "run", train_step)
         loader = fa.shard(DataLoader(TensorDataset(*batch_of(40)), batch_size=4))
-        for _ in fa.scan(train_step, state, loader, steps=steps, directory=tmp_path / "run", report=path):
+        for _ in fa.scan(
+            train_step, state, loader, steps=steps, save=tmp_path / "run", track=fa.Tracking(report=path)
+        ):
             pass
         train_step.close()
     run = read_run(tmp_path / "report.jsonl")
@@ -210,7 +214,8 @@ document.body.append(frame);
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium: apt-get install chromium")
 @pytest.mark.parametrize(("width", "columns"), [(390, 1), (1200, 2)])
 def test_a_browser_shows_it_on_a_phone_and_on_a_desk(tmp_path, width, columns):
-    _train(80, report=tmp_path / "report.html", throughput=True, memory=True)
+    track, watch = fa.Tracking(report=tmp_path / "report.html"), fa.Watch(throughput=True, memory=True)
+    _train(80, track=track, watch=watch)
     text = json.dumps((tmp_path / "report.html").read_text()).replace("</", "<\\/")
     outer = tmp_path / "outer.html"
     outer.write_text(MEASURE.replace("WIDTH", str(width)).replace("PAGE", text))
@@ -244,8 +249,8 @@ def test_a_page_never_replaces_a_losses(tmp_path):
     for path in (log, tmp_path):
         with pytest.raises(ArgumentError, match="where: fnaccel report"):
             fa.seeing.write_report(log, path)
-        with pytest.raises(ArgumentError, match=r"where: fa.scan\(report=\)"):
-            _train(1, report=path)
+        with pytest.raises(ArgumentError, match=r"where: fa.Tracking\(report=\)"):
+            _train(1, track=fa.Tracking(report=path))
     assert log.read_bytes() == before
 
 

@@ -92,7 +92,7 @@ class Urgent(Floats):
     def log(self, step: int, metrics: Mapping[str, float], *, urgent: bool = False) -> None: ...
 
 
-with fa.tracked(["jsonl", Floats(), Urgent()]) as run:
+with fa.tracked(fa.Tracking("jsonl", Floats(), Urgent(), config={"lr": 0.1})) as run:
     run.log(1, {"loss": torch.tensor(0.5), "note": "warm"}, options={"Urgent": {"urgent": True}})
     run.log({"eval": {"loss": 0.5}})
     mine: fa.track.Tracker = run

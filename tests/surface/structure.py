@@ -24,10 +24,10 @@ ROWS = [
     "engine",
     "strategies",
     "program",
-    "checkpoint config",
+    "checkpoint",
     "interchange testing",
     "loop",
-    "big",
+    "big config",
     "estimate",
     "cli",
 ]

@@ -59,11 +59,11 @@ def main(name, folder, options):
         return fa.Mean(model(batch).square().sum(), weight=len(batch))
 
     trackers = [{"name": name, **options}, fa.track.JsonlTracker(folder / "expected.jsonl")]
-    with fa.start(device="cpu"), fa.tracked(trackers, directory=folder) as run:
+    with fa.start(device="cpu"), fa.tracked(fa.Tracking(*trackers, directory=folder)) as run:
         model = fa.distribute(lambda: nn.Linear(2, 1), fa.local())
         train_step = fa.train_step(loss_fn, model=model, optimizer=fa.sgd(lr=0.001))
         shards, state = fa.shard(torch.utils.data.DataLoader(torch.ones(6, 2))), train_step.init(seed=0)
-        for state, _ in fa.scan(train_step, state, shards, steps=STEPS, trackers=run):
+        for state, _ in fa.scan(train_step, state, shards, steps=STEPS, track=run):
             if state.step == 2:
                 fill(folder / "logs")
     print("STEP", state.step, "FAILURES", json.dumps(run.failures))

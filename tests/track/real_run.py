@@ -76,12 +76,12 @@ def main(name, folder, options):
         "all" if name == "all" else {"name": name, **options},
         fa.track.JsonlTracker(folder / "expected.jsonl"),
     ]
-    with fa.start(device="cpu"), fa.tracked(trackers, CONFIG, directory=folder) as run:
+    with fa.start(device="cpu"), fa.tracked(fa.Tracking(*trackers, config=CONFIG, directory=folder)) as run:
         model = fa.distribute(lambda: nn.Linear(2, 1), fa.local())
         step = fa.clip_norm(loss_fn, 1.0)
         train_step = fa.train_step(step, model=model, optimizer=fa.sgd(lr=0.001))
         shards, state = fa.shard(loader), train_step.init(seed=0)
-        for state, _ in fa.scan(train_step, state, shards, steps=STEPS, trackers=run):
+        for state, _ in fa.scan(train_step, state, shards, steps=STEPS, track=run):
             if state.step == 2:
                 figure, axes = pyplot.subplots(figsize=(1, 1))
                 axes.plot([1, 2])

@@ -1,4 +1,4 @@
-"""Trackers by name: the registry, `fa.scan(trackers=)`, `fa.tracked`, and the section `tracking` of recipes."""
+"""Trackers by name: the registry, `fa.Tracking`, `fa.tracked`, and the section `tracking` of recipes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 import fnaccel as fa
 from fnaccel.config.yaml import override
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError
-from fnaccel.loop.tracked import trackers_of_rank
 from fnaccel.track import JsonlTracker, TensorBoardTracker, read_jsonl, registry
 from fnaccel.world import log_level
 from tests.models import batch_of, program
@@ -62,18 +61,26 @@ def steps_of(path):
 
 
 def test_a_name_writes_to_runs_or_to_logs_in_the_directory_of_the_run():
-    train(trackers="jsonl")
-    train(trackers=["jsonl", {"name": "tensorboard"}], directory="a")
-    train(trackers={"name": "jsonl", "directory": "b"}, directory="a")
-    train(trackers=[{"name": "jsonl", "path": "c.jsonl"}])
-    for path in ("runs/metrics.jsonl", "a/logs/metrics.jsonl", "b/metrics.jsonl", "c.jsonl"):
+    train(track="jsonl")
+    train(track=["jsonl", {"name": "tensorboard"}], save="a")
+    train(track={"name": "jsonl", "directory": "b"}, save="a")
+    train(track=fa.Tracking("jsonl", directory="d"), save="a")
+    train(track=[{"name": "jsonl", "path": "c.jsonl"}])
+    train(track=None)
+    for path in (
+        "runs/metrics.jsonl",
+        "a/logs/metrics.jsonl",
+        "b/metrics.jsonl",
+        "c.jsonl",
+        "d/logs/metrics.jsonl",
+    ):
         assert steps_of(path) == [1, 2, 3], path
     assert len(list(Path("a/logs").glob("events.out.tfevents.*"))) == 1
 
 
 def test_names_objects_and_mappings_mix():
     fa.track.register("list", ListTracker)
-    train(trackers=[{"name": "list", "label": "x"}, JsonlTracker("d.jsonl"), "jsonl"], log_every=2)
+    train(track=fa.Tracking({"name": "list", "label": "x"}, JsonlTracker("d.jsonl"), "jsonl", every=2))
     assert [row for row in ListTracker.rows if isinstance(row, int)] == [2]
     assert ListTracker.rows[-1] == "finish"
     assert steps_of("d.jsonl") == steps_of("runs/metrics.jsonl") == [2]
@@ -88,7 +95,7 @@ def test_all_stands_for_those_that_are_installed(monkeypatch):
     fa.track.register("list", ListTracker)
     assert fa.track.installed() == ("jsonl", "list")
     assert len(seen) == 9
-    train(trackers=["all", JsonlTracker("mine.jsonl")])
+    train(track=["all", JsonlTracker("mine.jsonl")])
     assert ListTracker.rows[-1] == "finish"
     assert steps_of("mine.jsonl") == [1, 2, 3]
     assert not Path("runs").exists(), "there is a JsonlTracker already"
@@ -123,18 +130,17 @@ def test_a_registered_name_hides_a_built_in_one_and_says_so():
         ({"name": "jsonl", "colour": "red"}, ArgumentError, "has no option 'colour'"),
         (JsonlTracker, ArgumentError, "the class JsonlTracker is no tracker"),
         ([3], ArgumentError, "int is no tracker"),
-        (None, ArgumentError, "NoneType is no tracker"),
     ],
 )
 @pytest.mark.parametrize("function", ["scan", "tracked"])
 def test_mistakes(trackers, kind, text, function):
     with pytest.raises(kind, match=text) as raised:
-        {"scan": train, "tracked": open_by_hand}[function](trackers=trackers)
-    assert raised.value.where.startswith((f"fa.{function}", "trackers"))
+        {"scan": train, "tracked": open_by_hand}[function](track=trackers)
+    assert raised.value.where.startswith((f"fa.{function}", "fa.Tracking", "trackers"))
 
 
-def open_by_hand(trackers):
-    with fa.tracked(trackers):
+def open_by_hand(track):
+    with fa.tracked(track):
         raise AssertionError("it was opened")
 
 
@@ -149,7 +155,7 @@ def test_names_that_cannot_be_registered(name):
 
 
 def test_a_loop_by_hand():
-    with fa.tracked(["jsonl", TensorBoardTracker("tb")], {"lr": 0.5}, directory="a") as run:
+    with fa.tracked(fa.Tracking("jsonl", TensorBoardTracker("tb"), config={"lr": 0.5}, directory="a")) as run:
         run.log(1, {"loss": torch.tensor(0.5), "rows": 3, "text": "warm"})
         run.log(2, {"loss": torch.tensor(0.25, requires_grad=True)})
         run.log_images(2, "x", torch.zeros(1, 2, 2))
@@ -195,14 +201,14 @@ def test_a_recipe_round_trips_and_trains():
     train(**fa.config.scan_options(recipe))
     assert steps_of("a/logs/metrics.jsonl") == [2]
     assert ListTracker.rows[1:] == [2, "finish"]
-    assert ListTracker.folders == [("a/logs", "z")]
+    assert ListTracker.folders == [(str(Path("a/logs").absolute()), "z")]
 
 
 def test_a_recipe_in_python_takes_one_name_and_fields_can_be_set():
     recipe = fa.config.Recipe(tracking=fa.config.TrackingRecipe(trackers="jsonl"))
     assert recipe.tracking.trackers == ("jsonl",)
     changed = override(recipe, {"tracking.trackers": ["all"], "tracking.log_every": 5})
-    assert fa.config.scan_options(changed) == {"trackers": ["all"], "log_every": 5}
+    assert fa.config.scan_options(changed) == {"track": fa.Tracking("all", every=5)}
     assert fa.config.scan_options(fa.config.Recipe()) == {}
 
 
@@ -245,5 +251,5 @@ def test_a_recipe_sets_the_level_of_log_lines():
 @pytest.mark.parametrize("trackers", [["jsonl", "jsonl"], ["jsonl", {"name": "jsonl"}]])
 def test_a_tracker_that_is_given_twice_raises(trackers, tmp_path):
     """Both would write the same rows to one file."""
-    with fa.start() as world, pytest.raises(ArgumentError, match="'jsonl' is given twice"):
-        trackers_of_rank(trackers, world, tmp_path, "here")
+    with fa.start(), pytest.raises(ArgumentError, match="'jsonl' is given twice"):
+        fa.Tracking(*trackers).opened("here", tmp_path)

@@ -53,7 +53,7 @@ def train(trackers, caplog, level=logging.ERROR, **options):
     """The steps of a training with these trackers, and the lines that were logged as errors."""
     with fa.start(device="cpu"), caplog.at_level(level, logger="fnaccel"):
         train_step = program()
-        states = fa.scan(train_step, train_step.init(), shards(), trackers=trackers, **options)
+        states = fa.scan(train_step, train_step.init(), shards(), track=trackers, **options)
         steps = [state.step for state, _ in states]
     return steps, [record.getMessage() for record in caplog.records]
 

@@ -34,7 +34,7 @@ def train(world, trackers):
 
     shards = fa.shard(DataLoader(TensorDataset(*batch_of(12)), batch_size=4))
     train_step = program(strategy="ddp" if world.size > 1 else "local", world=world)
-    return [state.step for state, _ in fa.scan(train_step, train_step.init(), shards, trackers=trackers)]
+    return [state.step for state, _ in fa.scan(train_step, train_step.init(), shards, track=trackers)]
 
 
 def on_a_rank(folder):

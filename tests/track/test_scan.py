@@ -89,7 +89,7 @@ def train(path, steps, **options):
         seen = []
         state = train_step.init(seed=0)
         for state, metrics in fa.scan(
-            train_step, state, fa.shard(loader), steps=steps, trackers=JsonlTracker(path), **options
+            train_step, state, fa.shard(loader), steps=steps, track=fa.Tracking(JsonlTracker(path), **options)
         ):
             seen.append((state.step, metrics["loss"].item()))
         train_step.close()
@@ -106,7 +106,7 @@ def test_scan_writes_one_record_a_step(tmp_path):
 
 
 def test_scan_writes_each_second_step_where_told(tmp_path):
-    train(tmp_path / "run", 5, log_every=2)
+    train(tmp_path / "run", 5, every=2)
     assert [r["step"] for r in read_jsonl(tmp_path / "run")[1:]] == [2, 4]
 
 

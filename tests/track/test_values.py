@@ -54,7 +54,7 @@ def rows_of(tracker):
 
 def test_text_and_nested_values_reach_each_tracker(caplog):
     mine = Kept()
-    with fa.tracked(["jsonl", mine], directory="a") as run:
+    with fa.tracked(fa.Tracking("jsonl", mine, directory="a")) as run:
         run.log(1, {"loss": torch.tensor(0.5), "note": "warm", "eval": {"top": {"1": 0.25}}, "best": None})
     given = {"loss": 0.5, "note": "warm", "eval/top/1": 0.25, "best": None}
     assert rows_of(mine) == [(1, given)]
@@ -66,7 +66,10 @@ def test_text_and_nested_values_reach_each_tracker(caplog):
 def test_tensorboard_writes_text_and_names_the_rest_once(caplog):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with caplog.at_level(logging.WARNING, "fnaccel"), fa.tracked("tensorboard", directory="a") as run:
+    with (
+        caplog.at_level(logging.WARNING, "fnaccel"),
+        fa.tracked(fa.Tracking("tensorboard", directory="a")) as run,
+    ):
         for step in (1, 2):
             run.log(step, {"loss": 0.5, "note": "warm", "rows": [1, 2], "size": np.int64(3)})
         run.log(3, {"rows": [1], "hist": np.ones(2)})
@@ -104,7 +107,7 @@ def test_metrics_of_a_step_follow_the_same_way(caplog):
     mine, through = Kept(), Kept()
     train_step = program(loss_with_parts)
     with fa.tracked(through) as run:
-        for _ in fa.scan(train_step, train_step.init(), shards(), steps=1, trackers=[mine, run]):
+        for _ in fa.scan(train_step, train_step.init(), shards(), steps=1, track=[mine, run]):
             pass
     [(step, values)] = rows_of(mine)
     assert step == 1
@@ -116,7 +119,7 @@ def test_metrics_of_a_step_follow_the_same_way(caplog):
 
 
 def test_jsonl_writes_plain_values_and_names_the_rest_once(caplog):
-    with caplog.at_level(logging.WARNING, "fnaccel"), fa.tracked("jsonl", directory="a") as run:
+    with caplog.at_level(logging.WARNING, "fnaccel"), fa.tracked(fa.Tracking("jsonl", directory="a")) as run:
         for step in (1, 2):
             run.log(
                 step, {"words": ["a", 1, None], "set": {1}, "deep": [[torch.ones(2)]], "size": np.int64(3)}
@@ -170,7 +173,7 @@ def test_rows_of_scan_and_of_its_body_keep_their_order(monkeypatch):
     mine = Kept()
     train_step = program()
     with fa.tracked(mine) as run:
-        for state, _ in fa.scan(train_step, train_step.init(), shards(), steps=3, trackers=run):
+        for state, _ in fa.scan(train_step, train_step.init(), shards(), steps=3, track=run):
             run.log({"seen": state.step})
     steps = [(step, "seen" in values) for step, values in rows_of(mine)]
     assert steps == [(1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
@@ -200,7 +203,7 @@ def test_a_call_of_the_wrong_kind(arguments, says):
 
 def test_options_go_to_the_tracker_of_that_name():
     urgent, whole, plain = Urgent(), Any(), Kept()
-    with fa.tracked([urgent, whole, plain, "jsonl"], directory="a") as run:
+    with fa.tracked(fa.Tracking(urgent, whole, plain, "jsonl", directory="a")) as run:
         run.log(
             1,
             {"a": 1.0},
@@ -228,7 +231,7 @@ def test_a_registered_name_takes_options_too():
 def test_an_option_of_a_library_reaches_its_call(name):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with fa.tracked("tensorboard", directory="a") as run:
+    with fa.tracked(fa.Tracking("tensorboard", directory="a")) as run:
         run.log(1, {"loss": 0.5}, options={name: {"walltime": 12.5}})
     assert EventAccumulator("a/logs").Reload().Scalars("loss")[0].wall_time == 12.5
 
@@ -250,7 +253,7 @@ def test_an_option_of_a_library_reaches_its_call(name):
 )  # fmt: skip
 def test_mistakes_in_options_write_nothing(options, kind, says, fix):
     urgent, kept = Urgent(), Kept()
-    with fa.tracked([urgent, kept, "jsonl", "tensorboard"], directory="a") as run:
+    with fa.tracked(fa.Tracking(urgent, kept, "jsonl", "tensorboard", directory="a")) as run:
         with pytest.raises(kind, match=says.replace("(", r"\(")) as raised:
             run.log(1, {"a": 1.0}, options=options)
         run.log({"b": 1.0})
@@ -263,7 +266,7 @@ def test_mistakes_in_options_write_nothing(options, kind, says, fix):
 
 def test_a_rank_without_trackers_knows_their_names():
     world = fa.start(device="cpu")
-    with fa.tracked({"name": "jsonl", "ranks": "main"}, directory="a", world=world) as run:
+    with fa.tracked(fa.Tracking({"name": "jsonl", "ranks": "main"}, directory="a"), world=world) as run:
         run._trackers = ()  # as on another rank
         run.log(1, {"a": 1.0}, options={"jsonl": {"a": 1}})
         with pytest.raises(UnknownNameError):

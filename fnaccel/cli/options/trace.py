@@ -8,7 +8,7 @@ from fnaccel.cli.terminal import Parser
 
 _HELP = """Each rank's share of compute, communication, waiting for data and idle time.
 
-The traces are those of `fa.profile`, or of `fa.scan(profile=)`."""
+The traces are those of `fa.profile`, or of `fa.Watch(profile=)`."""
 
 
 def parser() -> Parser:

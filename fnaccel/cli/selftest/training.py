@@ -100,7 +100,7 @@ def train(strategy: str, precision: PrecisionName, steps: int, folder: Path | No
             fa.clip_norm(step, 1.0), model=fa.distribute(Model, strategy), optimizer=fa.adamw(1e-2)
         )
         begin = fa.resume_or_init(folder, train_step)
-        run = fa.scan(train_step, begin, fa.shard(loader), steps=steps, directory=folder)
+        run = fa.scan(train_step, begin, fa.shard(loader), steps=steps, save=folder)
         return [float(metrics["loss"]) for _, metrics in run]
 
 

@@ -47,7 +47,7 @@ def train(base, directory, strategy, victim=None):
     shards = fa.shard(DataLoader(DATA, batch_size=8, shuffle=True))
     last = None
     for state, metrics in fa.scan(
-        train_step, state, shards, steps=STEPS, directory=directory, save_every=EVERY
+        train_step, state, shards, steps=STEPS, save=fa.Autosave(directory, every=EVERY)
     ):
         last = float(metrics["loss"])
     assert state.step == STEPS
