@@ -61,6 +61,12 @@ GROUPS = {
         "track.JsonlTracker", "track.read_jsonl", "track.AimTracker", "track.ClearMLTracker", "track.CometTracker", "track.DVCLiveTracker", "track.MLflowTracker", "track.SwanLabTracker", "track.TensorBoardTracker", "track.TrackioTracker", "track.WandbTracker",
     ],
     "Time, memory, reports": ["seeing.write_report", "seeing.ReportTracker", "profile", "seeing.Profile", "seeing.summarize", "seeing.Summary", "seeing.Throughput"],
+    "Extending": [
+        "extend", "extend.Bound", "extend.Build", "extend.Built", "extend.Capture", "extend.Cut", "extend.Delegation", "extend.EVERYTHING", "extend.Engine", "extend.Forward", "extend.GradientHook", "extend.Gradients", "extend.Group", "extend.Grouped", "extend.Hooks", "extend.Indexed", "extend.Kernel", "extend.Layout", "extend.Leaf", "extend.LossPart", "extend.Member", "extend.Mesh", "extend.MeshAxis", "extend.MicroBatch", "extend.MicroBatches", "extend.Question", "extend.Runtime", "extend.Settings", "extend.Spec", "extend.Stream", "extend.Traffic", "extend.UpdateHook", "extend.Updated", "extend.classify", "extend.construct", "extend.delegator", "extend.finisher", "extend.group_leaves", "extend.in_turn", "extend.maker", "extend.nearest", "extend.place", "extend.reader", "extend.require", "extend.whole_engine",
+    ],
+    "Tests of training code": [
+        "testing.RankPool", "testing.RankPools", "testing.oracle_run", "testing.assert_close", "testing.differences", "testing.tolerance", "testing.count_collectives",
+    ],
     "Errors": ["errors", "errors.FnaccelError"],
 }  # fmt: skip
 
@@ -68,6 +74,7 @@ CONSTRUCTORS = {
     "Nf4", "Fp4", "Int8", "Int8Weights", "Int4Weights",
     "DeviceMap",
     "Transform", "Mean", "Sum", "Concat", "Precision", "Float8", "Window", "Recipe", "OptimizerRecipe",
+    "Autosave", "Tracking", "Watch",
     "Throughput", "ReportTracker", "DataRecipe", "RunRecipe", "CheckpointRecipe", "TrackingRecipe", "LaunchRecipe", "FnaccelError", "Preempted", "constant", "linear", "cosine", "inverse_sqrt",
     "piecewise", "joined",
     "JsonlTracker", "AimTracker", "ClearMLTracker", "CometTracker", "DVCLiveTracker", "MLflowTracker", "SwanLabTracker", "TensorBoardTracker",
@@ -145,7 +152,7 @@ def _entry(path: str, value: object) -> list[str]:
 
 def _members(name: str, kind: type) -> list[str]:
     parts: list[str] = []
-    for member in METHODS[name]:
+    for member in METHODS[name] if hasattr(kind, METHODS[name][0]) else ():  # two classes are called Hooks
         function = inspect.getattr_static(kind, member)
         if isinstance(function, classmethod):
             function = getattr(kind, member)

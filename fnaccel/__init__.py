@@ -27,8 +27,8 @@ Running
     progress print_in_order tracked profile
 
 Namespaces
-    big checkpoint collectives config data errors estimate interchange
-    optim seeing state strategies track transforms tree
+    big checkpoint collectives config data errors estimate extend interchange
+    optim seeing state strategies testing track transforms tree
 """
 
 import importlib as _importlib  # an underscore keeps it out of `from fnaccel import *`
@@ -47,11 +47,13 @@ if TYPE_CHECKING:
     from fnaccel import data as data
     from fnaccel import errors as errors
     from fnaccel import estimate as estimate
+    from fnaccel import extend as extend
     from fnaccel import interchange as interchange
     from fnaccel import optim as optim
     from fnaccel import seeing as seeing
     from fnaccel import state as state
     from fnaccel import strategies as strategies
+    from fnaccel import testing as testing
     from fnaccel import track as track
     from fnaccel import transforms as transforms
     from fnaccel import tree as tree
@@ -148,8 +150,8 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.world.simulation": "simulate",
             "fnaccel.world.world": "World start",
         },
-        namespaces="big checkpoint collectives config data errors estimate interchange optim seeing state "
-        "strategies track transforms tree",
+        namespaces="big checkpoint collectives config data errors estimate extend interchange optim seeing "
+        "state strategies testing track transforms tree",
         hints="schedules",
     )
 

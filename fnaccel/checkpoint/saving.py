@@ -12,6 +12,7 @@ from fnaccel.checkpoint.background import Background, Saving
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.checkpoint.format.values import encode
+from fnaccel.checkpoint.same_on_ranks import check_same_on_ranks
 from fnaccel.checkpoint.writing import Hold, Writing
 from fnaccel.data.shard import HandReads
 from fnaccel.state import Position, TrainState
@@ -177,6 +178,7 @@ def _begun(
     root = local_path(directory, where)
     retention.check(where)
     world.resource(Background).settle()
+    check_same_on_ranks(state, where)
     _warn_of_no_position(state, world, where)
     # absolute: a thread may write after the script has changed its directory
     writing = Writing(root.absolute(), retention, world, where, each_machine=each_machine)

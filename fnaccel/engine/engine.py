@@ -1,4 +1,4 @@
-"""An engine: a strategy made real, in four frozen records of tensors and functions.
+"""An engine: what runs a strategy, as four frozen records of tensors and functions.
 
 `Forward.drive` orders the forwards and backwards of micro-batches, which are in `passes.py`.
 """
@@ -20,6 +20,7 @@ from fnaccel.engine.totals import Question
 from fnaccel.errors import FnaccelError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.description import Bound
+from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh, MeshAxis
 
 
@@ -33,6 +34,8 @@ class Layout:
         leaves: the trainable parameters.
         parameters, buffers: by canonical name, as the state shows them.
         shares_buffers: whether all ranks take the first one's buffers after each update.
+        next_whole: the first step, from a given one on, after which all ranks of `mesh["loss"]` hold the same
+            values. None: after each. States of steps between are not saved or exported.
     """
 
     mesh: Mesh
@@ -41,6 +44,7 @@ class Layout:
     parameters: dict[str, Any]
     buffers: dict[str, torch.Tensor]
     shares_buffers: bool = True
+    next_whole: Callable[[int], int] | None = None
 
     @functools.cached_property
     def held_by(self) -> MeshAxis | None:
@@ -95,6 +99,23 @@ class Forward:
 
 
 @attrs.frozen(kw_only=True)
+class Updated:
+    """What `Hooks.after_update` is called with: the values of the state that comes next.
+
+    Attributes:
+        step: its step: 1 after the first update.
+        params, buffers, opt: its trees. Tensors may be changed in place.
+        own: what the hook returned after the update before. At first: what `Hooks.init` returned.
+    """
+
+    step: int
+    params: dict[str, Any]
+    buffers: dict[str, Any]
+    opt: dict[str, Any]
+    own: Tree
+
+
+@attrs.frozen(kw_only=True)
 class Hooks:
     """Functions that are called at certain moments, each None if there is nothing to do.
 
@@ -106,6 +127,10 @@ class Hooks:
         recover: after a step that failed before its update.
         explain: the error for a user in the place of one of torch's, or None.
         ask: a question to the other ranks about the micro-batches of an update, or None.
+        init: the first state of the axis itself, a pytree. States show it in `state.transforms`, by the name
+            of the engine, so it is saved and restored.
+        after_update: after each update, with its step, before the next state is shown. Returns the next state
+            of the axis itself.
         end: as soon as a state is complete: made, filled, or updated.
         free: at `close()`.
     """
@@ -116,6 +141,8 @@ class Hooks:
     recover: Callable[[], None] | None = None
     explain: Callable[[BaseException], FnaccelError | None] | None = None
     ask: Callable[[MicroBatches], Question] | None = None
+    init: Callable[[], Tree] | None = None
+    after_update: Callable[[Updated], Tree] | None = None
     end: Callable[[], None] | None = None
     free: Callable[[], None] | None = None
 
@@ -135,7 +162,7 @@ class Runtime:
 
 @attrs.frozen(kw_only=True)
 class Engine:
-    """A strategy made real: four records.
+    """What runs a strategy: four records.
 
     Attributes:
         name: of the strategy, for messages.

@@ -20,6 +20,7 @@ from fnaccel.checkpoint.format.items import Item, check_items, of_found, of_tens
 from fnaccel.checkpoint.format.safetensors import Progress, drain, spread, write_items
 from fnaccel.checkpoint.format.torch_file import write_torch_file
 from fnaccel.checkpoint.format.walk import child
+from fnaccel.checkpoint.same_on_ranks import check_same_on_ranks
 from fnaccel.errors import ArgumentError, NoWorldError, OwnershipError, UnleasedStateError, nearest
 from fnaccel.interchange.model_config import files_for
 from fnaccel.interchange.parameter_names import unwrapped
@@ -201,6 +202,7 @@ def _export_live(
     elif isinstance(source, TrainState):
         check_live(source)
         check_trained(source, _WHERE)
+        check_same_on_ranks(source, _WHERE)
         active = world_of(world, source)
     else:
         raise ArgumentError(

@@ -10,6 +10,7 @@ from fnaccel import tree
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.format.items import pick
+from fnaccel.checkpoint.same_on_ranks import check_same_on_ranks
 from fnaccel.errors import ArgumentError
 from fnaccel.interchange.exporting import Style, dtype_in, keys_of, one_model, weights_of, world_of
 from fnaccel.interchange.targets import modules_of
@@ -61,6 +62,7 @@ def gather_state_dict(
         )
     check_live(state)
     check_trained(state, _WHERE)
+    check_same_on_ranks(state, _WHERE)
     style = Style(dtype=dtype, ema=ema, model=model, only=only, skip=skip, rename=rename, where=_WHERE)
     active = world_of(world, state)
     picked: dict[str, Any] = {}

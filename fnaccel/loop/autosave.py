@@ -103,14 +103,19 @@ class Saver:
             self._until_written(),
             contextlib.closing(steps),
         ):
+            due = False
             for state, metrics in steps:
                 self.last = state
                 yield state, metrics
                 # not before the loop asks for the next step: its body may still change `extras`
+                due = due or (self.plan.every is not None and state.step % self.plan.every == 0)
+                if (due or notice.stopping) and not self._whole(state):
+                    continue  # ranks train apart, and are the same again a few steps later
                 if notice.stopping:
                     break
-                if self.plan.every is not None and state.step % self.plan.every == 0:
+                if due:
                     self.save(state)
+                    due = False
             if self.last is None:
                 return
             self.save(self.last)
@@ -126,6 +131,11 @@ class Saver:
         state = self.train_step.live_state
         if state is not None:
             check_extras(state.extras, "fa.scan(save=)", self.train_step.mesh.world)
+
+    def _whole(self, state: TrainState) -> bool:
+        """Whether all ranks hold the same values after the step of this state."""
+        next_whole = self.train_step.engine.layout.next_whole
+        return next_whole is None or next_whole(state.step) == state.step
 
     def save(self, state: TrainState) -> None:
         """Save a state, unless its step is saved."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fnaccel.errors import ArgumentError
+from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.building import Built, check_memory, check_patched, freeze, release
 from fnaccel.models.constant_buffers import check_not_trained
 from fnaccel.models.gradient_hooks import check_hooks_run, count_hooks
@@ -58,6 +58,12 @@ def assemble(
         engine, built = make_engine(
             Build(spec=spec, settings=settings, seed=seed, prepare=prepare, delegation=delegation)
         )
+        if engine.hooks.init is not None and engine.name in {name for name, _ in lowered.inits}:
+            raise CapabilityError(
+                f"a transform and the strategy both keep a state named {engine.name!r}",
+                where="state.transforms",
+                fix="give the transform another name: fa.Transform(name=...)",
+            )
         return Instance(engine, built, spec, lowered, where, notes, arrived)
     except BaseException:
         for built in builds:

@@ -11,7 +11,7 @@ import torch
 
 from fnaccel import _torch, tree
 from fnaccel.data.micro_batches import MicroBatches, micro_batches
-from fnaccel.engine.engine import Engine
+from fnaccel.engine.engine import Engine, Updated
 from fnaccel.engine.exchange import Exchange
 from fnaccel.engine.passes import Inputs
 from fnaccel.engine.runtime_tensor import Remote
@@ -192,6 +192,8 @@ class Instance:
             }
         updates: Any = torch.zeros((), device=device) if self.lowered.settings.skips else 0
         transforms = {name: init(self.engine.layout.parameters) for name, init in self.lowered.inits}
+        if self.engine.hooks.init is not None:
+            transforms[self.engine.name] = self.engine.hooks.init()
         if self.engine.hooks.end is not None:
             self.engine.hooks.end()
         return state_of(
@@ -275,6 +277,7 @@ class Instance:
         skip: Any,
         left_out: Scalar | None,
         metrics: dict[str, Any],
+        own: dict[str, Tree],
     ) -> None:
         """What follows an update before the next state is shown: buffers, the loss scale, and its metrics.
 
@@ -284,12 +287,20 @@ class Instance:
             skip: 1 if a gradient was not finite. None if that is no reason to leave an update out.
             left_out: whether the update was left out, because no row counts.
             metrics: of the update.
+            own: the states of transforms, and that of the axis.
         """
         if self.meter is not None:
             metrics["recompilations"] = self.meter.found.recompilations
         self.moving_buffers.end()
         if self.shared_buffers is not None:
             self.shared_buffers.share(step)
+        if self.engine.hooks.after_update is not None:
+            shown, name = self.trees(scale), self.engine.name
+            after = Updated(
+                step=step + 1, params=shown.params, buffers=shown.buffers, opt=shown.opt, own=own.get(name)
+            )
+            with torch.no_grad():
+                own[name] = self.engine.hooks.after_update(after)
         if scale is not None:
             metrics["loss_scale"] = scale["scale"].clone()
             if left_out is not True:

@@ -143,7 +143,8 @@ def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = Non
         Row(
             "BACKWARD",
             "gradients",
-            "d(sum of totals) / (sum of weights), over micro-batches and ranks"
+            "d(sum of totals) / (sum of weights), over micro-batches"
+            + (" and ranks" if all(axis.averages for axis in strategy.axes) else " of each rank")
             + ("; divided up front" if weighted else ""),
             by or "fnaccel",
         )

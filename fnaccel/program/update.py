@@ -108,7 +108,7 @@ def update(
                 engine.undo()
 
         # The next state.
-        instance.complete(step, scale, skip, left_out, metrics)
+        instance.complete(step, scale, skip, left_out, metrics, own)
         following = state_of(
             instance.trees(scale),
             step=step + 1,

@@ -93,6 +93,7 @@ def whole_engine(
     hooks: Hooks | None = None,
     runtime: Runtime | None = None,
     shares_buffers: bool = True,
+    next_whole: Callable[[int], int] | None = None,
     **forward: Any,
 ) -> Engine:
     """An engine whose modules have all that a rank computes with. By itself it averages nothing.
@@ -103,7 +104,7 @@ def whole_engine(
         build: the train step.
         run: how to call a function of the model: directly by default.
         hooks, runtime: as `Engine` has them.
-        shares_buffers: as `Layout` has it.
+        shares_buffers, next_whole: as `Layout` has them.
         forward: further fields of `Forward`.
     """
     model, mesh = built.model, build.spec.mesh
@@ -120,6 +121,7 @@ def whole_engine(
             parameters=parameters_shown(built, mesh),
             buffers=dict(built.named("buffers")),
             shares_buffers=shares_buffers,
+            next_whole=next_whole,
         ),
         forward=Forward(run=run or direct, lend=direct, **forward),
         hooks=with_sums(hooks or Hooks(), built, mesh),

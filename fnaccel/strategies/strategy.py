@@ -29,6 +29,7 @@ class Axis:
         mesh_axis: the mesh axis that its ranks lie along, or None if it takes no ranks of a mesh.
         maker: the function that makes a strategy of it.
         runs_on: the kind of device that it is made for, "" for any.
+        averages: whether the gradients of ranks that hold the same parameters are averaged, as the plan says.
         follows: for an axis that is not the library's, the mesh axis before it in the mesh. "" is the
             outermost place.
     """
@@ -36,6 +37,7 @@ class Axis:
     mesh_axis: ClassVar[Any] = None
     maker: ClassVar[str]
     runs_on: ClassVar[str] = ""
+    averages: ClassVar[bool] = True
     follows: ClassVar[str] = ""
     degree: int
 

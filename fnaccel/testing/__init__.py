@@ -1,6 +1,6 @@
 """The kit for tests of training code: rank pools, a raw-PyTorch oracle, counters, tolerances.
 
-Not imported by `import fnaccel`. Nothing in the library depends on it.
+It is imported when it is first used. Nothing in the library depends on it.
 """
 
 from fnaccel.testing.counting import CollectiveCounter as CollectiveCounter

@@ -92,6 +92,10 @@ def assert_close(
 
     Raises:
         TreeMismatchError: lists every path that differs.
+
+    Example:
+        >>> from fnaccel.testing import assert_close
+        >>> assert_close({"w": torch.ones(2)}, {"w": torch.ones(2) + 1e-7})
     """
     lines = differences(actual, expected, precision=precision)
     if lines:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+from pathlib import Path
 
 import pytest
 
@@ -38,12 +39,16 @@ def test_example(section, pools, tmp_path):
             run(section, tmp_path)
 
 
+EXTENDING = Path(__file__).parents[2] / "docs" / "extending.md"
 PUBLIC = [name for names in GROUPS.values() for name in names]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_name_has_an_example(name):
     value = operator.attrgetter(name)(fa)
+    if name.startswith("extend."):  # the page is the example
+        assert f"`{name.removeprefix('extend.')}`" in EXTENDING.read_text()
+        return
     assert inspect.ismodule(value) or split(inspect.getdoc(value) or "")[1], f"fa.{name} has no example"
 
 

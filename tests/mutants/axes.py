@@ -74,4 +74,20 @@ MUTANTS = [
         "all gathers of a forward are moved", "strategies/fsdp_regather.py", " and _taken_by(node) in units", "",
         ("tests/parity/test_regather.py", "-k", "activations"),
     ),
+    Mutant(
+        "a save between two averages", "checkpoint/same_on_ranks.py", "if whole != state.step:", "if False:",
+        ("tests/extension/test_axis_with_a_state.py", "-k", "between_two_averages and save"),
+    ),
+    Mutant(
+        "moments of one rank in the place of all", "checkpoint/same_on_ranks.py", "sums[name] != found[0][name]",
+        "False", ("tests/extension/test_axis_with_a_state.py", "-k", "forgets_to_average"),
+    ),
+    Mutant(
+        "a loop that saves what ranks don't share", "loop/autosave.py", "and not self._whole(state)", "and False",
+        ("tests/extension/test_axis_with_a_state.py", "-k", "waits_for_the_next"),
+    ),
+    Mutant(
+        "an axis that counts steps from 0", "program/instance.py", "step=step + 1, params=shown.params",
+        "step=step, params=shown.params", ("tests/extension/test_axis_with_a_state.py", "-k", "one_model_a_rank"),
+    ),
 ]  # fmt: skip

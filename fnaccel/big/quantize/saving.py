@@ -20,6 +20,7 @@ from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.disk import placing
 from fnaccel.checkpoint.format.items import Item, check_items, of_tensors
 from fnaccel.checkpoint.format.safetensors import spread, write_items
+from fnaccel.checkpoint.same_on_ranks import check_same_on_ranks
 from fnaccel.errors import ArgumentError, require
 from fnaccel.interchange.exporting import Style, finish, world_of, writer
 from fnaccel.interchange.model_config import files_for
@@ -117,6 +118,7 @@ def _module(source: Any, model: str | None) -> nn.Module:
     if isinstance(source, TrainState):
         check_live(source)
         check_trained(source, _WHERE)
+        check_same_on_ranks(source, _WHERE)
         modules = modules_of(source) or {}
         require(
             model in modules,
