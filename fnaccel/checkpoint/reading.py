@@ -1,26 +1,22 @@
-"""Reads blocks of tensors from the pieces in a checkpoint's files: each rank reads its own blocks.
-
-Each file is opened once. This module does not know the meaning of a tensor.
-"""
+"""Reads a checkpoint: its manifest, and blocks of its tensors, of which each rank reads its own."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import attrs
 import torch
-from safetensors import SafetensorError, safe_open
 
 from fnaccel.checkpoint.disk import durable
 from fnaccel.checkpoint.disk.directory import Directory
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.format import manifest
 from fnaccel.checkpoint.format.boxes import Box, overlap, whole
-from fnaccel.checkpoint.format.dtypes import CODES
-from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored
+from fnaccel.checkpoint.format.manifest import Manifest, Stored
+from fnaccel.checkpoint.format.mapped import Block, Mapped
 from fnaccel.errors import CheckpointError
 
 T = TypeVar("T")
@@ -101,35 +97,30 @@ def verify(directory: Directory, described: Manifest, names: Sequence[str]) -> N
 
 
 class Files:
-    """The files of tensors of a checkpoint, opened on first use. Use it as a context manager.
+    """The tensors of one checkpoint, whose files are opened on first use. Use it as a context manager.
 
-    They stay open from the check to the reading, as far as there are not too many of them.
+    Args:
+        directory: the checkpoint, held open.
     """
 
     def __init__(self, directory: Directory) -> None:
         self.path = directory.path
-        self._directory = directory
-        self._open: dict[str, Any] = {}
-        self._checked: set[tuple[str, str]] = set()
+        self._mapped = Mapped(lambda file, opener: directory.open(file.name, opener))
 
     def __enter__(self) -> Files:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._open:
-            self._close(next(iter(self._open)))
+        self._mapped.close()
 
     def check(self, boxes: Sequence[tuple[Stored, Box]]) -> None:
-        """Open the files of these pieces, and compare their headers with the manifest.
+        """Open the files of these blocks, and compare their headers with the manifest.
 
         Raises:
             CheckpointError: a file is no safetensors file, or holds something else.
         """
-        pieces = [(piece, stored) for stored, box in boxes for piece in _touched(stored, box)]
-        for name, entries in _by_file(pieces).items():
-            with self._opened(name) as file:
-                for piece, stored in entries:
-                    self._check_header(file, stored, piece)
+        for file, block, _ in self._pieces((stored, box, None) for stored, box in boxes):
+            self._mapped.check(file, block)
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill the tensors of all requests, in place.
@@ -137,13 +128,10 @@ class Files:
         Raises:
             CheckpointError: a file holds something else, or can't be read.
         """
-        pieces = [(piece, request) for request in requests for piece in _touched(request.stored, request.box)]
+        wanted = ((request.stored, request.box, request.out) for request in requests)
         with torch.no_grad():
-            for name, entries in _by_file(pieces).items():
-                with self._opened(name) as file:
-                    for piece, request in entries:
-                        self._check_header(file, request.stored, piece)
-                        _copy(file, piece.name or request.stored.path, piece.box, request)
+            for file, block, (_, box, out) in self._pieces(wanted):
+                self._mapped.copy(file, block, box, out)
 
     def read_whole(self, stored: Stored) -> torch.Tensor:
         """All of one tensor, on the CPU."""
@@ -151,61 +139,22 @@ class Files:
         self.read([Request(stored, whole(stored.shape), out)])
         return out
 
-    def _check_header(self, file: safe_open, stored: Stored, piece: Piece) -> None:
-        """Compare an entry of a file's header with the manifest, once."""
-        name = piece.name or stored.path
-        entry = piece.file, name
-        if entry in self._checked:
-            return
-        header = file.get_slice(name)  # raises SafetensorError if the file lacks it
-        in_file = header.get_dtype(), tuple(header.get_shape())
-        if in_file != (CODES[stored.dtype], piece.box.shape):
-            raise _damaged(
-                f"{piece.file} holds {name} as {in_file[0]} {list(in_file[1])}, "
-                f"and the manifest says {CODES[stored.dtype]} {list(piece.box.shape)}",
-                self.path,
-            )
-        self._checked.add(entry)
+    def view(self, stored: Stored) -> torch.Tensor:
+        """A tensor of one piece, mapped."""
+        (piece,) = stored.pieces
+        return self._mapped.view(self.path / piece.file, piece.name or stored.path)
 
-    @contextlib.contextmanager
-    def _opened(self, name: str) -> Generator[Any]:
-        try:
-            if name not in self._open:
-                if len(self._open) >= _MOST:
-                    self._close(next(iter(self._open)))
-                self._open[name] = self._directory.open(name, lambda path: safe_open(path, "pt").__enter__())
-            yield self._open[name]
-        except (SafetensorError, OSError) as error:
-            raise _damaged(f"{name} can't be read: {error}", self.path) from error
-
-    def _close(self, name: str) -> None:
-        self._open.pop(name).__exit__(None, None, None)
-
-
-_MOST = 64  # open at a time: ranks may have written thousands
-
-
-def _touched(stored: Stored, box: Box) -> Iterator[Piece]:
-    return (piece for piece in stored.pieces if overlap(piece.box, box))
-
-
-def _by_file(pieces: Iterable[tuple[Piece, T]]) -> dict[str, list[tuple[Piece, T]]]:
-    by_file: dict[str, list[tuple[Piece, T]]] = {}
-    for piece, entry in pieces:
-        by_file.setdefault(piece.file, []).append((piece, entry))
-    return by_file
-
-
-def _copy(file: safe_open, key: str, stored: Box, request: Request) -> None:
-    shared = overlap(stored, request.box)
-    if shared is None:
-        return
-    if shared is stored:  # then the two are equal, as on one rank
-        request.out.copy_(file.get_tensor(key))
-        return
-    # both are views of the mapped file: copy_ reads the bytes straight into the target
-    part = file.get_tensor(key) if shared == stored else file.get_slice(key)[shared.within(stored)]
-    request.out[shared.within(request.box)].copy_(part)
+    def _pieces(
+        self, wanted: Iterable[tuple[Stored, Box, T]]
+    ) -> list[tuple[Path, Block, tuple[Stored, Box, T]]]:
+        """The file and the block of each piece that is wanted, one file after the other."""
+        found = [
+            (self.path / piece.file, Block(piece.name or each[0].path, each[0].dtype, piece.box), each)
+            for each in wanted
+            for piece in each[0].pieces
+            if overlap(piece.box, each[1])
+        ]
+        return sorted(found, key=operator.itemgetter(0))
 
 
 def _damaged(what: str, path: Path) -> CheckpointError:

@@ -25,7 +25,11 @@ def check_same_on_ranks(saved: Tree, where: str) -> None:
     Raises:
         CheckpointError: they don't at this step; or not even at a step at which the axis says so.
     """
-    for state in tree.leaves(saved, is_leaf=lambda node: isinstance(node, TrainState)):
+    try:
+        leaves = tree.leaves(saved, is_leaf=lambda node: isinstance(node, TrainState))
+    except RecursionError:  # a tree that contains itself: the save says where
+        return
+    for state in leaves:
         layout = _layout_of(state, where) if isinstance(state, TrainState) else None
         if layout is None or layout.next_whole is None:
             continue

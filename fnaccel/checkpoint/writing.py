@@ -25,7 +25,6 @@ from fnaccel.checkpoint.disk import publish as commit
 from fnaccel.checkpoint.disk.durable import FileRecord
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.retention import Retention
-from fnaccel.checkpoint.format import manifest
 from fnaccel.checkpoint.format.boxes import Part, whole
 from fnaccel.checkpoint.format.items import of_tensors
 from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored, file_name
@@ -215,11 +214,10 @@ class Writing:
 
     def _finish(self, written: Sequence[_Written | None]) -> None:
         if self._machines.leads and self._staged is not None:
-            text = self._describe(written)
+            described = self._describe(written)
             if self._world.resource(Registered).hooks:
                 durable.sync_files(self._staged)
-            durable.write_file(self._staged / manifest.FILE, [memoryview(text)])
-            commit.commit(self._staged, self._root, self._number, self._where)
+            commit.commit(self._staged, self._root, described, self._where)
             commit.sweep(self._root)
             if not self._machines.several:
                 self._retention.apply(self._root, self._number)
@@ -229,7 +227,7 @@ class Writing:
         if self._machines.leads:
             self._retention.apply(self._root, self._number)
 
-    def _describe(self, written: Sequence[_Written | None]) -> bytes:
+    def _describe(self, written: Sequence[_Written | None]) -> Manifest:
         tensors = dict(self._tensors)
         wrote = [(rank, part) for rank, part in enumerate(written) if part is not None]
         writer = {part.file: rank for rank, part in wrote}
@@ -259,18 +257,14 @@ class Writing:
                 for path, stored in tensors.items()
             }
         named = {piece.file for stored in tensors.values() for piece in stored.pieces}
-        text = manifest.dump(
-            Manifest(
-                step=self._number,
-                tree=self._tree,
-                metadata=self._metadata,
-                tensors=tensors,
-                files={part.file: part.record for _, part in wrote if part.file in named},
-                written_by={**self._written_by, "git": provenance.commit_of_program(), **own},
-            )
+        return Manifest(
+            step=self._number,
+            tree=self._tree,
+            metadata=self._metadata,
+            tensors=tensors,
+            files={part.file: part.record for _, part in wrote if part.file in named},
+            written_by={**self._written_by, "git": provenance.commit_of_program(), **own},
         )
-        manifest.parse(text, self._where)  # a manifest that a reader would refuse is not committed
-        return text
 
 
 def _streams(rank: int, captured: dict[str, torch.Tensor]) -> dict[str, Part]:

@@ -16,7 +16,6 @@ from fnaccel.checkpoint import provenance
 from fnaccel.checkpoint.disk import durable
 from fnaccel.checkpoint.disk import publish as commit
 from fnaccel.checkpoint.disk.durable import FileRecord
-from fnaccel.checkpoint.format import manifest
 from fnaccel.checkpoint.format.boxes import whole
 from fnaccel.checkpoint.format.found import Found, Source, unescaped
 from fnaccel.checkpoint.format.items import Item, check_items, of_found, pick
@@ -97,10 +96,7 @@ def write_own(
                 records[name] = write_items(staged / name, shard, progress)
                 stored |= {item.name: _stored(item, name) for item in shard}
             source.check_unchanged()
-            text = _manifest(number, stored, records, source)
-            manifest.parse(text, style.where)  # a manifest that a reader would refuse is not committed
-            durable.write_file(staged / manifest.FILE, [memoryview(text)])
-            return commit.commit(staged, root, number, style.where)
+            return commit.commit(staged, root, _manifest(number, stored, records, source), style.where)
         except BaseException:
             durable.remove(staged)
             raise
@@ -124,7 +120,7 @@ def _stored(item: Item, file: str) -> Stored:
 
 def _manifest(
     step: int, stored: Mapping[str, Stored], records: Mapping[str, FileRecord], source: Source
-) -> bytes:
+) -> Manifest:
     sections: dict[str, Any] = {}
     for path in stored:
         section, *keys = path.split("/")
@@ -135,13 +131,11 @@ def _manifest(
     updates = source.count_updates() if "opt" in sections else None
     if updates is not None:
         sections["updates"] = updates
-    return manifest.dump(
-        Manifest(
-            step=step,
-            tree={"dict": sections},
-            metadata={"dict": {"converted from": source.format}},
-            tensors=stored,
-            files=records,
-            written_by=provenance.describe(None, 1),
-        )
+    return Manifest(
+        step=step,
+        tree={"dict": sections},
+        metadata={"dict": {"converted from": source.format}},
+        tensors=stored,
+        files=records,
+        written_by=provenance.describe(None, 1),
     )

@@ -235,8 +235,11 @@ def test_a_child_that_is_forked_meanwhile_holds_nothing(tmp_path):
     with start(device="cpu"):
         save(tmp_path, {"n": 1}, step=1)
         with commit.held(latest(tmp_path)):
-            child = multiprocessing.get_context("fork").Process(target=threading.Event().wait, daemon=True)
+            fork = multiprocessing.get_context("fork")
+            runs = fork.Event()
+            child = fork.Process(target=lambda: (runs.set(), threading.Event().wait()), daemon=True)
             child.start()
+            runs.wait()
         save(tmp_path, {"n": 2}, step=2, keep=1)
         assert steps(tmp_path) == [2]
         child.kill()

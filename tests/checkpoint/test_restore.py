@@ -239,7 +239,7 @@ def test_damaged_shards(tmp_path):
     with pytest.raises(CheckpointError, match="not those that were written"):
         restore(tmp_path, like=like, verify=True)
     shard.write_bytes(b"\xff" * len(data))
-    with pytest.raises(CheckpointError, match="can't be read"):
+    with pytest.raises(CheckpointError, match="is no whole safetensors file"):
         restore(tmp_path, like=like)
     shard.write_bytes(data[:-1])
     with pytest.raises(CheckpointError, match="bytes, and was written with"):

@@ -235,8 +235,8 @@ MUTANTS = [
         ("tests/data/test_order.py",),
     ),
     Mutant(
-        "what is replaced goes first", "checkpoint/disk/publish.py", "        durable.rename(final, aside)",
-        "        durable.remove(final)", ("tests/checkpoint/test_faults.py", "-k", "every_write_point"),
+        "what is replaced goes first", "checkpoint/disk/durable.py", "        rename(target, aside)",
+        "        remove(target)", ("tests/checkpoint/test_faults.py", "-k", "every_write_point"),
     ),
     Mutant(
         "the newest checkpoints go", "checkpoint/disk/retention.py", "in existing[: -self.keep]:", "in existing[self.keep :]:",
@@ -256,8 +256,8 @@ MUTANTS = [
         "Box((0,) * local.dim(), tuple(local.shape))", ("tests/laws/test_any_layout.py",),
     ),
     Mutant(
-        "a reader cuts at its own offset", "checkpoint/reading.py", "file.get_slice(key)[shared.within(stored)]",
-        "file.get_slice(key)[shared.within(request.box)]", ("tests/laws/test_any_layout.py",),
+        "a reader cuts at its own offset", "checkpoint/format/mapped.py", "cut[shared.within(stored.box)]",
+        "cut[shared.within(target)]", ("tests/laws/test_any_layout.py",),
     ),
     Mutant(
         "the data position lags a batch", "data/indexed.py", "self.first.start + (j + 1) * self.first.step",

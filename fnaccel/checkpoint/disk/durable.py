@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import uuid
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -119,6 +120,29 @@ def sync_files(directory: Path) -> None:
 def rename(path: Path, to: Path) -> None:
     """Give a directory another name, atomically."""
     path.rename(to)
+
+
+def put_in_place(staged: Path, target: Path, aside: Path) -> None:
+    """Rename a filled directory to its place. What stood there gets the name `aside` first.
+
+    At any moment a complete directory has one of the names. If the second rename fails, the first is undone.
+    """
+    sync_directory(staged)
+    replaces = target.exists()
+    if replaces:
+        rename(target, aside)
+    try:
+        rename(staged, target)
+    except OSError:
+        if replaces:
+            rename(aside, target)
+        raise
+    sync_directory(target.parent)
+
+
+def hidden(parent: Path, name: str) -> Path:
+    """A name in a directory that nobody else takes, of a form that listings leave out."""
+    return parent / f".{name}-{uuid.uuid4().hex[:12]}"
 
 
 def remove(path: Path) -> None:

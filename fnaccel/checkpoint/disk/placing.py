@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import shutil
-import uuid
 from pathlib import Path
 
 from fnaccel.checkpoint.disk import durable
@@ -91,7 +90,7 @@ def _check_directory(place: Path, target: Path, *, overwrite: bool, where: str) 
 def stage(target: Path) -> Path:
     """A new, empty directory beside the target."""
     durable.make_directory(target.parent, parents=True)
-    directory = target.parent / f".{target.name}.writing-{uuid.uuid4().hex[:12]}"
+    directory = durable.hidden(target.parent, f"{target.name}.writing")
     durable.make_directory(directory)
     return directory
 
@@ -101,26 +100,12 @@ def commit(staged: Path, target: Path) -> None:
 
     Weights are never kept: files of an earlier export would be read as part of this one.
     """
-    aside: Path | None = None
-    if target.is_dir() and any(target.iterdir()):
-        for file in target.iterdir():
-            if not (staged / file.name).exists() and not _is_weights(file.name):
-                shutil.copy2(file, staged / file.name)
-        aside = target.parent / f".{target.name}.old-{uuid.uuid4().hex[:12]}"
-        durable.sync_directory(staged)
-        durable.rename(target, aside)
-    else:
-        durable.sync_directory(staged)
-    try:
-        durable.rename(staged, target)
-    except OSError:
-        if aside is not None:
-            durable.rename(aside, target)
-        raise
-    durable.sync_directory(target.parent)
-    if aside is not None:
-        with contextlib.suppress(OSError):  # it is in nobody's way
-            durable.remove(aside)
+    for file in target.iterdir() if target.is_dir() else ():
+        if not (staged / file.name).exists() and not _WEIGHTS.fullmatch(file.name):
+            shutil.copy2(file, staged / file.name)
+    aside = durable.hidden(target.parent, f"{target.name}.old")
+    durable.put_in_place(staged, target, aside)
+    discard(aside)
 
 
 def commit_file(staged: Path, target: Path) -> None:
@@ -129,11 +114,7 @@ def commit_file(staged: Path, target: Path) -> None:
     durable.sync_directory(target.parent)
 
 
-def discard(staged: Path) -> None:
-    """Remove an unfinished directory."""
-    with contextlib.suppress(OSError):
-        durable.remove(staged)
-
-
-def _is_weights(name: str) -> bool:
-    return _WEIGHTS.fullmatch(name) is not None
+def discard(directory: Path) -> None:
+    """Remove a directory that is unfinished, or was replaced."""
+    with contextlib.suppress(OSError):  # it is in nobody's way
+        durable.remove(directory)

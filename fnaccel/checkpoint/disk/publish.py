@@ -16,7 +16,6 @@ import contextlib
 import os
 import re
 import time
-import uuid
 from collections.abc import Generator
 from pathlib import Path
 
@@ -24,15 +23,15 @@ import attrs
 
 from fnaccel.checkpoint.disk import durable, locking
 from fnaccel.checkpoint.format import manifest
-from fnaccel.checkpoint.format.manifest import OWN_NAME
+from fnaccel.checkpoint.format.manifest import OWN_NAME, Manifest
 from fnaccel.errors import CheckpointError
 from fnaccel.step.html_table import table
 from fnaccel.texts import size_of
 from fnaccel.world.paths import local_path
 
 _COMMITTED = re.compile(r"step-(\d{10,19})(\.old)?")
-_UNFINISHED = ".saving-"
-_REMOVED = ".removing-"
+_UNFINISHED = "saving-"
+_REMOVED = "removing-"
 _HIDDEN = re.compile(r"\.(saving|removing)-step-\d{10,19}(\.old)?-[0-9a-f]{12}")
 _OLD = ".old"
 _FORGOTTEN = 24 * 3600.0  # seconds
@@ -136,28 +135,27 @@ def stage(root: Path, step: int) -> Path:
     if not root.exists():
         durable.make_directory(root, parents=True)
         durable.sync_directory(root.parent)
-    directory = root / f"{_UNFINISHED}{name_of(step)}-{uuid.uuid4().hex[:12]}"
+    directory = durable.hidden(root, f"{_UNFINISHED}{name_of(step)}")
     durable.make_directory(directory)
     return directory
 
 
-def commit(staged: Path, root: Path, step: int, where: str) -> Path:
-    """Make a filled directory the checkpoint of its step, atomically, and return its path.
+def commit(staged: Path, root: Path, described: Manifest, where: str) -> Path:
+    """Add the manifest to a filled directory, make it the checkpoint of its step, and return its path.
 
     A checkpoint of that step is replaced: at any moment one of the two can be read.
 
     Raises:
         CheckpointError: its name belongs to a file or a directory that no save wrote.
     """
-    check_free(root, step, where)
-    final, aside = _names(root, step)
-    durable.sync_directory(staged)
-    if final.exists():
-        if aside.exists():
-            discard(aside)
-        durable.rename(final, aside)
-    durable.rename(staged, final)
-    durable.sync_directory(root)
+    text = manifest.dump(described)
+    manifest.parse(text, where)  # one that a reader would refuse is not committed
+    durable.write_file(staged / manifest.FILE, [memoryview(text)])
+    check_free(root, described.step, where)
+    final, aside = _names(root, described.step)
+    if final.exists() and aside.exists():
+        discard(aside)
+    durable.put_in_place(staged, final, aside)
     return final
 
 
@@ -222,7 +220,7 @@ def check_alone(staged: Path, where: str) -> None:
     Raises:
         CheckpointError: another process holds one.
     """
-    for path in staged.parent.glob(f"{_UNFINISHED}*"):
+    for path in staged.parent.glob(f".{_UNFINISHED}*"):
         if path == staged:
             continue
         with contextlib.suppress(FileNotFoundError), locking.locked(path, shared=False) as free:
@@ -243,7 +241,7 @@ def discard(path: Path, *, unless_read: bool = False) -> None:
     with locking.locked(path, shared=False) as free:
         if free is False and unless_read:
             return
-        hidden = path.with_name(f"{_REMOVED}{path.name}-{uuid.uuid4().hex[:12]}")
+        hidden = durable.hidden(path.parent, f"{_REMOVED}{path.name}")
         durable.rename(path, hidden)
         if free is not False:
             durable.remove(hidden)

@@ -1,12 +1,13 @@
-"""Safetensors files that are read piece by piece: opened once, and let go after some megabytes.
+"""Safetensors files that are read block by block: opened once, and let go after some megabytes.
 
 A file is mapped as it is read, and mapped pages count as memory of the process until it is closed.
-Opening it again for every tensor would parse its header each time.
+Opening it again for every tensor would parse its header each time. All reading of safetensors is here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fnaccel.checkpoint.format.dtypes import CODES
 from fnaccel.checkpoint.format.found import damaged
 
 _MOST = 64 << 20  # bytes that may be mapped and were read
+_FILES = 64  # open at a time: ranks may have written thousands
 
 
 @attrs.frozen
@@ -59,6 +61,8 @@ class Mapped:
             CheckpointError: it is no whole safetensors file, or it was replaced since it was opened first.
         """
         if file not in self._open:
+            if len(self._open) >= _FILES:
+                self._open.pop(next(iter(self._open))).__exit__(None, None, None)
             try:
                 self._open[file] = self._through(file, _open)
             except (SafetensorError, OSError) as error:
@@ -78,7 +82,8 @@ class Mapped:
         Raises:
             CheckpointError: the file holds something else, or can't be read.
         """
-        self._cut(file, stored)
+        with _named(file, stored):
+            self._cut(file, stored)
 
     def copy(self, file: Path, stored: Block, target: Box, out: torch.Tensor) -> None:
         """Copy the intersection of a stored block and a requested block.
@@ -95,31 +100,37 @@ class Mapped:
         shared = overlap(stored.box, target)
         if shared is None:
             return
-        cut = self._cut(file, stored)
-        try:
-            # a scalar has no slices
-            part = (
-                cut[shared.within(stored.box)]
-                if stored.box.shape
-                else self.handle(file).get_tensor(stored.name)
-            )
-        except (SafetensorError, OSError) as error:
-            raise damaged(f"{stored.name} can't be read from {file.name}: {error}", file) from error
+        with _named(file, stored):
+            cut = self._cut(file, stored)
+            # views of the mapped file: copy_ reads the bytes straight into the target. A scalar has no slices
+            whole = shared == stored.box
+            part = self.handle(file).get_tensor(stored.name) if whole else cut[shared.within(stored.box)]
         out[shared.within(target)].copy_(part)
         self._read += part.nbytes
         del part, cut
         if self._read > _MOST:
             self.close()
 
+    def view(self, file: Path, name: str) -> torch.Tensor:
+        """A tensor as it lies in a file, mapped.
+
+        Raises:
+            CheckpointError: the file can't be read.
+        """
+        return self.handle(file).get_tensor(name)
+
     def _cut(self, file: Path, stored: Block) -> Any:
         """A block of a file, after its header was compared with the expected dtype and shape."""
-        try:
-            cut = self.handle(file).get_slice(stored.name)
-            if (cut.get_dtype(), tuple(cut.get_shape())) == (CODES[stored.dtype], stored.box.shape):
-                return cut
-        except (SafetensorError, OSError) as error:
-            raise damaged(f"{stored.name} can't be read from {file.name}: {error}", file) from error
-        raise damaged(f"{file.name} holds {stored.name} otherwise than was said of it", file)
+        cut = self.handle(file).get_slice(stored.name)  # raises SafetensorError if the file lacks it
+        code, shape = cut.get_dtype(), tuple(cut.get_shape())
+        expected = CODES[stored.dtype]
+        if (code, shape) != (expected, stored.box.shape):
+            raise damaged(
+                f"{file.name} holds {stored.name} as {code} {list(shape)}, otherwise than was said of it: "
+                f"{expected} {list(stored.box.shape)}",
+                file,
+            )
+        return cut
 
     def close(self) -> None:
         """Let go of all files."""
@@ -127,3 +138,12 @@ class Mapped:
             handle.__exit__(None, None, None)
         self._open.clear()
         self._read = 0
+
+
+@contextlib.contextmanager
+def _named(file: Path, stored: Block) -> Generator[None]:
+    """Name the block and the file in an error of the library."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise damaged(f"{stored.name} can't be read from {file.name}: {error}", file) from error

@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
 from torch import nn
 
-from fnaccel.checkpoint import reading
 from fnaccel.checkpoint.disk import publish as commit
 from fnaccel.checkpoint.disk.finding import open_checkpoint
-from fnaccel.checkpoint.format.boxes import Box, overlap
 from fnaccel.checkpoint.format.found import Found, Source, read_all, unescaped
 from fnaccel.checkpoint.format.manifest import Stored
-from fnaccel.checkpoint.format.mapped import Block, Mapped
 from fnaccel.checkpoint.format.values import decode
 from fnaccel.checkpoint.format.walk import child
+from fnaccel.checkpoint.reading import Files, Request, verify
 from fnaccel.state import TrainState
 from fnaccel.tree import Tree
 
@@ -42,8 +39,7 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
     chosen = directory.path
     root = decode(manifest.tree, manifest.reader(f"reading {chosen}"))
     tree: Mapping[str, Any] = _sections(root)
-    reader = _Reader(chosen, Mapped(lambda file, opener: directory.open(file.name, opener)))
-    stack.callback(reader.mapped.close)
+    reader = _Reader(stack.enter_context(Files(directory)))
     params, buffers = (reader.flat(tree.get(part)) for part in ("params", "buffers"))
     slots: dict[str, dict[str, Found]] = {}
     for name, value in reader.flat(tree.get("opt")).items():
@@ -51,8 +47,8 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
         slots.setdefault(parameter, {})[slot] = value
     updates, step = tree.get("updates"), tree.get("step")
 
-    def verify(rank: int, ranks: int) -> None:
-        reading.verify(directory, manifest, sorted(manifest.files)[rank::ranks])
+    def verify_share(rank: int, ranks: int) -> None:
+        verify(directory, manifest, sorted(manifest.files)[rank::ranks])
 
     listed: Any = manifest.written_by.get("transient_buffers")
     transient = set(map(str, listed)) if isinstance(listed, list) else set[str]()
@@ -68,7 +64,7 @@ def open_own(path: Path, stack: ExitStack, step: int | None = None) -> Source:
         step=reader.count(step),
         file_bytes=sum(record.size for record in manifest.files.values()),
         digest=manifest.digest,
-        verify=verify,
+        verify=verify_share,
     )
 
 
@@ -86,8 +82,7 @@ def _sections(root: nn.Module) -> Mapping[str, Any]:
 class _Reader:
     """Tensors of one checkpoint."""
 
-    path: Path
-    mapped: Mapped
+    files: Files
 
     def flat(self, node: Tree, prefix: str = "") -> dict[str, Found]:
         """The tensors below a node, by path."""
@@ -101,24 +96,13 @@ class _Reader:
 
     def found(self, stored: Stored) -> Found:
         """One tensor."""
-
-        def read(box: Box, out: torch.Tensor) -> None:
-            for piece in stored.pieces:
-                block = Block(piece.name or stored.path, stored.dtype, piece.box)
-                self.mapped.copy(self.path / piece.file, block, box, out)
-
-        def check(box: Box) -> None:
-            for piece in stored.pieces:
-                if overlap(piece.box, box):
-                    block = Block(piece.name or stored.path, stored.dtype, piece.box)
-                    self.mapped.check(self.path / piece.file, block)
-
-        def view() -> torch.Tensor:
-            (piece,) = stored.pieces
-            return self.mapped.handle(self.path / piece.file).get_tensor(piece.name or stored.path)
-
-        one = len(stored.pieces) == 1
-        return Found(stored.dtype, stored.shape, read, check=check, view=view if one else None)
+        return Found(
+            stored.dtype,
+            stored.shape,
+            lambda box, out: self.files.read([Request(stored, box, out)]),
+            check=lambda box: self.files.check([(stored, box)]),
+            view=(lambda: self.files.view(stored)) if len(stored.pieces) == 1 else None,
+        )
 
     def count(self, value: Tree) -> int | None:
         """The number of updates from a number or a tensor, or None."""

@@ -175,6 +175,6 @@ def _found(
     (file, block), *others = parts
 
     def view() -> torch.Tensor:
-        return mapped.handle(file).get_tensor(block.name)
+        return mapped.view(file, block.name)
 
     return Found(block.dtype, shape, read, check=check, view=None if others else view)
