@@ -99,12 +99,11 @@ def test_scenario_3_everything_is_auto():
         offload_params="cpu",
         offload_optimizer="nvme",
         nvme_path="swap",
-        save_16bit=True,
         config=OPEN,
     )
     found = config(strategy, step)
     zero = found["zero_optimization"]
-    assert (zero["stage"], zero["stage3_gather_16bit_weights_on_model_save"]) == (3, True)
+    assert (zero["stage"], zero["stage3_gather_16bit_weights_on_model_save"]) == (3, False)
     assert (zero["offload_optimizer"]["device"], zero["offload_optimizer"]["nvme_path"]) == ("nvme", "swap")
     assert zero["offload_param"]["device"] == "cpu"
     assert (found["bf16"]["enabled"], found["fp16"]["enabled"]) == (False, True)
@@ -147,10 +146,9 @@ class Hidden(nn.Linear):
     ],
 )
 def test_sizes_from_the_hidden_size(model, options, hidden):
-    names = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")
-    zero = config(fa.deepspeed(stage=3, **dict.fromkeys(names, "auto"), **options), model=model)[
-        "zero_optimization"
-    ]
+    names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    written = {"zero_optimization": dict.fromkeys(names, "auto")}
+    zero = config(fa.deepspeed(stage=3, config=written, **options), model=model)["zero_optimization"]
     assert zero["reduce_bucket_size"] == hidden * hidden
     assert zero["stage3_prefetch_bucket_size"] == int(0.9 * hidden * hidden)
     assert zero["stage3_param_persistence_threshold"] == 10 * hidden
@@ -158,7 +156,7 @@ def test_sizes_from_the_hidden_size(model, options, hidden):
 
 def test_sizes_of_a_model_without_hidden_size():
     with pytest.raises(ConfigError, match=r"config\.hidden_size") as raised:
-        made(fa.deepspeed(stage=3, reduce_bucket_size="auto"))
+        made(fa.deepspeed(stage=3, config={"zero_optimization": {"reduce_bucket_size": "auto"}}))
     assert "fa.deepspeed(hidden_size=768)" in str(raised.value)
 
 
@@ -264,7 +262,11 @@ def test_elsewhere_deepspeeds_own_is_refused():
         ({"stage": 0, "offload_optimizer": "cpu"}, ArgumentError, "stage 0"),
         ({"stage": 3, "offload_optimizer": "nvme"}, ArgumentError, "NVMe offload has no path to write to"),
         ({"stage": 3, "offload_optimizer": "disk"}, UnknownNameError, "no place called 'disk'"),
-        ({"stage": 3, "reduce_bucket_size": "large"}, ArgumentError, "reduce_bucket_size='large'"),
+        (
+            {"stage": 3, "hpz": 2},
+            ArgumentError,
+            'config={"zero_optimization": {"zero_hpz_partition_size": 8}}',
+        ),
         ({"config": "missing.json"}, ConfigError, "missing.json can't be read"),
         ({"config": {"a": object()}}, ConfigError, "not JSON"),
     ],

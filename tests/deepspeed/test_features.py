@@ -43,18 +43,22 @@ OPTIONS = {
     "optimizer on the CPU, stage 2": (2, {"offload_optimizer": "cpu"}),
     "both on the CPU": (3, {"offload_optimizer": "cpu", "offload_params": "cpu"}),
     "partitioned as made": (3, {"zero3_init": True}),
-    "nothing stays whole": (3, {"param_persistence_threshold": 0}),
-    "a second copy within machines": (3, {"hpz": 2}),
+    "nothing stays whole": (3, {"config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}),
+    "a second copy within machines": (3, {"config": {"zero_optimization": {"zero_hpz_partition_size": 2}}}),
     "layers gathered as one": (3, {"moe_layers": ("Block",)}),
     "sizes from the hidden size": (
         3,
         {
-            "reduce_bucket_size": "auto",
-            "prefetch_bucket_size": "auto",
-            "param_persistence_threshold": "auto",
             "hidden_size": 7,
-            "sub_group_size": 50,
-            "overlap_comm": False,
+            "config": {
+                "zero_optimization": {
+                    "reduce_bucket_size": "auto",
+                    "stage3_prefetch_bucket_size": "auto",
+                    "stage3_param_persistence_threshold": "auto",
+                    "sub_group_size": 50,
+                    "overlap_comm": False,
+                }
+            },
         },
     ),
 }

@@ -52,7 +52,7 @@ def back(layout):
     return unequal(gathered(train(step, state, 1, 1)), second)
 
 
-PARTED = "deepspeed(stage=3, param_persistence_threshold=0)"  # else small parameters stay whole
+PARTED = "deepspeed(stage=3, config={'zero_optimization': {'stage3_param_persistence_threshold': 0}})"  # else small parameters stay whole
 
 
 @pytest.mark.parametrize("layout", ["deepspeed_zero0", "deepspeed_zero2", "deepspeed_zero3", PARTED])

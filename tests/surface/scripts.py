@@ -32,7 +32,7 @@ strategy_ = fa.ddp(2, hook="bf16") * fa.fsdp(4, units=("Block",), init="meta", r
 assert_type(strategy_, fa.strategies.Strategy)
 fa.fsdp(units=lambda name, module: name == "a"), fa.fsdp(units=["Block"]), fa.fsdp(units=1_000), fa.fsdp(units="Block")
 fa.hsdp(2, 4, offload=True), fa.local(), fa.tensor(2, "auto"), fa.context(method="ring"), fa.xla(shard=2)
-fa.deepspeed(2, offload_optimizer="cpu", reduce_bucket_size="auto")
+fa.deepspeed(2, offload_optimizer="cpu", config={"zero_optimization": {"reduce_bucket_size": "auto"}})
 
 optimizer = fa.adamw(fa.warmup_cosine(3e-4, warmup=10, total=100), weight_decay=0.1, groups={"*bias": {"lr": 0.1}})
 assert_type(optimizer, fa.optim.Optimizer)

@@ -15,8 +15,8 @@ FILE = f"{SECTION}.deepspeed_config_file"
 _ONLY_STAGE_3 = {
     "offload_param_device": "offload_params",
     "zero3_init_flag": "zero3_init",
-    "zero3_save_16bit_model": "save_16bit",
 }
+_SAVE = f"{SECTION}.zero3_save_16bit_model"
 _LAUNCHERS = {
     "pdsh": "pdsh", "openmpi": "mpirun", "mpich": "mpirun", "impi": "mpirun", "mvapich": "mpirun",
     "slurm": "slurm",
@@ -29,7 +29,7 @@ KEYS = [
         "offload_optimizer_nvme_path", "offload_param_nvme_path", "deepspeed_config_file",
         "deepspeed_hostfile",
         "deepspeed_multinode_launcher", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter",
-        "deepspeed_moe_layer_cls_names", *_ONLY_STAGE_3,
+        "deepspeed_moe_layer_cls_names", "zero3_save_16bit_model", *_ONLY_STAGE_3,
     )
 ]  # fmt: skip
 
@@ -46,6 +46,7 @@ def read(draft: Draft, files: Mapping[str, Mapping[str, Any]], machines: int) ->
         ConfigError: the file is missing, or contradicts the section.
     """
     _hosts(draft, machines)
+    draft.skip(_SAVE, "fa.interchange.export_hf writes 16-bit weights of any stage")
     path = draft.get(FILE)
     if path is not None and str(path).lower() != "none":
         return _with_file(draft, str(path), files)
@@ -90,11 +91,6 @@ _IN_BOTH = {
     "zero_stage": ("stage", "zero_optimization.stage", 0),
     "offload_optimizer_device": ("offload_optimizer", "zero_optimization.offload_optimizer.device", "none"),
     "offload_param_device": ("offload_params", "zero_optimization.offload_param.device", "none"),
-    "zero3_save_16bit_model": (
-        "save_16bit",
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        False,
-    ),
 }
 
 

@@ -27,24 +27,6 @@ _WHERE = "fa.deepspeed"
 _DELEGATED = frozenset({"accumulate", "clip_norm", "skip_nonfinite"})
 _QUIET = 2_000_000_000  # steps between two lines that nobody asked for
 
-# an argument of fa.deepspeed, and its key in the file
-_KEYS = {
-    "contiguous_gradients": "contiguous_gradients",
-    "overlap_comm": "overlap_comm",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_bucket_size": "reduce_bucket_size",
-    "allgather_bucket_size": "allgather_bucket_size",
-    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
-    "param_persistence_threshold": "stage3_param_persistence_threshold",
-    "sub_group_size": "sub_group_size",
-    "max_live_parameters": "stage3_max_live_parameters",
-    "max_reuse_distance": "stage3_max_reuse_distance",
-    "save_16bit": "stage3_gather_16bit_weights_on_model_save",
-    "hpz": "zero_hpz_partition_size",
-    "quantized_weights": "zero_quantized_weights",
-    "quantized_gradients": "zero_quantized_gradients",
-}
-
 
 @delegator(Deepspeed)
 def delegate(spec: Spec, record: Deepspeed) -> Delegation:
@@ -89,12 +71,6 @@ def _arguments(record: Deepspeed, draft: Draft) -> None:
         draft.fill(f"{zero}.stage", record.level)
     else:
         draft.say(f"{zero}.stage", record.stage, f"fa.deepspeed(stage={record.stage})")
-    for name, key in _KEYS.items():
-        value = getattr(record, name)
-        if value == "auto":
-            draft.fill(f"{zero}.{key}", "auto")
-        elif value is not None:
-            draft.say(f"{zero}.{key}", value, f"fa.deepspeed({name}={value!r})")
     for name, key in (("offload_optimizer", "offload_optimizer"), ("offload_params", "offload_param")):
         place = getattr(record, name)
         where = f"{zero}.{key}"
@@ -109,7 +85,7 @@ def _arguments(record: Deepspeed, draft: Draft) -> None:
                 )
         draft.resolve(f"{where}.pin_memory", torch.accelerator.is_available())
         draft.resolve(f"{where}.nvme_path", record.nvme_path)
-    draft.resolve(f"{zero}.{_KEYS['save_16bit']}", False)
+    draft.resolve(f"{zero}.stage3_gather_16bit_weights_on_model_save", False)
 
 
 def _precision(step: Step, draft: Draft) -> Step:

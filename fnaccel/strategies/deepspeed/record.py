@@ -8,14 +8,21 @@ from typing import Any, ClassVar, Literal, get_args
 
 import attrs
 
-from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, as_names, nearest, require
+from fnaccel.errors import (
+    ArgumentError,
+    ConfigError,
+    UnknownNameError,
+    as_names,
+    moved_arguments,
+    nearest,
+    require,
+)
 from fnaccel.step.step import Capability
 from fnaccel.strategies.strategy import PRESETS, Axis, Strategy, maker
 from fnaccel.world.paths import local_path
 from fnaccel.world.plain_data import load_json
 
 Offload = Literal["cpu", "nvme"]
-Auto = Literal["auto"]
 
 _WHERE = "fa.deepspeed"
 _PARTITIONED = frozenset({Capability.MODULES})
@@ -55,20 +62,6 @@ class Deepspeed(Axis):
     offload_params: Offload | None = None
     nvme_path: str | None = None
     zero3_init: bool = False
-    hpz: int | None = None
-    quantized_weights: bool | None = None
-    quantized_gradients: bool | None = None
-    contiguous_gradients: bool | None = None
-    overlap_comm: bool | None = None
-    reduce_scatter: bool | None = None
-    reduce_bucket_size: int | Auto | None = None
-    allgather_bucket_size: int | None = None
-    prefetch_bucket_size: int | Auto | None = None
-    param_persistence_threshold: int | Auto | None = None
-    sub_group_size: int | None = None
-    max_live_parameters: int | None = None
-    max_reuse_distance: int | None = None
-    save_16bit: bool | None = None
     moe_layers: tuple[str, ...] = ()
     hidden_size: int | None = None
     config: Written | None = None
@@ -94,7 +87,29 @@ class Deepspeed(Axis):
         return _WHOLE if self.level < 3 else _PARTITIONED
 
 
+_FORMER = {
+    "hpz": '"zero_hpz_partition_size": 8',
+    "quantized_weights": '"zero_quantized_weights": True',
+    "quantized_gradients": '"zero_quantized_gradients": True',
+    "contiguous_gradients": '"contiguous_gradients": True',
+    "overlap_comm": '"overlap_comm": True',
+    "reduce_scatter": '"reduce_scatter": True',
+    "reduce_bucket_size": '"reduce_bucket_size": "auto"',
+    "allgather_bucket_size": '"allgather_bucket_size": 500_000_000',
+    "prefetch_bucket_size": '"stage3_prefetch_bucket_size": "auto"',
+    "param_persistence_threshold": '"stage3_param_persistence_threshold": "auto"',
+    "sub_group_size": '"sub_group_size": 1_000_000_000',
+    "max_live_parameters": '"stage3_max_live_parameters": 1_000_000_000',
+    "max_reuse_distance": '"stage3_max_reuse_distance": 1_000_000_000',
+    "save_16bit": '"stage3_gather_16bit_weights_on_model_save": True',
+}
+"""Arguments that became keys of `config`."""
+
+
 @maker
+@moved_arguments(
+    _WHERE, **{name: f'config={{"zero_optimization": {{{key}}}}}' for name, key in _FORMER.items()}
+)
 def deepspeed(
     stage: int | None = None,
     *,
@@ -103,20 +118,6 @@ def deepspeed(
     offload_params: Offload | None = None,
     nvme_path: str | os.PathLike[str] | None = None,
     zero3_init: bool = False,
-    hpz: int | None = None,
-    quantized_weights: bool | None = None,
-    quantized_gradients: bool | None = None,
-    contiguous_gradients: bool | None = None,
-    overlap_comm: bool | None = None,
-    reduce_scatter: bool | None = None,
-    reduce_bucket_size: int | Auto | None = None,
-    allgather_bucket_size: int | None = None,
-    prefetch_bucket_size: int | Auto | None = None,
-    param_persistence_threshold: int | Auto | None = None,
-    sub_group_size: int | None = None,
-    max_live_parameters: int | None = None,
-    max_reuse_distance: int | None = None,
-    save_16bit: bool | None = None,
     moe_layers: Any = (),
     hidden_size: int | None = None,
 ) -> Strategy:
@@ -130,22 +131,13 @@ def deepspeed(
     Args:
         stage: 0 partitions nothing, 1 optimizer slots, 2 gradients too, 3 parameters too.
             the file's by default (0 if it has no section `zero_optimization`), or 2.
-        config: a DeepSpeed JSON file, or a dict like one. `"auto"` in it is filled from the step, the
-            optimizer and the model.
+        config: a DeepSpeed JSON file, or a dict like one, for all other options. `"auto"` in it is filled
+            from the step, the optimizer and the model.
         offload_optimizer: keep optimizer slots and fp32 parameters on `"cpu"` or `"nvme"` (stage 3).
         offload_params: keep parameters there (stage 3).
         nvme_path: the folder that `"nvme"` writes to.
         zero3_init: partition each parameter as it is made, so that no rank ever holds the whole model
             (stage 3, needs a factory).
-        hpz: ZeRO++: over how many ranks the second copy of parameters is partitioned (a machine's).
-        quantized_weights, quantized_gradients: ZeRO++: communicate them in few bits (need a GPU).
-        contiguous_gradients, overlap_comm, reduce_scatter: how gradients travel.
-        reduce_bucket_size, allgather_bucket_size: elements in one collective. `"auto"`: hidden size squared.
-        prefetch_bucket_size: elements gathered ahead (stage 3). `"auto"`: 0.9 hidden size squared.
-        param_persistence_threshold: parameters of fewer elements stay whole (stage 3). `"auto"`: 10 hidden.
-        sub_group_size: elements that are updated at a time (stage 3).
-        max_live_parameters, max_reuse_distance: how many elements stay gathered (stage 3).
-        save_16bit: let DeepSpeed consolidate 16-bit weights when asked to save them (stage 3).
         moe_layers: class names of mixture-of-experts layers that are gathered as one (stage 3).
         hidden_size: for `"auto"`, if the model has no `config.hidden_size`.
 
@@ -165,20 +157,6 @@ def deepspeed(
         offload_params=offload_params,
         nvme_path=None if nvme_path is None else str(local_path(nvme_path, _WHERE)),
         zero3_init=zero3_init,
-        hpz=hpz,
-        quantized_weights=quantized_weights,
-        quantized_gradients=quantized_gradients,
-        contiguous_gradients=contiguous_gradients,
-        overlap_comm=overlap_comm,
-        reduce_scatter=reduce_scatter,
-        reduce_bucket_size=reduce_bucket_size,
-        allgather_bucket_size=allgather_bucket_size,
-        prefetch_bucket_size=prefetch_bucket_size,
-        param_persistence_threshold=param_persistence_threshold,
-        sub_group_size=sub_group_size,
-        max_live_parameters=max_live_parameters,
-        max_reuse_distance=max_reuse_distance,
-        save_16bit=save_16bit,
         moe_layers=as_names(moe_layers),
         hidden_size=hidden_size,
         config=None if config is None else _read(config),
@@ -224,11 +202,7 @@ def _written(config: dict[str, Any], path: str | None) -> Written:
     return Written(json.dumps(named, sort_keys=True), path)
 
 
-_STAGE_3 = (
-    "offload_params", "hpz", "quantized_weights", "quantized_gradients", "prefetch_bucket_size",
-    "param_persistence_threshold", "sub_group_size", "max_live_parameters", "max_reuse_distance",
-    "save_16bit", "zero3_init", "moe_layers",
-)  # fmt: skip
+_STAGE_3 = ("offload_params", "zero3_init", "moe_layers")
 
 
 def _check(record: Deepspeed) -> None:
@@ -247,10 +221,6 @@ def _check(record: Deepspeed) -> None:
                 where=_WHERE,
                 fix=nearest(str(value), get_args(Offload)),
             )
-    for name in ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold"):
-        value = getattr(record, name)
-        require(value is None or value == "auto" or (type(value) is int and value >= 0), f"{name}={value!r}",
-                _WHERE, 'a number of elements, or "auto"')  # fmt: skip
     if record.level < 3:
         chosen = [name for name in _STAGE_3 if getattr(record, name)]
         if chosen:

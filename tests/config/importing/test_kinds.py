@@ -30,7 +30,7 @@ STRATEGIES = {
     "parallelism": "ddp(2) * fsdp(2) * context(2, method='ring') * tensor(2)",
     "ulysses": "ddp(2) * context(2, method='heads')",
     "deepspeed": "deepspeed(stage=3, offload_optimizer='nvme', offload_params='cpu', nvme_path='/nvme', "
-    "zero3_init=True, save_16bit=True, moe_layers=('MixtralSparseMoeBlock',))",
+    "zero3_init=True, moe_layers=('MixtralSparseMoeBlock',))",
     "deepspeed_zero2": "deepspeed(stage=2)",
     "deepspeed_machines": "deepspeed(stage=1)",
     "megatron": "fsdp(reshard_after_forward=False) * tensor(2, sequence=True)",
