@@ -14,7 +14,7 @@ import attrs
 import yaml
 
 from fnaccel.errors import LaunchError, nearest
-from fnaccel.launch.carriers.command_line import at_address, options_of, program_of
+from fnaccel.launch.carriers.command_line import options_of, program_of
 from fnaccel.launch.carriers.request import Plan, Request
 
 KINDS = ("PyTorchJob", "TrainJob")
@@ -39,11 +39,11 @@ def plan(request: Request) -> Plan:
         LaunchError: no image, an unknown key, or an unknown kind.
 
     Example:
-        >>> text = plan(Request(job=Job(script="t.py"), ranks=8, kubernetes={"image": "me/train:1"})).output
+        >>> text = plan(Request(job=Job(script="t.py", ranks=8, kubernetes={"image": "me/train:1"}))).output
         >>> print(text.splitlines()[2])
         kind: PyTorchJob
     """
-    section = request.kubernetes
+    section = request.job.kubernetes
     for key in section:
         if key not in KEYS:
             raise LaunchError(f"no key {key!r}", where="launch.kubernetes", fix=nearest(key, KEYS))
@@ -64,7 +64,7 @@ def plan(request: Request) -> Plan:
 
 def pytorch_job(request: Request) -> dict[str, Any]:
     """A PyTorchJob of the training operator, version 1. Pod 0 is the master."""
-    job, section = request.job, request.kubernetes
+    job, section = request.job, request.job.kubernetes
     spec: dict[str, Any] = {"restartPolicy": "OnFailure"}
     pod: dict[str, Any] = {"containers": [{"name": "pytorch", **_container(request)}], **_pod(section)}
     pod["volumes"] = [*section.get("volumes", ()), _SHARED_MEMORY]
@@ -88,7 +88,7 @@ def pytorch_job(request: Request) -> dict[str, Any]:
 
 def train_job(request: Request) -> dict[str, Any]:
     """A TrainJob of Kubeflow Trainer, version 2. The cluster's runtime describes the pods."""
-    job, section = request.job, request.kubernetes
+    job, section = request.job, request.job.kubernetes
     container = _container(request)
     resources = container.pop("resources", None)
     container.pop("workingDir", None)
@@ -115,24 +115,19 @@ def train_job(request: Request) -> dict[str, Any]:
 
 
 def _container(request: Request) -> dict[str, Any]:
-    job, section = request.job, request.kubernetes
+    job, section = request.job, request.job.kubernetes
     rank, address = _PLACES[section.get("kind", "PyTorchJob")]
-    job = at_address(job, machines=job.machines, machine=0, address=address.format(name=_name(section)))
-    if request.job.min_machines is not None:
-        job = attrs.evolve(job, min_machines=request.job.min_machines)
-    carrier = "elastic" if job.several else "local"
-    options = options_of(attrs.evolve(job, env={}), ranks=request.ranks, carrier=carrier)
-    words = ["fnaccel", "launch", *_plain(options), *_plain(program_of(job))]
-    if "--node-rank" in words:
-        words[words.index("--node-rank") + 1] = rank
-        words[words.index("--master-addr") + 1] = job.address
+    address = address.format(name=_name(section))
+    options = options_of(attrs.evolve(job, machine=rank, address=address, env={}))
+    options = [word if word in (rank, address) else word.replace("$", "$$") for word in options]
+    words = ["fnaccel", "launch", *options, *_plain(program_of(job))]
     container: dict[str, Any] = {"image": section["image"], "command": words[:2], "args": words[2:]}
     if job.env:
         values = zip(job.env, _plain(list(job.env.values())), strict=True)
         container["env"] = [{"name": name, "value": value} for name, value in values]
     resources = section.get("resources")
-    if resources is None and request.ranks is not None and not job.cpu:
-        resources = {"limits": {"nvidia.com/gpu": request.ranks}}
+    if resources is None and job.ranks is not None and not job.cpu:
+        resources = {"limits": {"nvidia.com/gpu": job.ranks}}
     if resources is not None:
         container["resources"] = resources
     if "folder" in section:

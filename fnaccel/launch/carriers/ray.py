@@ -59,21 +59,17 @@ def plan(request: Request) -> Plan:
         LaunchError: an unknown key, or options that only fnaccel's launcher has.
 
     Example:
-        >>> text = plan(Request(job=Job(script="t.py"), ranks=4, ray={"use_gpu": True})).output
+        >>> text = plan(Request(job=Job(script="t.py", ranks=4, ray={"use_gpu": True}))).output
         >>> "num_workers=4, use_gpu=True" in text
         True
     """
-    job, section = request.job, dict(request.ray)
+    job, section = request.job, request.job.ray
     for key in section:
         if key not in KEYS:
             raise LaunchError(f"no key {key!r}", where="launch.ray", fix=nearest(key, KEYS))
-    fields = {
-        "min_ranks": "--min-ranks", "min_machines": "--nnodes MIN:MAX", "rdzv": "--rdzv-conf", "tee": "--tee",
-        "numa": "--numa", "affinity": "--cpu-affinity", "python": "--no-python", "gpus": "--gpus",
-    }  # fmt: skip
-    refuse(job, fields, "ray", "leave it out: Ray starts the ranks, and has its own options")
+    refuse(job, "ray", "leave it out: Ray starts the ranks, and has its own options")
     gpu = bool(section.get("use_gpu", not job.cpu))
-    scaling: dict[str, Any] = {"num_workers": (request.ranks or 1) * job.machines, "use_gpu": gpu}
+    scaling: dict[str, Any] = {"num_workers": job.processes * job.machines, "use_gpu": gpu}
     if "resources_per_worker" in section:
         scaling["resources_per_worker"] = dict(section["resources_per_worker"])
     running = {name: section[name] for name in ("name", "storage_path") if name in section}

@@ -10,18 +10,14 @@ from typing import Any, Protocol
 import attrs
 
 from fnaccel.launch.job import Job
-from fnaccel.launch.sections import HostsRecipe, SageMakerRecipe, TpuVmRecipe
 
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """A job, and everything else that a carrier may read.
+    """A job, and facts about this machine that a carrier may read.
 
     Attributes:
-        job: with the fields of one machine. `job.processes` is 1 if `ranks` is None.
-        ranks: processes on each machine. None: each machine counts its own accelerators.
-        address: of machine 0, if it is given.
-        hosts, slurm, tpu_vm, sagemaker, kubernetes, ray: the sections of the recipe.
+        job: with the sections of all carriers. `job.ranks` is None if each machine counts its accelerators.
         python: the interpreter, which hosts of a cluster have at the same path.
         folder: the working folder, which hosts of a cluster have at the same path.
         environ: the environment of the caller.
@@ -31,14 +27,6 @@ class Request:
     """
 
     job: Job
-    ranks: int | None = None
-    address: str | None = None
-    hosts: HostsRecipe = attrs.field(factory=HostsRecipe)
-    slurm: Mapping[str, Any] = attrs.field(factory=dict)
-    tpu_vm: TpuVmRecipe = attrs.field(factory=TpuVmRecipe)
-    sagemaker: SageMakerRecipe = attrs.field(factory=SageMakerRecipe)
-    kubernetes: Mapping[str, Any] = attrs.field(factory=dict)
-    ray: Mapping[str, Any] = attrs.field(factory=dict)
     python: str = "python"
     folder: str = "."
     environ: Mapping[str, str] = attrs.field(factory=dict)
