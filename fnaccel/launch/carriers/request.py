@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
 
+from fnaccel.errors import LaunchError, nearest
 from fnaccel.launch.job import Job
 
 
@@ -113,3 +114,14 @@ class Carrier(Protocol):
     """
 
     def __call__(self, request: Request) -> Plan: ...  # noqa: D102 - the class says it
+
+
+def check_keys(section: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+    """See that a section of the recipe has only keys that its carrier knows.
+
+    Raises:
+        LaunchError: another key. Names the nearest.
+    """
+    for key in section:
+        if key not in keys:
+            raise LaunchError(f"no key {key!r}", where=where, fix=nearest(key, keys))
