@@ -204,7 +204,7 @@ def _carry(request: Request, carrier: str) -> int:
 def _check_stray(parsed: argparse.Namespace) -> None:
     """See that options for a TPU VM come with its name."""
     values = vars(parsed)
-    of_vm = {found.name: values[name] for name, found, _ in flags_of(TpuVmRecipe, "launch.tpu_vm.")}
+    of_vm = {option.name: values[name] for name, option, _ in flags_of(TpuVmRecipe, "launch.tpu_vm.")}
     if of_vm["--tpu-name"] is None and values["launch.carrier"] != "tpu":
         stray = [flag for flag, value in of_vm.items() if value]
         if stray:

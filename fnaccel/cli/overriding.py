@@ -116,7 +116,7 @@ def check_overrides(sources: Sequence[Layer]) -> Recipe:
 
 def _flags(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of the options. An option is stored under its dotted field: see `cli/options/launch.py`."""
-    of_launch = {name: found for name, found, _ in flags_of(LaunchRecipe, "launch.")}
+    of_launch = {name: option for name, option, _ in flags_of(LaunchRecipe, "launch.")}
     of_recipe = {field.name for field in attrs.fields(Recipe)}
     fields: dict[str, Any] = {}
     for name, value in vars(options).items():

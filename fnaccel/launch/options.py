@@ -60,9 +60,9 @@ def option(flags: str, about: str = "", *, default: Any = None, converter: Any =
         converter: of the field.
         more: further attributes of `Option`.
     """
-    described = Option(flags=tuple(flags.split()) if about else (flags,), help=about, **more)
+    entry = Option(flags=tuple(flags.split()) if about else (flags,), help=about, **more)
     start: Any = attrs.Factory(default) if isinstance(default, type) else default
-    return attrs.field(default=start, converter=converter, metadata={"option": described})
+    return attrs.field(default=start, converter=converter, metadata={"option": entry})
 
 
 def rule(good: Callable[[Any], bool], problem: str, fix: str) -> Check:
@@ -87,13 +87,13 @@ def flags_of(record: type, prefix: str = "") -> Iterator[tuple[str, Option, type
     """
     hints = get_type_hints(record)
     for field in attrs.fields(record):
-        found, hint = field.metadata.get("option"), hints[field.name]
+        entry, hint = field.metadata.get("option"), hints[field.name]
         if attrs.has(hint):
             yield from flags_of(hint, f"{prefix}{field.name}.")
-        elif found is not None and found.help:
-            kinds = () if found.read else (hint, *get_args(hint))
+        elif entry is not None and entry.help:
+            kinds = () if entry.read else (hint, *get_args(hint))
             kind = next((kind for kind in (bool, int, float) if kind in kinds), str)
-            yield f"{prefix}{field.name}", found, kind
+            yield f"{prefix}{field.name}", entry, kind
 
 
 def default_of(field: Any) -> Any:
@@ -101,7 +101,7 @@ def default_of(field: Any) -> Any:
     return field.default.factory() if isinstance(field.default, attrs.Factory) else field.default  # pyright: ignore[reportArgumentType]
 
 
-def given(record: Any) -> dict[str, Option]:
+def changed_options(record: Any) -> dict[str, Option]:
     """The options of a record that have another value than their default. Its sections are left out."""
     return {
         field.name: field.metadata["option"]
@@ -115,19 +115,19 @@ def words_of(record: Any, but: tuple[str, ...]) -> list[str]:
 
     Args:
         record: fields with their default value are left out.
-        but: fields that are left out too.
+        but: further fields that are left out.
     """
     words: list[str] = []
-    for name, found in given(record).items():
+    for name, entry in changed_options(record).items():
         value = getattr(record, name)
-        if not found.help or name in but:
+        if not entry.help or name in but:
             continue
         if isinstance(value, bool):
-            words.append(found.flags[0])
+            words.append(entry.flags[0])
             continue
         text = str(value).removesuffix(".0") if isinstance(value, float) else str(value)
-        texts = [text] if found.write is None else found.write(record)
-        words += [word for each in texts for word in (found.flags[0], each)]
+        texts = [text] if entry.write is None else entry.write(record)
+        words += [word for each in texts for word in (entry.flags[0], each)]
     return words
 
 
@@ -137,9 +137,9 @@ def check_options(record: Any) -> None:
     Raises:
         LaunchError: a value is outside its range.
     """
-    for name, found in given(record).items():
+    for name, entry in changed_options(record).items():
         value = getattr(record, name)
-        mistake = None if found.check is None or value is None else found.check(value)
+        mistake = None if entry.check is None or value is None else entry.check(value)
         if mistake is not None:
             raise LaunchError(mistake[0], where="fnaccel launch", fix=mistake[1])
 

@@ -24,7 +24,8 @@ OF_A_RANK = (
 RDZV_KEYS = ("join_timeout", "last_call_timeout", "keep_alive_interval")
 """Limits of the meeting of several machines, in seconds. PyTorch's agent has the same names."""
 _STARTERS = "mpirun srun sagemaker ray"
-"""Carriers that start the ranks themselves, without fnaccel's launcher. `srun` is SLURM with `srun: rank`."""
+"""Carriers that start the ranks themselves, without fnaccel's launcher. `srun` is SLURM with `srun: rank`.
+`mpich` below is the mpirun of MPICH and of Intel MPI."""
 _MORE = "more about the processes"
 
 

@@ -13,7 +13,7 @@ from fnaccel.config import Recipe
 from fnaccel.errors import LaunchError
 from fnaccel.launch.carriers.command_line import refuse
 from fnaccel.launch.job import Job
-from fnaccel.launch.options import at_least, check_options, flags_of, given, option, words_of
+from fnaccel.launch.options import at_least, changed_options, check_options, flags_of, option, words_of
 from fnaccel.launch.recipe import LaunchRecipe
 from fnaccel.launch.sections import CARRIERS
 
@@ -96,7 +96,7 @@ def test_a_new_option_is_a_new_field():
     assert found["launch.patience"] == ("--patience", float)
     longer = Longer(patience=0.25, quiet=True)
     assert words_of(longer, but=()) == ["-q", "--patience", "0.25"]
-    assert list(given(longer)) == ["quiet", "patience"]
+    assert list(changed_options(longer)) == ["quiet", "patience"]
     check_options(longer)
     with pytest.raises(LaunchError, match="a patience of -1 seconds"):
         check_options(Longer(patience=-1.0))

@@ -58,18 +58,18 @@ def parser() -> Parser:
 
 def _add_launch_options(group: Any, title: str) -> None:
     """Add the options of `LaunchRecipe` with a group. Each is stored under its dotted field."""
-    for name, found, kind in flags_of(LaunchRecipe, "launch."):
-        if found.group != title:
+    for name, option, kind in flags_of(LaunchRecipe, "launch."):
+        if option.group != title:
             continue
         if kind is bool:
-            action = "store_false" if found.name.startswith("--no-") else "store_true"
-            group.add_argument(*found.flags, dest=name, action=action, default=None, help=found.help)
+            action = "store_false" if option.name.startswith("--no-") else "store_true"
+            group.add_argument(*option.flags, dest=name, action=action, default=None, help=option.help)
         else:
-            metavar = found.metavar or found.name.lstrip("-").replace("-", "_").upper()
-            action = "append" if found.repeated else "store"
+            metavar = option.metavar or option.name.lstrip("-").replace("-", "_").upper()
+            action = "append" if option.repeated else "store"
             parse = None if kind is str else kind
             group.add_argument(
-                *found.flags, dest=name, action=action, type=parse, metavar=metavar, help=found.help
+                *option.flags, dest=name, action=action, type=parse, metavar=metavar, help=option.help
             )
 
 

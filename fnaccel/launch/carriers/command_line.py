@@ -11,7 +11,7 @@ from typing import Any
 
 from fnaccel.errors import ConfigError, LaunchError
 from fnaccel.launch.job import Job
-from fnaccel.launch.options import given, words_of
+from fnaccel.launch.options import changed_options, words_of
 from fnaccel.world.settings import parse_value
 
 
@@ -60,8 +60,8 @@ def refuse(job: Job, carrier: str, fix: str, *, by: str | None = None, also: Seq
     Raises:
         LaunchError: one of the options has another value than its default.
     """
-    found = given(job).values()
-    names = [*also, *(each.name for each in found if (by or carrier) in each.refused_by.split())]
+    changed = changed_options(job).values()
+    names = [*also, *(option.name for option in changed if (by or carrier) in option.refused_by.split())]
     if names:
         raise LaunchError(
             f"{', '.join(names)} can't be used with the carrier {carrier}",
