@@ -27,7 +27,9 @@ from fnaccel.launch.ending import leave
 from fnaccel.launch.input_end import end_with_input
 from fnaccel.launch.job import Job, check_values
 from fnaccel.launch.network import free_port
+from fnaccel.launch.options import flags_of
 from fnaccel.launch.presets import find_cards, preset_variables
+from fnaccel.launch.sections import TpuVmRecipe
 from fnaccel.launch.supervise import launch
 
 
@@ -98,14 +100,16 @@ def read_order(arguments: Sequence[str]) -> Order:
         recipe = check_overrides(sources)
     # the launcher itself uses the section `launch`: no script has to
     fields = {field: value for field, value in gather_overrides(sources).items() if field[:7] != "launch."}
-    request = request_of(
+    job = job_of(
         recipe.launch,
         script=name if parsed.module is None else None,
         module=name if parsed.module is not None else None,
         args=tuple(program[1:]),
         overrides=fields,
     )
-    return Order(request, choose(request, recipe.launch.carrier), parsed)
+    folder = str(Path.cwd())
+    request = Request(job=job, python=sys.executable, folder=folder, environ=dict(os.environ))
+    return Order(request, choose(job), parsed)
 
 
 def job_of(recipe: LaunchRecipe, **program: Any) -> Job:
@@ -116,74 +120,19 @@ def job_of(recipe: LaunchRecipe, **program: Any) -> Job:
         program: the remaining fields of the job.
 
     Raises:
-        LaunchError: more ranks than accelerators, or machines without an address.
+        LaunchError: more ranks than accelerators, or machines without an address. The carriers `local`,
+            `elastic` and mpirun without hosts count the accelerators of this machine. Only `elastic` needs an
+            address.
     """
-    return request_of(recipe, **program).job
-
-
-def request_of(recipe: LaunchRecipe, **program: Any) -> Request:
-    """The job of the section `launch` of a recipe, and everything that its carrier may read.
-
-    Args:
-        recipe: the section.
-        program: the remaining fields of the job.
-
-    Raises:
-        LaunchError: as `job_of`. The carriers `local`, `elastic` and mpirun without hosts count the
-            accelerators of this machine. Only `elastic` needs an address.
-    """
-    chips = recipe.tpu or (tpu.is_tpu(os.environ) and not recipe.cpu)
-    job = Job(
-        machines=recipe.machines,
-        min_machines=recipe.min_machines,
-        machine=0 if recipe.machines == 1 else recipe.machine,
-        address=recipe.address or "127.0.0.1",
-        port=recipe.port,
-        cpu=recipe.cpu,
-        tpu=chips,
-        affinity=recipe.affinity,
-        threads=recipe.threads,
-        grace=recipe.grace,
-        restarts=recipe.restarts,
-        watchdog=recipe.watchdog,
-        min_ranks=recipe.min_ranks,
-        gpus=recipe.gpus,
-        env=recipe.env,
-        role=recipe.role,
-        rdzv=recipe.rdzv,
-        interval=recipe.monitor_interval,
-        numa=recipe.numa,
-        python=recipe.python,
-        tee=recipe.tee,
-        quiet=recipe.quiet,
-        debug=recipe.debug,
-        nccl=recipe.nccl,
-        **program,
-    )
-    request = Request(
-        job=job,
-        ranks=recipe.ranks,
-        address=recipe.address,
-        hosts=recipe.hosts,
-        slurm=recipe.slurm,
-        tpu_vm=recipe.tpu_vm,
-        sagemaker=recipe.sagemaker,
-        kubernetes=recipe.kubernetes,
-        ray=recipe.ray,
-        python=sys.executable,
-        folder=str(Path.cwd()),
-        environ=dict(os.environ),
-    )
-    carrier = choose(request, recipe.carrier)
-    hosts = recipe.hosts.names or recipe.hosts.file
-    if carrier in IN_THE_LAUNCHER or (carrier == "mpirun" and not hosts):
-        if carrier != "mpirun":
-            _check_machines(recipe)
-        where = "fnaccel launch" if recipe.ranks is None else f"fnaccel launch -n {recipe.ranks}"
-        count = count_processes(recipe.ranks, job, where=where)
-        return attrs.evolve(request, job=attrs.evolve(job, processes=count))
-    ranks = 1 if recipe.ranks is None else recipe.ranks
-    return attrs.evolve(request, job=attrs.evolve(job, processes=ranks))
+    job = Job(**attrs.asdict(recipe, recurse=False), **program)
+    job = attrs.evolve(job, tpu=job.tpu or (tpu.is_tpu(os.environ) and not job.cpu))
+    carrier = choose(job)
+    if carrier in IN_THE_LAUNCHER:
+        _check_machines(recipe)
+    elif carrier != "mpirun" or job.hosts.given:
+        return job
+    where = "fnaccel launch" if job.ranks is None else f"fnaccel launch -n {job.ranks}"
+    return attrs.evolve(job, processes=count_processes(job, where=where))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -201,7 +150,7 @@ def run(arguments: Sequence[str]) -> int:
         for line in notices(order.options, os.environ):
             print(line, file=sys.stderr, flush=True)
     if order.options.dry_run:
-        check_values(attrs.evolve(request.job, machine=request.job.machine or 0))
+        check_values(request.job)
         result = plan(_with_facts(request, carrier), carrier)
         if order.options.json:
             print_json(attrs.asdict(result))
@@ -254,9 +203,10 @@ def _carry(request: Request, carrier: str) -> int:
 
 def _check_stray(parsed: argparse.Namespace) -> None:
     """See that options for a TPU VM come with its name."""
-    if parsed.tpu_name is None and parsed.carrier != "tpu":
-        flags = ("--tpu-zone", "--tpu-folder", "--tpu-sudo")
-        stray = [flag for flag in flags if getattr(parsed, flag.removeprefix("--").replace("-", "_"))]
+    values = vars(parsed)
+    of_vm = {option.name: values[name] for name, option, _ in flags_of(TpuVmRecipe, "launch.tpu_vm.")}
+    if of_vm["--tpu-name"] is None and values["launch.carrier"] != "tpu":
+        stray = [flag for flag, value in of_vm.items() if value]
         if stray:
             raise LaunchError(
                 f"{stray[0]} without --tpu-name",

@@ -13,51 +13,14 @@ import attrs
 from fnaccel.cli.options.config import DEFAULT_FILE
 from fnaccel.config import Recipe, from_yaml
 from fnaccel.config.yaml import override, text_of
-from fnaccel.errors import LaunchError
+from fnaccel.launch.options import flags_of, read_pair
+from fnaccel.launch.recipe import LaunchRecipe
 from fnaccel.step.precision_policy import check_precision
 from fnaccel.strategies import strategy
 from fnaccel.world import settings
 from fnaccel.world.flags import FLAGS
 from fnaccel.world.plain_data import load_yaml
 from fnaccel.world.settings import parse_value as parse_value
-
-INNER_FLAGS = {
-    "compile_backend": "compile_options.backend",
-    "compile_mode": "compile_options.mode",
-    "fp8_backend": "fp8.backend",
-    "fp8_recipe": "fp8.recipe",
-    "nproc": "launch.ranks",
-    "cpu": "launch.cpu",
-    "tpu": "launch.tpu",
-    "gpus": "launch.gpus",
-    "cpu_affinity": "launch.affinity",
-    "threads": "launch.threads",
-    "timeout_grace": "launch.grace",
-    "max_restarts": "launch.restarts",
-    "min_ranks": "launch.min_ranks",
-    "watchdog": "launch.watchdog",
-    "node_rank": "launch.machine",
-    "master_addr": "launch.address",
-    "master_port": "launch.port",
-    "carrier": "launch.carrier",
-    "hosts": "launch.hosts.names",
-    "hostfile": "launch.hosts.file",
-    "include": "launch.hosts.include",
-    "exclude": "launch.hosts.exclude",
-    "tpu_name": "launch.tpu_vm.name",
-    "tpu_zone": "launch.tpu_vm.zone",
-    "tpu_folder": "launch.tpu_vm.folder",
-    "tpu_sudo": "launch.tpu_vm.sudo",
-    "python": "launch.python",
-    "numa": "launch.numa",
-    "nccl": "launch.nccl",
-    "role": "launch.role",
-    "monitor_interval": "launch.monitor_interval",
-    "tee": "launch.tee",
-    "quiet": "launch.quiet",
-    "debug": "launch.debug",
-}
-"""Options that set a field of another name, or a part of a field."""
 
 
 @attrs.frozen
@@ -152,44 +115,21 @@ def check_overrides(sources: Sequence[Layer]) -> Recipe:
 
 
 def _flags(options: argparse.Namespace) -> dict[str, Any]:
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    fields = {name: given[name] for name in FLAGS if name in given}
-    fields |= {field: given[name] for name, field in INNER_FLAGS.items() if name in given}
-    if "nnodes" in given:
-        fewest, most = _machine_limits(given["nnodes"])
-        fields |= {"launch.machines": most, "launch.min_machines": None if fewest == most else fewest}
-    if "rdzv_conf" in given:
-        pairs = [
-            _pair(text, "--rdzv-conf", "--rdzv-conf join_timeout=60")
-            for text in given["rdzv_conf"].split(",")
-        ]
-        fields["launch.rdzv"] = {name.strip(): parse_value(value) for name, _, value in pairs}
-    for text in given.get("env", ()):
-        name, _, value = _pair(text, "--env", "--env NCCL_DEBUG=INFO")
-        fields[f"launch.env.{name}"] = value
-    for text in given.get("fields", ()):
-        name, _, value = _pair(text, "--set", "--set optimizer.lr=1e-4")
+    """The fields of the options. An option is stored under its dotted field: see `cli/options/launch.py`."""
+    of_launch = {name: option for name, option, _ in flags_of(LaunchRecipe, "launch.")}
+    of_recipe = {field.name for field in attrs.fields(Recipe)}
+    fields: dict[str, Any] = {}
+    for name, value in vars(options).items():
+        if value is None or name.partition(".")[0] not in of_recipe:
+            continue
+        if name in of_launch and (read := of_launch[name].read) is not None:
+            fields |= {f"launch.{key}": each for key, each in read(value).items()}
+        else:
+            fields[name] = value
+    for text in getattr(options, "fields", ()):
+        name, value = read_pair(text, "--set", "--set optimizer.lr=1e-4")
         fields[name.strip()] = parse_value(value)
     return fields
-
-
-def _pair(text: str, flag: str, fix: str) -> tuple[str, str, str]:
-    field, equals, value = text.partition("=")
-    if not equals or not field.strip():
-        raise LaunchError(f"{text!r} sets nothing", where=f"fnaccel launch {flag}", fix=fix)
-    return field, equals, value
-
-
-def _machine_limits(text: str) -> tuple[int, int]:
-    """The fewest and the most machines that --nnodes asks for."""
-    fewest, colon, most = text.partition(":")
-    if not fewest.isdecimal() or (colon and not most.isdecimal()):
-        raise LaunchError(
-            f"{text!r} is no number of machines",
-            where="fnaccel launch --nnodes",
-            fix="--nnodes 2, or --nnodes 2:4 for 2 to 4 machines",
-        )
-    return int(fewest), int(most if colon else fewest)
 
 
 def file_layer(path: Path) -> Layer:

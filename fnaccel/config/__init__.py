@@ -3,9 +3,6 @@
 from typing import TYPE_CHECKING
 
 from fnaccel import _lazy
-from fnaccel.config.carriers import HostsRecipe as HostsRecipe
-from fnaccel.config.carriers import SageMakerRecipe as SageMakerRecipe
-from fnaccel.config.carriers import TpuVmRecipe as TpuVmRecipe
 from fnaccel.config.importing.draft import Imported as Imported
 from fnaccel.config.importing.draft import Row as Row
 from fnaccel.config.importing.kinds import import_document as import_document
@@ -13,11 +10,14 @@ from fnaccel.config.recipes import CheckpointRecipe as CheckpointRecipe
 from fnaccel.config.recipes import DataRecipe as DataRecipe
 from fnaccel.config.recipes import OptimizerRecipe as OptimizerRecipe
 from fnaccel.config.recipes import Recipe as Recipe
+from fnaccel.config.recipes import RunRecipe as RunRecipe
 from fnaccel.config.recipes import TrackingRecipe as TrackingRecipe
-from fnaccel.config.running import LaunchRecipe as LaunchRecipe
-from fnaccel.config.running import RunRecipe as RunRecipe
 from fnaccel.config.yaml import from_yaml as from_yaml
 from fnaccel.config.yaml import to_yaml as to_yaml
+from fnaccel.launch.recipe import LaunchRecipe as LaunchRecipe
+from fnaccel.launch.sections import HostsRecipe as HostsRecipe
+from fnaccel.launch.sections import SageMakerRecipe as SageMakerRecipe
+from fnaccel.launch.sections import TpuVmRecipe as TpuVmRecipe
 
 if TYPE_CHECKING:
     from fnaccel.config.applying import apply as apply

@@ -7,8 +7,8 @@ from typing import Any, cast, get_args
 
 import attrs
 
-from fnaccel.config.running import LaunchRecipe, RunRecipe
 from fnaccel.errors import ConfigError, as_names, nearest, require, require_counts
+from fnaccel.launch.recipe import LaunchRecipe
 from fnaccel.step.choices import Action, Kept, PrecisionName, Remainder, Scope
 from fnaccel.world.paths import optional_path
 
@@ -71,6 +71,32 @@ class DataRecipe:
     prefetch: int = 1
     device_placement: bool = True
     accept_changes: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class RunRecipe:
+    """The seed and the length of a run.
+
+    Attributes:
+        seed: for `train_step.init(seed=recipe.run.seed)`, and for the order of the data if
+            `data.seed` is None.
+        steps, epochs: the length of `fa.scan`, through `fa.config.scan_options`. None: the script's own.
+
+    Raises:
+        ArgumentError: `steps` or `epochs` is below 1.
+
+    Example:
+        >>> recipe = fa.config.Recipe(run=fa.config.RunRecipe(seed=3, steps=100))
+        >>> fa.config.scan_options(recipe)["steps"], fa.config.shard_options(recipe)["seed"]
+        (100, 3)
+    """
+
+    seed: int = 0
+    steps: int | None = None
+    epochs: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        require_counts("RunRecipe", steps=self.steps, epochs=self.epochs)
 
 
 @attrs.frozen(kw_only=True)

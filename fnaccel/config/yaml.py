@@ -12,6 +12,7 @@ import yaml
 from fnaccel.config.recipes import Recipe
 from fnaccel.config.references import dump
 from fnaccel.errors import ConfigError, FnaccelError, nearest
+from fnaccel.launch.options import default_of
 from fnaccel.world.paths import local_path
 from fnaccel.world.plain_data import load_yaml
 
@@ -101,10 +102,7 @@ def _plain(record: object, where: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for field in attrs.fields(type(record)):
         value = getattr(record, field.name)
-        default = field.default
-        if isinstance(default, attrs.Factory):  # pyright: ignore[reportArgumentType]
-            default = default.factory()  # pyright: ignore[reportOptionalMemberAccess]
-        if value == default:
+        if value == default_of(field):
             continue
         path = f"{where}.{field.name}"
         if isinstance(value, tuple | list):

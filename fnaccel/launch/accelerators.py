@@ -11,12 +11,11 @@ from fnaccel.errors import LaunchError
 from fnaccel.launch.job import Job
 
 
-def count_processes(count: int | None, job: Job, *, where: str) -> int:
+def count_processes(job: Job, *, where: str) -> int:
     """The number of ranks on this machine.
 
     Args:
-        count: the number that the user asked for. None: one for each accelerator, or 1.
-        job: whether it uses accelerators, and which.
+        job: `ranks` is the number that was asked for. None: one for each accelerator, or 1.
         where: the function or option that an error names.
 
     Raises:
@@ -29,15 +28,15 @@ def count_processes(count: int | None, job: Job, *, where: str) -> int:
             where=where,
             fix="numbers from `nvidia-smi -L`, or leave it out",
         )
-    if count is None:
+    if job.ranks is None:
         return max(1, accelerators)
-    if 0 < accelerators < count:
+    if 0 < accelerators < job.ranks:
         raise LaunchError(
-            f"{count} processes need an accelerator each, and there are {accelerators}",
+            f"{job.ranks} processes need an accelerator each, and there are {accelerators}",
             where=where,
             fix=f"{accelerators} processes, or compute on the CPU",
         )
-    return count
+    return job.ranks
 
 
 def count_accelerators(environ: Mapping[str, str] | None = None) -> int:

@@ -100,11 +100,13 @@ def notebook_launch(
         whole = count is None or type(count) is int
         require(whole, f"{name}={count!r} is no whole number", _WHERE, "write a number: 2")
     _check_process(threads)
+    _check_machines(nodes, node_rank, address)
     job = Job(
         function=lambda: None,
+        ranks=processes,
         machines=nodes,
-        machine=0 if nodes == 1 else node_rank,
-        address=_address(nodes, node_rank, address),
+        machine=node_rank,
+        address=address,
         port=port,
         cpu=cpu,
         gpus=gpus,
@@ -114,7 +116,7 @@ def notebook_launch(
         env=dict(env or {}),
         rdzv=dict(rdzv or {}),
     )
-    job = attrs.evolve(job, processes=count_processes(processes, job, where=_WHERE))
+    job = attrs.evolve(job, processes=count_processes(job, where=_WHERE))
     with tempfile.TemporaryDirectory(prefix="fnaccel-") as name, Relay() as relay, warnings.catch_warnings():
         folder = Path(name)
         # the kernel of a notebook always has threads. The ranks use none of them
@@ -194,7 +196,7 @@ def _check_process(threads: int) -> None:
         )
 
 
-def _address(nodes: int, node_rank: int | None, address: str | None) -> str:
+def _check_machines(nodes: int, node_rank: int | None, address: str | None) -> None:
     stray = {"node_rank": node_rank, "address": address}
     names = [name for name, value in stray.items() if value]
     if nodes == 1 and names:
@@ -207,7 +209,6 @@ def _address(nodes: int, node_rank: int | None, address: str | None) -> str:
             where=_WHERE,
             fix="address= of the first machine, on all machines",
         )
-    return address or "127.0.0.1"
 
 
 def _call(fn: Callable[..., Any], args: Sequence[Any], folder: Path, relay: Relay, threads: int) -> None:

@@ -10,20 +10,10 @@ from typing import Any, cast
 
 import attrs
 
-from fnaccel.errors import ConfigError, nearest
+from fnaccel.errors import ConfigError
+from fnaccel.launch.options import option
 
-CARRIERS = (
-    "local",
-    "elastic",
-    "mpirun",
-    "slurm",
-    "ssh",
-    "pdsh",
-    "tpu",
-    "sagemaker",
-    "ray",
-    "kubernetes",
-)
+CARRIERS = ("local", "elastic", "mpirun", "slurm", "ssh", "pdsh", "tpu", "sagemaker", "ray", "kubernetes")
 """The ways to start the processes of a job."""
 
 
@@ -61,19 +51,6 @@ def as_version(field: str) -> Any:
         return value
 
     return convert
-
-
-def as_carrier(value: object) -> str | None:
-    """See that a text names a carrier.
-
-    Raises:
-        ConfigError: it does not. Names the nearest.
-    """
-    if value is not None and value not in CARRIERS:
-        raise ConfigError(
-            f"no carrier is called {value!r}", where="launch.carrier", fix=nearest(str(value), CARRIERS)
-        )
-    return cast("str | None", value)
 
 
 def as_slurm(value: object) -> dict[str, Any]:
@@ -124,22 +101,36 @@ class HostsRecipe:
         ('gpu1', 'gpu2')
     """
 
-    names: Any = attrs.field(default=(), converter=as_words("launch.hosts.names"))
-    file: str | None = None
-    include: str | None = None
-    exclude: str | None = None
+    names: Any = option(
+        "--hosts", "for ssh, pdsh and mpirun: gpu1,gpu2:4", default=(), metavar="NAMES", group="carriers",
+        converter=as_words("launch.hosts.names"),
+    )  # fmt: skip
+    file: str | None = option(
+        "--hostfile", "with a line for each host: gpu1 slots=4", metavar="FILE", group="carriers"
+    )
+    include: str | None = option(
+        "--include", "hosts and GPUs that are used: gpu1@gpu2:0,2", metavar="FILTER", group="carriers"
+    )
+    exclude: str | None = option(
+        "--exclude", "hosts and GPUs that are left out", metavar="FILTER", group="carriers"
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.include and self.exclude:
             raise ConfigError(
                 "include and exclude can't be used together", where="launch.hosts", fix="one of the two"
             )
-        if (self.include or self.exclude) and not (self.names or self.file):
+        if (self.include or self.exclude) and not self.given:
             raise ConfigError(
                 "include and exclude choose among hosts, and there are none",
                 where="launch.hosts",
                 fix="--hosts gpu1,gpu2, or --hostfile FILE",
             )
+
+    @property
+    def given(self) -> bool:
+        """Whether there are hosts."""
+        return bool(self.names or self.file)
 
 
 @attrs.frozen(kw_only=True)
@@ -162,10 +153,15 @@ class TpuVmRecipe:
         'all'
     """
 
-    name: Any = attrs.field(default=(), converter=lambda value: as_words("launch.tpu_vm.name")(value or ()))
-    zone: str | None = None
-    folder: str | None = None
-    sudo: bool = False
+    name: Any = option(
+        "--tpu-name", "start on this TPU VM or pod, through gcloud", default=(), metavar="NAME", group="TPU",
+        converter=lambda value: as_words("launch.tpu_vm.name")(value or ()),
+    )  # fmt: skip
+    zone: str | None = option("--tpu-zone", "its zone", metavar="ZONE", group="TPU")
+    folder: str | None = option(
+        "--tpu-folder", "the working folder there (default: the home folder)", metavar="PATH", group="TPU"
+    )
+    sudo: bool = option("--tpu-sudo", "run as root there", default=False, group="TPU")
     workers: str = attrs.field(default="all", converter=str)
     commands: Any = attrs.field(
         default=(), converter=lambda value: (value,) if isinstance(value, str) else tuple(value)

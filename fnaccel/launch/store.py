@@ -43,9 +43,9 @@ def open_store(job: Job, timeout: float, pause: Callable[[], object]) -> tuple[A
     port, end = job.port or STATIC_PORT, time.monotonic() + job.rdzv.get("join_timeout", PATIENCE)
     while True:  # TCPStore tries by itself too, and logs each try
         try:
-            socket.create_connection((job.address, port), timeout=10.0).close()
+            socket.create_connection((job.store_address, port), timeout=10.0).close()
             return _torch.TCPStore(
-                job.address, port, is_master=False, timeout=limit, wait_for_workers=False
+                job.store_address, port, is_master=False, timeout=limit, wait_for_workers=False
             ), False
         except (OSError, RuntimeError) as error:
             if time.monotonic() > end:
@@ -65,9 +65,9 @@ def _listen(job: Job) -> socket.socket | None:
         return None
     port = job.port or STATIC_PORT
     try:
-        family, *_, place = socket.getaddrinfo(job.address, port, type=socket.SOCK_STREAM)[0]
+        family, *_, place = socket.getaddrinfo(job.store_address, port, type=socket.SOCK_STREAM)[0]
         address = str(place[0])
-        if ipaddress.ip_address(address).is_loopback and not is_loopback(job.address):
+        if ipaddress.ip_address(address).is_loopback and not is_loopback(job.store_address):
             family, address = socket.AF_INET, ""  # Debian names a machine 127.0.1.1 to itself
         return socket.create_server((address, port), family=family, backlog=BACKLOG)
     except OSError as error:
@@ -83,7 +83,7 @@ def _listen(job: Job) -> socket.socket | None:
 
 def endpoint(job: Job) -> str:
     """The address and port of the store."""
-    return f"{job.address}:{job.port or STATIC_PORT}"
+    return f"{job.store_address}:{job.port or STATIC_PORT}"
 
 
 def machines_error(job: Job, what: str, fix: str) -> LaunchError:

@@ -127,7 +127,7 @@ def _attempt(
         ranks = fork(
             job,
             port=port,
-            interface=interface_to(job.address),
+            interface=interface_to(job.store_address),
             restarts=place.number,
             several=several,
             mask=mask,
@@ -147,7 +147,7 @@ def _attempt(
         watchdog = None
         if traces is not None:
             stack.callback(traces.close)
-            watchdog = Watchdog(job.watchdog, traces, job.rank(0), job.interval)
+            watchdog = Watchdog(job.watchdog, traces, job.rank(0), job.monitor_interval)
         watch = Watch(job, ranks, signals, coordinator, watchdog)
         outcome = watch.run()
         finish(copiers)

@@ -46,7 +46,7 @@ def variables(
         presets: variables under those of the job: see `presets.py`.
 
     Example:
-        >>> variables(Job(script="train.py", processes=2), 1, port=29500, environ={})["RANK"]
+        >>> variables(Job(script="train.py", ranks=2), 1, port=29500, environ={})["RANK"]
         '1'
     """
     new_environ = {name: value for name, value in environ.items() if not name.startswith(_OF_ANOTHER_LAUNCH)}
@@ -57,7 +57,7 @@ def variables(
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(job.processes),
         "GROUP_RANK": str(job.machine or 0),
-        "MASTER_ADDR": job.address,
+        "MASTER_ADDR": job.store_address,
         "MASTER_PORT": str(port),
         "FNACCEL_LAUNCHED": "1",
         "FNACCEL_RESTART_COUNT": str(restarts),

@@ -14,7 +14,7 @@ def test_the_options_of_a_job():
     flags = "-n 2 --threads 3 --timeout-grace 0.5 --nnodes 4 --node-rank 1 --master-addr a --master-port 5"
     restarts = ["--max-restarts", "3", "--min-ranks", "1"]
     assert read([*flags.split(), *restarts, "--cpu", "train.py", "--lr", "1"]) == Job(
-        script="train.py", args=("--lr", "1"), processes=2, threads=3, grace=0.5, machines=4, machine=1,
+        script="train.py", args=("--lr", "1"), ranks=2, threads=3, grace=0.5, machines=4, machine=1,
         address="a", port=5, cpu=True, restarts=3, min_ranks=1,
     )  # fmt: skip
 
@@ -25,8 +25,8 @@ def test_the_options_of_a_job():
         ("--nnodes 4", 4, 4, None),
         ("--nnodes 2:4", 2, 4, None),
         ("--nnodes 1:4 --node-rank 0", 1, 4, 0),
-        ("--nnodes 1", 1, 1, 0),
-        ("--nnodes 1:1", 1, 1, 0),
+        ("--nnodes 1", 1, 1, None),
+        ("--nnodes 1:1", 1, 1, None),
     ],
 )
 def test_how_many_machines(flags, fewest, most, machine):

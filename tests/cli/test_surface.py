@@ -15,8 +15,6 @@ from fnaccel.cli.completion import parsers
 from fnaccel.cli.main import main
 from fnaccel.cli.options import COMMANDS
 from fnaccel.cli.options.bench import SCOPES
-from fnaccel.cli.options.launch import CARRIERS
-from fnaccel.launch import sections
 from fnaccel.step.choices import Scope
 
 SURFACE = Path(__file__).with_name("surface.txt")
@@ -49,7 +47,6 @@ def test_every_command_prints_json():
 
 
 def test_lists_of_names_are_complete():
-    assert tuple(CARRIERS.split(", ")) == sections.CARRIERS
     assert SCOPES.split(",")[1:] == [scope for scope in Scope.__args__ if scope != "auto"]
 
 

@@ -72,7 +72,7 @@ def test_nodes_are_read_as_the_kernel_writes_them(tmp_path):
 def test_the_option_and_its_check(monkeypatch):
     assert read(["--cpu", "--cpu-affinity", "t.py"]).affinity
     with pytest.raises(LaunchError, match="can't have cores"):
-        check(Job(script=__file__, processes=100, affinity=True))
+        check(Job(script=__file__, ranks=100, affinity=True))
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     with pytest.raises(LaunchError, match="this system can't keep"):
         check(Job(script=__file__, affinity=True))

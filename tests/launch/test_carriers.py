@@ -93,9 +93,9 @@ def test_mistakes_are_one_message_before_anything_starts(line, says, capsys):
 
 
 EVERY = Job(
-    script="my train.py", args=("--lr", "0.1", "-n", "a b"), processes=4, machines=3, min_machines=2, machine=1,
+    script="my train.py", args=("--lr", "0.1", "-n", "a b"), ranks=4, machines=3, min_machines=2, machine=1,
     address="h", port=5, cpu=True, affinity=True, threads=3, grace=0.5, restarts=2, watchdog=7.5,
-    env={"A": "x y", "B": ""}, role="r", rdzv={"join_timeout": 5}, interval=0.5, tee="logs", quiet=True, debug=True,
+    env={"A": "x y", "B": ""}, role="r", rdzv={"join_timeout": 5}, monitor_interval=0.5, tee="logs", quiet=True, debug=True,
     nccl="consumer",
     overrides={"strategy": "ddp(2) * fsdp(2)", "optimizer.lr": 1e-4, "precision": "bf16", "checkpoint.directory": "1",
                "optimizer.options": {"a": [1, None, True]}, "transforms": []},
@@ -106,9 +106,9 @@ EVERY = Job(
     "job",
     [
         EVERY,
-        Job(module="pkg.train", args=("-m",), processes=2, min_ranks=1, restarts=1, gpus="0,1", tee=None),
-        Job(script="t.py", tpu=True),
-        Job(script="run.sh", python=False, numa=True),
+        Job(module="pkg.train", args=("-m",), ranks=2, min_ranks=1, restarts=1, gpus="0,1", tee=None),
+        Job(script="t.py", ranks=1, tpu=True),
+        Job(script="run.sh", ranks=1, python=False, numa=True),
     ],
 )
 def test_a_command_line_gives_back_its_job(job, monkeypatch):
@@ -116,9 +116,8 @@ def test_a_command_line_gives_back_its_job(job, monkeypatch):
     monkeypatch.setenv("FNACCEL_SET", "launch.carrier=slurm")
     (command.Path("fnaccel.yaml")).write_text("strategy: zero\nlaunch: {slurm: {partition: gpu}}")
     monkeypatch.delenv("FNACCEL_SET")
-    carrier = "elastic" if job.several else "local"
-    words = options_of(job, ranks=job.processes, carrier=carrier) + program_of(job)
-    assert read(words) == job
+    words = options_of(job) + program_of(job)
+    assert read(words) == attrs.evolve(job, carrier="elastic" if job.several else "local")
 
 
 @given(
@@ -130,7 +129,7 @@ def test_a_command_line_gives_back_its_job(job, monkeypatch):
 def test_a_value_is_read_as_it_was_written(value):
     from fnaccel.cli.overriding import parse_value
 
-    options = options_of(Job(script="t.py", overrides={"optimizer.options.x": value}), ranks=None)
+    options = options_of(Job(script="t.py", overrides={"optimizer.options.x": value}))
     name, _, text = options[-1].partition("=")
     back = parse_value(text)
     assert (name, back, type(back)) == ("optimizer.options.x", value, type(value))
@@ -151,7 +150,7 @@ def test_elastic_shows_the_command_of_each_machine():
     texts = [one.text for one in planned(line).commands]
     assert texts == [
         "python -m fnaccel launch --no-config --carrier elastic -n 4 --nnodes 2:3 "
-        f"--node-rank {number} --master-addr 10.0.0.1 --max-restarts 2 --cpu t.py"
+        f"--node-rank {number} --master-addr 10.0.0.1 --cpu --max-restarts 2 t.py"
         for number in range(3)
     ]
     assert len(planned(line.replace("--cpu", "--cpu --node-rank 1")).commands) == 1
@@ -256,7 +255,7 @@ def test_a_tpu_vm_from_afar(folder):
 
 
 def test_a_pod_has_no_number_of_machines():
-    request = Request(job=Job(script="t.py", machines=2), tpu_vm=TpuVmRecipe(name="a", zone="z"))
+    request = Request(job=Job(script="t.py", machines=2, tpu_vm=TpuVmRecipe(name="a", zone="z")))
     with pytest.raises(LaunchError, match="--nnodes can't be used with the carrier tpu"):
         plan(request, "tpu")
 
@@ -266,7 +265,7 @@ def test_a_pod_has_no_number_of_machines():
     [("~", "~"), ("~/my code", "~/'my code'"), ("~/", "~/"), ("~other/x", "'~other/x'"), ("/a/b", "/a/b")],
 )
 def test_only_the_vm_knows_its_home(folder_there, place):
-    request = Request(job=Job(script="t.py"), tpu_vm=TpuVmRecipe(name="a", zone="z", folder=folder_there))
+    request = Request(job=Job(script="t.py", tpu_vm=TpuVmRecipe(name="a", zone="z", folder=folder_there)))
     assert plan(request, "tpu").commands[0].words[-1].startswith(f"cd {place} && fnaccel launch ")
 
 
@@ -276,7 +275,7 @@ def test_a_pod_is_set_up_first(folder):
         name="pod1,pod2", zone="z", workers=1, install="fnaccel 'torch_xla>=2.9'", command_file="set_up.sh",
         commands=["echo hello"], env={"A": "x y"}, sudo=True,
     )  # fmt: skip
-    result = plan(Request(job=Job(module="pkg"), tpu_vm=vm), "tpu")
+    result = plan(Request(job=Job(module="pkg", tpu_vm=vm)), "tpu")
     assert [one.label for one in result.commands] == ["pod1", "pod2"]
     assert result.together
     words = result.commands[1].words
@@ -287,16 +286,16 @@ def test_a_pod_is_set_up_first(folder):
         "gsutil cp gs://a b",
         "ls",
         "echo hello",
-        "sudo -E fnaccel launch --no-config --carrier local --tpu --env 'A=x y' -m pkg",
+        "sudo -E fnaccel launch --no-config --carrier local --env 'A=x y' --tpu -m pkg",
     ]
     with pytest.raises(LaunchError, match="there is no file"):
-        plan(Request(job=Job(), tpu_vm=TpuVmRecipe(name="a", zone="z", command_file="none.sh")), "tpu")
+        plan(Request(job=Job(tpu_vm=TpuVmRecipe(name="a", zone="z", command_file="none.sh"))), "tpu")
 
 
 def test_choose_by_hand():
-    request = Request(job=Job(script="t.py"), hosts=HostsRecipe(names="a"))
-    assert choose(request, None) == "ssh"
-    assert choose(request, "pdsh") == "pdsh"
+    job = Job(script="t.py", hosts=HostsRecipe(names="a"))
+    assert choose(job) == "ssh"
+    assert choose(attrs.evolve(job, carrier="pdsh")) == "pdsh"
 
 
 def test_nccl_on_consumer_cards(tmp_path):

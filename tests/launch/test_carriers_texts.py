@@ -55,7 +55,7 @@ launch:
     tolerations: [{key: gpu, operator: Exists}]
     volumes: [{name: data, persistentVolumeClaim: {claimName: data}}]
     volume_mounts: [{name: data, mountPath: /data}]
-    backoff_limit: 4
+    backoff_limit: 0
 """
 
 
@@ -63,7 +63,7 @@ def test_a_pytorch_job():
     manifest = yaml.safe_load(planned("t.py --lr '$(x)' '$5'", KUBERNETES).output)
     assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert manifest["metadata"] == {"name": "gpt", "namespace": "ml", "labels": {"team": "a"}}
-    assert manifest["spec"]["runPolicy"] == {"cleanPodPolicy": "None", "backoffLimit": 4}
+    assert manifest["spec"]["runPolicy"] == {"cleanPodPolicy": "None", "backoffLimit": 0}
     replicas = manifest["spec"]["pytorchReplicaSpecs"]
     assert {name: one["replicas"] for name, one in replicas.items()} == {"Master": 1, "Worker": 2}
     assert replicas["Master"]["template"] == replicas["Worker"]["template"]
@@ -112,6 +112,10 @@ def test_a_train_job():
             "--set launch.kubernetes.image=a --set launch.kubernetes.kind=TrainJob "
             "--set launch.kubernetes.volumes=[] t.py",
             "a TrainJob has no volumes",
+        ),
+        (
+            "--set launch.kubernetes.image=a --set launch.kubernetes.runtime=torch t.py",
+            "a PyTorchJob has no runtime",
         ),
         ("--set launch.ray.gpus=1 t.py", "no key 'gpus'"),
         ("--carrier ray --numa t.py", "--numa can't be used with the carrier ray"),

@@ -187,7 +187,7 @@ def failed(rank, code, **more):
 
 
 def watched(*failures):
-    watch = Watch(Job(script="x.py", processes=3), [], -1)
+    watch = Watch(Job(script="x.py", ranks=3), [], -1)
     for one in failures:
         watch._note(one)
     return watch._outcome()

@@ -314,7 +314,7 @@ def launched(script, err):
     os.chdir(Path(script).parent)
     os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), 2)
     sys.stderr = os.fdopen(2, "w")
-    os._exit(launch(Job(script=script, processes=3, cpu=True)))
+    os._exit(launch(Job(script=script, ranks=3, cpu=True)))
 
 
 def test_the_launcher_names_a_rank_that_sleeps(tmp_path, monkeypatch):

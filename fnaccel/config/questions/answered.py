@@ -7,8 +7,8 @@ from typing import Any
 
 from fnaccel.config.questions.catalogue import Answers, on_cpu
 from fnaccel.config.questions.question import Machine
-from fnaccel.config.recipes import CheckpointRecipe, Recipe, TrackingRecipe
-from fnaccel.config.running import LaunchRecipe, RunRecipe
+from fnaccel.config.recipes import CheckpointRecipe, Recipe, RunRecipe, TrackingRecipe
+from fnaccel.launch.recipe import LaunchRecipe
 from fnaccel.launch.sections import HostsRecipe, SageMakerRecipe, TpuVmRecipe
 
 

@@ -6,42 +6,42 @@ import importlib
 
 from fnaccel.errors import LaunchError
 from fnaccel.launch.carriers.request import Carrier, Plan, Request
+from fnaccel.launch.recipe import LaunchRecipe
 from fnaccel.launch.sections import SageMakerRecipe
 
 IN_THE_LAUNCHER = ("local", "elastic")
 """Carriers whose ranks are forks of this process."""
 
 
-def choose(request: Request, carrier: str | None) -> str:
+def choose(launch: LaunchRecipe) -> str:
     """The name of the carrier: the one that was named, or the one that the other fields imply.
 
     Args:
-        request: the job and its sections.
-        carrier: the field `launch.carrier`.
+        launch: the options, or a job.
 
     Raises:
         LaunchError: the sections of two carriers are filled in, and neither was named. Several machines on
             the carrier `local`.
 
     Example:
-        >>> choose(Request(job=Job(script="train.py"), slurm={"partition": "gpu"}), None)
+        >>> choose(LaunchRecipe(slurm={"partition": "gpu"}))
         'slurm'
     """
-    if carrier == "local" and request.job.several:
+    if launch.carrier == "local" and launch.several:
         raise LaunchError(
-            f"the carrier local, and {request.job.machines} machines",
+            f"the carrier local, and {launch.machines} machines",
             where="fnaccel launch --carrier",
             fix="--carrier elastic and the same command on each machine, or --nnodes 1",
         )
-    if carrier is not None:
-        return carrier
+    if launch.carrier is not None:
+        return launch.carrier
     sections = {
-        "tpu": bool(request.tpu_vm.name),
-        "sagemaker": request.sagemaker != SageMakerRecipe(),
-        "ssh": bool(request.hosts.names or request.hosts.file),
-        "slurm": bool(request.slurm),
-        "kubernetes": bool(request.kubernetes),
-        "ray": bool(request.ray),
+        "tpu": launch.tpu_vm.name,
+        "sagemaker": launch.sagemaker != SageMakerRecipe(),
+        "ssh": launch.hosts.given,
+        "slurm": launch.slurm,
+        "kubernetes": launch.kubernetes,
+        "ray": launch.ray,
     }
     filled = [name for name, given in sections.items() if given]
     if len(filled) > 1:
@@ -52,7 +52,7 @@ def choose(request: Request, carrier: str | None) -> str:
         )
     if filled:
         return filled[0]
-    return "elastic" if request.job.several else "local"
+    return "elastic" if launch.several else "local"
 
 
 def plan(request: Request, carrier: str) -> Plan:

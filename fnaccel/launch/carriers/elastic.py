@@ -12,8 +12,8 @@ def plan(request: Request) -> Plan:
     """The command of each machine, or of this machine if it has a number.
 
     Example:
-        >>> job = Job(script="t.py", machines=2, machine=None, address="10.0.0.1")
-        >>> result = plan(Request(job=job, ranks=4))
+        >>> job = Job(script="t.py", ranks=4, machines=2, address="10.0.0.1")
+        >>> result = plan(Request(job=job))
         >>> " ".join(result.commands[1].words[7:])
         '-n 4 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 t.py'
     """
@@ -21,11 +21,7 @@ def plan(request: Request) -> Plan:
     numbers = range(job.machines) if job.machine is None else [job.machine]
     commands = tuple(
         Command(
-            words=tuple(
-                launch_command(
-                    attrs.evolve(job, machine=number), request.python, ranks=request.ranks, carrier="elastic"
-                )
-            ),
+            words=tuple(launch_command(attrs.evolve(job, machine=number), request.python)),
             label=f"machine {number}",
         )
         for number in numbers

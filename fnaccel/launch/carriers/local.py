@@ -11,7 +11,7 @@ def plan(request: Request) -> Plan:
     """The command of each rank. The launcher itself forks the ranks, with the same variables.
 
     Example:
-        >>> result = plan(Request(job=Job(script="t.py", processes=2, cpu=True)))
+        >>> result = plan(Request(job=Job(script="t.py", ranks=2, cpu=True)))
         >>> result.commands[1].env["RANK"]
         '1'
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 
 from fnaccel.errors import LaunchError
-from fnaccel.launch.carriers.command_line import OWN_OPTIONS, program_of, refuse
+from fnaccel.launch.carriers.command_line import program_of, refuse
 from fnaccel.launch.carriers.environment import carried, of_all_ranks
 from fnaccel.launch.carriers.hosts import Host, check_count, ranks_of_each, read_hosts
 from fnaccel.launch.carriers.request import Command, Plan, Request
@@ -24,13 +24,12 @@ def plan(request: Request) -> Plan:
         LaunchError: such an option, or hosts whose number of ranks is unknown.
 
     Example:
-        >>> print(plan(Request(job=Job(script="t.py", processes=2, env={"A": "1"}))).commands[0].text)
+        >>> print(plan(Request(job=Job(script="t.py", ranks=2, env={"A": "1"}))).commands[0].text)
         A=1 mpirun -np 2 --bind-to none -x A python -u t.py
     """
     job = request.job
-    refuse(job, OWN_OPTIONS, "mpirun", _FIX)
-    given = request.hosts.names or request.hosts.file
-    hosts = read_hosts(request.hosts) if given else []
+    refuse(job, "mpirun", _FIX)
+    hosts = read_hosts(job.hosts) if job.hosts.given else []
     if hosts:
         check_count(hosts, job.machines)
     if any(host.gpus is not None for host in hosts):
@@ -39,7 +38,7 @@ def plan(request: Request) -> Plan:
             where="launch.hosts",
             fix="--carrier ssh, or filters that name whole hosts",
         )
-    ranks = ranks_of_each(hosts, request.ranks) if hosts else job.processes
+    ranks = ranks_of_each(hosts, job.ranks) if hosts else job.processes
     if ranks is None:
         raise LaunchError(
             "the number of ranks on each host is unknown",
@@ -48,13 +47,13 @@ def plan(request: Request) -> Plan:
         )
     variables = of_all_ranks(job)
     if len(hosts) > 1:
-        variables["MASTER_ADDR"] = request.address or hosts[0].address
+        variables["MASTER_ADDR"] = job.address or hosts[0].address
         variables["MASTER_PORT"] = str(job.port or STATIC_PORT)
     elif job.port is not None:
         variables["MASTER_PORT"] = str(job.port)
     names = sorted({**variables, **(carried(request.environ) if len(hosts) > 1 else {})})
     kind = flavor(request.mpi)
-    options = _hydra(job, hosts, ranks) if kind == "mpich" else _open_mpi(job, hosts, ranks, names, request)
+    options = _hydra(job, hosts, ranks) if kind == "mpich" else _open_mpi(job, hosts, ranks, names)
     python = [request.python, "-u"] if job.python else []
     words = ("mpirun", *options, *python, *program_of(job))
     total = ranks * max(1, len(hosts))
@@ -86,11 +85,11 @@ def ask_version() -> str:
         return ""
 
 
-def _open_mpi(job: Job, hosts: list[Host], ranks: int, names: list[str], request: Request) -> list[str]:
+def _open_mpi(job: Job, hosts: list[Host], ranks: int, names: list[str]) -> list[str]:
     options = ["-np", str(ranks * max(1, len(hosts)))]
-    whole = not (request.hosts.names or request.hosts.include or request.hosts.exclude)
+    whole = not (job.hosts.names or job.hosts.include or job.hosts.exclude)
     if hosts and whole:
-        options += ["--hostfile", str(request.hosts.file), "--map-by", f"ppr:{ranks}:node"]
+        options += ["--hostfile", str(job.hosts.file), "--map-by", f"ppr:{ranks}:node"]
     elif hosts:
         options += ["--host", ",".join(f"{host.address}:{ranks}" for host in hosts)]
     # by default Open MPI keeps a rank, and all of its threads, on one core
@@ -102,7 +101,7 @@ def _open_mpi(job: Job, hosts: list[Host], ranks: int, names: list[str], request
 
 
 def _hydra(job: Job, hosts: list[Host], ranks: int) -> list[str]:
-    refuse(job, {"tee": "--tee"}, "mpirun", "--carrier ssh, or mpirun's own -outfile-pattern")
+    refuse(job, "mpirun", "--carrier ssh, or mpirun's own -outfile-pattern", by="mpich")
     options = ["-n", str(ranks * max(1, len(hosts)))]
     if hosts:
         options += ["-ppn", str(ranks), "-hosts", ",".join(host.address for host in hosts)]

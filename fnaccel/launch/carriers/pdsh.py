@@ -17,11 +17,12 @@ def plan(request: Request) -> Plan:
         LaunchError: there are no hosts, or they would need different commands.
 
     Example:
-        >>> result = plan(Request(job=Job(script="t.py"), ranks=2, hosts=HostsRecipe(names="gpu1,gpu2")))
+        >>> hosts = fa.config.HostsRecipe(names="gpu1,gpu2")
+        >>> result = plan(Request(job=Job(script="t.py", ranks=2, hosts=hosts)))
         >>> result.commands[0].words[:6]
         ('pdsh', '-S', '-b', '-f', '1024', '-w')
     """
-    hosts = read_hosts(request.hosts)
+    hosts = read_hosts(request.job.hosts)
     lines = set(remote_lines(request, hosts, number=_NUMBER))
     if len(lines) > 1:
         raise LaunchError(

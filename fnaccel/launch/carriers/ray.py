@@ -5,12 +5,12 @@ Ray begins the process group, and `fa.start` uses it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from fnaccel.errors import LaunchError, nearest
 from fnaccel.launch.carriers.command_line import refuse
 from fnaccel.launch.carriers.environment import of_all_ranks
-from fnaccel.launch.carriers.request import Plan, Request
+from fnaccel.launch.carriers.request import Plan, Request, check_keys
 
 KEYS = ("address", "max_failures", "name", "resources_per_worker", "runtime_env", "storage_path", "use_gpu")
 """Keys of the section `launch.ray`."""
@@ -46,7 +46,7 @@ if __name__ == "__main__":
         train_on_a_worker,
         torch_config=TorchConfig(backend={backend!r}),
         scaling_config=ScalingConfig({scaling}),
-        run_config=RunConfig({running}),
+        run_config=RunConfig({running}failure_config=FailureConfig(max_failures={failures})),
     )
     trainer.fit()
 '''
@@ -59,47 +59,34 @@ def plan(request: Request) -> Plan:
         LaunchError: an unknown key, or options that only fnaccel's launcher has.
 
     Example:
-        >>> text = plan(Request(job=Job(script="t.py"), ranks=4, ray={"use_gpu": True})).output
+        >>> text = plan(Request(job=Job(script="t.py", ranks=4, ray={"use_gpu": True}))).output
         >>> "num_workers=4, use_gpu=True" in text
         True
     """
-    job, section = request.job, dict(request.ray)
-    for key in section:
-        if key not in KEYS:
-            raise LaunchError(f"no key {key!r}", where="launch.ray", fix=nearest(key, KEYS))
-    fields = {
-        "min_ranks": "--min-ranks", "min_machines": "--nnodes MIN:MAX", "rdzv": "--rdzv-conf", "tee": "--tee",
-        "numa": "--numa", "affinity": "--cpu-affinity", "python": "--no-python", "gpus": "--gpus",
-    }  # fmt: skip
-    refuse(job, fields, "ray", "leave it out: Ray starts the ranks, and has its own options")
+    job, section = request.job, request.job.ray
+    check_keys(section, KEYS, "launch.ray")
+    refuse(job, "ray", "leave it out: Ray starts the ranks, and has its own options")
     gpu = bool(section.get("use_gpu", not job.cpu))
-    scaling: dict[str, Any] = {"num_workers": (request.ranks or 1) * job.machines, "use_gpu": gpu}
-    if "resources_per_worker" in section:
-        scaling["resources_per_worker"] = dict(section["resources_per_worker"])
-    running = {name: section[name] for name in ("name", "storage_path") if name in section}
-    failures = section.get("max_failures", job.restarts)
-    init = {"runtime_env": section["runtime_env"]} if "runtime_env" in section else {}
-    if "address" in section:
-        init["address"] = section["address"]
-    name = job.script if job.module is None else job.module
+    if job.module is None:
+        path = f"os.path.dirname(os.path.abspath({job.script!r}))"
+        run = f"runpy.run_path({job.script!r}, run_name='__main__')"
+    else:
+        path, run = "os.getcwd()", f"runpy.run_module({job.module!r}, run_name='__main__', alter_sys=True)"
+    scaling = {"num_workers": job.processes * job.machines, "use_gpu": gpu}
     text = _TEXT.format(
         variables=of_all_ranks(job),
-        program=[str(name), *job.args],
-        path="os.getcwd()" if job.module is not None else f"os.path.dirname(os.path.abspath({job.script!r}))",
-        run=(
-            f"runpy.run_path({job.script!r}, run_name='__main__')"
-            if job.module is None
-            else f"runpy.run_module({job.module!r}, run_name='__main__', alter_sys=True)"
-        ),
-        init=_arguments(init),
+        program=[str(job.script or job.module), *job.args],
+        path=path,
+        run=run,
+        init=", ".join(_arguments(section, "runtime_env", "address")),
         backend="nccl" if gpu else "gloo",
-        scaling=_arguments(scaling),
-        running=", ".join(
-            [*filter(None, [_arguments(running)]), f"failure_config=FailureConfig(max_failures={failures})"]
-        ),
+        scaling=", ".join([*_arguments(scaling, *scaling), *_arguments(section, "resources_per_worker")]),
+        running="".join(f"{pair}, " for pair in _arguments(section, "name", "storage_path")),
+        failures=section.get("max_failures", job.restarts),
     )
     return Plan(carrier="ray", summary="a Ray Train job", output=text)
 
 
-def _arguments(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+def _arguments(values: Mapping[str, Any], *names: str) -> list[str]:
+    """Keyword arguments in Python, for the names that have a value."""
+    return [f"{name}={values[name]!r}" for name in names if name in values]

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
 
+from fnaccel.errors import LaunchError, nearest
 from fnaccel.launch.job import Job
-from fnaccel.launch.sections import HostsRecipe, SageMakerRecipe, TpuVmRecipe
 
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """A job, and everything else that a carrier may read.
+    """A job, and facts about this machine that a carrier may read.
 
     Attributes:
-        job: with the fields of one machine. `job.processes` is 1 if `ranks` is None.
-        ranks: processes on each machine. None: each machine counts its own accelerators.
-        address: of machine 0, if it is given.
-        hosts, slurm, tpu_vm, sagemaker, kubernetes, ray: the sections of the recipe.
+        job: with the sections of all carriers. `job.ranks` is None if each machine counts its accelerators.
         python: the interpreter, which hosts of a cluster have at the same path.
         folder: the working folder, which hosts of a cluster have at the same path.
         environ: the environment of the caller.
@@ -31,14 +28,6 @@ class Request:
     """
 
     job: Job
-    ranks: int | None = None
-    address: str | None = None
-    hosts: HostsRecipe = attrs.field(factory=HostsRecipe)
-    slurm: Mapping[str, Any] = attrs.field(factory=dict)
-    tpu_vm: TpuVmRecipe = attrs.field(factory=TpuVmRecipe)
-    sagemaker: SageMakerRecipe = attrs.field(factory=SageMakerRecipe)
-    kubernetes: Mapping[str, Any] = attrs.field(factory=dict)
-    ray: Mapping[str, Any] = attrs.field(factory=dict)
     python: str = "python"
     folder: str = "."
     environ: Mapping[str, str] = attrs.field(factory=dict)
@@ -125,3 +114,14 @@ class Carrier(Protocol):
     """
 
     def __call__(self, request: Request) -> Plan: ...  # noqa: D102 - the class says it
+
+
+def check_keys(section: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+    """See that a section of the recipe has only keys that its carrier knows.
+
+    Raises:
+        LaunchError: another key. Names the nearest.
+    """
+    for key in section:
+        if key not in keys:
+            raise LaunchError(f"no key {key!r}", where=where, fix=nearest(key, keys))

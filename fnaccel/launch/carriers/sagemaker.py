@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from fnaccel.errors import LaunchError
-from fnaccel.launch.carriers.command_line import OWN_OPTIONS, refuse
+from fnaccel.launch.carriers.command_line import refuse
 from fnaccel.launch.carriers.environment import of_all_ranks
 from fnaccel.launch.carriers.request import Plan, Request
 from fnaccel.launch.carriers.tables import read_table
@@ -38,12 +38,12 @@ def plan(request: Request) -> Plan:
 
     Example:
         >>> section = SageMakerRecipe(role="trainer", instance_type="ml.g5.xlarge", image="my/image:1")
-        >>> result = plan(Request(job=Job(script="t.py", args=("--lr", "0.1")), sagemaker=section))
+        >>> result = plan(Request(job=Job(script="t.py", args=("--lr", "0.1"), sagemaker=section)))
         >>> result.request["estimator"]["hyperparameters"]
         {'lr': '0.1'}
     """
-    job, section = request.job, request.sagemaker
-    refuse(job, {**OWN_OPTIONS, "tee": "--tee", "module": "-m"}, "sagemaker", _FIX)
+    job, section = request.job, request.job.sagemaker
+    refuse(job, "sagemaker", _FIX, also=() if job.module is None else ("-m",))
     _check(section)
     _check_torch(section)
     estimator: dict[str, Any] = {
@@ -218,16 +218,16 @@ def _refuse_argument(what: str, fix: str) -> None:
 def _variables(request: Request) -> dict[str, str]:
     """The variables of the ranks. A recipe without a folder for checkpoints gets that of the job."""
     job = request.job
-    folder = CHECKPOINT_FOLDER if request.sagemaker.spot else MODEL_FOLDER
+    folder = CHECKPOINT_FOLDER if request.job.sagemaker.spot else MODEL_FOLDER
     if "checkpoint.directory" not in job.overrides:
         job = attrs.evolve(job, overrides={**job.overrides, "checkpoint.directory": folder})
     return of_all_ranks(job)
 
 
 def _distribution(request: Request) -> dict[str, Any]:
-    if request.sagemaker.data_parallel:
+    if request.job.sagemaker.data_parallel:
         return {"smdistributed": {"dataparallel": {"enabled": True}}}
-    if request.job.machines == 1 and request.ranks == 1:
+    if request.job.machines == 1 and request.job.ranks == 1:
         return {}
     # torchrun, with a rank for each GPU
     return {"torch_distributed": {"enabled": True}}

@@ -13,8 +13,6 @@ import attrs
 
 from fnaccel.errors import LaunchError
 from fnaccel.launch.carriers.command_line import (
-    OWN_OPTIONS,
-    at_address,
     launch_command,
     program_of,
     refuse,
@@ -54,12 +52,11 @@ def plan(request: Request) -> Plan:
         LaunchError: `srun: rank` without a number of ranks, or with options that only fnaccel's launcher has.
 
     Example:
-        >>> result = plan(Request(job=Job(script="t.py"), ranks=4, slurm={"partition": "gpu"}))
+        >>> result = plan(Request(job=Job(script="t.py", ranks=4, slurm={"partition": "gpu"})))
         >>> result.commands[0].text
         'sbatch fnaccel-job.sh'
     """
-    options = dict(request.slurm)
-    path = str(options.get("script", SCRIPT))
+    path = str(request.job.slurm.get("script", SCRIPT))
     text = job_script(request)
     nodes = "1 node" if request.job.machines == 1 else f"{request.job.machines} nodes"
     summary = f"a job script for {nodes}"
@@ -70,7 +67,7 @@ def plan(request: Request) -> Plan:
 
 def job_script(request: Request) -> str:
     """The text of the job script."""
-    job, section = request.job, request.slurm
+    job, section = request.job, request.job.slurm
     unit = section.get("srun", "node")
     if unit not in ("node", "rank"):
         raise LaunchError(f"srun: {unit}", where="launch.slurm.srun", fix="srun: node, or srun: rank")
@@ -89,17 +86,17 @@ def job_script(request: Request) -> str:
 
 def _directives(request: Request, unit: str) -> list[str]:
     """The `#SBATCH` lines: those of the job, and those of the section, which go over them."""
-    job, section = request.job, request.slurm
-    tasks = 1 if unit == "node" else request.ranks
+    job, section = request.job, request.job.slurm
+    tasks = 1 if unit == "node" else job.ranks
     options: dict[str, Any] = {**_DEFAULTS, "nodes": str(job.machines), "ntasks-per-node": str(tasks)}
-    if request.job.min_machines is not None:
+    if job.min_machines is not None:
         options["nodes"] = f"{job.least_machines}-{job.machines}"
         options["no-kill"] = True  # the job outlives a node
     chosen = any(name.startswith(("gpus", "gres", "tres")) for name in section)
-    if not (job.cpu or chosen) and request.ranks is not None:
-        options["gpus-per-node"] = str(request.ranks)
+    if not (job.cpu or chosen) and job.ranks is not None:
+        options["gpus-per-node"] = str(job.ranks)
     if job.threads is not None:
-        each = job.threads * (request.ranks or 1) if unit == "node" else job.threads
+        each = job.threads * (job.ranks or 1) if unit == "node" else job.threads
         options["cpus-per-task"] = str(each)
     options |= {name: value for name, value in section.items() if name not in _OURS}
     if section.get("requeue", True):
@@ -116,15 +113,9 @@ def _directive(name: str, value: object) -> str:
 
 def _launchers_command(request: Request) -> str:
     """srun with one launcher on each node. Its shell on the node knows the number of the node."""
-    job = at_address(
-        request.job, machines=request.job.machines, machine=0, address=request.address or _ADDRESS
-    )
-    if request.job.min_machines is not None:
-        job = attrs.evolve(job, min_machines=request.job.min_machines)
-    carrier = "elastic" if job.several else "local"
-    words = launch_command(job, request.python, ranks=request.ranks, carrier=carrier)
-    if "--node-rank" in words:
-        words[words.index("--node-rank") + 1] = _NUMBER
+    job = request.job
+    job = attrs.evolve(job, machine=_NUMBER, address=job.address or _ADDRESS)
+    words = launch_command(job, request.python)
     line = " ".join(f'"{word}"' if word in (_ADDRESS, _NUMBER) else shlex.quote(word) for word in words)
     return _srun(request) + f" bash -c {shlex.quote('exec ' + line)}"
 
@@ -133,8 +124,8 @@ def _ranks_command(request: Request) -> str:
     """srun with one process for each rank, which finds its place in SLURM's variables."""
     job = request.job
     fix = "srun: node, which starts fnaccel's launcher on each node"
-    refuse(job, {**OWN_OPTIONS, "tee": "--tee", "numa": "--numa", "affinity": "--cpu-affinity"}, "slurm", fix)
-    if request.ranks is None:
+    refuse(job, "slurm", fix, by="srun")
+    if job.ranks is None:
         raise LaunchError(
             "srun: rank, and the number of ranks on a node is unknown", where="launch.slurm.srun", fix="-n 4"
         )
@@ -145,7 +136,7 @@ def _ranks_command(request: Request) -> str:
 
 
 def _srun(request: Request) -> str:
-    more = request.slurm.get("srun-options", "")
+    more = request.job.slurm.get("srun-options", "")
     words = list(more) if isinstance(more, list | tuple) else shlex.split(str(more))
     # a node that fails ends the others, unless the launchers go on without it
     failure = "--kill-on-bad-exit=1" if request.job.min_machines is None else "--kill-on-bad-exit=0"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from fnaccel.launch.carriers.command_line import at_address, launch_command
+from fnaccel.launch.carriers.command_line import launch_command
 from fnaccel.launch.carriers.environment import carried
 from fnaccel.launch.carriers.hosts import Host, check_count, ranks_of_each, read_hosts
 from fnaccel.launch.carriers.request import Command, Plan, Request
@@ -27,11 +27,12 @@ def plan(request: Request) -> Plan:
         LaunchError: there are no hosts, or they have different numbers of slots.
 
     Example:
-        >>> result = plan(Request(job=Job(script="t.py"), ranks=2, hosts=HostsRecipe(names="gpu1,gpu2")))
+        >>> hosts = fa.config.HostsRecipe(names="gpu1,gpu2")
+        >>> result = plan(Request(job=Job(script="t.py", ranks=2, hosts=hosts)))
         >>> [command.label for command in result.commands]
         ['gpu1', 'gpu2']
     """
-    hosts = read_hosts(request.hosts)
+    hosts = read_hosts(request.job.hosts)
     commands = tuple(
         Command(words=(*SSH, host.name, line), label=host.name)
         for host, line in zip(hosts, remote_lines(request, hosts), strict=True)
@@ -50,20 +51,16 @@ def remote_lines(request: Request, hosts: Sequence[Host], *, number: str | None 
         number: a text in the place of the number of the machine, which pdsh fills in.
     """
     check_count(list(hosts), request.job.machines)
-    ranks = ranks_of_each(list(hosts), request.ranks)
-    address = request.address or hosts[0].address
+    ranks = ranks_of_each(list(hosts), request.job.ranks)
+    address = request.job.address or hosts[0].address
     lines: list[str] = []
     for index, host in enumerate(hosts):
-        job = at_address(request.job, machines=len(hosts), machine=index, address=address)
-        if request.job.min_machines is not None:
-            job = attrs.evolve(job, min_machines=request.job.min_machines)
+        machine = index if number is None else number
+        job = attrs.evolve(request.job, ranks=ranks, machines=len(hosts), machine=machine, address=address)
         if host.gpus is not None and not job.cpu:
             job = attrs.evolve(job, gpus=",".join(map(str, host.gpus)))
-        carrier = "elastic" if job.several else "local"
-        words = launch_command(job, request.python, ranks=ranks, carrier=carrier)
+        words = launch_command(job, request.python)
         words.insert(4, "--end-with-input")
-        if number is not None and "--node-rank" in words:
-            words[words.index("--node-rank") + 1] = number
         lines.append(shell_line(words, folder=request.folder, env=carried(request.environ)))
     return lines
 

@@ -24,10 +24,10 @@ def plan(request: Request) -> Plan:
 
     Example:
         >>> place = TpuVmRecipe(name="vm", zone="us-central2-b", folder="~/gpt")
-        >>> print(plan(Request(job=Job(script="t.py"), tpu_vm=place)).commands[0].words[-1])
+        >>> print(plan(Request(job=Job(script="t.py", tpu_vm=place))).commands[0].words[-1])
         cd ~/gpt && fnaccel launch --no-config --carrier local --tpu t.py
     """
-    place = request.tpu_vm
+    place = request.job.tpu_vm
     if not place.name:
         raise LaunchError(
             "there is no name of a TPU VM", where="fnaccel launch --carrier tpu", fix="--tpu-name NAME"
@@ -38,7 +38,7 @@ def plan(request: Request) -> Plan:
             where="fnaccel launch --tpu-name",
             fix="--tpu-zone us-central2-b",
         )
-    refuse(request.job, {"machines": "--nnodes"}, "tpu", "leave it out: gcloud starts all hosts of a pod")
+    refuse(request.job, "tpu", "leave it out: gcloud starts all hosts of a pod")
     line = remote_line(request)
     commands = tuple(
         Command(
@@ -57,10 +57,10 @@ def plan(request: Request) -> Plan:
 
 def remote_line(request: Request) -> str:
     """The shell line that each worker runs. Its parts run one after the other until one fails."""
-    place = request.tpu_vm
+    place = request.job.tpu_vm
     job = request.job if request.job.cpu else attrs.evolve(request.job, tpu=True)
     job = attrs.evolve(job, env={**{name: str(value) for name, value in place.env.items()}, **job.env})
-    launch = shlex.join(["fnaccel", "launch", *options_of(job, ranks=request.ranks), *program_of(job)])
+    launch = shlex.join(["fnaccel", "launch", *options_of(job), *program_of(job)])
     parts = [] if place.folder is None else [f"cd {_folder(place.folder)}"]
     exports = [f"{name}={shlex.quote(str(value))}" for name, value in place.env.items()]
     parts += [f"export {' '.join(exports)}"] if exports else []
