@@ -55,7 +55,7 @@ class _Work:
     A complex tensor is taken as a real one with a last dimension of two, as torch.optim does.
     """
 
-    __slots__ = ("complex", "indices", "moments", "numbers", "run", "shards", "whole")
+    __slots__ = ("complex", "indices", "kind", "moments", "numbers", "run", "shards", "whole")
 
     def __init__(self, name: str, group: Group, total: int, slots: dict[str, dict[str, Any]]) -> None:
         members = [m for m in group.members if m.leaf.shard.numel()]
@@ -67,6 +67,7 @@ class _Work:
         dense = all(memory_of(shard) == "dense" for shard in self.shards)
         self.run = _FUSED[name] if dense else _PLAIN[name]
         options = group.options
+        self.kind: Callable[..., Any] = kernels.SgdUpdate if name == "sgd" else kernels.AdamUpdate
         if name == "sgd":
             kinds = ("momentum_buffer",) if options["momentum"] else ()
             self.moments: list[list[torch.Tensor]] = [[]]
@@ -146,7 +147,7 @@ class BoundFused:
                 taken, scale = _torch.foreach_mul(taken, exact), None
             elif scale is not None and torch.compiler.is_compiling():
                 taken, scale = _torch.foreach_div(taken, scale), None
-            work.run(shards, taken, *moments, *count, rate, *work.numbers, scale, off)
+            work.run(work.kind(shards, taken, *moments, *count, rate, *work.numbers, scale, off))
 
 
 def _real(value: Any) -> Any:

@@ -14,19 +14,55 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fnaccel import _torch
 from fnaccel.step.loss import Scalar
 
-_ADAM_LIKE = (
-    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, Tensor updates, "
-    "Tensor rate, float beta1, float beta2, float weight_decay, float eps, Tensor? skip) -> ()"
+Tensors = Sequence[torch.Tensor]
+
+
+class AdamUpdate(NamedTuple):
+    """One update by Adam or AdamW: tensors of one dtype and device, changed in place, and numbers."""
+
+    params: Tensors
+    grads: Tensors
+    exp_avgs: Tensors
+    exp_avg_sqs: Tensors
+    updates: torch.Tensor
+    lr: Scalar
+    beta1: float
+    beta2: float
+    weight_decay: float
+    eps: float
+    scale: torch.Tensor | None = None
+    """Gradients are divided by it."""
+    skip: torch.Tensor | None = None
+    """1 if nothing may change."""
+
+
+class SgdUpdate(NamedTuple):
+    """One update by SGD: see `AdamUpdate`."""
+
+    params: Tensors
+    grads: Tensors
+    momentum_buffers: Tensors
+    lr: Scalar
+    momentum: float
+    weight_decay: float
+    nesterov: bool
+    scale: torch.Tensor | None = None
+    skip: torch.Tensor | None = None
+
+
+_ADAM = (  # the fields of `AdamUpdate` but the scale
+    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor updates, "
+    "Tensor lr, float beta1, float beta2, float weight_decay, float eps, Tensor? skip) -> ()"
 )
 _SGD = (
-    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor rate, float momentum, "
+    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor lr, float momentum, "
     "float weight_decay, bool nesterov, Tensor? skip) -> ()"
 )
 
@@ -43,154 +79,107 @@ def begun() -> int:
 
 
 @functools.cache
-def _operations() -> Any:
-    """Register the operations when a step is first compiled."""
+def register() -> Any:
+    """Make the operations known to torch.compile: when a step is first compiled."""
     library = torch.library.Library("fnaccel", "DEF")
-    bodies = {
-        "adam_": (_ADAM_LIKE, functools.partial(_adam_body, _torch.fused_adam_)),
-        "adamw_": (_ADAM_LIKE, functools.partial(_adam_body, _torch.fused_adamw_)),
-        "sgd_": (_SGD, _sgd_body),
-    }
-    for name, (schema, body) in bodies.items():
+    for name, (schema, kind, fused) in {
+        "adam_": (_ADAM, AdamUpdate, _fused_adam),
+        "adamw_": (_ADAM, AdamUpdate, _fused_adamw),
+        "sgd_": (_SGD, SgdUpdate, _fused_sgd),
+    }.items():
         library.define(name + schema, tags=_torch.EXACT_STRIDES)
-        library.impl(name, body, "CompositeExplicitAutograd")
+        library.impl(name, functools.partial(_in_graph, kind, fused), "CompositeExplicitAutograd")
         torch.library.register_fake(f"fnaccel::{name}", lambda *_: None, lib=library)
-    return library, torch.ops.fnaccel
+    return library
 
 
-def register() -> None:
-    """Make the operations known to torch.compile."""
-    _operations()
-
-
-def _adam_body(kernel: Callable[..., Any], *args: Any) -> None:
+def _in_graph(kind: Callable[..., Any], fused: Callable[[Any], None], *args: Any) -> None:
+    """The body of an operation: gradients are scaled by then."""
     _Begun.updates += 1
-    *tensors, skip = args
-    _run_adam(kernel, *tensors, scale=None, skip=skip)
+    *fields, skip = args
+    fused(kind(*fields, skip=skip))
 
 
-def _sgd_body(*args: Any) -> None:
-    _Begun.updates += 1
-    *tensors, skip = args
-    _run_sgd(*tensors, scale=None, skip=skip)
-
-
-def _run_adam(
-    kernel: Callable[..., Any],
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    first: Sequence[torch.Tensor],
-    second: Sequence[torch.Tensor],
-    updates: torch.Tensor,
-    rate: Scalar,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    scale: torch.Tensor | None,
-    skip: torch.Tensor | None,
-) -> None:
+def _fused_adam(update: AdamUpdate, kernel: Callable[..., None] = _torch.fused_adam_) -> None:
     kernel(
-        params,
-        grads,
-        first,
-        second,
+        update.params,
+        update.grads,
+        update.exp_avgs,
+        update.exp_avg_sqs,
         [],
-        [updates] * len(params),
-        lr=rate,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
+        [update.updates] * len(update.params),
+        lr=update.lr,
+        beta1=update.beta1,
+        beta2=update.beta2,
+        weight_decay=update.weight_decay,
+        eps=update.eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=scale,
-        found_inf=skip,
+        grad_scale=update.scale,
+        found_inf=update.skip,
     )
 
 
-def _run_sgd(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    first: Sequence[torch.Tensor],
-    rate: Scalar,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    scale: torch.Tensor | None,
-    skip: torch.Tensor | None,
-) -> None:
+def _fused_adamw(update: AdamUpdate) -> None:
+    _fused_adam(update, _torch.fused_adamw_)
+
+
+def _fused_sgd(update: SgdUpdate) -> None:
     _torch.fused_sgd_(
-        params,
-        grads,
-        first,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        lr=rate,
+        update.params,
+        update.grads,
+        update.momentum_buffers,
+        weight_decay=update.weight_decay,
+        momentum=update.momentum,
+        lr=update.lr,
         dampening=0.0,
-        nesterov=nesterov,
+        nesterov=update.nesterov,
         maximize=False,
         is_first_step=False,
-        grad_scale=scale,
-        found_inf=skip,
+        grad_scale=update.scale,
+        found_inf=update.skip,
     )
 
 
-def _adam(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    first: Sequence[torch.Tensor],
-    second: Sequence[torch.Tensor],
-    updates: torch.Tensor,
-    rate: Scalar,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    scale: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    *,
-    apart: bool,
-) -> None:
-    rate = _on_device(rate, params[0].device)
-    updates = updates.to(torch.promote_types(params[0].dtype, updates.dtype))
-    size = rate / _unbiased(beta1, updates)
-    root = _unbiased(beta2, updates) ** 0.5
-    for param, grad, mean, square in zip(params, grads, first, second, strict=True):
-        value, slope = _wide(param), _scaled(grad, scale)
-        if weight_decay and not apart:
-            slope = slope + weight_decay * value
-        if weight_decay and apart:
-            value = value * (1.0 - rate * weight_decay)
-        moved = torch.lerp(_wide(mean), slope, 1.0 - beta1)
-        spread = beta2 * _wide(square) + (1.0 - beta2) * slope * slope
-        _put(param, value - size * moved / (spread.sqrt() / root + eps), skip)
-        _put(mean, moved, skip)
-        _put(square, spread, skip)
+def plain_adam_(update: AdamUpdate, *, decoupled: bool = False) -> None:
+    """Adam in plain operations. `decoupled`: AdamW, whose weight decay is apart from the gradient."""
+    beta1, beta2, weight_decay = update.beta1, update.beta2, update.weight_decay
+    lr = _on_device(update.lr, update.params[0].device)
+    updates = update.updates.to(torch.promote_types(update.params[0].dtype, update.updates.dtype))
+    step_size = lr / _unbiased(beta1, updates)
+    bias_correction2 = _unbiased(beta2, updates) ** 0.5
+    for tensors in zip(update.params, update.grads, update.exp_avgs, update.exp_avg_sqs, strict=True):
+        param, grad, exp_avg, exp_avg_sq = tensors
+        value, grad = _wide(param), _scaled(grad, update.scale)
+        if weight_decay and not decoupled:
+            grad = grad + weight_decay * value
+        if weight_decay and decoupled:
+            value = value * (1.0 - lr * weight_decay)
+        mean = torch.lerp(_wide(exp_avg), grad, 1.0 - beta1)
+        square = beta2 * _wide(exp_avg_sq) + (1.0 - beta2) * grad * grad
+        denom = square.sqrt() / bias_correction2 + update.eps
+        _put(param, value - step_size * mean / denom, update.skip)
+        _put(exp_avg, mean, update.skip)
+        _put(exp_avg_sq, square, update.skip)
 
 
-def plain_sgd_(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    first: Sequence[torch.Tensor],
-    rate: Scalar,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    scale: torch.Tensor | None,
-    skip: torch.Tensor | None,
-) -> None:
-    """SGD in plain operations, with the arguments of `sgd_`."""
-    rate = _on_device(rate, params[0].device)
-    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        value, slope = _wide(param), _scaled(grad, scale)
-        if weight_decay:
-            slope = slope + weight_decay * value
-        if momentum:
-            moved = momentum * _wide(first[index]) + slope
-            _put(first[index], moved, skip)
-            slope = slope + momentum * moved if nesterov else moved
-        _put(param, value - rate * slope, skip)
+def plain_adamw_(update: AdamUpdate) -> None:
+    """AdamW in plain operations."""
+    plain_adam_(update, decoupled=True)
+
+
+def plain_sgd_(update: SgdUpdate) -> None:
+    """SGD in plain operations."""
+    lr = _on_device(update.lr, update.params[0].device)
+    for index, (param, grad) in enumerate(zip(update.params, update.grads, strict=True)):
+        value, step = _wide(param), _scaled(grad, update.scale)
+        if update.weight_decay:
+            step = step + update.weight_decay * value
+        if update.momentum:
+            buffer = update.momentum * _wide(update.momentum_buffers[index]) + step
+            _put(update.momentum_buffers[index], buffer, update.skip)
+            step = step + update.momentum * buffer if update.nesterov else buffer
+        _put(param, value - lr * step, update.skip)
 
 
 def _unbiased(beta: float, updates: torch.Tensor) -> Any:
@@ -228,23 +217,23 @@ def _put(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -
     target.copy_(value if skip is None else torch.where(skip > 0, _wide(target), value))
 
 
-def _dispatched(name: str, fused: Callable[..., None], plain: Callable[..., None]) -> Callable[..., None]:
+def _dispatched(
+    name: str, fused: Callable[[Any], None], plain: Callable[[Any], None]
+) -> Callable[[Any], None]:
     """One update in place: torch's kernel, our operation in a graph, or plain operations on XLA."""
 
-    def apply(*args: Any) -> None:
+    def apply(update: AdamUpdate | SgdUpdate) -> None:
         if torch.compiler.is_compiling():
-            *tensors, _, skip = args  # gradients are scaled by then
-            getattr(torch.ops.fnaccel, name)(*tensors, skip)
-        elif args[0][0].device.type == "xla":
-            plain(*args)
+            *fields, _, skip = update  # gradients are scaled by then
+            getattr(torch.ops.fnaccel, name)(*fields, skip)
+        elif update.params[0].device.type == "xla":
+            plain(update)
         else:
-            fused(*args)
+            fused(update)
 
     return apply
 
 
-plain_adam_ = functools.partial(_adam, apart=False)
-plain_adamw_ = functools.partial(_adam, apart=True)
-adam_ = _dispatched("adam_", functools.partial(_run_adam, _torch.fused_adam_), plain_adam_)
-adamw_ = _dispatched("adamw_", functools.partial(_run_adam, _torch.fused_adamw_), plain_adamw_)
-sgd_ = _dispatched("sgd_", _run_sgd, plain_sgd_)
+adam_ = _dispatched("adam_", _fused_adam, plain_adam_)
+adamw_ = _dispatched("adamw_", _fused_adamw, plain_adamw_)
+sgd_ = _dispatched("sgd_", _fused_sgd, plain_sgd_)

@@ -132,36 +132,20 @@ def test_the_plain_arithmetic_equals_the_fused_kernels(name, skip):
         rate, count, scale = 0.1 / update, torch.tensor(float(update)), torch.tensor(0.5)
         for which, prefix in enumerate(("", "plain_")):
             first, second = slots[2 * which], slots[2 * which + 1]
+            taken = [g.clone() for g in grads]
             if name.startswith("adam"):
+                numbers = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
                 run = getattr(kernels, f"{prefix}{name}_")
-                run(
-                    params[which],
-                    [g.clone() for g in grads],
-                    first,
-                    second,
-                    count,
-                    rate,
-                    0.9,
-                    0.99,
-                    0.1,
-                    1e-8,
-                    scale,
-                    skips,
-                )
+                run(kernels.AdamUpdate(
+                    params[which], taken, first, second, count, rate, **numbers, scale=scale, skip=skips
+                ))  # fmt: skip
             else:
                 momentum = 0.0 if name == "sgd" else 0.9
+                numbers = {"momentum": momentum, "weight_decay": 0.1, "nesterov": name == "nesterov"}
                 run = getattr(kernels, f"{prefix}sgd_")
-                run(
-                    params[which],
-                    [g.clone() for g in grads],
-                    first if momentum else [],
-                    rate,
-                    momentum,
-                    0.1,
-                    name == "nesterov",
-                    scale,
-                    skips,
-                )
+                run(kernels.SgdUpdate(
+                    params[which], taken, first if momentum else [], rate, **numbers, scale=scale, skip=skips
+                ))  # fmt: skip
     changed = not torch.equal(params[1][0], start[0][0])
     assert changed is (not skip)
     for fused, ours in zip(
