@@ -96,16 +96,16 @@ if TYPE_CHECKING:
     from fnaccel.step.step import Phase as Phase
     from fnaccel.step.step import Step as Step
     from fnaccel.step.step import Transform as Transform
-    from fnaccel.strategies import context as context
     from fnaccel.strategies import ddp as ddp
-    from fnaccel.strategies import deepspeed as deepspeed
     from fnaccel.strategies import distribute as distribute
     from fnaccel.strategies import fsdp as fsdp
     from fnaccel.strategies import hsdp as hsdp
     from fnaccel.strategies import local as local
     from fnaccel.strategies import strategy as strategy
-    from fnaccel.strategies import tensor as tensor
-    from fnaccel.strategies import xla as xla
+    from fnaccel.strategies.context import context as context
+    from fnaccel.strategies.deepspeed import deepspeed as deepspeed
+    from fnaccel.strategies.tensor import tensor as tensor
+    from fnaccel.strategies.xla import xla as xla
     from fnaccel.transforms import accumulate as accumulate
     from fnaccel.transforms import chain as chain
     from fnaccel.transforms import clip_norm as clip_norm
@@ -144,7 +144,11 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.state": "TrainState snapshot",
             "fnaccel.step.loss": "Concat Mean Sum",
             "fnaccel.step.step": "Phase Step Transform",
-            "fnaccel.strategies": "context ddp deepspeed distribute fsdp hsdp local strategy tensor xla",
+            "fnaccel.strategies": "ddp distribute fsdp hsdp local strategy",
+            "fnaccel.strategies.context": "context",
+            "fnaccel.strategies.deepspeed": "deepspeed",
+            "fnaccel.strategies.tensor": "tensor",
+            "fnaccel.strategies.xla": "xla",
             "fnaccel.transforms": "accumulate chain clip_norm clip_value compile remat skip_nonfinite "
             "with_ema with_precision with_weight",
             "fnaccel.world.simulation": "simulate",

@@ -6,7 +6,10 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
+
+from fnaccel.errors import MissingBackendError
 
 
 def attach(
@@ -31,14 +34,14 @@ def attach(
 
     def get(name: str) -> Any:
         if name in homes:
-            value = getattr(importlib.import_module(homes[name]), name)
+            value = getattr(load(homes[name]), name)
             setattr(module, name, value)
             return value
         if name.startswith("_"):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        if importlib.util.find_spec(f"{package}.{name}") is not None:
-            return importlib.import_module(f"{package}.{name}")  # sets the attribute
-        rooms = [room for room in (namespaces + " " + hints).split() if hasattr(getattr(module, room), name)]
+        if name in namespaces.split() or importlib.util.find_spec(f"{package}.{name}") is not None:
+            return load(f"{package}.{name}")  # sets the attribute
+        rooms = [room for room in (namespaces + " " + hints).split() if _has(module, room, name)]
         hint = f". Did you mean fa.{rooms[0]}.{name}?" if rooms else ""
         raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
 
@@ -46,6 +49,31 @@ def attach(
         return sorted({*public, *(name for name in vars(module) if name.startswith("_"))})
 
     return get, list_names, public
+
+
+def load(name: str) -> ModuleType:
+    """Import a module of fnaccel that a copy of the package may lack.
+
+    Raises:
+        MissingBackendError: it is not there.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # a package that the module needs
+        raise MissingBackendError(
+            f"this copy of fnaccel has no {error.name}",
+            where=f"import {name}",
+            fix="install fnaccel as a whole",
+        ) from error
+
+
+def _has(package: ModuleType, room: str, name: str) -> bool:
+    try:
+        return hasattr(getattr(package, room), name)
+    except MissingBackendError:
+        return False
 
 
 def _is_public(name: str, value: object) -> bool:

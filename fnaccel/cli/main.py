@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
-from fnaccel import __version__
+from fnaccel import __version__, _lazy
 from fnaccel.cli.options import COMMANDS
 from fnaccel.cli.terminal import printable
 from fnaccel.errors import FnaccelError, UnknownNameError, nearest
@@ -65,11 +64,11 @@ def _run(command: str, *options: str) -> int:
             f"no command is called {command!r}", where="fnaccel", fix=nearest(command, COMMANDS)
         )
     if {"-h", "--help"} & set(options):  # without PyTorch. It exits, unless the option is a script's own
-        module = importlib.import_module(f"fnaccel.cli.options.{command}")
+        module = _lazy.load(f"fnaccel.cli.options.{command}")
         actions = getattr(module, "ACTIONS", {})  # of `fnaccel config`
         actions.get(options[0], module.parser)().parse_known_args(options)
     # by name, so that a command does not pay for the imports of another
-    return importlib.import_module(f"fnaccel.cli.{command}").run(list(options))
+    return _lazy.load(f"fnaccel.cli.{command}").run(list(options))
 
 
 def _flush() -> None:

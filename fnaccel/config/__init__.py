@@ -3,9 +3,6 @@
 from typing import TYPE_CHECKING
 
 from fnaccel import _lazy
-from fnaccel.config.importing.draft import Imported as Imported
-from fnaccel.config.importing.draft import Row as Row
-from fnaccel.config.importing.kinds import import_document as import_document
 from fnaccel.config.recipes import CheckpointRecipe as CheckpointRecipe
 from fnaccel.config.recipes import DataRecipe as DataRecipe
 from fnaccel.config.recipes import OptimizerRecipe as OptimizerRecipe
@@ -24,7 +21,15 @@ if TYPE_CHECKING:
     from fnaccel.config.applying import recipe as recipe
     from fnaccel.config.applying import scan_options as scan_options
     from fnaccel.config.applying import shard_options as shard_options
+    from fnaccel.config.importing.draft import Imported as Imported
+    from fnaccel.config.importing.draft import Row as Row
+    from fnaccel.config.importing.kinds import import_document as import_document
 else:  # applying a recipe needs torch, which takes seconds to import. Reading and writing one does not
     __getattr__, __dir__, __all__ = _lazy.attach(
-        __name__, {"fnaccel.config.applying": "apply recipe scan_options shard_options"}
+        __name__,
+        {
+            "fnaccel.config.applying": "apply recipe scan_options shard_options",
+            "fnaccel.config.importing.draft": "Imported Row",
+            "fnaccel.config.importing.kinds": "import_document",
+        },
     )

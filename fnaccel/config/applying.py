@@ -33,7 +33,7 @@ _OPTIMIZERS = {
     "adam": optim.adam,
     "adamw": optim.adamw,
     "adafactor": optim.adafactor,
-    "from_deepspeed": optim.from_deepspeed,
+    "from_deepspeed": lambda *args, **options: optim.from_deepspeed(*args, **options),
 }
 _SCHEDULES = {
     name: getattr(schedules, name)

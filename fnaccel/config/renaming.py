@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from fnaccel.config.importing import kind_of
+from fnaccel import _lazy
 from fnaccel.config.yaml import from_yaml, text_of
 from fnaccel.errors import ConfigError
 from fnaccel.world.plain_data import load_yaml
@@ -66,6 +66,7 @@ def _keys_of(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, ya
 
 def _tool(plain: object) -> str | None:
     try:
-        return kind_of(plain)
+        kind: str = _lazy.load("fnaccel.config.importing.kinds").kind_of(plain)
+        return kind
     except ConfigError:
         return None

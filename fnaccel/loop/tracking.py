@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import attrs
 
+from fnaccel import _lazy
 from fnaccel.errors import ArgumentError, require
-from fnaccel.seeing.report import ReportTracker
 from fnaccel.track.registry import find, installed, of
 from fnaccel.track.tracker import PerRank, Tracker, writes_on
 from fnaccel.world.paths import local_path
@@ -85,7 +85,9 @@ class Tracking:
         """
         run = self.directory or directory
         opened = _opened(self.trackers, Path("runs") if run is None else Path(run) / "logs", where)
-        return opened if self.report is None else [*opened, ReportTracker(self.report)]
+        if self.report is not None:
+            opened.append(_lazy.load("fnaccel.seeing.report").ReportTracker(self.report))
+        return opened
 
 
 Track = Tracker | ByName | Iterable[Tracker | ByName] | Tracking | None

@@ -1,8 +1,9 @@
 """Optimizers as descriptions, and schedules as pure functions."""
 
+from typing import TYPE_CHECKING
+
+from fnaccel import _lazy
 from fnaccel.optim import schedules as schedules
-from fnaccel.optim.deepspeed import deepspeed_lr as deepspeed_lr
-from fnaccel.optim.deepspeed import from_deepspeed as from_deepspeed
 from fnaccel.optim.description import Group as Group
 from fnaccel.optim.description import Optimizer as Optimizer
 from fnaccel.optim.foreign import adafactor as adafactor
@@ -10,7 +11,20 @@ from fnaccel.optim.foreign import from_torch as from_torch
 from fnaccel.optim.fused import adam as adam
 from fnaccel.optim.fused import adamw as adamw
 from fnaccel.optim.fused import sgd as sgd
-from fnaccel.optim.quantized import adamw8bit as adamw8bit
 from fnaccel.optim.several import OptimizerGroups as OptimizerGroups
 from fnaccel.optim.several import optimizer_groups as optimizer_groups
 from fnaccel.optim.several import starting_at as starting_at
+
+if TYPE_CHECKING:
+    from fnaccel.optim.deepspeed import deepspeed_lr as deepspeed_lr
+    from fnaccel.optim.deepspeed import from_deepspeed as from_deepspeed
+    from fnaccel.optim.quantized import adamw8bit as adamw8bit
+else:  # a copy of fnaccel may lack them
+    __getattr__, __dir__, __all__ = _lazy.attach(
+        __name__,
+        {
+            "fnaccel.optim.deepspeed": "deepspeed_lr from_deepspeed",
+            "fnaccel.optim.quantized": "adamw8bit",
+        },
+        namespaces="schedules",
+    )

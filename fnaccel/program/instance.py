@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import torch
 
-from fnaccel import _torch, tree
+from fnaccel import _lazy, _torch, tree
 from fnaccel.data.micro_batches import MicroBatches, micro_batches
 from fnaccel.engine.engine import Engine, Updated
 from fnaccel.engine.exchange import Exchange
@@ -34,7 +34,6 @@ from fnaccel.models.parameter import Leaf
 from fnaccel.models.synced_norm import connect
 from fnaccel.models.trained_modules import TrainedModules
 from fnaccel.program.adopted import check_counts, matched
-from fnaccel.program.captured_step import CapturedStep
 from fnaccel.program.compile_meter import Meter
 from fnaccel.program.lent_models import Given
 from fnaccel.program.lower import Lowered
@@ -54,6 +53,9 @@ from fnaccel.step.loss import Scalar, readable
 from fnaccel.step.spec import Spec
 from fnaccel.tree import Tree
 from fnaccel.world.random_streams import generators_of
+
+if TYPE_CHECKING:
+    from fnaccel.program.captured_step import CapturedStep
 
 
 class Instance:
@@ -164,7 +166,8 @@ class Instance:
         ]
         _torch.mark_static([*slots, *engine.averages, *(leaf.shard for leaf in capture.leaves)])
         tail = lowered.tail if inside else None
-        return CapturedStep(engine, capture, lowered.loss, compiler, tail, self.updater, self.params)
+        kind: type[CapturedStep] = _lazy.load("fnaccel.program.captured_step").CapturedStep
+        return kind(engine, capture, lowered.loss, compiler, tail, self.updater, self.params)
 
     def _show(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Names as the state shows them: by model first if there are several."""

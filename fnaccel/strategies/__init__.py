@@ -4,11 +4,9 @@ from fnaccel.strategies import fsdp_engine as _fsdp_engine
 from fnaccel.strategies import local as _local
 from fnaccel.strategies.axis import Build as Build
 from fnaccel.strategies.axis import finisher as finisher
-from fnaccel.strategies.context import context as context
 from fnaccel.strategies.ddp import ddp as ddp
 from fnaccel.strategies.ddp_hooks import comm_hook as comm_hook
 from fnaccel.strategies.ddp_hooks import powersgd as powersgd
-from fnaccel.strategies.deepspeed import deepspeed as deepspeed
 from fnaccel.strategies.distribute import Distributed as Distributed
 from fnaccel.strategies.distribute import distribute as distribute
 from fnaccel.strategies.footprint import Footprint as Footprint
@@ -24,7 +22,5 @@ from fnaccel.strategies.strategy import Axis as Axis
 from fnaccel.strategies.strategy import Strategy as Strategy
 from fnaccel.strategies.strategy import maker as maker
 from fnaccel.strategies.strategy import strategy as strategy
-from fnaccel.strategies.tensor import tensor as tensor
-from fnaccel.strategies.xla import xla as xla
 
 _INTERPRETERS = (_local, _fsdp_engine)  # importing them registers them

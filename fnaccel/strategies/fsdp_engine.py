@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fnaccel import _torch
+from fnaccel import _lazy, _torch
 from fnaccel.engine.engine import Engine, Forward, Hooks, Layout
 from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, nearest
 from fnaccel.models.blocks import find_units
@@ -27,7 +27,6 @@ from fnaccel.step.precision_policy import Precision
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.fsdp import Fsdp
-from fnaccel.strategies.fsdp_captured import build_captured
 from fnaccel.strategies.layout import leaves_of, parameters_shown
 from fnaccel.strategies.partial_gradients import with_sums
 from fnaccel.strategies.same_model import check_alike
@@ -45,7 +44,7 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     built, values = _construct(build, options)
     if build.settings.captured:
         _check_parameters(built, set(), build)
-        return build_captured(built, build, options), built
+        return _lazy.load("fnaccel.strategies.fsdp_captured").build_captured(built, build, options), built
     dims = shard_dims(built, mesh["shard"].size, mesh.degrees, options.reshard_after_forward)
     ignored = _ignored(built, options.ignore)
     ignored |= {param for name, param in built.named("parameters") if dims[name] is None}

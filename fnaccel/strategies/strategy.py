@@ -13,6 +13,7 @@ from typing import Any, ClassVar, ParamSpec
 
 import attrs
 
+from fnaccel import _lazy
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest, require
 from fnaccel.step.callables import plan_text
 from fnaccel.step.spec import Spec
@@ -142,6 +143,7 @@ PRESETS: dict[str, str] = {
     "fsdp_zero3": "fsdp()",
     "zero2": "fsdp(reshard_after_forward=False)",
     "fsdp_zero2": "fsdp(reshard_after_forward=False)",
+    **{f"deepspeed_zero{stage}": f"deepspeed(stage={stage})" for stage in range(4)},
 }
 """Short names of strategies."""
 
@@ -155,6 +157,9 @@ def maker(fn: Callable[P, Strategy]) -> Callable[P, Strategy]:
     MAKERS[fn.__name__ if internal else f"{fn.__module__}:{fn.__name__}"] = fn
     return fn
 
+
+_LATE = ("context", "deepspeed", "tensor", "xla")
+"""Strategies whose folder is imported when a text names them."""
 
 _ELSEWHERE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?=\s*\()")
 """`module:name` before a bracket, in the text of a strategy."""
@@ -244,11 +249,13 @@ def _evaluate(node: ast.expr, text: str, meanings: Mapping[str, str]) -> Strateg
         )
     if name in PRESETS and not isinstance(node, ast.Call):
         return strategy(name)
+    if name in _LATE:
+        _lazy.load(f"fnaccel.strategies.{name}")
     if name not in MAKERS:
         raise UnknownNameError(
             f"no strategy is called {name!r}",
             where=f"strategy {text!r}",
-            fix=nearest(name, {*MAKERS, *PRESETS}),
+            fix=nearest(name, {*MAKERS, *PRESETS, *_LATE}),
         )
     try:
         args, options = _arguments(node) if isinstance(node, ast.Call) else ([], {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import warnings
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from fnaccel import _lazy
 from fnaccel.errors import ArgumentError, UnknownNameError, nearest
 from fnaccel.track.library import own_options, unknown_option
 from fnaccel.track.tracker import Tracker
@@ -105,7 +105,7 @@ def find(name: str, where: str) -> Callable[..., Tracker]:
             fix=nearest(name, {*_BUILT_IN, *_registered}) + ', or fa.track.register("mine", MyTracker)',
         )
     module, kind, _ = _BUILT_IN[name]
-    return getattr(importlib.import_module(f"fnaccel.track.{module}"), kind)
+    return getattr(_lazy.load(f"fnaccel.track.{module}"), kind)
 
 
 def names_of(tracker: Tracker) -> set[str]:

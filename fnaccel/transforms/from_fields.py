@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from fnaccel import _lazy
 from fnaccel.errors import ConfigError, as_names, require
 from fnaccel.step.chain import Chain
 from fnaccel.step.step import Transform
@@ -15,7 +16,6 @@ from fnaccel.transforms.attention import attention
 from fnaccel.transforms.averaging import with_ema
 from fnaccel.transforms.clipping import clip_norm, clip_value
 from fnaccel.transforms.compilation import compile  # noqa: A004
-from fnaccel.transforms.float8.record import Float8
 from fnaccel.transforms.precision import with_precision
 from fnaccel.transforms.rematerialisation import remat
 from fnaccel.transforms.skipping import skip_nonfinite
@@ -25,7 +25,8 @@ from fnaccel.transforms.spikes import on_spike
 def _precision(value: Any, options: Mapping[str, Any]) -> Any:
     if value != "fp8":
         return with_precision(value)
-    return with_precision(_made(Float8, "fp8", "Float8", options))
+    float8 = _lazy.load("fnaccel.transforms.float8.record").Float8
+    return with_precision(_made(float8, "fp8", "Float8", options))
 
 
 def _compile(value: Any, options: Mapping[str, Any]) -> Any:

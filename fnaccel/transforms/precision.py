@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
+from fnaccel import _lazy
 from fnaccel.errors import CapabilityError, require
 from fnaccel.step.chain import Chain, takes_step
 from fnaccel.step.choices import PrecisionName
 from fnaccel.step.precision_policy import Precision, dtype_of
 from fnaccel.step.step import Phase, Transform
-from fnaccel.transforms.float8.record import Float8, float8
+
+if TYPE_CHECKING:
+    from fnaccel.transforms.float8.record import Float8
 
 
 @takes_step
@@ -33,17 +38,19 @@ def with_precision(
     Example:
         >>> step = fa.with_precision(loss_fn, "bf16")
     """
-    if precision == "fp8":
-        return float8(Float8() if recipe is None else Float8(recipe=recipe))
+    if precision == "fp8" or not isinstance(precision, Precision | str):
+        record: Any = _lazy.load("fnaccel.transforms.float8.record")
+        if precision == "fp8":
+            return record.float8(record.Float8() if recipe is None else record.Float8(recipe=recipe))
+        if isinstance(precision, record.Float8) and recipe is None:
+            return record.float8(precision)
     require(
         recipe is None,
         f"recipe={recipe!r} says how fp8 is scaled, and the precision is {precision!r}",
         "fa.with_precision",
         'with_precision(step, "fp8", recipe=...), or fa.transforms.Float8(recipe=...)',
     )
-    if isinstance(precision, Float8):
-        return float8(precision)
-    policy = precision
+    policy: Any = precision
     if not isinstance(policy, Precision):
         require(
             isinstance(policy, str),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
+from fnaccel import _lazy
 from fnaccel.cli.options.config import ACTIONS, parser
 from fnaccel.errors import UnknownNameError, nearest
 
@@ -40,5 +40,5 @@ def run(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(words):
         ACTIONS[action]().parse_args(words)
     # by name, so that an action does not pay for the imports of another
-    result: int = importlib.import_module(f"fnaccel.cli.config.{_MODULES[action]}").run(words)
+    result: int = _lazy.load(f"fnaccel.cli.config.{_MODULES[action]}").run(words)
     return result

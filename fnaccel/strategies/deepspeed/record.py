@@ -18,7 +18,7 @@ from fnaccel.errors import (
     require,
 )
 from fnaccel.step.step import Capability
-from fnaccel.strategies.strategy import PRESETS, Axis, Strategy, maker
+from fnaccel.strategies.strategy import Axis, Strategy, maker
 from fnaccel.world.paths import local_path
 from fnaccel.world.plain_data import load_json
 
@@ -27,7 +27,6 @@ Offload = Literal["cpu", "nvme"]
 _WHERE = "fa.deepspeed"
 _PARTITIONED = frozenset({Capability.MODULES})
 _WHOLE = _PARTITIONED | {Capability.PARAMETERS, Capability.COMPILE_BLOCK, Capability.COMPILE_LOSS}
-PRESETS.update({f"deepspeed_zero{stage}": f"deepspeed(stage={stage})" for stage in range(4)})
 
 
 @attrs.frozen(repr=False)

@@ -1,0 +1,127 @@
+"""The parts of the package that a copy may lack, and what says so when one is used: see docs/design.md."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import fnaccel
+
+PACKAGE = Path(fnaccel.__file__).parent
+
+TENANTS = {
+    "aim": ["track/aim.py"],
+    "bench": ["cli/bench.py", "cli/benching"],
+    "big": ["big", "cli/inspect.py"],
+    "captured steps": [
+        "program/captured_step.py", "program/step_graph.py", "strategies/fsdp_captured.py", "strategies/fsdp_regather.py",
+    ],
+    "carriers": ["launch/carriers"],
+    "clearml": ["track/clearml.py"],
+    "comet": ["track/comet.py"],
+    "context": ["strategies/context"],
+    "convert": ["cli/convert.py", "interchange/converting.py"],
+    "deepspeed": ["strategies/deepspeed"],
+    "dvclive": ["track/dvclive.py"],
+    "estimate": ["estimate", "cli/estimate.py"],
+    "float8": ["transforms/float8"],
+    "importing": ["config/importing", "cli/config/importing.py"],
+    "interchange": ["interchange"],
+    "mlflow": ["track/mlflow.py"],
+    "optimizers of DeepSpeed": ["optim/deepspeed.py"],
+    "optimizers in 8 bits": ["optim/quantized.py"],
+    "quantize": ["big/quantize"],
+    "questions": ["config/questions", "cli/config/ask.py"],
+    "reports": ["seeing/report.py", "seeing/report_page.py", "seeing/line_chart.py", "seeing/runs.py", "cli/report.py"],
+    "self test": ["cli/test.py", "cli/selftest"],
+    "swanlab": ["track/swanlab.py"],
+    "tensor": ["strategies/tensor"],
+    "tensorboard": ["track/tensorboard.py"],
+    "trackio": ["track/trackio.py"],
+    "wandb": ["track/wandb.py"],
+    "xla": ["strategies/xla"],
+}  # fmt: skip
+"""Files and folders of the package, by the name of what they do."""
+
+USES = {
+    "aim": "fa.track.AimTracker",
+    "big": "fa.big.empty",
+    "captured steps": "train(fa.compile(loss_fn, scope='step', backend='eager'), 'local')",
+    "clearml": "fa.track.of('clearml')",
+    "comet": "fa.track.CometTracker",
+    "context": "fa.context",
+    "deepspeed": "fa.strategy('deepspeed_zero2')",
+    "dvclive": "fa.track.DVCLiveTracker",
+    "estimate": "fa.estimate.training",
+    "float8": "fa.with_precision(loss_fn, 'fp8')",
+    "importing": "fa.config.import_document",
+    "interchange": "fa.interchange.export_hf",
+    "mlflow": "fa.track.MLflowTracker",
+    "optimizers of DeepSpeed": "fa.optim.from_deepspeed",
+    "optimizers in 8 bits": "fa.optim.adamw8bit",
+    "reports": "fa.Tracking(report='page.html').opened('here')",
+    "swanlab": "fa.track.SwanLabTracker",
+    "tensor": "fa.strategy('fsdp(2) * tensor(2)')",
+    "tensorboard": "fa.Tracking('tensorboard').opened('here')",
+    "trackio": "fa.track.TrackioTracker",
+    "wandb": "fa.track.WandbTracker",
+    "xla": "fa.xla",
+}
+"""A use of some of them, in Python."""
+
+COMMANDS = {
+    "bench": "bench train.py", "convert": "convert a b", "estimate": "estimate gpt2", "importing": "config import a.yaml",
+    "questions": "config", "reports": "report a.jsonl", "self test": "test", "big": "inspect a",
+}  # fmt: skip
+"""A use of some of them, on the command line."""
+
+SCRIPT = """\
+import torch
+import fnaccel as fa
+from fnaccel.errors import MissingBackendError
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    return fa.Mean(((model(x) - y) ** 2).sum(), weight=len(x))
+
+
+def train(step, strategy):
+    model = fa.distribute(lambda: nn.Linear(2, 1), strategy)
+    train_step = fa.train_step(step, model=model, optimizer=fa.adamw(0.1))
+    state = train_step.init(seed=0)
+    shards = fa.shard(DataLoader(TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), batch_size=4))
+    for state, metrics in fa.scan(train_step, state, shards, steps=3, save="run", track="jsonl"):
+        pass
+    state = fa.restore("run", like=train_step.init(seed=1))
+    assert state.step == 3 and float(metrics["loss"]) < 3.0
+    train_step.close()
+
+
+with fa.start(device="cpu"):
+    for strategy in ("local", "ddp", "fsdp"):
+        step = fa.clip_norm(fa.with_precision(fa.accumulate(loss_fn, 2), "bf16"), 1.0)
+        train(step, strategy)
+        __import__("shutil").rmtree("run")
+    for use in USES:
+        try:
+            eval(use)
+        except MissingBackendError as error:
+            print(error.what)
+        else:
+            raise AssertionError(use + " did not raise")
+"""
+
+
+def copy_without(names: list[str], folder: Path) -> Path:
+    """A copy of the package in a folder, without some tenants."""
+    shutil.copytree(PACKAGE, folder / "fnaccel", ignore=shutil.ignore_patterns("__pycache__"))
+    for path in {path for name in names for path in TENANTS[name]}:
+        place = folder / "fnaccel" / path
+        if place.is_dir():
+            shutil.rmtree(place)
+        else:
+            place.unlink(missing_ok=True)
+    return folder
