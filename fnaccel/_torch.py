@@ -444,7 +444,7 @@ def guard_shards(unit: Any, refuse: Callable[[str], None]) -> None:
     takes 0.5 us for a unit of 12 parameters. It runs before that hook, and before methods that gather.
     """
     state = unit._get_fsdp_state()
-    infos = [(p, p._module_info) for group in _groups_of(state) for p in group.fsdp_params]
+    infos = [(p, p._module_info) for group in shard_groups_of(state) for p in group.fsdp_params]
     slots = [(info.module._parameters, info.param_name, p) for p, info in infos]
     slots += [
         (module._parameters, name, p)
@@ -472,7 +472,8 @@ class _ShardGuard:
         return None if self._then is None else self._then(*args, **kwargs)
 
 
-def _groups_of(state: Any) -> list[Any]:
+def shard_groups_of(state: Any) -> list[Any]:
+    """The groups of parameters that an FSDP2 module gathers. (2.9 to 2.13)"""
     groups = getattr(state, "_fsdp_param_groups", None)  # one until 2.12
     group = getattr(state, "_fsdp_param_group", None)
     return list(groups) if groups is not None else [group] if group is not None else []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
+import torch
 
 from fnaccel.estimate.storages import LiveStorages
-from fnaccel.estimate.work import Work
+from fnaccel.estimate.work import Work, along_tp
+
+GATHERED, BUFFERS, GRADIENTS, ACTIVATIONS = "gathered", "buffers", "gradients", "activations"
 
 
 @attrs.frozen
@@ -33,42 +36,88 @@ class Peak:
     kinds: Mapping[str, int] = attrs.field(factory=dict[str, int])
 
 
-class Account(LiveStorages):
-    """Live storages by kind: `hold` adds bytes, and `label` names bytes that are counted already."""
+@attrs.frozen
+class Moment:
+    """Bytes by kind, and work, at one moment of a trace."""
 
-    def __init__(self) -> None:
+    kinds: Mapping[str, int]
+    work: Work
+
+
+class Account(LiveStorages):
+    """Live storages by kind, and bytes that no storage stands for.
+
+    Storages are activations, unless `label` gives them another kind. The buffers that FSDP2 gathers into and
+    reduces are told by the operations that take them.
+
+    Args:
+        axis_of: the mesh axis of a process group, by the group's name.
+    """
+
+    def __init__(self, axis_of: Callable[[str], str] = along_tp) -> None:
         super().__init__()
         self.phase = ""
         self.work = Work()
         """The operations and collectives of the step."""
-        self.labelled: set[int] = set()
-        """The parameters whose gradients have a label."""
-        self._kinds: dict[str, int] = {}
         self.highest: dict[str, Peak] = {}
         """The peak of each phase."""
+        self._axis_of = axis_of
+        self._kinds: dict[str, int] = {ACTIVATIONS: 0}
+        self._kind_of: dict[int, str] = {}
 
-    def hold(self, size: int, kind: str = "") -> None:
+    def hold(self, size: int, kind: str = ACTIVATIONS) -> None:
         """Count bytes that no storage stands for, of some kind. A negative number frees them."""
-        if kind:
+        self.add({kind: size})
+
+    def add(self, sizes: Mapping[str, int]) -> None:
+        """Count bytes of several kinds at once."""
+        for kind, size in sizes.items():
             self._kinds[kind] = self._kinds.get(kind, 0) + size
-        self.live += size
+            self.live += size
         highest = self.highest.get(self.phase)
         if highest is None or self.live > highest.total:
-            kinds = {**self._kinds, "activations": self.live - sum(self._kinds.values())}
-            self.highest[self.phase] = Peak(self.live, self.phase, kinds)
+            self.highest[self.phase] = Peak(self.live, self.phase, dict(self._kinds))
+
+    def changed(self, key: int, size: int) -> None:
+        """Count the change under the kind of the storage."""
+        self.hold(size, self._kind_of.get(key, ACTIVATIONS))
+
+    def _end(self, key: int) -> None:
+        super()._end(key)
+        self._kind_of.pop(key, None)
+
+    def label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Give the storages of tensors a kind."""
+        for tensor in tensors:
+            key = id(tensor.untyped_storage())
+            before, size = self._kind_of.get(key, ACTIVATIONS), self._sizes.get(key, 0)
+            if before != kind and size:
+                self._kind_of[key] = kind
+                self.add({before: -size, kind: size})
 
     def observe(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
-        """Count the work of an operation."""
-        self.work.observe(operation, args, kwargs, result)
-
-    def label(self, size: int, kind: str) -> None:
-        """Give storages that are counted already a kind."""
-        self._kinds[kind] = self._kinds.get(kind, 0) + size
-        self.hold(0)
+        """Count the work of an operation, and label the buffers of FSDP2."""
+        self.work.observe(operation, args, kwargs, result, self._axis_of)
+        name = str(operation)
+        if name.startswith("fsdp.split_with_sizes_copy"):
+            self.label(kwargs["out"], GATHERED)
+        elif name.startswith(("c10d._allgather_base_", "c10d._reduce_scatter_base_")):
+            self.label(args[:2], BUFFERS)
 
     def held(self, kind: str) -> int:
         """The bytes of a kind now."""
         return self._kinds.get(kind, 0)
+
+    def moment(self) -> Moment:
+        """The bytes by kind, and the work until now."""
+        return Moment(dict(self._kinds), self.work.copy())
+
+    def repeat(self, since: Moment, times: int) -> dict[str, int]:
+        """Count what was added since then as often again, and return these bytes by kind."""
+        added = {kind: (size - since.kinds.get(kind, 0)) * times for kind, size in self._kinds.items()}
+        self.add(added)
+        self.work.repeat(since.work, times)
+        return added
 
     @property
     def top(self) -> Peak:

@@ -13,10 +13,9 @@ from torch import nn
 from fnaccel.big.sizes import Dtype, bits_of, nbytes
 from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.estimate.account import Account
-from fnaccel.estimate.crossings import Crossings, watch
 from fnaccel.estimate.model_names import NamedModel
-from fnaccel.estimate.repeated import Repeated, shorten
-from fnaccel.estimate.trace import fill
+from fnaccel.estimate.repeated import multiply, shorten
+from fnaccel.estimate.trace import fill, tensors_of
 from fnaccel.models import _torch
 from fnaccel.models.building import construct, release
 from fnaccel.models.unknown_values import ordinary_batch
@@ -128,9 +127,10 @@ def _forward(module: nn.Module, host: nn.Module, batch: Any, account: Account) -
     with contextlib.ExitStack() as stack:
         stack.enter_context(_torch.fake_mode())
         stack.enter_context(ordinary_batch())
-        inputs = fill(host, (), batch, account)
+        inputs = fill(host, batch)
+        account.leave_out(tensors_of(host, inputs))
         for run in runs:
-            _repeat(run, account)
+            multiply(run, account)
         stack.enter_context(account)
         stack.enter_context(torch.no_grad())
         if not isinstance(inputs, dict):
@@ -143,21 +143,3 @@ def _forward(module: nn.Module, host: nn.Module, batch: Any, account: Account) -
         # the result is dropped at once, but for the cache
         cache = getattr(module(**options), "past_key_values", None)
         return 0 if cache is None else account.live
-
-
-def _repeat(run: Repeated, account: Account) -> None:
-    """Count the blocks that are not traced: the cache grows by as much in each of them."""
-    before = 0
-
-    def second_begins() -> None:
-        nonlocal before
-        before = account.live
-
-    def third_begins() -> None:
-        account.hold((account.live - before) * run.left_out)
-
-    def nothing() -> None:
-        pass
-
-    watch(run.second, Crossings(second_begins, nothing, nothing, nothing))
-    watch(run.third, Crossings(third_begins, nothing, nothing, nothing))

@@ -7,11 +7,15 @@ another way: every second one, or with fewer rows each time. So a trace of six b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
+import torch
 from torch import nn
 
+from fnaccel.estimate.account import GRADIENTS, Account, Moment
+from fnaccel.models import _torch
 from fnaccel.models.blocks import blocks
 
 TRACED = 4
@@ -25,12 +29,13 @@ class Repeated:
     """A run of equal blocks that was shortened.
 
     Attributes:
-        second, third: of the blocks that are left.
+        second, third, fourth: of the blocks that are left.
         left_out: how many equal blocks were taken away between the second and the third.
     """
 
     second: nn.Module
     third: nn.Module
+    fourth: nn.Module
     left_out: int
 
 
@@ -65,6 +70,86 @@ def shorten(model: nn.Module, within: Sequence[str], most: int = TRACED) -> list
     return shortened
 
 
+def multiply(run: Repeated, account: Account, label_gradients: Callable[[], None] = lambda: None) -> None:
+    """Let a trace count the blocks of a run that were taken away, like those beside them.
+
+    In forward they add what the second block adds. In backward they free it, and add the gradients of the
+    third block. At the beginning of each block the strategy has as many buffers as at the one before, and
+    also at the end of each block's backward.
+
+    Args:
+        run: the run, on whose blocks the strategy has its hooks already.
+        account: of the trace.
+        label_gradients: labels the gradients that exist.
+    """
+    forward: list[Moment] = []
+    backward: list[Moment] = []
+    added: dict[str, int] = {}
+
+    def second_begins() -> None:
+        forward.append(account.moment())
+
+    def third_begins() -> None:
+        if len(forward) != 1:
+            raise RuntimeError("the blocks of a run are not called one after the other")
+        added.update(account.repeat(forward.pop(), run.left_out))
+
+    def fourth_ends() -> None:
+        label_gradients()
+        backward.append(account.moment())
+
+    def third_ends() -> None:
+        label_gradients()
+        if len(backward) != 1:
+            raise RuntimeError("the blocks of a run are not differentiated one after the other")
+        before = backward.pop()
+        # not what the third block frees: autocast freed its copies of the weights before backward began
+        gradients = account.held(GRADIENTS) - before.kinds.get(GRADIENTS, 0)
+        freed = {kind: -size for kind, size in added.items()}
+        account.add({**freed, GRADIENTS: freed.get(GRADIENTS, 0) + gradients * run.left_out})
+        account.work.repeat(before.work, run.left_out)
+
+    _watch(run.second, second_begins, None)
+    _watch(run.third, third_begins, third_ends)
+    _watch(run.fourth, None, fourth_ends)
+
+
+def _watch(
+    module: nn.Module, before_forward: Callable[[], None] | None, after_backward: Callable[[], None] | None
+) -> None:
+    """Call a function before a module's forward, and one as soon as the gradients of its inputs exist."""
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if before_forward is not None:
+            before_forward()
+        values, structure = _torch.tree_flatten((args, kwargs))
+        chosen = [
+            i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        if after_backward is not None and chosen and torch.is_grad_enabled():
+            results = _torch.applied(_Enter, after_backward, *[values[i] for i in chosen])
+            for i, value in zip(chosen, results, strict=True):
+                values[i] = value
+        return _torch.tree_unflatten(values, structure)
+
+    # ahead of the hooks of the strategy, whose part in backward then ends before `after_backward`
+    module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+
+
+class _Enter(torch.autograd.Function):
+    """The identity. In backward it calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, after: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.after = after
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        ctx.after()
+        return (None, *grads)
+
+
 def _runs(members: list[nn.Module], most: int) -> tuple[list[nn.Module], list[Repeated]]:
     remaining: list[nn.Module] = []
     shortened: list[Repeated] = []
@@ -76,7 +161,7 @@ def _runs(members: list[nn.Module], most: int) -> tuple[list[nn.Module], list[Re
         run = members[start:end]
         remaining += run[:most]
         if len(run) > most:
-            shortened.append(Repeated(run[1], run[2], len(run) - most))
+            shortened.append(Repeated(run[1], run[2], run[3], len(run) - most))
         start = end
     return remaining, shortened
 

@@ -112,11 +112,15 @@ class LiveStorages(DispatchMode):
         elif before == size or key not in self._finalizers:
             return
         self._sizes[key] = size
-        self.hold(size - (before or 0))
+        self.changed(key, size - (before or 0))
+
+    def changed(self, key: int, size: int) -> None:  # noqa: ARG002
+        """Called when a storage begins, is resized or ends, with the bytes that it has more than before."""
+        self.hold(size)
 
     def _end(self, key: int) -> None:
         self._finalizers.pop(key, None)
-        self.live -= self._sizes.pop(key)
+        self.changed(key, -self._sizes.pop(key))
 
 
 def _parts(value: Any) -> Iterator[torch.Tensor]:

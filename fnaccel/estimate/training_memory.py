@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 
 import attrs
 import torch
 import torch.distributed as dist
 
 from fnaccel.errors import ArgumentError, CapabilityError, FnaccelError, require
-from fnaccel.estimate.account import Account, Peak
+from fnaccel.estimate.account import GRADIENTS, Account, Peak
 from fnaccel.estimate.repeated import CHECKED, TRACED
-from fnaccel.estimate.sharded import GRADIENTS, Gathers
-from fnaccel.estimate.sharding import units_of
 from fnaccel.estimate.trace import TracePlan, trace
 from fnaccel.estimate.work import Work
 from fnaccel.models import _torch
@@ -35,7 +33,7 @@ from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.strategy import Strategy
 from fnaccel.texts import size_of
 from fnaccel.tree import Tree
-from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, Mesh, build, resolve
+from fnaccel.world.mesh import LOSS_AXES, Mesh, build, resolve
 from fnaccel.world.simulation import absent_world, check_machines, check_ranks, simulate
 
 _KINDS = {
@@ -126,9 +124,9 @@ def training(
 ) -> TrainingEstimate:
     """The memory of one rank over a train step. Nothing is allocated, and no rank is started.
 
-    The forward and backward passes run without values, for four of each run of equal blocks. The bytes that
-    the strategy holds are arithmetic. So the number of ranks and blocks costs nothing. If a trace of six
-    blocks does not agree, all blocks are traced.
+    The forward and backward passes run without values, for four of each run of equal blocks. Under fsdp
+    they run in FSDP2, on ranks that are simulated. The bytes that live for all of a step are arithmetic. So
+    the number of ranks and blocks costs nothing. If a trace of six blocks does not agree, all are traced.
 
     Args:
         step: as for `fa.train_step`.
@@ -142,7 +140,8 @@ def training(
     Raises:
         ArgumentError: a built module in the place of a factory.
         AxisProductError: the strategy does not fit the ranks.
-        CapabilityError: a runtime such as DeepSpeed lays the model out itself, or an operation needs values.
+        CapabilityError: a runtime such as DeepSpeed lays the model out itself, an operation needs values, or
+            ranks of fsdp or tensor would be simulated in a process that has a process group.
 
     Example:
         >>> estimate = fa.estimate.training(
@@ -160,10 +159,16 @@ def training(
             where=_WHERE,
             fix="estimate fsdp, which holds as much as ZeRO-3: fa.distribute(model, fa.fsdp())",
         )
+    if planned_step.spec.mesh.degrees.get("cp", 1) > 1:
+        raise CapabilityError(
+            "ranks of context share a row, and their activations are not counted yet",
+            where=_WHERE,
+            fix="estimate a shorter row without the axis: its activations are those of one rank",
+        )
     try:
-        with _quietly():
-            few = _of_few_blocks(chosen, planned_step, batch)
-            return _built_and_traced(chosen, planned_step, batch, 0) if few is None else few
+        with _quietly(), _on_simulated_ranks(planned_step.spec, chosen.strategy) as spec:
+            few = _of_few_blocks(chosen, planned_step, spec, batch)
+            return _built_and_traced(chosen, planned_step, spec, batch, 0) if few is None else few
     except FnaccelError:
         raise
     except _torch.NEEDS_VALUES as error:
@@ -198,13 +203,13 @@ def _quietly() -> Generator[None]:
         logger.setLevel(before)
 
 
-def _of_few_blocks(chosen: Chosen, planned_step: Planned, batch: Tree) -> TrainingEstimate | None:
+def _of_few_blocks(chosen: Chosen, planned_step: Planned, spec: Spec, batch: Tree) -> TrainingEstimate | None:
     """The estimate from a few of the repeated blocks, or None if they do not stand for the others."""
     try:
-        few = _built_and_traced(chosen, planned_step, batch, TRACED)
+        few = _built_and_traced(chosen, planned_step, spec, batch, TRACED)
         if not few.left_out:
             return few
-        more = _built_and_traced(chosen, planned_step, batch, CHECKED)
+        more = _built_and_traced(chosen, planned_step, spec, batch, CHECKED)
         return few if _alike(few, more) else None
     except (FnaccelError, *_torch.NEEDS_VALUES):
         raise
@@ -219,10 +224,12 @@ def _alike(one: TrainingEstimate, other: TrainingEstimate) -> bool:
     return all(abs(first - second) <= 0.005 * second for first, second in pairs)
 
 
-def _built_and_traced(chosen: Chosen, planned_step: Planned, batch: Tree, most: int) -> TrainingEstimate:
+def _built_and_traced(
+    chosen: Chosen, planned_step: Planned, simulated: Spec, batch: Tree, most: int
+) -> TrainingEstimate:
     built = construct(chosen.model, 0, empty=True)
     try:
-        return _of(built, planned_step, chosen.strategy, batch, most)
+        return _of(built, chosen.strategy, planned_step, simulated, batch, most)
     finally:
         release(built)
 
@@ -246,15 +253,11 @@ def _planned(
     return chosen, planned(chosen, optimizer, mesh, frozen=frozen)
 
 
-def _of(built: Built, planned_step: Planned, strategy: Strategy, batch: Tree, most: int) -> TrainingEstimate:
+def _of(
+    built: Built, strategy: Strategy, planned_step: Planned, simulated: Spec, batch: Tree, most: int
+) -> TrainingEstimate:
     spec, lowered = planned_step.spec, planned_step.lowered(None)
     degrees = spec.mesh.degrees
-    if degrees.get("cp", 1) > 1:
-        raise CapabilityError(
-            "ranks of context share a row, and their activations are not counted yet",
-            where=_WHERE,
-            fix="estimate a shorter row without the axis: its activations are those of one rank",
-        )
     freeze(built, spec.frozen)
     require(
         any(param.requires_grad for _, param in built.named("parameters")),
@@ -267,21 +270,25 @@ def _of(built: Built, planned_step: Planned, strategy: Strategy, batch: Tree, mo
             module.to(lowered.settings.precision.param)
     layout = planned_step.plan.layout.replace(" (cpu)", "")
     sizes = footprint_of(built, strategy, degrees, spec.optimizers, layout)
-    account = Account()
+    fsdp = next((axis for axis in strategy.axes if isinstance(axis, Fsdp)), None)
+    averaged = fsdp is None and math.prod(degrees.get(axis, 1) for axis in LOSS_AXES) > 1
+    account = Account() if fsdp is None else Account(_axis_of(simulated.mesh))
     _hold(account, built, sizes, lowered, batch)
-    with _model_axes(spec, strategy) as alone:
-        hooks = apply_axes(built, alone, lowered.modules)
-        inside: dict[str | None, list[str]] = {key: [] for key in built.modules}
-        for key, module in built.modules.items():
-            for name, hook in hooks[key]:
-                if isinstance(hook, HasUnits):
-                    inside[key] += [unit for unit, _ in find_units(module, hook.units, name)]
-                hook.on_module(module, f"transform {name}")
-        plan = TracePlan(built=built, lowered=lowered, batch=batch, inside=inside, most=most)
-        _add_strategy(plan, account, spec, sizes)
-        left_out = trace(plan, account)
+    account.hold(sizes.gradients if averaged else 0, GRADIENTS)
+    hooks = apply_axes(built, simulated, lowered.modules)
+    inside: dict[str | None, list[str]] = {key: [] for key in built.modules}
+    for key, module in built.modules.items():
+        for name, hook in hooks[key]:
+            if isinstance(hook, HasUnits):
+                inside[key] += [unit for unit, _ in find_units(module, hook.units, name)]
+            hook.on_module(module, f"transform {name}")
+    plan = TracePlan(
+        built=built, lowered=lowered, batch=batch, spec=simulated, fsdp=fsdp, averaged=averaged,
+        inside=inside, most=most,
+    )  # fmt: skip
+    left_out = trace(plan, account)
     phases = {phase: peak.total for phase, peak in account.highest.items() if phase}
-    _send_by_step(account, sizes, lowered, sharded=plan.gathers is not None)
+    _send_by_step(account, sizes, lowered, sharded=fsdp is not None)
     return TrainingEstimate(
         footprint=sizes,
         peak=account.top,
@@ -289,7 +296,7 @@ def _of(built: Built, planned_step: Planned, strategy: Strategy, batch: Tree, mo
         left_out=left_out,
         work=account.work,
         degrees=degrees,
-        offloads=any(isinstance(axis, Fsdp) and axis.offload for axis in strategy.axes),
+        offloads=fsdp is not None and fsdp.offload,
     )
 
 
@@ -325,30 +332,20 @@ def _send_by_step(account: Account, sizes: Footprint, lowered: Lowered, *, shard
         account.work.send(row.axis, row.kind, size * times, row.count * times)
 
 
-def _add_strategy(plan: TracePlan, account: Account, spec: Spec, sizes: Footprint) -> None:
-    degrees, precision = spec.mesh.degrees, plan.lowered.settings.precision
-    fsdp = next((axis for axis in spec.strategy.axes if isinstance(axis, Fsdp)), None)
-    if fsdp is not None:
-        shards = math.prod(degrees.get(axis, 1) for axis in SHARD_AXES)
-        units, root, names = units_of(plan.built, fsdp, shards, degrees, precision)
-        plan.units, plan.root = units, root
-        plan.gathers = Gathers(account, root, shards=shards, replicas=degrees.get("dp_replicate", 1) > 1)
-        plan.inside = {key: [*plan.inside.get(key, ()), *units_] for key, units_ in names.items()}
-    elif math.prod(degrees.get(axis, 1) for axis in LOSS_AXES) > 1:
-        plan.averaged = True
-        account.hold(sizes.gradients, GRADIENTS)
+def _axis_of(mesh: Mesh) -> Callable[[str], str]:
+    """The mesh axis of a process group under fsdp. FSDP2 makes groups of its own if it reshards partly."""
+    names = [name for name in mesh.shown.mesh_dim_names if name != mesh.shard_dim]
+    axes = {mesh.shown.get_group(name).group_name: name if name == "dp_replicate" else "tp" for name in names}
+    return lambda group: axes.get(group, "shard")
 
 
 @contextlib.contextmanager
-def _model_axes(spec: Spec, strategy: Strategy) -> Generator[Spec]:
-    """The train step on a mesh of the axes that change modules, whose ranks are simulated."""
-    rewriting = [
-        name
-        for axis in strategy.axes
-        if isinstance(axis, Rewrites)
-        for name in (getattr(axis, "mesh_axis", ""),)
-    ]
-    degrees = {name: size for name, size in spec.mesh.degrees.items() if name in rewriting and size > 1}
+def _on_simulated_ranks(spec: Spec, strategy: Strategy) -> Generator[Spec]:
+    """The train step on a mesh of ranks that are simulated: all under fsdp, else those that cut the model."""
+    degrees = dict(spec.mesh.degrees)
+    if not any(isinstance(axis, Fsdp) for axis in strategy.axes):
+        cutting = [getattr(axis, "mesh_axis", "") for axis in strategy.axes if isinstance(axis, Rewrites)]
+        degrees = {name: size for name, size in degrees.items() if name in cutting and size > 1}
     if not degrees:
         yield spec
         return

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import torch
 
+from fnaccel.estimate._torch import group_of
 from fnaccel.models._torch import tree_leaves
 from fnaccel.models.operation_counts import operation_counts
 
@@ -27,6 +29,11 @@ _KINDS = {
     "alltoall_base": "all_to_all",
     "all_to_all_single": "all_to_all",
 }
+
+
+def along_tp(_: str) -> str:
+    """The axis of all groups of a trace without shards."""
+    return "tp"
 
 
 @attrs.define
@@ -65,8 +72,23 @@ class Work:
             for link in list(totals):
                 totals[link] += (totals[link] - before[link]) * times
 
-    def observe(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
-        """Count an operation of a trace. Collectives in it are those along `tp`."""
+    def observe(
+        self,
+        operation: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: object,
+        axis_of: Callable[[str], str] = along_tp,
+    ) -> None:
+        """Count an operation of a trace.
+
+        Args:
+            operation: the operation.
+            args: its arguments.
+            kwargs: its arguments by name.
+            result: its result.
+            axis_of: the mesh axis of a process group, by the group's name.
+        """
         formula: Any = _FORMULAS.get(getattr(operation, "overloadpacket", None))
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
@@ -77,4 +99,5 @@ class Work:
                 values = result if kind == "all_gather" else args
                 tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
                 # of an operation in place, the argument is the result
-                self.send("tp", kind, max((value.nbytes for value in tensors), default=0))
+                size = max((value.nbytes for value in tensors), default=0)
+                self.send(axis_of(group_of(args)), kind, size)

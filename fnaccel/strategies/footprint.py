@@ -327,24 +327,25 @@ def _data_parallel(placed: tuple[Placed, ...], axes: Strategy, degrees: Mapping[
             Traffic(axis="loss", kind="all_reduce", count=count, size=grads, per="step", what="gradients"),
             _report(),
         ]
-    units = len({each.unit for each in placed})
-    gathered = sum(each.bytes_of(each.cut) for each in placed)
-    again = any(getattr(axis, "reshard_after_forward", False) for axis in axes.axes)
-    rounds = (2 * units - 1 if again else units, 2 if again else 1)
+    units = {each.unit for each in placed}
+    reshards = any(getattr(axis, "reshard_after_forward", False) for axis in axes.axes)
+    # backward gathers all units again but the root, which stays
+    again = units - {""} if reshards else set[str]()
+    gathered = sum(each.bytes_of(each.cut) * (2 if each.unit in again else 1) for each in placed)
     rows = [
         Traffic(
-            axis="shard", kind="all_gather", count=rounds[0], size=rounds[1] * gathered, per="micro-batch",
-            what="parameters, in forward and backward" if again else "parameters",
+            axis="shard", kind="all_gather", count=len(units) + len(again), size=gathered, per="micro-batch",
+            what="parameters, in forward and backward" if reshards else "parameters",
         ),
         Traffic(
-            axis="shard", kind="reduce_scatter", count=units,
+            axis="shard", kind="reduce_scatter", count=len(units),
             size=sum(each.bytes_of(each.cut) for each in trained), per="step", what="gradients",
         ),
     ]  # fmt: skip
     if degrees.get("dp_replicate", 1) > 1:
         rows.append(
             Traffic(
-                axis="dp_replicate", kind="all_reduce", count=units, size=grads, per="step",
+                axis="dp_replicate", kind="all_reduce", count=len(units), size=grads, per="step",
                 what="gradients of shards",
             )
         )  # fmt: skip

@@ -45,35 +45,18 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     if build.settings.captured:
         _check_parameters(built, set(), build)
         return _lazy.load("fnaccel.strategies.fsdp_captured").build_captured(built, build, options), built
-    dims = shard_dims(built, mesh["shard"].size, mesh.degrees, options.reshard_after_forward)
-    ignored = _ignored(built, options.ignore)
-    ignored |= {param for name, param in built.named("parameters") if dims[name] is None}
-    _check_parameters(built, ignored, build)
-    # FSDP2 does not move ignored parameters: they live on the device like all others
-    for param in ignored:
-        param.data = param.data.to(mesh.world.device)
-    try:
-        _shard(built, build, options, ignored, dims)
-    except ValueError as error:
-        if isinstance(error, FnaccelError):
-            raise
-        raise CapabilityError(
-            f"fsdp can't shard this model: {str(error).splitlines()[0]}",
-            where=f"strategy {build.spec.strategy}",
-            fix="tied weights have to lie in one unit: choose larger units (fa.fsdp(units=...)), or use ddp",
-        ) from error
+    whole = shard(built, build, options, dims_of(built, mesh, options))
     if options.init != "seeded":
         _fill(built, mesh, options, values)
     host: Any = built.host
     _torch.finish_shards(host)
     _guard(built)
-    parameters = dict(built.named("parameters"))
     # by name, not as the set has them: ranks must agree on the order
-    whole = [p for p in parameters.values() if p in ignored and p.requires_grad]
+    averaged = [p for _, p in built.named("parameters") if p in whole and p.requires_grad]
     hooks = Hooks(
         settle=_settler(host),
         recover=lambda: _torch.reset_shards(host),
-        finish=_averager(whole, mesh) if whole else None,
+        finish=_averager(averaged, mesh) if averaged else None,
         explain=_explained,
     )
     engine = Engine(
@@ -85,10 +68,52 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
             parameters=parameters_shown(built, mesh),
             buffers=dict(built.named("buffers")),
         ),
-        forward=Forward(run=_runner(host), lend=_runner(host), sync=_syncer(host)),
+        forward=forward_of(host),
         hooks=with_sums(hooks, built, mesh),
     )
     return engine, attrs.evolve(built, empty=options.init == "meta")
+
+
+def dims_of(built: Built, mesh: Mesh, options: Fsdp) -> dict[str, int | None]:
+    """The dimension along which each parameter is sharded, by canonical name. None: it stays whole."""
+    dims = shard_dims(built, mesh["shard"].size, mesh.degrees, options.reshard_after_forward)
+    ignored = _ignored(built, options.ignore)
+    return {name: None if param in ignored else dims[name] for name, param in built.named("parameters")}
+
+
+def shard(built: Built, build: Build, options: Fsdp, dims: Mapping[str, int | None]) -> set[Any]:
+    """Let FSDP2 shard the modules, and return the parameters that stay whole on each rank.
+
+    Args:
+        built: the modules, which are changed.
+        build: what the engine is built from.
+        options: the axis.
+        dims: the result of `dims_of`. Estimates ask for it before they take equal blocks away.
+
+    Raises:
+        CapabilityError: FSDP2 can't shard a parameter, or a parameter is in two units.
+    """
+    whole = {param for name, param in built.named("parameters") if dims[name] is None}
+    _check_parameters(built, whole, build)
+    # FSDP2 does not move ignored parameters: they live on the device like all others
+    for param in whole:
+        param.data = param.data.to(build.spec.mesh.world.device)
+    try:
+        _shard(built, build, options, whole, dims)
+    except ValueError as error:
+        if isinstance(error, FnaccelError):
+            raise
+        raise CapabilityError(
+            f"fsdp can't shard this model: {str(error).splitlines()[0]}",
+            where=f"strategy {build.spec.strategy}",
+            fix="tied weights have to lie in one unit: choose larger units (fa.fsdp(units=...)), or use ddp",
+        ) from error
+    return whole
+
+
+def forward_of(host: Any) -> Forward:
+    """How a function of sharded modules is called."""
+    return Forward(run=_runner(host), lend=_runner(host), sync=_syncer(host))
 
 
 def _construct(build: Build, options: Fsdp) -> tuple[Built, dict[str, Any]]:

@@ -14,6 +14,7 @@ from fnaccel import errors
 from tests.estimate.models import (
     GPT,
     GPT2,
+    VOCABULARY,
     Checkpointed,
     EverySecond,
     Joined,
@@ -111,6 +112,42 @@ def test_options_of_strategies_and_optimizers(pools, ranks, strategy, step, opti
         step, model=fa.distribute(GPT, strategy), optimizer=optimizer, batch=tokens_of("meta"), ranks=ranks
     )
     assert estimate.total == pytest.approx(held, rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 64])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2", fa.fsdp(backward_prefetch=2)], ids=str)
+def test_it_is_what_the_whole_engine_holds(ranks, strategy):
+    """All blocks, with values. 64 ranks divide the rows of few of the parameters."""
+    step, optimizer = step_of(remat=True), fa.adamw(1e-3)
+    with fa.simulate(ranks=ranks):
+        held = peak_of(step, GPT, strategy, optimizer)
+    estimate = fa.estimate.training(
+        step, model=fa.distribute(GPT, strategy), optimizer=optimizer, batch=tokens_of("meta"), ranks=ranks
+    )
+    assert estimate.total == pytest.approx(held, rel=1e-3)
+
+
+class Narrow(nn.Module):
+    """A layer whose rows 64 ranks do not divide. They share its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.narrow = nn.Embedding(VOCABULARY, 512), nn.Linear(512, 4, bias=False)
+
+    def forward(self, tokens):
+        return self.narrow(self.embed(tokens)).repeat(1, 1, VOCABULARY // 4)
+
+
+def test_columns_that_are_shared():
+    optimizer = fa.adamw(1e-3)
+    with fa.simulate(ranks=64):
+        held = peak_of(loss_fn, Narrow, "fsdp", optimizer)
+    estimate = fa.estimate.training(
+        loss_fn, model=fa.distribute(Narrow, "fsdp"), optimizer=optimizer,
+        batch=tokens_of("meta"), ranks=64,
+    )  # fmt: skip
+    assert [each.part for each in estimate.footprint.placed if each.name == "narrow.weight"] == [(4, 8)]
+    assert estimate.total == pytest.approx(held, rel=0.02)
 
 
 def test_the_number_of_blocks_and_of_ranks_costs_nothing():

@@ -12,7 +12,7 @@ import fnaccel as fa
 from fnaccel import errors
 from fnaccel.estimate.work import Work
 from fnaccel.testing import count_collectives
-from tests.estimate.models import GPT, Llama, loss_fn, step_of, tokens_of
+from tests.estimate.models import GPT, Llama, Perceptron, loss_fn, step_of, tokens_of
 from tests.estimate.test_training import LLAMA_PLAN
 
 
@@ -60,6 +60,7 @@ POSITIONS = 16
 ROWS = [
     (2, "ddp", GPT, {}),
     (2, "fsdp", GPT, {"precision": "bf16"}),
+    (2, "fsdp", Perceptron, {}),
     (2, "fsdp", GPT, {"accumulate": 4, "remat": True}),
     (4, "hsdp(2, 2)", GPT, {"remat": True}),
     (2, fa.tensor(2, LLAMA_PLAN), Llama, {}),
@@ -82,6 +83,17 @@ def test_collectives_of_a_step(pools, ranks, strategy, model, options):
         for kind, size in sizes.items():
             own = POSITIONS if kind == "all_reduce" else 0
             assert found_sizes[kind] == pytest.approx(size - own, rel=0.01, abs=16), kind
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "hsdp(2, 2)"])
+def test_a_plan_counts_the_same(strategy):
+    """`fnaccel plan` has no batch to run: its collectives are formulas."""
+    work = estimated(loss_fn, GPT, strategy, 4).work
+    counts, sizes = Counter(), Counter()
+    for row in fa.strategies.footprint(GPT, strategy, 4).traffic:
+        counts[row.axis, row.kind] += row.count
+        sizes[row.axis, row.kind] += row.size
+    assert (work.counts, work.sizes) == (counts, sizes)
 
 
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"accumulate": 4}], ids=str)

@@ -14,21 +14,27 @@ MUTANTS = [
         (STORAGES, "-k", "resized"),
     ),
     Mutant(
-        "a gathered unit without its buffer", "estimate/sharded.py",
-        "        self._account.hold(unit.whole + unit.cast, BUFFERS)\n", "", (TRAINING, "-k", "4-fsdp"),
+        "buffers of collectives that stay", "estimate/account.py",
+        "        self.hold(size, self._kind_of.get(key, ACTIVATIONS))\n",
+        "        kind = self._kind_of.get(key, ACTIVATIONS)\n        self.hold(0 if kind == BUFFERS else size, kind)\n",
+        (TRAINING, "-k", "4-fsdp"),
     ),
     Mutant(
-        "activations of traced blocks alone", "estimate/trace.py",
-        "            account.hold(activations)\n", "", (TRAINING, "-k", "costs_nothing"),
+        "shards without padding", "estimate/_torch.py", "        size = -(-rows // self._count)\n",
+        "        size = max(1, rows // self._count)\n", (TRAINING, "-k", "whole_engine"),
+    ),
+    Mutant(
+        "activations of traced blocks alone", "estimate/repeated.py",
+        "        added.update(account.repeat(forward.pop(), run.left_out))\n",
+        "        forward.pop()\n", (TRAINING, "-k", "costs_nothing"),
     ),
     Mutant(
         "masks that transformers makes for fake tensors", "models/unknown_values.py",
         'if hasattr(module, "is_fake_tensor"):', "if False:", (TRAINING, "-k", "hsdp and Llama"),
     ),
     Mutant(
-        "operations of traced blocks alone", "estimate/trace.py",
-        "            account.hold(activations)\n            account.work.repeat(work, run.left_out)\n",
-        "            account.hold(activations)\n", (TRAINING, "-k", "costs_nothing"),
+        "operations of traced blocks alone", "estimate/account.py",
+        "        self.work.repeat(since.work, times)\n", "", (TRAINING, "-k", "costs_nothing"),
     ),
     Mutant(
         "blocks that are all used alike", "estimate/training_memory.py", "return few if _alike(few, more) else None", "return few",
