@@ -1,4 +1,4 @@
-"""The TCP connections of this process's gloo groups: which ports they use, and how to cut them.
+"""The TCP connections of this process's gloo groups and stores: how to cut them, and how to bound a wait.
 
 A collective of gloo waits in C++ until its peers answer or its timeout is over, and torch has no call that
 ends such a wait (2.13). A connection that is shut down ends it at once, with an error. Linux only: elsewhere
@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
-from collections.abc import Collection, Iterator
+import struct
+from collections.abc import Callable, Collection, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 _DESCRIPTORS = Path("/proc/self/fd")
 
@@ -40,6 +44,28 @@ def cut(own: Collection[int], others: Collection[int]) -> int:
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
+
+
+def bounded_client(store: Any, seconds: float) -> tuple[Any, Callable[[], bool]]:
+    """A client of a store for one thread, whose operations raise RuntimeError after some seconds.
+
+    The timeout of torch's store limits the wait for a key, and not the wait for an answer: if the process
+    that keeps the store is stopped, `check` never returns. The kernel's limit of a socket ends it.
+
+    Returns:
+        The client, and a function for the time after such an error. It returns whether the late answer has
+        come, so that the process goes on. The client itself can't be used any more: it would take the late
+        answer for that of its next operation.
+    """
+    before = socket_names()
+    client = store.clone()
+    client.set_timeout(timedelta(seconds=seconds))
+    numbers = [number for number, name in _names().items() if name not in before]
+    limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+    for number in numbers:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    return client, lambda: bool(numbers and select.select(numbers, [], [], 0)[0])
 
 
 _groups: dict[int, str] = {}

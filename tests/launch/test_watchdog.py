@@ -18,7 +18,7 @@ from fnaccel.launch.network import free_port
 from tests.launch.conftest import LIMIT
 
 pytestmark = pytest.mark.launcher
-QUICK = {"fnaccel.launch.watchdog.INTERVAL": 0.25, "fnaccel.launch.watchdog.WRITING": 0.5}
+QUICK = {"fnaccel.launch.watchdog.WRITING": 0.5}
 SCRIPT = """
     import os, signal, sys, time
     import attrs
