@@ -87,6 +87,12 @@ def keep_store(ready):
     signal.pause()
 
 
+def stop(pid):
+    os.kill(pid, signal.SIGSTOP)
+    while process_state(pid) != "T":
+        time.sleep(0.01)
+
+
 def test_a_board_raises_while_its_store_is_stopped_and_can_be_used_again(monkeypatch):
     monkeypatch.setattr(record_board, "STORE", 1.0)
     ready, of_child = multiprocessing.Pipe()
@@ -96,9 +102,7 @@ def test_a_board_raises_while_its_store_is_stopped_and_can_be_used_again(monkeyp
         store = dist.TCPStore("127.0.0.1", ready.recv(), is_master=False, wait_for_workers=False)
         boards = [RecordBoard(store, rank, 2, functools.partial(RankRecord, rank=rank)) for rank in range(2)]
         boards[1].post()
-        os.kill(keeper.pid, signal.SIGSTOP)
-        while process_state(keeper.pid) != "T":
-            time.sleep(0.01)
+        stop(keeper.pid)
         with pytest.raises(RuntimeError):
             boards[0].read()
         assert not boards[0].answers_again()
@@ -106,6 +110,13 @@ def test_a_board_raises_while_its_store_is_stopped_and_can_be_used_again(monkeyp
         while not boards[0].answers_again():
             time.sleep(0.01)
         assert boards[0].read() == [RankRecord(rank=1)]
+        stop(keeper.pid)
+        with pytest.raises(RuntimeError):
+            boards[0].read()
+        keeper.kill()
+        keeper.join()
+        with pytest.raises(RuntimeError, match="has ended"):
+            boards[0].answers_again()
     finally:
         keeper.kill()
         keeper.join()

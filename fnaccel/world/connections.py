@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,18 +53,30 @@ def bounded_client(store: Any, seconds: float) -> tuple[Any, Callable[[], bool]]
 
     Returns:
         The client, and a function for the time after such an error. It returns whether the late answer has
-        come, so that the process goes on. The client itself can't be used any more: it would take the late
-        answer for that of its next operation.
+        come, so that the process goes on, and raises RuntimeError if the process has ended. The client itself
+        can't be used any more: it would take the late answer for that of its next operation.
     """
     before = socket_names()
     client = store.clone()
     client.set_timeout(timedelta(seconds=seconds))
     numbers = [number for number, name in _names().items() if name not in before]
     limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-    for number in numbers:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    return client, lambda: bool(numbers and select.select(numbers, [], [], 0)[0])
+    for connection in _tcp_sockets(numbers):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def answers() -> bool:
+        for connection in _tcp_sockets(numbers):
+            try:
+                if connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    return True
+            except BlockingIOError:  # nothing has come
+                continue
+            except OSError as error:
+                raise RuntimeError(f"the process that keeps the store has ended: {error}") from error
+            raise RuntimeError("the process that keeps the store has ended")
+        return False
+
+    return client, answers
 
 
 _groups: dict[int, str] = {}
@@ -110,9 +121,9 @@ def _names() -> dict[int, str]:
     return names
 
 
-def _tcp_sockets() -> Iterator[socket.socket]:
-    """The TCP sockets of this process, each as a duplicate that is closed again."""
-    for number in _names():
+def _tcp_sockets(numbers: Iterable[int] | None = None) -> Iterator[socket.socket]:
+    """The TCP sockets of this process or of some descriptors, each as a duplicate that is closed again."""
+    for number in _names() if numbers is None else numbers:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and (
                 connection.type == socket.SOCK_STREAM

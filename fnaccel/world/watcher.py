@@ -119,8 +119,8 @@ class Watcher:
         self._count, self._since, self._asked, self._answered = 0, time.monotonic(), 0, 0
         self._looked, self._used, self._idle = self._since, time.process_time(), False
         # the store
-        self._unanswered = False
-        self._lost_since: float | None = None
+        self._store_failed = self._store_silent = False
+        self._store_lost_since: float | None = None
         # the stall
         self._beat = min(max(limit / 20, BEATS[0]), BEATS[1])
         self._clock = StallClock(min(INTERVAL, self._beat))
@@ -168,6 +168,8 @@ class Watcher:
         self._end_writing()
         self._stop.set()
         try:
+            if self._store_failed and not self._board.answers_again():
+                raise RuntimeError("the store does not answer")
             self._board.client.add("left", 1)
             if wait and not clean and self._host == self._rank:
                 self._board.call_and_wait(2 * INTERVAL)  # why it leaves can't be read later
@@ -209,6 +211,7 @@ class Watcher:
         try:
             silent = self._board.call_and_wait(ANSWER, enough=self._find_fault)
         except RuntimeError:
+            self._store_failed = True
             host = f"{waited}for {self._keeper}, which keeps the store and does not answer: {text}"
             return self._find_fault() or host
         fault = self._fault or self._find_fault()
@@ -254,18 +257,12 @@ class Watcher:
     # the methods below run in the watching thread
 
     def _watch(self) -> None:
-        if self._limit:  # at once: a rank that never posts is missing in the table
-            with contextlib.suppress(RuntimeError):
-                self._watched.post()
-        while not self._stop.wait(min(INTERVAL, self._beat)):
+        while not self._stop.is_set():  # the first look at once: a rank that never posts is not in the table
             now = time.monotonic()
             self._look_at_itself(now)
-            if self._lost_since is not None:
-                self._end_call_without_store(now, self._lost_since)
-            elif self._unanswered and not self._watched.answers_again():
-                self._judge_keeper()
-            else:
-                self._look_at_store(now)
+            self._look_at_store(now)
+            self._end_call(now)
+            self._stop.wait(min(INTERVAL, self._beat))
 
     def _look_at_itself(self, now: float) -> None:
         """Note for how long its newest call has lasted, and for how long the rank has been at its place."""
@@ -281,22 +278,28 @@ class Watcher:
 
     def _look_at_store(self, now: float) -> None:
         """Look at the others through the store. Note whether the rank that keeps the store answers."""
+        if self._store_lost_since is not None:
+            return
         try:
-            self._unanswered = False
-            self._look_at_calls(now)
+            if self._store_silent and not self._watched.answers_again():
+                self._judge_keeper()
+                return
+            self._store_silent = False
+            self._answer_roll_call(waits=self._is_late(now) and self._log.thread is not None)
             if self._limit and now >= self._next_post:
                 self._next_post = now + self._beat
                 self._look_for_stall(now)
         except RuntimeError:
             # its process is stopped and may go on, or it is gone
-            self._unanswered = time.monotonic() - now >= 0.9 * STORE
-            self._lost_since = None if self._unanswered else now
+            self._store_silent = time.monotonic() - now >= 0.9 * STORE
+            self._store_lost_since = None if self._store_silent else now
 
-    def _look_at_calls(self, now: float) -> None:
-        """Answer a roll call, and end a call that can't end by itself."""
+    def _is_late(self, now: float) -> bool:
         # not sooner: all ranks may be about to raise the same error, and one of them has left already
-        late = now - self._since >= PATIENCE
-        waits = late and self._log.thread is not None
+        return now - self._since >= PATIENCE
+
+    def _answer_roll_call(self, *, waits: bool) -> None:
+        """Answer a roll call. A rank that waits calls the roll, once for each call."""
         if waits and self._asked != self._count:
             self._asked = self._count
             self._watched.call_roll()
@@ -306,33 +309,23 @@ class Watcher:
         if number > self._answered:
             self._watched.post()  # after it has read the others: a post says so
             self._answered = number
-        if late and self._board.records and self._has_fault(idle=self._idle):
-            self._watched.post()  # the others judge by this record
-            self.cut()
 
-    def _end_call_without_store(self, now: float, lost_since: float) -> None:
-        """End a call that goes on although the rank that keeps the store is gone.
-
-        The ranks that are left may wait for each other, in connections that nobody closes.
-        """
-        if self._fault is not None or self._log.thread is None:
+    def _end_call(self, now: float) -> None:
+        """End a call that can't end by itself: it raises if the connections of this rank are cut."""
+        if self._fault is not None or self._left is not None or not self._is_late(now):
             return
-        if not self._has_fault():
-            if now - max(self._since, lost_since) < DEPARTURE:
-                return
+        self._fault = self._find_fault(idle=self._idle)
+        lost = self._store_lost_since
+        inside = self._log.thread is not None
+        if self._fault is None and lost is not None and inside and now - max(self._since, lost) >= DEPARTURE:
+            # the ranks that are left may wait for each other, in connections that nobody closes
             me = self._record()
             self._fault = (
                 f"rank {self._rank} waited in call {me.calls}, {me.call()}, and {self._keeper}, which "
                 "keeps the store, is gone"
             )
-        self.cut()
-
-    def _has_fault(self, *, idle: bool = True) -> bool:
-        """Whether a fault is certain that was not known before."""
-        if self._left is not None or self._fault is not None:
-            return False
-        self._fault = self._find_fault(idle=idle)
-        return self._fault is not None
+        if self._fault is not None:
+            self.cut()
 
     # a stall
 

@@ -363,7 +363,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank leaves without a word", "world/watcher.py",
-        "        try:\n            self._board.client.add(\"left\", 1)", "        try:\n            raise RuntimeError", ("tests/launch/test_uneven.py", "-k", "leaves_is_named and closes"),
+        "            self._board.client.add(\"left\", 1)", "            raise RuntimeError", ("tests/launch/test_uneven.py", "-k", "leaves_is_named and closes"),
     ),
     Mutant(
         "waiting ranks do not compare their calls", "world/stalls.py", "if number is not None:", "if False:",
