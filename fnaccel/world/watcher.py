@@ -37,6 +37,7 @@ import time
 from typing import Any, NoReturn
 
 import attrs
+import torch.distributed as dist
 
 from fnaccel.errors import FnaccelError, PeerLostError
 from fnaccel.texts import ranks_of
@@ -210,8 +211,8 @@ class Watcher:
         )  # fmt: skip
         try:
             silent = self._board.call_and_wait(ANSWER, enough=self._find_fault)
-        except RuntimeError:
-            self._store_failed = True
+        except RuntimeError as failure:
+            self._store_failed = not isinstance(failure, dist.DistStoreError)
             host = f"{waited}for {self._keeper}, which keeps the store and does not answer: {text}"
             return self._find_fault() or host
         fault = self._fault or self._find_fault()
@@ -289,6 +290,8 @@ class Watcher:
             if self._limit and now >= self._next_post:
                 self._next_post = now + self._beat
                 self._look_for_stall(now)
+        except dist.DistStoreError:  # it has answered, too late for one operation
+            return
         except RuntimeError:
             # its process is stopped and may go on, or it is gone
             self._store_silent = time.monotonic() - now >= 0.9 * STORE
