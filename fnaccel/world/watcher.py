@@ -116,17 +116,17 @@ class Watcher:
         self._posts = itertools.count(1)
         self._left: RankRecord | None = None
         self._fault: str | None = None
-        # the newest call, as the thread sees it
+        # of the thread: the newest call, since when it lasts, the newest one for which the roll was called
         self._count, self._since, self._asked, self._answered = 0, time.monotonic(), 0, 0
         self._looked, self._used, self._idle = self._since, time.process_time(), False
-        # the store
+        # the store does not answer the main thread, or the watching thread, or is gone
         self._store_failed = self._store_silent = False
         self._store_lost_since: float | None = None
-        # the stall
+        # of the thread: for how long ranks have not moved
         self._beat = min(max(limit / 20, BEATS[0]), BEATS[1])
         self._clock = StallClock(min(INTERVAL, self._beat))
         self._age, self._next_post, self._suspects = 0.0, 0.0, False
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._newest_posts: dict[int, tuple[int, float]] = {}
         self._memory = SharedRecords.make(1) if limit else None
         self._end_writing = (lambda: None) if self._memory is None else self._memory.write(0)
         self._board = RecordBoard(store, rank, size, self._record)
@@ -354,9 +354,9 @@ class Watcher:
 
     def _see(self, record: RankRecord, now: float) -> RankRecord:
         """Another rank as it is now, by its newest post and, on this machine, by its process."""
-        posts, since = self._heard.get(record.rank, (-1, now))
+        posts, since = self._newest_posts.get(record.rank, (-1, now))
         if posts != record.posts:
-            self._heard[record.rank] = (record.posts, now)
+            self._newest_posts[record.rank] = (record.posts, now)
             since = now
         missed = now - since
         silent = missed if missed > MISSED * self._beat else 0.0
