@@ -116,6 +116,7 @@ class Watcher:
         self._posts = itertools.count(1)
         self._left: RankRecord | None = None
         self._fault: str | None = None
+        self._lost_in = 0  # the number of the newest call that raised PeerLostError
         # of the thread: the newest call, since when it lasts, the newest one for which the roll was called
         self._count, self._since, self._asked, self._answered = 0, time.monotonic(), 0, 0
         self._looked, self._used, self._idle = self._since, time.process_time(), False
@@ -144,6 +145,7 @@ class Watcher:
         if isinstance(error, FnaccelError) or not _LOST.search(str(error)):
             return None
         what = self._fault or self._ask(name, str(error).splitlines()[0])
+        self._lost_in = self._log.count
         return PeerLostError(
             what,
             where=f"{name} on rank {self._rank}",
@@ -201,7 +203,7 @@ class Watcher:
         cut(listening_ports() - self._keep, remote - self._keep)
 
     def _exit(self) -> None:
-        self.leave("exited", clean=False)
+        self.leave("exited", clean=False, follows=self._lost_in == self._log.count > 0)
 
     def _ask(self, name: str, text: str) -> str:
         """The fault of the other ranks, after a collective has failed."""

@@ -166,6 +166,21 @@ def test_a_rank_that_exits_before_its_first_call(run):
         waits(outcome, 1, "fa.gather (test_uneven.py:", "exited, before its first call")
 
 
+def comes_after_the_others_have_raised():
+    """Rank 1 exits, rank 0 raises because of it and exits too. Then rank 2 comes."""
+    fa.start(device="cpu")
+    if current().rank == 1:
+        sys.exit(0)
+    time.sleep(2.0 * (current().rank == 2))
+    fa.gather(torch.ones(1))
+
+
+def test_a_rank_that_exits_because_of_another_one_is_not_to_blame(run):
+    outcomes = run(comes_after_the_others_have_raised)
+    for outcome in (outcomes[0], outcomes[2]):
+        waits(outcome, 1, "fa.gather (test_uneven.py:", "exited, before its first call")
+
+
 def late():
     """Ranks that are slow, each in another place, and do nothing wrong."""
     with fa.start(device="cpu") as world:

@@ -103,6 +103,7 @@ def see(text, fault, faulty, size):
             for row in [
                 ("sleep", 1, 2, "ddp"),
                 ("stop", 2, 4, "ddp"),
+                ("stop", 0, 4, "ddp"),  # it keeps the store: ranks could not collect the stacks there
                 ("data", 3, 4, "fsdp"),
                 ("another", 1, 4, "ddp"),
                 ("apart", 2, 4, "ddp"),
