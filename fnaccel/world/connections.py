@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import struct
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +44,16 @@ def cut(own: Collection[int], others: Collection[int]) -> int:
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
+
+
+# a process that is forked while the watching thread has a duplicate would keep that connection open
+_duplicating = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_duplicating.acquire,
+        after_in_parent=_duplicating.release,
+        after_in_child=_duplicating.release,
+    )
 
 
 def bounded_client(store: Any, seconds: float) -> tuple[Any, Callable[[], bool]]:
@@ -124,7 +135,7 @@ def _names() -> dict[int, str]:
 def _tcp_sockets(numbers: Iterable[int] | None = None) -> Iterator[socket.socket]:
     """The TCP sockets of this process or of some descriptors, each as a duplicate that is closed again."""
     for number in _names() if numbers is None else numbers:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+        with contextlib.suppress(OSError), _duplicating, socket.socket(fileno=os.dup(number)) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and (
                 connection.type == socket.SOCK_STREAM
             ):

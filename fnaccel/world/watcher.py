@@ -130,7 +130,7 @@ class Watcher:
         self._newest_posts: dict[int, tuple[int, float]] = {}
         self._memory = SharedRecords.make(1) if limit else None
         self._end_writing = (lambda: None) if self._memory is None else self._memory.write(0)
-        self._board = RecordBoard(store, rank, size, self._record)
+        self._board = RecordBoard(store, rank, size, self._record_with_ports)
         self._watched = self._board.of_thread()
         log.explain = self.explain
         self._stop = threading.Event()
@@ -247,7 +247,6 @@ class Watcher:
             pid=self._pid,
             host=self._machine,
             memory=-1 if self._memory is None else self._memory.descriptor,
-            ports=sorted(listening_ports() - self._keep),
             calls=calls[-1][0] if calls else 0,
             names=[name for _, name in calls],
             inside=self._log.thread is not None,
@@ -256,6 +255,10 @@ class Watcher:
             posts=next(self._posts),
             age=self._age,
         )
+
+    def _record_with_ports(self) -> RankRecord:
+        """The record that is posted. Ports are looked up for it only, which takes a millisecond."""
+        return attrs.evolve(self._record(), ports=sorted(listening_ports() - self._keep))
 
     # the methods below run in the watching thread
 
