@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import multiprocessing
+import os
+import pkgutil
+import signal
+import time
+
+import attrs
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fnaccel import launch, world
 from fnaccel.errors import ArgumentError
+from fnaccel.world import record_board
 from fnaccel.world.calls import NAMES, CallLog
-from fnaccel.world.faults import Record, find_fault
+from fnaccel.world.rank_record import RankRecord, process_state
+from fnaccel.world.record_board import RecordBoard
+from fnaccel.world.stalls import find_fault
 
 
 def record(rank, names, **more):
-    return Record(rank=rank, count=len(names), names=names[-NAMES:], **more)
+    return RankRecord(rank=rank, calls=len(names), names=names[-NAMES:], **more)
 
 
 NAME = st.sampled_from(["step", "gather", "save"])
@@ -63,8 +77,62 @@ def test_a_rank_whose_memory_ran_out_in_a_call_counts_if_this_rank_only_waits_th
 
 
 def test_records_survive_a_store():
-    whole = record(3, ["a", "b"], inside=True, place="train.py:3", left="left", failed=True, ports=(4, 5))
-    assert Record.of(whole.text()) == whole
+    whole = record(3, ["a", "b"], inside=True, line="train.py:3", left="left", failed=True, ports=(4, 5))
+    assert RankRecord.of_text(whole.text()) == whole
+
+
+def keep_store(ready):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ready.send(store.port)
+    signal.pause()
+
+
+def stop(pid):
+    os.kill(pid, signal.SIGSTOP)
+    while process_state(pid) != "T":
+        time.sleep(0.01)
+
+
+def test_a_board_raises_while_its_store_is_stopped_and_can_be_used_again(monkeypatch):
+    monkeypatch.setattr(record_board, "STORE", 1.0)
+    ready, of_child = multiprocessing.Pipe()
+    keeper = multiprocessing.get_context("fork").Process(target=keep_store, args=(of_child,))
+    keeper.start()
+    try:
+        store = dist.TCPStore("127.0.0.1", ready.recv(), is_master=False, wait_for_workers=False)
+        boards = [RecordBoard(store, rank, 2, functools.partial(RankRecord, rank=rank)) for rank in range(2)]
+        boards[1].post()
+        stop(keeper.pid)
+        with pytest.raises(RuntimeError):
+            boards[0].read()
+        assert not boards[0].answers_again()
+        os.kill(keeper.pid, signal.SIGCONT)
+        while not boards[0].answers_again():
+            time.sleep(0.01)
+        assert boards[0].read() == [RankRecord(rank=1)]
+        stop(keeper.pid)
+        with pytest.raises(RuntimeError):
+            boards[0].read()
+        keeper.kill()
+        keeper.join()
+        with pytest.raises(RuntimeError, match="has ended"):
+            boards[0].answers_again()
+    finally:
+        keeper.kill()
+        keeper.join()
+
+
+def test_where_a_rank_is_has_one_record():
+    """No second class that holds a rank's phase, its calls or its departure: all who ask read `RankRecord`."""
+    records = set()
+    for package in (world, launch):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            for value in vars(importlib.import_module(module.name)).values():
+                if isinstance(value, type) and attrs.has(value):
+                    names = {field.name.lstrip("_") for field in attrs.fields(value)}
+                    if names & {"phase", "position", "inside", "sequence", "left", "age", "beat"}:
+                        records.add(value)
+    assert records == {RankRecord}
 
 
 def test_a_call_inside_of_a_call_is_no_call_of_its_own():

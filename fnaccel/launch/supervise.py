@@ -24,7 +24,7 @@ from fnaccel.launch.presets import find_cards, preset_variables
 from fnaccel.launch.tee import Copier, entering, finish, start_copiers
 from fnaccel.launch.verdict import Decision, decide
 from fnaccel.launch.watch import TO_END, TO_PASS_ON, Outcome, Watch
-from fnaccel.launch.watchdog import Traces, Watchdog
+from fnaccel.launch.watchdog import Watchdog
 from fnaccel.texts import counted
 
 _WATCHED = (*TO_END, *TO_PASS_ON, signal.SIGCHLD)
@@ -119,7 +119,9 @@ def _attempt(
     port = job.port or (STATIC_PORT if several else free_port())
     if place.number and job.port is not None and not several:
         wait_for_port(port)  # a worker may outlive its rank for a moment and hold the port
-    traces = Traces.make(job.processes) if job.watchdog and job.processes > 1 and not several else None
+    watchdog = None
+    if job.watchdog and job.processes > 1 and not several:
+        watchdog = Watchdog(job.watchdog, job.processes, job.rank(0), job.monitor_interval)
     sys.stdout.flush()  # or every fork would write this process's buffer again
     sys.stderr.flush()
     copiers = _copiers(job)
@@ -132,7 +134,7 @@ def _attempt(
             several=several,
             mask=mask,
             forget=(lambda: None) if coordinator is None else coordinator.release,
-            trace=(lambda _: None) if traces is None else traces.write,
+            trace=(lambda _: None) if watchdog is None else watchdog.trace,
             tee=entering(copiers),
             presets=presets,
         )
@@ -144,10 +146,8 @@ def _attempt(
             fix="raise the limit of processes or open files (ulimit -u, ulimit -n), or ask for fewer",
         ) from error
     with _signals(mask) as signals, contextlib.ExitStack() as stack:
-        watchdog = None
-        if traces is not None:
-            stack.callback(traces.close)
-            watchdog = Watchdog(job.watchdog, traces, job.rank(0), job.monitor_interval)
+        if watchdog is not None:
+            stack.callback(watchdog.close)
         watch = Watch(job, ranks, signals, coordinator, watchdog)
         outcome = watch.run()
         finish(copiers)

@@ -1,6 +1,6 @@
 """`CallLog`: which calls of this rank need all ranks of the world, in the order in which it made them.
 
-Ranks compare their logs if a call waits for too long or fails: see `peers.py`. A log costs one counter and
+Ranks compare their logs if a call waits for too long or fails: see `watcher.py`. A log costs one counter and
 one name a call. Nothing is sent here.
 """
 

@@ -1,4 +1,4 @@
-"""The TCP connections of this process's gloo groups: which ports they use, and how to cut them.
+"""The TCP connections of this process's gloo groups and stores: how to cut them, and how to bound a wait.
 
 A collective of gloo waits in C++ until its peers answer or its timeout is over, and torch has no call that
 ends such a wait (2.13). A connection that is shut down ends it at once, with an error. Linux only: elsewhere
@@ -10,8 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Collection, Iterator
+import struct
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 _DESCRIPTORS = Path("/proc/self/fd")
 
@@ -40,6 +44,50 @@ def cut(own: Collection[int], others: Collection[int]) -> int:
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
+
+
+# a process that is forked while the watching thread has a duplicate would keep that connection open
+_duplicating = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_duplicating.acquire,
+        after_in_parent=_duplicating.release,
+        after_in_child=_duplicating.release,
+    )
+
+
+def bounded_client(store: Any, seconds: float) -> tuple[Any, Callable[[], bool]]:
+    """A client of a store for one thread, whose operations raise RuntimeError after some seconds.
+
+    The timeout of torch's store limits the wait for a key, and not the wait for an answer: if the process
+    that keeps the store is stopped, `check` never returns. The kernel's limit of a socket ends it.
+
+    Returns:
+        The client, and a function for the time after such an error. It returns whether the late answer has
+        come, so that the process goes on, and raises RuntimeError if the process has ended. The client itself
+        can't be used any more: it would take the late answer for that of its next operation.
+    """
+    before = socket_names()
+    client = store.clone()
+    client.set_timeout(timedelta(seconds=seconds))
+    numbers = [number for number, name in _names().items() if name not in before]
+    limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+    for connection in _tcp_sockets(numbers):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def answers() -> bool:
+        for connection in _tcp_sockets(numbers):
+            try:
+                if connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    return True
+            except BlockingIOError:  # nothing has come
+                continue
+            except OSError as error:
+                raise RuntimeError(f"the process that keeps the store has ended: {error}") from error
+            raise RuntimeError("the process that keeps the store has ended")
+        return False
+
+    return client, answers
 
 
 _groups: dict[int, str] = {}
@@ -84,10 +132,10 @@ def _names() -> dict[int, str]:
     return names
 
 
-def _tcp_sockets() -> Iterator[socket.socket]:
-    """The TCP sockets of this process, each as a duplicate that is closed again."""
-    for number in _names():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+def _tcp_sockets(numbers: Iterable[int] | None = None) -> Iterator[socket.socket]:
+    """The TCP sockets of this process or of some descriptors, each as a duplicate that is closed again."""
+    for number in _names() if numbers is None else numbers:
+        with contextlib.suppress(OSError), _duplicating, socket.socket(fileno=os.dup(number)) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and (
                 connection.type == socket.SOCK_STREAM
             ):

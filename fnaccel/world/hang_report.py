@@ -5,46 +5,48 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fnaccel.errors import PeerLostError
-from fnaccel.world.stalls import STATES, Finding, RankView
+from fnaccel.world.rank_record import RankRecord
+from fnaccel.world.stalls import STATES, Finding
 
 CODE = 76
 """The exit code of a job that the watchdog has ended (EX_PROTOCOL of sysexits.h)."""
 
 
-def report(finding: Finding, views: Sequence[RankView], stacks: Mapping[int, str], *, limit: float) -> str:
+def report(
+    finding: Finding, records: Sequence[RankRecord], stacks: Mapping[int, str], *, limit: float
+) -> str:
     """The whole text.
 
     Args:
         finding: why the ranks do not go on.
-        views: all ranks.
+        records: all ranks.
         stacks: the stack of each rank that could write one.
         limit: the limit of the watchdog, in seconds.
     """
-    named = [view for view in views if view.rank in finding.ranks] or list(views)
-    where = "; ".join(f"rank {view.rank}: {view.place}" for view in named)
+    named = [record for record in records if record.rank in finding.ranks] or list(records)
+    where = "; ".join(f"rank {record.rank}: {record.place}" for record in named)
     error = PeerLostError(finding.what, where=where, fix=finding.fix)
     end = f"the watchdog (limit {limit:g} s) ended the job with exit code {CODE}"
-    return "\n\n".join([f"{type(error).__name__}: {error}", _table(views), *_stacks(views, stacks), end])
+    return "\n\n".join([f"{type(error).__name__}: {error}", _table(records), *_stacks(records, stacks), end])
 
 
-def _table(views: Sequence[RankView]) -> str:
-    several = len({view.host for view in views}) > 1
+def _table(records: Sequence[RankRecord]) -> str:
+    several = len({record.host for record in records}) > 1
     rows = [["rank", "process", "state", "step", "phase", "seconds", "newest call of all ranks"]]
-    for view in views:
-        position = view.position
-        state = STATES.get(view.state, view.state or "unknown")
-        phase = position.phase
+    for record in records:
+        state = STATES.get(record.state, record.state or "unknown")
+        phase = record.phase
         if phase in ("forward", "backward"):
-            phase += f" {position.micro_batch}"
-        call = f"{position.calls} {position.call}{', inside' if position.inside else ''}"
+            phase += f" {record.micro_batch}"
+        calls = f"{record.calls} {record.name(record.calls)}{', inside' if record.inside else ''}"
         rows.append([
-            str(view.rank),
-            f"{view.pid}{' on ' + view.host if several else ''}",
-            "silent" if view.silent and view.state != "T" else state,
-            str(position.step),
+            str(record.rank),
+            f"{record.pid}{' on ' + record.host if several else ''}",
+            "silent" if record.silent and record.state != "T" else state,
+            str(record.step),
             phase,
-            f"{view.age:.0f}",
-            call if position.calls else "none",
+            f"{record.age:.0f}",
+            calls if record.calls else "none",
         ])  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = (0, 1, 3, 5)
@@ -55,17 +57,17 @@ def _table(views: Sequence[RankView]) -> str:
         ).rstrip()
         for row in rows
     ]
-    names = sorted({view.position.of for view in views if view.position.of})
+    names = sorted({record.of for record in records if record.of})
     if len(names) > 1:
-        lines += [f"rank {view.rank} runs {view.position.of}" for view in views]
+        lines += [f"rank {record.rank} runs {record.of}" for record in records]
     return "\n".join(lines)
 
 
-def _stacks(views: Sequence[RankView], stacks: Mapping[int, str]) -> list[str]:
+def _stacks(records: Sequence[RankRecord], stacks: Mapping[int, str]) -> list[str]:
     parts: list[str] = []
-    for view in views:
-        text = stacks.get(view.rank, "")
-        reason = "its process is stopped" if view.state == "T" else "it does not answer"
-        head = f"rank {view.rank}, most recent call last:"
-        parts.append(f"{head}\n{text}" if text else f"rank {view.rank}: no stack, {reason}")
+    for record in records:
+        text = stacks.get(record.rank, "")
+        reason = "its process is stopped" if record.state == "T" else "it does not answer"
+        head = f"rank {record.rank}, most recent call last:"
+        parts.append(f"{head}\n{text}" if text else f"rank {record.rank}: no stack, {reason}")
     return parts

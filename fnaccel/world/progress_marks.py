@@ -54,8 +54,13 @@ class Mark:
         self.shares = False
 
     def __str__(self) -> str:
-        part = f", micro-batch {self.micro_batch}" if self.phase in ("forward", "backward") else ""
-        return f"step {self.step}, {self.phase}{part}"
+        return place(self.step, self.phase, self.micro_batch)
+
+
+def place(step: int, phase: str, micro_batch: int) -> str:
+    """A place in training, as `"step 5, backward, micro-batch 1"`."""
+    part = f", micro-batch {micro_batch}" if phase in ("forward", "backward") else ""
+    return f"step {step}, {phase}{part}"
 
 
 NOW = Mark()

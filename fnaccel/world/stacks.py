@@ -11,11 +11,10 @@ import itertools
 import os
 import re
 import signal
+import tempfile
 import traceback
 from pathlib import Path
 from typing import IO
-
-from fnaccel.world.progress_record import open_memory
 
 _PACKAGE = str(Path(__file__).parents[1])
 _LAUNCH = str(Path(_PACKAGE) / "launch")
@@ -29,6 +28,13 @@ Frame = tuple[str, int, str]
 
 SIGNAL: int | None = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else None
 """The signal that makes a rank write its stacks. None: this platform has no real-time signals."""
+
+
+def open_memory(name: str) -> IO[bytes]:
+    """An empty file in memory, or on a disk if the platform has none in memory."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create(name), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
 
 
 def open_dump() -> IO[bytes]:

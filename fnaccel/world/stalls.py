@@ -1,7 +1,10 @@
-"""Which rank keeps the others waiting: a pure function of the positions of all ranks.
+"""Which rank keeps the others waiting: pure functions of the records of all ranks.
 
-`RankView` is one rank as an observer sees it, and `judge` turns the views of all ranks into a `Finding`.
-Nothing here reads a process, a clock or a store. `stall_clock.py` counts the seconds.
+- `find_fault` compares the calls of ranks. It returns a fault only if it is certain: a rank that left, or
+  ranks that made different calls. The call that waits raises then.
+- `judge` compares places and seconds: ranks that are late without any error. The job ends then.
+
+Nothing here reads a process, a clock or a store. `StallClock` counts the seconds between an observer's looks.
 """
 
 from __future__ import annotations
@@ -9,13 +12,13 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 import attrs
 
 from fnaccel.texts import ranks_of
 from fnaccel.world.progress_marks import PHASES
-from fnaccel.world.progress_record import Position
+from fnaccel.world.rank_record import RankRecord
 
 OWN_CODE = 5.0
 """Code of the script may take this many limits: a rank may evaluate alone while the others wait for it."""
@@ -29,42 +32,6 @@ _STOPPED, _TRACED = "T", "t"
 
 STATES = {"R": "running", "S": "sleeping", "D": "in the kernel", "T": "stopped", "t": "traced", "Z": "ended"}
 """Names of the states of a process, by the letters of `/proc/PID/stat`."""
-
-
-@attrs.frozen(kw_only=True)
-class RankView:
-    """One rank, as an observer sees it.
-
-    Attributes:
-        rank: which.
-        position: its newest position.
-        age: for how many seconds it has been there.
-        state: the letter of `/proc/PID/stat`, or "" if unknown.
-        stopped: for how many seconds its process has been stopped.
-        silent: for how many seconds it has not answered.
-        pid, host: its process.
-    """
-
-    rank: int
-    position: Position
-    age: float
-    state: str = ""
-    stopped: float = 0.0
-    silent: float = 0.0
-    pid: int = 0
-    host: str = ""
-
-    @property
-    def place(self) -> str:
-        """Its step and phase, as `"step 5, backward, micro-batch 1"`."""
-        position = self.position
-        part = f", micro-batch {position.micro_batch}" if position.phase in ("forward", "backward") else ""
-        return f"step {position.step}, {_activity(position)}{part}"
-
-    @property
-    def in_own_code(self) -> bool:
-        """Whether it does something that no other rank takes part in: data, or code of the script."""
-        return self.position.phase in ("data", *_OF_THE_SCRIPT) and not self.position.inside
 
 
 @attrs.frozen(kw_only=True)
@@ -82,134 +49,178 @@ class Finding:
     fix: str
 
 
-def judge(views: Sequence[RankView], limit: float, *, apart: float = 0.0) -> Finding | None:
+def find_fault(me: RankRecord, peers: Collection[RankRecord], *, idle: bool = True) -> str | None:
+    """The reason why this rank's newest call will never end, if that is certain. Else None.
+
+    Args:
+        me: the record of this rank.
+        peers: the records of the others. A rank without a record may still come.
+        idle: whether this rank only waits. If it still computes, its own memory may run out too, and then
+            all ranks can try again.
+
+    Example:
+        >>> me = RankRecord(rank=0, calls=1, names=("fa.gather",))
+        >>> find_fault(me, [RankRecord(rank=1, left="exited")])
+        'rank 0 waits in call 1, fa.gather, for rank 1, which exited, before its first call'
+    """
+    ordered = sorted(peers, key=lambda record: record.rank)
+    for other in ordered:
+        number = _first_difference(me, other)
+        if number is not None:
+            low, high = sorted((me, other), key=lambda record: record.rank)
+            return (
+                f"ranks make different calls: call {number} of this world is {low.call(number)} "
+                f"on rank {low.rank} and {high.call(number)} on rank {high.rank}"
+            )
+    waits = f"rank {me.rank} waits in call {me.calls}, {me.call()}, for"
+    for other in ordered:
+        stopped = other.left is not None and not other.follows
+        if stopped and (other.calls < me.calls or (other.failed and other.calls == me.calls)):
+            return f"{waits} rank {other.rank}, which {other.departure}"
+        if idle and me.inside and other.abandoned == me.calls > 0:
+            memory = "whose memory ran out in it: batches of one shape let memory run out on all ranks"
+            return f"{waits} rank {other.rank}, {memory}"
+    return None
+
+
+def _first_difference(me: RankRecord, other: RankRecord) -> int | None:
+    """The number of the first call that two ranks made differently, as far back as both remember."""
+    last = min(me.calls, other.calls)
+    first = max(me.calls - len(me.names), other.calls - len(other.names)) + 1
+    return next((number for number in range(first, last + 1) if me.name(number) != other.name(number)), None)
+
+
+def judge(records: Sequence[RankRecord], limit: float, *, apart: float = 0.0) -> Finding | None:
     """The reason why ranks do not go on, or None if all may still move.
 
     Args:
-        views: all ranks that have not left.
+        records: all ranks that have not left.
         limit: seconds that a phase may last.
         apart: for how many seconds ranks have been `steps_apart`.
 
     Example:
-        >>> from fnaccel.world.stalls import RankView, judge
+        >>> from fnaccel.world.stalls import RankRecord, judge
         >>> waits = dict(step=5, sequence=9, first=False, shares=True)
-        >>> views = [
-        ...     RankView(rank=0, position=Position(phase="gradients", **waits), age=130.0),
-        ...     RankView(rank=1, position=Position(phase="data", **waits), age=131.0),
+        >>> records = [
+        ...     RankRecord(rank=0, phase="gradients", age=130.0, **waits),
+        ...     RankRecord(rank=1, phase="data", age=131.0, **waits),
         ... ]
-        >>> judge(views, limit=120.0).what
+        >>> judge(records, limit=120.0).what
         'rank 1 has waited 131 s for its next batch, in step 5, and rank 0 waits for it'
     """
-    if not any(view.position.shares for view in views):
+    if not any(record.shares for record in records):
         return None
-    stopped = [view for view in views if view.state == _STOPPED]
+    stopped = [record for record in records if record.state == _STOPPED]
     if stopped:
-        certain = [view for view in stopped if view.stopped >= limit]
-        return _stopped(certain, views) if certain else None
+        certain = [record for record in stopped if record.stopped >= limit]
+        return _stopped(certain, records) if certain else None
     # a first step may compile for minutes, but not while another rank waits in another step
-    compiles = len({(view.position.of, view.position.step) for view in views if _in_step(view)}) < 2
-    past_first = any(_in_step(view) and not view.position.first for view in views)
-    allowed = [_allowed(view, limit, compiles=compiles, past_first=past_first) for view in views]
-    late = all(view.age >= seconds for view, seconds in zip(views, allowed, strict=True))
-    if late and any(map(_waits, views)):
-        return _explain(views)
-    return _diverged(views, apart) if apart >= limit and steps_apart(views) else None
+    compiles = len({(record.of, record.step) for record in records if _in_step(record)}) < 2
+    past_first = any(_in_step(record) and not record.first for record in records)
+    allowed = [_allowed(record, limit, compiles=compiles, past_first=past_first) for record in records]
+    late = all(record.age >= seconds for record, seconds in zip(records, allowed, strict=True))
+    if late and any(map(_waits, records)):
+        return _explain(records)
+    return _diverged(records, apart) if apart >= limit and steps_apart(records) else None
 
 
-def steps_apart(views: Sequence[RankView]) -> bool:
+def steps_apart(records: Sequence[RankRecord]) -> bool:
     """Whether ranks of one train step, which wait for each other in each step, are steps apart."""
-    positions = [view.position for view in views]
-    if not all(position.shares and not position.first for position in positions):
+    if not all(record.shares and not record.first for record in records):
         return False
-    steps = [position.step for position in positions]
-    return len({position.of for position in positions}) == 1 and max(steps) - min(steps) >= APART
+    steps = [record.step for record in records]
+    return len({record.of for record in records}) == 1 and max(steps) - min(steps) >= APART
 
 
-def _allowed(view: RankView, limit: float, *, compiles: bool, past_first: bool) -> float:
+def _allowed(record: RankRecord, limit: float, *, compiles: bool, past_first: bool) -> float:
     """The seconds that a rank may stay where it is."""
-    position = view.position
-    if view.silent and past_first and position.phase not in ("save", "restore"):
-        return limit  # its position is old: it has gone through its first step as the others have
-    if not position.sequence or position.phase in _UNLIMITED or view.state == _TRACED:
+    if record.silent and past_first and record.phase not in ("save", "restore"):
+        return limit  # its place is old: it has gone through its first step as the others have
+    if not record.sequence or record.phase in _UNLIMITED or record.state == _TRACED:
         return math.inf
-    if position.first and (compiles or not _in_step(view)):
+    if record.first and (compiles or not _in_step(record)):
         return math.inf
-    if position.phase == "evaluate" or (position.phase == "outside" and not position.inside):
+    if record.phase == "evaluate" or (record.phase == "outside" and not record.inside):
         return OWN_CODE * limit
     return limit
 
 
-def _in_step(view: RankView) -> bool:
+def _in_step(record: RankRecord) -> bool:
     """Whether it is in a step of a train step, in a phase that has a limit."""
-    return view.position.phase not in ("data", *_OF_THE_SCRIPT, *_UNLIMITED)
+    return record.phase not in ("data", *_OF_THE_SCRIPT, *_UNLIMITED)
 
 
-def _waits(view: RankView) -> bool:
+def _in_own_code(record: RankRecord) -> bool:
+    """Whether it does something that no other rank takes part in: data, or code of the script."""
+    return record.phase in ("data", *_OF_THE_SCRIPT) and not record.inside
+
+
+def _waits(record: RankRecord) -> bool:
     """Whether a rank is where it should go on by itself, or because other ranks do."""
-    return view.position.phase not in _OF_THE_SCRIPT or view.position.inside
+    return record.phase not in _OF_THE_SCRIPT or record.inside
 
 
-def _explain(views: Sequence[RankView]) -> Finding:
+def _explain(records: Sequence[RankRecord]) -> Finding:
     """The finding for ranks that have all been at their places for too long."""
-    silent = [view for view in views if view.silent]
+    silent = [record for record in records if record.silent]
     if silent:
         return Finding(
             ranks=_numbers(silent),
-            what=f"{_names(silent)} {_verb(silent, 'does', 'do')} not answer{_waiting(silent, views)}",
+            what=f"{_names(silent)} {_verb(silent, 'does', 'do')} not answer{_waiting(silent, records)}",
             fix="see whether its machine is reachable, and whether its process was stopped (SIGSTOP)",
         )
-    own_code = [view for view in views if view.in_own_code]
-    if own_code and len(own_code) < len(views):
-        return _in_own_code(own_code, views)
-    by_step = _group(views, lambda view: (view.position.of, view.position.step))
+    own_code = [record for record in records if _in_own_code(record)]
+    if own_code and len(own_code) < len(records):
+        return _explain_own_code(own_code, records)
+    by_step = _group(records, lambda record: (record.of, record.step))
     if by_step is not None:
-        return _at_other_steps(by_step, views)
-    least = min(map(_progress, views))
-    behind = [view for view in views if _progress(view) == least]
-    if len(behind) < len(views):
+        return _at_other_steps(by_step, records)
+    least = min(map(_progress, records))
+    behind = [record for record in records if _progress(record) == least]
+    if len(behind) < len(records):
         return Finding(
             ranks=_numbers(behind),
-            what=f"{_places(behind)}{_waiting(behind, views)}",
+            what=f"{_places(behind)}{_waiting(behind, records)}",
             fix="see the stack: a loss function that blocks, or a collective that other ranks do not make",
         )
-    return _together(views)
+    return _together(records)
 
 
-def _stopped(stopped: Sequence[RankView], views: Sequence[RankView]) -> Finding:
-    seconds = max(view.stopped for view in stopped)
+def _stopped(stopped: Sequence[RankRecord], records: Sequence[RankRecord]) -> Finding:
+    seconds = max(record.stopped for record in stopped)
     return Finding(
         ranks=_numbers(stopped),
         what=f"{_names(stopped)} {_verb(stopped, 'was', 'were')} stopped {seconds:.0f} s ago"
-        f"{_waiting(stopped, views)}",
+        f"{_waiting(stopped, records)}",
         fix="find out who sent SIGSTOP: a debugger, a scheduler, or Ctrl-Z",
     )
 
 
-def _in_own_code(own_code: Sequence[RankView], views: Sequence[RankView]) -> Finding:
-    data = [view for view in own_code if view.position.phase == "data"]
+def _explain_own_code(own_code: Sequence[RankRecord], records: Sequence[RankRecord]) -> Finding:
+    data = [record for record in own_code if record.phase == "data"]
     culprits = data or list(own_code)
-    age, step = max(view.age for view in culprits), _steps(culprits)
+    age, step = max(record.age for record in culprits), _steps(culprits)
     if data:
         return Finding(
             ranks=_numbers(data),
             what=f"{_names(data)} {_verb(data, 'has', 'have')} waited {age:.0f} s for "
-            f"{_verb(data, 'its', 'their')} next batch, in {step}{_waiting(data, views)}",
+            f"{_verb(data, 'its', 'their')} next batch, in {step}{_waiting(data, records)}",
             fix="see the stack: a dataset that blocks, a worker that died, a file system that hangs",
         )
     return Finding(
         ranks=_numbers(culprits),
         what=f"{_names(culprits)} {_verb(culprits, 'has', 'have')} been in code of the script for {age:.0f} "
-        f"s, before {step}{_waiting(culprits, views)}",
+        f"s, before {step}{_waiting(culprits, records)}",
         fix="see the stack. Code that needs longer on some ranks needs a longer limit",
     )
 
 
-def _at_other_steps(minority: Sequence[RankView], views: Sequence[RankView]) -> Finding:
-    several = len({view.position.of for view in views}) > 1
+def _at_other_steps(minority: Sequence[RankRecord], records: Sequence[RankRecord]) -> Finding:
+    several = len({record.of for record in records}) > 1
     where = (
-        [f"rank {view.rank} runs step {view.position.step} of {view.position.of}" for view in views]
+        [f"rank {record.rank} runs step {record.step} of {record.of}" for record in records]
         if several
-        else [f"rank {view.rank} runs step {view.position.step}" for view in views]
+        else [f"rank {record.rank} runs step {record.step}" for record in records]
     )
     return Finding(
         ranks=_numbers(minority),
@@ -218,9 +229,9 @@ def _at_other_steps(minority: Sequence[RankView], views: Sequence[RankView]) -> 
     )
 
 
-def _diverged(views: Sequence[RankView], apart: float) -> Finding:
-    minority = _group(views, lambda view: view.position.step) or views
-    where = ", ".join(f"rank {view.rank} at step {view.position.step}" for view in views)
+def _diverged(records: Sequence[RankRecord], apart: float) -> Finding:
+    minority = _group(records, lambda record: record.step) or records
+    where = ", ".join(f"rank {record.rank} at step {record.step}" for record in records)
     return Finding(
         ranks=_numbers(minority),
         what=f"ranks have been steps apart for {apart:.0f} s: {where}. Each all-reduce adds up gradients of "
@@ -229,9 +240,9 @@ def _diverged(views: Sequence[RankView], apart: float) -> Finding:
     )
 
 
-def _together(views: Sequence[RankView]) -> Finding:
-    age = min(view.age for view in views)
-    where = _activity(views[0].position)
+def _together(records: Sequence[RankRecord]) -> Finding:
+    age = min(record.age for record in records)
+    where = records[0].activity
     if where == "data":
         what, fix = "all ranks have waited {:.0f} s for their next batch", "see whether the files can be read"
     else:
@@ -240,55 +251,90 @@ def _together(views: Sequence[RankView]) -> Finding:
             "see the stacks: another collective on one of the ranks, a network that fails, or a phase that "
             "needs a longer limit"
         )
-    return Finding(ranks=(), what=f"{what.format(age)}, in {_steps(views)}", fix=fix)
+    return Finding(ranks=(), what=f"{what.format(age)}, in {_steps(records)}", fix=fix)
 
 
-def _progress(view: RankView) -> tuple[int, int]:
+def _progress(record: RankRecord) -> tuple[int, int]:
     """How far it is in its step. The others wait for the rank that is behind, whichever phase they are in."""
-    phase = PHASES.index(view.position.phase)
-    within_micro_batch = view.position.phase in ("forward", "backward")
-    return (view.position.micro_batch, phase) if within_micro_batch else (sys.maxsize, phase)
+    phase = PHASES.index(record.phase)
+    within_micro_batch = record.phase in ("forward", "backward")
+    return (record.micro_batch, phase) if within_micro_batch else (sys.maxsize, phase)
 
 
-def _activity(position: Position) -> str:
-    """Its phase, or the call that it is in if no phase of a step has begun."""
-    inside = position.inside and position.phase == "outside"
-    return position.call if inside else position.phase
-
-
-def _group(views: Sequence[RankView], key: Callable[[RankView], Hashable]) -> list[RankView] | None:
+def _group(records: Sequence[RankRecord], key: Callable[[RankRecord], Hashable]) -> list[RankRecord] | None:
     """The ranks that differ from the majority, all if there is none, or None if all are equal."""
-    counts = Counter(map(key, views))
+    counts = Counter(map(key, records))
     if len(counts) == 1:
         return None
     (most, count), *_ = counts.most_common()
-    return [view for view in views if key(view) != most] if 2 * count > len(views) else list(views)
+    if 2 * count <= len(records):
+        return list(records)
+    return [record for record in records if key(record) != most]
 
 
-def _numbers(views: Sequence[RankView]) -> tuple[int, ...]:
-    return tuple(sorted(view.rank for view in views))
+def _numbers(records: Sequence[RankRecord]) -> tuple[int, ...]:
+    return tuple(sorted(record.rank for record in records))
 
 
-def _names(views: Sequence[RankView]) -> str:
-    return ranks_of(_numbers(views))
+def _names(records: Sequence[RankRecord]) -> str:
+    return ranks_of(_numbers(records))
 
 
-def _places(views: Sequence[RankView]) -> str:
-    return ", ".join(f"rank {view.rank} has been in {view.place} for {view.age:.0f} s" for view in views)
+def _places(records: Sequence[RankRecord]) -> str:
+    return ", ".join(
+        f"rank {record.rank} has been in {record.place} for {record.age:.0f} s" for record in records
+    )
 
 
-def _steps(views: Sequence[RankView]) -> str:
-    steps = sorted({view.position.step for view in views})
+def _steps(records: Sequence[RankRecord]) -> str:
+    steps = sorted({record.step for record in records})
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
-def _verb(views: Sequence[RankView], one: str, several: str) -> str:
-    return one if len(views) == 1 else several
+def _verb(records: Sequence[RankRecord], one: str, several: str) -> str:
+    return one if len(records) == 1 else several
 
 
-def _waiting(culprits: Sequence[RankView], views: Sequence[RankView]) -> str:
+def _waiting(culprits: Sequence[RankRecord], records: Sequence[RankRecord]) -> str:
     """The end of the sentence: the ranks that wait."""
-    others = [view for view in views if view.rank not in _numbers(culprits)]
+    others = [record for record in records if record.rank not in _numbers(culprits)]
     if not others:
         return ""
     return f", and {_names(others)} {_verb(others, 'waits', 'wait')} for {_verb(culprits, 'it', 'them')}"
+
+
+@attrs.define
+class StallClock:
+    """For how long each rank has not moved, by the looks of one observer.
+
+    Time in which the observer itself did not run does not count: a whole job may be suspended and go on.
+
+    Attributes:
+        interval: seconds between two looks. A longer pause counts as twice that.
+        apart: for how many seconds ranks have been `steps_apart`.
+    """
+
+    interval: float
+    apart: float = 0.0
+    _seconds: float = attrs.field(default=0.0, init=False)
+    _looked: float | None = attrs.field(default=None, init=False)
+    _seen: dict[int, RankRecord] = attrs.field(factory=dict, init=False)
+
+    def tick(self, now: float) -> None:
+        """Begin a look at `now`, in seconds."""
+        self._seconds = 0.0 if self._looked is None else min(now - self._looked, 2 * self.interval)
+        self._looked = now
+
+    def see(self, record: RankRecord, state: str) -> RankRecord:
+        """One rank in this look: its record with its age, its state and for how long it has been stopped."""
+        before = self._seen.get(record.rank, record)
+        age = before.age + self._seconds if before.sequence == record.sequence else 0.0
+        stopped = before.stopped + self._seconds if state == _STOPPED else 0.0
+        seen = attrs.evolve(record, age=age, state=state, stopped=stopped)
+        self._seen[record.rank] = seen
+        return seen
+
+    def compare(self, records: Sequence[RankRecord]) -> float:
+        """For how many seconds the steps of these ranks have been apart. Call it once a look."""
+        self.apart = self.apart + self._seconds if steps_apart(records) else 0.0
+        return self.apart

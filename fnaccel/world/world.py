@@ -28,9 +28,8 @@ from fnaccel.world.connections import drop_inherited
 from fnaccel.world.devices import HOSTED, check_present, check_processes, open_device
 from fnaccel.world.joining import Groups, Joined, join, prefix_of
 from fnaccel.world.launched import Ranks, detect
-from fnaccel.world.peers import Peers
 from fnaccel.world.process_control import ProcessControl
-from fnaccel.world.watchdog import Watchdog
+from fnaccel.world.watcher import Watcher
 
 R = TypeVar("R")
 
@@ -80,8 +79,7 @@ class World(ProcessControl):
     flags: Mapping[str, Any] = attrs.field(factory=dict, repr=False, eq=False)
     groups: Groups = attrs.field(factory=Groups, repr=False, eq=False)
     saved_by: dict[tuple[int, int], Mapping[str, Any]] = attrs.field(factory=dict, repr=False, eq=False)
-    _peers: Peers | None = attrs.field(default=None, repr=False, eq=False, alias="peers")
-    _watchdog: Watchdog | None = attrs.field(default=None, repr=False, eq=False, alias="watchdog")
+    _watcher: Watcher | None = attrs.field(default=None, repr=False, eq=False, alias="watcher")
     _owns_group: bool = attrs.field(default=False, repr=False, alias="owns_group")
     _tokens: list[Token[World | None]] = attrs.field(factory=list, repr=False, eq=False)
     _guests: weakref.WeakSet[Any] = attrs.field(factory=weakref.WeakSet, repr=False, eq=False)
@@ -100,7 +98,7 @@ class World(ProcessControl):
 
     def all_come(self, limit: float) -> bool:
         """Whether all ranks come to this place within `limit` seconds. A rank that comes alone gets False."""
-        return self._peers is None or self._peers.all_come(limit)
+        return self._watcher is None or self._watcher.all_come(limit)
 
     def __enter__(self) -> World:
         return self
@@ -156,12 +154,10 @@ class World(ProcessControl):
                 _current.reset(token)
         alone = self.size == 1 and self.source != _RUNNING  # a mesh of one began its own group
         ends_group = (self._owns_group or alone) and dist.is_initialized()
-        if self._watchdog is not None:
-            self._watchdog.close()
-        if self._peers is not None:
-            everyone = self._peers.leave(left, clean=clean, follows=follows, wait=ends_group)
+        if self._watcher is not None:
+            everyone = self._watcher.leave(left, clean=clean, follows=follows, wait=ends_group)
             if ends_group and not everyone:
-                self._peers.cut()
+                self._watcher.cut()
         if ends_group:
             if self.size > 1:
                 for guest in list(self._guests):
@@ -259,11 +255,10 @@ def start(
         torch.accelerator.set_device_index(chosen.index or 0)
     outer = _current.get() if joined is None else None
     if outer is not None and outer.size == ranks.size:  # a world inside of another one, with the same ranks
-        calls, peers, groups = outer.calls, None, outer.groups
-        dog = None
+        calls, watcher, groups = outer.calls, None, outer.groups
     else:
         limit = float(os.environ.get("FNACCEL_WATCHDOG") or fields.get("launch.watchdog", watchdog))
-        calls, peers, dog = _watched(ranks, joined, limit)
+        calls, watcher = _watched(ranks, joined, limit)
         groups = Groups() if joined is None else joined.groups
     world = World(
         rank=ranks.rank,
@@ -278,8 +273,7 @@ def start(
         calls=calls,
         flags=flags.for_steps(),
         groups=groups,
-        peers=peers,
-        watchdog=dog,
+        watcher=watcher,
         owns_group=joined is not None,
     )
     world.enter()
@@ -330,38 +324,26 @@ def _choose_device(device: torch.device | str | None, ranks: Ranks) -> torch.dev
 _worlds: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def _watched(
-    ranks: Ranks, joined: Joined | None, limit: float
-) -> tuple[CallLog | None, Peers | None, Watchdog | None]:
-    """The log of this rank's calls and the two watchers of the other ranks, or None on one rank."""
+def _watched(ranks: Ranks, joined: Joined | None, limit: float) -> tuple[CallLog | None, Watcher | None]:
+    """The log of this rank's calls and the watcher of the other ranks, or None on one rank."""
     group: Any = dist.group.WORLD if dist.is_initialized() else None
     if (
         ranks.size == 1
         or group is None
         or not {"gloo", "nccl"} & {*re.split("[:,]", str(dist.get_backend_config()))}
     ):
-        return None, None, None
+        return None, None
     number = _worlds[group] = _worlds.get(group, 0) + 1
     store = _torch.PrefixStore(prefix_of(number), _torch.default_store() if joined is None else joined.store)
-    log, host = CallLog(), None if joined is None else joined.host
-    peers = Peers(
+    log = CallLog()
+    watcher = Watcher(
         store,
         log,
         rank=ranks.rank,
         size=ranks.size,
-        host=host,
-        blocking=joined is not None,
+        host=None if joined is None else joined.host,
         keep=frozenset() if joined is None else joined.other_ports,
-    )
-    if joined is None or not limit:  # the owner of a group that runs already ends its processes itself
-        return log, peers, None
-    keys = _torch.PrefixStore("watchdog", store)
-    dog = Watchdog(
-        keys,
-        rank=ranks.rank,
-        size=ranks.size,
-        host=host,
-        limit=limit,
+        limit=0.0 if joined is None else limit,  # the owner of a group ends its processes itself
         kills=ranks.source != "fnaccel launch",
     )
-    return log, peers, dog
+    return log, watcher

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fnaccel as fa
-from fnaccel.world import peers
+from fnaccel.world import watcher
 from fnaccel.world.world import current
 from tests.faulty import run_ranks
 
@@ -23,8 +23,8 @@ STEP = "train_step(state, batch)"
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Ranks are forks: they inherit the patience."""
-    monkeypatch.setattr(peers, "INTERVAL", 0.2)
-    monkeypatch.setattr(peers, "PATIENCE", 0.5)
+    monkeypatch.setattr(watcher, "INTERVAL", 0.2)
+    monkeypatch.setattr(watcher, "PATIENCE", 0.5)
     return lambda program, *arguments: run_ranks(program, *arguments, folder=tmp_path)
 
 

@@ -25,7 +25,7 @@ from fnaccel import _torch
 from fnaccel.launch import watch
 from fnaccel.launch.job import Job
 from fnaccel.launch.supervise import launch
-from fnaccel.world import peers
+from fnaccel.world import record_board, watcher
 from fnaccel.world.connections import listening_ports
 from fnaccel.world.world import current
 from tests.faulty import run_ranks, train
@@ -37,8 +37,8 @@ STEP = "train_step(state, batch)"
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Ranks are forks: they inherit these."""
-    monkeypatch.setattr(peers, "INTERVAL", 0.2)
-    monkeypatch.setattr(peers, "PATIENCE", 0.5)
+    monkeypatch.setattr(watcher, "INTERVAL", 0.2)
+    monkeypatch.setattr(watcher, "PATIENCE", 0.5)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_objects_of_a_save_are_not_taken_for_others(run, tmp_path):
 
 
 def test_a_rank_that_is_killed_is_named(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "ANSWER", 1.0)
+    monkeypatch.setattr(watcher, "ANSWER", 1.0)
     outcomes = run(train, [1], "kill -9", tmp_path, "ddp")
     assert outcomes[1].error == "ended with -9"
     for outcome in (outcomes[0], outcomes[2]):
@@ -155,13 +155,28 @@ def wait_for_each_other():
 
 
 def test_ranks_that_wait_for_each_other_do_not_outlive_the_store(run, monkeypatch):
-    monkeypatch.setattr(peers, "DEPARTURE", 1.0)
+    monkeypatch.setattr(watcher, "DEPARTURE", 1.0)
     for outcome in run(wait_for_each_other)[1:]:
         waits(outcome, 0, "call 1, a call", "keeps the store")
 
 
 def test_a_rank_that_exits_before_its_first_call(run):
     outcomes = run(ends_before_the_first_call)
+    for outcome in (outcomes[0], outcomes[2]):
+        waits(outcome, 1, "fa.gather (test_uneven.py:", "exited, before its first call")
+
+
+def comes_after_the_others_have_raised():
+    """Rank 1 exits, rank 0 raises because of it and exits too. Then rank 2 comes."""
+    fa.start(device="cpu")
+    if current().rank == 1:
+        sys.exit(0)
+    time.sleep(2.0 * (current().rank == 2))
+    fa.gather(torch.ones(1))
+
+
+def test_a_rank_that_exits_because_of_another_one_is_not_to_blame(run):
+    outcomes = run(comes_after_the_others_have_raised)
     for outcome in (outcomes[0], outcomes[2]):
         waits(outcome, 1, "fa.gather (test_uneven.py:", "exited, before its first call")
 
@@ -182,17 +197,23 @@ def late():
 
 
 def test_a_slow_rank_is_no_fault(run, monkeypatch):
-    for name, seconds in (("INTERVAL", 0.1), ("PATIENCE", 0.25), ("DEPARTURE", 0.25)):
-        monkeypatch.setattr(peers, name, seconds)
+    monkeypatch.setattr(watcher, "INTERVAL", 0.1)
+    monkeypatch.setattr(watcher, "PATIENCE", 0.25)
+    monkeypatch.setattr(record_board, "DEPARTURE", 0.25)
     assert [outcome.error for outcome in run(late)] == ["returned"] * 3
+
+
+def watchers():
+    """How many threads of fnaccel run in this rank: before a save or a tracker begins, those that watch."""
+    return sum(thread.name.startswith("fnaccel") for thread in threading.enumerate())
 
 
 def leaves_no_thread():
     before = listening_ports()  # what the fork has inherited
     with fa.start(device="cpu") as world:
         world.barrier()
-        assert any(thread.name == "fnaccel-peers" for thread in threading.enumerate())
-    assert not any(thread.name == "fnaccel-peers" for thread in threading.enumerate())
+        assert watchers() == 1
+    assert watchers() == 0
     assert listening_ports() == before
     with fa.start(device="cpu") as world:  # and it can begin again
         world.barrier()
@@ -223,9 +244,10 @@ def test_a_world_that_begins_again_at_once_does_not_meet_in_the_old_store(run):
 
 
 def test_one_rank_has_no_log_and_no_thread():
+    before = watchers()
     with fa.start(device="cpu") as world:
         assert world.calls is None
-        assert not any(thread.name == "fnaccel-peers" for thread in threading.enumerate())
+        assert watchers() == before
 
 
 def copies_of_connections():

@@ -18,7 +18,7 @@ from fnaccel.launch.network import free_port
 from tests.launch.conftest import LIMIT
 
 pytestmark = pytest.mark.launcher
-QUICK = {"fnaccel.launch.watchdog.INTERVAL": 0.25, "fnaccel.launch.watchdog.WRITING": 0.5}
+QUICK = {"fnaccel.launch.watchdog.WRITING": 0.5}
 SCRIPT = """
     import os, signal, sys, time
     import attrs
@@ -103,6 +103,7 @@ def see(text, fault, faulty, size):
             for row in [
                 ("sleep", 1, 2, "ddp"),
                 ("stop", 2, 4, "ddp"),
+                ("stop", 0, 4, "ddp"),  # it keeps the store: ranks could not collect the stacks there
                 ("data", 3, 4, "fsdp"),
                 ("another", 1, 4, "ddp"),
                 ("apart", 2, 4, "ddp"),
@@ -252,21 +253,18 @@ def test_under_torchrun(launcher, fault, size):
     see(text, fault, 1, size)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("faulty", [0, 1])
-def test_without_a_launcher_that_keeps_the_store(launcher, faulty):
-    """As mpirun and srun: rank 0 keeps the store, and nobody reads it if rank 0 is stopped."""
-    script, port = launcher.write(SCRIPT), str(free_port())
+def without_a_launcher(launcher, script, *arguments):
+    """Two ranks as mpirun and srun start them: their exit codes, and what they wrote to stderr."""
     common = {
         **environ(),
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
         "MASTER_ADDR": "127.0.0.1",
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, "stop", str(faulty), "ddp"], cwd=launcher.folder,
+            [sys.executable, launcher.write(script), *arguments], cwd=launcher.folder,
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
@@ -276,8 +274,33 @@ def test_without_a_launcher_that_keeps_the_store(launcher, faulty):
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [-9 if rank == faulty else 76 for rank in range(2)]
+    return [rank.returncode for rank in ranks], texts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_without_a_launcher_that_keeps_the_store(launcher, faulty):
+    """As mpirun and srun: rank 0 keeps the store, and nobody reads it if rank 0 is stopped."""
+    codes, texts = without_a_launcher(launcher, SCRIPT, "stop", str(faulty), "ddp")
+    assert codes == [-9 if rank == faulty else 76 for rank in range(2)]
     see(texts[1 - faulty], "stop", faulty, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [7, 12])
+def test_a_rank_is_named_after_the_store_was_stopped_for_a_while(launcher, seconds):
+    """The watchers lose the store for some seconds, and watch on when its rank goes on."""
+    rest = """if number == 1 and world.rank == 0:
+                import subprocess
+                subprocess.Popen(["sh", "-c", f"sleep SECONDS; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if fault == "apart":
+                time.sleep""".replace("SECONDS", str(seconds))
+    script = SCRIPT.replace("watchdog=2", "watchdog=15")
+    script = script.replace('if fault == "apart":\n                time.sleep', rest)
+    codes, texts = without_a_launcher(launcher, script, "data", "1", "ddp")
+    assert codes == [76, 76], "\n".join(texts)
+    see(next(text for text in texts if "newest call" in text), "data", 1, 2)
 
 
 @pytest.mark.long

@@ -6,7 +6,6 @@ import os
 import threading
 from pathlib import Path
 
-import attrs
 import pytest
 
 from fnaccel.cli.launch import read
@@ -16,27 +15,22 @@ from fnaccel.launch.variables import variables
 from fnaccel.world import calls, progress_marks
 from fnaccel.world.hang_report import CODE, report
 from fnaccel.world.progress_marks import enter, enter_step
-from fnaccel.world.progress_record import Position, ProgressRecords
+from fnaccel.world.rank_record import RankRecord, SharedRecords, process_state
 from fnaccel.world.stacks import own_stacks, shorten
-from fnaccel.world.stall_clock import StallClock, process_state
-from fnaccel.world.stalls import RankView, judge, steps_apart
+from fnaccel.world.stalls import StallClock, judge, steps_apart
 
 LIMIT = 10.0
 
 
 def ranks(*positions, age=11.0, **views):
-    """Views of ranks in step 5 that are past the limit, each with its own changes."""
-    return [
-        RankView(rank=rank, age=changes.pop("age", age), **views, **changes.pop("view", {}), position=Position(**{
-            "sequence": 9, "first": False, "shares": True, "step": 5, "of": "a", **changes,
-        }))
-        for rank, changes in enumerate(dict(position) for position in positions)
-    ]  # fmt: skip
+    """Records of ranks in step 5 that are past the limit, each with its own changes."""
+    past = {"sequence": 9, "first": False, "shares": True, "step": 5, "of": "a", "age": age, **views}
+    return [RankRecord(**past | changes | {"rank": rank}) for rank, changes in enumerate(positions)]
 
 
-WAITS = {"phase": "gradients", "inside": True, "calls": 7, "call": "train_step(state, batch)"}
+WAITS = {"phase": "gradients", "inside": True, "calls": 7, "names": ["train_step(state, batch)"]}
 DATA = {"phase": "data"}
-STOPPED = {"view": {"state": "T", "stopped": 11.0}}
+STOPPED = {"state": "T", "stopped": 11.0}
 
 
 @pytest.mark.parametrize(
@@ -54,10 +48,10 @@ STOPPED = {"view": {"state": "T", "stopped": 11.0}}
         ([{"phase": "backward"}, {"phase": "forward", "micro_batch": 1}], (0,), "rank 0 has been in step 5, backward"),
         ([WAITS, WAITS], (), "all ranks have been in gradients for 11 s, in step 5"),
         ([DATA, DATA], (), "all ranks have waited 11 s for their next batch"),
-        ([{"phase": "outside", "inside": True, "call": "world.barrier"}] * 2, (), "all ranks have been in world.barrier"),
+        ([{"phase": "outside", "inside": True, "names": ["world.barrier"]}] * 2, (), "all ranks have been in world.barrier"),
         ([WAITS, {"phase": "outside", "age": 51.0}], (1,), "rank 1 has been in code of the script for 51 s"),
-        ([WAITS, {"sequence": 0, "first": True, "view": {"silent": 9.0}}], (1,), "rank 1 does not answer"),
-        ([WAITS, WAITS | {"view": {"silent": 9.0}}], (1,), "rank 1 does not answer, and rank 0 waits for it"),
+        ([WAITS, {"sequence": 0, "first": True, "silent": 9.0}], (1,), "rank 1 does not answer"),
+        ([WAITS, WAITS | {"silent": 9.0}], (1,), "rank 1 does not answer, and rank 0 waits for it"),
     ],
 )  # fmt: skip
 def test_the_rank_that_keeps_the_others_waiting(positions, culprits, what):
@@ -80,10 +74,10 @@ def test_the_rank_that_keeps_the_others_waiting(positions, culprits, what):
         [WAITS, DATA | {"first": True, "age": 9e9}],
         [WAITS | {"first": True}, WAITS | {"first": True}],
         [WAITS, DATA | {"sequence": 0}],
-        [WAITS, {"phase": "save", "view": {"silent": 9.0}}],
-        [WAITS | {"first": True}, {"sequence": 0, "view": {"silent": 9.0}}],
-        [WAITS, DATA | {"view": {"state": "t"}}],
-        [WAITS, DATA | {"view": {"state": "T", "stopped": 9.0}}],
+        [WAITS, {"phase": "save", "silent": 9.0}],
+        [WAITS | {"first": True}, {"sequence": 0, "silent": 9.0}],
+        [WAITS, DATA | {"state": "t"}],
+        [WAITS, DATA | {"state": "T", "stopped": 9.0}],
         [WAITS | {"shares": False}, DATA | {"shares": False} | STOPPED],
         [{"phase": "outside", "age": 9e9}] * 2,
     ],
@@ -106,12 +100,12 @@ def test_ranks_that_go_on_steps_apart():
 
 
 def test_time_in_which_the_observer_was_suspended_does_not_count():
-    clock, position = StallClock(1.0), Position(sequence=3)
+    clock = StallClock(1.0)
     ages = []
     for now, sequence, state in ((0, 3, "S"), (1, 3, "T"), (100, 3, "T"), (101, 4, "S")):
         clock.tick(float(now))
-        view = clock.view(0, attrs.evolve(position, sequence=sequence), pid=1, host="", state=state)
-        ages.append((view.age, view.stopped))
+        record = clock.see(RankRecord(sequence=sequence), state)
+        ages.append((record.age, record.stopped))
     assert ages == [(0.0, 0.0), (1.0, 1.0), (3.0, 3.0), (0.0, 0.0)]
 
 
@@ -121,7 +115,7 @@ def test_the_state_of_a_process():
 
 
 def test_a_record_holds_the_newest_mark_and_call():
-    records = ProgressRecords.make(2)
+    records = SharedRecords.make(2)
     log = calls.CallLog()
     end = records.write(1)
     try:
@@ -132,17 +126,22 @@ def test_a_record_holds_the_newest_mark_and_call():
         end()
     enter("outside")  # nobody listens any more
     log.run("fa.reduce", lambda: None)
-    assert records.read(0) == Position()
+    assert records.read(0) == RankRecord()
     found = records.read(1)
     records.close()
     assert (found.phase, found.step, found.first, found.shares) == ("update", 7, False, True)
-    assert (found.of, found.calls, found.call, found.inside) == ("TrainStep(plain)", 1, "fa.gather", False)
+    assert (found.of, found.calls, found.names, found.inside) == (
+        "TrainStep(plain)",
+        1,
+        ("fa.gather",),
+        False,
+    )
     assert found.sequence == 4
     assert not calls.LISTENERS
 
 
 def test_forks_do_not_write():
-    records = ProgressRecords.make(1)
+    records = SharedRecords.make(1)
     end = records.write(0)
     enter("data")
     pid = os.fork()
@@ -159,7 +158,7 @@ def test_forks_do_not_write():
 def test_a_dump_becomes_the_stack_of_the_main_thread_and_of_threads_that_matter():
     package = Path(calls.__file__).parents[1]
     dump = f"""Thread 0x0000000000000002 (most recent call first):
-  File "{package}/world/peers.py", line 3 in _watch
+  File "{package}/world/watcher.py", line 3 in _watch
   File "/lib/threading.py", line 9 in run
 
 Current thread 0x0000000000000003 (most recent call first):
@@ -186,7 +185,7 @@ def test_own_stacks_name_this_test():
 
 
 def test_the_report_has_a_table_and_the_stacks():
-    views = ranks(WAITS, DATA | STOPPED, WAITS | {"view": {"silent": 9.0}}, host="h", pid=4)
+    views = ranks(WAITS, DATA | STOPPED, WAITS | {"silent": 9.0}, host="h", pid=4)
     finding = judge(views, LIMIT)
     assert finding is not None
     text = report(finding, views, {0: '  File "train.py", line 3, in <module>'}, limit=LIMIT)

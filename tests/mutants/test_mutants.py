@@ -362,11 +362,11 @@ MUTANTS = [
         ("tests/robust/test_live_state.py", "-k", "TestAverages"),
     ),
     Mutant(
-        "a rank leaves without a word", "world/peers.py", "            number = self._call_roll()\n            self._store.add(\"left\", 1)",
-        "            number = 0", ("tests/launch/test_uneven.py", "-k", "leaves_is_named and closes"),
+        "a rank leaves without a word", "world/watcher.py",
+        "            self._board.client.add(\"left\", 1)", "            raise RuntimeError", ("tests/launch/test_uneven.py", "-k", "leaves_is_named and closes"),
     ),
     Mutant(
-        "waiting ranks do not compare their calls", "world/faults.py", "if number is not None:", "if False:",
+        "waiting ranks do not compare their calls", "world/stalls.py", "if number is not None:", "if False:",
         ("tests/test_faults.py", "-k", "first_call_that_differs"),
     ),
     Mutant(

@@ -17,20 +17,21 @@ MUTANTS = [
         (VERDICTS, "-k", "no_alarm"),
     ),
     Mutant(
-        "ranks that wait for nobody are judged", "world/stalls.py", "if late and any(map(_waits, views)):", "if late:",
+        "ranks that wait for nobody are judged", "world/stalls.py", "if late and any(map(_waits, records)):", "if late:",
         (VERDICTS, "-k", "no_alarm"),
     ),
     Mutant(
         "the rank that waits is named", "world/stalls.py",
-        "[view for view in views if key(view) != most]", "[view for view in views if key(view) == most]",
+        "[record for record in records if key(record) != most]",
+        "[record for record in records if key(record) == most]",
         (VERDICTS, "-k", "keeps_the_others"),
     ),
     Mutant(
-        "a suspended job counts as a hang", "world/stall_clock.py", "min(now - self._looked, 2 * self.interval)",
+        "a suspended job counts as a hang", "world/stalls.py", "min(now - self._looked, 2 * self.interval)",
         "now - self._looked", (VERDICTS, "-k", "suspended"),
     ),
     Mutant(
-        "a worker of a loader writes in the place of its rank", "world/progress_record.py",
+        "a worker of a loader writes in the place of its rank", "world/rank_record.py",
         "os.register_at_fork(after_in_child=_end_all)", "pass", (VERDICTS, "-k", "forks"),
     ),
 ]  # fmt: skip

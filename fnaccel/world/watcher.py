@@ -1,0 +1,449 @@
+"""Which rank is stuck, and where? `Watcher`: the one thread of a rank that watches the other ranks.
+
+Each rank knows where it is: in which phase of which step (`progress_marks.py`), in which call of all ranks
+(`calls.py`). Together they are its `RankRecord` (`rank_record.py`). Once a second the watcher wakes up:
+
+1. If a rank has called the roll, it reads the records of the other ranks from the store of the job, and posts
+   the record of its own rank there (`record_board.py`).
+2. If the newest call of its rank has lasted for two seconds, it calls the roll itself. `stalls.find_fault`
+   says whether the call can't end, because a rank has left or makes another call. Then **the waiting call
+   raises**. A collective waits in C++ and can't be interrupted, so the watcher cuts the TCP connections of
+   its rank. `explain` turns the error of the collective into one that names the rank and the two calls.
+3. If no launcher of one machine watches the job (torchrun, mpirun, srun, several machines), it posts its
+   record every few seconds. Ranks 0 and 1, and ranks that have not moved for half of the limit, read the
+   records of all, and `stalls.judge` says which rank keeps the others waiting. The rank that finds a reason
+   writes it to the store. Then every rank posts its stacks, one rank prints the report, and **the job ends**.
+
+On one machine the launcher does 3: it reads the same records from memory, asks the same judge and prints the
+same report (`launch/watchdog.py`). Then the ranks write nothing to the store while calls go on.
+
+A rank that leaves the world posts its record first. If the rank that keeps the store is gone or stopped, the
+watcher goes on with the records that it has read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+import attrs
+import torch.distributed as dist
+
+from fnaccel.errors import FnaccelError, PeerLostError
+from fnaccel.texts import ranks_of
+from fnaccel.world.calls import CallLog
+from fnaccel.world.connections import cut, listening_ports
+from fnaccel.world.hang_report import CODE, report
+from fnaccel.world.rank_record import RankRecord, SharedRecords, process_state
+from fnaccel.world.record_board import DEPARTURE, STORE, RecordBoard
+from fnaccel.world.stacks import own_stacks
+from fnaccel.world.stalls import Finding, StallClock, find_fault, judge
+
+INTERVAL = 1.0
+"""Seconds between two looks at the newest call."""
+
+PATIENCE = 2.0
+"""Seconds that a call may last before its rank calls the roll."""
+
+ANSWER = 3.0
+"""Seconds that the other ranks get to answer a roll call."""
+
+IDLE = 0.2
+"""The share of a processor below which a rank counts as waiting."""
+
+BEATS = 0.5, 5.0
+"""The fewest and the most seconds between two posts. A twentieth of the limit is between them."""
+
+MISSED = 3
+"""A rank that misses so many posts is silent."""
+
+REPORT = 10.0
+"""Seconds that the ranks get to post their stacks, and the rank that prints to print them."""
+
+# messages of gloo, NCCL and the store if a rank is missing or sends something else
+_LOST = re.compile(
+    r"timeout|timed out|closed by peer|connection reset|reset by peer|broken pipe|pair closure|gloo"
+    r"|communicator was aborted|remote process exited",
+    re.IGNORECASE,
+)
+
+
+class Watcher:
+    """The watcher of one rank. One instance for each world of several ranks.
+
+    Args:
+        store: a store that all ranks share, with a prefix that no earlier world has used.
+        log: the calls of this rank.
+        rank, size: this rank, and the number of ranks.
+        host: the rank that keeps the store, or None if no rank does.
+        keep: TCP ports that are never cut: the store's, and a notebook's that forked this rank.
+        limit: seconds that a phase may last. 0: the launcher watches that, or nobody.
+        kills: whether to kill stopped ranks at the end of the job. torchrun would wait 30 seconds for them.
+            `fnaccel launch` kills them itself, and returns the code of a rank that was not killed.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        log: CallLog,
+        *,
+        rank: int,
+        size: int,
+        host: int | None,
+        keep: frozenset[int] = frozenset(),
+        limit: float = 0.0,
+        kills: bool = False,
+    ) -> None:
+        self._log = log
+        self._rank = rank
+        self._host = host
+        self._keep = keep
+        self._keeper = "the launcher" if host is None else f"rank {host}"
+        self._limit = limit
+        self._kills = kills
+        self._pid = os.getpid()
+        self._machine = socket.gethostname()
+        self._posts = itertools.count(1)
+        self._left: RankRecord | None = None
+        self._fault: str | None = None
+        self._lost_in = 0  # the number of the newest call that raised PeerLostError
+        # of the thread: the newest call, since when it lasts, the newest one for which the roll was called
+        self._count, self._since, self._asked, self._answered = 0, time.monotonic(), 0, 0
+        self._looked, self._used, self._idle = self._since, time.process_time(), False
+        # the store does not answer the main thread, or the watching thread, or is gone
+        self._store_failed = self._store_silent = False
+        self._store_lost_since: float | None = None
+        # of the thread: for how long ranks have not moved
+        self._beat = min(max(limit / 20, BEATS[0]), BEATS[1])
+        self._clock = StallClock(min(INTERVAL, self._beat))
+        self._age, self._next_post, self._suspects = 0.0, 0.0, False
+        self._newest_posts: dict[int, tuple[int, float]] = {}
+        self._memory = SharedRecords.make(1) if limit else None
+        self._end_writing = (lambda: None) if self._memory is None else self._memory.write(0)
+        self._board = RecordBoard(store, rank, size, self._record_with_ports)
+        self._watched = self._board.of_thread()
+        log.explain = self.explain
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="fnaccel-watcher", daemon=True)
+        self._thread.start()
+        atexit.register(self._exit)
+
+    # called by the thread that makes the collective calls
+
+    def explain(self, name: str, error: RuntimeError) -> Exception | None:
+        """The error to raise in place of a collective's error, or None if that has another cause."""
+        if isinstance(error, FnaccelError) or not _LOST.search(str(error)):
+            return None
+        what = self._fault or self._ask(name, str(error).splitlines()[0])
+        self._lost_in = self._log.count
+        return PeerLostError(
+            what,
+            where=f"{name} on rank {self._rank}",
+            fix="see whether another rank failed. If none did, make the same calls on every rank "
+            "(fa.shard gives all the same number of batches)",
+        )
+
+    def leave(self, left: str, *, clean: bool, follows: bool = False, wait: bool = True) -> bool:
+        """Tell the other ranks that this rank leaves. Returns whether all of them have left too.
+
+        Args:
+            left: why, as the predicate of a sentence whose subject is the rank.
+            clean: wait for ranks that are about to leave, some seconds at most.
+            follows: whether this rank leaves because it has lost another one.
+            wait: whether to wait at all.
+        """
+        atexit.unregister(self._exit)
+        if os.getpid() != self._pid or self._left is not None:  # a fork says nothing in its parent's name
+            return True
+        everyone = False
+        failed = not clean and self._log.failed == self._log.count > 0
+        self._left = attrs.evolve(self._record(), left=left, failed=failed, follows=follows, inside=False)
+        self._end_writing()
+        self._stop.set()
+        try:
+            if self._store_failed and not self._board.answers_again():
+                raise RuntimeError("the store does not answer")
+            self._board.client.add("left", 1)
+            if wait and not clean and self._host == self._rank:
+                self._board.call_and_wait(2 * INTERVAL)  # why it leaves can't be read later
+            else:
+                self._board.call_roll()
+            everyone = wait and clean and self._board.all_leave()
+        except RuntimeError:
+            everyone = clean  # the rank that keeps the store is gone, as it is if all have left
+        self._thread.join(STORE)
+        if self._memory is not None:
+            self._memory.close()
+        self._log.explain = None
+        return everyone
+
+    def all_come(self, limit: float) -> bool:
+        """Whether all ranks come here after the same calls, within `limit` seconds."""
+        try:
+            return self._board.all_come(limit)
+        except RuntimeError:  # the rank that keeps the store is gone
+            return False
+
+    def cut(self) -> None:
+        """Shut down the connections of this rank's process groups, so that the other ranks stop to wait.
+
+        Closing them is not enough: processes that were forked for data may hold copies.
+        """
+        remote = {port for record in self._board.others for port in record.ports}
+        cut(listening_ports() - self._keep, remote - self._keep)
+
+    def _exit(self) -> None:
+        self.leave("exited", clean=False, follows=self._lost_in == self._log.count > 0)
+
+    def _ask(self, name: str, text: str) -> str:
+        """The fault of the other ranks, after a collective has failed."""
+        me = self._record()
+        waited = f"rank {self._rank} waited in call {me.calls}, {me.call()}, " if me.inside else (
+            f"rank {self._rank} waited in {name} "
+        )  # fmt: skip
+        try:
+            silent = self._board.call_and_wait(ANSWER, enough=self._find_fault)
+        except RuntimeError as failure:
+            self._store_failed = not isinstance(failure, dist.DistStoreError)
+            host = f"{waited}for {self._keeper}, which keeps the store and does not answer: {text}"
+            return self._find_fault() or host
+        fault = self._fault or self._find_fault()
+        if fault is not None:
+            return fault
+        if silent:
+            return (
+                f"{waited}for {ranks_of(silent)}: no answer, so it exited, was killed or is cut off ({text})"
+            )
+        for record in self._board.others:
+            if record.left is not None:
+                return f"{waited}for rank {record.rank}, which {record.departure}: {text}"
+            if record.calls < me.calls:
+                number = f"call {record.calls}, {record.call()}" if record.calls else "none"
+                return f"{waited}for rank {record.rank}, whose newest call is {number}: {text}"
+        return f"{waited}for ranks that did not come: {text}"
+
+    def _find_fault(self, *, idle: bool = True) -> str | None:
+        return find_fault(self._record(), self._board.others, idle=idle)
+
+    def _record(self) -> RankRecord:
+        """The record of this rank as it is now."""
+        if self._left is not None:
+            return self._left
+        record = RankRecord() if self._memory is None else self._memory.read(0)
+        calls = tuple(self._log.newest)  # at once: the other thread goes on
+        return attrs.evolve(
+            record,
+            rank=self._rank,
+            pid=self._pid,
+            host=self._machine,
+            memory=-1 if self._memory is None else self._memory.descriptor,
+            calls=calls[-1][0] if calls else 0,
+            names=[name for _, name in calls],
+            inside=self._log.thread is not None,
+            line=self._log.place(),
+            abandoned=self._log.abandoned,
+            posts=next(self._posts),
+            age=self._age,
+        )
+
+    def _record_with_ports(self) -> RankRecord:
+        """The record that is posted. Ports are looked up for it only, which takes a millisecond."""
+        return attrs.evolve(self._record(), ports=sorted(listening_ports() - self._keep))
+
+    # the methods below run in the watching thread
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():  # the first look at once: a rank that never posts is not in the table
+            now = time.monotonic()
+            self._look_at_itself(now)
+            self._look_at_store(now)
+            self._end_call(now)
+            self._stop.wait(min(INTERVAL, self._beat))
+
+    def _look_at_itself(self, now: float) -> None:
+        """Note for how long its newest call has lasted, and for how long the rank has been at its place."""
+        used = time.process_time()
+        self._idle = used - self._used < IDLE * (now - self._looked)
+        self._looked, self._used = now, used
+        if self._log.count != self._count:
+            self._count, self._since = self._log.count, now
+        if self._memory is not None:
+            self._clock.tick(now)
+            here = attrs.evolve(self._memory.read(0), rank=self._rank)
+            self._age = self._clock.see(here, process_state(self._pid)).age
+
+    def _look_at_store(self, now: float) -> None:
+        """Look at the others through the store. Note whether the rank that keeps the store answers."""
+        if self._store_lost_since is not None:
+            return
+        try:
+            if self._store_silent and not self._watched.answers_again():
+                self._judge_keeper()
+                return
+            self._store_silent = False
+            self._answer_roll_call(waits=self._is_late(now) and self._log.thread is not None)
+            if self._limit and now >= self._next_post:
+                self._next_post = now + self._beat
+                self._look_for_stall(now)
+        except dist.DistStoreError:  # it has answered, too late for one operation
+            return
+        except RuntimeError:
+            # its process is stopped and may go on, or it is gone
+            self._store_silent = time.monotonic() - now >= 0.9 * STORE
+            self._store_lost_since = None if self._store_silent else now
+
+    def _is_late(self, now: float) -> bool:
+        # not sooner: all ranks may be about to raise the same error, and one of them has left already
+        return now - self._since >= PATIENCE
+
+    def _answer_roll_call(self, *, waits: bool) -> None:
+        """Answer a roll call. A rank that waits calls the roll, once for each call."""
+        if waits and self._asked != self._count:
+            self._asked = self._count
+            self._watched.call_roll()
+        number = self._watched.roll()
+        if number > self._answered or waits:
+            self._watched.read()
+        if number > self._answered:
+            self._watched.post()  # after it has read the others: a post says so
+            self._answered = number
+
+    def _end_call(self, now: float) -> None:
+        """End a call that can't end by itself: it raises if the connections of this rank are cut."""
+        if self._fault is not None or self._left is not None or not self._is_late(now):
+            return
+        self._fault = self._find_fault(idle=self._idle)
+        lost = self._store_lost_since
+        inside = self._log.thread is not None
+        if self._fault is None and lost is not None and inside and now - max(self._since, lost) >= DEPARTURE:
+            # the ranks that are left may wait for each other, in connections that nobody closes
+            me = self._record()
+            self._fault = (
+                f"rank {self._rank} waited in call {me.calls}, {me.call()}, and {self._keeper}, which "
+                "keeps the store, is gone"
+            )
+        if self._fault is not None:
+            self.cut()
+
+    # a stall
+
+    def _look_for_stall(self, now: float) -> None:
+        """Post where this rank is. End the job if the ranks have not gone on for too long."""
+        self._watched.post()
+        if self._rank < 2 or self._age >= self._limit / 2:
+            self._watched.read()
+            others = [self._see(record, now) for record in self._board.others if record.left is None]
+            records = sorted([self._record_and_state(), *others], key=lambda record: record.rank)
+            finding = judge(records, self._limit, apart=self._clock.compare(records))
+            # twice: a rank may have moved since it posted
+            if finding is not None and self._suspects:
+                texts = [record.text() for record in records]
+                found = {"by": self._rank, "finding": attrs.asdict(finding), "records": texts}
+                self._watched.client.compare_set("finding", "", json.dumps(found))
+            self._suspects = finding is not None
+        if self._watched.client.check(["finding"]):
+            self._end()
+
+    def _record_and_state(self) -> RankRecord:
+        return attrs.evolve(self._record(), state=process_state(self._pid))
+
+    def _see(self, record: RankRecord, now: float) -> RankRecord:
+        """Another rank as it is now, by its newest post and, on this machine, by its process."""
+        posts, since = self._newest_posts.get(record.rank, (-1, now))
+        if posts != record.posts:
+            self._newest_posts[record.rank] = (record.posts, now)
+            since = now
+        missed = now - since
+        silent = missed if missed > MISSED * self._beat else 0.0
+        state, place, age = "", record, record.age + missed
+        if record.host == self._machine:
+            state = process_state(record.pid)
+            if silent or state == "T":  # it may have gone on after its last post
+                place = _newest_place(record)
+                age = age if place.sequence == record.sequence else missed
+        # a rank that begins to read finds ranks that were stopped before
+        stopped = missed if state == "T" else 0.0
+        return attrs.evolve(place, age=age, state=state, silent=silent, stopped=stopped)
+
+    def _judge_keeper(self) -> None:
+        """End this rank if it does not go on, and the rank that keeps the store does not answer."""
+        if not self._limit or self._host is None:
+            return
+        me = self._record_and_state()
+        record = self._board.records.get(self._host, me)
+        silent = attrs.evolve(record, rank=self._host, age=me.age, silent=me.age, state="", stopped=me.age)
+        if record is not me and record.host == self._machine:
+            silent = attrs.evolve(_newest_place(silent), state=process_state(record.pid))
+        finding = judge([me, silent], self._limit)
+        if finding is None:
+            return
+        prints = self._rank == (1 if self._host == 0 else 0)
+        if prints:
+            records = sorted([me, silent], key=lambda record: record.rank)
+            self._print(finding, records, {self._rank: self._stacks()})
+            self._kill_stopped(records)
+        _leave(0.0 if prints else REPORT)
+
+    def _end(self) -> NoReturn:
+        """Post the stacks, print the report if it is this rank's, and end this process."""
+        found = json.loads(self._watched.client.get("finding"))
+        finding = Finding(**found["finding"])
+        records = [RankRecord.of_text(text) for text in found["records"]]
+        pause = REPORT
+        with contextlib.suppress(RuntimeError):
+            self._watched.client.set(f"stacks/{self._rank}", self._stacks())
+            if found["by"] == self._rank:
+                # ranks that are silent are not waited for
+                writing = [record.rank for record in records if record.state != "T" and not record.silent]
+                self._watched.wait_for([f"stacks/{rank}" for rank in writing], REPORT)
+                self._print(finding, records, self._read_stacks(records))
+                self._watched.client.set("printed", "1")
+            else:
+                self._watched.wait_for(["printed"], 2 * REPORT)
+            pause = 1.0 if self._rank == self._host else 0.1
+        self._kill_stopped(records)
+        _leave(pause)
+
+    def _read_stacks(self, records: list[RankRecord]) -> dict[int, str]:
+        store, keys = self._watched.client, {record.rank: f"stacks/{record.rank}" for record in records}
+        return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+
+    def _stacks(self) -> str:
+        return own_stacks(threading.main_thread().ident or 0)
+
+    def _print(self, finding: Finding, records: list[RankRecord], stacks: dict[int, str]) -> None:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+            print(report(finding, records, stacks, limit=self._limit), file=sys.stderr, flush=True)
+
+    def _kill_stopped(self, records: list[RankRecord]) -> None:
+        """Kill the stopped ranks of this machine, which would get no other signal."""
+        for record in records if self._kills else []:
+            here = record.host == self._machine and record.rank != self._rank
+            if here and process_state(record.pid) == "T":
+                with contextlib.suppress(OSError):
+                    os.kill(record.pid, signal.SIGKILL)
+
+
+def _newest_place(record: RankRecord) -> RankRecord:
+    """The record at the place that a rank of this machine has reached since its post."""
+    memory = SharedRecords.of_process(record.pid, record.memory)
+    return record if memory is None else memory.read(0, record)
+
+
+def _leave(pause: float) -> NoReturn:
+    """End this process. Its main thread waits in C++ and would not."""
+    time.sleep(pause)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(CODE)
