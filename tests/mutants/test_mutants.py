@@ -256,8 +256,8 @@ MUTANTS = [
         "Box((0,) * local.dim(), tuple(local.shape))", ("tests/laws/test_any_layout.py",),
     ),
     Mutant(
-        "a reader cuts at its own offset", "checkpoint/format/mapped.py", "cut[shared.within(stored.box)]",
-        "cut[shared.within(target)]", ("tests/laws/test_any_layout.py",),
+        "a reader cuts at its own offset", "checkpoint/reading.py", "cut[shared.within(block.box)]",
+        "cut[shared.within(box)]", ("tests/laws/test_any_layout.py",),
     ),
     Mutant(
         "the data position lags a batch", "data/indexed.py", "self.first.start + (j + 1) * self.first.step",
