@@ -1,4 +1,4 @@
-"""An engine: what runs a strategy, as four frozen records of tensors and functions.
+"""An engine: a strategy as tensors and functions, in four frozen records.
 
 `Forward.drive` orders the forwards and backwards of micro-batches, which are in `passes.py`.
 """
@@ -100,12 +100,12 @@ class Forward:
 
 @attrs.frozen(kw_only=True)
 class Updated:
-    """What `Hooks.after_update` is called with: the values of the state that comes next.
+    """The argument of `Hooks.after_update`: the values of the state that comes next.
 
     Attributes:
         step: its step: 1 after the first update.
         params, buffers, opt: its trees. Tensors may be changed in place.
-        own: what the hook returned after the update before. At first: what `Hooks.init` returned.
+        own: the hook's result after the update before. At first: the result of `Hooks.init`.
     """
 
     step: int
@@ -162,7 +162,7 @@ class Runtime:
 
 @attrs.frozen(kw_only=True)
 class Engine:
-    """What runs a strategy: four records.
+    """A strategy that is ready to run: four records.
 
     Attributes:
         name: of the strategy, for messages.
