@@ -124,7 +124,7 @@ class Hooks:
             does not, since its weight is 0.
         settle: after a forward without a backward, and after a failure.
         finish: after the last backward, before gradients are read.
-        recover: after a step that failed before its update.
+        recover: after a step that left no update behind: it failed before, or no row counted.
         explain: the error for a user in the place of one of torch's, or None.
         ask: a question to the other ranks about the micro-batches of an update, or None.
         init: the first state of the axis itself, a pytree. States show it in `state.transforms`, by the name
@@ -187,7 +187,7 @@ class Engine:
         for leaf in self.layout.leaves:
             leaf.param.grad = None
 
-    def undo(self) -> None:
+    def drop_pass(self) -> None:
         """Clear the gradients and gathered parameters of a step that did not reach its end."""
         self.clear()
         for restore in (self.hooks.settle, self.hooks.recover):

@@ -87,7 +87,7 @@ MUTANTS = [
         ("tests/extension/test_axis_with_a_state.py", "-k", "waits_for_the_next"),
     ),
     Mutant(
-        "an axis that counts steps from 0", "program/instance.py", "step=step + 1, params=shown.params",
-        "step=step, params=shown.params", ("tests/extension/test_axis_with_a_state.py", "-k", "one_model_a_rank"),
+        "an axis that counts steps from 0", "program/instance.py", "step=step + 1,\n                params=shown.params",
+        "step=step,\n                params=shown.params", ("tests/extension/test_axis_with_a_state.py", "-k", "one_model_a_rank"),
     ),
 ]  # fmt: skip
