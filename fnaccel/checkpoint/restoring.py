@@ -35,7 +35,7 @@ from fnaccel.checkpoint.repeated_transforms import with_own_states
 from fnaccel.checkpoint.selection import is_complete, select
 from fnaccel.collectives import gather_objects
 from fnaccel.errors import CheckpointError, UnleasedStateError
-from fnaccel.program.undo import keeping_modes
+from fnaccel.program.update_guard import keeping_modes
 from fnaccel.state import TrainState, lease_of
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+
+from torch.distributed.tensor import DTensor
 
 from fnaccel import tree
 from fnaccel.checkpoint.all_ranks import together
@@ -12,15 +15,20 @@ from fnaccel.checkpoint.background import Background, Saving
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.checkpoint.format.values import encode
-from fnaccel.checkpoint.same_on_ranks import check_same_on_ranks
 from fnaccel.checkpoint.writing import Hold, Writing
+from fnaccel.collectives.objects import gather_objects
 from fnaccel.data.shard import HandReads
-from fnaccel.state import Position, TrainState
+from fnaccel.engine.same_rows import checksum
+from fnaccel.errors import CheckpointError, UnleasedStateError
+from fnaccel.state import Position, TrainState, lease_of
+from fnaccel.texts import ranks_of
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.paths import local_path
 from fnaccel.world.progress_marks import within
 from fnaccel.world.world import World, current
+
+_TREES = ("params", "buffers", "opt", "scale", "ema", "transforms")
 
 
 @every_rank
@@ -129,7 +137,57 @@ def save_async(
     )
 
 
-def _warn_of_no_position(state: Tree, world: World, where: str) -> None:
+def check_same_on_ranks(states: Sequence[TrainState], where: str) -> None:
+    """See that ranks hold the same values, where an axis of a user lets them train apart. All ranks call it.
+
+    A checkpoint and an export take values that all ranks hold from one of them.
+
+    Raises:
+        CheckpointError: they don't at this step; or not even at a step at which `Layout.next_whole` says so.
+    """
+    for state in states:
+        try:
+            layout = lease_of(state, where).owner.instance.engine.layout
+        except UnleasedStateError:  # a snapshot
+            continue
+        if layout.next_whole is None:
+            continue
+        same_at = layout.next_whole(state.step)
+        if same_at != state.step:
+            raise CheckpointError(
+                f"after step {state.step} each rank holds values of its own, and one rank's would be kept",
+                where=where,
+                fix=f"train on to step {same_at}, after which all ranks hold the same",
+            )
+        sums = {name: _checksum(getattr(state, name)) for name in _TREES}
+        found = gather_objects(sums, over=layout.mesh["loss"])
+        for name in _TREES:
+            other = [rank for rank, sums in enumerate(found) if sums[name] != found[0][name]]
+            if other:
+                raise CheckpointError(
+                    f"state.{name} differs between ranks (on {ranks_of(other)} of the mesh axis 'loss' from "
+                    f"rank 0), though the axis says that step {state.step} is whole",
+                    where=where,
+                    fix=f"let Hooks.after_update make state.{name} equal in these steps, or mend next_whole",
+                )
+
+
+def _checksum(values: Tree) -> str:
+    """Of all leaves but shards, which differ between ranks."""
+    return checksum([leaf for leaf in tree.leaves(values) if not isinstance(leaf, DTensor)])
+
+
+def _states_in(saved: Tree) -> list[TrainState]:
+    if isinstance(saved, TrainState):
+        return [saved]
+    try:
+        leaves = tree.leaves(saved, is_leaf=lambda node: isinstance(node, TrainState))
+    except RecursionError:  # a tree that contains itself: the save says where
+        return []
+    return [leaf for leaf in leaves if isinstance(leaf, TrainState)]
+
+
+def _warn_of_no_position(states: Sequence[TrainState], world: World, where: str) -> None:
     """Warn once if a state was trained on batches of `fa.shard`, and its position is still the beginning.
 
     So it is if a loop by hand feeds the data of each batch without the batch, such as a dict made from it.
@@ -137,9 +195,8 @@ def _warn_of_no_position(state: Tree, world: World, where: str) -> None:
     reads = world.resource(HandReads)
     if not reads.any:
         return
-    states = tree.leaves(state, is_leaf=lambda node: isinstance(node, TrainState))
     for trained in states:
-        if isinstance(trained, TrainState) and trained.step and trained.data == Position():
+        if trained.step and trained.data == Position():
             reads.any = False
             if world.is_main:
                 warnings.warn(
@@ -175,11 +232,12 @@ def _begun(
     each_machine: bool,
 ) -> Writing:
     """A save that is ready to run, once the one before it has ended."""
+    states = _states_in(state)
+    check_same_on_ranks(states, where)
     root = local_path(directory, where)
     retention.check(where)
     world.resource(Background).settle()
-    check_same_on_ranks(state, where)
-    _warn_of_no_position(state, world, where)
+    _warn_of_no_position(states, world, where)
     # absolute: a thread may write after the script has changed its directory
     writing = Writing(root.absolute(), retention, world, where, each_machine=each_machine)
     with no_collection():

@@ -9,6 +9,7 @@ Ranks meet after each. A failure on one rank fails on all ranks, and nothing bec
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Container, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ class Writing:
         """
         with self._undone(), no_collection():
             written = together(self._world, self._where, self._write, over=self.over)
-            together(self._world, self._where, lambda: self._finish(written), over=self.over)
+            together(self._world, self._where, functools.partial(self._finish, written), over=self.over)
             if self._machines.several:
                 together(self._world, self._where, self._retain, over=self.over)
         path = self._root / commit.name_of(self._number)

@@ -28,13 +28,7 @@ from fnaccel.transforms.from_fields import KINDS, OPTIONS, transforms_of
 from fnaccel.world import flags, log_level
 from fnaccel.world.world import World
 
-_OPTIMIZERS = {
-    "sgd": optim.sgd,
-    "adam": optim.adam,
-    "adamw": optim.adamw,
-    "adafactor": optim.adafactor,
-    "from_deepspeed": lambda *args, **options: optim.from_deepspeed(*args, **options),
-}
+_OPTIMIZERS = ("sgd", "adam", "adamw", "adafactor", "from_deepspeed")
 _SCHEDULES = {
     name: getattr(schedules, name)
     for name in (
@@ -96,7 +90,7 @@ def _one_optimizer(described: OptimizerRecipe) -> Optimizer:
     options: dict[str, Any] = {**described.options, "groups": described.groups or None}
     try:
         if described.name in _OPTIMIZERS:
-            return _OPTIMIZERS[described.name](rate, **options)
+            return getattr(optim, described.name)(rate, **options)
         if ":" in described.name:
             return optim.from_torch(load(described.name, "optimizer.name"), lr=rate, **options)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""An engine: what runs a strategy, as four frozen records of tensors and functions.
+"""An engine: a strategy as tensors and functions, in four frozen records.
 
 `Forward.drive` orders the forwards and backwards of micro-batches, which are in `passes.py`.
 """
@@ -100,12 +100,12 @@ class Forward:
 
 @attrs.frozen(kw_only=True)
 class Updated:
-    """What `Hooks.after_update` is called with: the values of the state that comes next.
+    """The argument of `Hooks.after_update`: the values of the state that comes next.
 
     Attributes:
         step: its step: 1 after the first update.
         params, buffers, opt: its trees. Tensors may be changed in place.
-        own: what the hook returned after the update before. At first: what `Hooks.init` returned.
+        own: the hook's result after the update before. At first: the result of `Hooks.init`.
     """
 
     step: int
@@ -124,7 +124,7 @@ class Hooks:
             does not, since its weight is 0.
         settle: after a forward without a backward, and after a failure.
         finish: after the last backward, before gradients are read.
-        recover: after a step that failed before its update.
+        recover: after a step that left no update behind: it failed before, or no row counted.
         explain: the error for a user in the place of one of torch's, or None.
         ask: a question to the other ranks about the micro-batches of an update, or None.
         init: the first state of the axis itself, a pytree. States show it in `state.transforms`, by the name
@@ -162,7 +162,7 @@ class Runtime:
 
 @attrs.frozen(kw_only=True)
 class Engine:
-    """What runs a strategy: four records.
+    """A strategy that is ready to run: four records.
 
     Attributes:
         name: of the strategy, for messages.
@@ -187,7 +187,7 @@ class Engine:
         for leaf in self.layout.leaves:
             leaf.param.grad = None
 
-    def undo(self) -> None:
+    def drop_pass(self) -> None:
         """Clear the gradients and gathered parameters of a step that did not reach its end."""
         self.clear()
         for restore in (self.hooks.settle, self.hooks.recover):

@@ -22,7 +22,7 @@ from fnaccel.world.mesh import MeshAxis
 class Gradients:
     """Local gradients of each leaf (None if it got none) and their multiplier."""
 
-    __slots__ = ("_device", "_leaves", "_over", "_raw", "idle", "multiplier", "shards", "skip")
+    __slots__ = ("_device", "_leaves", "_over", "_raw", "multiplier", "shards", "skip", "uncounted")
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Gradients:
         self.shards = shards
         self.multiplier = multiplier
         self.skip: torch.Tensor | None = None
-        self.idle: torch.Tensor | None = None
+        self.uncounted: torch.Tensor | None = None
 
     def present(self) -> list[torch.Tensor]:
         """The local gradients that exist and have elements."""
@@ -104,14 +104,14 @@ class Gradients:
 
     def skip_where(self, bad: torch.Tensor) -> None:
         """Mark the update as skipped if `bad` is true (decided on the device)."""
-        left_out = bad.float()
-        self.skip = left_out if self.skip is None else torch.maximum(self.skip, left_out)
+        now = bad.float()
+        self.skip = now if self.skip is None else torch.maximum(self.skip, now)
 
-    def left_out(self) -> torch.Tensor | None:
-        """1 if the update is left out: a gradient is not finite or the weight is 0. None if it never is."""
-        if self.skip is None or self.idle is None:
-            return self.idle if self.skip is None else self.skip
-        return torch.maximum(self.skip, self.idle)
+    def skipped(self) -> torch.Tensor | None:
+        """1 if the update is left out: a gradient is not finite, or no row counts. None if it never is."""
+        if self.skip is None or self.uncounted is None:
+            return self.uncounted if self.skip is None else self.skip
+        return torch.maximum(self.skip, self.uncounted)
 
     def by_name(self) -> dict[str, Any]:
         """The gradients as a user's transform sees them: by name, DTensors if sharded."""

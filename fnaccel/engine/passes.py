@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -55,6 +55,8 @@ class Inputs:
 
     Attributes:
         step: calls of the train step before this one.
+        updates: updates before this one. A captured step takes them, and the rates.
+        rates: the learning rates of each group of each optimizer.
         root: the root seed.
         rank: which part of the loss this rank computes. Ranks with other parts draw other random numbers.
         streams: the random streams that are seeded for each micro-batch. None of them under `rng="stream"`.
@@ -65,6 +67,8 @@ class Inputs:
     """
 
     step: int
+    updates: Scalar
+    rates: list[list[Any]]
     root: int
     rank: int
     streams: Sequence[torch.Generator]
@@ -77,6 +81,20 @@ class Inputs:
         """Seed the random streams for one micro-batch."""
         for stream in self.streams:
             stream.manual_seed(fold(self.root, self.step, micro_batch, self.rank))
+
+
+class Outcome(NamedTuple):
+    """What the passes of an update leave.
+
+    Attributes:
+        metrics: `loss`, `weight`, and aux.
+        gradients: averaged over ranks. None if a captured step did the update as well.
+        skip: if it did, 1 if it left the update out, 0 if not, None if it never does.
+    """
+
+    metrics: dict[str, Any]
+    gradients: Gradients | None
+    skip: Any
 
 
 class Passes:
@@ -118,12 +136,7 @@ class Passes:
         """
         engine, micro_batch, given = self._engine, self._micro_batches[index], self._inputs.given
         if self._open and not engine.forward.nests:
-            raise CapabilityError(
-                f"{engine.name} runs each backward right after its forward, and micro-batch {index} began "
-                "before that",
-                where="Forward(drive=...)",
-                fix="drive=in_turn for this engine; or another strategy",
-            )
+            raise out_of_turn(engine.name, index)
         self._open += 1
         self._inputs.seed(index)
         enter("forward", index)
@@ -171,8 +184,8 @@ class Passes:
         with zeroed(total):
             engine.forward.backward(total)
 
-    def gradients(self) -> Gradients:
-        """The gradients after the last backward, averaged over ranks.
+    def outcome(self) -> Outcome:
+        """Metrics, and the gradients after the last backward, averaged over ranks.
 
         Raises:
             LossError: no parameter got one.
@@ -197,7 +210,17 @@ class Passes:
         divided = self._late or (inputs.hooked and loss.weight_fn is not None)
         left = float(layout.mesh.loss_size) if divided else None
         multiplier = multiplier_of(loss, engine, totals.weight, inputs.scale, self._up_front, left)
-        return Gradients(layout.leaves, grads, multiplier, layout.held_by, layout.mesh.world.device)
+        gradients = Gradients(layout.leaves, grads, multiplier, layout.held_by, layout.mesh.world.device)
+        return Outcome(totals.finish(), gradients, None)
+
+
+def out_of_turn(name: str, index: int) -> CapabilityError:
+    """The error for a forward before the backward of the micro-batch before it."""
+    return CapabilityError(
+        f"{name} runs each backward right after its forward, and micro-batch {index} began before that",
+        where="Forward(drive=...)",
+        fix="drive=in_turn for this engine; or another strategy",
+    )
 
 
 def multiplier_of(

@@ -194,7 +194,7 @@ class Updater:
                 continue
             shards = grads.shards if part.whole else [grads.shards[i] for i in part.indices]
             # an optimizer that reads on the host would wait for the device in each step
-            skip = grads.skip if part.bound.reads_host else grads.left_out()
+            skip = grads.skip if part.bound.reads_host else grads.skipped()
             skipped = part.bound.apply(
                 shards, each, grads.multiplier, skip, number - part.starts if part.starts else number
             )

@@ -21,12 +21,11 @@ from torch import nn
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.disk import durable, placing
 from fnaccel.checkpoint.format.items import Item, check_items, of_tensors
-from fnaccel.checkpoint.same_on_ranks import check_same_on_ranks
 from fnaccel.errors import ArgumentError, nearest
 from fnaccel.interchange.exporting import Style, dtype_in, keys_of, one_model, weights_of, world_of, writer
 from fnaccel.interchange.model_config import author_class
-from fnaccel.interchange.targets import modules_of
-from fnaccel.state import TrainState, check_live, check_trained
+from fnaccel.interchange.targets import check_exportable, modules_of
+from fnaccel.state import TrainState
 from fnaccel.world.paths import local_path
 from fnaccel.world.world import World
 
@@ -90,9 +89,7 @@ def export_adapter(
             where=_WHERE,
             fix="give the state that the train step returned",
         )
-    check_live(state)
-    check_trained(state, _WHERE)
-    check_same_on_ranks(state, _WHERE)
+    check_exportable(state, _WHERE)
     ranks = world_of(world, state)
     style = Style(dtype=dtype, ema=ema, model=model, where=_WHERE)
     items: list[Item] = []

@@ -24,7 +24,7 @@ from fnaccel.interchange.fitting import Choice, Fit, fit, mismatch
 from fnaccel.interchange.sources.detect import Format
 from fnaccel.interchange.sources.detect import opened as open_source
 from fnaccel.interchange.targets import SECTIONS, sections_of, targets_of, tensors_of
-from fnaccel.program.undo import keeping_modes
+from fnaccel.program.update_guard import keeping_modes
 from fnaccel.state import TrainState, lease_of
 from fnaccel.tree import Tree
 from fnaccel.world.paths import local_path

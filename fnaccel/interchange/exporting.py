@@ -20,14 +20,20 @@ from fnaccel.checkpoint.format.items import Item, check_items, of_found, of_tens
 from fnaccel.checkpoint.format.safetensors import Progress, drain, spread, write_items
 from fnaccel.checkpoint.format.torch_file import write_torch_file
 from fnaccel.checkpoint.format.walk import child
-from fnaccel.checkpoint.same_on_ranks import check_same_on_ranks
 from fnaccel.errors import ArgumentError, NoWorldError, OwnershipError, UnleasedStateError, nearest
 from fnaccel.interchange.model_config import files_for
 from fnaccel.interchange.parameter_names import unwrapped
 from fnaccel.interchange.sources.detect import opened
-from fnaccel.interchange.targets import check_full_width, modules_of, persistent_paths, tensors_of, tied_paths
+from fnaccel.interchange.targets import (
+    check_exportable,
+    check_full_width,
+    modules_of,
+    persistent_paths,
+    tensors_of,
+    tied_paths,
+)
 from fnaccel.models.building import is_owned
-from fnaccel.state import TrainState, check_live, check_trained, lease_of
+from fnaccel.state import TrainState, lease_of
 from fnaccel.step.choices import DtypeName
 from fnaccel.step.precision_policy import dtype_of
 from fnaccel.texts import bytes_in
@@ -200,9 +206,7 @@ def _export_live(
     if isinstance(source, nn.Module):
         active = world_of(world)
     elif isinstance(source, TrainState):
-        check_live(source)
-        check_trained(source, _WHERE)
-        check_same_on_ranks(source, _WHERE)
+        check_exportable(source, _WHERE)
         active = world_of(world, source)
     else:
         raise ArgumentError(

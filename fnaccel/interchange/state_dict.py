@@ -10,11 +10,10 @@ from fnaccel import tree
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.choosing import Patterns, Rename
 from fnaccel.checkpoint.format.items import pick
-from fnaccel.checkpoint.same_on_ranks import check_same_on_ranks
 from fnaccel.errors import ArgumentError
 from fnaccel.interchange.exporting import Style, dtype_in, keys_of, one_model, weights_of, world_of
-from fnaccel.interchange.targets import modules_of
-from fnaccel.state import TrainState, check_live, check_trained
+from fnaccel.interchange.targets import check_exportable, modules_of
+from fnaccel.state import TrainState
 from fnaccel.step.choices import DtypeName
 from fnaccel.tree import Tree
 from fnaccel.world.world import World
@@ -60,9 +59,7 @@ def gather_state_dict(
         raise ArgumentError(
             f"state is a {type(state).__name__}", where=_WHERE, fix="give the state of a train step"
         )
-    check_live(state)
-    check_trained(state, _WHERE)
-    check_same_on_ranks(state, _WHERE)
+    check_exportable(state, _WHERE)
     style = Style(dtype=dtype, ema=ema, model=model, only=only, skip=skip, rename=rename, where=_WHERE)
     active = world_of(world, state)
     picked: dict[str, Any] = {}

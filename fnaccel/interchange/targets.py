@@ -11,12 +11,26 @@ from torch import nn
 
 from fnaccel.checkpoint.format.found import unescaped
 from fnaccel.checkpoint.format.walk import child, shown
+from fnaccel.checkpoint.saving import check_same_on_ranks
 from fnaccel.errors import ArgumentError, UnleasedStateError
 from fnaccel.models.constant_buffers import constant_buffers
-from fnaccel.state import TrainState, check_live, lease_of
+from fnaccel.state import TrainState, check_live, check_trained, lease_of
 from fnaccel.tree import Tree
 
 SECTIONS = ("params", "buffers", "opt", "ema")
+
+
+def check_exportable(state: TrainState, where: str) -> None:
+    """See that a state can be written for others. All ranks call it.
+
+    Raises:
+        StaleStateError: it was donated.
+        AveragedError, ReplacedParameterError: it shows other tensors than those that are trained.
+        CheckpointError: ranks hold different values after its step.
+    """
+    check_live(state)
+    check_trained(state, where)
+    check_same_on_ranks([state], where)
 
 
 @attrs.frozen(eq=False)

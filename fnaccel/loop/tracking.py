@@ -103,7 +103,7 @@ def as_tracking(track: Track) -> Tracking:
     return Tracking(*track)
 
 
-def _opened(entries: Iterable[Tracker | ByName], folder: Path, where: str) -> list[Tracker]:
+def _opened(entries: tuple[Tracker | ByName, ...], folder: Path, where: str) -> list[Tracker]:
     named = [
         {"name": entry} if isinstance(entry, str) else entry
         for entry in entries
@@ -118,7 +118,7 @@ def _opened(entries: Iterable[Tracker | ByName], folder: Path, where: str) -> li
             )
     every = any(isinstance(entry, str) and entry == "all" for entry in entries)
     opened = [
-        _by_name(entry, folder, where) if isinstance(entry, str | Mapping) else _checked(entry, where)
+        _by_name(entry, folder, where) if isinstance(entry, str | Mapping) else entry
         for entry in entries
         if not (isinstance(entry, str) and entry == "all")
     ]

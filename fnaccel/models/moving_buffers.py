@@ -106,3 +106,15 @@ class MovingBuffers:
         """Whether the value of a buffer is another than before. XLA would compile a graph to tell."""
         tensor, copy = self._before[index][0], self._copies[index]
         return tensor is not None and tensor.device.type != "xla" and not torch.equal(tensor, copy)
+
+
+def buffer_slots(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """The buffers of a model: the name of each as states show it, its module, and its name there."""
+    persistent = dict(root.named_buffers())
+    slots: list[tuple[str, nn.Module, str]] = []
+    for prefix, module in root.named_modules():
+        for attribute in _torch.buffers_of(module):
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if name in persistent:
+                slots.append((name, module, attribute))
+    return slots

@@ -120,10 +120,6 @@ def _fused_adam(update: AdamUpdate, kernel: Callable[..., None] = _torch.fused_a
     )
 
 
-def _fused_adamw(update: AdamUpdate) -> None:
-    _fused_adam(update, _torch.fused_adamw_)
-
-
 def _fused_sgd(update: SgdUpdate) -> None:
     _torch.fused_sgd_(
         update.params,
@@ -161,11 +157,6 @@ def plain_adam_(update: AdamUpdate, *, decoupled: bool = False) -> None:
         _put(param, value - step_size * mean / denom, update.skip)
         _put(exp_avg, mean, update.skip)
         _put(exp_avg_sq, square, update.skip)
-
-
-def plain_adamw_(update: AdamUpdate) -> None:
-    """AdamW in plain operations."""
-    plain_adam_(update, decoupled=True)
 
 
 def plain_sgd_(update: SgdUpdate) -> None:
@@ -234,6 +225,8 @@ def _dispatched(
     return apply
 
 
+_fused_adamw = functools.partial(_fused_adam, kernel=_torch.fused_adamw_)
+plain_adamw_ = functools.partial(plain_adam_, decoupled=True)
 adam_ = _dispatched("adam_", _fused_adam, plain_adam_)
 adamw_ = _dispatched("adamw_", _fused_adamw, plain_adamw_)
 sgd_ = _dispatched("sgd_", _fused_sgd, plain_sgd_)

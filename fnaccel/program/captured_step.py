@@ -5,39 +5,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import contextlib
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fnaccel import _torch, tree
 from fnaccel.collectives import gather_objects
-from fnaccel.data.micro_batches import MicroBatch, MicroBatches
+from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.engine.capture import Capture
 from fnaccel.engine.combine import AuxValues, check_aux, detached, mixed_kinds, packed, structure, unpacked
-from fnaccel.engine.engine import Engine
+from fnaccel.engine.engine import Engine, Sync
 from fnaccel.engine.gradients import Gradients, apart
-from fnaccel.engine.passes import Inputs, Loss, up_front_of, wide_dtype
+from fnaccel.engine.passes import Inputs, Loss, Outcome, out_of_turn, up_front_of, wide_dtype
 from fnaccel.engine.totals import Totals
 from fnaccel.engine.updater import Updater
 from fnaccel.errors import CapabilityError
 from fnaccel.optim import kernels
 from fnaccel.program.put_back import passes_put_back
-from fnaccel.program.step_graph import Added, Finished, Given, StepGraph, filled
+from fnaccel.program.step_graph import Finished, Given, StepGraph, filled
 from fnaccel.program.tail import Tail
-from fnaccel.step.loss import Scalar, check_attached, check_divided, read_loss
+from fnaccel.step.loss import check_attached, check_divided, read_loss
 from fnaccel.step.settings import Compiler
 from fnaccel.tree import Tree
+from fnaccel.world.progress_marks import enter
 from fnaccel.world.random_streams import generators_of
-
-
-class Outcome(NamedTuple):
-    """The result of a step: its metrics, the gradients if the update is still to be done, else its skip."""
-
-    metrics: dict[str, Any]
-    gradients: Gradients | None
-    skip: Any
 
 
 class CapturedStep:
@@ -51,6 +46,13 @@ class CapturedStep:
         tail: clipping, update and averages. None leaves them to the caller.
         updater: updates the parameters.
         params: the parameters as hooks see them.
+
+    Attributes:
+        engine, loss, updater, group: of the step.
+        hooked: whether the program runs hooks, which ask for the number of the call.
+        replays: whether the programs are CUDA graphs, which write to the same memory each time.
+        add, finish: the compiled programs of `StepGraph`.
+        blank: gradients of zero, to which `add` adds.
     """
 
     def __init__(
@@ -63,113 +65,21 @@ class CapturedStep:
         updater: Updater,
         params: Tree,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
+        self.updater = updater
         self._capture = capture
-        self._loss = loss
-        self._tail = tail
-        self._group = engine.layout.mesh.group("loss")
-        self._replays = settings.mode in ("reduce-overhead", "max-autotune")
+        self.loss = loss
+        self.hooked = tail is not None and bool(tail.gradients or tail.updates)
+        self.group = engine.layout.mesh.group("loss")
+        self.replays = settings.mode in ("reduce-overhead", "max-autotune")
         kernels.register()
         self._graph = StepGraph(engine, capture, loss, tail, updater, params)
-        self._add = settings.of_step(self._graph.add, capture.graph_pass)
-        self._finish = settings.of_step(self._graph.finish, capture.graph_pass)
+        self.add = settings.of_step(self._graph.add, capture.graph_pass)
+        self.finish = settings.of_step(self._graph.finish, capture.graph_pass)
+        averages = capture.average is not None and loss.sync_each
+        self.blank = self._blank_shards if averages else capture.blank
 
-    def run(
-        self,
-        micro_batches: MicroBatches,
-        totals: Totals,
-        inputs: Inputs,
-        rates: Sequence[Any],
-        number: torch.Tensor,
-    ) -> Outcome:
-        """One step.
-
-        Args:
-            micro_batches: those of this rank.
-            totals: the questions that ranks ask each other. Total and weight are summed in the graph.
-            inputs: what the step takes from the state.
-            rates: 0-d tensors, one for each group of each optimizer.
-            number: 0-d tensor, the number of this update.
-
-        Raises:
-            CapabilityError: a lent model whose parameters are sharded. In the first call also parameters
-                without a gradient under ddp.
-        """
-        lent_models = () if inputs.given is None else (_whole_models(inputs.given),)
-        if self._replays:
-            torch.compiler.cudagraph_mark_step_begin()
-        engine, device = self._engine, self._engine.layout.mesh.world.device
-        *before, last = micro_batches
-        hooked = self._tail is not None and (self._tail.gradients or self._tail.updates)
-        self._agree(last.data, lent_models)
-        up_front = up_front_of(self._loss, micro_batches, inputs, totals, engine)
-        up_front = None if up_front is None else filled(up_front, wide_dtype(engine), device)
-        known = self._loss.weight_fn is not None
-        keeps = [self._keep(part, totals.weight_of(i)) for i, part in enumerate(micro_batches)]
-        aux = AuxValues(partial_rows=engine.layout.mesh.partial_rows)
-        sums, carried, weighted = self._accumulate(before, lent_models, up_front, aux, keeps, inputs.seed)
-        inputs.seed(len(before))
-        # filled on the device one by one: a copy from the host would wait for all work before it
-        questions = [filled(value, sums.dtype, device) for value in totals.numbers]
-        given = Given(
-            up_front=up_front,
-            carried=carried,
-            sums=torch.cat([sums, torch.stack(questions)]) if questions else sums,
-            global_weight=packed([totals.weight], device)[0] if known else None,
-            scale=inputs.scale,
-            rates=rates,
-            number=number,
-            step=filled(inputs.step, torch.int64, device) if hooked else None,
-        )
-        out: Finished = self._call(self._finish, last.data, lent_models, keeps[-1], given)
-        self._check_kinds({*weighted, out.weighted})
-        if self._replays:  # the next replay of a CUDA graph writes to the same memory
-            metrics, values, answers, skip = tree.map_tensors(
-                torch.clone, (out.metrics, out.aux, out.answers, out.skip)
-            )
-        else:
-            metrics, values, answers, skip = out.metrics, out.aux, out.answers, out.skip
-        totals.hear(None if self._group is None else answers)
-        aux.take(values, valid=last.valid > 0)
-        metrics.update(self._shared(aux, out.weighted))
-        if out.grads is None:
-            return Outcome(metrics, None, skip)
-        leaves, held_by = engine.layout.leaves, engine.layout.held_by
-        return Outcome(metrics, Gradients(leaves, apart(out.grads), out.multiplier, held_by, device), None)
-
-    def _check_kinds(self, weighted: set[bool]) -> None:
-        if len(weighted) > 1 and self._loss.weight_fn is None:
-            raise mixed_kinds("micro-batch")
-
-    def _accumulate(
-        self,
-        parts: Sequence[MicroBatch],
-        lent_models: Tree,
-        up_front: Scalar | None,
-        aux: AuxValues,
-        keeps: Sequence[torch.Tensor],
-        seed: Callable[[int], None],
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None] | None, set[bool]]:
-        """Total and weight, the gradients, and the kinds of loss, of all micro-batches but the last."""
-        device = self._engine.layout.mesh.world.device
-        sums = torch.zeros(2, dtype=_sum_type(device), device=device)
-        if not parts:
-            return sums, None, set()
-        whole = self._capture.average is None or not self._loss.sync_each
-        shards = self._capture.leaves
-        grads = self._capture.blank() if whole else [torch.zeros_like(leaf.shard) for leaf in shards]
-        used = (False,) * len(grads)
-        kinds: set[bool] = set()
-        for index, part in enumerate(parts):
-            seed(index)
-            out: Added = self._call(self._add, part.data, lent_models, keeps[index], up_front, grads, sums)
-            sums = out.sums
-            kinds.add(out.weighted)
-            used = tuple(a or b for a, b in zip(used, out.reached, strict=True))
-            aux.take(out.aux, valid=part.valid > 0)
-        return sums, [grad if was else None for grad, was in zip(grads, used, strict=True)], kinds
-
-    def _call(self, program: Callable[..., Any], data: Tree, lent_models: Tree, *args: Any) -> Any:
+    def call(self, program: Callable[..., Any], data: Tree, lent_models: Tree, *args: Any) -> Any:
         """Run a compiled program. If it can't be compiled, first check whether the loss itself fails."""
         try:
             return program(data, lent_models, *args)
@@ -179,20 +89,20 @@ class CapturedStep:
                 self._try_eagerly(data, lent_models)
             raise
 
-    def _agree(self, data: Tree, lent_models: Tree) -> None:
+    def agree(self, data: Tree, lent_models: Tree) -> None:
         """Before the first step, check that ranks report alike, and find the parameters that any rank uses.
 
         Raises:
             LossError: ranks return losses of different kinds, or different aux.
             CapabilityError: no rank has a gradient for some parameter, and the strategy needs one.
         """
-        if self._group is None or self._graph.used is not None:
+        if self.group is None or self._graph.used is not None:
             return
         aux, weighted, reached = self._eagerly(data, lent_models)
-        values = AuxValues(partial_rows=self._engine.layout.mesh.partial_rows)
+        values = AuxValues(partial_rows=self.engine.layout.mesh.partial_rows)
         values.take(detached(aux), valid=False)
-        self._engine.agreement.check(structure(values, self._kind(weighted)), self._group)
-        used = tuple(map(any, zip(*gather_objects(reached, over=self._group), strict=True)))
+        self.engine.agreement.check(structure(values, self.kind(weighted)), self.group)
+        used = tuple(map(any, zip(*gather_objects(reached, over=self.group), strict=True)))
         if self._capture.complete and not all(used):
             names = [leaf.name for leaf, was in zip(self._capture.leaves, used, strict=True) if not was]
             raise CapabilityError(
@@ -203,6 +113,9 @@ class CapturedStep:
             )
         self._graph.used = used
 
+    def _blank_shards(self) -> list[torch.Tensor]:
+        return [torch.zeros_like(leaf.shard) for leaf in self._capture.leaves]
+
     def _try_eagerly(self, data: Tree, lent_models: Tree) -> None:
         """Raise the error that the loss function raises without compilation."""
         try:
@@ -210,40 +123,146 @@ class CapturedStep:
         except Exception as error:
             raise error from None  # torch's own account of the error is longer and less clear
 
-    def _kind(self, weighted: bool) -> bool | None:
-        return weighted if self._loss.weight_fn is None else None
+    def kind(self, weighted: bool) -> bool | None:
+        """Whether losses are an `fa.Mean`. None if the weight comes from the batch, whatever they are."""
+        return weighted if self.loss.weight_fn is None else None
 
     def _eagerly(self, data: Tree, lent_models: Tree) -> tuple[Any, bool, list[bool]]:
         """Aux, whether the loss is weighted, and which parameters get a gradient, without compilation.
 
         Leaves nothing behind.
         """
-        layout = self._engine.layout
+        layout = self.engine.layout
         with passes_put_back(layout.modules, generators_of(layout.mesh.world.device)):
             params, run = self._capture.open()
-            parts = read_loss(run(self._loss.fn, data, *lent_models), self._loss.where)
-            check_attached(parts.total, self._loss.where)
-            if self._loss.weight_fn is None:
-                check_divided(parts, self._loss.where)
+            parts = read_loss(run(self.loss.fn, data, *lent_models), self.loss.where)
+            check_attached(parts.total, self.loss.where)
+            if self.loss.weight_fn is None:
+                check_divided(parts, self.loss.where)
             check_aux(parts.aux)
             grads: Any = torch.autograd.grad(parts.total, params, allow_unused=True)
             self._graph.check_reached(grads)
             return parts.aux, parts.weighted, [grad is not None for grad in grads]
 
-    def _keep(self, part: MicroBatch, weight: Scalar) -> torch.Tensor:
-        """1, or 0 for a filler or a weight of 0: a tensor, since a number would be compiled in."""
-        return filled(weight > 0 if part.valid else 0, torch.float32, self._engine.layout.mesh.world.device)
 
-    def _shared(self, aux: AuxValues, weighted: bool) -> dict[str, Any]:
-        """The aux of all ranks, in an all-reduce of its own if there is any."""
-        device = self._engine.layout.mesh.world.device
-        if self._group is not None:
-            self._engine.agreement.check(structure(aux, self._kind(weighted)), self._group)
+class CapturedPasses:
+    """The passes of one update as compiled programs: one runs a micro-batch forward and backward.
+
+    The last one's program also averages the gradients, and does the update if no hook is the user's.
+
+    Args:
+        step: the programs.
+        micro_batches: those of this rank.
+        totals: the questions that ranks ask each other. Total and weight are summed in the programs.
+        inputs: what the step takes from the state.
+
+    Attributes:
+        sync: the context of a micro-batch, as `drive` takes it.
+
+    Raises:
+        CapabilityError: a lent model whose parameters are sharded. In the first update also parameters
+            without a gradient under ddp.
+    """
+
+    def __init__(
+        self, step: CapturedStep, micro_batches: MicroBatches, totals: Totals, inputs: Inputs
+    ) -> None:
+        self.sync: Sync = contextlib.nullcontext
+        self._step = step
+        self._micro_batches = micro_batches
+        self._totals = totals
+        self._inputs = inputs
+        enter("captured step")
+        self._lent_models = () if inputs.given is None else (_whole_models(inputs.given),)
+        if step.replays:
+            torch.compiler.cudagraph_mark_step_begin()
+        step.agree(micro_batches[-1].data, self._lent_models)
+        engine = step.engine
+        self._device = device = engine.layout.mesh.world.device
+        up_front = up_front_of(step.loss, micro_batches, inputs, totals, engine)
+        self._up_front = None if up_front is None else filled(up_front, wide_dtype(engine), device)
+        # 0 for a filler or a weight of 0: tensors, since numbers would be compiled in
+        self._keeps = [
+            filled(totals.weight_of(index) > 0 if part.valid else 0, torch.float32, device)
+            for index, part in enumerate(micro_batches)
+        ]
+        self._open = False  # a forward whose backward has not run
+        # of the micro-batches so far
+        self._sums = torch.zeros(2, dtype=_sum_type(device), device=device)
+        self._grads = step.blank() if len(micro_batches) > 1 else []
+        self._reached = [False] * len(self._grads)
+        self._kinds: set[bool] = set()  # whether losses are an `fa.Mean`
+        self._aux = AuxValues(partial_rows=engine.layout.mesh.partial_rows)
+
+    def forward(self, index: int) -> None:
+        """Seed the random streams for a micro-batch. Its program runs in `backward`."""
+        if self._open:
+            raise out_of_turn("a captured step", index)
+        self._open = True
+        self._inputs.seed(index)
+
+    def backward(self, index: int, _: None) -> None:
+        """Run a micro-batch's program, forward and backward."""
+        self._open = False
+        step, part = self._step, self._micro_batches[index]
+        data, keep, lent_models = part.data, self._keeps[index], self._lent_models
+        if index < len(self._micro_batches) - 1:
+            out: Any = step.call(step.add, data, lent_models, keep, self._up_front, self._grads, self._sums)
+            self._sums = out.sums
+            self._reached = list(map(operator.or_, self._reached, out.reached))
+        else:
+            out = step.call(step.finish, data, lent_models, keep, self._given())
+            if step.replays:  # the next replay of a CUDA graph writes to the same memory
+                metrics, aux, answers, skip = tree.map_tensors(
+                    torch.clone, (out.metrics, out.aux, out.answers, out.skip)
+                )
+                out = out._replace(metrics=metrics, aux=aux, answers=answers, skip=skip)
+            self._finished: Finished = out
+        self._kinds.add(out.weighted)
+        self._aux.take(out.aux, valid=part.valid > 0)
+
+    def _given(self) -> Given:
+        """What the last program takes beside its micro-batch."""
+        step, device, inputs, sums = self._step, self._device, self._inputs, self._sums
+        # filled on the device one by one: a copy from the host would wait for all work before it
+        questions = [filled(value, sums.dtype, device) for value in self._totals.numbers]
+        carried: list[torch.Tensor | None] | None = None
+        if self._grads:
+            carried = [grad if was else None for grad, was in zip(self._grads, self._reached, strict=True)]
+        return Given(
+            up_front=self._up_front,
+            carried=carried,
+            sums=torch.cat([sums, torch.stack(questions)]) if questions else sums,
+            global_weight=None if step.loss.weight_fn is None else packed([self._totals.weight], device)[0],
+            scale=inputs.scale,
+            rates=step.updater.as_tensors(inputs.rates),
+            number=step.updater.number(inputs.updates),
+            step=filled(inputs.step, torch.int64, device) if step.hooked else None,
+        )
+
+    def outcome(self) -> Outcome:
+        """Metrics, and the gradients if the update is still to be done, else whether it was left out.
+
+        Raises:
+            LossError: one micro-batch returned an `fa.Mean`, and another a bare loss.
+        """
+        step, out, aux, device = self._step, self._finished, self._aux, self._device
+        if len(self._kinds) > 1 and step.loss.weight_fn is None:
+            raise mixed_kinds("micro-batch")
+        # an answer that lets no step go on raises in the next one: the program has done this update already
+        self._totals.hear(None if step.group is None else out.answers)
+        if step.group is not None:
+            step.engine.agreement.check(structure(aux, step.kind(out.weighted)), step.group)
             if aux.values:
                 vector = packed(aux.values, device)
-                dist.all_reduce(vector, group=self._group)
+                dist.all_reduce(vector, group=step.group)
                 aux.put(unpacked(vector, aux.shapes))
-        return aux.finish(self._group, device)
+        metrics = {**out.metrics, **aux.finish(step.group, device)}
+        if out.grads is None:
+            return Outcome(metrics, None, out.skip)
+        layout = step.engine.layout
+        gradients = Gradients(layout.leaves, apart(out.grads), out.multiplier, layout.held_by, device)
+        return Outcome(metrics, gradients, None)
 
 
 def _whole_models(lent_models: Tree) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +14,7 @@ from fnaccel import _lazy, _torch, tree
 from fnaccel.data.micro_batches import MicroBatches, micro_batches
 from fnaccel.engine.engine import Engine, Updated
 from fnaccel.engine.exchange import Exchange
-from fnaccel.engine.passes import Inputs
+from fnaccel.engine.passes import Inputs, Passes
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.engine.same_position import same_position
 from fnaccel.engine.same_rows import SameRows
@@ -28,7 +29,7 @@ from fnaccel.models.building import Built, claim, release
 from fnaccel.models.constant_buffers import ConstantBuffers
 from fnaccel.models.gradient_hooks import GradientHooks
 from fnaccel.models.module_modes import ModuleModes
-from fnaccel.models.moving_buffers import MovingBuffers
+from fnaccel.models.moving_buffers import MovingBuffers, buffer_slots
 from fnaccel.models.note import Note
 from fnaccel.models.parameter import Leaf
 from fnaccel.models.synced_norm import connect
@@ -55,7 +56,9 @@ from fnaccel.tree import Tree
 from fnaccel.world.random_streams import generators_of
 
 if TYPE_CHECKING:
-    from fnaccel.program.captured_step import CapturedStep
+    from fnaccel.program.captured_step import CapturedPasses
+
+AnyPasses = Callable[[MicroBatches, Totals, Inputs], "Passes | CapturedPasses"]
 
 
 class Instance:
@@ -65,7 +68,8 @@ class Instance:
         spec, lowered: the step.
         where: the name of the train step, for messages.
         engine, updater, params: the model, its optimizers, and its parameters as states show them.
-        captured: the compiled programs of the step if it asks for them.
+        captured: whether the step is compiled as a whole.
+        passes: `passes(micro_batches, totals, inputs)` are the passes of one update, for `drive`.
         streams: the random streams that are seeded for each micro-batch.
         position: compares the positions of batches between ranks, or None.
         meter: counts compilations, or None.
@@ -122,11 +126,12 @@ class Instance:
             updated, optimizers, world.device, on_device=lowered.settings.skips, bound=bound
         )
         self.params = self._show(engine.layout.parameters)
-        self.captured = self._captured(inside) if self._trains else None
+        self.captured = self._trains and capture is not None and lowered.settings.compiler is not None
+        self.passes = self._passes(inside)
         self._buffer_slots = [
             (module, attribute, full)
             for key, root in built.modules.items()
-            for name, module, attribute in _buffers_of(root)
+            for name, module, attribute in buffer_slots(root)
             if (full := name if key is None else f"{key}/{name}") in engine.layout.buffers
         ]
         self._trees = Trees(
@@ -137,7 +142,7 @@ class Instance:
         )
         self.modes = ModuleModes(engine.layout.modules, trains=self._trains)
         self.gradient_hooks = GradientHooks(
-            built.modules, captured=self.captured is not None, arrived=arrived, speaks=world.is_main
+            built.modules, captured=self.captured, arrived=arrived, speaks=world.is_main
         )
         self._watched = TrainedModules(built.modules, leaves if bound is None else (), trains=self._trains)
         slots = [slot for slot in self._buffer_slots if not isinstance(slot[0], ConstantBuffers)]
@@ -154,20 +159,21 @@ class Instance:
         saved = ["" if name in transient else name for name in names]
         return SharedBuffers(self.moving_buffers, saved, group)
 
-    def _captured(self, inside: bool) -> CapturedStep | None:
-        """The compiled programs of the step if it asks for them. The update is part of them if `inside`."""
+    def _passes(self, inside: bool) -> AnyPasses:
+        """What runs the passes of an update: calls, or compiled programs with the update if `inside`."""
         engine, lowered = self.engine, self.lowered
         compiler, capture = lowered.settings.compiler, engine.forward.capture
-        if capture is None or compiler is None:
-            return None
+        if not self.captured or capture is None or compiler is None:
+            return functools.partial(Passes, engine, lowered.loss)
         # a CUDA graph reads and writes these in place
         slots = [
             _torch.local_of(value) for tensors in self.updater.slots.values() for value in tensors.values()
         ]
         _torch.mark_static([*slots, *engine.averages, *(leaf.shard for leaf in capture.leaves)])
         tail = lowered.tail if inside else None
-        kind: type[CapturedStep] = _lazy.load("fnaccel.program.captured_step").CapturedStep
-        return kind(engine, capture, lowered.loss, compiler, tail, self.updater, self.params)
+        captured = _lazy.load("fnaccel.program.captured_step")
+        step = captured.CapturedStep(engine, capture, lowered.loss, compiler, tail, self.updater, self.params)
+        return functools.partial(captured.CapturedPasses, step)
 
     def _show(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Names as the state shows them: by model first if there are several."""
@@ -239,11 +245,13 @@ class Instance:
             self.gradient_hooks.warn()
         return cut
 
-    def inputs(self, state: TrainState, given: Given | None) -> Inputs:
-        """What the passes of an update take from a state, and what was lent for it."""
+    def inputs(self, state: TrainState, rates: list[list[Any]], given: Given | None) -> Inputs:
+        """What the passes of an update take from a state, its learning rates, and what was lent for it."""
         scale = scale_of(state)
         return Inputs(
             step=state.step,
+            updates=state.updates,
+            rates=rates,
             root=state.rng.root,
             rank=self.rank,
             streams=self.streams,
@@ -278,9 +286,9 @@ class Instance:
         step: int,
         scale: dict[str, torch.Tensor] | None,
         skip: Any,
-        left_out: Scalar | None,
+        uncounted: Scalar | None,
         metrics: dict[str, Any],
-        own: dict[str, Tree],
+        transforms: dict[str, Tree],
     ) -> None:
         """What follows an update before the next state is shown: buffers, the loss scale, and its metrics.
 
@@ -288,9 +296,9 @@ class Instance:
             step: of the update.
             scale: the loss scale, changed in place, or None.
             skip: 1 if a gradient was not finite. None if that is no reason to leave an update out.
-            left_out: whether the update was left out, because no row counts.
+            uncounted: whether no row counts, so the update was left out.
             metrics: of the update.
-            own: the states of transforms, and that of the axis.
+            transforms: their states, and that of the axis.
         """
         if self.meter is not None:
             metrics["recompilations"] = self.meter.found.recompilations
@@ -300,17 +308,21 @@ class Instance:
         if self.engine.hooks.after_update is not None:
             shown, name = self.trees(scale), self.engine.name
             after = Updated(
-                step=step + 1, params=shown.params, buffers=shown.buffers, opt=shown.opt, own=own.get(name)
+                step=step + 1,
+                params=shown.params,
+                buffers=shown.buffers,
+                opt=shown.opt,
+                own=transforms.get(name),
             )
             with torch.no_grad():
-                own[name] = self.engine.hooks.after_update(after)
+                transforms[name] = self.engine.hooks.after_update(after)
         if scale is not None:
             metrics["loss_scale"] = scale["scale"].clone()
-            if left_out is not True:
+            if uncounted is not True:
                 self._move_scale(scale, skip, metrics["weight"])
         if self.engine.hooks.end is not None:
             self.engine.hooks.end()
-        if left_out is True:
+        if uncounted is True:
             metrics["skipped"] = 1.0
         elif skip is not None:
             metrics["skipped"] = skip
@@ -480,14 +492,3 @@ def average_of(leaf: Leaf) -> torch.Tensor:
     """
     dtype = torch.promote_types(leaf.shard.dtype, torch.float32)
     return leaf.shard.to(dtype, copy=True)
-
-
-def _buffers_of(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
-    persistent = dict(root.named_buffers())
-    slots: list[tuple[str, torch.nn.Module, str]] = []
-    for prefix, module in root.named_modules():
-        for attribute in _torch.buffers_of(module):
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            if name in persistent:
-                slots.append((name, module, attribute))
-    return slots

@@ -42,7 +42,7 @@ class UserGradients:
 
     def on_gradients(self, grads: StepGradients, state: Tree, info: Info) -> Any:
         """Call it with the gradients by name, and take its result."""
-        if (skip := grads.left_out()) is not None:
+        if (skip := grads.skipped()) is not None:
             info = replace(info, skip=skip)
         returned = self.fn(grads.by_name(), state, info)
         if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]

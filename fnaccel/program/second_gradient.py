@@ -14,12 +14,11 @@ import torch
 from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.engine.exchange import Exchange
 from fnaccel.engine.gradients import Gradients, differences, part_like
-from fnaccel.engine.passes import Inputs, Passes
+from fnaccel.engine.passes import Inputs
 from fnaccel.engine.user_draws import pausing
 from fnaccel.errors import CapabilityError, TreeMismatchError
 from fnaccel.program.instance import Instance
 from fnaccel.program.put_back import passes_put_back
-from fnaccel.step.loss import Scalar
 from fnaccel.tree import Tree
 
 _WHERE = "info.gradients_at(params)"
@@ -31,7 +30,6 @@ class SecondGradient:
     Args:
         instance: the model.
         micro_batches, inputs: of the update.
-        rates, updates: of the update. A captured step takes them, and leaves the update to the caller.
         first: the gradients of the update itself, which stay as they are.
     """
 
@@ -40,15 +38,11 @@ class SecondGradient:
         instance: Instance,
         micro_batches: MicroBatches,
         inputs: Inputs,
-        rates: list[list[Any]],
-        updates: Scalar,
         first: Gradients,
     ) -> None:
         self._instance = instance
         self._micro_batches = micro_batches
         self._inputs = inputs
-        self._rates = rates
-        self._updates = updates
         self._first = first
 
     def at(self, params: Mapping[str, Tree]) -> dict[str, Any]:
@@ -104,12 +98,8 @@ class SecondGradient:
     def _differentiate(self) -> Gradients:
         instance, micro_batches, inputs = self._instance, self._micro_batches, self._inputs
         totals = instance.totals(micro_batches, None)
-        if instance.captured is None:
-            passes = Passes(instance.engine, instance.lowered.loss, micro_batches, totals, inputs)
-            instance.engine.forward.drive(len(micro_batches), passes.forward, passes.backward, passes.sync)
-            return passes.gradients()
-        updater = instance.updater
-        rates, number = updater.as_tensors(self._rates), updater.number(self._updates)
-        found = instance.captured.run(micro_batches, totals, inputs, rates, number).gradients
+        passes = instance.passes(micro_batches, totals, inputs)
+        instance.engine.forward.drive(len(micro_batches), passes.forward, passes.backward, passes.sync)
+        found = passes.outcome().gradients
         assert found is not None  # a hook of the user's is not part of the program
         return found

@@ -21,7 +21,7 @@ from fnaccel.engine.gradients import Gradients, added, laid_out
 from fnaccel.engine.passes import Loss, multiplier_of
 from fnaccel.engine.updater import Updater
 from fnaccel.program.tail import Tail
-from fnaccel.step.loss import Scalar, check_attached, check_reached, idle, masked, read_loss
+from fnaccel.step.loss import Scalar, check_attached, check_reached, masked, read_loss, uncounted
 from fnaccel.step.step import Info
 from fnaccel.tree import Tree
 
@@ -228,14 +228,11 @@ class StepGraph:
         def record(name: str, value: Tree) -> None:
             metrics[name] = tree.whole(value)
 
-        def apply() -> None:
-            self._updater.update(gradients, given.rates, given.number)
-
         with torch.no_grad():
             layout = engine.layout
             device = layout.mesh.world.device
             gradients = Gradients(layout.leaves, list(grads), multiplier, self._held_by, device)
-            gradients.idle = idle(metrics["weight"])
+            gradients.uncounted = uncounted(metrics["weight"])
             info = Info(
                 step=0 if given.step is None else given.step,
                 updates=given.number - 1,
@@ -243,7 +240,9 @@ class StepGraph:
                 record=record,
                 metrics=metrics,
             )
-            return tail.run(engine, gradients, {}, info, apply)
+            tail.before_update(gradients, {}, info)
+            self._updater.update(gradients, given.rates, given.number)
+            return tail.after_update(engine, gradients, {}, info)
 
 
 def filled(value: Scalar, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ from fnaccel.step.step import GradientHook, Info, UpdateHook
 from fnaccel.tree import Tree
 
 _ABSENT = object()
+Drawing = Callable[[], AbstractContextManager[None]]
 
 
 @attrs.frozen(kw_only=True)
@@ -36,32 +37,22 @@ class Tail:
     updates: tuple[tuple[str, UpdateHook], ...]
     users: tuple[str, ...] = ()
 
-    def run(
-        self,
-        engine: Engine,
-        grads: Gradients,
-        states: dict[str, Any],
-        info: Info,
-        apply: Callable[[], None],
-        drawing: Callable[[], AbstractContextManager[None]] = nullcontext,
-        check_kept: Callable[[], None] | None = None,
-    ) -> Any:
-        """Run the hooks on gradients, update the parameters, and run the hooks after the update.
+    def before_update(
+        self, grads: Gradients, states: dict[str, Any], info: Info, drawing: Drawing = nullcontext
+    ) -> Mapping[str, Any] | None:
+        """Run the hooks on gradients. A failure has changed no parameter.
 
         Args:
-            engine: handed to the hooks after the update.
             grads: averaged over ranks.
             states: the states of transforms by name, updated in place.
             info: the call, as hooks see it.
-            apply: updates the parameters. A failure before it has changed none of them.
             drawing: a context for the hooks, which may draw random numbers.
-            check_kept: raises if a hook changed a tensor of its state in place.
 
         Returns:
-            1 if the update was left out, 0 if not, None if it never is.
+            The states before, if the user's have to stay when the update is left out.
         """
         # containers anew: a hook may write to its own
-        first = tree.map(lambda leaf: leaf, states) if self.skips and self.users and states else None
+        before = tree.map(lambda leaf: leaf, states) if self.skips and self.users and states else None
         if self.skips:
             grads.skip_where_nonfinite()  # before a transform could clamp an infinity away
         if self.gradients:
@@ -70,8 +61,26 @@ class Tail:
                     own = hook.on_gradients(grads, states.get(name), info)
                     if own is not None or name in states:
                         _keep(states, name, own)
-        apply()
-        skip = grads.left_out()
+        return before
+
+    def after_update(
+        self,
+        engine: Engine,
+        grads: Gradients,
+        states: dict[str, Any],
+        info: Info,
+        drawing: Drawing = nullcontext,
+    ) -> Any:
+        """Run the hooks after the update.
+
+        Args:
+            engine: handed to the hooks.
+            grads, states, info, drawing: as for `before_update`.
+
+        Returns:
+            1 if the update was left out, 0 if not, None if no transform and no check may leave one out.
+        """
+        skip = grads.skipped()
         if self.updates:
             after_update = Info(
                 step=info.step,
@@ -87,13 +96,9 @@ class Tail:
                     own = hook.on_update(engine, states.get(name), after_update)
                     if own is not None or name in states:
                         _keep(states, name, own)
-        if first is not None and skip is not None:
-            if check_kept is not None:
-                check_kept()
-            self._stay(first, states, skip)
         return skip if self.skips else grads.skip
 
-    def _stay(self, before: Mapping[str, Any], states: dict[str, Any], skip: torch.Tensor) -> None:
+    def stay_if_skipped(self, before: Mapping[str, Any], states: dict[str, Any], skip: torch.Tensor) -> None:
         """Give the user's transforms their states of before, if the update was left out.
 
         On a CPU that is known at once. On an accelerator tensors are chosen there, and a state that holds

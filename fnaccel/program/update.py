@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from fnaccel import tree
-from fnaccel.engine.passes import Passes
 from fnaccel.program.lent_models import Given, lend
 from fnaccel.program.second_gradient import SecondGradient
 from fnaccel.program.state_owner import StateOwner
-from fnaccel.program.undo import Undo
+from fnaccel.program.update_guard import UpdateGuard
 from fnaccel.state import TrainState, lease, scale_of, state_of
 from fnaccel.step.checked_metrics import checked
-from fnaccel.step.loss import Scalar, idle
+from fnaccel.step.loss import Scalar, uncounted
 from fnaccel.step.step import Info
 from fnaccel.tree import Tree
 from fnaccel.world.progress_marks import enter
@@ -35,7 +34,7 @@ def update(
 ) -> tuple[TrainState, dict[str, Any]]:
     """`TrainStep.__call__` below its CALL transforms: the next state, leased, and metrics.
 
-    A failure before the first change of a parameter leaves the state live and exact: see `Undo`.
+    A failure before the first change of a parameter leaves the state live and exact: see `UpdateGuard`.
 
     Args:
         owner: of the state.
@@ -54,73 +53,67 @@ def update(
 
     # What is read of the state, which `commit` donates.
     step, updates, extras, scale = state.step, state.updates, state.extras, scale_of(state)
-    own = dict(state.transforms)
+    transforms = dict(state.transforms)
     engine, updater, tail = instance.engine, instance.updater, instance.lowered.tail
-    with micro_batches.around, Undo(instance, state) as undo:
+    with micro_batches.around, UpdateGuard(instance, state) as guard:
         reported, rates = updater.rates(updates)  # a schedule of the user's may raise
 
         # Forward and backward of each micro-batch, and the totals of all ranks.
         totals = instance.totals(micro_batches, owner.notice)
-        inputs = instance.inputs(state, lent)
+        inputs = instance.inputs(state, rates, lent)
         frozen = _NOTHING if lent is None else lent.frozen()
         compiling = _NOTHING if instance.meter is None else instance.meter.watch(micro_batches)
         with frozen, compiling:
-            if instance.captured is None:
-                passes = Passes(engine, instance.lowered.loss, micro_batches, totals, inputs)
-                engine.forward.drive(len(micro_batches), passes.forward, passes.backward, passes.sync)
-                gradients, skip = passes.gradients(), None
-                metrics = totals.finish()
-            else:  # as one program, with the update if no hook is the user's
-                enter("captured step")
-                metrics, gradients, skip = instance.captured.run(
-                    micro_batches, totals, inputs, updater.as_tensors(rates), updater.number(updates)
-                )
+            passes = instance.passes(micro_batches, totals, inputs)
+            engine.forward.drive(len(micro_batches), passes.forward, passes.backward, passes.sync)
+            metrics, gradients, skip = passes.outcome()
 
-        # Hooks of GRADS, the optimizers, hooks of UPDATE.
+        # Hooks of GRADS, the optimizers, hooks of UPDATE. A captured step may have done all of it.
         enter("update")
-        left_out = idle(metrics["weight"])
-        if gradients is not None and left_out is not True:
+        no_row = uncounted(metrics["weight"])
+        if gradients is not None and no_row is not True:
             if updater.starts_later:
                 updater.hold(gradients)
-            gradients.idle = left_out if isinstance(left_out, torch.Tensor) else None
-
-            def apply() -> None:
-                undo.commit()
-                metrics.update(updater.apply(gradients, rates, updates, reported))
-                engine.clear()
-
+            gradients.uncounted = no_row if isinstance(no_row, torch.Tensor) else None
             info = Info(
                 step=step,
                 updates=updates,
                 params=instance.params,
                 record=functools.partial(_record, metrics),
                 metrics=metrics,
-                gradients_at=lambda params: SecondGradient(
-                    instance, micro_batches, inputs, rates, updates, gradients
-                ).at(params),
+                gradients_at=lambda params: SecondGradient(instance, micro_batches, inputs, gradients).at(
+                    params
+                ),
             )
-            draws = functools.partial(instance.drawing, state)
-            skip = tail.run(engine, gradients, own, info, apply, draws, undo.check_own)
+            drawing = functools.partial(instance.drawing, state)
+            before = tail.before_update(gradients, transforms, info, drawing)
+            guard.commit()  # the state is dead from here on
+            metrics.update(updater.apply(gradients, rates, updates, reported))
+            engine.clear()
+            skip = tail.after_update(engine, gradients, transforms, info, drawing)
+            if before is not None:
+                guard.check_own()
+                tail.stay_if_skipped(before, transforms, skip)
         else:
-            undo.commit()
+            guard.commit()
             metrics.update(reported)
-            if left_out is True:
-                engine.undo()
+            if no_row is True:
+                engine.drop_pass()
 
         # The next state.
-        instance.complete(step, scale, skip, left_out, metrics, own)
-        following = state_of(
+        instance.complete(step, scale, skip, no_row, metrics, transforms)
+        next_state = state_of(
             instance.trees(scale),
             step=step + 1,
-            updates=_counted(updates, left_out, skip),
+            updates=_counted(updates, no_row, skip),
             rng=state.rng,
             data=position,
             extras=extras,
-            transforms=own,
+            transforms=transforms,
         )
-        lease(following, owner.lease)
+        lease(next_state, owner.lease)
         instance.moved = True
-    return following, checked(metrics, left_out)
+    return next_state, checked(metrics, no_row)
 
 
 def _record(metrics: dict[str, Any], name: str, value: Tree) -> None:
@@ -131,9 +124,9 @@ def _record(metrics: dict[str, Any], name: str, value: Tree) -> None:
 _WHOLE = (torch.Tensor, float, int)
 
 
-def _counted(updates: Scalar, left_out: Scalar | None, skip: Scalar | None) -> Any:
+def _counted(updates: Scalar, no_row: Scalar | None, skip: Scalar | None) -> Any:
     """The number of updates after a step: a tensor if the device decides whether one is left out."""
-    if left_out is True:
+    if no_row is True:
         return updates
     if skip is None:
         return updates + 1

@@ -320,8 +320,11 @@ def _nothing(total: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.zeros_like(total, dtype=torch.bool), total, torch.zeros_like(total))
 
 
-def idle(weight: Scalar) -> Any:
-    """Whether an update over this global weight is left out: a bool, or a 0-d float tensor on the device."""
+def uncounted(weight: Scalar) -> Any:
+    """Whether no row counts, by the global weight: a bool, or a 0-d float tensor on the device.
+
+    The update is left out then.
+    """
     if isinstance(weight, torch.Tensor):
         if not readable(weight):
             return (~((weight > 0) & (weight < math.inf))).float()

@@ -109,7 +109,7 @@ class StepGradients(Protocol):
         """Leave the update out if `bad`, a 0-d tensor, is true."""
         ...
 
-    def left_out(self) -> torch.Tensor | None:
+    def skipped(self) -> torch.Tensor | None:
         """1 if the update is left out, as far as that is decided. None if it never is."""
         ...
 

@@ -120,7 +120,7 @@ def test_law_17_a_checkpoint_that_is_replaced_while_it_is_read(system, between, 
 
 def test_files_that_are_opened_again_are_of_the_same_checkpoint(system, monkeypatch, tmp_path):
     """A source lets files go after some megabytes: here after each tensor."""
-    monkeypatch.setattr("fnaccel.checkpoint.format.mapped._MOST", 0)
+    monkeypatch.setattr("fnaccel.checkpoint.reading._MOST", 0)
     save(tmp_path, value(1), step=1)
     with contextlib.ExitStack() as stack:
         weights = open_own(tmp_path, stack).weights

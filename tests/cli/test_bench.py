@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -397,12 +398,13 @@ def test_dropout_is_found_whether_it_is_a_module_or_a_function():
 
 
 def test_memory_counts_from_where_it_is_watched():
+    gc.collect()
     watched = Memory(torch.device("cpu"))
-    held = torch.ones(2**24)  # 64 MiB
+    held = torch.ones(2**27)  # 512 MiB: what earlier tests left, and this process frees meanwhile, is less
     peak = watched.peak()
     del held
-    assert peak > 60
-    assert watched.peak() > 60
+    assert peak > 400
+    assert watched.peak() > 400
 
 
 def test_the_answer_is_the_failure_that_came_first(tmp_path):

@@ -40,7 +40,7 @@ def backwards_reversed(n, forward, backward, sync):
             backward(index, done[index])
 
 
-def trained(strategy, micro_batches, drive):
+def trained(strategy, micro_batches, drive, *, captured=False):
     """Gradients of the first update, and parameters, buffers and losses after three."""
     seen = {}
 
@@ -49,6 +49,7 @@ def trained(strategy, micro_batches, drive):
         return grads, own
 
     step = fa.Transform("keep", fa.Phase.GRADS, apply=keep)(fa.accumulate(loss_fn, micro_batches))
+    step = fa.compile(step, scope="step", backend="aot_eager") if captured else step
     train_step = program(step, strategy=strategy, model=Noisy)
     state = train_step.init(seed=0)
     if drive is not None:
@@ -100,3 +101,12 @@ def refused(drive):
 
 def test_ddp_takes_each_backward_after_its_forward(pools):
     assert len(pools.run(2, refused, forwards_first)[0]) == 3
+
+
+def captured_refused():
+    with pytest.raises(CapabilityError, match="a captured step runs each backward right after its forward"):
+        trained("local", 2, forwards_first, captured=True)
+
+
+def test_a_captured_step_runs_by_the_same_drive(pools):
+    pools.run(1, captured_refused)

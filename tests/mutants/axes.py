@@ -75,11 +75,11 @@ MUTANTS = [
         ("tests/parity/test_regather.py", "-k", "activations"),
     ),
     Mutant(
-        "a save between two averages", "checkpoint/same_on_ranks.py", "if whole != state.step:", "if False:",
+        "a save between two averages", "checkpoint/saving.py", "if same_at != state.step:", "if False:",
         ("tests/extension/test_axis_with_a_state.py", "-k", "between_two_averages and save"),
     ),
     Mutant(
-        "moments of one rank in the place of all", "checkpoint/same_on_ranks.py", "sums[name] != found[0][name]",
+        "moments of one rank in the place of all", "checkpoint/saving.py", "sums[name] != found[0][name]",
         "False", ("tests/extension/test_axis_with_a_state.py", "-k", "forgets_to_average"),
     ),
     Mutant(
@@ -87,7 +87,7 @@ MUTANTS = [
         ("tests/extension/test_axis_with_a_state.py", "-k", "waits_for_the_next"),
     ),
     Mutant(
-        "an axis that counts steps from 0", "program/instance.py", "step=step + 1, params=shown.params",
-        "step=step, params=shown.params", ("tests/extension/test_axis_with_a_state.py", "-k", "one_model_a_rank"),
+        "an axis that counts steps from 0", "program/instance.py", "step=step + 1,\n                params=shown.params",
+        "step=step,\n                params=shown.params", ("tests/extension/test_axis_with_a_state.py", "-k", "one_model_a_rank"),
     ),
 ]  # fmt: skip

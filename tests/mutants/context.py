@@ -46,7 +46,7 @@ MUTANTS = [
     ),
     Mutant(
         "attention of recomputed blocks that sees one rank", "program/update.py",
-        "with micro_batches.around, Undo(instance, state) as undo:", "with Undo(instance, state) as undo:",
+        "with micro_batches.around, UpdateGuard(instance, state) as guard:", "with UpdateGuard(instance, state) as guard:",
         (PARITY, "-k", "share and causal-options0-step0"),
     ),
     Mutant(

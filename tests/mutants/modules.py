@@ -15,7 +15,7 @@ MUTANTS = [
         (TRAPS, "-k", "evaluation and sgd-local-eager"),
     ),
     Mutant(
-        "modes are not put back after a look that raises", "program/train_step.py",
+        "modes are not put back after a look that raises", "program/model_access.py",
         "            instance.modes.switch_back(evaluating)", "            pass", (MODES, "-k", "raises-local"),
     ),
     Mutant(

@@ -31,12 +31,12 @@ MUTANTS = [
         "tokens of one rank", "loop/measured.py", "tokens * self._ranks", "tokens", (MEASURES, "-k", "all_ranks"),
     ),
     Mutant(
-        "flops of a forward alone", "program/train_step.py", "return 3 * flops_of", "return flops_of",
+        "flops of a forward alone", "program/model_access.py", "return 3 * flops_of", "return flops_of",
         (MEASURES, "-k", "three_forwards"),
     ),
     Mutant(
-        "gradients cleared before memory is explained", "program/undo.py",
-        "        explain_out_of_memory(error, instance.named_tensors)", "        instance.engine.undo()\n        explain_out_of_memory(error, instance.named_tensors)", (MEASURES, "-k", "earlier_micro"),
+        "gradients cleared before memory is explained", "program/update_guard.py",
+        "        explain_out_of_memory(error, instance.named_tensors)", "        instance.engine.drop_pass()\n        explain_out_of_memory(error, instance.named_tensors)", (MEASURES, "-k", "earlier_micro"),
     ),
     Mutant(
         "a report with the steps that a restart took back", "seeing/runs.py", "points[-1][0] >= step", "points[-1][0] > step",

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.program.undo import autocast_state
+from fnaccel.program.update_guard import autocast_state
 from fnaccel.world.interrupts import SigintHeld
 from tests.models import Net, batch_of, loss_fn, program, whole_params
 

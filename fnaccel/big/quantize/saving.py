@@ -20,12 +20,11 @@ from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.disk import placing
 from fnaccel.checkpoint.format.items import Item, check_items, of_tensors
 from fnaccel.checkpoint.format.safetensors import spread, write_items
-from fnaccel.checkpoint.same_on_ranks import check_same_on_ranks
 from fnaccel.errors import ArgumentError, require
 from fnaccel.interchange.exporting import Style, finish, world_of, writer
 from fnaccel.interchange.model_config import files_for
-from fnaccel.interchange.targets import modules_of
-from fnaccel.state import TrainState, check_live, check_trained
+from fnaccel.interchange.targets import check_exportable, modules_of
+from fnaccel.state import TrainState
 from fnaccel.texts import bytes_in
 from fnaccel.world.world import World
 
@@ -74,6 +73,8 @@ def save_quantized(
     target = Path(directory)
     state = source if isinstance(source, TrainState) else None
     ranks = world_of(world, state)
+    if state is not None:  # before `together`, since ranks may talk in it
+        check_exportable(state, _WHERE)
     style = Style(max_shard_size, model=model, where=_WHERE)
     shards: list[Any] = []
     metadata: dict[str, str] = {}
@@ -116,9 +117,6 @@ def _module(source: Any, model: str | None) -> nn.Module:
     """
     module = source
     if isinstance(source, TrainState):
-        check_live(source)
-        check_trained(source, _WHERE)
-        check_same_on_ranks(source, _WHERE)
         modules = modules_of(source) or {}
         require(
             model in modules,

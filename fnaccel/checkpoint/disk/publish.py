@@ -148,11 +148,11 @@ def commit(staged: Path, root: Path, described: Manifest, where: str) -> Path:
     Raises:
         CheckpointError: its name belongs to a file or a directory that no save wrote.
     """
+    check_free(root, described.step, where)
+    final, aside = _names(root, described.step)
     text = manifest.dump(described)
     manifest.parse(text, where)  # one that a reader would refuse is not committed
     durable.write_file(staged / manifest.FILE, [memoryview(text)])
-    check_free(root, described.step, where)
-    final, aside = _names(root, described.step)
     if final.exists() and aside.exists():
         discard(aside)
     durable.put_in_place(staged, final, aside)

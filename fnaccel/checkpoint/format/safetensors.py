@@ -8,6 +8,7 @@ not sync.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def spread(items: Sequence[Item], most: int) -> list[list[Item]]:
 
 def widest_first(items: Iterable[Item]) -> list[Item]:
     """Items in an order in which each starts at a multiple of its own element size."""
-    return sorted(items, key=lambda item: -item.dtype.itemsize)
+    return sorted(items, key=operator.attrgetter("dtype.itemsize"), reverse=True)
 
 
 def write_items(

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from fnaccel.checkpoint.format.boxes import Box, make_up, overlap, whole
+from fnaccel.checkpoint.format.boxes import Box, make_up, whole
 from fnaccel.checkpoint.format.dtypes import CODES
 from fnaccel.checkpoint.format.found import Found, Source, damaged
 from fnaccel.checkpoint.format.manifest import NAME
-from fnaccel.checkpoint.format.mapped import Block, Mapped
+from fnaccel.checkpoint.reading import Block, Mapped
 from fnaccel.errors import CheckpointError
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
@@ -165,12 +165,11 @@ def _found(
 
     def read(box: Box, out: torch.Tensor) -> None:
         for file, block in parts:
-            mapped.copy(file, block, box, out)
+            mapped.read(file, [(block, box, out)])
 
     def check(box: Box) -> None:
         for file, block in parts:
-            if overlap(block.box, box):
-                mapped.check(file, block)
+            mapped.read(file, [(block, box, None)])
 
     (file, block), *others = parts
 

@@ -22,7 +22,7 @@ from fnaccel.world.progress_marks import enter_step, leave_step
 AutocastState = tuple[bool, torch.dtype, bool, int]
 
 
-class Undo:
+class UpdateGuard:
     """In the body an update runs, in two halves with `commit` between them.
 
     A failure before `commit` leaves the state live and exact: random streams, grad mode, autocast, buffers,
@@ -43,13 +43,13 @@ class Undo:
         self._sigint = SigintHeld()
         self._committed = False
 
-    def __enter__(self) -> Undo:
+    def __enter__(self) -> UpdateGuard:
         instance, state = self._instance, self._state
         enter_step(state.step, instance.where, first=not instance.moved, shares=instance.shares)
         if not instance.clean:  # an interrupt cut off what the step before had to put back
-            instance.engine.undo()
+            instance.engine.drop_pass()
         instance.clean = False
-        self._begun = 0 if instance.captured is None else kernels.begun()
+        self._begun = kernels.begun() if instance.captured else 0
         self._modes = TorchModes(instance.autocast_on)
         # a data set may draw from the same streams, and has to find them as it left them (1 us)
         self._streams = [(stream, stream.get_state()) for stream in instance.streams]
@@ -57,7 +57,7 @@ class Undo:
         own = tree.leaves(state.transforms) if state.transforms else ()
         self._own = [(x, _torch.version_of(x)) for x in own if isinstance(x, torch.Tensor)]
         instance.moving_buffers.begin()
-        if instance.captured is not None and instance.moved:
+        if instance.captured and instance.moved:
             self._sigint.__enter__()
         return self
 
@@ -102,9 +102,9 @@ class Undo:
         if instance.cut_fails and isinstance(error, Exception):
             error.add_note(f"in the first forward of a model that is cut. {CAUSES}")
         if not self._committed:
-            instance.engine.undo()
+            instance.engine.drop_pass()
         self._modes.put_back()
-        if instance.captured is not None and kernels.begun() != self._begun:
+        if instance.captured and kernels.begun() != self._begun:
             donate(state)
         if not is_stale(state) and (not instance.moving_buffers.put_back() or self._own_changed()):
             donate(state)

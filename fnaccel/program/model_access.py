@@ -1,0 +1,245 @@
+"""`ModelAccess`: the calls of a train step that do not train: looks, averages in place, the first checks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any, ParamSpec, TypeVar, cast
+
+from fnaccel.program.doubled_row import check_metrics
+from fnaccel.program.look import LOOK, flops_of, look_at
+from fnaccel.program.lower import Lowered
+from fnaccel.program.probe import Probed, check_forward, fits, is_split, short
+from fnaccel.program.put_back import put_back
+from fnaccel.program.state_owner import StateOwner
+from fnaccel.program.update_guard import TorchModes, keeping_modes
+from fnaccel.state import TrainState, check_ema, lease_of
+from fnaccel.step.spec import Spec
+from fnaccel.tree import Tree
+from fnaccel.world.progress_marks import within
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ModelAccess:
+    """The calls of a `TrainStep` that do not train. The live state stays as it is.
+
+    Args:
+        spec, lowered: the step.
+        owner: of its state.
+
+    Attributes:
+        mesh: the mesh of ranks. `train_step.mesh["batch"]` is an argument for `over=`.
+    """
+
+    def __init__(self, spec: Spec, lowered: Lowered, owner: StateOwner) -> None:
+        self.mesh = spec.mesh
+        self._spec = spec
+        self._lowered = lowered
+        self._owner = owner
+        self._autocast_on = lowered.autocast_on(spec.mesh.world.device)
+
+    @within("evaluate")
+    def look(
+        self, state: TrainState, fn: Callable[..., R], *args: Any, train: bool = False, whole: bool = False
+    ) -> R:
+        """`fn(model, *args)` without gradients, under the step's precision. Nothing is donated.
+
+        Every rank must call it. Under `fsdp` each unit is gathered while its forward runs. A parameter that
+        `fn` reads by itself is a part, unless `whole`.
+
+        Args:
+            state: the live state.
+            fn: any function of the model, such as sampling.
+            args: its further arguments.
+            train: run each module in the mode in which it trains (dropout on).
+            whole: gather copies of all parameters first, each in its own dtype, for `fn` to read:
+                `train_step.look(state, lambda m: m.save_pretrained(d), whole=True)`.
+
+        Raises:
+            StaleStateError, UnleasedStateError: not the live state.
+            CapabilityError: `fn` read the part of a sharded parameter, or `whole` under DeepSpeed.
+
+        Example:
+            >>> train_step.look(state, lambda model: float(loss_fn(model, batch).total) > 0)
+            True
+        """
+        instance = self._owner.instance
+        lease_of(state, LOOK, averaged=True)
+        instance.check_modules()
+        # without contexts, which would take a fifth of a small forward
+        modes, evaluating = TorchModes(self._autocast_on), instance.modes.switch(training=train)
+        try:
+            return look_at(instance, self._lowered.settings.precision(fn), *args, whole=whole)
+        except BaseException:
+            modes.put_back()
+            raise
+        finally:
+            instance.modes.switch_back(evaluating)
+
+    def as_loss(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """`fn(model, batch, *args)`, called as the loss function is: on this rank's part of a whole batch.
+
+        Under `fa.context` the part is some tokens of each row, and attention reaches the tokens of all ranks.
+        On other strategies it is `fn` itself. `fa.evaluate` calls metric functions so.
+
+        Args:
+            fn: a function of the model and a batch, for `look`.
+
+        Example:
+            >>> loss = train_step.look(state, train_step.as_loss(loss_fn), batch)
+        """
+        part = self._lowered.part
+        if part is None:
+            return fn
+        checked = part.checked(fn)
+
+        def run(model: object, batch: Tree, *args: Any) -> Any:
+            (data,), around = part.cut([batch])
+            with around:
+                return checked(model, data, *args)
+
+        return cast(Callable[P, R], run)
+
+    def flops(self, state: TrainState, batch: Tree) -> float:
+        """Floating-point operations of one row, forward and backward, of this rank: three times a forward.
+
+        Matrix products, convolutions and attention are counted while the first row of the batch runs. What
+        `fa.remat` computes again is not counted.
+
+        Args:
+            state: the live state.
+            batch: this rank's batch.
+
+        Example:
+            >>> train_step.flops(state, batch) > 0
+            True
+        """
+        return 3 * flops_of(
+            lambda row: self.look(state, self.as_loss(self._spec.step.forward()), row), short(batch)
+        )
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether it computes in 16 bits or fewer."""
+        precision = self._lowered.settings.precision
+        return precision.autocast or self._lowered.settings.casts
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """In the body modules are in evaluation mode. Each module's own mode comes back at its end.
+
+        `look` switches by itself. Around many calls of `look` this switches once.
+
+        Example:
+            >>> with train_step.evaluating():
+            ...     totals = [train_step.look(state, loss_fn, batch).total for _ in range(3)]
+        """
+        return self._owner.instance.modes.during(training=False)
+
+    @contextlib.contextmanager
+    def averaged(self, state: TrainState) -> Generator[None]:
+        """In the body the model holds the averages of `with_ema`, and afterwards its own values again.
+
+        Saving, copying, changing or lending the state raises in the body, since it holds averages.
+
+        Raises:
+            StaleStateError, UnleasedStateError: not the live state.
+            AveragedError: inside of another `averaged`.
+            ArgumentError: a step without `with_ema`.
+
+        Example:
+            >>> train_step = fa.config.apply(fa.config.Recipe(ema=0.99), loss_fn, GPT)
+            >>> state, metrics = train_step(train_step.init(), batch)
+            >>> with train_step.averaged(state):
+            ...     loss = fa.evaluate(train_step, state, loss_fn, fa.shard(loader))
+        """
+        instance = self._owner.instance
+        lease = lease_of(state, "train_step.averaged(state)")
+        check_ema(state, "train_step.averaged(state)")
+        instance.check_modules()
+        exchange = instance.averages_in_place()
+        with exchange:
+            lease.averaged = True
+            try:
+                yield
+            finally:
+                lease.averaged = False
+
+    def check_totals(self, state: TrainState, fn: Callable[..., Any], batch: Tree) -> None:
+        """See that each `fa.Mean` that a metric function returns holds a total and its weight, not a mean.
+
+        The function gets the first row, and that row twice, once for each function. `fa.evaluate` does it.
+
+        Args:
+            state: the live state.
+            fn: `fn(model, batch)`, as for `fa.evaluate`.
+            batch: this rank's batch.
+
+        Raises:
+            LossError: a mean in the place of a total, or the other way round.
+
+        Example:
+            >>> rows = lambda model, batch: fa.Mean(len(batch["tokens"]), weight=1)
+            >>> train_step.check_totals(state, rows, batch)
+        """
+        instance = self._owner.instance
+        lease_of(state, LOOK, averaged=True)
+        with self._keeping():
+            check_metrics(instance, self._run_of(fn), fn, batch)
+
+    def can_probe(self) -> bool:
+        """Whether `probe` has anything to compare, and half of the free memory holds the whole model."""
+        layout = self._owner.engine.layout
+        # otherwise the user's loss takes the parts of rows itself
+        whole_rows = not self.mesh.partial_rows or self._lowered.part is not None
+        return whole_rows and is_split(self.mesh) and fits(self._spec.model, layout.parameters, self.mesh)
+
+    def probe(self, batch: Tree) -> Probed:
+        """Compare the cut model's loss of one row with that of the whole model, gathered on every rank.
+
+        For strategies with `fa.tensor` or `fa.context`, after `init`. The call of step 0 does it if
+        `can_probe()`. Modules are in evaluation mode, nothing is differentiated, and the state stays.
+
+        Args:
+            batch: this rank's batch. Its first row is taken.
+
+        Raises:
+            CapabilityError: the two differ, on any rank. Names the usual causes.
+            ArgumentError: a built module was given, which can't be built a second time.
+
+        Example:
+            >>> round(train_step.probe(batch).difference, 6)
+            0.0
+        """
+        instance = self._owner.instance
+        instance.probed = True
+        settings, step, layout = self._lowered.settings, self._spec.step, instance.engine.layout
+        modules, device = layout.modules, self.mesh.world.device
+        instance.moving_buffers.begin()
+        try:
+            with (
+                self._keeping(),
+                instance.modes.during(training=False),
+                put_back([step.loss_fn], modules, device),
+            ):
+                return check_forward(
+                    settings.precision(step.forward()),
+                    lambda fn, row: look_at(instance, self.as_loss(fn), row, whole=False),
+                    self._spec.model,
+                    layout.parameters,
+                    layout.buffers,
+                    self.mesh,
+                    short(batch),
+                    low=settings.precision.autocast or settings.casts or bool(self._lowered.modules),
+                )
+        finally:
+            instance.moving_buffers.put_back()
+
+    def _keeping(self) -> contextlib.AbstractContextManager[None]:
+        """If the body is interrupted, grad mode and autocast are as before."""
+        return keeping_modes(self._autocast_on)
+
+    def _run_of(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the model and a batch as the step runs it: its part, under its precision."""
+        return self._lowered.settings.precision(self.as_loss(fn))
