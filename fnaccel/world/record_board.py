@@ -45,7 +45,7 @@ class RecordBoard:
     size: int
     record: Callable[[], RankRecord]
     records: dict[int, RankRecord] = attrs.field(factory=dict)
-    _answers: Callable[[], bool] = attrs.field(init=False)
+    _answers: Any = attrs.field(init=False)
     _posting: threading.Lock = attrs.field(factory=threading.Lock)
 
     def __attrs_post_init__(self) -> None:
@@ -56,6 +56,10 @@ class RecordBoard:
     def of_thread(self) -> RecordBoard:
         """The same board for another thread."""
         return RecordBoard(self.client, self.rank, self.size, self.record, self.records, self._posting)
+
+    def close(self) -> None:
+        """Close the connection now: a watcher is part of a circle, which Python frees at any time later."""
+        self.client = self._answers = None
 
     def answers_again(self) -> bool:
         """Whether the store, which did not answer in time, answers now. If so the board can be used again."""

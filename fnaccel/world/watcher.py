@@ -182,6 +182,9 @@ class Watcher:
         except RuntimeError:
             everyone = clean  # the rank that keeps the store is gone, as it is if all have left
         self._thread.join(STORE)
+        if not self._thread.is_alive():
+            self._watched.close()
+        self._board.close()
         if self._memory is not None:
             self._memory.close()
         self._log.explain = None
