@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.surface.tenants import COMMANDS, PACKAGE, SCRIPT, TENANTS, USES, copy_without
+from tests.surface.tenants import (
+    COMMANDS,
+    PACKAGE,
+    SCRIPT,
+    TENANTS,
+    USES,
+    copy_without,
+    core_lines,
+    core_names,
+)
 
 ROOT = Path(__file__).parents[2]
 CORE = [
@@ -20,6 +29,10 @@ CORE = [
     "tests/checkpoint/test_background.py", "tests/robust/test_scan.py",
 ]  # fmt: skip
 """Files of tests that use little beside the core."""
+
+
+MOST_NAMES, MOST_LINES = 285, 44_950
+"""Names of the core that tenants import beside what is public; lines of the core. They only sink."""
 
 
 def run(folder, *words):
@@ -32,6 +45,14 @@ def run(folder, *words):
 def test_each_tenant_is_there():
     missing = [path for paths in TENANTS.values() for path in paths if not (PACKAGE / path).exists()]
     assert not missing
+
+
+def test_tenants_import_no_more_of_the_core():
+    assert len(core_names()) <= MOST_NAMES, "python -m tests.surface.tenants prints them"
+
+
+def test_the_core_gets_no_longer():
+    assert core_lines() <= MOST_LINES
 
 
 def without(names, folder):
