@@ -29,6 +29,7 @@ TENANTS = {
     "float8": ["transforms/float8"],
     "importing": ["config/importing", "cli/config/importing.py"],
     "interchange": ["interchange"],
+    "machines": ["launch/coordinator.py", "launch/elastic.py", "launch/store.py"],
     "mlflow": ["track/mlflow.py"],
     "optimizers of DeepSpeed": ["optim/deepspeed.py"],
     "optimizers in 8 bits": ["optim/quantized.py"],
@@ -72,8 +73,8 @@ USES = {
 """A use of some of them, in Python."""
 
 COMMANDS = {
-    "bench": "bench train.py", "convert": "convert a b", "estimate": "estimate gpt2", "importing": "config import a.yaml",
-    "questions": "config", "reports": "report a.jsonl", "self test": "test", "big": "inspect a",
+    "bench": "bench train.py", "carriers": "launch --carrier slurm --cpu launched.py", "convert": "convert a b", "estimate": "estimate gpt2", "importing": "config import a.yaml",
+    "machines": "launch --cpu --nnodes 2 --node-rank 0 --master-addr 127.0.0.1 launched.py", "questions": "config", "reports": "report a.jsonl", "self test": "test", "big": "inspect a",
 }  # fmt: skip
 """A use of some of them, on the command line."""
 
