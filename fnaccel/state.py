@@ -425,7 +425,7 @@ def check_trained(state: Tree, where: str) -> None:
         lease = state._lease
         refuse_averaged(lease, where)
         if lease is not None and lease.live is state:
-            lease.owner.check_modules()
+            lease.owner.instance.check_modules()
 
 
 def donate(state: TrainState) -> None:

@@ -34,7 +34,7 @@ def describe(state: Tree, ranks: int) -> dict[str, Any]:
             facts["plan"] = str(owner.plan)
             if owner.instance.source is not None:
                 facts["data"] = dict(owner.instance.source)
-            facts["transient_buffers"] = owner.transient_buffers()
+            facts["transient_buffers"] = owner.instance.transient()
     return facts
 
 

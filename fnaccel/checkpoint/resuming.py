@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.background import Background
-from fnaccel.checkpoint.disk import publish as commit
+from fnaccel.checkpoint.disk import publish
 from fnaccel.checkpoint.disk.directory import attempts
 from fnaccel.checkpoint.machines import common_steps
 from fnaccel.checkpoint.restoring import restore
@@ -118,7 +118,7 @@ def resume_or_init(
 
 def _steps(root: Path) -> list[int]:
     """The steps under a root, newest first. A step without a manifest is damaged, not absent."""
-    steps = {entry.step for entry in commit.checkpoints(root)}
+    steps = {entry.step for entry in publish.checkpoints(root)}
     if root.is_dir():
         named = (_NAMED.fullmatch(path.name) for path in root.iterdir())
         steps |= {int(entry[1]) for entry in named if entry is not None}

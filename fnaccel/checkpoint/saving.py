@@ -47,7 +47,7 @@ def save(
     """Write a checkpoint that any strategy on any number of ranks can restore.
 
     Every rank must call it, with a directory that all of them see. Ranks write only their own parts.
-    of a tensor that all hold (buffers, everything under ddp), rank 0's is written. Nothing is visible
+    Of a tensor that all hold (buffers, everything under ddp), rank 0's is written. Nothing is visible
     to readers before all of it is on the device. A failure or a crash leaves the earlier checkpoints.
     Saving a step that exists replaces it, as safely. The state stays live.
 

@@ -1,6 +1,6 @@
 """One save, from the state to a committed checkpoint, on any thread.
 
-    begin    every rank: encode the tree, note its own parts. Rank 0: make the directory to fill
+    begin    every rank: encode the tree, choose its own parts. Rank 0: make the directory to fill
     run      every rank: write its file. Rank 0: write the manifest, commit, remove old checkpoints
 
 Ranks meet after each. A failure on one rank fails on all ranks, and nothing becomes visible.
@@ -18,11 +18,9 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from fnaccel.checkpoint import provenance
-from fnaccel.checkpoint import random_streams as streams
+from fnaccel.checkpoint import provenance, random_streams
 from fnaccel.checkpoint.all_ranks import together
-from fnaccel.checkpoint.disk import durable
-from fnaccel.checkpoint.disk import publish as commit
+from fnaccel.checkpoint.disk import durable, publish
 from fnaccel.checkpoint.disk.durable import FileRecord
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.retention import Retention
@@ -44,10 +42,10 @@ Hold = Callable[[dict[str, Part]], dict[str, Part]]
 
 
 @attrs.frozen
-class _Written:
+class _WrittenFile:
     """The contents of one rank's file: pieces of tensors."""
 
-    file: str
+    name: str
     record: FileRecord
     tensors: tuple[Stored, ...]
 
@@ -91,7 +89,7 @@ class Writing:
         self._number = 0
 
     def begin(self, state: Tree, step: int | None, metadata: Tree, *, hold: Hold | None = None) -> None:
-        """Note the parts to write, and make the directory. Only `hold` reads a tensor.
+        """Choose the parts to write, and make the directory. Only `hold` reads a tensor.
 
         Args:
             state, step, metadata: see `fa.save`.
@@ -101,38 +99,39 @@ class Writing:
             NotSerializableError, StaleStateError, ArgumentError, CheckpointError: see `fa.save`.
         """
 
+        machines = self._machines
+        numbered = functools.partial(_number, self._root, state, step, self._where)
+        # rank 0's number, and not one of each machine
+        number = together(self._world, self._where, numbered)[0] if machines.several else None
+
         def prepare() -> _Ready:
-            tree, notes = encode(state), _notes(metadata, self._where)
-            ready = _Ready(streams=self._note(tree, notes, state))
+            ready = self._choose_parts(state, metadata)
             if hold is not None:
                 self.parts = hold(self.parts)
-            if not self._machines.leads:
+            if not machines.leads:
                 return ready
-            number = _number(self._root, state, step, self._where) if numbers is None else numbers[0]
-            commit.check_free(self._root, number, self._where)
-            self._staged = commit.stage(self._root, number)
-            self._lock.enter_context(commit.held(self._staged))
-            commit.check_alone(self._staged, self._where)
-            return attrs.evolve(ready, place=(self._staged, number))
+            return attrs.evolve(ready, place=self._stage(numbered() if number is None else number))
 
-        machines = self._machines
-        numbers = None
-        if machines.several:  # rank 0's, and not one of each machine
-            numbers = together(
-                self._world, self._where, lambda: _number(self._root, state, step, self._where)
-            )
         with self._undone() as lock:
             ranks = together(self._world, self._where, prepare)
             self._lock = lock.pop_all()
         place = ranks[machines.lead()].place
         assert place is not None
         self._staged, self._number = place
-        self._save = ranks[0].place[0].name if ranks[0].place is not None else ""
+        self._save_id = ranks[0].place[0].name if ranks[0].place is not None else ""
         self._call_hooks("before_save", self._staged, state)
         if machines.leads:
             for rank, ready in enumerate(ranks):
                 if machines.lead(rank) == machines.rank:
-                    self.parts.update(_streams(rank, ready.streams))
+                    self.parts.update(_stream_parts(rank, ready.streams))
+
+    def _stage(self, number: int) -> tuple[Path, int]:
+        """Make the directory to fill, and hold its lock until the end of the save."""
+        publish.check_free(self._root, number, self._where)
+        self._staged = publish.stage(self._root, number)
+        self._lock.enter_context(publish.held(self._staged))
+        publish.check_alone(self._staged, self._where)
+        return self._staged, number
 
     def run(self) -> Path:
         """Write, commit and remove old checkpoints. Returns the directory of the checkpoint.
@@ -145,7 +144,7 @@ class Writing:
             together(self._world, self._where, functools.partial(self._finish, written), over=self.over)
             if self._machines.several:
                 together(self._world, self._where, self._retain, over=self.over)
-        path = self._root / commit.name_of(self._number)
+        path = self._root / publish.name_of(self._number)
         self._call_hooks("after_save", path)
         return path
 
@@ -159,7 +158,7 @@ class Writing:
     def _run_hooks(self, name: str, *args: Any) -> None:
         self._world.resource(Registered).run(name, *args)
         if name == "before_save" and self._staged is not None:
-            taken = commit.taken_names(self._staged)
+            taken = publish.taken_names(self._staged)
             if taken:
                 raise CheckpointError(
                     f"a before_save hook wrote or removed {taken[0]}, which belongs to the save",
@@ -179,8 +178,9 @@ class Writing:
                         durable.remove(self._staged)
                 raise
 
-    def _note(self, tree: Encoded, notes: Encoded, state: Tree) -> dict[str, torch.Tensor]:
-        """Note the parts to write. Returns this rank's random streams if it has no file for them."""
+    def _choose_parts(self, state: Tree, metadata: Tree) -> _Ready:
+        """Choose the parts that this rank writes. Its random streams go to another rank if it has no file."""
+        tree, notes = encode(state, self._where), _encoded_metadata(metadata, self._where)
         self.parts, self._paths = {}, {}
         for path, value in tree.tensors.items():
             for number, part in enumerate(self._machines.parts_of(value)):
@@ -192,13 +192,13 @@ class Writing:
         self._tree, self._metadata = tree.structure, notes.structure
         # one rank writes it, so the other ranks do not format the plan or walk the modules
         self._written_by = provenance.describe(state, self._world.size) if self._machines.leads else {}
-        captured = streams.capture(self._world.device) if tree.has_state else {}
+        captured = random_streams.capture(self._world.device) if tree.has_state else {}
         if not self.parts:
-            return captured
-        self.parts.update(_streams(self._world.rank, captured))
-        return {}
+            return _Ready(streams=captured)
+        self.parts.update(_stream_parts(self._world.rank, captured))
+        return _Ready(streams={})
 
-    def _write(self) -> _Written | None:
+    def _write(self) -> _WrittenFile | None:
         """Write this rank's file. None if it has nothing to write."""
         if not self.parts or self._staged is None:
             return None
@@ -211,15 +211,15 @@ class Writing:
             tensor = self._tensors.get(path) or _stored(path, part.local)
             piece = Piece(name, part.box, "" if entry == path else entry)
             pieces.append(Stored(path, tensor.dtype, tensor.shape, (piece,)))
-        return _Written(name, record, tuple(pieces))
+        return _WrittenFile(name, record, tuple(pieces))
 
-    def _finish(self, written: Sequence[_Written | None]) -> None:
+    def _finish(self, written: Sequence[_WrittenFile | None]) -> None:
         if self._machines.leads and self._staged is not None:
             described = self._describe(written)
             if self._world.resource(Registered).hooks:
                 durable.sync_files(self._staged)
-            commit.commit(self._staged, self._root, described, self._where)
-            commit.sweep(self._root)
+            publish.commit(self._staged, self._root, described, self._where)
+            publish.sweep(self._root)
             if not self._machines.several:
                 self._retention.apply(self._root, self._number)
 
@@ -228,27 +228,27 @@ class Writing:
         if self._machines.leads:
             self._retention.apply(self._root, self._number)
 
-    def _describe(self, written: Sequence[_Written | None]) -> Manifest:
+    def _describe(self, written: Sequence[_WrittenFile | None]) -> Manifest:
         tensors = dict(self._tensors)
-        wrote = [(rank, part) for rank, part in enumerate(written) if part is not None]
-        writer = {part.file: rank for rank, part in wrote}
-        for piece in (stored for _, part in wrote for stored in part.tensors):
-            tensor = tensors.get(piece.path)
-            if tensor is None and piece.path.startswith(f"{streams.ROOT}/"):
-                tensor = attrs.evolve(piece, pieces=())
-            if tensor is None or (tensor.dtype, tensor.shape) != (piece.dtype, piece.shape):
+        files = {file.name: file for file in written if file is not None}
+        writer = {file.name: rank for rank, file in enumerate(written) if file is not None}
+        for stored in (stored for file in files.values() for stored in file.tensors):
+            path, tensor = stored.path, tensors.get(stored.path)
+            if tensor is None and path.startswith(f"{random_streams.ROOT}/"):
+                tensor = attrs.evolve(stored, pieces=())
+            if tensor is None or (tensor.dtype, tensor.shape) != (stored.dtype, stored.shape):
                 raise CheckpointError(
-                    f"{piece.path} is {piece} on one rank, and {tensor or 'missing'} on rank 0",
+                    f"{path} is {stored} on one rank, and {tensor or 'missing'} on rank 0",
                     where=self._where,
                     fix="save the same tree on every rank",
                 )
-            tensors[piece.path] = Stored(piece.path, tensor.dtype, tensor.shape, tensor.pieces + piece.pieces)
+            tensors[path] = attrs.evolve(tensor, pieces=tensor.pieces + stored.pieces)
         own: dict[str, Any] = {}
         if self._machines.several:
             own = {
                 "machine": self._machines.here,
                 "machines": len(set(self._machines.of)),
-                "save": self._save,
+                "save": self._save_id,
             }
             tensors = {
                 path: attrs.evolve(
@@ -263,14 +263,14 @@ class Writing:
             tree=self._tree,
             metadata=self._metadata,
             tensors=tensors,
-            files={part.file: part.record for _, part in wrote if part.file in named},
+            files={name: file.record for name, file in files.items() if name in named},
             written_by={**self._written_by, "git": provenance.commit_of_program(), **own},
         )
 
 
-def _streams(rank: int, captured: dict[str, torch.Tensor]) -> dict[str, Part]:
+def _stream_parts(rank: int, captured: dict[str, torch.Tensor]) -> dict[str, Part]:
     return {
-        f"{streams.ROOT}/{rank}/{kind}": Part(whole(tuple(value.shape)), value, True)
+        f"{random_streams.ROOT}/{rank}/{kind}": Part(whole(tuple(value.shape)), value, True)
         for kind, value in captured.items()
     }
 
@@ -285,7 +285,7 @@ def _stored(path: str, value: torch.Tensor) -> Stored:
     return Stored(path, value.dtype, tuple(value.shape), ())
 
 
-def _notes(metadata: Tree, where: str) -> Encoded:
+def _encoded_metadata(metadata: Tree, where: str) -> Encoded:
     notes = encode(metadata)
     if notes.tensors:
         raise NotSerializableError(
@@ -300,7 +300,7 @@ def _number(root: Path, state: Tree, step: int | None, where: str) -> int:
     if step is None and isinstance(state, TrainState):
         step = state.step
     if step is None:
-        newest = commit.checkpoints(root)
+        newest = publish.checkpoints(root)
         return newest[-1].step + 1 if newest else 0
     if type(step) is not int or not 0 <= step < 10**19:
         raise ArgumentError(f"step={step!r} can't number a checkpoint", where=where, fix="an int from 0 on")

@@ -13,22 +13,23 @@ from typing import Any
 import attrs
 
 import fnaccel
+from fnaccel import _lazy
 from fnaccel.cli.options.launch import add_recipe_options as add_recipe_options
 from fnaccel.cli.options.launch import parser
 from fnaccel.cli.overriding import check_overrides, gather_overrides, layers, notices
 from fnaccel.cli.terminal import print_json
 from fnaccel.config import LaunchRecipe
-from fnaccel.errors import LaunchError, nearest
+from fnaccel.errors import LaunchError, MissingBackendError, nearest
 from fnaccel.launch import tpu
 from fnaccel.launch.accelerators import count_processes
-from fnaccel.launch.carriers import Request, choose, plan
-from fnaccel.launch.carriers.choice import IN_THE_LAUNCHER
+from fnaccel.launch.carrier import IN_THE_LAUNCHER, choose, plan
 from fnaccel.launch.ending import leave
 from fnaccel.launch.input_end import end_with_input
 from fnaccel.launch.job import Job, check_values
 from fnaccel.launch.network import free_port
 from fnaccel.launch.options import flags_of
 from fnaccel.launch.presets import find_cards, preset_variables
+from fnaccel.launch.request import Request
 from fnaccel.launch.sections import TpuVmRecipe
 from fnaccel.launch.supervise import launch
 
@@ -165,7 +166,8 @@ def run(arguments: Sequence[str]) -> int:
         )
     if carrier in IN_THE_LAUNCHER:
         for name in dir(fnaccel):  # the ranks are forks: all of them use these modules
-            getattr(fnaccel, name)
+            with contextlib.suppress(MissingBackendError):  # a copy of fnaccel without it
+                getattr(fnaccel, name)
         if order.options.end_with_input:
             end_with_input()
         leave(launch(request.job))
@@ -175,9 +177,7 @@ def run(arguments: Sequence[str]) -> int:
 def _with_facts(request: Request, carrier: str) -> Request:
     """The request with facts about this machine that the carrier needs."""
     if carrier == "mpirun":
-        from fnaccel.launch.carriers.mpirun import ask_version  # noqa: PLC0415 - for this carrier only
-
-        return attrs.evolve(request, mpi=ask_version())
+        return attrs.evolve(request, mpi=_lazy.load("fnaccel.launch.carriers.mpirun").ask_version())
     if carrier == "local":
         cards, driver = find_cards()
         presets = preset_variables(request.job, os.environ, cards=cards, driver=driver)
@@ -187,18 +187,14 @@ def _with_facts(request: Request, carrier: str) -> Request:
 
 def _carry(request: Request, carrier: str) -> int:
     """Start a job by a carrier outside of this launcher, and wait for it."""
-    from fnaccel.launch.carriers.execution import execute  # noqa: PLC0415 - for these carriers only
-
     check_values(attrs.evolve(request.job, processes=1, min_ranks=None))
     result = plan(request, carrier)
     if result.output:
         print(result.output, end="" if result.output.endswith("\n") else "\n")
         return 0
     if result.request is not None:
-        from fnaccel.launch.carriers.sagemaker import submit  # noqa: PLC0415 - for this carrier only
-
-        return submit(result.request)
-    return execute(result, grace=request.job.grace)
+        return int(_lazy.load("fnaccel.launch.carriers.sagemaker").submit(result.request))
+    return int(_lazy.load("fnaccel.launch.carriers.execution").execute(result, grace=request.job.grace))
 
 
 def _check_stray(parsed: argparse.Namespace) -> None:

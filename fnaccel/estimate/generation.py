@@ -16,8 +16,9 @@ from fnaccel.estimate.account import Account
 from fnaccel.estimate.model_names import NamedModel
 from fnaccel.estimate.repeated import multiply, shorten
 from fnaccel.estimate.trace import fill, tensors_of
+from fnaccel.extend import construct
 from fnaccel.models import _torch
-from fnaccel.models.building import construct, release
+from fnaccel.models.building import release
 from fnaccel.models.unknown_values import ordinary_batch
 from fnaccel.texts import size_of
 

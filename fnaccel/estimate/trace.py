@@ -17,19 +17,16 @@ from torch import nn
 
 from fnaccel import _torch as framework
 from fnaccel.data.micro_batches import micro_batches
-from fnaccel.engine.engine import Forward
 from fnaccel.estimate._torch import unsharded_gradients, without_chunks
 from fnaccel.estimate.account import GRADIENTS, Account
 from fnaccel.estimate.repeated import TRACED, Repeated, multiply, shorten
+from fnaccel.extend import Build, Built, Forward, Spec
 from fnaccel.models import _torch
 from fnaccel.models.blocks import NamedUnits, find_units
-from fnaccel.models.building import Built
 from fnaccel.models.module_modes import ModuleModes
 from fnaccel.models.unknown_values import ordinary_batch
 from fnaccel.program.lower import Lowered
 from fnaccel.step.loss import read_loss
-from fnaccel.step.spec import Spec
-from fnaccel.strategies.axis import Build
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_engine import dims_of, forward_of, shard
 from fnaccel.tree import Tree

@@ -16,24 +16,23 @@ from fnaccel.estimate.account import GRADIENTS, Account, Peak
 from fnaccel.estimate.repeated import CHECKED, TRACED
 from fnaccel.estimate.trace import TracePlan, trace
 from fnaccel.estimate.work import Work
+from fnaccel.extend import Built, Mesh, Spec, Strategy, construct
 from fnaccel.models import _torch
 from fnaccel.models.blocks import HasUnits, find_units
-from fnaccel.models.building import Built, construct, freeze, has_factories, release
+from fnaccel.models.building import freeze, has_factories, release
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.program.axes_applied import apply_axes
 from fnaccel.program.launcher_flags import Chosen, choose
 from fnaccel.program.lower import Lowered
 from fnaccel.program.planned import Planned, planned
-from fnaccel.step.spec import Spec
 from fnaccel.step.step import StepLike
 from fnaccel.strategies.axis import Rewrites
 from fnaccel.strategies.distribute import Distributed
 from fnaccel.strategies.footprint import Footprint, footprint_of
 from fnaccel.strategies.fsdp import Fsdp
-from fnaccel.strategies.strategy import Strategy
 from fnaccel.texts import size_of
 from fnaccel.tree import Tree
-from fnaccel.world.mesh import LOSS_AXES, Mesh, build, resolve
+from fnaccel.world.mesh import LOSS_AXES, build, resolve
 from fnaccel.world.simulation import absent_world, check_machines, check_ranks, simulate
 
 _KINDS = {

@@ -126,10 +126,10 @@ def modules_of(state: Tree) -> dict[str | None, nn.Module] | None:
         owner = lease_of(state, "fa.interchange.adopt").owner
     except UnleasedStateError:
         return None
-    model = owner.engine.layout.model
+    model = owner.instance.engine.layout.model
     keyed: dict[str | None, nn.Module] = dict(model) if isinstance(model, dict) else {None: model}
     # the loss may see wrapped modules. These are the user's
-    return dict(zip(keyed, owner.engine.layout.modules, strict=True))
+    return dict(zip(keyed, owner.instance.engine.layout.modules, strict=True))
 
 
 def persistent_paths(modules: Mapping[str | None, nn.Module]) -> set[str]:

@@ -13,26 +13,10 @@ from fnaccel.errors import LaunchError
 from fnaccel.launch.channel import Channel
 from fnaccel.launch.elastic import coordinate
 from fnaccel.launch.job import Job
-from fnaccel.launch.verdict import Decision, MachineResult
+from fnaccel.launch.verdict import Decision, MachineResult, Place
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """A terminal or a scheduler sends them to all processes of a job. This one ends when its launcher does."""
-
-
-@attrs.frozen(kw_only=True)
-class Place:
-    """This machine's place in one attempt.
-
-    Attributes:
-        number: how many attempts there were before.
-        machine, machines: which of how many machines this is.
-        failures: how many restarts are used up.
-    """
-
-    number: int = 0
-    machine: int = 0
-    machines: int = 1
-    failures: int = 0
 
 
 class Coordinator:

@@ -10,22 +10,25 @@ import os
 import signal
 import sys
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from fnaccel import _lazy
 from fnaccel.errors import LaunchError
-from fnaccel.launch.coordinator import Coordinator, Place, meet
 from fnaccel.launch.failure import describe
 from fnaccel.launch.forking import fork
 from fnaccel.launch.job import STATIC_PORT, Job, check
 from fnaccel.launch.network import free_port, interface_to, wait_for_port
 from fnaccel.launch.presets import find_cards, preset_variables
 from fnaccel.launch.tee import Copier, entering, finish, start_copiers
-from fnaccel.launch.verdict import Decision, decide
+from fnaccel.launch.verdict import Decision, Place, decide
 from fnaccel.launch.watch import TO_END, TO_PASS_ON, Outcome, Watch
 from fnaccel.launch.watchdog import Watchdog
 from fnaccel.texts import counted
+
+if TYPE_CHECKING:
+    from fnaccel.launch.coordinator import Coordinator
 
 _WATCHED = (*TO_END, *TO_PASS_ON, signal.SIGCHLD)
 
@@ -55,7 +58,7 @@ def supervise(job: Job) -> tuple[int, Outcome | None]:
     """As `launch`. Also returns the outcome of the last attempt on this machine."""
     check(job)
     presets = _presets(job)
-    coordinator = meet(job) if job.several else None
+    coordinator = _lazy.load("fnaccel.launch.coordinator").meet(job) if job.several else None
     try:
         place = Place() if coordinator is None else coordinator.begin()
         # pdsh blocks SIGCHLD in its commands, and the launcher would not see the end of a rank

@@ -47,6 +47,22 @@ class Decision:
     counted: bool = False
 
 
+@attrs.frozen(kw_only=True)
+class Place:
+    """This machine's place in one attempt.
+
+    Attributes:
+        number: how many attempts there were before.
+        machine, machines: which of how many machines this is.
+        failures: how many restarts are used up.
+    """
+
+    number: int = 0
+    machine: int = 0
+    machines: int = 1
+    failures: int = 0
+
+
 def decide(results: Iterable[MachineResult], *, more: bool) -> Decision:
     """Decide by the results of all machines.
 

@@ -9,17 +9,20 @@ import select
 import signal
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import attrs
 
 from fnaccel.errors import LaunchError, Preempted
-from fnaccel.launch.coordinator import Coordinator
 from fnaccel.launch.failure import Failure, cause
 from fnaccel.launch.forking import Rank, send
 from fnaccel.launch.job import Job
 from fnaccel.launch.verdict import Decision, MachineResult
 from fnaccel.launch.watchdog import Watchdog, signals
 from fnaccel.texts import ranks_of
+
+if TYPE_CHECKING:
+    from fnaccel.launch.coordinator import Coordinator
 
 SETTLE = 0.5
 """Seconds to wait for further reports after the first failure: the first may not be the cause."""

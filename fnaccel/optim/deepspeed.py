@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NoReturn
 import attrs
 
 from fnaccel.errors import CapabilityError, require
-from fnaccel.optim.description import Group, Optimizer, options_of
+from fnaccel.extend import Group, Optimizer
+from fnaccel.optim.description import options_of
 from fnaccel.optim.schedules import Rate
 from fnaccel.optim.selection import Groups, pairs_of
 from fnaccel.step.loss import Scalar

@@ -27,8 +27,8 @@ from fnaccel.errors import (
     nearest,
     require,
 )
-from fnaccel.models.parameter import Leaf
-from fnaccel.optim.description import Group, Optimizer, options_of
+from fnaccel.extend import Group, Leaf, Optimizer
+from fnaccel.optim.description import options_of
 from fnaccel.optim.fused import BoundFused, check_betas
 from fnaccel.optim.schedules import Rate
 from fnaccel.optim.selection import Groups

@@ -1,7 +1,8 @@
-"""What `adopt` checks before it changes anything: a state that it refuses leaves the live one as it was."""
+"""How a state takes the values of another one. `adopt` checks all of it before it changes anything."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,12 +10,45 @@ import torch
 from fnaccel import tree
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import ArgumentError, TreeMismatchError
-from fnaccel.state import Position, Seed, TrainState, not_counted
+from fnaccel.program.instance import Instance
+from fnaccel.state import Position, Seed, TrainState, following, not_counted, plain
 
 _WHERE = "train_step.adopt"
 
 
-def check_counts(state: TrainState) -> None:
+def absorb(instance: Instance, state: TrainState, begin: Callable[[], None]) -> TrainState:
+    """Copy a state's values into the tensors of a train step. Returns a state that shows those tensors.
+
+    Args:
+        instance: owns the tensors.
+        state: the values.
+        begin: called before the first tensor changes.
+
+    Raises:
+        ArgumentError: a count that is no whole number from 0 on. Nothing was changed.
+        TreeMismatchError: every path that differs. Nothing was changed.
+    """
+    instance.check_modules()
+    _check_counts(state)
+    first = instance.first_state(state.rng.root, state.extras)
+    pairs = _matched(first, state)
+    shown = following(
+        first,
+        step=plain(state.step),
+        updates=first.updates if isinstance(first.updates, torch.Tensor) else int(state.updates),
+        data=state.data,
+        rng=state.rng,
+        transforms=tree.map_tensors(torch.clone, state.transforms),
+    )
+    begin()
+    with torch.no_grad():
+        for target, source in pairs:
+            target.copy_(source)
+    instance.restored()
+    return shown
+
+
+def _check_counts(state: TrainState) -> None:
     """Raise ArgumentError if a count of a state is no whole number from 0 on, by name."""
     for name, node, kind in (
         ("", state, TrainState),
@@ -38,7 +72,7 @@ def _no_count(path: str, value: object, what: str) -> ArgumentError:
     )
 
 
-def matched(first: TrainState, source_state: TrainState) -> list[tuple[Any, Any]]:
+def _matched(first: TrainState, source_state: TrainState) -> list[tuple[Any, Any]]:
     """Pairs of tensors to copy: of the first state of a train step, and of the one that is adopted.
 
     Raises:

@@ -15,15 +15,14 @@ import torch.distributed as dist
 
 from fnaccel import _torch, tree
 from fnaccel.collectives import gather_objects
-from fnaccel.data.micro_batches import MicroBatches
-from fnaccel.engine.capture import Capture
 from fnaccel.engine.combine import AuxValues, check_aux, detached, mixed_kinds, packed, structure, unpacked
-from fnaccel.engine.engine import Engine, Sync
-from fnaccel.engine.gradients import Gradients, apart
+from fnaccel.engine.engine import Sync
+from fnaccel.engine.gradients import apart
 from fnaccel.engine.passes import Inputs, Loss, Outcome, out_of_turn, up_front_of, wide_dtype
 from fnaccel.engine.totals import Totals
 from fnaccel.engine.updater import Updater
 from fnaccel.errors import CapabilityError
+from fnaccel.extend import Capture, Engine, Gradients, MicroBatches
 from fnaccel.optim import kernels
 from fnaccel.program.put_back import passes_put_back
 from fnaccel.program.step_graph import Finished, Given, StepGraph, filled

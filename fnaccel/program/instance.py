@@ -13,9 +13,7 @@ import torch
 from fnaccel import _lazy, _torch, tree
 from fnaccel.data.micro_batches import MicroBatches, micro_batches
 from fnaccel.engine.engine import Engine, Updated
-from fnaccel.engine.exchange import Exchange
 from fnaccel.engine.passes import Inputs, Passes
-from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.engine.same_position import same_position
 from fnaccel.engine.same_rows import SameRows
 from fnaccel.engine.shared_buffers import SharedBuffers
@@ -34,7 +32,6 @@ from fnaccel.models.note import Note
 from fnaccel.models.parameter import Leaf
 from fnaccel.models.synced_norm import connect
 from fnaccel.models.trained_modules import TrainedModules
-from fnaccel.program.adopted import check_counts, matched
 from fnaccel.program.compile_meter import Meter
 from fnaccel.program.lent_models import Given
 from fnaccel.program.lower import Lowered
@@ -45,8 +42,6 @@ from fnaccel.state import (
     Seed,
     TrainState,
     Trees,
-    following,
-    plain,
     scale_of,
     state_of,
 )
@@ -389,54 +384,6 @@ class Instance:
         current = torch.as_tensor(weight, dtype=torch.float32, device=scale["weight"].device)
         scale["weight"].copy_(torch.where(current > 0, current, scale["weight"]))
 
-    def absorb(self, state: TrainState, begin: Callable[[], None]) -> TrainState:
-        """Copy a state's values into the tensors owned here. Returns a state that shows those tensors.
-
-        Args:
-            state: the values.
-            begin: called before the first tensor changes.
-
-        Raises:
-            ArgumentError: a count that is no whole number from 0 on. Nothing was changed.
-            TreeMismatchError: every path that differs. Nothing was changed.
-        """
-        self.check_modules()
-        check_counts(state)
-        first = self.first_state(state.rng.root, state.extras)
-        pairs = matched(first, state)
-        shown = following(
-            first,
-            step=plain(state.step),
-            updates=first.updates if isinstance(first.updates, torch.Tensor) else int(state.updates),
-            data=state.data,
-            rng=state.rng,
-            transforms=tree.map_tensors(torch.clone, state.transforms),
-        )
-        begin()
-        with torch.no_grad():
-            for target, source in pairs:
-                target.copy_(source)
-        self.restored()
-        return shown
-
-    def with_current_buffers(self, state: TrainState) -> TrainState:
-        """A state of the same values that shows the buffers of this moment."""
-        self.check_modules()
-        return following(state, trees=self.trees(scale_of(state)))
-
-    def filled(self, state: TrainState, fill: Callable[[TrainState], TrainState]) -> TrainState:
-        """The state that `fill` returns, in the tensors owned here. A runtime's are copied in and out."""
-        if not any(isinstance(leaf, Remote) for leaf in tree.leaves(state.params)):
-            return fill(state)
-        full = fill(tree.map_tensors(lambda x: x.solid() if isinstance(x, Remote) else x, state))
-        with torch.no_grad():
-            for name in ("params", "opt"):
-                targets, values = (tree.leaves(getattr(source, name)) for source in (state, full))
-                for target, value in zip(targets, values, strict=True):
-                    if isinstance(target, Remote):
-                        target.copy_(value)
-        return attrs.evolve(full, params=state.params, opt=state.opt)
-
     def check_filled(self, complete: bool) -> None:
         """Raise CapabilityError if a model without values would get only some of them."""
         if self._empty and not complete:
@@ -454,18 +401,12 @@ class Instance:
         if self.engine.hooks.end is not None:
             self.engine.hooks.end()
 
-    def averages_in_place(self) -> Exchange:
-        """A context in whose body the parameters hold their averages."""
-        return Exchange([(leaf.shard, average) for leaf, average in zip(
-            self.engine.layout.leaves, self.engine.averages, strict=True
-        )])  # fmt: skip
-
     def check_modules(self) -> None:
         """Raise ReplacedParameterError if the modules do not hold the parameters that are trained."""
         self._watched.check()
 
     def claim(self, holder: object, close: Callable[[], None]) -> None:
-        """Let the modules go with `holder`: see `construct.claim`."""
+        """Let the modules go with `holder`: see `models.building.claim`."""
         claim(self._built, holder, close)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import attrs
 
 from fnaccel.engine.engine import Engine
 from fnaccel.errors import ArgumentError, CapabilityError
-from fnaccel.state import TrainState, lease_of
+from fnaccel.state import TrainState, lease_of, refuse_averaged
 from fnaccel.world.mesh import Mesh
 
 
@@ -99,7 +99,9 @@ def lend(given: Mapping[str, Any], borrower: Borrower) -> Given:
                 fix="the loss has that model as its first argument already",
             )
         _check_rows(name, owner.mesh, borrower.mesh)
-        engine: Engine = owner.lent()
+        refuse_averaged(owner.lease, "train_step(state, batch, given=...)")
+        owner.instance.modes.train()  # modules in their own modes, or in evaluation mode without an optimizer
+        engine: Engine = owner.instance.engine
         models[name] = engine.layout.model
         if engine not in engines:
             engines.append(engine)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Generator
 from typing import Any, ParamSpec, TypeVar, cast
 
+from fnaccel.engine.exchange import Exchange
 from fnaccel.program.doubled_row import check_metrics
 from fnaccel.program.look import LOOK, flops_of, look_at
 from fnaccel.program.lower import Lowered
@@ -158,8 +159,8 @@ class ModelAccess:
         lease = lease_of(state, "train_step.averaged(state)")
         check_ema(state, "train_step.averaged(state)")
         instance.check_modules()
-        exchange = instance.averages_in_place()
-        with exchange:
+        pairs = zip(instance.engine.layout.leaves, instance.engine.averages, strict=True)
+        with Exchange([(leaf.shard, average) for leaf, average in pairs]):
             lease.averaged = True
             try:
                 yield
@@ -190,7 +191,7 @@ class ModelAccess:
 
     def can_probe(self) -> bool:
         """Whether `probe` has anything to compare, and half of the free memory holds the whole model."""
-        layout = self._owner.engine.layout
+        layout = self._owner.instance.engine.layout
         # otherwise the user's loss takes the parts of rows itself
         whole_rows = not self.mesh.partial_rows or self._lowered.part is not None
         return whole_rows and is_split(self.mesh) and fits(self._spec.model, layout.parameters, self.mesh)

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fnaccel.engine.engine import Engine
+import attrs
+import torch
+
+from fnaccel import tree
+from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.engine.stop_request import Notice
 from fnaccel.errors import OwnershipError, UnleasedStateError
-from fnaccel.program.compile_meter import Meter
+from fnaccel.program.adopted import absorb
 from fnaccel.program.instance import Instance
 from fnaccel.program.model_notes import with_notes
 from fnaccel.program.plan import Plan
@@ -20,10 +24,12 @@ from fnaccel.state import (
     TrainState,
     check_state,
     donate,
+    following,
     is_stale,
     lease,
     lease_of,
     refuse_averaged,
+    scale_of,
 )
 from fnaccel.world.interrupts import SigintHeld
 from fnaccel.world.mesh import Mesh
@@ -40,6 +46,7 @@ class StateOwner:
     Attributes:
         lease: of the live state.
         notice: the stop request of all ranks, or None.
+        built: the engine and optimizers. None before `init`, and after `close`.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, where: str) -> None:
@@ -48,18 +55,13 @@ class StateOwner:
         self.lease = Lease(self)
         self._where = where
         self.notice: Notice | None = None
-        self._instance: Instance | None = None
+        self.built: Instance | None = None
         self._closed = False
 
     @property
     def plan(self) -> Plan:
         """The plan of the train step, with the notes about its modules once they are built."""
-        return self._plan if self._instance is None else with_notes(self._plan, self._instance.notes)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
+        return self._plan if self.built is None else with_notes(self._plan, self.built.notes)
 
     @property
     def instance(self) -> Instance:
@@ -68,30 +70,20 @@ class StateOwner:
         Raises:
             OwnershipError: before `init`, or after `close`.
         """
-        if self._instance is None:
+        if self.built is None:
             raise OwnershipError(
                 "this train step was closed" if self._closed else "this train step has no parameters yet",
                 where=self._where,
                 fix="make a new one" if self._closed else "state = train_step.init(seed=0) first",
             )
-        return self._instance
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that runs the train step."""
-        return self.instance.engine
-
-    @property
-    def meter(self) -> Meter | None:
-        """The compilations of the train step. None before `init`, and without `fa.compile`."""
-        return None if self._instance is None else self._instance.meter
+        return self.built
 
     @property
     def initialised(self) -> bool:
         """Whether `init` was called. Raises after `close`."""
         if self._closed:
             _ = self.instance
-        return self._instance is not None
+        return self.built is not None
 
     @property
     def live_state(self) -> TrainState | None:
@@ -106,7 +98,7 @@ class StateOwner:
             OwnershipError: as `instance`.
             StaleStateError, UnleasedStateError, AveragedError: not the live state of this train step.
         """
-        instance, lease = self._instance or self.instance, self.lease
+        instance, lease = self.built or self.instance, self.lease
         if lease.live is state and not lease.averaged and not is_stale(state):
             return instance
         lease_of(state, "train_step(state, batch)")
@@ -118,22 +110,8 @@ class StateOwner:
 
     def own(self, instance: Instance, state: TrainState) -> TrainState:
         """Take a new engine and its first state."""
-        self._instance = instance
+        self.built = instance
         return lease(state, self.lease)
-
-    def check_modules(self) -> None:
-        """Raise ReplacedParameterError if the modules do not hold the parameters that are trained."""
-        self.instance.check_modules()
-
-    def transient_buffers(self) -> list[str]:
-        """The names of buffers that the model does not save by itself (`persistent=False`)."""
-        return self.instance.transient()
-
-    def lent(self) -> Engine:
-        """The engine, its modules in their own modes, or in evaluation mode without an optimizer."""
-        refuse_averaged(self.lease, "train_step(state, batch, given=...)")
-        self.instance.modes.train()
-        return self.instance.engine
 
     def adopt(self, state: TrainState) -> TrainState:
         """See `TrainStep.adopt`."""
@@ -144,7 +122,7 @@ class StateOwner:
             return state
         with SigintHeld():
             # from the first copy on the live state is half old, half new
-            return lease(instance.absorb(state, self.donate_live), self.lease)
+            return lease(absorb(instance, state, self.donate_live), self.lease)
 
     def succeed(self, state: TrainState) -> TrainState:
         """Lease a state that shows this owner's own tensors. The previous state is donated."""
@@ -171,11 +149,12 @@ class StateOwner:
         instance = self.instance
         lease_of(state, "restoring into a state")
         instance.check_filled(complete)
-        target = instance.with_current_buffers(state)
+        instance.check_modules()
+        target = following(state, trees=instance.trees(scale_of(state)))  # with the buffers of this moment
         self.donate_live()
-        filled = instance.filled(target, fill)
+        full = _filled(target, fill)
         instance.restored()
-        return lease(filled, self.lease)
+        return lease(full, self.lease)
 
     def donate_live(self) -> None:
         """Kill the live state: its tensors are about to change."""
@@ -191,6 +170,20 @@ class StateOwner:
     def forget(self) -> None:
         """Free the engine, so that another `init` can begin."""
         self.donate_live()
-        instance, self._instance = self._instance, None
+        instance, self.built = self.built, None
         if instance is not None:
             instance.close()
+
+
+def _filled(state: TrainState, fill: Callable[[TrainState], TrainState]) -> TrainState:
+    """The state that `fill` returns, in the tensors of the state. A runtime's are copied in and out."""
+    if not any(isinstance(leaf, Remote) for leaf in tree.leaves(state.params)):
+        return fill(state)
+    full = fill(tree.map_tensors(lambda x: x.solid() if isinstance(x, Remote) else x, state))
+    with torch.no_grad():
+        for name in ("params", "opt"):
+            targets, values = (tree.leaves(getattr(source, name)) for source in (state, full))
+            for target, value in zip(targets, values, strict=True):
+                if isinstance(target, Remote):
+                    target.copy_(value)
+    return attrs.evolve(full, params=state.params, opt=state.opt)

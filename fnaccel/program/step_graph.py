@@ -14,15 +14,13 @@ import attrs
 import torch
 
 from fnaccel import _torch, tree
-from fnaccel.engine.capture import Capture
 from fnaccel.engine.combine import check_aux, detached, divide
-from fnaccel.engine.engine import Engine
-from fnaccel.engine.gradients import Gradients, added, laid_out
+from fnaccel.engine.gradients import added, laid_out
 from fnaccel.engine.passes import Loss, multiplier_of
 from fnaccel.engine.updater import Updater
+from fnaccel.extend import Capture, Engine, Gradients, Info
 from fnaccel.program.tail import Tail
 from fnaccel.step.loss import Scalar, check_attached, check_reached, masked, read_loss, uncounted
-from fnaccel.step.step import Info
 from fnaccel.tree import Tree
 
 

@@ -79,7 +79,7 @@ class TrainStep(ModelAccess):
         Raises:
             OwnershipError: before `init`, or after `close`.
         """
-        return self._owner.engine
+        return self._owner.instance.engine
 
     @property
     def live_state(self) -> TrainState | None:
@@ -93,9 +93,10 @@ class TrainStep(ModelAccess):
     @property
     def compilation(self) -> Compilation | None:
         """The compilation of this train step so far. None without `fa.compile`."""
-        compiler, meter = self._lowered.settings.compiler, self._owner.meter
+        compiler = self._lowered.settings.compiler
         if compiler is None:
             return None
+        meter = None if self._owner.built is None else self._owner.built.meter
         return Compilation(scope=compiler.scope) if meter is None else meter.found
 
     @property

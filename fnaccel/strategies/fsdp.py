@@ -54,6 +54,7 @@ class Fsdp(Axis):
         """Options that hooks carry out."""
         lacking = [name for name in ("policy", "offload", "ignore") if getattr(self, name)]
         lacking += [] if self.init == "seeded" else ["init"]
+        lacking += [] if isinstance(self.reshard_after_forward, bool) else ["reshard_after_forward"]
         lacking += ["forward_prefetch"] * (self.forward_prefetch != 0)
         lacking += ["backward_prefetch"] * (self.backward_prefetch != 1)
         return f"fsdp({lacking[0]}=...) is carried out by hooks" if lacking else ""
@@ -127,16 +128,16 @@ def fsdp(
     return Strategy(
         (
             Fsdp(
-                degree,
-                chosen,
-                reshard_after_forward,
-                policy,
-                offload,
-                ignore,
-                init,
-                methods,
-                forward_prefetch,
-                backward_prefetch,
+                degree=degree,
+                units=chosen,
+                reshard_after_forward=reshard_after_forward,
+                policy=policy,
+                offload=offload,
+                ignore=ignore,
+                init=init,
+                methods=methods,
+                forward_prefetch=forward_prefetch,
+                backward_prefetch=backward_prefetch,
             ),
         )
     )

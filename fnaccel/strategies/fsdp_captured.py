@@ -17,12 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fnaccel import _torch
-from fnaccel.engine.capture import Capture, Opened
-from fnaccel.engine.engine import Engine, Forward, Layout
+from fnaccel.engine.capture import Opened
+from fnaccel.extend import Build, Built, Capture, Cut, Engine, Forward, Layout, Leaf
 from fnaccel.models.blocks import find_units
-from fnaccel.models.building import Built
-from fnaccel.models.parameter import Cut, Leaf
-from fnaccel.strategies.axis import Build
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_regather import GatheredShards, gathered_shards, zero3_pass
 from fnaccel.strategies.layout import copies_of, strides_of

@@ -1,7 +1,8 @@
 """The engine of `fsdp`: torch's FSDP2 (`fully_shard`) on each unit and on the host module.
 
-The host is the root, so its parameters are whole during all of the loss function, and a loss may
-call any method of the model. https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+A parameter of a unit is whole inside that unit's forward. One of no unit belongs to the host, the root, and
+is whole during all of the loss function, which may call any method of the model.
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def shard(built: Built, build: Build, options: Fsdp, dims: Mapping[str, int | No
 
 def forward_of(host: Any) -> Forward:
     """How a function of sharded modules is called."""
-    return Forward(run=_runner(host), lend=_runner(host), sync=_syncer(host))
+    run = _through_host(host)
+    return Forward(run=run, lend=run, sync=_syncer(host))
 
 
 def _construct(build: Build, options: Fsdp) -> tuple[Built, dict[str, Any]]:
@@ -305,9 +307,11 @@ def _fill(built: Built, mesh: Mesh, options: Fsdp, values: dict[str, Any]) -> No
     set_model_state_dict(built.host, values, options=how)
 
 
-def _runner(host: nn.Module) -> Callable[..., Any]:
+def _through_host(host: nn.Module) -> Callable[..., Any]:
     def run(fn: Callable[..., Any], *args: Any) -> Any:
         try:
+            # `Module.__call__`: FSDP2's hook on the host gathers the root's parameters here, and its hooks on
+            # units gather theirs as the loss calls them
             return host(fn, *args)
         except RuntimeError as error:
             explained = _explained(error)

@@ -16,7 +16,7 @@ from fnaccel.cli.launch import parser, read_order
 from fnaccel.cli.overriding import file_layer
 from fnaccel.config.applying import make_optimizer, transformed
 from fnaccel.config.epochs import in_updates
-from fnaccel.launch.carriers import plan
+from fnaccel.launch.carrier import plan
 from fnaccel.program.launcher_flags import STEP_FIELDS
 from tests.config.premade import FOLDER, ROOT, read, some_updates
 

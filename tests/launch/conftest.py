@@ -14,7 +14,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-LIMIT = 60.0
+LIMIT = 120.0
 
 
 def buffered():

@@ -13,12 +13,13 @@ from fnaccel.cli import launch as command
 from fnaccel.cli.launch import read, read_order
 from fnaccel.cli.main import main
 from fnaccel.errors import LaunchError
-from fnaccel.launch.carriers import Request, choose, plan
+from fnaccel.launch.carrier import choose, plan
 from fnaccel.launch.carriers.command_line import options_of, program_of
 from fnaccel.launch.carriers.environment import carried
 from fnaccel.launch.carriers.mpirun import flavor
 from fnaccel.launch.job import Job
 from fnaccel.launch.presets import find_cards, nccl_variables
+from fnaccel.launch.request import Request
 from fnaccel.launch.sections import HostsRecipe, TpuVmRecipe
 
 OPEN_MPI, HYDRA = "mpirun (Open MPI) 4.1.4", "HYDRA build details:\n    Version: 4.0.2"

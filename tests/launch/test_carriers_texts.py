@@ -16,7 +16,7 @@ import yaml
 from fnaccel.cli.launch import read_order
 from fnaccel.cli.main import main
 from fnaccel.errors import LaunchError
-from fnaccel.launch.carriers import plan
+from fnaccel.launch.carrier import plan
 from fnaccel.launch.carriers.sagemaker import hyperparameters, training_job
 from fnaccel.launch.carriers.tables import read_table
 

@@ -182,11 +182,11 @@ MUTANTS = [
         "    return", ("tests/test_program.py", "-k", "donated"),
     ),
     Mutant(
-        "a live state that dies before the checks", "program/instance.py", "        pairs = matched(first, state)\n",
-        "        begin()\n        pairs = matched(first, state)\n", ("tests/robust/test_refused_adopts.py", "-k", "transforms"),
+        "a live state that dies before the checks", "program/adopted.py", "    pairs = _matched(first, state)\n",
+        "    begin()\n    pairs = _matched(first, state)\n", ("tests/robust/test_refused_adopts.py", "-k", "transforms"),
     ),
     Mutant(
-        "half a step is adopted", "program/instance.py", "        check_counts(state)\n", "",
+        "half a step is adopted", "program/adopted.py", "    _check_counts(state)\n", "",
         ("tests/robust/test_refused_adopts.py", "-k", "whole_number"),
     ),
     Mutant(
@@ -313,8 +313,8 @@ MUTANTS = [
         ("tests/deepspeed/test_features.py", "-k", "fails and 3"),
     ),
     Mutant(
-        "what is restored is not given back to the runtime", "program/instance.py", "                        target.copy_(value)",
-        "                        pass", ("tests/deepspeed/test_state.py", "-k", "half and 1"),
+        "what is restored is not given back to the runtime", "program/state_owner.py", "                    target.copy_(value)",
+        "                    pass", ("tests/deepspeed/test_state.py", "-k", "half and 1"),
     ),
     Mutant(
         "the forward keeps its old partition", "strategies/deepspeed/parts.py", "shard.data.copy_(piece)", "pass",

@@ -110,6 +110,14 @@ def test_the_plan_says_what_is_not_captured():
     )
 
 
+@pytest.mark.parametrize("option", ["reshard_after_forward=2", "forward_prefetch=1"])
+def test_an_option_of_fsdp_that_hooks_carry_out_is_not_captured(option):
+    assert "scope step" in str(program(fa.compile(loss_fn), strategy="fsdp").plan)
+    assert "scope block" in str(program(fa.compile(loss_fn), strategy=f"fsdp({option})").plan)
+    with pytest.raises(errors.CapabilityError, match=f"{option[:-2]}=...\\) is carried out by hooks"):
+        program(fa.compile(loss_fn, "step"), strategy=f"fsdp({option})")
+
+
 def test_a_lent_model_and_its_borrower_are_captured():
     def distilled(model, batch, given):
         target = given["teacher"](batch[0])

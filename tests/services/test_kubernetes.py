@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from fnaccel.cli.launch import read_order
-from fnaccel.launch.carriers import plan
+from fnaccel.launch.carrier import plan
 
 training = pytest.importorskip("kubeflow.training", reason="make test-services installs kubeflow-training")
 api = pytest.importorskip("kubeflow_trainer_api", reason="make test-services installs kubeflow-trainer-api")

@@ -14,7 +14,7 @@ moto = pytest.importorskip("moto", reason="make test-services installs moto")
 
 from fnaccel.cli.launch import read_order  # noqa: E402
 from fnaccel.cli.main import main  # noqa: E402
-from fnaccel.launch.carriers import plan  # noqa: E402
+from fnaccel.launch.carrier import plan  # noqa: E402
 from fnaccel.launch.carriers.sagemaker import training_job  # noqa: E402
 
 # the packages and moto warn about themselves

@@ -64,15 +64,23 @@ def imports(path):
 
 
 @functools.cache
+def defined_in():
+    """The module of each name of `fnaccel.extend`, which shows what others define."""
+    return {name: module for module, names in imports(PACKAGE / "extend" / "__init__.py") for name in names}
+
+
+@functools.cache
 def edges():
-    """Which modules each module imports, by name."""
+    """Which modules each module imports, by name. A name of `fnaccel.extend` counts as its own module's."""
     known = {name_of(path) for path in FILES}
     found = {}
     for path in FILES:
         targets = found[name_of(path)] = set()
         for module, names in imports(path):
             first, _, base = module.partition(".")
-            if first == "fnaccel":
+            if module == "fnaccel.extend":
+                targets |= {defined_in()[name].partition(".")[2] for name in names}
+            elif first == "fnaccel":
                 full = [f"{base}.{name}".lstrip(".") for name in names]
                 targets |= {name if name in known else base for name in full} or {base}
     return found

@@ -1,13 +1,15 @@
-"""The parts of the package that a copy may lack, and what says so when one is used: see docs/design.md."""
+"""The parts of the package that a copy may lack, and what says so when one is used: see docs/design.md.
+
+`python -m tests.surface.tenants` prints what they import from the core beside what is public.
+"""
 
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from pathlib import Path
 
-import fnaccel
-
-PACKAGE = Path(fnaccel.__file__).parent
+from tests.surface.structure import FILES, PACKAGE, imports, name_of
 
 TENANTS = {
     "aim": ["track/aim.py"],
@@ -27,6 +29,7 @@ TENANTS = {
     "float8": ["transforms/float8"],
     "importing": ["config/importing", "cli/config/importing.py"],
     "interchange": ["interchange"],
+    "machines": ["launch/coordinator.py", "launch/elastic.py", "launch/store.py"],
     "mlflow": ["track/mlflow.py"],
     "optimizers of DeepSpeed": ["optim/deepspeed.py"],
     "optimizers in 8 bits": ["optim/quantized.py"],
@@ -70,8 +73,8 @@ USES = {
 """A use of some of them, in Python."""
 
 COMMANDS = {
-    "bench": "bench train.py", "convert": "convert a b", "estimate": "estimate gpt2", "importing": "config import a.yaml",
-    "questions": "config", "reports": "report a.jsonl", "self test": "test", "big": "inspect a",
+    "bench": "bench train.py", "carriers": "launch --carrier slurm --cpu launched.py", "convert": "convert a b", "estimate": "estimate gpt2", "importing": "config import a.yaml",
+    "machines": "launch --cpu --nnodes 2 --node-rank 0 --master-addr 127.0.0.1 launched.py", "questions": "config", "reports": "report a.jsonl", "self test": "test", "big": "inspect a",
 }  # fmt: skip
 """A use of some of them, on the command line."""
 
@@ -125,3 +128,47 @@ def copy_without(names: list[str], folder: Path) -> Path:
         else:
             place.unlink(missing_ok=True)
     return folder
+
+
+PUBLIC = {"fnaccel", "fnaccel.errors", "fnaccel.extend", "fnaccel.tree"}
+"""Modules that tenants may import from as users do."""
+
+
+def files_of_tenants():
+    """Each file of a tenant, with the name of the tenant."""
+    named = {PACKAGE / path: name for name, paths in TENANTS.items() for path in paths}
+    return {
+        path: next(named[place] for place in (path, *path.parents) if place in named)
+        for path in FILES
+        if named.keys() & {path, *path.parents}
+    }
+
+
+def core_names():
+    """What tenants import from the core beside what is public: names, with the number of tenants each."""
+    files = files_of_tenants()
+    own = {f"fnaccel.{name_of(path)}" for path in files}
+    found = {
+        (f"{module}.{name}", tenant)
+        for path, tenant in files.items()
+        for module, names in imports(path)
+        for name in names
+        if module.startswith("fnaccel") and not {module, f"{module}.{name}"} & (own | PUBLIC)
+    }
+    return Counter(name for name, _ in found)
+
+
+def core_lines():
+    """Lines of all files that belong to no tenant."""
+    files = files_of_tenants()
+    return sum(len(path.read_text().splitlines()) for path in FILES if path not in files)
+
+
+def main():
+    for name, tenants in sorted(core_names().items()):
+        print(f"{tenants:3} {name}")
+    print(f"{len(core_names())} names of the core that tenants import; {core_lines()} lines of the core")
+
+
+if __name__ == "__main__":
+    main()

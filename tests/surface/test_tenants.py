@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.surface.tenants import COMMANDS, PACKAGE, SCRIPT, TENANTS, USES, copy_without
+from tests.surface.tenants import (
+    COMMANDS,
+    PACKAGE,
+    SCRIPT,
+    TENANTS,
+    USES,
+    copy_without,
+    core_lines,
+    core_names,
+)
 
 ROOT = Path(__file__).parents[2]
 CORE = [
@@ -20,6 +29,10 @@ CORE = [
     "tests/checkpoint/test_background.py", "tests/robust/test_scan.py",
 ]  # fmt: skip
 """Files of tests that use little beside the core."""
+
+
+MOST_NAMES, MOST_LINES = 296, 44_505
+"""Names of the core that tenants import beside what is public; lines of the core. They only sink."""
 
 
 def run(folder, *words):
@@ -34,8 +47,24 @@ def test_each_tenant_is_there():
     assert not missing
 
 
+def test_tenants_import_no_more_of_the_core():
+    assert len(core_names()) <= MOST_NAMES, "python -m tests.surface.tenants prints them"
+
+
+def test_the_core_gets_no_longer():
+    assert core_lines() <= MOST_LINES
+
+
+LAUNCHED = """\
+import fnaccel as fa
+with fa.start() as world:
+    world.barrier()
+    print(f"{world.rank} of {world.size}\\n", end="", flush=True)  # one write: lines of two ranks do not mix
+"""
+
+
 def without(names, folder):
-    """Run the script in a copy without these, and each of their commands."""
+    """Run the script and a launch in a copy without these, and each of their commands."""
     copy_without(names, folder)
     uses = [USES[name] for name in names if name in USES]
     done = run(folder, "-c", SCRIPT.replace("USES", repr(uses)))
@@ -43,6 +72,9 @@ def without(names, folder):
     said = done.stdout.splitlines()
     assert len(said) == len(uses)
     assert all(line.startswith("this copy of fnaccel has no fnaccel.") for line in said), said
+    (folder / "launched.py").write_text(LAUNCHED)
+    done = run(folder, "-m", "fnaccel", "launch", "--cpu", "-n", "2", "launched.py")
+    assert sorted(done.stdout.splitlines()) == ["0 of 2", "1 of 2"], done.stderr[-2000:]
     for name in names:
         if name in COMMANDS:
             done = run(folder, "-m", "fnaccel", *COMMANDS[name].split())

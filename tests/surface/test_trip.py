@@ -12,8 +12,8 @@ from tests.docs.names import ROOT
 
 CEILINGS = {  # functions, files, borders, frames of the library under the loss
     "update": [109, 33, 100, 7],
-    "save": [166, 36, 417],
-    "restore": [187, 37, 439],
+    "save": [164, 36, 416],
+    "restore": [186, 37, 439],
     "captured update": [100, 34, 93],  # one file more than before: the engine's `drive` runs its passes too
     "fsdp update": [140, 38, 126, 10],
 }

@@ -77,7 +77,7 @@ class Source:
         format: the name of its format.
         path: the file or directory.
         weights: parameters and buffers by name, or in a checkpoint of fnaccel by path
-            (see `checkpoint.grammar`), here and below.
+            (see `checkpoint.format.values`), here and below.
         buffers: which of them are known to be buffers.
         transient: which of these the model does not save by itself.
         averages: averaged parameters by name.
@@ -165,5 +165,5 @@ def damaged(what: str, path: Path) -> CheckpointError:
 
 
 def unescaped(path: str) -> str:
-    """A path of `checkpoint.grammar` as it reads: keys as they are, with "/" between them."""
+    """A path of `checkpoint.format.values` as it reads: keys as they are, with "/" between them."""
     return path.replace("~1", "/").replace("~0", "~")

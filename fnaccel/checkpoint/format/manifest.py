@@ -72,7 +72,7 @@ class Manifest:
 
     Attributes:
         step: of which step.
-        tree: the structure, as `grammar.encode` gives it.
+        tree: the structure, as `values.encode` gives it.
         metadata: the user's metadata, encoded in the same way.
         tensors: by path.
         files: by name.

@@ -26,10 +26,10 @@ from fnaccel.config.references import load
 from fnaccel.data.batch import Window
 from fnaccel.data.cut import cut, rows_of, split_sizes
 from fnaccel.errors import ConfigError, FnaccelError, require
+from fnaccel.extend import Mesh
 from fnaccel.step.step import Step, as_step
 from fnaccel.strategies import distribute
 from fnaccel.tree import Tree
-from fnaccel.world.mesh import Mesh
 from fnaccel.world.random_streams import generators_of, reseed
 from fnaccel.world.world import World
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from fnaccel.launch.carriers.command_line import launch_command
-from fnaccel.launch.carriers.request import Command, Plan, Request
+from fnaccel.launch.request import Command, Plan, Request
 
 
 def plan(request: Request) -> Plan:

@@ -16,7 +16,7 @@ from typing import IO, Any
 import attrs
 
 from fnaccel.errors import LaunchError
-from fnaccel.launch.carriers.request import Command, Plan
+from fnaccel.launch.request import Command, Plan
 
 PATIENCE = 3.0
 """Seconds in which the other hosts may see by themselves that one host has failed."""

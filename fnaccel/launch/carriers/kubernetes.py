@@ -17,7 +17,7 @@ import yaml
 
 from fnaccel.errors import LaunchError, nearest
 from fnaccel.launch.carriers.command_line import options_of, program_of
-from fnaccel.launch.carriers.request import Plan, Request, check_keys
+from fnaccel.launch.request import Plan, Request, check_keys
 
 # `$NAME` is a key of the section, or one of `_MADE`. Lines without a value are left out
 _TEMPLATES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fnaccel.launch.carriers.command_line import python_command
-from fnaccel.launch.carriers.request import Command, Plan, Request
+from fnaccel.launch.request import Command, Plan, Request
 from fnaccel.launch.variables import variables
 
 

@@ -11,8 +11,8 @@ from fnaccel.errors import LaunchError
 from fnaccel.launch.carriers.command_line import program_of, refuse
 from fnaccel.launch.carriers.environment import carried, of_all_ranks
 from fnaccel.launch.carriers.hosts import Host, check_count, ranks_of_each, read_hosts
-from fnaccel.launch.carriers.request import Command, Plan, Request
 from fnaccel.launch.job import STATIC_PORT, Job
+from fnaccel.launch.request import Command, Plan, Request
 
 _FIX = "--carrier ssh starts fnaccel's own launcher on each host, which has them"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fnaccel.errors import LaunchError
 from fnaccel.launch.carriers.hosts import read_hosts
-from fnaccel.launch.carriers.request import Command, Plan, Request
 from fnaccel.launch.carriers.ssh import remote_lines
+from fnaccel.launch.request import Command, Plan, Request
 
 _NUMBER = "@number@"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fnaccel.launch.carriers.command_line import refuse
 from fnaccel.launch.carriers.environment import of_all_ranks
-from fnaccel.launch.carriers.request import Plan, Request, check_keys
+from fnaccel.launch.request import Plan, Request, check_keys
 
 KEYS = ("address", "max_failures", "name", "resources_per_worker", "runtime_env", "storage_path", "use_gpu")
 """Keys of the section `launch.ray`."""

@@ -17,8 +17,8 @@ import attrs
 from fnaccel.errors import LaunchError
 from fnaccel.launch.carriers.command_line import refuse
 from fnaccel.launch.carriers.environment import of_all_ranks
-from fnaccel.launch.carriers.request import Plan, Request
 from fnaccel.launch.carriers.tables import read_table
+from fnaccel.launch.request import Plan, Request
 from fnaccel.launch.sections import SageMakerRecipe
 
 MODEL_FOLDER = "/opt/ml/model"

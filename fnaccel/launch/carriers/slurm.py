@@ -18,8 +18,8 @@ from fnaccel.launch.carriers.command_line import (
     refuse,
 )
 from fnaccel.launch.carriers.environment import of_all_ranks
-from fnaccel.launch.carriers.request import Command, Plan, Request
 from fnaccel.launch.job import STATIC_PORT
+from fnaccel.launch.request import Command, Plan, Request
 
 SCRIPT = "fnaccel-job.sh"
 """The name of the job script, unless the section has `script`."""

@@ -14,7 +14,7 @@ import attrs
 from fnaccel.launch.carriers.command_line import launch_command
 from fnaccel.launch.carriers.environment import carried
 from fnaccel.launch.carriers.hosts import Host, check_count, ranks_of_each, read_hosts
-from fnaccel.launch.carriers.request import Command, Plan, Request
+from fnaccel.launch.request import Command, Plan, Request
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
 """No questions for passwords, whose answer nobody would read, and an error if the host is gone."""

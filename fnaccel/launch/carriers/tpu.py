@@ -12,7 +12,7 @@ import attrs
 
 from fnaccel.errors import LaunchError
 from fnaccel.launch.carriers.command_line import options_of, program_of, refuse
-from fnaccel.launch.carriers.request import Command, Plan, Request
+from fnaccel.launch.request import Command, Plan, Request
 from fnaccel.launch.sections import TpuVmRecipe
 
 

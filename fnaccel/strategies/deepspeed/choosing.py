@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 from fnaccel.errors import CapabilityError, ConfigError
+from fnaccel.extend import Optimizer, Spec
 from fnaccel.optim.deepspeed import DeepspeedKernel, DeepspeedRate
-from fnaccel.optim.description import Optimizer
 from fnaccel.optim.schedules import constant
 from fnaccel.optim.several import OptimizerGroups
-from fnaccel.step.spec import Spec
 from fnaccel.strategies.deepspeed.draft import Draft
 from fnaccel.strategies.deepspeed.record import Deepspeed
 

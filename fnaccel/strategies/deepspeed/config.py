@@ -10,15 +10,14 @@ import torch
 from torch import nn
 
 from fnaccel.errors import CapabilityError, ConfigError
+from fnaccel.extend import Delegation, Spec, delegator
 from fnaccel.step.choices import PrecisionName
 from fnaccel.step.precision_policy import DTYPES, Precision
-from fnaccel.step.spec import Spec
 from fnaccel.step.step import Step
 from fnaccel.strategies.deepspeed.choosing import choose_update
 from fnaccel.strategies.deepspeed.draft import Draft
 from fnaccel.strategies.deepspeed.record import Deepspeed
 from fnaccel.strategies.deepspeed.shape import check_shape
-from fnaccel.strategies.runtime import Delegation, delegator
 from fnaccel.transforms.accumulation import Accumulate, accumulate
 from fnaccel.transforms.clipping import clip_norm
 from fnaccel.transforms.precision import with_precision

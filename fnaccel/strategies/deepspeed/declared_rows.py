@@ -6,8 +6,8 @@ import torch
 
 from fnaccel.collectives.objects import gather_objects
 from fnaccel.data.cut import rows_of
-from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.errors import MicroBatchError
+from fnaccel.extend import MicroBatches
 from fnaccel.world.world import World
 
 

@@ -17,8 +17,7 @@ from fnaccel.errors import (
     nearest,
     require,
 )
-from fnaccel.step.step import Capability
-from fnaccel.strategies.strategy import Axis, Strategy, maker
+from fnaccel.extend import Axis, Capability, Strategy, maker
 from fnaccel.world.paths import local_path
 from fnaccel.world.plain_data import load_json
 

@@ -11,17 +11,30 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fnaccel.engine.engine import Engine, Forward, Hooks, Layout, Runtime
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import ArgumentError, CapabilityError, ConfigError, FnaccelError, nearest
+from fnaccel.extend import (
+    Build,
+    Built,
+    Engine,
+    Forward,
+    Group,
+    Hooks,
+    Layout,
+    Leaf,
+    Member,
+    Mesh,
+    Optimizer,
+    Runtime,
+    construct,
+    finisher,
+    group_leaves,
+)
 from fnaccel.models._torch import Norm
-from fnaccel.models.building import Built, construct, has_factories
-from fnaccel.models.parameter import Leaf
+from fnaccel.models.building import has_factories
 from fnaccel.optim.deepspeed import DeepspeedKernel
-from fnaccel.optim.description import Group, Member, Optimizer, group_leaves
 from fnaccel.optim.foreign import TorchKernel, copied_slots, first_slots, shared_options
 from fnaccel.optim.fused import FusedKernel
-from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.deepspeed.comm import begin, part_of_package, quiet
 from fnaccel.strategies.deepspeed.declared_rows import DeclaredRows
 from fnaccel.strategies.deepspeed.linear import LinearFunction
@@ -31,7 +44,6 @@ from fnaccel.strategies.deepspeed.record import Deepspeed
 from fnaccel.strategies.deepspeed.update import BoundDeepspeed
 from fnaccel.strategies.layout import leaves_of
 from fnaccel.strategies.same_model import check_alike
-from fnaccel.world.mesh import Mesh
 
 _FIRST_MICRO_STEP = -1  # deepspeed.runtime.zero.stage_1_and_2.INITIAL_MICRO_STEP_ID
 _FUSED = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

@@ -11,16 +11,13 @@ from torch import nn
 
 from fnaccel import _torch
 from fnaccel.errors import ArgumentError, CapabilityError, nearest
-from fnaccel.models.building import Built, mark_cut, share_first_values
-from fnaccel.models.parameter import Cut
-from fnaccel.step.spec import Spec
-from fnaccel.strategies.footprint import Traffic
-from fnaccel.strategies.strategy import Axis, Pairs, Strategy, check_degree, maker, runtime_in
+from fnaccel.extend import Axis, Built, Cut, Mesh, MeshAxis, Spec, Strategy, Traffic, maker
+from fnaccel.models.building import mark_cut, share_first_values
+from fnaccel.strategies.strategy import Pairs, check_degree, runtime_in
 from fnaccel.strategies.tensor.plans import READY, Plan, check_ends, plan_for
 from fnaccel.strategies.tensor.region import Region
 from fnaccel.strategies.tensor.styles import ENDS, Layer, cuts_of, divisors, parse, part_of, patch
 from fnaccel.strategies.tensor.traffic import traffic_of
-from fnaccel.world.mesh import Mesh, MeshAxis
 
 
 def _as_pairs(plan: Any) -> str | Pairs:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fnaccel.extend import MeshAxis
 from fnaccel.strategies.tensor.collectives import (
     Group,
     copied,
@@ -13,7 +14,6 @@ from fnaccel.strategies.tensor.collectives import (
     summed,
     summed_and_cut,
 )
-from fnaccel.world.mesh import MeshAxis
 from fnaccel.world.random_streams import fold, generators_of
 
 SEQUENCE_DIM = 1

@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fnaccel.errors import ArgumentError, CapabilityError, nearest
-from fnaccel.models.parameter import Cut
+from fnaccel.extend import Cut, MeshAxis
 from fnaccel.strategies.tensor.collectives import copied, gathered, scattered, summed
 from fnaccel.strategies.tensor.region import SEQUENCE_DIM, Region
 from fnaccel.strategies.tensor.vocabulary import VocabularyLogits, embedded
-from fnaccel.world.mesh import MeshAxis
 
 STYLES = (
     "colwise", "rowwise", "colwise_gather", "packed_colwise:N", "vocab", "replicate", "replicate_partial",

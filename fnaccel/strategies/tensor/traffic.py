@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fnaccel.strategies.footprint import Traffic
+from fnaccel.extend import Traffic
 from fnaccel.strategies.tensor.styles import Layer
 
 

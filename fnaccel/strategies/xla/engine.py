@@ -13,10 +13,7 @@ import torch
 
 from fnaccel import _torch
 from fnaccel.engine import engine as engines
-from fnaccel.engine.engine import Engine, Forward, Hooks
-from fnaccel.models.building import Built, construct
-from fnaccel.models.parameter import Leaf
-from fnaccel.strategies.axis import Build, finisher
+from fnaccel.extend import Build, Built, Engine, Forward, Hooks, Leaf, construct, finisher
 from fnaccel.strategies.xla.layout import Layout
 from fnaccel.strategies.xla.record import Xla
 

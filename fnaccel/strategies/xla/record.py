@@ -7,9 +7,7 @@ from typing import ClassVar
 import attrs
 
 from fnaccel.errors import ArgumentError, WorldError
-from fnaccel.step.spec import Spec
-from fnaccel.step.step import Capability
-from fnaccel.strategies.strategy import Axis, Strategy, maker
+from fnaccel.extend import Axis, Capability, Spec, Strategy, maker
 
 
 @attrs.frozen

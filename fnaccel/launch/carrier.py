@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-
+from fnaccel import _lazy
 from fnaccel.errors import LaunchError
-from fnaccel.launch.carriers.request import Carrier, Plan, Request
 from fnaccel.launch.recipe import LaunchRecipe
+from fnaccel.launch.request import Carrier, Plan, Request
 from fnaccel.launch.sections import SageMakerRecipe
 
 IN_THE_LAUNCHER = ("local", "elastic")
@@ -70,5 +69,5 @@ def plan(request: Request, carrier: str) -> Plan:
         ('python', 't.py')
     """
     # by name: a launch on this machine does not pay for the other carriers
-    chosen: Carrier = importlib.import_module(f"fnaccel.launch.carriers.{carrier}").plan
+    chosen: Carrier = _lazy.load(f"fnaccel.launch.carriers.{carrier}").plan
     return chosen(request)
