@@ -215,7 +215,7 @@ def names_for(section, world):
     """The namespace of a section. An example of an internal name also sees the globals of its module."""
     module = f"fnaccel.{section.module}".rstrip(".")
     names = namespace(world, section.code)
-    if module.startswith("fnaccel.launch.carriers."):  # what each carrier takes
+    if module.startswith("fnaccel.launch.carrier"):  # what each carrier takes
         request = vars(importlib.import_module("fnaccel.launch.request"))
         names |= {name: value for name, value in request.items() if name[:2] != "__"}
     if (module, section.owner.split(".")[0]) not in public():
