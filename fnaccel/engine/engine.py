@@ -120,8 +120,8 @@ class Hooks:
     """Functions that are called at certain moments, each None if there is nothing to do.
 
     Attributes:
-        micro_batch: before each forward, with whether its micro-batch counts. And before its backward if that
-            does not, since its weight is 0.
+        micro_batch: before each forward, with whether its micro-batch counts. Before its backward if that does
+            not, since its weight is 0. After the last backward, with True.
         settle: after a forward without a backward, and after a failure.
         finish: after the last backward, before gradients are read.
         recover: after a step that left no update behind: it failed before, or no row counted.

@@ -233,6 +233,13 @@ def multiplier_of(
 ) -> Any:
     """The factor that the gradients still lack. None for 1.
 
+    A total is divided by the global weight as early as that is known:
+
+        from the batch (`weight_fn`)              before each forward, with the loss scale, in `up_front`
+        from one forward, hooks want a mean       before its backward: `left` is what the mean still lacks
+        from the last forward                     here
+        the same, under fp16                      here; `up_front` has the scale over the last step's weight
+
     Args:
         loss, engine, weight, scale: of the step.
         up_front: the factor of totals before backward.

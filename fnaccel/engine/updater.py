@@ -101,7 +101,7 @@ class Updater:
         self.slots: dict[str, dict[str, Any]] = {}
         self._parts: list[_Part] = []
         self._on_device = on_device
-        self._made = bound
+        self._runtime_optimizer = bound
         self._keys = list(optimizers)
         if bound is not None:  # one optimizer over all models
             optimizers = {None: next(iter(optimizers.values()))}
@@ -118,7 +118,7 @@ class Updater:
         """Bind an optimizer to its parameters."""
         members = [leaves[i] for i in indices]
         groups = group_leaves(optimizer, members) if members else []
-        binding = self._made or optimizer.kernel.bind(groups)
+        binding = self._runtime_optimizer or optimizer.kernel.bind(groups)
         if not (hasattr(binding, "slots") and callable(getattr(binding, "apply", None))):
             raise ArgumentError(
                 f"the kernel of {optimizer.name!r} bound {type(binding).__name__}, without slots and apply",
@@ -142,8 +142,8 @@ class Updater:
             reported: the rates as `rates` gave them. A runtime with schedules of its own replaces them.
         """
         self.update(grads, rates, self.number(updates))
-        if self._made is not None:
-            reported.update(getattr(self._made, "metrics", {}))
+        if self._runtime_optimizer is not None:
+            reported.update(getattr(self._runtime_optimizer, "metrics", {}))
             if self._keys != [None]:
                 reported.update({f"lr/{key}": reported["lr"] for key in self._keys})
                 del reported["lr"]

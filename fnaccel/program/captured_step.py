@@ -25,7 +25,7 @@ from fnaccel.errors import CapabilityError
 from fnaccel.extend import Capture, Engine, Gradients, MicroBatches
 from fnaccel.optim import kernels
 from fnaccel.program.put_back import passes_put_back
-from fnaccel.program.step_graph import Finished, Given, StepGraph, filled
+from fnaccel.program.step_graph import Finished, FinishInputs, StepGraph, filled
 from fnaccel.program.tail import Tail
 from fnaccel.step.loss import check_attached, check_divided, read_loss
 from fnaccel.step.settings import Compiler
@@ -220,7 +220,7 @@ class CapturedPasses:
         self._kinds.add(out.weighted)
         self._aux.take(out.aux, valid=part.valid > 0)
 
-    def _given(self) -> Given:
+    def _given(self) -> FinishInputs:
         """What the last program takes beside its micro-batch."""
         step, device, inputs, sums = self._step, self._device, self._inputs, self._sums
         # filled on the device one by one: a copy from the host would wait for all work before it
@@ -228,7 +228,7 @@ class CapturedPasses:
         carried: list[torch.Tensor | None] | None = None
         if self._grads:
             carried = [grad if was else None for grad, was in zip(self._grads, self._reached, strict=True)]
-        return Given(
+        return FinishInputs(
             up_front=self._up_front,
             carried=carried,
             sums=torch.cat([sums, torch.stack(questions)]) if questions else sums,

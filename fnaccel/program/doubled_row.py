@@ -21,7 +21,7 @@ from fnaccel.data.cut import cut, join, rows_of
 from fnaccel.errors import LossError, NotSerializableError, RankMismatchError
 from fnaccel.models.module_modes import ModuleModes
 from fnaccel.program.instance import Instance
-from fnaccel.program.lent_models import Given
+from fnaccel.program.lent_models import LentModels
 from fnaccel.program.lower import Lowered
 from fnaccel.program.probe import short
 from fnaccel.program.put_back import put_back
@@ -48,7 +48,7 @@ def check_loss(
     run: Callable[..., Any],
     function: Callable[..., Any],
     batch: Tree,
-    lent: Given | None,
+    lent: LentModels | None,
 ) -> None:
     """Check the loss and its aux: see `_check`.
 
@@ -85,7 +85,7 @@ def _check(
     function: Callable[..., Any],
     batch: Tree,
     parts: Callable[[Any, Tree], Any],
-    lent: Given | None,
+    lent: LentModels | None,
 ) -> None:
     """Compare the totals and weights of one row with those of that row twice, once for each function.
 
@@ -124,7 +124,7 @@ def _check(
 
 
 @contextlib.contextmanager
-def _evaluating(instance: Instance, lent: Given | None) -> Generator[None]:
+def _evaluating(instance: Instance, lent: LentModels | None) -> Generator[None]:
     """In the body all modules are in evaluation mode, and compiled functions run as they are written."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(instance.modes.during(training=False))
@@ -145,7 +145,7 @@ def _outcome(
     function: Callable[..., Any],
     rows: Tree,
     parts: Callable[[Any, Tree], Any],
-    lent: Given | None,
+    lent: LentModels | None,
 ) -> dict[str, Mean] | None:
     """Each `fa.Mean` that the function returns, by its path. None if it raises."""
 

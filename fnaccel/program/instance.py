@@ -33,7 +33,7 @@ from fnaccel.models.parameter import Leaf
 from fnaccel.models.synced_norm import connect
 from fnaccel.models.trained_modules import TrainedModules
 from fnaccel.program.compile_meter import Meter
-from fnaccel.program.lent_models import Given
+from fnaccel.program.lent_models import LentModels
 from fnaccel.program.lower import Lowered
 from fnaccel.program.whole_parameters import is_sharded
 from fnaccel.state import (
@@ -97,7 +97,7 @@ class Instance:
         self._nested = None not in built.modules
         self._empty = built.empty
         self._trains = spec.optimizers is not None
-        self.engine = engine = _told(engine, lowered)
+        self.engine = engine = _with_averages_and_norms(engine, lowered)
         mesh, leaves, capture = engine.layout.mesh, engine.layout.leaves, engine.forward.capture
         world = mesh.world
         self.autocast_on = lowered.autocast_on(world.device)
@@ -211,7 +211,7 @@ class Instance:
         )
 
     def begin(self, state: TrainState, batch: Tree) -> MicroBatches:
-        """See that an update may begin, and cut its batch. Changes nothing but the modes of modules.
+        """See that an update may begin, cut its batch, and bring modules into their modes.
 
         Raises:
             CapabilityError: there is nothing to train, or a hook was added that would never run.
@@ -240,7 +240,7 @@ class Instance:
             self.gradient_hooks.warn()
         return cut
 
-    def inputs(self, state: TrainState, rates: list[list[Any]], given: Given | None) -> Inputs:
+    def inputs(self, state: TrainState, rates: list[list[Any]], given: LentModels | None) -> Inputs:
         """What the passes of an update take from a state, its learning rates, and what was lent for it."""
         scale = scale_of(state)
         return Inputs(
@@ -416,7 +416,7 @@ class Instance:
         release(self._built)
 
 
-def _told(engine: Engine, lowered: Lowered) -> Engine:
+def _with_averages_and_norms(engine: Engine, lowered: Lowered) -> Engine:
     """The engine with averages, and with norms that are told which micro-batches count."""
     tell = connect(engine.layout.modules, engine.layout.mesh.group("loss"))
     if tell is not None:

@@ -24,7 +24,7 @@ class Borrower(Protocol):
 
 
 @attrs.frozen
-class Given:
+class LentModels:
     """The lent models by name, as the loss sees them, and the engines they live in."""
 
     models: dict[str, Any]
@@ -68,7 +68,7 @@ def _check_rows(name: str, lent: Mesh, borrower: Mesh) -> None:
         )
 
 
-def lend(given: Mapping[str, Any], borrower: Borrower) -> Given:
+def lend(given: Mapping[str, Any], borrower: Borrower) -> LentModels:
     """Check the states in `given=` and find their models.
 
     Raises:
@@ -105,4 +105,4 @@ def lend(given: Mapping[str, Any], borrower: Borrower) -> Given:
         models[name] = engine.layout.model
         if engine not in engines:
             engines.append(engine)
-    return Given(models, tuple(engines))
+    return LentModels(models, tuple(engines))

@@ -24,7 +24,7 @@ from fnaccel.step.loss import Scalar, check_attached, check_reached, masked, rea
 from fnaccel.tree import Tree
 
 
-class Given(NamedTuple):
+class FinishInputs(NamedTuple):
     """What the last program takes beside its micro-batch. Each field is a tensor, a tree of tensors, or None.
 
     Attributes:
@@ -134,7 +134,7 @@ class StepGraph:
                 total_grad.add_(grad)
         return Added(sums, tuple(grad is not None for grad in grads), aux, weighted)
 
-    def finish(self, data: Tree, lent_models: Tree, keep: torch.Tensor, given: Given) -> Finished:
+    def finish(self, data: Tree, lent_models: Tree, keep: torch.Tensor, given: FinishInputs) -> Finished:
         """The last micro-batch, and all that follows.
 
         Args:
@@ -218,7 +218,7 @@ class StepGraph:
         grads: Sequence[torch.Tensor | None],
         multiplier: Scalar | None,
         metrics: dict[str, Any],
-        given: Given,
+        given: FinishInputs,
     ) -> Any:
         """Clip, finite check, update, averages. Returns whether the update was skipped."""
         engine = self._traced

@@ -15,7 +15,7 @@ from fnaccel.program.assemble import assemble
 from fnaccel.program.compile_meter import Compilation
 from fnaccel.program.doubled_row import check_loss
 from fnaccel.program.launcher_flags import choose
-from fnaccel.program.lent_models import Given
+from fnaccel.program.lent_models import LentModels
 from fnaccel.program.lower import Lowered
 from fnaccel.program.model_access import ModelAccess
 from fnaccel.program.model_notes import warn_of, with_notes
@@ -195,7 +195,7 @@ class TrainStep(ModelAccess):
         """
         return self._call(state, batch, given=given)
 
-    def _check_first(self, batch: Tree, lent: Given | None) -> None:
+    def _check_first(self, batch: Tree, lent: LentModels | None) -> None:
         """Compare a cut model with the whole one, and totals with their weights, before the first update."""
         instance, step = self._owner.instance, self._spec.step
         if lent is None and not instance.probed and self.can_probe():  # a lent model may be cut as well

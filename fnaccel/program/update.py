@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fnaccel import tree
-from fnaccel.program.lent_models import Given, lend
+from fnaccel.program.lent_models import LentModels, lend
 from fnaccel.program.second_gradient import SecondGradient
 from fnaccel.program.state_owner import StateOwner
 from fnaccel.program.update_guard import UpdateGuard
@@ -26,7 +26,7 @@ _NOTHING = contextlib.nullcontext()
 
 def update(
     owner: StateOwner,
-    check_first: Callable[[Tree, Given | None], None],
+    check_first: Callable[[Tree, LentModels | None], None],
     state: TrainState,
     batch: Tree,
     *,
