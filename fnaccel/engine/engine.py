@@ -120,7 +120,7 @@ class Hooks:
     """Functions that are called at certain moments, each None if there is nothing to do.
 
     Attributes:
-        micro_batch: before each forward, with whether its micro-batch counts. Before its backward if that does
+        micro_batch: before each forward, with whether its micro-batch counts. Before its backward if it does
             not, since its weight is 0. After the last backward, with True.
         settle: after a forward without a backward, and after a failure.
         finish: after the last backward, before gradients are read.
