@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from fnaccel.errors import ArgumentError
 
@@ -103,3 +103,14 @@ def first_of(names: Iterable[str]) -> str:
     every = list(names)
     more = f" and {len(every) - _NAMED} more" if len(every) > _NAMED else ""
     return ", ".join(every[:_NAMED]) + more
+
+
+def unmatched(wanted: Collection[str], given: Collection[str]) -> list[str]:
+    """A line for each name that is in one of two collections only.
+
+    Example:
+        >>> unmatched(["a", "b"], ["b", "c"])
+        ['a is missing', 'c is unknown']
+    """
+    missing = [f"{name} is missing" for name in wanted if name not in given]
+    return missing + [f"{name} is unknown" for name in given if name not in wanted]

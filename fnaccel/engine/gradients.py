@@ -15,6 +15,7 @@ from fnaccel import _torch
 from fnaccel.errors import TreeMismatchError
 from fnaccel.models.parameter import Leaf
 from fnaccel.step.loss import Scalar
+from fnaccel.texts import unmatched
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import MeshAxis
 
@@ -151,9 +152,7 @@ def differences(named: Tree, leaves: Mapping[str, Any], what: str) -> list[str]:
     """
     if not isinstance(named, Mapping):
         return [f"{type(named).__name__} instead of a dict of {what}"]
-    problems = [f"{name} is missing" for name in leaves if name not in named]
-    problems += [f"{name} is unknown" for name in named if name not in leaves]
-    return problems + [
+    return unmatched(leaves, named) + [
         f"{name} {problem}"
         for name, leaf in leaves.items()
         if name in named and (problem := _unlike(named[name], leaf))

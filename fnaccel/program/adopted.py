@@ -12,6 +12,7 @@ from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import ArgumentError, TreeMismatchError
 from fnaccel.program.instance import Instance
 from fnaccel.state import Position, Seed, TrainState, following, not_counted, plain
+from fnaccel.texts import unmatched
 
 _WHERE = "train_step.adopt"
 
@@ -83,8 +84,7 @@ def _matched(first: TrainState, source_state: TrainState) -> list[tuple[Any, Any
         {path: leaf for path, leaf in tree.items(state) if not path.startswith(skipped)}
         for state in (first, source_state)
     )
-    problems = [f"{path} is missing" for path in targets.keys() - sources.keys()]
-    problems += [f"{path} is unknown" for path in sources.keys() - targets.keys()]
+    problems = unmatched(targets, sources)
     pairs: list[tuple[Any, Any]] = []
     for path in targets.keys() & sources.keys():
         target, source = targets[path], sources[path]
