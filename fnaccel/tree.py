@@ -300,13 +300,21 @@ def allclose(first: Tree, second: Tree, *, rtol: float = 1e-5, atol: float = 1e-
     return True
 
 
+_CONTAINERS = (dict, list, tuple)
+
+
 def whole(leaf: Any) -> Any:
     """A sharded tensor gathered from all ranks, each of which has to call it. Any other leaf as it is.
+
+    Raises:
+        TypeError: a dict, a list or a tuple, which is no leaf.
 
     Example:
         >>> fa.tree.whole(state.params["lm_head.bias"]).shape
         torch.Size([16])
     """
+    if isinstance(leaf, _CONTAINERS):
+        raise TypeError(f"a {type(leaf).__name__} is no leaf: fa.tree.map(fa.tree.whole, tree) gathers it")
     return leaf.detach().full_tensor() if hasattr(leaf, "full_tensor") else leaf
 
 

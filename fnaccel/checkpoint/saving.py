@@ -150,9 +150,9 @@ def check_same_on_ranks(states: Sequence[TrainState], where: str) -> None:
             layout = lease_of(state, where).owner.instance.engine.layout
         except UnleasedStateError:  # a snapshot
             continue
-        if layout.next_whole is None:
+        if layout.next_whole is None or not layout.apart:
             continue
-        same_at = layout.next_whole(state.step)
+        same_at = layout.whole_from(state.step)
         if same_at != state.step:
             raise CheckpointError(
                 f"after step {state.step} each rank holds values of its own, and one rank's would be kept",

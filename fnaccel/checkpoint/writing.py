@@ -25,7 +25,7 @@ from fnaccel.checkpoint.disk.durable import FileRecord
 from fnaccel.checkpoint.disk.garbage import no_collection
 from fnaccel.checkpoint.disk.retention import Retention
 from fnaccel.checkpoint.format.boxes import Part, whole
-from fnaccel.checkpoint.format.items import of_tensors
+from fnaccel.checkpoint.format.items import of_part
 from fnaccel.checkpoint.format.manifest import Manifest, Piece, Stored, file_name
 from fnaccel.checkpoint.format.safetensors import widest_first, write_items
 from fnaccel.checkpoint.format.values import Encoded, encode
@@ -203,7 +203,7 @@ class Writing:
         if not self.parts or self._staged is None:
             return None
         name = file_name(self._world.rank, self._world.size)
-        items = of_tensors({entry: self.parts[entry].local for entry in sorted(self.parts)}, None, keep=True)
+        items = [of_part(entry, self.parts[entry].local) for entry in sorted(self.parts)]
         record = write_items(self._staged / name, widest_first(items))
         pieces: list[Stored] = []
         for entry, part in self.parts.items():

@@ -20,7 +20,14 @@ _WHERE = "shard(loader)"
 
 @attrs.frozen(kw_only=True)
 class Indexed:
-    """A map-style loader with a batch size: which samples are whose is arithmetic."""
+    """A map-style loader with a batch size: which samples are whose is arithmetic.
+
+    Attributes:
+        loader: with the `dataset`, `collate_fn` and workers of a DataLoader.
+        sampler: gives the indices of an epoch, each time it is iterated.
+        batch_size: rows of a full batch.
+        drop_last: whether the loader leaves out a batch that is not full.
+    """
 
     loader: Any
     sampler: Any
@@ -30,7 +37,13 @@ class Indexed:
 
 @attrs.frozen(kw_only=True)
 class Grouped:
-    """A map-style loader with a batch sampler of its own: index lists of any sizes."""
+    """A map-style loader with a batch sampler of its own: index lists of any sizes.
+
+    Attributes:
+        loader: as for `Indexed`.
+        batch_sampler: gives lists of indices, each time it is iterated.
+        drop_last: whether the loader leaves out a batch that is not full.
+    """
 
     loader: Any
     batch_sampler: Any

@@ -17,7 +17,7 @@ from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.engine.capture import Capture
 from fnaccel.engine.combine import Agreement
 from fnaccel.engine.totals import Question
-from fnaccel.errors import FnaccelError
+from fnaccel.errors import ArgumentError, FnaccelError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim.description import Bound
 from fnaccel.tree import Tree
@@ -45,6 +45,28 @@ class Layout:
     buffers: dict[str, torch.Tensor]
     shares_buffers: bool = True
     next_whole: Callable[[int], int] | None = None
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks hold values of their own between some steps, each trained by its own rows."""
+        return self.next_whole is not None and self.mesh.loss_size > 1
+
+    def whole_from(self, step: int) -> int:
+        """The first step, from this one on, after which all ranks of `mesh["loss"]` hold the same values.
+
+        Raises:
+            ArgumentError: `next_whole` returned no such step.
+        """
+        if not self.apart or self.next_whole is None:
+            return step
+        found = self.next_whole(step)
+        if type(found) is not int or found < step:
+            raise ArgumentError(
+                f"next_whole({step}) returned {found!r}",
+                where="Layout(next_whole=)",
+                fix=f"return the first step from {step} on after which all ranks hold the same values",
+            )
+        return found
 
     @functools.cached_property
     def held_by(self) -> MeshAxis | None:

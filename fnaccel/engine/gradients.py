@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fnaccel import _torch
+from fnaccel import _torch, tree
 from fnaccel.errors import TreeMismatchError
 from fnaccel.models.parameter import Leaf
 from fnaccel.step.loss import Scalar
@@ -140,6 +140,22 @@ class Gradients:
                 shard = torch.empty_like(leaf.shard)
                 self.shards[index] = shard.copy_(part_like(named[leaf.name], leaf).detach())
         self.changed()
+
+
+def apart_from(state: Tree, *shown: Tree) -> Tree:
+    """A state with copies of what it keeps of gradients and parameters, whose memory is written again.
+
+    The next backward pass writes to gradients, and the update to parameters.
+    """
+    held = {
+        _torch.local_of(x).untyped_storage().data_ptr() for tensors in shown for x in tree.leaves(tensors)
+    }
+
+    def copied(leaf: Any) -> Any:
+        kept = isinstance(leaf, torch.Tensor) and leaf.numel()
+        return leaf.clone() if kept and _torch.local_of(leaf).untyped_storage().data_ptr() in held else leaf
+
+    return tree.map(copied, state)
 
 
 def differences(named: Tree, leaves: Mapping[str, Any], what: str) -> list[str]:

@@ -125,7 +125,7 @@ class Updater:
                 where=f"{type(optimizer.kernel).__name__}.bind(groups)",
                 fix="return an object with slots, reads_host and apply(...): docs/extending.md",
             )
-        _check_names(binding.slots, members, optimizer)
+        _check_slots(binding.slots, members, optimizer)
         self.slots.update(binding.slots)
         own, whole = tuple(group.lr for group in groups), len(indices) == len(leaves)
         self._parts.append(_Part(rate, binding, tuple(indices), optimizer.lr, own, whole, optimizer.starts))
@@ -207,8 +207,10 @@ class Updater:
         return schedule(updates)
 
 
-def _check_names(slots: Mapping[str, Any], leaves: Sequence[Leaf], optimizer: Optimizer) -> None:
-    """Raise ArgumentError if a slot belongs to no parameter: checkpoints would lack it."""
+def _check_slots(
+    slots: Mapping[str, Mapping[str, Any]], leaves: Sequence[Leaf], optimizer: Optimizer
+) -> None:
+    """Raise ArgumentError if a checkpoint would lack a slot: it is of no parameter, or of one rank only."""
     unknown = sorted(set(slots) - {leaf.name for leaf in leaves})
     if unknown and leaves:
         raise ArgumentError(
@@ -216,3 +218,13 @@ def _check_names(slots: Mapping[str, Any], leaves: Sequence[Leaf], optimizer: Op
             where=f"{type(optimizer.kernel).__name__}.bind(groups).slots",
             fix=f"name slots after the leaves that it was given, such as {leaves[0].name!r}",
         )
+    for leaf in leaves if optimizer.elementwise else ():
+        for name, value in slots.get(leaf.name, {}).items():
+            part = isinstance(value, torch.Tensor) and not hasattr(value, "placements") and value.numel() > 1
+            if leaf.sharded and part:
+                raise ArgumentError(
+                    f"the slot {name!r} of {leaf.name} is a plain tensor, and each rank holds a part of "
+                    f"{leaf.name}: a checkpoint would keep the part of one rank",
+                    where=f"{type(optimizer.kernel).__name__}.bind(groups).slots",
+                    fix="show the part as the parameter is shown: leaf.like(part)",
+                )

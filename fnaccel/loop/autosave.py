@@ -134,8 +134,7 @@ class Saver:
 
     def _whole(self, state: TrainState) -> bool:
         """Whether all ranks hold the same values after the step of this state."""
-        next_whole = self.train_step.engine.layout.next_whole
-        return next_whole is None or next_whole(state.step) == state.step
+        return self.train_step.engine.layout.whole_from(state.step) == state.step
 
     def save(self, state: TrainState) -> None:
         """Save a state, unless its step is saved."""

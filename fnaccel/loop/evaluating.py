@@ -11,6 +11,7 @@ import attrs
 from fnaccel.collectives.signature import meet
 from fnaccel.data import Shards, open_on, steps_per_epoch
 from fnaccel.engine.scoring import Scores
+from fnaccel.errors import ArgumentError
 from fnaccel.loop.progress import open_bar, ticking
 from fnaccel.loop.scanning import check_shards
 from fnaccel.program.train_step import TrainStep
@@ -44,7 +45,8 @@ def evaluate(
 
     Raises:
         LoaderError: no data.
-        ArgumentError: `ema` without `with_ema`, or not shards.
+        ArgumentError: `ema` without `with_ema`, or not shards. Or ranks train apart, and don't hold the same
+            values after this step.
         LossError: `fa.Concat`, if the ranks of one row each have a part of it. Or an `fa.Mean` with a mean in
             the place of its total: see `train_step.check_totals`.
 
@@ -60,6 +62,13 @@ def evaluate(
     check_state(state, "fa.evaluate")
     if ema:
         check_ema(state, "fa.evaluate(ema=True)")
+    same_at = train_step.engine.layout.whole_from(state.step)
+    if same_at != state.step:
+        raise ArgumentError(
+            f"after step {state.step} each rank holds values of its own, and one score would mix them",
+            where="fa.evaluate",
+            fix=f"evaluate after step {same_at}, or score this rank's with train_step.look",
+        )
     meet("fa.evaluate", train_step.mesh.world)
     scores = Scores(train_step.mesh)
     scored = train_step.as_loss(metric_fn)

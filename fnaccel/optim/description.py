@@ -94,7 +94,8 @@ class Optimizer:
         groups: (selection, options) pairs. The first that selects a parameter holds.
         kernel: how it is carried out.
         elementwise: whether an element's update depends on that element alone, so that a shard
-            can be updated by itself.
+            can be updated by itself. False if the kernel asks other ranks for the rest of a parameter: then
+            its slots may have shapes of their own, equal on all ranks.
         starts: updates before its first. Until then its parameters stay as they are.
 
     Example:

@@ -64,6 +64,13 @@ def assemble(
                 where="state.transforms",
                 fix="give the transform another name: fa.Transform(name=...)",
             )
+        apart = [axis.maker for axis in spec.strategy.axes if not axis.averages]
+        if trains and apart and engine.layout.next_whole is None and spec.mesh.loss_size > 1:
+            raise CapabilityError(
+                f"{apart[0]} averages no gradients, and does not say when its ranks hold the same values",
+                where=f"strategy {spec.strategy}",
+                fix="give the engine next_whole: whole_engine(..., next_whole=lambda step: ...)",
+            )
         return Instance(engine, built, spec, lowered, where, notes, arrived)
     except BaseException:
         for built in builds:

@@ -35,6 +35,7 @@ from fnaccel.models.trained_modules import TrainedModules
 from fnaccel.program.compile_meter import Meter
 from fnaccel.program.lent_models import LentModels
 from fnaccel.program.lower import Lowered
+from fnaccel.program.tail import keep_state
 from fnaccel.program.whole_parameters import is_sharded
 from fnaccel.state import (
     Position,
@@ -195,7 +196,8 @@ class Instance:
                 "weight": torch.ones((), device=device),
             }
         updates: Any = torch.zeros((), device=device) if self.lowered.settings.skips else 0
-        transforms = {name: init(self.engine.layout.parameters) for name, init in self.lowered.inits}
+        with self.drawing(seed, 0):
+            transforms = {name: init(self.engine.layout.parameters) for name, init in self.lowered.inits}
         if self.engine.hooks.init is not None:
             transforms[self.engine.name] = self.engine.hooks.init()
         if self.engine.hooks.end is not None:
@@ -268,13 +270,13 @@ class Instance:
             questions.append(engine.hooks.ask(micro_batches))
         return Totals(self._group, self._device, engine.agreement, questions, partial_rows=self._partial_rows)
 
-    def drawing(self, state: TrainState) -> contextlib.AbstractContextManager[None]:
+    def drawing(self, root: int, step: int) -> contextlib.AbstractContextManager[None]:
         """A context in which hooks of the user draw random numbers that are equal on all ranks."""
         if self._own_hooks:  # the library's own draw nothing
             return contextlib.nullcontext()
         world = self.engine.layout.mesh.world
-        root = None if self.spec.rng == "stream" else state.rng.root
-        return drawing(root, state.step, generators_of(world.device), world.size)
+        seed = None if self.spec.rng == "stream" else root
+        return drawing(seed, step, generators_of(world.device), world.size)
 
     def complete(
         self,
@@ -310,7 +312,9 @@ class Instance:
                 own=transforms.get(name),
             )
             with torch.no_grad():
-                transforms[name] = self.engine.hooks.after_update(after)
+                own = self.engine.hooks.after_update(after)
+            if own is not None or name in transforms:
+                keep_state(transforms, name, own, "axis")
         if scale is not None:
             metrics["loss_scale"] = scale["scale"].clone()
             if uncounted is not True:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fnaccel.data.micro_batches import MicroBatch, MicroBatches
+from fnaccel.engine.gradients import apart_from
 from fnaccel.engine.passes import Loss
 from fnaccel.errors import ArgumentError, require
 from fnaccel.program.plan import order
@@ -44,7 +45,8 @@ class UserGradients:
         """Call it with the gradients by name, and take its result."""
         if (skip := grads.skipped()) is not None:
             info = replace(info, skip=skip)
-        returned = self.fn(grads.by_name(), state, info)
+        given = grads.by_name()
+        returned = self.fn(dict(given), state, info)
         if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnknownArgumentType]
             raise ArgumentError(
                 f"transform {self.name!r} returned {type(returned).__name__}",
@@ -52,7 +54,7 @@ class UserGradients:
                 fix="return two values: the gradients by name, and the transform's next state (or None)",
             )
         grads.replace(returned[0], self.name)
-        return returned[1]
+        return None if returned[1] is None else apart_from(returned[1], given, info.params)
 
 
 @attrs.frozen
@@ -64,7 +66,8 @@ class UserUpdate:
     def on_update(self, engine: Trained, state: Tree, info: Info) -> Any:
         """Call it with the parameters by name. It may change them in place."""
         with torch.no_grad():
-            return self.fn(engine.layout.parameters, state, info)
+            own = self.fn(engine.layout.parameters, state, info)
+            return None if own is None else apart_from(own, engine.layout.parameters)
 
 
 @runtime_checkable

@@ -143,8 +143,11 @@ def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = Non
         Row(
             "BACKWARD",
             "gradients",
-            "d(sum of totals) / (sum of weights), over micro-batches"
-            + (" and ranks" if all(axis.averages for axis in strategy.axes) else " of each rank")
+            (
+                "d(sum of totals) / (sum of weights), over micro-batches and ranks"
+                if all(axis.averages for axis in strategy.axes)
+                else "d(sum of totals) / (mean weight of a rank), over micro-batches of each rank"
+            )
             + ("; divided up front" if weighted else ""),
             by or "fnaccel",
         )

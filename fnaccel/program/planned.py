@@ -9,7 +9,7 @@ from torch import nn
 
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.updater import by_model, check_own
-from fnaccel.errors import PlanMismatchError, as_names
+from fnaccel.errors import CapabilityError, PlanMismatchError, as_names
 from fnaccel.models.constant_buffers import check_not_trained
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.program.launcher_flags import Chosen
@@ -88,6 +88,7 @@ def planned(
         )
     )
     check_device(spec)
+    _check_apart(spec)
     if optimizers is not None:  # a factory's model is checked when it is built
         parts = model if isinstance(model, dict) else {None: model}
         check_not_trained({k: m for k, m in parts.items() if isinstance(m, nn.Module)}, spec.frozen)
@@ -100,3 +101,14 @@ def planned(
     plan = make_plan(spec, described, delegation)
     plan = attrs.evolve(plan, notes=(*chosen.notes, *plan.notes))
     return Planned(spec=spec, plan=plan, delegation=delegation)
+
+
+def _check_apart(spec: Spec) -> None:
+    """Raise CapabilityError if updates may be left out, and each rank would decide that for itself."""
+    apart = [axis.maker for axis in spec.strategy.axes if not axis.averages]
+    if apart and spec.step.settings.skips and spec.mesh.loss_size > 1:
+        raise CapabilityError(
+            f"under {apart[0]} each rank trains by its own gradients, and would leave out updates of its own",
+            where=f"strategy {spec.strategy}",
+            fix="leave out skip_nonfinite, fp16 and on_spike(do='skip'), or average gradients: fa.ddp()",
+        )

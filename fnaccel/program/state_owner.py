@@ -47,6 +47,7 @@ class StateOwner:
         lease: of the live state.
         notice: the stop request of all ranks, or None.
         built: the engine and optimizers. None before `init`, and after `close`.
+        closed: whether `close` was called.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, where: str) -> None:
@@ -56,7 +57,7 @@ class StateOwner:
         self._where = where
         self.notice: Notice | None = None
         self.built: Instance | None = None
-        self._closed = False
+        self.closed = False
 
     @property
     def plan(self) -> Plan:
@@ -72,16 +73,16 @@ class StateOwner:
         """
         if self.built is None:
             raise OwnershipError(
-                "this train step was closed" if self._closed else "this train step has no parameters yet",
+                "this train step was closed" if self.closed else "this train step has no parameters yet",
                 where=self._where,
-                fix="make a new one" if self._closed else "state = train_step.init(seed=0) first",
+                fix="make a new one" if self.closed else "state = train_step.init(seed=0) first",
             )
         return self.built
 
     @property
     def initialised(self) -> bool:
         """Whether `init` was called. Raises after `close`."""
-        if self._closed:
+        if self.closed:
             _ = self.instance
         return self.built is not None
 
@@ -165,7 +166,7 @@ class StateOwner:
     def close(self) -> None:
         """Free everything: the live state is donated, gradients and hooks go, modules are released."""
         self.forget()
-        self._closed = True
+        self.closed = True
 
     def forget(self) -> None:
         """Free the engine, so that another `init` can begin."""

@@ -60,7 +60,7 @@ class Tail:
                 for name, hook in self.gradients:
                     own = hook.on_gradients(grads, states.get(name), info)
                     if own is not None or name in states:
-                        _keep(states, name, own)
+                        keep_state(states, name, own)
         return before
 
     def after_update(
@@ -95,7 +95,7 @@ class Tail:
                 for name, hook in self.updates:
                     own = hook.on_update(engine, states.get(name), after_update)
                     if own is not None or name in states:
-                        _keep(states, name, own)
+                        keep_state(states, name, own)
         return skip if self.skips else grads.skip
 
     def stay_if_skipped(self, before: Mapping[str, Any], states: dict[str, Any], skip: torch.Tensor) -> None:
@@ -120,25 +120,25 @@ class Tail:
                 states[name] = tree.map(lambda old, new: torch.where(skip.bool(), old, new), first, last)
 
 
-def _keep(transforms: dict[str, Any], name: str, state: Tree) -> None:
-    """Keep the next state of a transform. States keep their structure.
+def keep_state(transforms: dict[str, Any], name: str, state: Tree, of: str = "transform") -> None:
+    """Keep the next state of a transform, or of an axis. States keep their structure.
 
     Raises:
         ArgumentError: a checkpoint with this state could not be restored, since the first state is another.
     """
     if name not in transforms:
         raise ArgumentError(
-            f"transform {name!r} returned a state of its own and began without one",
-            where=f"transform {name}",
-            fix="give its first state: fa.Transform(..., init=lambda params: first)",
+            f"{of} {name!r} returned a state of its own and began without one",
+            where=f"{of} {name}",
+            fix="give its first state, by init=",
         )
     before, after = dict(tree.items(transforms[name])), dict(tree.items(state))
     for path in [*before, *(path for path in after if path not in before)]:
         old, new = _kind(before, path), _kind(after, path)
         if old != new:
             raise ArgumentError(
-                f"the state of transform {name!r} changed: {path or 'it'} was {old}, and is {new}",
-                where=f"transform {name}",
+                f"the state of {of} {name!r} changed: {path or 'it'} was {old}, and is {new}",
+                where=f"{of} {name}",
                 fix="return values of the kinds, shapes and dtypes that init= made: 0.0 for a float, "
                 "torch.zeros(n) for the last n numbers",
             )

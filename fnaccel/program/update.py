@@ -85,7 +85,7 @@ def update(
                     params
                 ),
             )
-            drawing = functools.partial(instance.drawing, state)
+            drawing = functools.partial(instance.drawing, state.rng.root, step)
             before = tail.before_update(gradients, transforms, info, drawing)
             guard.commit()  # the state is dead from here on
             metrics.update(updater.apply(gradients, rates, updates, reported))

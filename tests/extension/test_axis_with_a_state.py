@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnaccel as fa
-from fnaccel.errors import CapabilityError, CheckpointError, Preempted
+from fnaccel.errors import ArgumentError, CapabilityError, CheckpointError, Preempted
 from fnaccel.extend import Hooks, Strategy, construct, finisher, maker, place, whole_engine
 from tests.extension import page
 from tests.models import Net, batch_of, loss_fn, program, whole_params
@@ -88,7 +88,9 @@ def refused(folder, call):
     state = train_step.init(seed=0)
     for step in range(4):
         state, _ = train_step(state, rows(step, train_step.mesh.batch_rank))
+    shards = fa.shard(DataLoader(TensorDataset(*batch_of(8)), batch_size=2))
     calls = {
+        "evaluate": lambda: fa.evaluate(train_step, state, loss_fn, shards),
         "save": lambda: fa.save(folder, state),
         "save_async": lambda: fa.save_async(folder, state).wait(),
         "export": lambda: fa.interchange.export_hf(folder, state, config={}),
@@ -96,16 +98,16 @@ def refused(folder, call):
     }
     try:
         calls[call]()
-    except CheckpointError as error:
+    except (ArgumentError, CheckpointError) as error:
         return str(error)
-    return "it was saved"
+    return "it was done"
 
 
-@pytest.mark.parametrize("call", ["save", "save_async", "export", "gather"])
+@pytest.mark.parametrize("call", ["save", "save_async", "export", "gather", "evaluate"])
 def test_nothing_is_saved_or_exported_between_two_averages(pools, tmp_path, call):
     for text in pools.run(2, refused, tmp_path / "out", call):
         assert "after step 4 each rank holds values of its own" in text
-        assert "train on to step 6" in text
+        assert "step 6" in text
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
@@ -210,3 +212,75 @@ def test_the_parity_check_of_the_page(ranks):
     if ranks > 1:
         with pytest.raises(fa.errors.TreeMismatchError):
             page.check_parity("extending_page:local_sgd(every=4)", ranks)
+
+
+def of_parts(every, next_whole, after=lambda updated: updated.own):
+    """Register an axis of these parts."""
+
+    @attrs.frozen
+    class Parts(page.LocalSgd):
+        maker = f"{__name__}:of_parts"
+
+    @finisher(Parts)
+    def build(build, axis):
+        built = construct(build.spec.model, build.seed)
+        place(built, build)
+        hooks = Hooks(init=lambda: {"n": 0}, after_update=after)
+        return whole_engine(
+            "parts", built, build, hooks=hooks, shares_buffers=False, next_whole=next_whole
+        ), built
+
+    return Strategy((Parts(-1, every),))
+
+
+def refused_parts(next_whole, after, step):
+    train_step = program(step, strategy=of_parts(3, next_whole, after))
+    state = train_step.init(seed=0)
+    state, _ = train_step(state, rows(0, train_step.mesh.batch_rank))
+    fa.save("never", state)
+
+
+def said(next_whole=None, after=None, skips=False):
+    """The error of an axis of these parts, by names: functions of a module can't be sent to ranks."""
+    steps = {
+        "none": None,
+        "returns None": lambda step: None,
+        "back": lambda step: step - 1,
+        "each": lambda step: step,
+    }
+    after = {
+        None: lambda updated: updated.own,
+        "key": lambda u: {"n": u.own["n"], "m": 1},
+        "None": lambda u: None,
+    }[after]
+    try:
+        refused_parts(steps[next_whole], after, fa.skip_nonfinite(loss_fn) if skips else loss_fn)
+    except fa.errors.FnaccelError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"next_whole": "none"}, "does not say when its ranks hold the same values"),
+        ({"next_whole": "returns None"}, "next_whole(1) returned None"),
+        ({"next_whole": "back"}, "next_whole(1) returned 0"),
+        ({"next_whole": "each", "after": "key"}, "the state of axis 'parts' changed: m was absent"),
+        ({"next_whole": "each", "after": "None"}, "the state of axis 'parts' changed"),
+        ({"next_whole": "each", "skips": True}, "would leave out updates of its own"),
+    ],
+)
+def test_what_an_axis_whose_ranks_train_apart_may_not_do(pools, options, text):
+    for found in pools.run(2, said, **options):
+        assert text in found
+
+
+def saved_alone(folder):
+    train_step = made("extending_page:local_sgd(1, every=3)")
+    state, _ = train_step(train_step.init(seed=0), rows(0, 0))
+    return fa.save(folder, state).name
+
+
+def test_one_rank_alone_holds_the_same_at_each_step(pools, tmp_path):
+    assert pools.run(1, saved_alone, tmp_path) == ["step-0000000001"]

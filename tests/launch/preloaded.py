@@ -65,7 +65,7 @@ def become(order: dict[str, Any]) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for name, value in order["constants"].items():
         module, _, attribute = name.rpartition(".")
-        assert hasattr(sys.modules[module], attribute), name
+        assert hasattr(importlib.import_module(module), attribute), name
         setattr(sys.modules[module], attribute, value)
 
 

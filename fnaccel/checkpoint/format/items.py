@@ -70,6 +70,16 @@ def of_tensors(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, *
     ]
 
 
+def of_part(name: str, part: torch.Tensor) -> Item:
+    """An item of a tensor that this rank holds, and writes by itself."""
+
+    def blocks() -> Iterator[torch.Tensor]:
+        if part.numel():
+            yield part.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+    return Item(name, part.dtype, tuple(part.shape), blocks)
+
+
 def of_found(tensors: Mapping[str, Found], dtype: torch.dtype | None) -> list[Item]:
     """Items of tensors in a checkpoint."""
     return [
