@@ -147,9 +147,7 @@ def apart_from(state: Tree, *shown: Tree) -> Tree:
 
     The next backward pass writes to gradients, and the update to parameters.
     """
-    held = {
-        _torch.local_of(x).untyped_storage().data_ptr() for tensors in shown for x in tree.leaves(tensors)
-    }
+    held = {_torch.local_of(tensor).untyped_storage().data_ptr() for tensor in tree.leaves(shown)}
 
     def copied(leaf: Any) -> Any:
         kept = isinstance(leaf, torch.Tensor) and leaf.numel()

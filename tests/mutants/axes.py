@@ -87,6 +87,18 @@ MUTANTS = [
         ("tests/extension/test_axis_with_a_state.py", "-k", "waits_for_the_next"),
     ),
     Mutant(
+        "kept gradients are written again", "engine/gradients.py", "return leaf.clone() if kept and", "return leaf.clone() if not kept and",
+        ("tests/transforms/test_kept_tensors.py", "-k", "kept_gradients and ddp"),
+    ),
+    Mutant(
+        "a slot of one rank's part is saved", "engine/updater.py", "if leaf.sharded and part:", "if False:",
+        ("tests/transforms/test_kept_tensors.py", "-k", "slot"),
+    ),
+    Mutant(
+        "ranks that train apart are scored as one", "loop/evaluating.py", "if same_at != state.step:", "if False:",
+        ("tests/extension/test_axis_with_a_state.py", "-k", "nothing_is_saved and evaluate"),
+    ),
+    Mutant(
         "an axis that counts steps from 0", "program/instance.py", "step=step + 1,\n                params=shown.params",
         "step=step,\n                params=shown.params", ("tests/extension/test_axis_with_a_state.py", "-k", "one_model_a_rank"),
     ),
