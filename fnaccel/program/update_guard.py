@@ -17,7 +17,7 @@ from fnaccel.program.probe import CAUSES
 from fnaccel.seeing.memory import explain_out_of_memory
 from fnaccel.state import TrainState, donate, is_stale
 from fnaccel.world.interrupts import SigintHeld
-from fnaccel.world.progress_marks import enter_step, leave_step
+from fnaccel.world.progress_marks import NOW, enter_step, leave_step
 
 AutocastState = tuple[bool, torch.dtype, bool, int]
 
@@ -108,7 +108,8 @@ class UpdateGuard:
             donate(state)
         if not is_stale(state) and (not instance.moving_buffers.put_back() or self._own_changed()):
             donate(state)
-        clearer = None if self._committed else explained(error, instance.engine)
+        # of the loss, and not of a hook on gradients
+        clearer = None if self._committed or NOW.phase == "update" else explained(error, instance.engine)
         if clearer is not None:
             raise clearer from error
 

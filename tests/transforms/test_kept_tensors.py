@@ -98,3 +98,21 @@ def test_what_a_first_state_draws_follows_the_seed_of_init(pools):
 def test_whole_takes_a_leaf():
     with pytest.raises(TypeError, match=r"fa\.tree\.map"):
         fa.tree.whole({"a": torch.ones(2)})
+
+
+def mixed():
+    def apply(grads, own, info):
+        return {name: grad + torch.ones(grad.shape) for name, grad in grads.items()}, own
+
+    train_step = program(fa.Transform("mixed", fa.Phase.GRADS, apply=apply)(loss_fn), strategy="fsdp")
+    try:
+        train_step(train_step.init(seed=0), batch_of(4))
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def test_an_error_of_a_hook_does_not_blame_the_loss(pools):
+    for name, text in pools.run(2, mixed):
+        assert name == "RuntimeError"
+        assert "mixed torch.Tensor and DTensor" in text
