@@ -60,7 +60,7 @@ def load(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+        if error.name is None or not error.name.startswith("fnaccel."):
             raise  # a package that the module needs
         raise MissingBackendError(
             f"this copy of fnaccel has no {error.name}",
