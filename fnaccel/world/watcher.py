@@ -191,7 +191,9 @@ class Watcher:
         return everyone
 
     def all_come(self, limit: float) -> bool:
-        """Whether all ranks come here after the same calls, within `limit` seconds."""
+        """Whether all ranks come here after the same calls, within `limit` seconds. After `leave`: no."""
+        if self._left is not None:
+            return False
         try:
             return self._board.all_come(limit)
         except RuntimeError:  # the rank that keeps the store is gone

@@ -276,6 +276,19 @@ def test_a_rank_with_forked_workers_leaves(run):
         waits(outcome, 1, "world.barrier", "left the world, after call 1")
 
 
+def asks_after_its_world(folder):
+    """A loop whose iterator outlives the world asks after it has been left."""
+    with fa.start(device="cpu") as world:
+        world.barrier()
+    Path(folder, f"late{world.rank}").write_text(str(world.all_come(0.1)))
+
+
+def test_no_rank_comes_after_its_world(run, tmp_path):
+    outcomes = run(asks_after_its_world, str(tmp_path))
+    assert {outcome.error for outcome in outcomes} == {"returned"}
+    assert {path.read_text() for path in tmp_path.glob("late*")} == {"False"}
+
+
 def sockets_of_a_worker(folder):
     """What connections a forked process holds: a rank that is killed is seen to go while its workers live."""
     with fa.start(device="cpu") as world:
