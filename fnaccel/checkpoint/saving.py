@@ -150,7 +150,7 @@ def check_same_on_ranks(states: Sequence[TrainState], where: str) -> None:
             layout = lease_of(state, where).owner.instance.engine.layout
         except UnleasedStateError:  # a snapshot
             continue
-        if layout.next_whole is None or not layout.apart:
+        if layout.next_whole is None:
             continue
         same_at = layout.whole_from(state.step)
         if same_at != state.step:

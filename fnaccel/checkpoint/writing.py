@@ -98,7 +98,6 @@ class Writing:
         Raises:
             NotSerializableError, StaleStateError, ArgumentError, CheckpointError: see `fa.save`.
         """
-
         machines = self._machines
         numbered = functools.partial(_number, self._root, state, step, self._where)
         # rank 0's number, and not one of each machine

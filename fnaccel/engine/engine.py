@@ -46,18 +46,13 @@ class Layout:
     shares_buffers: bool = True
     next_whole: Callable[[int], int] | None = None
 
-    @property
-    def apart(self) -> bool:
-        """Whether ranks hold values of their own between some steps, each trained by its own rows."""
-        return self.next_whole is not None and self.mesh.loss_size > 1
-
     def whole_from(self, step: int) -> int:
         """The first step, from this one on, after which all ranks of `mesh["loss"]` hold the same values.
 
         Raises:
             ArgumentError: `next_whole` returned no such step.
         """
-        if not self.apart or self.next_whole is None:
+        if self.next_whole is None or self.mesh.loss_size == 1:
             return step
         found = self.next_whole(step)
         if type(found) is not int or found < step:

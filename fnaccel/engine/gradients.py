@@ -142,11 +142,13 @@ class Gradients:
         self.changed()
 
 
-def apart_from(state: Tree, *shown: Tree) -> Tree:
+def with_copies(state: Tree, *shown: Tree) -> Tree:
     """A state with copies of what it keeps of gradients and parameters, whose memory is written again.
 
     The next backward pass writes to gradients, and the update to parameters.
     """
+    if not any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(state)):
+        return state
     held = {_torch.local_of(tensor).untyped_storage().data_ptr() for tensor in tree.leaves(shown)}
 
     def copied(leaf: Any) -> Any:

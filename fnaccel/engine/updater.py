@@ -218,10 +218,9 @@ def _check_slots(
             where=f"{type(optimizer.kernel).__name__}.bind(groups).slots",
             fix=f"name slots after the leaves that it was given, such as {leaves[0].name!r}",
         )
-    for leaf in leaves if optimizer.elementwise else ():
+    for leaf in [leaf for leaf in leaves if leaf.sharded and optimizer.elementwise]:
         for name, value in slots.get(leaf.name, {}).items():
-            part = isinstance(value, torch.Tensor) and not hasattr(value, "placements") and value.numel() > 1
-            if leaf.sharded and part:
+            if isinstance(value, torch.Tensor) and not hasattr(value, "placements") and value.numel() > 1:
                 raise ArgumentError(
                     f"the slot {name!r} of {leaf.name} is a plain tensor, and each rank holds a part of "
                     f"{leaf.name}: a checkpoint would keep the part of one rank",

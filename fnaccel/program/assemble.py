@@ -14,6 +14,7 @@ from fnaccel.program.model_notes import model_notes
 from fnaccel.step.spec import Spec
 from fnaccel.strategies.axis import Build, make_engine
 from fnaccel.strategies.runtime import Delegation
+from fnaccel.strategies.strategy import apart_in
 
 
 def assemble(
@@ -64,10 +65,10 @@ def assemble(
                 where="state.transforms",
                 fix="give the transform another name: fa.Transform(name=...)",
             )
-        apart = [axis.maker for axis in spec.strategy.axes if not axis.averages]
+        apart = apart_in(spec.strategy)
         if trains and apart and engine.layout.next_whole is None and spec.mesh.loss_size > 1:
             raise CapabilityError(
-                f"{apart[0]} averages no gradients, and does not say when its ranks hold the same values",
+                f"{apart} averages no gradients, and does not say when its ranks hold the same values",
                 where=f"strategy {spec.strategy}",
                 fix="give the engine next_whole: whole_engine(..., next_whole=lambda step: ...)",
             )

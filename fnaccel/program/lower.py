@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fnaccel.data.micro_batches import MicroBatch, MicroBatches
-from fnaccel.engine.gradients import apart_from
+from fnaccel.engine.gradients import with_copies
 from fnaccel.engine.passes import Loss
 from fnaccel.errors import ArgumentError, require
 from fnaccel.program.plan import order
@@ -54,7 +54,7 @@ class UserGradients:
                 fix="return two values: the gradients by name, and the transform's next state (or None)",
             )
         grads.replace(returned[0], self.name)
-        return None if returned[1] is None else apart_from(returned[1], given, info.params)
+        return with_copies(returned[1], given, info.params)
 
 
 @attrs.frozen
@@ -66,8 +66,7 @@ class UserUpdate:
     def on_update(self, engine: Trained, state: Tree, info: Info) -> Any:
         """Call it with the parameters by name. It may change them in place."""
         with torch.no_grad():
-            own = self.fn(engine.layout.parameters, state, info)
-            return None if own is None else apart_from(own, engine.layout.parameters)
+            return with_copies(self.fn(engine.layout.parameters, state, info), engine.layout.parameters)
 
 
 @runtime_checkable

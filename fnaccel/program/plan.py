@@ -15,6 +15,7 @@ from fnaccel.step.html_table import table
 from fnaccel.step.spec import Spec, check, plan_notes
 from fnaccel.step.step import Phase, Step, Transform
 from fnaccel.strategies.runtime import Delegation
+from fnaccel.strategies.strategy import apart_in
 
 
 @attrs.frozen
@@ -144,9 +145,9 @@ def make_plan(spec: Spec, optimizer: object, delegation: Delegation | None = Non
             "BACKWARD",
             "gradients",
             (
-                "d(sum of totals) / (sum of weights), over micro-batches and ranks"
-                if all(axis.averages for axis in strategy.axes)
-                else "d(sum of totals) / (mean weight of a rank), over micro-batches of each rank"
+                "d(sum of totals) / (mean weight of a rank), over micro-batches of each rank"
+                if apart_in(strategy)
+                else "d(sum of totals) / (sum of weights), over micro-batches and ranks"
             )
             + ("; divided up front" if weighted else ""),
             by or "fnaccel",

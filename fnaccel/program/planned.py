@@ -17,7 +17,7 @@ from fnaccel.program.lower import Lowered, lower
 from fnaccel.program.plan import Plan, make_plan
 from fnaccel.step.spec import LossPart, Rng, Spec, resolve
 from fnaccel.strategies.runtime import Delegation, check_device, delegate
-from fnaccel.strategies.strategy import Strategy
+from fnaccel.strategies.strategy import Strategy, apart_in
 from fnaccel.world.devices import check_precision
 from fnaccel.world.mesh import Mesh, build
 from fnaccel.world.mesh import resolve as resolve_degrees
@@ -105,10 +105,10 @@ def planned(
 
 def _check_apart(spec: Spec) -> None:
     """Raise CapabilityError if updates may be left out, and each rank would decide that for itself."""
-    apart = [axis.maker for axis in spec.strategy.axes if not axis.averages]
+    apart = apart_in(spec.strategy)
     if apart and spec.step.settings.skips and spec.mesh.loss_size > 1:
         raise CapabilityError(
-            f"under {apart[0]} each rank trains by its own gradients, and would leave out updates of its own",
+            f"under {apart} each rank trains by its own gradients, and would leave out updates of its own",
             where=f"strategy {spec.strategy}",
             fix="leave out skip_nonfinite, fp16 and on_spike(do='skip'), or average gradients: fa.ddp()",
         )

@@ -20,7 +20,7 @@ from fnaccel.engine.passes import Loss, multiplier_of
 from fnaccel.engine.updater import Updater
 from fnaccel.extend import Capture, Engine, Gradients, Info
 from fnaccel.program.tail import Tail
-from fnaccel.step.loss import Scalar, check_attached, check_reached, masked, read_loss, uncounted
+from fnaccel.step.loss import Scalar, check_attached, check_reached, is_uncounted, masked, read_loss
 from fnaccel.tree import Tree
 
 
@@ -230,7 +230,7 @@ class StepGraph:
             layout = engine.layout
             device = layout.mesh.world.device
             gradients = Gradients(layout.leaves, list(grads), multiplier, self._held_by, device)
-            gradients.uncounted = uncounted(metrics["weight"])
+            gradients.uncounted = is_uncounted(metrics["weight"])
             info = Info(
                 step=0 if given.step is None else given.step,
                 updates=given.number - 1,

@@ -16,7 +16,7 @@ from fnaccel.program.state_owner import StateOwner
 from fnaccel.program.update_guard import UpdateGuard
 from fnaccel.state import TrainState, lease, scale_of, state_of
 from fnaccel.step.checked_metrics import checked
-from fnaccel.step.loss import Scalar, uncounted
+from fnaccel.step.loss import Scalar, is_uncounted
 from fnaccel.step.step import Info
 from fnaccel.tree import Tree
 from fnaccel.world.progress_marks import enter
@@ -70,11 +70,11 @@ def update(
 
         # Hooks of GRADS, the optimizers, hooks of UPDATE. A captured step may have done all of it.
         enter("update")
-        no_row = uncounted(metrics["weight"])
-        if gradients is not None and no_row is not True:
+        uncounted = is_uncounted(metrics["weight"])
+        if gradients is not None and uncounted is not True:
             if updater.starts_later:
                 updater.hold(gradients)
-            gradients.uncounted = no_row if isinstance(no_row, torch.Tensor) else None
+            gradients.uncounted = uncounted if isinstance(uncounted, torch.Tensor) else None
             info = Info(
                 step=step,
                 updates=updates,
@@ -97,15 +97,15 @@ def update(
         else:
             guard.commit()
             metrics.update(reported)
-            if no_row is True:
+            if uncounted is True:
                 engine.drop_pass()
 
         # The next state.
-        instance.complete(step, scale, skip, no_row, metrics, transforms)
+        instance.complete(step, scale, skip, uncounted, metrics, transforms)
         next_state = state_of(
             instance.trees(scale),
             step=step + 1,
-            updates=_counted(updates, no_row, skip),
+            updates=_counted(updates, uncounted, skip),
             rng=state.rng,
             data=position,
             extras=extras,
@@ -113,7 +113,7 @@ def update(
         )
         lease(next_state, owner.lease)
         instance.moved = True
-    return next_state, checked(metrics, no_row)
+    return next_state, checked(metrics, uncounted)
 
 
 def _record(metrics: dict[str, Any], name: str, value: Tree) -> None:
@@ -124,9 +124,9 @@ def _record(metrics: dict[str, Any], name: str, value: Tree) -> None:
 _WHOLE = (torch.Tensor, float, int)
 
 
-def _counted(updates: Scalar, no_row: Scalar | None, skip: Scalar | None) -> Any:
+def _counted(updates: Scalar, uncounted: Scalar | None, skip: Scalar | None) -> Any:
     """The number of updates after a step: a tensor if the device decides whether one is left out."""
-    if no_row is True:
+    if uncounted is True:
         return updates
     if skip is None:
         return updates + 1

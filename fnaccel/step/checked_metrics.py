@@ -39,21 +39,21 @@ for _name in _READERS:
     setattr(CheckedMetric, _name, _reader(_name))
 
 
-def checked(metrics: dict[str, Any], no_row: Scalar | None) -> dict[str, Any]:
+def checked(metrics: dict[str, Any], uncounted: Scalar | None) -> dict[str, Any]:
     """Metrics whose loss and weight raise when they are read, if the weight turns out to be none.
 
     Args:
         metrics: the metrics of the step.
-        no_row: whether no row counts, by the weight. A tensor if only the device can tell.
+        uncounted: whether no row counts, by the weight. A tensor if only the device can tell.
     """
-    if no_row is False:
+    if uncounted is False:
         if not isinstance(metrics["weight"], torch.Tensor):  # one rank knows it as a number
             device = metrics["loss"].device
             dtype = torch.float32 if device.type == "mps" else torch.float64
             metrics["weight"] = torch.scalar_tensor(metrics["weight"], dtype=dtype, device=device)
         return metrics
     plain = torch.as_tensor(metrics["weight"])
-    if no_row is True and float(plain) == 0:
+    if uncounted is True and float(plain) == 0:
         return metrics
     for name in ("loss", "weight"):
         metric = torch.as_tensor(metrics[name]).as_subclass(CheckedMetric)

@@ -320,7 +320,7 @@ def _nothing(total: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.zeros_like(total, dtype=torch.bool), total, torch.zeros_like(total))
 
 
-def uncounted(weight: Scalar) -> Any:
+def is_uncounted(weight: Scalar) -> Any:
     """Whether no row counts, by the global weight: a bool, or a 0-d float tensor on the device.
 
     The update is left out then.

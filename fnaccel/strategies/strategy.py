@@ -16,7 +16,7 @@ import attrs
 from fnaccel import _lazy
 from fnaccel.errors import ArgumentError, ConfigError, UnknownNameError, nearest, require
 from fnaccel.step.callables import plan_text
-from fnaccel.step.spec import Spec
+from fnaccel.step.spec import Axes, Spec
 from fnaccel.step.step import EVERYTHING, Capability
 from fnaccel.world.mesh import AXES
 
@@ -109,6 +109,11 @@ def runtime_in(spec: Spec) -> str:
     """The name of a runtime in a product, which lays out models and averages by itself, or ""."""
     makers = [axis.maker for axis in spec.strategy.axes if axis.mesh_axis is None]
     return next(iter(makers), spec.runtime)
+
+
+def apart_in(strategy: Axes) -> str:
+    """The name of an axis whose ranks train apart, since it averages no gradients, or ""."""
+    return next((axis.maker for axis in strategy.axes if not axis.averages), "")
 
 
 class Pairs(tuple[tuple[str, Any], ...]):

@@ -91,7 +91,7 @@ MUTANTS = [
         ("tests/transforms/test_kept_tensors.py", "-k", "kept_gradients and ddp"),
     ),
     Mutant(
-        "a slot of one rank's part is saved", "engine/updater.py", "if leaf.sharded and part:", "if False:",
+        "a slot of one rank's part is saved", "engine/updater.py", "if leaf.sharded and optimizer.elementwise]:", "if False]:",
         ("tests/transforms/test_kept_tensors.py", "-k", "slot"),
     ),
     Mutant(
