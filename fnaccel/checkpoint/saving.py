@@ -18,6 +18,7 @@ from fnaccel.checkpoint.format.values import encode
 from fnaccel.checkpoint.writing import Hold, Writing
 from fnaccel.collectives.objects import gather_objects
 from fnaccel.data.shard import HandReads
+from fnaccel.engine.engine import Layout
 from fnaccel.engine.same_rows import checksum
 from fnaccel.errors import CheckpointError, UnleasedStateError
 from fnaccel.state import Position, TrainState, lease_of
@@ -71,7 +72,8 @@ def save(
         NotSerializableError: the tree has another leaf, such as a function. Nothing was written.
         CheckpointError: a rank could not write. It raises on every rank, and nothing is visible. Also:
             another job saves into `directory`, a save in the background has failed, or the name of this
-            checkpoint belongs to a file or a directory that no save wrote.
+            checkpoint belongs to a file or a directory that no save wrote, or a transform's state differs
+            between ranks.
         StaleStateError: the state was donated.
         ArgumentError: a step that is no number from 0 on, a `keep` below 1.
 
@@ -138,9 +140,10 @@ def save_async(
 
 
 def check_same_on_ranks(states: Sequence[TrainState], where: str) -> None:
-    """See that ranks hold the same values, where an axis of a user lets them train apart. All ranks call it.
+    """See that ranks hold the same values, where they might not. All ranks call it.
 
-    A checkpoint and an export take values that all ranks hold from one of them.
+    A checkpoint and an export take values that all ranks hold from one of them. The states of transforms are
+    compared always, all values if an axis of a user lets ranks train apart.
 
     Raises:
         CheckpointError: they don't at this step; or not even at a step at which `Layout.next_whole` says so.
@@ -150,26 +153,35 @@ def check_same_on_ranks(states: Sequence[TrainState], where: str) -> None:
             layout = lease_of(state, where).owner.instance.engine.layout
         except UnleasedStateError:  # a snapshot
             continue
-        if layout.next_whole is None:
-            continue
-        same_at = layout.whole_from(state.step)
-        if same_at != state.step:
+        apart = layout.next_whole is not None
+        if apart and (same_at := layout.whole_from(state.step)) != state.step:
             raise CheckpointError(
                 f"after step {state.step} each rank holds values of its own, and one rank's would be kept",
                 where=where,
                 fix=f"train on to step {same_at}, after which all ranks hold the same",
             )
-        sums = {name: _checksum(getattr(state, name)) for name in _TREES}
-        found = gather_objects(sums, over=layout.mesh["loss"])
-        for name in _TREES:
-            other = [rank for rank, sums in enumerate(found) if sums[name] != found[0][name]]
-            if other:
-                raise CheckpointError(
-                    f"state.{name} differs between ranks (on {ranks_of(other)} of the mesh axis 'loss' from "
-                    f"rank 0), though the axis says that step {state.step} is whole",
-                    where=where,
-                    fix=f"let Hooks.after_update make state.{name} equal in these steps, or mend next_whole",
-                )
+        if apart or state.transforms:
+            _compare(state, _TREES if apart else ("transforms",), layout, where)
+
+
+def _compare(state: TrainState, names: Sequence[str], layout: Layout, where: str) -> None:
+    """Compare the trees of these names between ranks by their checksums."""
+    found = gather_objects(
+        {name: _checksum(getattr(state, name)) for name in names}, over=layout.mesh["loss"]
+    )
+    for name in names:
+        other = [rank for rank, sums in enumerate(found) if sums[name] != found[0][name]]
+        if other:
+            raise CheckpointError(
+                f"state.{name} differs between ranks (on {ranks_of(other)} of the mesh axis 'loss' from "
+                "rank 0), and one rank's would be kept",
+                where=where,
+                fix=f"compute it from what all ranks hold: let Hooks.after_update make state.{name} equal in "
+                "the steps that are whole, or mend next_whole"
+                if layout.next_whole is not None
+                else "compute it from values that all ranks hold, such as parameters, averaged gradients and "
+                "metrics, and not from a rank's own loss, clock or random numbers",
+            )
 
 
 def _checksum(values: Tree) -> str:

@@ -247,7 +247,8 @@ class Transform:
             GRADS    `apply(grads, own, info) -> (grads, own)`, dicts of tensors by parameter name,
             UPDATE   `apply(params, own, info) -> own`, after the update, parameters by name,
             CALL     `apply(call) -> call`, around `call(state, batch) -> (state, metrics)`.
-        init: `init(params) -> own`, the transform's own state, a pytree of tensors and numbers.
+        init: `init(params) -> own`, the transform's own state, a pytree of tensors and numbers. All ranks
+            hold the same, or DTensors.
         needs: capabilities that the strategy must have: one, or several.
         repeatable: whether a step may hold several. Later ones are called `name.1`, `name.2`, and so on.
 

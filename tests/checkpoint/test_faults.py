@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fnaccel as fa
 from fnaccel.checkpoint import checkpoints, latest, restore, save
 from fnaccel.checkpoint.disk import durable
 from fnaccel.errors import (
@@ -22,6 +23,7 @@ from fnaccel.errors import (
 )
 from fnaccel.world import world
 from fnaccel.world.world import start
+from tests.checkpoint.training import batch, make
 
 CALLS = ("make_directory", "write", "sync", "rename", "remove")
 
@@ -188,3 +190,35 @@ def test_names_and_steps(tmp_path):
         for step in (-1, True, 1.0, 10**19):
             with pytest.raises(ArgumentError, match="number a checkpoint"):
                 save(tmp_path, value(0), step=step)
+
+
+def remembers(value):
+    """An UPDATE transform whose state is `value()` after each step."""
+
+    def apply(params, own, info):
+        return {"value": torch.tensor(float(value()))}
+
+    return fa.Transform(
+        name="own", phase=fa.Phase.UPDATE, apply=apply, init=lambda _: {"value": torch.tensor(0.0)}
+    )
+
+
+def saves_a_transform(directory, layout):
+    said = []
+    for value in (lambda: 7, lambda: world.current().rank):
+        step = make(layout, transform=remembers(value))
+        state, _ = step(step.init(seed=1), batch(step.mesh, 0))
+        try:
+            save(directory, state)
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("layout", ["ddp()", "fsdp()"])
+def test_the_state_of_a_transform_that_differs_between_ranks_raises(pools, tmp_path, layout):
+    for said in pools.run(2, saves_a_transform, tmp_path, layout):
+        assert len(said) == 1
+        assert "state.transforms differs between ranks (on rank 1 of the mesh axis 'loss' from" in said[0]
+        assert "not from a rank's own loss" in said[0]
+    assert [one.name for one in tmp_path.iterdir()] == ["step-0000000001"]

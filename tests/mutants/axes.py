@@ -75,12 +75,16 @@ MUTANTS = [
         ("tests/parity/test_regather.py", "-k", "activations"),
     ),
     Mutant(
-        "a save between two averages", "checkpoint/saving.py", "if same_at != state.step:", "if False:",
+        "a save between two averages", "checkpoint/saving.py", ") != state.step:", ") < 0:",
         ("tests/extension/test_axis_with_a_state.py", "-k", "between_two_averages and save"),
     ),
     Mutant(
         "moments of one rank in the place of all", "checkpoint/saving.py", "sums[name] != found[0][name]",
         "False", ("tests/extension/test_axis_with_a_state.py", "-k", "forgets_to_average"),
+    ),
+    Mutant(
+        "a transform's state of one rank in the place of all", "checkpoint/saving.py", "if apart or state.transforms:",
+        "if apart:", ("tests/checkpoint/test_faults.py", "-k", "state_of_a_transform and ddp"),
     ),
     Mutant(
         "a loop that saves what ranks don't share", "loop/autosave.py", "and not self._whole(state)", "and False",
