@@ -189,6 +189,8 @@ class Engine:
         runtime: the parts of a runtime.
         averages: the shards of the EMA, if there is one.
         agreement: the structure of aux on which ranks agreed.
+        unfinished: "step" and "look", if one is under way or was cut off. After that the next begins with
+            `drop_pass`.
     """
 
     name: str
@@ -198,6 +200,7 @@ class Engine:
     runtime: Runtime = Runtime()
     averages: tuple[torch.Tensor, ...] = ()
     agreement: Agreement = attrs.field(factory=Agreement, eq=False, repr=False)
+    unfinished: set[str] = attrs.field(factory=set, eq=False, repr=False)
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -205,20 +208,26 @@ class Engine:
             leaf.param.grad = None
 
     def drop_pass(self) -> None:
-        """Clear the gradients and gathered parameters of a step that did not reach its end."""
+        """Clear the gradients and gathered parameters of a step or a look that did not reach its end."""
         self.clear()
         for restore in (self.hooks.settle, self.hooks.recover):
             if restore is not None:
                 restore()
+        self.unfinished.clear()
 
     def look(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(model, *args)` without gradients: evaluation, sampling."""
+        if self.unfinished == {"look"}:  # and no step is under way
+            self.drop_pass()
+        self.unfinished.add("look")
         with torch.no_grad():
             try:
-                return self.forward.run(fn, *args)
+                result = self.forward.run(fn, *args)
             finally:
                 if self.hooks.settle is not None:
                     self.hooks.settle()
+        self.unfinished.discard("look")
+        return result
 
     def close(self) -> None:
         """Free the strategy's hooks and memory."""

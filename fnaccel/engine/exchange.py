@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fnaccel.world.interrupts import SigintHeld
+from fnaccel.world.interrupts import Swapped
 
 
-class Exchange:
+class Exchange(Swapped):
     """A context in whose body the first tensor of each pair holds the value of the second.
 
     The second holds that of the first, so nothing is allocated. If it has another dtype it would round that
@@ -24,28 +24,23 @@ class Exchange:
         self._pairs = pairs
         self._kept: list[torch.Tensor | None] = []
 
-    def __enter__(self) -> None:
-        try:
-            with SigintHeld(), torch.no_grad():
-                for first, second in self._pairs:
-                    self._kept.append(_exchange(first, second))
-        except BaseException:
-            self._put_back()
-            raise
+    @torch.no_grad()
+    def change(self) -> None:
+        """Exchange the values of each pair."""
+        for first, second in self._pairs:
+            self._kept.append(_exchange(first, second))
 
-    def __exit__(self, *_: object) -> None:
-        self._put_back()
-
-    def _put_back(self) -> None:
-        with SigintHeld(), torch.no_grad():
-            while self._kept:
-                first, second = self._pairs[len(self._kept) - 1]
-                value = self._kept[-1]
-                if value is None:
-                    _exchange(first, second)
-                else:
-                    first.copy_(value)
-                self._kept.pop()
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Exchange them again."""
+        while self._kept:
+            first, second = self._pairs[len(self._kept) - 1]
+            value = self._kept[-1]
+            if value is None:
+                _exchange(first, second)
+            else:
+                first.copy_(value)
+            self._kept.pop()
 
 
 def _exchange(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:

@@ -73,9 +73,9 @@ def evaluate(
     scores = Scores(train_step.mesh)
     scored = train_step.as_loss(metric_fn)
     every = attrs.evolve(shards, window=None, across_epochs=False)
-    with contextlib.ExitStack() as stack:
-        if ema:
-            stack.enter_context(train_step.averaged(state))
+    # not in the stack: an interrupt between `averaged` and the stack's note of it would leave averages
+    averages = train_step.averaged(state) if ema else contextlib.nullcontext()
+    with averages, contextlib.ExitStack() as stack:
         stack.enter_context(train_step.evaluating())
         batches: Iterator[Any] = open_on(every.at(Position()), train_step.mesh, remainder="keep")
         if progress and train_step.mesh.world.is_main:

@@ -34,15 +34,15 @@ class ModuleModes:
             if root.training is not trains:
                 root.train(trains)
         members = [module for root in roots for module in root.modules()]
-        # roots come last as modes are put back: an interrupt before that leaves a root in evaluation mode
+        # roots come last: `train` looks at them alone
         self._own = [(module, module.training) for module in reversed(members)]
         # a module's own `train` may do more than switch, such as merge an adapter into its weights
         self._plain = all(type(module).train is nn.Module.train for module in members)
-        self._evaluating = False
+        self._evaluating: bool | None = False  # None: a switch is under way, or an interrupt cut it off
 
     def train(self) -> None:
         """Put each module in its own mode. Only the roots are looked at if nothing changed."""
-        changed = self._evaluating
+        changed = self._evaluating is not False
         for root in self._roots:
             changed = changed or root.training is not self._trains
         if changed:
@@ -59,7 +59,7 @@ class ModuleModes:
 
     def switch(self, *, training: bool) -> bool:
         """Switch modules. Returns what `switch_back` takes: whether they were in evaluation mode."""
-        before = self._evaluating
+        before = self._evaluating is True
         if training:
             self.train()
         elif not before:
@@ -72,13 +72,14 @@ class ModuleModes:
             self._set(evaluating=evaluating)
 
     def _set(self, *, evaluating: bool) -> None:
+        before, self._evaluating = self._evaluating, None
         if evaluating:
-            self._evaluating = True
             for root in self._roots:
-                if root.training:
+                if root.training or before is None:
                     root.eval()
+            self._evaluating = True
             return
-        if self._evaluating and not self._plain:
+        if before is not False and not self._plain:
             for root in self._roots:
                 root.train(self._trains)
         for module, training in self._own:

@@ -69,7 +69,7 @@ class Instance:
         streams: the random streams that are seeded for each micro-batch.
         position: compares the positions of batches between ranks, or None.
         meter: counts compilations, or None.
-        moved, clean: whether a step reached its end, and whether the newest did.
+        moved: whether a step reached its end.
         probed, cut_fails, checked: what the checks before the first update found.
         source: facts about the loader of the newest batch.
     """
@@ -89,7 +89,6 @@ class Instance:
         self.where = where
         self.notes = notes
         self.moved = False
-        self.clean = True
         self.probed = False  # whether the cut model was compared with the whole one
         self.cut_fails = False  # whether the cut model raised in that
         self.checked: set[object] = set()  # the code whose totals were compared

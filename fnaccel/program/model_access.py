@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-from fnaccel.engine.exchange import Exchange
+from fnaccel.program.averaged import Averaged
 from fnaccel.program.doubled_row import check_metrics
 from fnaccel.program.look import LOOK, flops_of, look_at
 from fnaccel.program.lower import Lowered
@@ -138,8 +138,7 @@ class ModelAccess:
         """
         return self._owner.instance.modes.during(training=False)
 
-    @contextlib.contextmanager
-    def averaged(self, state: TrainState) -> Generator[None]:
+    def averaged(self, state: TrainState) -> contextlib.AbstractContextManager[None]:
         """In the body the model holds the averages of `with_ema`, and afterwards its own values again.
 
         Saving, copying, changing or lending the state raises in the body, since it holds averages.
@@ -159,13 +158,7 @@ class ModelAccess:
         lease = lease_of(state, "train_step.averaged(state)")
         check_ema(state, "train_step.averaged(state)")
         instance.check_modules()
-        pairs = zip(instance.engine.layout.leaves, instance.engine.averages, strict=True)
-        with Exchange([(leaf.shard, average) for leaf, average in pairs]):
-            lease.averaged = True
-            try:
-                yield
-            finally:
-                lease.averaged = False
+        return Averaged(instance.engine, lease)
 
     def check_totals(self, state: TrainState, fn: Callable[..., Any], batch: Tree) -> None:
         """See that each `fa.Mean` that a metric function returns holds a total and its weight, not a mean.

@@ -68,8 +68,9 @@ class SecondGradient:
         held = [leaf.param.grad for leaf in leaves]
         engine.clear()
         try:
-            with self._aside(
-                Exchange([(leaf.shard, value) for leaf, value in zip(leaves, values, strict=True)])
+            with (
+                Exchange([(leaf.shard, value) for leaf, value in zip(leaves, values, strict=True)]),
+                self._aside(),
             ):
                 second = self._differentiate()
             second.shards = [None if grad is None else grad.clone() for grad in second.shards]
@@ -81,13 +82,12 @@ class SecondGradient:
                     shard.copy_(value)
 
     @contextlib.contextmanager
-    def _aside(self, exchange: Exchange) -> Any:
-        """In the body the model has other parameters. At its end nothing of the passes in it is left."""
+    def _aside(self) -> Any:
+        """At the end of the body nothing of the passes in it is left but gradients."""
         instance, given = self._instance, self._inputs.given
         with contextlib.ExitStack() as stack:
             stack.enter_context(pausing())
             stack.enter_context(passes_put_back(instance.engine.layout.modules, self._inputs.streams))
-            stack.enter_context(exchange)
             stack.enter_context(torch.enable_grad())
             if given is not None:
                 stack.enter_context(given.frozen())

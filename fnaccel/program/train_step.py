@@ -33,6 +33,7 @@ from fnaccel.strategies.runtime import Delegation
 from fnaccel.tree import Tree
 from fnaccel.world.every_rank import every_rank
 from fnaccel.world.flags import take_for_steps
+from fnaccel.world.interrupts import SigintHeld
 from fnaccel.world.progress_marks import within, within_step
 from fnaccel.world.world import World, current
 
@@ -143,8 +144,10 @@ class TrainStep(ModelAccess):
             raise
         if self.mesh.world.is_main:
             warn_of(instance.notes)
-        instance.claim(self, self._owner.close)
-        return self._owner.own(instance, instance.first_state(seed, extras))
+        state = instance.first_state(seed, extras)
+        with SigintHeld():  # modules that are claimed and not owned would be locked for good
+            instance.claim(self, self._owner.close)
+            return self._owner.own(instance, state)
 
     def _compare(self, plan: Plan, seed: int) -> None:
         """Raise PlanMismatchError if ranks hold different plans."""

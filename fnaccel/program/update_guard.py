@@ -46,9 +46,10 @@ class UpdateGuard:
     def __enter__(self) -> UpdateGuard:
         instance, state = self._instance, self._state
         enter_step(state.step, instance.where, first=not instance.moved, shares=instance.shares)
-        if not instance.clean:  # an interrupt cut off what the step before had to put back
+        unfinished = instance.engine.unfinished
+        if unfinished:  # an interrupt cut off what the step or the look before had to put back
             instance.engine.drop_pass()
-        instance.clean = False
+        unfinished.add("step")
         self._begun = kernels.begun() if instance.captured else 0
         self._modes = TorchModes(instance.autocast_on)
         # a data set may draw from the same streams, and has to find them as it left them (1 us)
@@ -88,7 +89,7 @@ class UpdateGuard:
             for stream, before in self._streams:
                 stream.set_state(before)
             if error is None:
-                self._instance.clean = True
+                self._instance.engine.unfinished.clear()
             else:
                 self._put_back(error)
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ from torch import nn
 from fnaccel import _torch, tree
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import CapabilityError
+from fnaccel.world.interrupts import Swapped
 
 
-@contextlib.contextmanager
-def whole_parameters(model: nn.Module, parameters: Mapping[str, Any]) -> Generator[None]:
+def whole_parameters(
+    model: nn.Module, parameters: Mapping[str, Any]
+) -> contextlib.AbstractContextManager[None]:
     """In the body the parameters of a model are whole, ordinary tensors. Every rank must enter it.
 
     A forward in the body gathers its units as always, and leaves their parts behind.
@@ -52,13 +54,26 @@ def whole_parameters(model: nn.Module, parameters: Mapping[str, Any]) -> Generat
         if id(param) not in whole:
             full = tree.whole(shown[id(param)])
             whole[id(param)] = _torch.mark_whole(nn.Parameter(full, requires_grad=param.requires_grad))
-    try:
-        for slot, name, param in slots:
-            slot[name] = whole[id(param)]
-        yield
-    finally:
-        for slot, name, param in slots:
-            slot[name] = param
+    return _Shown([(slot, name, param, whole[id(param)]) for slot, name, param in slots])
+
+
+class _Shown(Swapped):
+    """In the body modules show other parameters.
+
+    Args:
+        slots: the parameters of a module, the name of one, its own value and the other.
+    """
+
+    def __init__(self, slots: list[tuple[dict[str, Any], str, Any, Any]]) -> None:
+        self._slots = slots
+
+    def change(self) -> None:
+        for slot, name, _, other in self._slots:
+            slot[name] = other
+
+    def undo(self) -> None:
+        for slot, name, own, _ in self._slots:
+            slot[name] = own
 
 
 def explain(error: BaseException) -> CapabilityError | None:

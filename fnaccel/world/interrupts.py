@@ -1,13 +1,12 @@
-"""`SigintHeld`: Ctrl-C waits until a block that must not be cut in two is complete.
-
-A second Ctrl-C goes through at once, so a block that never ends can be left.
-"""
+"""Ctrl-C waits until what must not be cut in two is complete: a block, or the two ends of a `Swapped`."""
 
 from __future__ import annotations
 
 import _signal  # pyright: ignore[reportMissingImports] - `signal.signal` takes 3 us a call, this 0.2
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 SIGINT = 2
@@ -17,8 +16,9 @@ _main = threading.main_thread().ident
 class SigintHeld:
     """In the body a SIGINT waits. When the body ends, the previous handler gets it.
 
-    To enter it a second time changes nothing, so that a caller may hold a SIGINT from one of two moments on.
-    Does nothing outside of the main thread, which alone receives signals, or if SIGINT has no Python handler.
+    A second SIGINT goes through at once, so that a body that never ends can be left. To enter it a second
+    time changes nothing, so that a caller may hold a SIGINT from one of two moments on. Does nothing outside
+    of the main thread, which alone receives signals, or if SIGINT has no Python handler.
 
     Example:
         >>> with SigintHeld():
@@ -48,3 +48,63 @@ class SigintHeld:
             _signal.signal(SIGINT, self._handler)
             if self._arrived:
                 _signal.raise_signal(SIGINT)
+
+
+class Swapped(ABC):
+    """In the body something has other values. A SIGINT cuts neither the change nor its undoing in two.
+
+    The body itself can be interrupted. A SIGINT at the first instruction of `__exit__` would leave the other
+    values for good, so a handler of its own looks where the SIGINT arrived.
+    """
+
+    _previous: Callable[[int, FrameType | None], Any] | None = None
+    _arrived = False
+    _ended = False
+
+    @abstractmethod
+    def change(self) -> None:
+        """Put the other values in place."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Put back as much as `change` has changed."""
+
+    def __enter__(self) -> None:
+        handler: Any = _signal.getsignal(SIGINT) if threading.get_ident() == _main else None
+        if callable(handler):
+            self._previous = handler
+            _signal.signal(SIGINT, self._hold)
+        try:
+            self.change()
+            if self._arrived and self._previous is not None:
+                self._arrived = False
+                self._previous(SIGINT, None)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.undo()
+        finally:
+            self._ended = True
+            if self._previous is not None:
+                if _signal.getsignal(SIGINT) == self._hold:  # not one that the body has left there
+                    _signal.signal(SIGINT, self._previous)
+                if self._arrived:
+                    _signal.raise_signal(SIGINT)
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        if not self._ended and self._is_at_an_end(frame):
+            self._arrived = True
+        elif self._previous is not None:
+            self._previous(number, frame)
+
+    def _is_at_an_end(self, frame: FrameType | None) -> bool:
+        """Whether a frame is one of `__enter__` or `__exit__` of this object, or is called by one."""
+        ends = (Swapped.__enter__.__code__, Swapped.__exit__.__code__)
+        while frame is not None:
+            if frame.f_code in ends and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False

@@ -15,7 +15,18 @@ from torch.utils.data import DataLoader, TensorDataset
 import fnaccel as fa
 from fnaccel.state import is_stale
 from fnaccel.world.world import current
-from tests.laws.interrupts import STEPS, Interrupter, Outcome, batch, begun, built, differs, values
+from tests.laws.interrupts import (
+    STEPS,
+    Interrupter,
+    Net,
+    Outcome,
+    batch,
+    begun,
+    built,
+    differs,
+    loss_fn,
+    values,
+)
 
 EXTRAS = {"mine": 1}
 
@@ -123,7 +134,78 @@ def scan(case: Case, expected: list[Any]) -> Generator[Callable[[], Any]]:
     train_step.close()
 
 
+@contextmanager
+def init_built(case: Case, expected: list[Any]) -> Generator[Callable[[], Any]]:
+    """As `init`, of a built module: it is in use, or free, or fsdp has begun to shard it."""
+
+    def made() -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return built(case.of, model=Net())
+
+    train_step = made()
+    yield lambda: train_step.init(seed=0, extras=EXTRAS)
+    state = train_step.live_state
+    case.kind = "dead" if state is None else "following"
+    try:
+        state = train_step.init(seed=0, extras=EXTRAS) if state is None else state
+    except fa.errors.OwnershipError as error:
+        case.wrong += [] if "sharded already" in str(error) else [str(error)]
+        train_step = made()
+        state = train_step.init(seed=0, extras=EXTRAS)
+    case.see(state, expected[0])
+    case.goes_on(train_step, state, expected)
+    train_step.close()
+
+
+def beside(call: Callable[[Any, Any, Path], Any]) -> Any:
+    """The case of a call that leaves the state as it is."""
+
+    @contextmanager
+    def run(case: Case, expected: list[Any]) -> Generator[Callable[[], Any]]:
+        train_step, state = begun(case.of)
+        state, _ = train_step(state, batch(0))
+        usual = train_step.look(state, loss_fn, batch(7)).total.item()
+        yield lambda: call(train_step, state, case.folder)
+        case.wrong += [] if train_step.live_state is state else ["the state is not live"]
+        case.see(state, expected[1])
+        if train_step.look(state, loss_fn, batch(7)).total.item() != usual:
+            case.wrong.append("the next look has another result")
+        case.goes_on(train_step, state, expected)
+        train_step.close()
+
+    return run
+
+
+@beside
+def evaluate_ema(train_step: Any, state: Any, folder: Path) -> None:
+    fa.evaluate(train_step, state, loss_fn, shards(), ema=True)
+
+
+@beside
+def look(train_step: Any, state: Any, folder: Path) -> None:
+    train_step.look(state, loss_fn, batch(3))
+
+
+@beside
+def look_whole(train_step: Any, state: Any, folder: Path) -> None:
+    train_step.look(state, lambda model: [param.sum() for param in model.parameters()], whole=True)
+
+
+@beside
+def export_ema(train_step: Any, state: Any, folder: Path) -> None:
+    fa.interchange.export_hf(folder, state, ema=True)
+
+
 CALLS = {"init": init, "save": save, "restore": restore, "scan": scan}
+SWAPS = {
+    "init of a built module": init_built,
+    "evaluate(ema=True)": evaluate_ema,
+    "look": look,
+    "look(whole=True)": look_whole,
+    "export_hf(ema=True)": export_ema,
+}
+"""Calls that change the model for a while. They get real SIGINTs, which the library may hold back."""
 
 
 def reference(call: str, of: str) -> list[dict[str, Any]]:
@@ -140,14 +222,16 @@ def reference(call: str, of: str) -> list[dict[str, Any]]:
     return seen
 
 
-def interrupt(call: str, of: str, at: int | None, expected: list[dict[str, Any]]) -> tuple[Outcome, int]:
+def interrupt(
+    call: str, of: str, at: int | None, expected: list[dict[str, Any]], signals: int = 0
+) -> tuple[Outcome, int]:
     """Interrupt a call at a line, or None, go on, and compare to the bit. Also returns how many lines it ran."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* is not saved in ")
         case = Case(of, Path(folder) / "runs")
-        interrupter = Interrupter(at)
+        interrupter = Interrupter(at, signals)
         generator = torch.random.get_rng_state()
-        with CALLS[call](case, expected) as run:
+        with (CALLS | SWAPS)[call](case, expected) as run:
             try:
                 with interrupter:
                     run()
@@ -160,9 +244,9 @@ def interrupt(call: str, of: str, at: int | None, expected: list[dict[str, Any]]
     return Outcome(case.kind, interrupter.place, case.wrong), interrupter.lines
 
 
-def interrupt_call(call: str, of: str, first: int, stride: int) -> list[Outcome]:
+def interrupt_call(call: str, of: str, first: int, stride: int, signals: int = 0) -> list[Outcome]:
     """`interrupt` at every `stride`-th line of a call, from `first` on."""
     expected = reference(call, of)
     whole, lines = interrupt(call, of, None, expected)
     assert not whole.wrong, whole
-    return [interrupt(call, of, at, expected)[0] for at in range(first, lines + 1, stride)]
+    return [interrupt(call, of, at, expected, signals)[0] for at in range(first, lines + 1, stride)]

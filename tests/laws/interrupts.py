@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ KINDS = {
     "ddp": ("ddp(hook='bf16')", None),
     "ddp captured": ("ddp(hook='bf16')", "step"),
     "fsdp": ("fsdp", None),
+    "second gradient": ("local", None),
 }
 
 
@@ -45,14 +47,24 @@ def loss_fn(model: Any, batch: Any) -> fa.Mean:
     return fa.Mean(((model(x) - y) ** 2).sum(), weight=len(y))
 
 
-def built(kind: str) -> Any:
+def _second(grads: Any, own: Any, info: Any) -> Any:
+    with torch.no_grad():
+        return info.gradients_at({name: info.params[name] + 0.1 * grad for name, grad in grads.items()}), own
+
+
+ascended = fa.Transform("ascended", fa.Phase.GRADS, apply=_second, needs="second gradient")
+"""Sharpness-aware minimisation without the norm."""
+
+
+def built(kind: str, model: Any = Net) -> Any:
     """A train step with most of what a step can hold."""
     strategy, scope = KINDS[kind]
-    step = fa.with_ema(fa.skip_nonfinite(fa.clip_norm(fa.accumulate(loss_fn, 2), 0.5)), 0.9)
+    loss = ascended(loss_fn) if kind == "second gradient" else loss_fn
+    step = fa.with_ema(fa.skip_nonfinite(fa.clip_norm(fa.accumulate(loss, 2), 0.5)), 0.9)
     if scope is not None:
         step = fa.compile(step, scope, backend="eager")
     optimizer = fa.adamw(fa.schedules.cosine(0.1, 10))
-    return fa.train_step(step, model=fa.distribute(Net, strategy), optimizer=optimizer)
+    return fa.train_step(step, model=fa.distribute(model, strategy), optimizer=optimizer)
 
 
 def begun(kind: str) -> Any:
@@ -85,19 +97,27 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class Interrupter:
-    """Counts the lines of the package that run in its body, and raises at one of them."""
+    """Counts the lines of the package that run in its body, and raises at one of them.
 
-    def __init__(self, at: int | None) -> None:
+    Args:
+        at: the number of the line. None: none.
+        signals: send so many SIGINTs, one at each line from there on, in the place of raising.
+    """
+
+    def __init__(self, at: int | None, signals: int = 0) -> None:
         self.at = at
+        self.signals = signals
         self.lines = 0
         self.place = ""
 
     def __enter__(self) -> Interrupter:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a pool's ranks ignore it
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _trace(self, frame: Any, event: str, argument: Any) -> Any:
         return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
@@ -105,9 +125,11 @@ class Interrupter:
     def _line(self, frame: Any, event: str, argument: Any) -> Any:
         if event == "line":
             self.lines += 1
-            if self.lines == self.at:
-                self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                raise KeyboardInterrupt
+            if self.at is not None and 0 <= self.lines - self.at < max(self.signals, 1):
+                self.place = self.place or f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                if not self.signals:
+                    raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return self._line
 
 
@@ -141,13 +163,13 @@ def count_lines(kind: str) -> int:
     return interrupter.lines
 
 
-def interrupt(kind: str, at: int, expected: list[dict[str, Any]]) -> Outcome:
+def interrupt(kind: str, at: int, expected: list[dict[str, Any]], signals: int = 0) -> Outcome:
     """Interrupt the second step at a line, go on from what is live (or from a snapshot), compare to the bit."""
     train_step, state = begun(kind)
     state, _ = train_step(state, batch(0))
     before = fa.snapshot(state)
     generator = torch.random.get_rng_state()
-    interrupter = Interrupter(at)
+    interrupter = Interrupter(at, signals)
     try:
         with interrupter:
             train_step(state, batch(1))
@@ -169,7 +191,7 @@ def interrupt(kind: str, at: int, expected: list[dict[str, Any]]) -> Outcome:
     return Outcome(outcome, interrupter.place, wrong)
 
 
-def interrupt_many(kind: str, first: int, stride: int) -> list[Outcome]:
+def interrupt_many(kind: str, first: int, stride: int, signals: int = 0) -> list[Outcome]:
     """`interrupt` at every `stride`-th line of the second step, from `first` on."""
     expected = reference(kind)
-    return [interrupt(kind, at, expected) for at in range(first, count_lines(kind) + 1, stride)]
+    return [interrupt(kind, at, expected, signals) for at in range(first, count_lines(kind) + 1, stride)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.laws.interrupted_calls import CALLS, interrupt_call
+from tests.laws.interrupted_calls import CALLS, SWAPS, interrupt_call
 from tests.laws.interrupts import interrupt_many
 
 STRIDE = 13
@@ -32,9 +32,24 @@ def test_law_15_an_interrupt_leaves_an_exact_state_or_a_way_back(pools, kind, ra
         assert kinds <= {"live", "following", "dead"}
 
 
+def test_law_15_holds_for_a_second_gradient(pools):
+    (outcomes,) = pools.run(1, interrupt_many, "second gradient", 11, 53, 1)
+    assert len(outcomes) > 5
+    assert not [outcome for outcome in outcomes if outcome.wrong]
+
+
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", ["local", "fsdp"])
 def test_law_15_holds_for_the_calls_around_a_step(pools, call, kind):
     (outcomes,) = pools.run(1, interrupt_call, call, kind, 7, 223)
+    assert len(outcomes) > 5
+    assert not [outcome for outcome in outcomes if outcome.wrong]
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize(("call", "stride"), list(zip(SWAPS, [89, 23, 3, 7, 89], strict=True)))
+@pytest.mark.parametrize("kind", ["local", "fsdp"])
+def test_law_15_holds_for_calls_that_change_the_model_for_a_while(pools, call, stride, kind, signals):
+    (outcomes,) = pools.run(1, interrupt_call, call, kind, 2, stride, signals)
     assert len(outcomes) > 5
     assert not [outcome for outcome in outcomes if outcome.wrong]

@@ -334,6 +334,19 @@ MUTANTS = [
         ("tests/laws/test_interrupts.py", "-k", "local-1"),
     ),
     Mutant(
+        "a Ctrl-C cuts the end of a swap", "world/interrupts.py", "if frame.f_code in ends and", "if False and",
+        ("tests/laws/test_interrupts.py", "-k", "for_a_while and local-evaluate"),
+    ),
+    Mutant(
+        "units of an interrupted look stay gathered", "engine/engine.py", 'self.unfinished.add("look")', "pass",
+        ("tests/laws/test_interrupts.py", "-k", "for_a_while and fsdp-evaluate"),
+    ),
+    Mutant(
+        "half of the modules stay in training mode", "models/module_modes.py",
+        "before, self._evaluating = self._evaluating, None", "before, self._evaluating = self._evaluating, True",
+        ("tests/laws/test_interrupts.py", "-k", "for_a_while and local-look"),
+    ),
+    Mutant(
         "hooks of an interrupted forward fire in the next", "strategies/ddp.py", "            wrapped.begin_anew()\n", "",
         ("tests/laws/test_interrupts.py", "-k", "ddp-1"),
     ),
@@ -358,7 +371,7 @@ MUTANTS = [
         ("tests/robust/test_live_state.py", "-k", "was_replaced_raises"),
     ),
     Mutant(
-        "an exchange is not undone", "engine/exchange.py", "                self._kept.pop()", "                self._kept.clear()",
+        "an exchange is not undone", "engine/exchange.py", "            self._kept.pop()", "            self._kept.clear()",
         ("tests/robust/test_live_state.py", "-k", "TestAverages"),
     ),
     Mutant(

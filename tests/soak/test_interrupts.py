@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.laws.interrupted_calls import CALLS, interrupt_call
+from tests.laws.interrupted_calls import CALLS, SWAPS, interrupt_call
 from tests.laws.interrupts import KINDS, interrupt_many
 
 pytestmark = pytest.mark.timeout(7200)
@@ -26,6 +26,15 @@ def test_every_line_of_a_call(pools, call, kind):
     pools.pool(1).timeout = LIMIT
     (outcomes,) = pools.run(1, interrupt_call, call, kind, 1, 1)
     count(f"{call}, {kind}", outcomes)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("call", SWAPS)
+@pytest.mark.parametrize("kind", ["local", "fsdp"])
+def test_every_line_of_a_call_that_changes_the_model_for_a_while(pools, call, kind, signals):
+    pools.pool(1).timeout = LIMIT
+    (outcomes,) = pools.run(1, interrupt_call, call, kind, 1, 1, signals)
+    count(f"{call}, {kind}, {signals} SIGINTs", outcomes)
 
 
 def count(of, outcomes):
