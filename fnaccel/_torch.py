@@ -8,6 +8,7 @@ Nothing else lives here: code uses names that are public and the same in torch 2
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import sys
@@ -470,6 +471,50 @@ class _ShardGuard:
                 if value is not split and not hasattr(value, _WHOLE):
                     self._refuse(name)
         return None if self._then is None else self._then(*args, **kwargs)
+
+
+Talks = Callable[[str, Sequence[str]], None]
+
+
+def before_shards_talk(unit: Any, call: Talks) -> Callable[[], None]:
+    """Call `call(what, lacking)` before FSDP2 "gathers" or "reduces" for a unit. (2.9 to 2.13)
+
+    `lacking` are the parameters that have no gradient to reduce.
+
+    Returns:
+        A function that ends it.
+    """
+    groups = shard_groups_of(unit._get_fsdp_state())
+    for group in groups:
+        group.unshard = functools.partial(_gather, group, group.unshard, call)
+        group.post_backward = functools.partial(_reduce, group, group.post_backward, call)
+
+    def end() -> None:
+        for group in groups:
+            vars(group).pop("unshard", None)
+            vars(group).pop("post_backward", None)
+
+    return end
+
+
+def _gather(group: Any, unshard: Callable[..., None], call: Talks, *args: Any) -> None:
+    skips = not getattr(group, "unshard_in_backward", True) and "BACKWARD" in str(group._training_state)
+    if group._all_gather_result is None and not group.is_unsharded and not skips:
+        call("gathers", ())
+    unshard(*args)
+
+
+def _reduce(group: Any, post_backward: Callable[..., None], call: Talks, *args: Any) -> None:
+    if group.reduce_grads:
+        lacking = [str(p._param_fqn) for p in group.fsdp_params if not _has_gradient(p)]
+        if len(lacking) < len(group.fsdp_params):
+            call("reduces", lacking)
+    post_backward(*args)
+
+
+def _has_gradient(param: Any) -> bool:
+    whole = getattr(param, "_unsharded_param", None)
+    return whole is not None and (param.unsharded_accumulated_grad is not None or whole.grad is not None)
 
 
 def shard_groups_of(state: Any) -> list[Any]:

@@ -67,7 +67,7 @@ def test_a_rank_that_left_for_another_one_is_not_to_blame():
 
 
 def test_a_rank_whose_memory_ran_out_in_a_call_counts_if_this_rank_only_waits_there():
-    other = record(1, ["step", "step", "fit"], inside=True, abandoned=2)
+    other = record(1, ["step", "step", "fit"], inside=True, abandoned=2, why="whose memory ran out in it")
     me = record(0, ["step", "step"], inside=True)
     assert "rank 0 waits in call 2, step, for rank 1, whose memory ran out in it" in find_fault(me, [other])
     assert find_fault(me, [other], idle=False) is None, "its own memory may run out, too"

@@ -141,6 +141,8 @@ class Hooks:
             not, since its weight is 0. After the last backward, with True.
         settle: after a forward without a backward, and after a failure.
         finish: after the last backward, before gradients are read.
+        abandon: with the error that ended a pass on this rank, before anything else is done: other ranks may
+            wait for it in that pass.
         recover: after a step that left no update behind: it failed before, or no row counted.
         explain: the error for a user in the place of one of torch's, or None.
         ask: a question to the other ranks about the micro-batches of an update, or None.
@@ -155,6 +157,7 @@ class Hooks:
     micro_batch: Callable[[bool], None] | None = None
     settle: Callable[[], None] | None = None
     finish: Callable[[], None] | None = None
+    abandon: Callable[[Exception], None] | None = None
     recover: Callable[[], None] | None = None
     explain: Callable[[BaseException], FnaccelError | None] | None = None
     ask: Callable[[MicroBatches], Question] | None = None
@@ -223,6 +226,10 @@ class Engine:
         with torch.no_grad():
             try:
                 result = self.forward.run(fn, *args)
+            except Exception as error:
+                if self.hooks.abandon is not None:
+                    self.hooks.abandon(error)
+                raise
             finally:
                 if self.hooks.settle is not None:
                     self.hooks.settle()

@@ -81,6 +81,7 @@ def _any_failed(failed: bool, world: World, size: int) -> bool:
     if log is None:
         return any_process(failed, world=world)
     log.abandoned = log.count if failed and log.failed == log.count else 0
+    log.why = "whose memory ran out in it: batches of one shape let memory run out on all ranks"
     try:
         return log.run("fa.fit_batch_size", any_process, failed, world=world)
     except FnaccelError as error:

@@ -103,6 +103,8 @@ class UpdateGuard:
         if instance.cut_fails and isinstance(error, Exception):
             error.add_note(f"in the first forward of a model that is cut. {CAUSES}")
         if not self._committed:
+            if instance.engine.hooks.abandon is not None and isinstance(error, Exception):
+                instance.engine.hooks.abandon(error)
             instance.engine.drop_pass()
         self._modes.put_back()
         if instance.captured and kernels.begun() != self._begun:

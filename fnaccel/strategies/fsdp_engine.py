@@ -28,6 +28,7 @@ from fnaccel.step.precision_policy import Precision
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.fsdp import Fsdp
+from fnaccel.strategies.gather_order import GatherOrder
 from fnaccel.strategies.layout import leaves_of, parameters_shown
 from fnaccel.strategies.partial_gradients import with_sums
 from fnaccel.strategies.same_model import check_alike
@@ -52,12 +53,14 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     host: Any = built.host
     _torch.finish_shards(host)
     _guard(built)
+    order = GatherOrder(built, mesh)
     # by name, not as the set has them: ranks must agree on the order
     averaged = [p for _, p in built.named("parameters") if p in whole and p.requires_grad]
     hooks = Hooks(
         settle=_settler(host),
         recover=lambda: _torch.reset_shards(host),
         finish=_averager(averaged, mesh) if averaged else None,
+        abandon=order.abandon,
         explain=_explained,
     )
     engine = Engine(
@@ -69,7 +72,7 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
             parameters=parameters_shown(built, mesh),
             buffers=dict(built.named("buffers")),
         ),
-        forward=forward_of(host),
+        forward=forward_of(host, order),
         hooks=with_sums(hooks, built, mesh),
     )
     return engine, attrs.evolve(built, empty=options.init == "meta")
@@ -112,10 +115,10 @@ def shard(built: Built, build: Build, options: Fsdp, dims: Mapping[str, int | No
     return whole
 
 
-def forward_of(host: Any) -> Forward:
-    """How a function of sharded modules is called."""
-    run = _through_host(host)
-    return Forward(run=run, lend=run, sync=_syncer(host))
+def forward_of(host: Any, order: GatherOrder | None = None) -> Forward:
+    """How a function of sharded modules is called. Ranks may compare the order of its units."""
+    run = _through_host(host, order)
+    return Forward(run=run, lend=run, sync=_syncer(host, order))
 
 
 def _construct(build: Build, options: Fsdp) -> tuple[Built, dict[str, Any]]:
@@ -307,17 +310,20 @@ def _fill(built: Built, mesh: Mesh, options: Fsdp, values: dict[str, Any]) -> No
     set_model_state_dict(built.host, values, options=how)
 
 
-def _through_host(host: nn.Module) -> Callable[..., Any]:
+def _through_host(host: nn.Module, order: GatherOrder | None) -> Callable[..., Any]:
     def run(fn: Callable[..., Any], *args: Any) -> Any:
         try:
             # `Module.__call__`: FSDP2's hook on the host gathers the root's parameters here, and its hooks on
             # units gather theirs as the loss calls them
-            return host(fn, *args)
+            result = host(fn, *args)
         except RuntimeError as error:
             explained = _explained(error)
             if explained is None:
                 raise
             raise explained from error
+        if order is not None and order.open:
+            order.tell("its forward", "ends")
+        return result
 
     return run
 
@@ -390,7 +396,7 @@ def _settler(host: nn.Module) -> Callable[[], None]:
     return settle
 
 
-def _syncer(host: Any) -> Callable[[bool], contextlib.AbstractContextManager[Any]]:
+def _syncer(host: Any, order: GatherOrder | None) -> Callable[[bool], contextlib.AbstractContextManager[Any]]:
     communicating = True
 
     @contextlib.contextmanager
@@ -401,6 +407,8 @@ def _syncer(host: Any) -> Callable[[bool], contextlib.AbstractContextManager[Any
             host.set_is_last_backward(communicate)
             communicating = communicate
         yield
+        if communicate and order is not None and order.open:
+            order.close()
 
     return sync
 

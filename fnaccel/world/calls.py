@@ -44,10 +44,11 @@ class CallLog:
         failed_at: the line of the script that made that call.
         abandoned: the number of the newest call that raised in its middle on this rank alone, as far as it
             knows, or 0. A rank that waits in it waits for nothing.
+        why: the reason, as a relative clause about the rank.
         explain: says which error to raise if a collective fails.
     """
 
-    __slots__ = ("abandoned", "count", "explain", "failed", "failed_at", "newest", "thread")
+    __slots__ = ("abandoned", "count", "explain", "failed", "failed_at", "newest", "thread", "why")
 
     def __init__(self) -> None:
         self.count = 0
@@ -56,6 +57,7 @@ class CallLog:
         self.failed = 0
         self.failed_at = ""
         self.abandoned = 0
+        self.why = ""
         self.explain: Explain | None = None
 
     def run(self, name: str, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

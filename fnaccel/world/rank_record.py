@@ -52,7 +52,8 @@ class RankRecord:
         names: the newest of these calls. The last is call number `calls`.
         inside: whether it is inside that call.
         line: the line of the script that made the call, if that can be told.
-        abandoned: the number of the newest call in whose middle its memory ran out, or 0.
+        abandoned, why: the number of the newest call that an error ended on this rank alone, or 0, and the
+            reason.
 
         left: why the rank left the world, as the predicate of a sentence, or None if it has not left.
         failed: whether it left because call number `calls` raised.
@@ -83,6 +84,7 @@ class RankRecord:
     inside: bool = False
     line: str = ""
     abandoned: int = 0
+    why: str = ""
     # the end
     left: str | None = None
     failed: bool = False

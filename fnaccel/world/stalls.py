@@ -78,8 +78,7 @@ def find_fault(me: RankRecord, peers: Collection[RankRecord], *, idle: bool = Tr
         if stopped and (other.calls < me.calls or (other.failed and other.calls == me.calls)):
             return f"{waits} rank {other.rank}, which {other.departure}"
         if idle and me.inside and other.abandoned == me.calls > 0:
-            memory = "whose memory ran out in it: batches of one shape let memory run out on all ranks"
-            return f"{waits} rank {other.rank}, {memory}"
+            return f"{waits} rank {other.rank}, {other.why}"
     return None
 
 

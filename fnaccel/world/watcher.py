@@ -46,6 +46,7 @@ from fnaccel.world.connections import cut, listening_ports
 from fnaccel.world.hang_report import CODE, report
 from fnaccel.world.rank_record import RankRecord, SharedRecords, process_state
 from fnaccel.world.record_board import DEPARTURE, STORE, RecordBoard
+from fnaccel.world.same_order import SameOrder
 from fnaccel.world.stacks import own_stacks
 from fnaccel.world.stalls import Finding, StallClock, find_fault, judge
 
@@ -63,6 +64,9 @@ IDLE = 0.2
 
 BEATS = 0.5, 5.0
 """The fewest and the most seconds between two posts. A twentieth of the limit is between them."""
+
+ABANDONED = 15.0
+"""Seconds for which a rank whose call was ended by an error waits until no other rank waits in that call."""
 
 MISSED = 3
 """A rank that misses so many posts is silent."""
@@ -116,6 +120,7 @@ class Watcher:
         self._posts = itertools.count(1)
         self._left: RankRecord | None = None
         self._fault: str | None = None
+        self._orders = 0
         self._lost_in = 0  # the number of the newest call that raised PeerLostError
         # of the thread: the newest call, since when it lasts, the newest one for which the roll was called
         self._count, self._since, self._asked, self._answered = 0, time.monotonic(), 0, 0
@@ -199,6 +204,40 @@ class Watcher:
         except RuntimeError:  # the rank that keeps the store is gone
             return False
 
+    def same_order(self) -> SameOrder:
+        """A new sequence of things that all ranks do in the same order."""
+        self._orders += 1
+        return SameOrder(
+            lambda: self._board.client,
+            self._rank,
+            self._board.size,
+            f"order/{self._orders}",
+            lambda: self._log.count,
+            lambda: self._fault is not None,
+        )
+
+    def abandon(self, error: Exception) -> None:
+        """Tell the other ranks that an error ended the newest call of this one, in which they may wait.
+
+        Returns once none of them waits there: a collective of this rank would be taken for the missing one.
+        """
+        lost = isinstance(error, RuntimeError) and _LOST.search(str(error))
+        if self._left is not None or lost or isinstance(error, PeerLostError):
+            return
+        number, line = self._log.count, (str(error).splitlines() or [""])[0]
+        self._log.abandoned, self._log.why = number, f"which raised {type(error).__name__} in it: {line}"
+        end = time.monotonic() + ABANDONED
+        with contextlib.suppress(RuntimeError):  # the rank that keeps the store is gone
+            while time.monotonic() < end:
+                self._board.call_and_wait(INTERVAL, enough=lambda: not self._waiting(number))
+                if not self._waiting(number):
+                    return
+
+    def _waiting(self, number: int) -> bool:
+        """Whether another rank may be in the middle of call `number`, or has not come to it."""
+        passed = [record for record in self._board.others if not _is_in(record, number)]
+        return len(passed) + 1 < self._board.size
+
     def cut(self) -> None:
         """Shut down the connections of this rank's process groups, so that the other ranks stop to wait.
 
@@ -257,6 +296,7 @@ class Watcher:
             inside=self._log.thread is not None,
             line=self._log.place(),
             abandoned=self._log.abandoned,
+            why=self._log.why,
             posts=next(self._posts),
             age=self._age,
         )
@@ -437,6 +477,12 @@ class Watcher:
             if here and process_state(record.pid) == "T":
                 with contextlib.suppress(OSError):
                     os.kill(record.pid, signal.SIGKILL)
+
+
+def _is_in(record: RankRecord, number: int) -> bool:
+    """Whether a rank is in the middle of call `number`, or will come to it."""
+    ended = record.calls == number and (not record.inside or record.abandoned == number)
+    return record.left is None and record.calls <= number and not ended
 
 
 def _newest_place(record: RankRecord) -> RankRecord:

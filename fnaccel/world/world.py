@@ -29,6 +29,7 @@ from fnaccel.world.devices import HOSTED, check_present, check_processes, open_d
 from fnaccel.world.joining import Groups, Joined, join, prefix_of
 from fnaccel.world.launched import Ranks, detect
 from fnaccel.world.process_control import ProcessControl
+from fnaccel.world.same_order import SameOrder
 from fnaccel.world.watcher import Watcher
 
 R = TypeVar("R")
@@ -99,6 +100,15 @@ class World(ProcessControl):
     def all_come(self, limit: float) -> bool:
         """Whether all ranks come to this place within `limit` seconds. A rank that comes alone gets False."""
         return self._watcher is None or self._watcher.all_come(limit)
+
+    def same_order(self) -> SameOrder | None:
+        """A new sequence of things that all ranks do in one order. Every rank makes it. None on one rank."""
+        return None if self._watcher is None else self._watcher.same_order()
+
+    def abandon(self, error: Exception) -> None:
+        """Tell ranks that may wait in the call of this rank that an error has ended it, until none waits."""
+        if self._watcher is not None:
+            self._watcher.abandon(error)
 
     def __enter__(self) -> World:
         return self

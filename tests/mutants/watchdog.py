@@ -8,6 +8,18 @@ VERDICTS = "tests/launch/test_watchdog_verdicts.py"
 
 MUTANTS = [
     Mutant(
+        "a first gather that nobody compares", "world/same_order.py", "if other != what:", "if False:",
+        ("tests/launch/test_gather_order.py", "-k", "skips and one and step"),
+    ),
+    Mutant(
+        "an error of one rank is kept from the others", "strategies/gather_order.py", "self._order.fail(error)", "pass",
+        ("tests/launch/test_gather_order.py", "-k", "raises and first and step"),
+    ),
+    Mutant(
+        "a rank that failed goes on to the next call", "world/watcher.py", "record.left is None and record.calls <= number and not ended",
+        "False", ("tests/launch/test_gather_order.py", "-k", "fails_later and look"),
+    ),
+    Mutant(
         "a rank that saves is a rank that hangs", "world/stalls.py",
         '_UNLIMITED = ("compile", "init", "save", "restore")', '_UNLIMITED = ("compile", "init", "restore")',
         (VERDICTS, "-k", "no_alarm"),

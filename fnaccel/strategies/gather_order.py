@@ -1,0 +1,72 @@
+"""`GatherOrder`: up to the first update, ranks see that they gather and reduce units in one order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from fnaccel import _torch
+from fnaccel.models.building import Built
+from fnaccel.texts import first_of
+from fnaccel.world.mesh import Mesh
+
+_HOST = "target."
+"""What FSDP2 puts before the names of parameters of a single model."""
+
+
+class GatherOrder:
+    """Compares the units of one model between ranks until the first backward passes have ended.
+
+    Args:
+        built: modules that FSDP2 has sharded.
+        mesh: of the train step.
+
+    Attributes:
+        open: whether ranks still compare.
+    """
+
+    def __init__(self, built: Built, mesh: Mesh) -> None:
+        self._world = mesh.world
+        self._order = self._world.same_order()
+        self.open = self._order is not None
+        self._ends: list[Callable[[], None]] = []
+        if not self.open:
+            return
+        names = {id(built.host): "the parameters of no unit"}
+        for key, model in built.modules.items():
+            for name, module in model.named_modules():
+                names.setdefault(id(module), name if key is None else f"{key}/{name}")
+        for module in built.host.modules():
+            if hasattr(module, "_get_fsdp_state"):
+                tell = functools.partial(self.tell, names[id(module)])
+                self._ends.append(_torch.before_shards_talk(module, tell))
+
+    def tell(self, unit: str, does: str, lacking: Sequence[str] = ()) -> None:
+        """Wait until all ranks are about to do the same with a unit: see `SameOrder.next`.
+
+        Args:
+            unit: its name.
+            does: the predicate.
+            lacking: parameters of it without a gradient.
+        """
+        if self._order is not None:
+            without = (
+                f" without a gradient of {first_of(n.removeprefix(_HOST) for n in lacking)}"
+                if lacking
+                else ""
+            )
+            self._order.next(f"{does} {unit}{without}")
+
+    def close(self) -> None:
+        """Compare nothing any more, once all ranks come here."""
+        self.tell("its backward passes", "ends")
+        self._order, self.open = None, False
+        while self._ends:
+            self._ends.pop()()
+
+    def abandon(self, error: Exception) -> None:
+        """Tell ranks that may wait for this one that an error has ended its pass."""
+        if self._order is None:
+            self._world.abandon(error)
+        else:
+            self._order.fail(error)
