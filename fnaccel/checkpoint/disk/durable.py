@@ -5,18 +5,18 @@ All of a save goes through these, so that a test can let each of them fail. No f
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import sys
 import uuid
 import zlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import attrs
 
 from fnaccel.checkpoint.disk.worker_thread import Behind
+from fnaccel.world.paths import named_errors
 
 
 @attrs.frozen
@@ -44,7 +44,7 @@ def write_file(path: Path, chunks: Iterable[memoryview]) -> FileRecord:
         nonlocal checksum
         checksum = zlib.crc32(block, checksum)
 
-    with _named(path), path.open("xb", buffering=0) as file:
+    with named_errors(path), path.open("xb", buffering=0) as file:
         number = file.fileno()
         with Behind(add) as summing, Behind(lambda _: flush(number)) as flushing:
             for block in _blocks(chunks):
@@ -58,16 +58,6 @@ def write_file(path: Path, chunks: Iterable[memoryview]) -> FileRecord:
                     unflushed = 0
         sync(number)
     return FileRecord(size, f"{checksum:08x}")
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Generator[None]:
-    """Give the errors of writing and flushing the file's name: those of a descriptor have none."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 _BLOCK = 1 << 24
