@@ -27,6 +27,9 @@ class FnaccelError(Exception):
           fix: return a tensor
     """
 
+    follows = False
+    """Whether it only reports that another rank failed. A launcher shows the error of that rank first."""
+
     def __init__(self, what: str, *, where: str, fix: str) -> None:
         super().__init__(f"{what}\n  where: {where}\n  fix: {fix}")
         self.what = what
@@ -243,6 +246,8 @@ class PeerLostError(FnaccelError, RuntimeError):
     Works, on 2 ranks:
         >>> state, metrics = train_step(state, batch)
     """
+
+    follows = True
 
 
 class PlanMismatchError(FnaccelError, ValueError):

@@ -54,9 +54,11 @@ def together(
         raise failed
     for rank, (problem, _) in enumerate(answers):
         if problem is not None:
-            raise CheckpointError(
+            report = CheckpointError(
                 f"rank {rank} failed: {problem}", where=where, fix="see the full message on that rank"
             )
+            report.follows = True
+            raise report
     return [outcome for _, outcome in answers]
 
 

@@ -6,7 +6,13 @@ it. The lists are made in `indexed.py`.
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.context
+import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,6 +26,9 @@ from fnaccel.tree import Tree
 from fnaccel.world.random_streams import fold
 
 _WORKERS = 0x776F726B657273  # "workers": their base seeds are no other part's seeds
+
+_LOOK = 1.0
+"""Seconds between two looks of a worker for its training process."""
 
 _SETTINGS = ("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
 
@@ -40,7 +49,7 @@ class Beginning:
     """The first call in a worker: ignores the signals that its process catches, and runs the user's own.
 
     Schedulers signal whole groups of processes. The training process needs its workers to finish its step
-    and save.
+    and save. A worker ends with the training process.
     """
 
     own: Callable[[int], None] | None
@@ -48,10 +57,31 @@ class Beginning:
 
     def __call__(self, worker: int) -> None:
         """Begin in one worker."""
+        _end_with_parent()
         for number in self.ignored:
             signal.signal(number, signal.SIG_IGN)
         if self.own is not None:
             self.own(worker)
+
+
+def _end_with_parent() -> None:
+    """End this worker when the training process has ended.
+
+    torch looks for a change of the parent once a worker has begun. If the training process ends sooner, the
+    parent has changed already, and a worker would wait for index lists for ever. Nor does torch look while an
+    item is read.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and sys.platform != "win32":  # where no process gets another parent
+        threading.Thread(target=_wait_for_end, args=(parent,), name="fnaccel-parent", daemon=True).start()
+
+
+def _wait_for_end(parent: Any) -> None:
+    # a fork server is the parent of its workers. The pipe to a forking parent may be held by other workers
+    served = isinstance(multiprocessing.current_process(), multiprocessing.context.ForkServerProcess)
+    while parent.is_alive() if served else os.getppid() == parent.pid:
+        time.sleep(_LOOK)
+    os._exit(1)
 
 
 def _caught() -> tuple[int, ...]:

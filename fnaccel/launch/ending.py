@@ -79,7 +79,7 @@ def leave(code: int) -> NoReturn:
     """
     try:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # None if it was closed
                 stream.flush()
     finally:
         os._exit(code)

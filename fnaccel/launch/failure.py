@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from types import TracebackType
 
 import attrs
 
-from fnaccel.errors import FnaccelError, LaunchError, PeerLostError, Preempted
+from fnaccel.errors import FnaccelError, LaunchError, Preempted
 from fnaccel.launch.job import Job
 
 _HERE = str(Path(__file__).parent)
@@ -89,8 +90,8 @@ def cause(failures: Iterable[Failure]) -> Failure:
 
 
 def follows(error: BaseException) -> bool:
-    """Whether an error only says that another rank has gone."""
-    return isinstance(error, PeerLostError) or _FOLLOWS.search(str(error)) is not None
+    """Whether an error only says that another rank has gone, or has failed."""
+    return getattr(error, "follows", False) is True or _FOLLOWS.search(str(error)) is not None
 
 
 def shown(error: BaseException, trace: TracebackType | None) -> str:
@@ -100,7 +101,7 @@ def shown(error: BaseException, trace: TracebackType | None) -> str:
     if not isinstance(error, FnaccelError):
         return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
     frames = traceback.extract_tb(trace)
-    while frames and frames[-1].filename.startswith(_PACKAGE):
+    while frames and frames[-1].filename.startswith((_PACKAGE, contextlib.__file__)):  # a decorated function
         frames.pop()
     head = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
     return "".join([*head, f"{type(error).__name__}: {error}"])

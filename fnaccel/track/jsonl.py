@@ -22,7 +22,7 @@ from fnaccel.track.library import LeftOut, check_offline, not_started
 from fnaccel.track.plain import number_of
 from fnaccel.track.tracker import Ranks
 from fnaccel.tree import Tree
-from fnaccel.world.paths import local_path
+from fnaccel.world.paths import local_path, named_errors
 from fnaccel.world.plain_data import check_plain
 
 _RESERVED = ("step", "time", "config")
@@ -135,7 +135,8 @@ class JsonlTracker:
         if self._file is None:
             raise not_started(repr(self))
         line = json.dumps(_strict(record), default=str, allow_nan=False).encode() + b"\n"
-        written = os.write(self._file, line)
+        with named_errors(self.path):
+            written = os.write(self._file, line)
         if written < len(line):
             # the disk is full: without this part the next line can be whole
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)

@@ -72,6 +72,14 @@ class Log:
         except MissingBackendError as error:
             self._absent[name] += 1
             _logger.error("%s is left out: %s", name, error)
+        except OSError as error:
+            if error.filename is None:  # of a network
+                raise
+            raise ArgumentError(
+                f"{name} can't write {error.filename}: {error.strerror or error}",
+                where="trackers",
+                fix="give a folder that can be written, on a disk with free space, or leave the tracker out",
+            ) from error
         except SystemExit as error:
             raise ArgumentError(
                 f"{name}.start() called sys.exit({error.code!r})",

@@ -13,7 +13,7 @@ from fnaccel.track.library import LibraryTracker, check_offline
 from fnaccel.track.media import as_pixels
 from fnaccel.track.plain import markdown_table, plain
 from fnaccel.track.tracker import Ranks
-from fnaccel.world.paths import local_path
+from fnaccel.world.paths import local_path, named_errors
 
 
 class TensorBoardTracker(LibraryTracker):
@@ -61,7 +61,8 @@ class TensorBoardTracker(LibraryTracker):
         self._check_options(self.options, writers.SummaryWriter)
         name = self._named(None)
         folder = self._directory if name is None else self._directory / name
-        self._run = writers.SummaryWriter(str(folder), **self.options)
+        with named_errors(folder):
+            self._run = writers.SummaryWriter(str(folder), **self.options)
         for key, value in plain(config).items():
             text = value if isinstance(value, str) else json.dumps(value, indent=1)
             self._run.add_text(f"config/{key}", f"```\n{text}\n```")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Generator
 from pathlib import Path
 
 from fnaccel.errors import ArgumentError, require
@@ -58,6 +59,16 @@ def output_file(path: object, where: str) -> Path:
         'a file, such as "runs/report.html"',
     )  # fmt: skip
     return place
+
+
+@contextlib.contextmanager
+def named_errors(path: Path) -> Generator[None]:
+    """Give the system's errors in the body the path, if they name no file: those of a descriptor do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def replace_file(path: object, text: str, where: str) -> None:

@@ -7,10 +7,13 @@ if nobody listens.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from types import TracebackType
 from typing import TypeVar
+
+from fnaccel import _torch
 
 T = TypeVar("T")
 
@@ -69,6 +72,8 @@ NOW = Mark()
 Listener = Callable[[Mark], None]
 
 _listeners: list[Listener] = []
+_compilations: list[ExitStack] = []
+"""What is entered while torch compiles. Empty until torch can tell that it does."""
 
 
 def enter(phase: str, micro_batch: int = 0) -> None:
@@ -81,7 +86,16 @@ def enter(phase: str, micro_batch: int = 0) -> None:
 
 def enter_step(step: int, of: str, *, first: bool, shares: bool) -> None:
     """Begin a step. Its phases are entered one by one."""
+    if not _compilations and "torch._dynamo.callback" in sys.modules:  # slow to import, and often not needed
+        _mark_compilations()
     NOW.step, NOW.of, NOW.first, NOW.shares = step, of, first, shares
+
+
+def _mark_compilations() -> None:
+    """Enter the phase `compile` while torch compiles, also in code of the script."""
+    stack = ExitStack()
+    _compilations.append(stack)
+    _torch.on_compilation(lambda _: stack.enter_context(within("compile")), lambda _: stack.close())
 
 
 @contextmanager

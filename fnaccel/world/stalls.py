@@ -21,7 +21,10 @@ from fnaccel.world.progress_marks import PHASES
 from fnaccel.world.rank_record import RankRecord
 
 OWN_CODE = 5.0
-"""Code of the script may take this many limits: a rank may evaluate alone while the others wait for it."""
+"""Code of the script may take this many limits: a rank may evaluate alone while the others wait for it.
+
+Data sets are code of the script too, and workers take long to start.
+"""
 
 APART = 2
 """Ranks that wait for each other in each step are never this many steps apart."""
@@ -101,11 +104,11 @@ def judge(records: Sequence[RankRecord], limit: float, *, apart: float = 0.0) ->
         >>> from fnaccel.world.stalls import RankRecord, judge
         >>> waits = dict(step=5, sequence=9, first=False, shares=True)
         >>> records = [
-        ...     RankRecord(rank=0, phase="gradients", age=130.0, **waits),
-        ...     RankRecord(rank=1, phase="data", age=131.0, **waits),
+        ...     RankRecord(rank=0, phase="gradients", age=630.0, **waits),
+        ...     RankRecord(rank=1, phase="data", age=631.0, **waits),
         ... ]
         >>> judge(records, limit=120.0).what
-        'rank 1 has waited 131 s for its next batch, in step 5, and rank 0 waits for it'
+        'rank 1 has waited 631 s for its next batch, in step 5, and rank 0 waits for it'
     """
     if not any(record.shares for record in records):
         return None
@@ -139,7 +142,7 @@ def _allowed(record: RankRecord, limit: float, *, compiles: bool, past_first: bo
         return math.inf
     if record.first and (compiles or not _in_step(record)):
         return math.inf
-    if record.phase == "evaluate" or (record.phase == "outside" and not record.inside):
+    if record.phase in ("data", "evaluate") or (record.phase == "outside" and not record.inside):
         return OWN_CODE * limit
     return limit
 

@@ -495,6 +495,6 @@ def _leave(pause: float) -> NoReturn:
     """End this process. Its main thread waits in C++ and would not."""
     time.sleep(pause)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # None if it was closed
             stream.flush()
     os._exit(CODE)

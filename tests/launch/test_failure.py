@@ -265,3 +265,42 @@ def test_a_hang_is_reported_as_the_readme_shows(launcher):
     assert ended.code == 1
     (report,) = re.findall(r"^PeerLostError: .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert report in ended.err
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("full", [0, 1])
+@pytest.mark.parametrize("save", ["save", "save_async"])
+def test_a_full_disk_is_shown_with_its_folder_and_not_its_report_on_another_rank(launcher, full, save):
+    script = launcher.write("""
+        import sys, time
+        import torch
+        from torch import nn
+        import fnaccel as fa
+        from fnaccel.checkpoint.disk import durable
+
+        def loss_fn(model, batch):
+            return fa.Mean(model(batch).sum(), weight=len(batch))
+
+        def no_space(file, data):
+            raise OSError(28, "No space left on device")
+
+        full = int(sys.argv[1])
+        with fa.start(device="cpu") as world:
+            model = fa.distribute(lambda: nn.Linear(4, 4), "fsdp")
+            train_step = fa.train_step(loss_fn, model=model, optimizer=fa.sgd(0.1))
+            state, _ = train_step(train_step.init(), torch.ones(4, 4))
+            if world.rank == full:
+                durable.write = no_space
+            try:
+                saving = getattr(fa, sys.argv[2])("checkpoints", state)
+                sys.argv[2] == "save_async" and saving.wait()
+            finally:
+                time.sleep(0.2 * (world.rank == full))  # the other rank reports first
+    """)
+    ended = launcher("-n", 2, script, full, save)
+    assert ended.code == 1
+    assert "CheckpointError: No space left on device (" in ended.err, ended.err
+    assert str(launcher.folder / "checkpoints") in ended.err
+    assert f"where: fa.{save} on rank {full}" in ended.err
+    assert ended.err.count("Traceback") == 1
+    assert "contextlib.py" not in ended.err

@@ -298,9 +298,9 @@ def test_a_rank_is_named_after_the_store_was_stopped_for_a_while(launcher, secon
                 time.sleep""".replace("SECONDS", str(seconds))
     script = SCRIPT.replace("watchdog=2", "watchdog=15")
     script = script.replace('if fault == "apart":\n                time.sleep', rest)
-    codes, texts = without_a_launcher(launcher, script, "data", "1", "ddp")
+    codes, texts = without_a_launcher(launcher, script, "another", "1", "ddp")
     assert codes == [76, 76], "\n".join(texts)
-    see(next(text for text in texts if "newest call" in text), "data", 1, 2)
+    see(next(text for text in texts if "newest call" in text), "another", 1, 2)
 
 
 @pytest.mark.long
@@ -316,3 +316,66 @@ def test_a_rank_of_another_machine_is_named(launcher):
     ends = [machine.wait() for machine in machines]
     assert [ended.code for ended in ends] == [76, 76]
     see(ends[0].err, "stop", 1, 2)
+
+
+SLOW = """
+    import sys, time
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+    import fnaccel as fa
+
+    slow, seconds = sys.argv[1], float(sys.argv[2])
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 24
+        def __getitem__(self, index):
+            if slow == "item" and world.rank == 1 and index >= 16:
+                time.sleep(seconds)
+            return torch.full((4,), 1 / (1 + index))
+
+    def begin(worker):
+        if slow == "workers" and epoch == 1 and world.rank == 1:
+            time.sleep(seconds)
+
+    def backend(graph, inputs):
+        if world.rank == 1 and epoch == 1:
+            time.sleep(seconds)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x.square().sum(), backend=backend, dynamic=False)
+
+    def loss_fn(model, batch):
+        if slow == "compile" and epoch == 1:  # another shape: it compiles again
+            return fa.Mean(compiled(model(batch)[:-1]), weight=len(batch))
+        return fa.Mean(compiled(model(batch)), weight=len(batch))
+
+    epoch = 0
+    with fa.start(device="cpu") as world:
+        model = fa.distribute(lambda: nn.Linear(4, 2), "ddp")
+        train_step = fa.train_step(loss_fn, model=model, optimizer=fa.sgd(1e-3))
+        state = train_step.init()
+        loader = DataLoader(Rows(), batch_size=8, num_workers=slow == "workers", worker_init_fn=begin)
+        shards = fa.shard(loader)
+        for epoch in range(2):
+            for batch in shards:
+                state, _ = train_step(state, batch)
+    print("ended at", state.step)
+"""
+
+
+@pytest.mark.parametrize(
+    ("slow", "seconds"),
+    [
+        ("compile", 6.0),
+        *(
+            pytest.param(what, seconds, marks=pytest.mark.long)
+            for what, seconds in (("item", 0.9), ("workers", 3.5))
+        ),
+    ],
+)
+def test_no_alarm_for_what_is_slow_on_one_rank(launcher, slow, seconds):
+    ended = launcher("-n", 2, "--watchdog", 1, launcher.write(SLOW), slow, seconds, constants=QUICK)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == "ended at 6\n" * 2

@@ -29,15 +29,15 @@ def ranks(*positions, age=11.0, **views):
 
 
 WAITS = {"phase": "gradients", "inside": True, "calls": 7, "names": ["train_step(state, batch)"]}
-DATA = {"phase": "data"}
+DATA = {"phase": "data", "age": 51.0}
 STOPPED = {"state": "T", "stopped": 11.0}
 
 
 @pytest.mark.parametrize(
     ("positions", "culprits", "what"),
     [
-        ([WAITS, DATA], (1,), "rank 1 has waited 11 s for its next batch, in step 5, and rank 0 waits for it"),
-        ([DATA, WAITS, DATA, WAITS], (0, 2), "ranks 0, 2 have waited 11 s for their next batch"),
+        ([WAITS, DATA], (1,), "rank 1 has waited 51 s for its next batch, in step 5, and rank 0 waits for it"),
+        ([DATA, WAITS, DATA, WAITS], (0, 2), "ranks 0, 2 have waited 51 s for their next batch"),
         ([WAITS, DATA | STOPPED], (1,), "rank 1 was stopped 11 s ago, and rank 0 waits for it"),
         ([{"phase": "save"}, {"phase": "init"} | STOPPED], (1,), "rank 1 was stopped"),
         ([WAITS, WAITS | {"step": 6}, WAITS, WAITS], (1,), "rank 0 runs step 5, rank 1 runs step 6"),
@@ -47,7 +47,7 @@ STOPPED = {"state": "T", "stopped": 11.0}
         ([WAITS, {"phase": "forward", "inside": True}], (1,), "rank 1 has been in step 5, forward"),
         ([{"phase": "backward"}, {"phase": "forward", "micro_batch": 1}], (0,), "rank 0 has been in step 5, backward"),
         ([WAITS, WAITS], (), "all ranks have been in gradients for 11 s, in step 5"),
-        ([DATA, DATA], (), "all ranks have waited 11 s for their next batch"),
+        ([DATA, DATA], (), "all ranks have waited 51 s for their next batch"),
         ([{"phase": "outside", "inside": True, "names": ["world.barrier"]}] * 2, (), "all ranks have been in world.barrier"),
         ([WAITS, {"phase": "outside", "age": 51.0}], (1,), "rank 1 has been in code of the script for 51 s"),
         ([WAITS, {"sequence": 0, "first": True, "silent": 9.0}], (1,), "rank 1 does not answer"),
@@ -67,6 +67,7 @@ def test_the_rank_that_keeps_the_others_waiting(positions, culprits, what):
         [WAITS, WAITS | {"age": 9.0}],
         [WAITS, {"phase": "outside"}],
         [WAITS, {"phase": "evaluate", "age": 49.0}],
+        [WAITS, DATA | {"age": 49.0}],
         [WAITS, {"phase": "compile", "age": 9e9}],
         [WAITS, {"phase": "save", "age": 9e9}],
         [WAITS, {"phase": "init", "age": 9e9}],
@@ -193,7 +194,7 @@ def test_the_report_has_a_table_and_the_stacks():
         "PeerLostError: rank 1 was stopped 11 s ago, and ranks 0, 2 wait for it\n  where: rank 1: "
     )
     lines = [line.split() for line in text.splitlines()]
-    assert ["1", "4", "stopped", "5", "data", "11", "none"] in lines
+    assert ["1", "4", "stopped", "5", "data", "51", "none"] in lines
     assert [
         "0",
         "4",

@@ -29,6 +29,10 @@ MUTANTS = [
         (VERDICTS, "-k", "no_alarm"),
     ),
     Mutant(
+        "data without its longer limit", "world/stalls.py", 'record.phase in ("data", "evaluate")',
+        'record.phase == "evaluate"', (VERDICTS, "-k", "no_alarm"),
+    ),
+    Mutant(
         "ranks that wait for nobody are judged", "world/stalls.py", "if late and any(map(_waits, records)):", "if late:",
         (VERDICTS, "-k", "no_alarm"),
     ),

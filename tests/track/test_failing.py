@@ -144,3 +144,28 @@ def test_a_line_that_the_disk_did_not_take_is_not_left_in_part(tmp_path, monkeyp
     tracker.finish()
     lines = [json.loads(line) for line in (tmp_path / "run").read_text().splitlines()]
     assert [line.get("step") for line in lines] == [None, 2]
+
+
+@pytest.mark.parametrize(
+    ("track", "name", "file"),
+    [
+        (lambda folder: JsonlTracker(folder / "run.jsonl"), "JsonlTracker", "run.jsonl"),
+        (lambda folder: fa.Tracking(report=folder / "run.html"), "ReportTracker", "run.jsonl"),
+        (lambda folder: TensorBoardTracker(folder / "run"), "TensorBoardTracker", "run"),
+    ],
+    ids=["jsonl", "report", "tensorboard"],
+)
+def test_a_disk_that_is_full_at_the_start_is_named(tmp_path, caplog, monkeypatch, track, name, file):
+    import os
+
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(EventFileWriter, "flush", full)
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(fa.errors.ArgumentError) as caught:
+        train(track(tmp_path), caplog)
+    assert caught.value.what == f"{name} can't write {tmp_path / file}: No space left on device"
+    assert "free space" in caught.value.fix

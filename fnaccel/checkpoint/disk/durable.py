@@ -16,6 +16,7 @@ from pathlib import Path
 import attrs
 
 from fnaccel.checkpoint.disk.worker_thread import Behind
+from fnaccel.world.paths import named_errors
 
 
 @attrs.frozen
@@ -43,7 +44,7 @@ def write_file(path: Path, chunks: Iterable[memoryview]) -> FileRecord:
         nonlocal checksum
         checksum = zlib.crc32(block, checksum)
 
-    with path.open("xb", buffering=0) as file:
+    with named_errors(path), path.open("xb", buffering=0) as file:
         number = file.fileno()
         with Behind(add) as summing, Behind(lambda _: flush(number)) as flushing:
             for block in _blocks(chunks):
