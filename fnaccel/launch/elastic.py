@@ -17,8 +17,9 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -26,8 +27,11 @@ from fnaccel import _torch
 from fnaccel.errors import LaunchError, Preempted
 from fnaccel.launch.channel import Channel
 from fnaccel.launch.job import Job
-from fnaccel.launch.store import PATIENCE, endpoint, machines_error, open_store
+from fnaccel.launch.same_job import JobIdentity
+from fnaccel.launch.store import PATIENCE, endpoint, machines_error, open_store, read_value
 from fnaccel.launch.verdict import Decision, MachineResult, decide
+
+T = TypeVar("T")
 
 FIRST_CALL = 30.0
 """Seconds for which the first attempt waits for more machines than the least number."""
@@ -48,6 +52,7 @@ LINGER = 3.0
 """Seconds for which the machine that keeps the store waits until the others have read the decision."""
 
 _SAME_COMMAND = "start the same command on every machine"
+_OWN_PORT = "give each job a --master-port of its own"
 
 
 def coordinate(job: Job, channel: Channel) -> None:
@@ -108,6 +113,9 @@ class _Coordinator:
         finally:
             self._leave()
 
+    def _read(self, store: Any, key: str, build: Callable[[str], T]) -> T:
+        return read_value(self._job, store, key, build)
+
     def _pause(self) -> None:
         """Wait a moment. This process ends if its launcher has ended."""
         self._channel.receive(0.1)
@@ -131,12 +139,11 @@ class _Coordinator:
                 attempt = self._place(self._wait_for_rendezvous())
             except (RendezvousClosedError, RendezvousGracefulExitError):
                 if self._root.check(["final"]):
-                    self._channel.send(final={"code": int(self._root.get("final")), "lost": ""})
+                    self._channel.send(final={"code": self._read(self._root, "final", int), "lost": ""})
                     return None
                 if self._root.check(["refused"]):
-                    raise machines_error(
-                        self._job, self._root.get("refused").decode(), _SAME_COMMAND
-                    ) from None
+                    what, fix = self._read(self._root, "refused", str), f"{_SAME_COMMAND}, or {_OWN_PORT}"
+                    raise machines_error(self._job, what, fix) from None
                 time.sleep(POLL)  # until the next generation is announced
             except RendezvousTimeoutError:
                 patience = self._job.rdzv.get("join_timeout", PATIENCE)
@@ -204,7 +211,7 @@ class _Coordinator:
         names = [f"card/{rank}" for rank in range(info.world_size)]
         if not self._wait_for_keys(group, names):
             return None
-        cards = [json.loads(group.get(name)) for name in names]
+        cards = [self._read(group, name, _as_card) for name in names]
         fixed = [card["machine"] for card in cards if card["machine"] is not None]
         if len(fixed) != len(set(fixed)):
             what = f"launchers were given the same --node-rank: {sorted(fixed)}"
@@ -215,7 +222,7 @@ class _Coordinator:
             group.set("attempt", str(self._root.add("attempts", 1) - 1))
         elif not self._wait_for_keys(group, ["attempt"]):
             return None
-        return self._begin(int(group.get("attempt")), machine, info.world_size)
+        return self._begin(self._read(group, "attempt", int), machine, info.world_size)
 
     def _wait_for_keys(self, store: Any, names: list[str]) -> bool:
         end = time.monotonic() + LOST
@@ -242,13 +249,13 @@ class _Coordinator:
             self._listen(attempt)
             self._beat(attempt)
             if attempt.ending is None and attempt.keys.check(["ending"]):
-                attempt.ending = attempt.keys.get("ending").decode()
+                attempt.ending = self._read(attempt.keys, "ending", str)
                 self._channel.send(ending=attempt.ending)
             if attempt.machine == 0:
                 self._judge(attempt)
             elif self._is_silent(attempt, 0):
                 self._announce(attempt, Decision(again=False, code=1), "machine 0 does not answer")
-        return Decision(**json.loads(attempt.keys.get("decision")))
+        return self._read(attempt.keys, "decision", lambda text: Decision(**json.loads(text)))
 
     def _listen(self, attempt: _Attempt) -> None:
         """Read reports of the launcher, and note if it is gone."""
@@ -263,7 +270,7 @@ class _Coordinator:
                 result = MachineResult(**message["result"])
                 attempt.told = result.told
                 if attempt.keys.check([f"order/{attempt.machine}"]):
-                    order = int(attempt.keys.get(f"order/{attempt.machine}"))
+                    order = self._read(attempt.keys, f"order/{attempt.machine}", int)
                     result = attrs.evolve(result, order=order)
                 if result.told and not result.failed and result.code not in (0, Preempted.CODE):
                     attempt.keys.compare_set("ending", "", "failed")  # ranks elsewhere have no reason to end
@@ -305,7 +312,7 @@ class _Coordinator:
             attempt.keys.compare_set("ending", "", "join")
         if not attempt.keys.check(names):
             return
-        results = [MachineResult(**json.loads(attempt.keys.get(name))) for name in names]
+        results = [self._read(attempt.keys, name, _as_result) for name in names]
         lost = [machine for machine, result in enumerate(results) if result.lost]
         left = attempt.machines - len(lost) + waiting
         more = int(self._root.add("failures", 0)) < self._job.restarts and left >= self._job.least_machines
@@ -334,32 +341,37 @@ class _Coordinator:
 
     def _next(self, attempt: _Attempt, decision: Decision) -> _Attempt | None:
         if not decision.again:
-            note = attempt.keys.get("note").decode()
+            note = self._read(attempt.keys, "note", str)
             self._channel.send(final={"code": decision.code, "lost": note})
             return None
         if self._channel.closed:
             return None
         if int(self._root.add("generation", 0)) == self._generation:
-            return self._begin(int(attempt.keys.get("next")), attempt.machine, attempt.machines)
+            return self._begin(self._read(attempt.keys, "next", int), attempt.machine, attempt.machines)
         self._handler.shutdown()  # machines that wait to join it look for the next generation
         return self._form()
 
     # the ends
 
     def _compare_commands(self) -> None:
-        """See that all launchers were asked for the same as the first of them."""
-        job = self._job
-        command = json.dumps([job.name, job.processes, job.least_machines, job.machines, job.restarts])
-        first_command: str = self._root.compare_set("job", "", command).decode()
-        if first_command == command:
+        """See that this launcher belongs to the job of the machine that keeps the store."""
+        own = JobIdentity.of(self._job)
+        if self._keeps_store:
+            self._root.set("job", own.text)
+        elif not self._wait_for_keys(self._root, ["job"]):
+            what = f"what listens at {endpoint(self._job)} is not the launcher of a job on several machines"
+            raise machines_error(self._job, what, _OWN_PORT)
+        first = self._read(self._root, "job", lambda text: JobIdentity(**json.loads(text)))
+        difference = own.difference(first)
+        if not difference:
             return
-        who = "one machine" if job.machine is None else f"machine {job.machine}"
-        what = f"{who} runs {command}, and another machine {first_command}"
+        both = f"{own}, and {first}"
+        what = f"two jobs have the address {endpoint(self._job)}, and they differ in {difference}: {both}"
         if int(self._root.add("attempts", 0)) == 0:  # else it is too late to end the job because of it
             self._root.set("refused", what)
             self._handler = self._new_handler()
             self._handler.shutdown()
-        raise machines_error(self._job, what, _SAME_COMMAND)
+        raise machines_error(self._job, what, f"{_SAME_COMMAND}, or {_OWN_PORT}")
 
     def _leave(self) -> None:
         """Leave the store. Its keeper stays until the other machines have left."""
@@ -381,6 +393,17 @@ def _limit(seconds: float) -> None:
     A call of a store does not return if the machine that keeps it lost its power or its network.
     """
     signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _as_result(text: str) -> MachineResult:
+    return MachineResult(**json.loads(text))
+
+
+def _as_card(text: str) -> dict[str, Any]:
+    card = json.loads(text)
+    if not isinstance(card, dict) or not card.keys() >= {"keeps_store", "machine"}:
+        raise ValueError(text)
+    return card
 
 
 def _order(card: dict[str, Any]) -> tuple[bool, float]:
