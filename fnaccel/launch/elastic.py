@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import socket
 import threading
 import time
@@ -51,6 +50,9 @@ POLL = 0.05
 LINGER = 3.0
 """Seconds for which the machine that keeps the store waits until the others have read the decision."""
 
+TICK = 0.5
+"""Seconds between two looks at the limit of this process."""
+
 _SAME_COMMAND = "start the same command on every machine"
 _OWN_PORT = "give each job a --master-port of its own"
 
@@ -63,7 +65,7 @@ def coordinate(job: Job, channel: Channel) -> None:
         channel: to the launcher. Sent: `attempt`, `ending`, and at last `final` or `error`. Received:
             `failed` and `result`.
     """
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    threading.Thread(target=_end_in_time, daemon=True).start()
     # PyTorch would keep a store of its own on all interfaces for the ranks, who get ours
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -87,9 +89,12 @@ class _Attempt:
     machines: int
     keys: Any
     ending: str | None = None
-    beats: dict[int, tuple[int, float]] = attrs.field(factory=dict)
+    silence: dict[int, tuple[int, float]] = attrs.field(factory=dict)
+    looked: float = attrs.field(factory=time.monotonic)
+    passed: float = 0.0
     next_beat: float = 0.0
     told: bool = False
+    reported: bool = False
 
 
 class _Coordinator:
@@ -246,6 +251,9 @@ class _Coordinator:
         """Pass on reports between the launcher and the store until machine 0 has decided."""
         while not attempt.keys.check(["decision"]):
             _limit(LOST)
+            now = time.monotonic()
+            # if this process was frozen, the other machines were not silent for so long
+            attempt.passed, attempt.looked = min(now - attempt.looked, BEAT), now
             self._listen(attempt)
             self._beat(attempt)
             if attempt.ending is None and attempt.keys.check(["ending"]):
@@ -255,7 +263,16 @@ class _Coordinator:
                 self._judge(attempt)
             elif self._is_silent(attempt, 0):
                 self._announce(attempt, Decision(again=False, code=1), "machine 0 does not answer")
+        self._end_ranks(attempt)
         return self._read(attempt.keys, "decision", lambda text: Decision(**json.loads(text)))
+
+    def _end_ranks(self, attempt: _Attempt) -> None:
+        """Let the launcher end its ranks, if this machine was given up and its ranks still run."""
+        if not attempt.reported and attempt.ending is None:
+            self._channel.send(ending="failed")
+        while not attempt.reported and not self._channel.closed:
+            _limit(LOST)
+            attempt.reported = any("result" in message for message in self._channel.receive(POLL))
 
     def _listen(self, attempt: _Attempt) -> None:
         """Read reports of the launcher, and note if it is gone."""
@@ -268,7 +285,9 @@ class _Coordinator:
                 attempt.keys.compare_set("ending", "", "failed")
             else:
                 result = MachineResult(**message["result"])
-                attempt.told = result.told
+                attempt.told, attempt.reported = result.told, True
+                if self._is_given_up(attempt):  # it comes back, as a machine does that comes later
+                    result = attrs.evolve(result, stopped=True)
                 if attempt.keys.check([f"order/{attempt.machine}"]):
                     order = self._read(attempt.keys, f"order/{attempt.machine}", int)
                     result = attrs.evolve(result, order=order)
@@ -287,14 +306,21 @@ class _Coordinator:
 
     def _is_silent(self, attempt: _Attempt, machine: int) -> bool:
         """Whether a machine has shown no sign of life for too long, by this machine's clock."""
-        now, count = time.monotonic(), int(attempt.keys.add(f"beat/{machine}", 0))
-        if count != attempt.beats.get(machine, (-1, 0.0))[0]:
-            attempt.beats[machine] = (count, now)
-        return now - attempt.beats[machine][1] > LOST
+        count = int(attempt.keys.add(f"beat/{machine}", 0))
+        before, seconds = attempt.silence.get(machine, (-1, 0.0))
+        seconds = seconds + attempt.passed if count == before else 0.0
+        attempt.silence[machine] = (count, seconds)
+        return seconds > LOST
 
-    def _lose(self, attempt: _Attempt, machine: int, *, told: bool = False) -> None:
-        self._write(attempt, machine, MachineResult(code=1, failed=True, lost=True, told=told))
+    def _lose(self, attempt: _Attempt, machine: int, *, told: bool = False, silent: bool = False) -> None:
+        result = MachineResult(code=1, failed=True, lost=True, told=told, silent=silent)
+        self._write(attempt, machine, result)
         attempt.keys.compare_set("ending", "", "failed")
+
+    def _is_given_up(self, attempt: _Attempt) -> bool:
+        """Whether machine 0 has given this machine up, because it was silent."""
+        name = f"result/{attempt.machine}"
+        return attempt.keys.check([name]) and self._read(attempt.keys, name, _as_result).silent
 
     def _write(self, attempt: _Attempt, machine: int, result: MachineResult) -> None:
         attempt.keys.set(f"result/{machine}", json.dumps(attrs.asdict(result)))
@@ -303,9 +329,10 @@ class _Coordinator:
 
     def _judge(self, attempt: _Attempt) -> None:
         """On machine 0: see who is lost and who wants to join, and decide once all have ended."""
-        for machine in range(1, attempt.machines):
-            if self._is_silent(attempt, machine) and not attempt.keys.check([f"result/{machine}"]):
-                self._lose(attempt, machine)
+        silent = {machine for machine in range(1, attempt.machines) if self._is_silent(attempt, machine)}
+        for machine in silent:
+            if not attempt.keys.check([f"result/{machine}"]):
+                self._lose(attempt, machine, silent=True)
         waiting = self._count_waiting(attempt)
         names = [f"result/{machine}" for machine in range(attempt.machines)]
         if waiting and attempt.ending is None and not any(attempt.keys.check([name]) for name in names):
@@ -313,6 +340,8 @@ class _Coordinator:
         if not attempt.keys.check(names):
             return
         results = [self._read(attempt.keys, name, _as_result) for name in names]
+        if any(result.silent and machine not in silent for machine, result in enumerate(results)):
+            return  # it was frozen and goes on: its own result follows
         lost = [machine for machine, result in enumerate(results) if result.lost]
         left = attempt.machines - len(lost) + waiting
         more = int(self._root.add("failures", 0)) < self._job.restarts and left >= self._job.least_machines
@@ -387,12 +416,23 @@ class _Coordinator:
                 time.sleep(POLL)
 
 
+_seconds_left = [2 * LOST]
+
+
 def _limit(seconds: float) -> None:
     """End this process after so many seconds, unless this is called again before. The launcher sees its end.
 
     A call of a store does not return if the machine that keeps it lost its power or its network.
     """
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    _seconds_left[0] = seconds
+
+
+def _end_in_time() -> None:
+    """In a thread: count ticks, and not the time of a clock. A process that was frozen has ticked once."""
+    while _seconds_left[0] > 0:
+        time.sleep(TICK)
+        _seconds_left[0] -= TICK
+    os._exit(0)
 
 
 def _as_result(text: str) -> MachineResult:

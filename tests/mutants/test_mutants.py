@@ -16,6 +16,7 @@ from tests.mutants import (
     big,
     context,
     estimate,
+    launching,
     modules,
     quantize,
     seeing,
