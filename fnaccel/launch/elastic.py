@@ -27,7 +27,7 @@ from fnaccel.errors import LaunchError, Preempted
 from fnaccel.launch.channel import Channel
 from fnaccel.launch.job import Job
 from fnaccel.launch.same_job import JobIdentity
-from fnaccel.launch.store import PATIENCE, endpoint, machines_error, open_store, read_value
+from fnaccel.launch.store import PATIENCE, endpoint, foreign_value, machines_error, open_store, read_value
 from fnaccel.launch.verdict import Decision, MachineResult, decide
 
 T = TypeVar("T")
@@ -71,10 +71,16 @@ def coordinate(job: Job, channel: Channel) -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415 - 0.1 s
 
+    coordinator = None
     try:
-        _Coordinator(job, channel).run()
+        coordinator = _Coordinator(job, channel)
+        coordinator.run()
     except LaunchError as error:
-        channel.send(error=[error.what, error.where, error.fix])
+        if coordinator is None or not coordinator.began:
+            channel.send(error=[error.what, error.where, error.fix])
+        else:  # the launcher has ranks to end
+            channel.send(ending="failed")
+            channel.send(final={"code": 1, "lost": str(error)})
     except (RuntimeError, RendezvousError) as error:
         channel.send(ending="failed")
         channel.send(final={"code": 1, "lost": f"the store at {endpoint(job)} does not answer: {error}"})
@@ -105,6 +111,7 @@ class _Coordinator:
         self._root = _torch.PrefixStore("fnaccel", self._store)
         self._generation = 0
         self._handler: Any = None
+        self.began = False
 
     def run(self) -> None:
         """Form attempts until one of them ends the job."""
@@ -163,13 +170,12 @@ class _Coordinator:
 
     def _new_handler(self) -> Any:
         """A rendezvous that nobody has used: a machine that is gone has left nothing in it."""
-        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (  # noqa: PLC0415 - 0.1 s
-            C10dRendezvousBackend,
-        )
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (  # noqa: PLC0415 - 0.1 s
             DynamicRendezvousHandler,
             RendezvousTimeout,
         )
+
+        from fnaccel.launch.rendezvous import CheckedBackend  # noqa: PLC0415 - imports the above
 
         name = f"fnaccel.{self._generation}"
         limits = self._job.rdzv
@@ -178,7 +184,7 @@ class _Coordinator:
         return DynamicRendezvousHandler.from_backend(
             name,
             self._store,
-            C10dRendezvousBackend(self._store, name),
+            CheckedBackend(self._store, name, lambda data: foreign_value(self._job, name, data)),
             self._job.least_machines,
             self._job.machines,
             local_addr=socket.gethostname(),  # a label. The default would ask the name server
@@ -203,6 +209,9 @@ class _Coordinator:
             self._channel.receive(0.0)
             if self._channel.closed:
                 os._exit(0)  # the others meet without this machine
+        if isinstance(outcome[0], ValueError):  # of torch, which reads numbers from the store
+            what = f"the store at {endpoint(self._job)} holds what no launcher has written: {outcome[0]}"
+            raise machines_error(self._job, what, _OWN_PORT) from outcome[0]
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         return outcome[0]
@@ -238,6 +247,7 @@ class _Coordinator:
         return True
 
     def _begin(self, number: int, machine: int, machines: int) -> _Attempt:
+        self.began = True
         keys = _torch.PrefixStore(f"attempt/{number}", self._root)
         failures = int(self._root.add("failures", 0))
         self._channel.send(

@@ -6,6 +6,7 @@ limits of time and more.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.machinery
 import inspect
@@ -91,7 +92,9 @@ def _digest(job: Job) -> str:
         data = _code(inspect.unwrap(job.function))
     else:
         path = _file(job)
-        data = b"" if path is None else Path(path).read_bytes()
+        data = b""
+        with contextlib.suppress(OSError):  # a rank that can't read it names it
+            data = b"" if path is None else Path(path).read_bytes()
     return hashlib.sha256(data).hexdigest() if data else ""
 
 

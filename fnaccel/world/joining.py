@@ -280,7 +280,7 @@ def _client_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> An
         except RuntimeError as error:
             raise _never_came(ranks, [0], limit) from error
         try:
-            if not store.check([left]) or not int(store.get(left)):
+            if not store.check([left]) or store.get(left) == b"0":
                 return store
         except RuntimeError:  # it was closed in this moment
             pass

@@ -1,4 +1,4 @@
-"""Deliberate bugs of the launcher: two jobs that become one."""
+"""Deliberate bugs of the launcher: two jobs that become one, and a store that is trusted."""
 
 from __future__ import annotations
 
@@ -18,5 +18,10 @@ MUTANTS = [
     Mutant(
         "ranks of two jobs meet", "world/joining.py", "    return json.dumps([f\"{ranks.size} ranks\"",
         "    return ''\n    return json.dumps([f\"{ranks.size} ranks\"", (TWO_JOBS, "-k", "ranks_of_two_jobs and run"),
+    ),
+    Mutant(
+        "a pickle of the store is not checked", "launch/rendezvous.py",
+        "if isinstance(answer, tuple) and not is_state(answer[0]):", "if False:",
+        ("tests/launch/test_foreign_values.py", "-k", "stranger and state"),
     ),
 ]  # fmt: skip
