@@ -104,11 +104,9 @@ def compile_counts() -> tuple[int, int, int]:
 
 
 def on_compilation(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Call `begin` and `end` around each compilation from now on. Only the first pair counts. (2.11, 2.13)"""
-    if not _on_compilation:  # two pairs would not nest: torch calls begins and ends in one order
-        _on_compilation.extend((begin, end))
-        torch._dynamo.callback.on_compile_start(begin)
-        torch._dynamo.callback.on_compile_end(end)
+    """Call `begin` and `end` around each compilation from now on. (2.11, 2.13)"""
+    torch._dynamo.callback.on_compile_start(begin)
+    torch._dynamo.callback.on_compile_end(end)
 
 
 def can_trace_autograd() -> bool:
@@ -118,7 +116,6 @@ def can_trace_autograd() -> bool:
     return hasattr(config, "trace_autograd_ops")
 
 
-_on_compilation: list[Callable[[Any], None]] = []
 # transformers adds the last two
 _LOGGING = ("debug", "info", "warning", "error", "log", "warning_once", "info_once")
 

@@ -1,7 +1,8 @@
 """`gather_objects` and `broadcast_objects`: Python objects between the ranks of one job.
 
-Objects travel pickled, and unpickling executes code: this is for the processes of one job, which run
-the same program anyway, and never for data that came from elsewhere.
+Objects are sent as pickles, and unpickling executes code. The bytes come from a process group, whose members
+are ranks of this job: they run the same program as the same user. Bytes of a store come from any process that
+reaches its port, and are never unpickled here.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -26,8 +26,11 @@ from fnaccel import _torch
 from fnaccel.errors import LaunchError, Preempted
 from fnaccel.launch.channel import Channel
 from fnaccel.launch.job import Job
-from fnaccel.launch.store import PATIENCE, endpoint, machines_error, open_store
+from fnaccel.launch.same_job import JobIdentity
+from fnaccel.launch.store import PATIENCE, endpoint, foreign_value, machines_error, open_store, read_value
 from fnaccel.launch.verdict import Decision, MachineResult, decide
+
+T = TypeVar("T")
 
 FIRST_CALL = 30.0
 """Seconds for which the first attempt waits for more machines than the least number."""
@@ -47,7 +50,11 @@ POLL = 0.05
 LINGER = 3.0
 """Seconds for which the machine that keeps the store waits until the others have read the decision."""
 
+TICK = 0.5
+"""Seconds between two looks at the limit of this process."""
+
 _SAME_COMMAND = "start the same command on every machine"
+_OWN_PORT = "give each job a --master-port of its own"
 
 
 def coordinate(job: Job, channel: Channel) -> None:
@@ -58,16 +65,22 @@ def coordinate(job: Job, channel: Channel) -> None:
         channel: to the launcher. Sent: `attempt`, `ending`, and at last `final` or `error`. Received:
             `failed` and `result`.
     """
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    threading.Thread(target=_end_in_time, daemon=True).start()
     # PyTorch would keep a store of its own on all interfaces for the ranks, who get ours
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: PLC0415 - 0.1 s
 
+    coordinator = None
     try:
-        _Coordinator(job, channel).run()
+        coordinator = _Coordinator(job, channel)
+        coordinator.run()
     except LaunchError as error:
-        channel.send(error=[error.what, error.where, error.fix])
+        if coordinator is None or not coordinator.began:
+            channel.send(error=[error.what, error.where, error.fix])
+        else:  # the launcher has ranks to end
+            channel.send(ending="failed")
+            channel.send(final={"code": 1, "lost": str(error)})
     except (RuntimeError, RendezvousError) as error:
         channel.send(ending="failed")
         channel.send(final={"code": 1, "lost": f"the store at {endpoint(job)} does not answer: {error}"})
@@ -82,9 +95,12 @@ class _Attempt:
     machines: int
     keys: Any
     ending: str | None = None
-    beats: dict[int, tuple[int, float]] = attrs.field(factory=dict)
+    silence: dict[int, tuple[int, float]] = attrs.field(factory=dict)
+    looked: float = attrs.field(factory=time.monotonic)
+    passed: float = 0.0
     next_beat: float = 0.0
     told: bool = False
+    reported: bool = False
 
 
 class _Coordinator:
@@ -95,6 +111,7 @@ class _Coordinator:
         self._root = _torch.PrefixStore("fnaccel", self._store)
         self._generation = 0
         self._handler: Any = None
+        self.began = False
 
     def run(self) -> None:
         """Form attempts until one of them ends the job."""
@@ -107,6 +124,9 @@ class _Coordinator:
                 attempt = self._next(attempt, self._follow(attempt))
         finally:
             self._leave()
+
+    def _read(self, store: Any, key: str, build: Callable[[str], T]) -> T:
+        return read_value(self._job, store, key, build)
 
     def _pause(self) -> None:
         """Wait a moment. This process ends if its launcher has ended."""
@@ -131,12 +151,11 @@ class _Coordinator:
                 attempt = self._place(self._wait_for_rendezvous())
             except (RendezvousClosedError, RendezvousGracefulExitError):
                 if self._root.check(["final"]):
-                    self._channel.send(final={"code": int(self._root.get("final")), "lost": ""})
+                    self._channel.send(final={"code": self._read(self._root, "final", int), "lost": ""})
                     return None
                 if self._root.check(["refused"]):
-                    raise machines_error(
-                        self._job, self._root.get("refused").decode(), _SAME_COMMAND
-                    ) from None
+                    what, fix = self._read(self._root, "refused", str), f"{_SAME_COMMAND}, or {_OWN_PORT}"
+                    raise machines_error(self._job, what, fix) from None
                 time.sleep(POLL)  # until the next generation is announced
             except RendezvousTimeoutError:
                 patience = self._job.rdzv.get("join_timeout", PATIENCE)
@@ -151,13 +170,12 @@ class _Coordinator:
 
     def _new_handler(self) -> Any:
         """A rendezvous that nobody has used: a machine that is gone has left nothing in it."""
-        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (  # noqa: PLC0415 - 0.1 s
-            C10dRendezvousBackend,
-        )
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (  # noqa: PLC0415 - 0.1 s
             DynamicRendezvousHandler,
             RendezvousTimeout,
         )
+
+        from fnaccel.launch.rendezvous import CheckedBackend  # noqa: PLC0415 - imports the above
 
         name = f"fnaccel.{self._generation}"
         limits = self._job.rdzv
@@ -166,7 +184,7 @@ class _Coordinator:
         return DynamicRendezvousHandler.from_backend(
             name,
             self._store,
-            C10dRendezvousBackend(self._store, name),
+            CheckedBackend(self._store, name, lambda data: foreign_value(self._job, name, data)),
             self._job.least_machines,
             self._job.machines,
             local_addr=socket.gethostname(),  # a label. The default would ask the name server
@@ -191,6 +209,9 @@ class _Coordinator:
             self._channel.receive(0.0)
             if self._channel.closed:
                 os._exit(0)  # the others meet without this machine
+        if isinstance(outcome[0], ValueError):  # of torch, which reads numbers from the store
+            what = f"the store at {endpoint(self._job)} holds what no launcher has written: {outcome[0]}"
+            raise machines_error(self._job, what, _OWN_PORT) from outcome[0]
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         return outcome[0]
@@ -204,7 +225,7 @@ class _Coordinator:
         names = [f"card/{rank}" for rank in range(info.world_size)]
         if not self._wait_for_keys(group, names):
             return None
-        cards = [json.loads(group.get(name)) for name in names]
+        cards = [self._read(group, name, _as_card) for name in names]
         fixed = [card["machine"] for card in cards if card["machine"] is not None]
         if len(fixed) != len(set(fixed)):
             what = f"launchers were given the same --node-rank: {sorted(fixed)}"
@@ -215,7 +236,7 @@ class _Coordinator:
             group.set("attempt", str(self._root.add("attempts", 1) - 1))
         elif not self._wait_for_keys(group, ["attempt"]):
             return None
-        return self._begin(int(group.get("attempt")), machine, info.world_size)
+        return self._begin(self._read(group, "attempt", int), machine, info.world_size)
 
     def _wait_for_keys(self, store: Any, names: list[str]) -> bool:
         end = time.monotonic() + LOST
@@ -226,6 +247,7 @@ class _Coordinator:
         return True
 
     def _begin(self, number: int, machine: int, machines: int) -> _Attempt:
+        self.began = True
         keys = _torch.PrefixStore(f"attempt/{number}", self._root)
         failures = int(self._root.add("failures", 0))
         self._channel.send(
@@ -239,16 +261,28 @@ class _Coordinator:
         """Pass on reports between the launcher and the store until machine 0 has decided."""
         while not attempt.keys.check(["decision"]):
             _limit(LOST)
+            now = time.monotonic()
+            # if this process was frozen, the other machines were not silent for so long
+            attempt.passed, attempt.looked = min(now - attempt.looked, BEAT), now
             self._listen(attempt)
             self._beat(attempt)
             if attempt.ending is None and attempt.keys.check(["ending"]):
-                attempt.ending = attempt.keys.get("ending").decode()
+                attempt.ending = self._read(attempt.keys, "ending", str)
                 self._channel.send(ending=attempt.ending)
             if attempt.machine == 0:
                 self._judge(attempt)
             elif self._is_silent(attempt, 0):
                 self._announce(attempt, Decision(again=False, code=1), "machine 0 does not answer")
-        return Decision(**json.loads(attempt.keys.get("decision")))
+        self._end_ranks(attempt)
+        return self._read(attempt.keys, "decision", lambda text: Decision(**json.loads(text)))
+
+    def _end_ranks(self, attempt: _Attempt) -> None:
+        """Let the launcher end its ranks, if this machine was given up and its ranks still run."""
+        if not attempt.reported and attempt.ending is None:
+            self._channel.send(ending="failed")
+        while not attempt.reported and not self._channel.closed:
+            _limit(LOST)
+            attempt.reported = any("result" in message for message in self._channel.receive(POLL))
 
     def _listen(self, attempt: _Attempt) -> None:
         """Read reports of the launcher, and note if it is gone."""
@@ -261,9 +295,11 @@ class _Coordinator:
                 attempt.keys.compare_set("ending", "", "failed")
             else:
                 result = MachineResult(**message["result"])
-                attempt.told = result.told
+                attempt.told, attempt.reported = result.told, True
+                if self._is_given_up(attempt):  # it comes back, as a machine does that comes later
+                    result = attrs.evolve(result, stopped=True)
                 if attempt.keys.check([f"order/{attempt.machine}"]):
-                    order = int(attempt.keys.get(f"order/{attempt.machine}"))
+                    order = self._read(attempt.keys, f"order/{attempt.machine}", int)
                     result = attrs.evolve(result, order=order)
                 if result.told and not result.failed and result.code not in (0, Preempted.CODE):
                     attempt.keys.compare_set("ending", "", "failed")  # ranks elsewhere have no reason to end
@@ -280,14 +316,21 @@ class _Coordinator:
 
     def _is_silent(self, attempt: _Attempt, machine: int) -> bool:
         """Whether a machine has shown no sign of life for too long, by this machine's clock."""
-        now, count = time.monotonic(), int(attempt.keys.add(f"beat/{machine}", 0))
-        if count != attempt.beats.get(machine, (-1, 0.0))[0]:
-            attempt.beats[machine] = (count, now)
-        return now - attempt.beats[machine][1] > LOST
+        count = int(attempt.keys.add(f"beat/{machine}", 0))
+        before, seconds = attempt.silence.get(machine, (-1, 0.0))
+        seconds = seconds + attempt.passed if count == before else 0.0
+        attempt.silence[machine] = (count, seconds)
+        return seconds > LOST
 
-    def _lose(self, attempt: _Attempt, machine: int, *, told: bool = False) -> None:
-        self._write(attempt, machine, MachineResult(code=1, failed=True, lost=True, told=told))
+    def _lose(self, attempt: _Attempt, machine: int, *, told: bool = False, silent: bool = False) -> None:
+        result = MachineResult(code=1, failed=True, lost=True, told=told, silent=silent)
+        self._write(attempt, machine, result)
         attempt.keys.compare_set("ending", "", "failed")
+
+    def _is_given_up(self, attempt: _Attempt) -> bool:
+        """Whether machine 0 has given this machine up, because it was silent."""
+        name = f"result/{attempt.machine}"
+        return attempt.keys.check([name]) and self._read(attempt.keys, name, _as_result).silent
 
     def _write(self, attempt: _Attempt, machine: int, result: MachineResult) -> None:
         attempt.keys.set(f"result/{machine}", json.dumps(attrs.asdict(result)))
@@ -296,16 +339,19 @@ class _Coordinator:
 
     def _judge(self, attempt: _Attempt) -> None:
         """On machine 0: see who is lost and who wants to join, and decide once all have ended."""
-        for machine in range(1, attempt.machines):
-            if self._is_silent(attempt, machine) and not attempt.keys.check([f"result/{machine}"]):
-                self._lose(attempt, machine)
+        silent = {machine for machine in range(1, attempt.machines) if self._is_silent(attempt, machine)}
+        for machine in silent:
+            if not attempt.keys.check([f"result/{machine}"]):
+                self._lose(attempt, machine, silent=True)
         waiting = self._count_waiting(attempt)
         names = [f"result/{machine}" for machine in range(attempt.machines)]
         if waiting and attempt.ending is None and not any(attempt.keys.check([name]) for name in names):
             attempt.keys.compare_set("ending", "", "join")
         if not attempt.keys.check(names):
             return
-        results = [MachineResult(**json.loads(attempt.keys.get(name))) for name in names]
+        results = [self._read(attempt.keys, name, _as_result) for name in names]
+        if any(result.silent and machine not in silent for machine, result in enumerate(results)):
+            return  # it was frozen and goes on: its own result follows
         lost = [machine for machine, result in enumerate(results) if result.lost]
         left = attempt.machines - len(lost) + waiting
         more = int(self._root.add("failures", 0)) < self._job.restarts and left >= self._job.least_machines
@@ -334,32 +380,37 @@ class _Coordinator:
 
     def _next(self, attempt: _Attempt, decision: Decision) -> _Attempt | None:
         if not decision.again:
-            note = attempt.keys.get("note").decode()
+            note = self._read(attempt.keys, "note", str)
             self._channel.send(final={"code": decision.code, "lost": note})
             return None
         if self._channel.closed:
             return None
         if int(self._root.add("generation", 0)) == self._generation:
-            return self._begin(int(attempt.keys.get("next")), attempt.machine, attempt.machines)
+            return self._begin(self._read(attempt.keys, "next", int), attempt.machine, attempt.machines)
         self._handler.shutdown()  # machines that wait to join it look for the next generation
         return self._form()
 
     # the ends
 
     def _compare_commands(self) -> None:
-        """See that all launchers were asked for the same as the first of them."""
-        job = self._job
-        command = json.dumps([job.name, job.processes, job.least_machines, job.machines, job.restarts])
-        first_command: str = self._root.compare_set("job", "", command).decode()
-        if first_command == command:
+        """See that this launcher belongs to the job of the machine that keeps the store."""
+        own = JobIdentity.of(self._job)
+        if self._keeps_store:
+            self._root.set("job", own.text)
+        elif not self._wait_for_keys(self._root, ["job"]):
+            what = f"what listens at {endpoint(self._job)} is not the launcher of a job on several machines"
+            raise machines_error(self._job, what, _OWN_PORT)
+        first = self._read(self._root, "job", lambda text: JobIdentity(**json.loads(text)))
+        difference = own.difference(first)
+        if not difference:
             return
-        who = "one machine" if job.machine is None else f"machine {job.machine}"
-        what = f"{who} runs {command}, and another machine {first_command}"
+        both = f"{own}, and {first}"
+        what = f"two jobs have the address {endpoint(self._job)}, and they differ in {difference}: {both}"
         if int(self._root.add("attempts", 0)) == 0:  # else it is too late to end the job because of it
             self._root.set("refused", what)
             self._handler = self._new_handler()
             self._handler.shutdown()
-        raise machines_error(self._job, what, _SAME_COMMAND)
+        raise machines_error(self._job, what, f"{_SAME_COMMAND}, or {_OWN_PORT}")
 
     def _leave(self) -> None:
         """Leave the store. Its keeper stays until the other machines have left."""
@@ -375,12 +426,34 @@ class _Coordinator:
                 time.sleep(POLL)
 
 
+_seconds_left = [2 * LOST]
+
+
 def _limit(seconds: float) -> None:
     """End this process after so many seconds, unless this is called again before. The launcher sees its end.
 
     A call of a store does not return if the machine that keeps it lost its power or its network.
     """
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    _seconds_left[0] = seconds
+
+
+def _end_in_time() -> None:
+    """In a thread: count ticks, and not the time of a clock. A process that was frozen has ticked once."""
+    while _seconds_left[0] > 0:
+        time.sleep(TICK)
+        _seconds_left[0] -= TICK
+    os._exit(0)
+
+
+def _as_result(text: str) -> MachineResult:
+    return MachineResult(**json.loads(text))
+
+
+def _as_card(text: str) -> dict[str, Any]:
+    card = json.loads(text)
+    if not isinstance(card, dict) or not card.keys() >= {"keeps_store", "machine"}:
+        raise ValueError(text)
+    return card
 
 
 def _order(card: dict[str, Any]) -> tuple[bool, float]:

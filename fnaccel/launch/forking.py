@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -90,6 +91,7 @@ def fork(
         OSError: not all ranks can be started. Those that were started are killed.
     """
     launcher = os.getpid()
+    number = f"{launcher}.{time.time_ns()}"
     gc.freeze()  # the ranks' garbage collector skips the launcher's objects, so their pages are not copied
     ranks: list[Rank] = []
     for local_rank in range(job.processes):
@@ -119,6 +121,7 @@ def fork(
                     restarts=restarts,
                     several=several,
                     presets=presets,
+                    number=number,
                 )
                 trace(local_rank)
                 code = live(job, local_rank, environ=environ, launcher=launcher, pipe=write)

@@ -109,8 +109,15 @@ def _attempts(
             job = _smaller(job, outcome.killed)
         else:
             place = coordinator.begin()
-    _say("fnaccel launch: the job has ended without this machine", job)
     code = 0 if coordinator is None or coordinator.decision is None else coordinator.decision.code
+    if outcome is None and code == 0:
+        raise LaunchError(
+            "the job has ended, and this machine was in none of its attempts: nothing ran here",
+            where=f"fnaccel launch --nnodes, at {job.store_address}:{job.port or STATIC_PORT}",
+            fix="start all machines together. Give each job a --master-port of its own",
+        )
+    lost = f": {coordinator.lost}" if coordinator is not None and coordinator.lost else ""
+    _say(f"fnaccel launch: the job has ended without this machine{lost}", job)
     return code, outcome
 
 

@@ -15,6 +15,7 @@ _OF_ANOTHER_LAUNCH = (
     "TORCHELASTIC_",
     "GROUP_",
     "ROLE_",
+    "FNACCEL_JOB",
     "FNACCEL_LAUNCHED",
     "FNACCEL_RESTART_COUNT",
 )
@@ -31,6 +32,7 @@ def variables(
     several: bool = False,
     cores: int | None = None,
     presets: Mapping[str, str] | None = None,
+    number: str = "",
 ) -> dict[str, str]:
     """The whole environment of one rank.
 
@@ -44,6 +46,7 @@ def variables(
         several: whether the job has several machines, which share a store that a launcher keeps.
         cores: the number of cores of this machine. Counted by default.
         presets: variables under those of the job: see `presets.py`.
+        number: of the job, if no other job of this machine has it.
 
     Example:
         >>> variables(Job(script="train.py", ranks=2), 1, port=29500, environ={})["RANK"]
@@ -66,6 +69,8 @@ def variables(
     if job.role is not None:
         rank, size = str(job.rank(local_rank)), str(job.size)
         new_environ |= {"ROLE_NAME": job.role, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": size}
+    if number and not several:
+        new_environ["FNACCEL_JOB"] = number
     if several:
         # the coordinator process keeps the store, and each attempt has keys of its own in it
         new_environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}

@@ -18,8 +18,9 @@ class MachineResult:
         failed: whether a rank failed by itself, so not because the launcher ended it.
         follows: whether that rank only reported that another rank was gone.
         told: whether a signal came to the launcher, so that nothing may be started again.
-        stopped: whether the launcher ended ranks so that another machine can join.
+        stopped: whether the launcher ended ranks so that a machine can join: another one, or this one again.
         lost: whether the launcher itself is gone.
+        silent: whether it counts as gone only because it showed no sign of life. It may be frozen.
         order: the place of this failure among those of the attempt, by time.
     """
 
@@ -29,6 +30,7 @@ class MachineResult:
     told: bool = False
     stopped: bool = False
     lost: bool = False
+    silent: bool = False
     order: int = 0
 
 

@@ -180,8 +180,7 @@ class Watch:
         # a rank that has saved decides for all. Another may have failed only because that rank was gone
         if self.preempted and all(failure.follows for failure in self.failures):
             message = next((text for text in self.preempted.values() if text), "")
-            no_restart = self.told or not self.stopped
-            return Outcome(code=Preempted.CODE, preempted=message, told=no_restart, stopped=self.stopped)
+            return Outcome(code=Preempted.CODE, preempted=message, told=self.told, stopped=self.stopped)
         if self.failures:
             first = cause(self.failures)
             return Outcome(code=first.code, failure=first, killed=killed, told=self.told)

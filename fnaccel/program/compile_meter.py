@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Generator, Sequence
 from fnmatch import fnmatchcase
@@ -16,7 +15,7 @@ from fnaccel import _torch, tree
 from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.errors import ArgumentError, NotCompiledError, RecompileLimitError
 from fnaccel.step.settings import Compiler
-from fnaccel.world.progress_marks import within
+from fnaccel.world.progress_marks import mark_compilations
 
 _SHOWN = 4
 
@@ -76,7 +75,7 @@ class Meter:
         datas = [part.data for part in micro_batches]
         for pattern, dims in self._settings.dims:
             self._mark(datas, pattern, dims)
-        _mark_compilations()
+        mark_compilations()
         before, start = _torch.compile_counts(), time.perf_counter()
         try:
             with _torch.compiling(self._settings.limit):
@@ -157,13 +156,6 @@ class Meter:
             fix='say which dimensions vary, fa.compile(step, dynamic={"tokens": 1}), or pad batches to a '
             "few shapes; fa.compile(limit=) allows more",
         )
-
-
-@functools.cache
-def _mark_compilations() -> None:
-    """Enter the phase `compile` while torch compiles, whichever phase it does so in."""
-    compiles = within("compile")
-    _torch.on_compilation(lambda _: compiles.__enter__(), lambda _: compiles.__exit__(None, None, None))
 
 
 def _last_place(error: BaseException) -> str:

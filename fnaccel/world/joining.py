@@ -7,13 +7,15 @@ it can end or mislead a job.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
+import json
 import logging
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -99,7 +101,8 @@ def join(
         WorldError: no address is set, or not all ranks came.
     """
     _set_address(ranks, environ)
-    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    address, port = environ["MASTER_ADDR"], _port_of(environ)
+    identity = _identity(ranks, environ)
     if backend is None:
         native = dist.Backend.default_device_backend_map.get(device.type, "gloo")
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{native}"
@@ -123,7 +126,7 @@ def join(
         elif ranks.machines == 1 and is_loopback(address):
             store = _loopback_store(ranks, address, port, limit)
         if store is not None:
-            _wait_for_all(store, ranks, limit)
+            _wait_for_all(store, ranks, limit, identity)
         before = socket_names()
         if backend == "gloo":
             _lower_debug_level(ranks)
@@ -135,6 +138,8 @@ def join(
             world_size=ranks.size,
             timeout=limit,
         )
+        if store is None:
+            _check_identity(_torch.default_store(), ranks, identity)
         # an accelerator's train steps talk by another backend than gloo
         groups = Groups(
             calls=gloo_group(limit) if backend == "gloo" else None,
@@ -232,6 +237,37 @@ def _set_address(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
         )
 
 
+def _port_of(environ: Mapping[str, str]) -> int:
+    text = environ["MASTER_PORT"]
+    if text.isdecimal() and 0 < int(text) < 65_536:
+        return int(text)
+    raise WorldError(
+        f"MASTER_PORT={text!r} is no port",
+        where="fa.start",
+        fix="set MASTER_PORT to a number from 1 to 65535",
+    )
+
+
+_OF_A_JOB = {
+    "fnaccel launch": ("FNACCEL_JOB",),
+    "torchrun": ("TORCHELASTIC_RUN_ID",),
+    "mpirun": ("PMIX_NAMESPACE",),
+    "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+}
+"""Variables that have the same value in all ranks of a job, by the launcher that sets them."""
+
+
+def _identity(ranks: Ranks, environ: Mapping[str, str]) -> str:
+    """What all ranks of one job have in common: their number, the script and the number of the job."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    digest = ""
+    if script is not None:
+        with contextlib.suppress(OSError):
+            digest = hashlib.sha256(Path(script).read_bytes()).hexdigest()
+    numbers = [environ.get(name, "") for name in _OF_A_JOB.get(ranks.source, ())]
+    return json.dumps([f"{ranks.size} ranks", Path(script or "").name, digest[:16], *numbers])
+
+
 def _loopback_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> Any:
     """A store that rank 0 keeps, which other machines can't reach: torch's own listens on all interfaces."""
     if ranks.rank != 0:
@@ -272,7 +308,7 @@ def _client_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> An
         except RuntimeError as error:
             raise _never_came(ranks, [0], limit) from error
         try:
-            if not store.check([left]) or not int(store.get(left)):
+            if not store.check([left]) or store.get(left) == b"0":
                 return store
         except RuntimeError:  # it was closed in this moment
             pass
@@ -282,18 +318,23 @@ def _client_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> An
         time.sleep(0.01)
 
 
-def _wait_for_all(store: Any, ranks: Ranks, limit: timedelta) -> None:
+def _wait_for_all(store: Any, ranks: Ranks, limit: timedelta, identity: str) -> None:
     """Wait until every rank has come to the store.
 
     Raises:
-        WorldError: ranks did not join within `limit`. The error names them.
+        WorldError: ranks did not join within `limit`, or the store belongs to another job. It is named.
     """
-    store.set(f"fnaccel/joining/{ranks.rank}", "1")
+    # a process that came to the port of another job must not count as a rank of that job
+    prefix = f"fnaccel/joining/{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     late = list(range(ranks.size))
     end, pause = time.monotonic() + limit.total_seconds(), 0.001
     try:
+        _check_identity(store, ranks, identity)
+        if store.add(f"{prefix}/{ranks.rank}", 1) > 1:
+            raise _other_job(ranks, f"another process came as rank {ranks.rank}")
         # one wait for all would not say whom it misses if rank 0 gives up first and takes the store along
-        while late := [rank for rank in late if not store.check([f"fnaccel/joining/{rank}"])]:
+        while late := [rank for rank in late if not store.check([f"{prefix}/{rank}"])]:
+            _check_identity(store, ranks, identity)
             if time.monotonic() > end:
                 raise _never_came(ranks, late, limit)
             time.sleep(pause)
@@ -302,6 +343,26 @@ def _wait_for_all(store: Any, ranks: Ranks, limit: timedelta) -> None:
         if isinstance(error, WorldError):
             raise
         raise _never_came(ranks, late, limit) from error
+
+
+def _check_identity(store: Any, ranks: Ranks, identity: str) -> None:
+    """See that rank 0, which may not have come yet, belongs to the job of this rank."""
+    key = "fnaccel/joining/job"
+    if ranks.rank != 0 and not store.check([key]):
+        return
+    text = store.get(key) if ranks.rank else store.compare_set(key, "", identity)
+    first = text.decode(errors="replace")
+    if first != identity:
+        raise _other_job(ranks, f"rank {ranks.rank} belongs to {identity}, and rank 0 to {first}")
+
+
+def _other_job(ranks: Ranks, problem: str) -> WorldError:
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return WorldError(
+        f"two jobs have the address {address}: {problem}",
+        where=f"fa.start on rank {ranks.rank} of {ranks.size}",
+        fix="give each job a MASTER_PORT (--master-port) of its own, and start the same script on each rank",
+    )
 
 
 def _never_came(ranks: Ranks, late: list[int], limit: timedelta) -> WorldError:

@@ -7,6 +7,7 @@ if nobody listens.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
@@ -72,8 +73,6 @@ NOW = Mark()
 Listener = Callable[[Mark], None]
 
 _listeners: list[Listener] = []
-_compilations: list[ExitStack] = []
-"""What is entered while torch compiles. Empty until torch can tell that it does."""
 
 
 def enter(phase: str, micro_batch: int = 0) -> None:
@@ -86,15 +85,15 @@ def enter(phase: str, micro_batch: int = 0) -> None:
 
 def enter_step(step: int, of: str, *, first: bool, shares: bool) -> None:
     """Begin a step. Its phases are entered one by one."""
-    if not _compilations and "torch._dynamo.callback" in sys.modules:  # slow to import, and often not needed
-        _mark_compilations()
+    if "torch._dynamo.callback" in sys.modules:  # slow to import, and often not needed
+        mark_compilations()
     NOW.step, NOW.of, NOW.first, NOW.shares = step, of, first, shares
 
 
-def _mark_compilations() -> None:
-    """Enter the phase `compile` while torch compiles, also in code of the script."""
+@functools.cache
+def mark_compilations() -> None:
+    """Enter the phase `compile` while torch compiles, whichever phase it does so in, for the whole process."""
     stack = ExitStack()
-    _compilations.append(stack)
     _torch.on_compilation(lambda _: stack.enter_context(within("compile")), lambda _: stack.close())
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from fnaccel.errors import WorldError
 from fnaccel.world.connections import bounded_client
 from fnaccel.world.rank_record import RankRecord
 
@@ -24,6 +25,14 @@ STORE = 5.0
 
 DEPARTURE = 5.0
 """Seconds for which a rank that leaves waits for ranks that still compute."""
+
+
+def _foreign(key: str, text: bytes) -> WorldError:
+    return WorldError(
+        f"no rank has written {text[:40]!r} into the store of the ranks, as {key!r}",
+        where="the store at MASTER_ADDR:MASTER_PORT",
+        fix="keep other users from that port: docs/launching.md",
+    )
 
 
 @attrs.define
@@ -85,12 +94,22 @@ class RecordBoard:
             keys = {key: rank for key, rank in keys.items() if self.client.check([key])}
         texts = self.client.multi_get(list(keys)) if keys else []
         for rank, text in zip(keys.values(), texts, strict=True):
-            self.records[rank] = RankRecord.of_text(text)
+            try:
+                self.records[rank] = RankRecord.of_text(text)
+            except (ValueError, TypeError) as error:
+                raise _foreign(f"record/{rank}", text) from error
         return self.others
 
     def roll(self) -> int:
         """How many roll calls there were."""
-        return int(self.client.get("roll"))
+        return self._number("roll")
+
+    def _number(self, key: str) -> int:
+        text = self.client.get(key)
+        try:
+            return int(text)
+        except ValueError as error:
+            raise _foreign(key, text) from error
 
     def call_roll(self) -> None:
         """Post the record of this rank, and ask all other ranks for theirs."""
@@ -129,7 +148,7 @@ class RecordBoard:
     def all_leave(self) -> bool:
         """Wait some seconds until all ranks have left. Returns whether they have."""
         start, calls = time.monotonic(), self.record().calls
-        while int(self.client.get("left")) < self.size:
+        while self._number("left") < self.size:
             waited = time.monotonic() - start
             if waited > DEPARTURE:
                 return False

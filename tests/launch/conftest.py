@@ -88,14 +88,14 @@ class Launcher:
         path.write_text(textwrap.dedent(text))
         return name
 
-    def start(self, *arguments, command="launch", env=None, constants=None):
+    def start(self, *arguments, command="launch", env=None, constants=None, folder=None):
         """`constants`: values of module attributes, by dotted name, in the launcher only."""
         self.count += 1
         out, err = self.folder / f"{self.count}.out", self.folder / f"{self.count}.err"
         order = {
             "argv": [command, *map(str, arguments)],
             "env": {**buffered(), **(env or {})},
-            "cwd": str(self.folder),
+            "cwd": str(folder or self.folder),
             "out": str(out),
             "err": str(err),
             "constants": constants or {},

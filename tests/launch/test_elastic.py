@@ -148,6 +148,60 @@ def test_a_machine_that_goes_silent_ends_the_job(launcher, machine, silent):
     assert gone(int((launcher.folder / f"pid{1 - silent}").read_text()))
 
 
+STEPS = 240
+SLOW = """
+    import json, os, time, torch, fnaccel as fa
+    from torch.utils.data import DataLoader, TensorDataset
+
+    def loss(m, b): return fa.Mean((m(b[0]) - b[1]).square().sum(), weight=len(b[0]))
+
+    x = torch.randn(96, 3, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+    with fa.start(device="cpu") as world:
+        with open(f"pid{world.rank}", "w") as file:
+            file.write(str(os.getpid()))
+        step = fa.train_step(
+            loss, model=fa.distribute(lambda: torch.nn.Linear(3, 1), "ddp"), optimizer=fa.adamw(0.1)
+        )
+        state = fa.resume_or_init("run", step, seed=1)
+        first, losses, wait = state.step, [], float(os.environ.get("WAIT", "0.05"))
+        for state, metrics in fa.scan(step, state, fa.shard(loader), steps=240, save=fa.Autosave("run", every=1)):
+            losses.append(metrics["loss"].item())
+            time.sleep(wait)
+            if state.step >= 5:
+                open("ready", "w").write("x")
+        if world.is_main:
+            with open("done.json", "w") as file:
+                json.dump([world.size, first, losses, None], file)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [4, 7, 11, 18])
+def test_a_machine_that_freezes_comes_back(launcher, machine, seconds):
+    """As a laptop that sleeps, or a virtual machine that is moved. It is given up after 3 s."""
+    script, constants = launcher.write(SLOW), {"fnaccel.launch.elastic.LOST": 3.0}
+    # the ranks of the other machine end 10.5 s after that, if they can't save
+    restarts = int(seconds > 13.5)
+    started = [
+        machine(script, restarts=restarts, constants=constants, flags=("--node-rank", number))
+        for number in range(2)
+    ]
+    launcher.wait_for("ready")
+    frozen = [started[1].pid, *children(started[1].pid)]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    ended = [each.wait() for each in started]
+    assert [each.code for each in ended] == [0, 0], ended
+    assert attempts(ended[1]) == [
+        f"fnaccel launch: attempt {restarts + 1} of {restarts + 1}, with 2 ranks on 2 machines"
+    ], "the return uses up no restart"
+    assert done(launcher) == (2, STEPS)
+
+
 def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

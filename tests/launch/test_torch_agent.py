@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.launcher, pytest.mark.long]
 
 BEGIN = """
     import os, pathlib, signal, sys, time
-    who = sys.argv[1]
+    who = os.environ["WHO"]
     starts = len(list(pathlib.Path().glob(f"began-{who}-*")))
     pathlib.Path(f"began-{who}-{starts}").write_text("begun")
 """
@@ -38,7 +38,7 @@ def ended_in_time(process):
     params=["fnaccel", pytest.param("torch", marks=pytest.mark.xfail(strict=True, raises=AssertionError))]
 )
 def agents(request, launcher):
-    """Starts a script on two machines, which are called a and b in `sys.argv`; both are this one."""
+    """Starts a script on two machines, which are called a and b in the variable WHO; both are this one."""
     port = free_port()
     started = []
 
@@ -48,8 +48,8 @@ def agents(request, launcher):
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", keeps]
         limits = ["--monitor-interval", "0.1", "--max-restarts", str(restarts)]
         process = subprocess.Popen(
-            [*command, *meeting, *limits, script, who],
-            cwd=launcher.folder, env=buffered(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [*command, *meeting, *limits, script],
+            cwd=launcher.folder, env=buffered() | {"WHO": who}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         started.append(process)
         return process.pid, lambda: ended_in_time(process)
@@ -57,7 +57,7 @@ def agents(request, launcher):
     def ours(script, who, restarts):
         run = launcher.start(
             "-n", 1, "--cpu", "--nnodes", 2, "--node-rank", "ab".index(who), "--master-addr", "127.0.0.1",
-            "--master-port", port, "--max-restarts", restarts, script, who, constants=QUICK,
+            "--master-port", port, "--max-restarts", restarts, script, env={"WHO": who}, constants=QUICK,
         )  # fmt: skip
         return run.pid, lambda: run.wait().code
 

@@ -11,7 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import axes, big, context, estimate, modules, quantize, seeing, tensor, tracking, watchdog
+from tests.mutants import (
+    axes,
+    big,
+    context,
+    estimate,
+    launching,
+    modules,
+    quantize,
+    seeing,
+    tensor,
+    tracking,
+    watchdog,
+)
 from tests.mutants.mutant import Mutant
 from tests.mutants.running import run
 
@@ -421,6 +433,7 @@ MUTANTS = [
         "self.depth = depth", ("tests/data/test_reused_buffers.py", "-k", "grow"),
     ),
     *axes.MUTANTS,
+    *launching.MUTANTS,
     *watchdog.MUTANTS,
     *context.MUTANTS,
     *tensor.MUTANTS,

@@ -29,7 +29,7 @@ TENANTS = {
     "float8": ["transforms/float8"],
     "importing": ["config/importing", "cli/config/importing.py"],
     "interchange": ["interchange"],
-    "machines": ["launch/coordinator.py", "launch/elastic.py", "launch/store.py"],
+    "machines": ["launch/coordinator.py", "launch/elastic.py", "launch/rendezvous.py", "launch/same_job.py", "launch/store.py"],
     "mlflow": ["track/mlflow.py"],
     "optimizers of DeepSpeed": ["optim/deepspeed.py"],
     "optimizers in 8 bits": ["optim/quantized.py"],

@@ -31,7 +31,7 @@ CORE = [
 """Files of tests that use little beside the core."""
 
 
-MOST_NAMES, MOST_LINES = 297, 44_712
+MOST_NAMES, MOST_LINES = 297, 44_600
 """Names of the core that tenants import beside what is public; lines of the core. They only sink."""
 
 MORE_LINES = {"interrupts of what changes the model for a while": 100}

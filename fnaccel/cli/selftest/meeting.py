@@ -85,6 +85,8 @@ class Meeting:
             return int(self._store.get(key))
         except RuntimeError:
             raise CheckFailedError("the first machine has ended") from None
+        except ValueError as error:
+            raise CheckFailedError(f"another program writes into the store of this test: {error}") from None
 
     def leave(self) -> None:
         """End the meeting, after the last check. The first machine waits for the others: it has the store."""

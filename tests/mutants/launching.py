@@ -1,0 +1,27 @@
+"""Deliberate bugs of the launcher: two jobs that become one, and a store that is trusted."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+TWO_JOBS = "tests/launch/test_two_jobs.py"
+
+MUTANTS = [
+    Mutant(
+        "launchers of two jobs meet", "launch/elastic.py", "        if not difference:\n", "        if True:\n",
+        (TWO_JOBS, "-k", "launchers_of_two_jobs and contents"),
+    ),
+    Mutant(
+        "one script with other contents is one job", "launch/same_job.py", "if self.contents != other.contents:",
+        "if False:", (TWO_JOBS, "-k", "launchers_of_two_jobs and contents"),
+    ),
+    Mutant(
+        "ranks of two jobs meet", "world/joining.py", "    return json.dumps([f\"{ranks.size} ranks\"",
+        "    return ''\n    return json.dumps([f\"{ranks.size} ranks\"", (TWO_JOBS, "-k", "ranks_of_two_jobs and run"),
+    ),
+    Mutant(
+        "a pickle of the store is not checked", "launch/rendezvous.py",
+        "if isinstance(answer, tuple) and not is_state(answer[0]):", "if False:",
+        ("tests/launch/test_foreign_values.py", "-k", "stranger and state"),
+    ),
+]  # fmt: skip
