@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from fnaccel._torch import shard_groups_of
+from fnaccel.strategies._torch import shard_groups_of
 
 
 def group_of(args: Sequence[Any]) -> str:

@@ -27,6 +27,7 @@ from fnaccel.models.module_modes import ModuleModes
 from fnaccel.models.unknown_values import ordinary_batch
 from fnaccel.program.lower import Lowered
 from fnaccel.step.loss import read_loss
+from fnaccel.strategies._torch import finish_shards
 from fnaccel.strategies.fsdp import Fsdp
 from fnaccel.strategies.fsdp_engine import dims_of, forward_of, shard
 from fnaccel.tree import Tree
@@ -141,7 +142,7 @@ def _prepared(plan: TracePlan) -> tuple[list[Repeated], Forward]:
         built.units[key] = NamedUnits(tuple(names[id(unit)] for _, unit in units[key] if id(unit) in names))
     build = Build(spec=plan.spec, settings=plan.lowered.settings, seed=0, prepare=lambda _: None)
     shard(built, build, fsdp, {name: dims[id(param)] for name, param in built.named("parameters")})
-    framework.finish_shards(built.host)
+    finish_shards(built.host)
     return runs, forward_of(built.host)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from fnaccel import _torch, tree
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.errors import CapabilityError
+from fnaccel.strategies._torch import mark_whole
 from fnaccel.world.interrupts import Swapped
 
 
@@ -53,7 +54,7 @@ def whole_parameters(
     for _, _, param in slots:
         if id(param) not in whole:
             full = tree.whole(shown[id(param)])
-            whole[id(param)] = _torch.mark_whole(nn.Parameter(full, requires_grad=param.requires_grad))
+            whole[id(param)] = mark_whole(nn.Parameter(full, requires_grad=param.requires_grad))
     return _Shown([(slot, name, param, whole[id(param)]) for slot, name, param in slots])
 
 

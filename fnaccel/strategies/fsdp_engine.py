@@ -25,6 +25,12 @@ from fnaccel.models.blocks import find_units
 from fnaccel.models.building import Built, construct, has_factories, share_first_values
 from fnaccel.models.gradient_hooks import check_hooks_run
 from fnaccel.step.precision_policy import Precision
+from fnaccel.strategies._torch import (
+    drop_unsharded_gradients,
+    finish_shards,
+    guard_shards,
+    reset_shards,
+)
 from fnaccel.strategies.axis import Build, finisher
 from fnaccel.strategies.ddp import Ddp
 from fnaccel.strategies.fsdp import Fsdp
@@ -51,14 +57,14 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     if options.init != "seeded":
         _fill(built, mesh, options, values)
     host: Any = built.host
-    _torch.finish_shards(host)
+    finish_shards(host)
     _guard(built)
     order = GatherOrder(built, mesh)
     # by name, not as the set has them: ranks must agree on the order
     averaged = [p for _, p in built.named("parameters") if p in whole and p.requires_grad]
     hooks = Hooks(
         settle=_settler(host),
-        recover=lambda: _torch.reset_shards(host),
+        recover=lambda: reset_shards(host),
         finish=_averager(averaged, mesh) if averaged else None,
         abandon=order.abandon,
         explain=_explained,
@@ -367,9 +373,7 @@ def _guard(built: Built) -> None:
     for key, model in built.modules.items():
         for name, module in model.named_modules():
             if hasattr(module, "_get_fsdp_state"):
-                _torch.guard_shards(
-                    module, functools.partial(_refuse, name if key is None else f"{key}/{name}")
-                )
+                guard_shards(module, functools.partial(_refuse, name if key is None else f"{key}/{name}"))
 
 
 def _refuse(unit: str, name: str) -> None:
@@ -390,7 +394,7 @@ def _settler(host: nn.Module) -> Callable[[], None]:
         # ZeRO-2 and the root keep gathered parameters after a forward: without a backward they
         # would go stale at the next update
         for unit in units:
-            _torch.drop_unsharded_gradients(unit)  # left by a micro-batch before one that failed
+            drop_unsharded_gradients(unit)  # left by a micro-batch before one that failed
             unit.reshard()
 
     return settle

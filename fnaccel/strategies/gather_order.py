@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from fnaccel import _torch
 from fnaccel.models.building import Built
+from fnaccel.strategies._torch import before_shards_talk
 from fnaccel.texts import first_of
 from fnaccel.world.mesh import Mesh
 
@@ -39,7 +39,7 @@ class GatherOrder:
         for module in built.host.modules():
             if hasattr(module, "_get_fsdp_state"):
                 tell = functools.partial(self.tell, names[id(module)])
-                self._ends.append(_torch.before_shards_talk(module, tell))
+                self._ends.append(before_shards_talk(module, tell))
 
     def tell(self, unit: str, does: str, lacking: Sequence[str] = ()) -> None:
         """Wait until all ranks are about to do the same with a unit: see `SameOrder.next`.

@@ -113,8 +113,15 @@ class CallLog:
         if self.thread is None:
             return self.failed_at if self.failed == self.count else ""
         # private, and the only way to see another thread's stack
-        frames = sys._current_frames()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        return place_of(frames.get(self.thread or 0))
+        frame = sys._current_frames().get(self.thread or 0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        called = frame
+        while frame is not None:
+            if frame.f_code is CallLog.run.__code__ and frame.f_locals.get("self") is self:
+                called = (
+                    frame  # the outermost one: what is above it may be a loss function, of the script too
+                )
+            frame = frame.f_back
+        return place_of(called)
 
 
 def place_of(frame: FrameType | None) -> str:

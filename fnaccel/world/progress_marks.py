@@ -92,7 +92,7 @@ def enter_step(step: int, of: str, *, first: bool, shares: bool) -> None:
 
 @functools.cache
 def mark_compilations() -> None:
-    """Enter the phase `compile` while torch compiles, whichever phase it does so in, for the whole process."""
+    """From now on the phase is `compile` while torch compiles, whichever phase it does so in."""
     stack = ExitStack()
     _torch.on_compilation(lambda _: stack.enter_context(within("compile")), lambda _: stack.close())
 

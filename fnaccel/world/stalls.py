@@ -29,7 +29,10 @@ Data sets are code of the script too, and workers take long to start.
 APART = 2
 """Ranks that wait for each other in each step are never this many steps apart."""
 
-_UNLIMITED = ("compile", "init", "save", "restore")
+FIRST = 30.0
+"""A first step, `init` and what comes before may take this many limits: an hour for the default of 120 s."""
+
+_UNLIMITED = ("compile", "save", "restore")
 _OF_THE_SCRIPT = ("outside", "evaluate")
 _STOPPED, _TRACED = "T", "t"
 
@@ -110,7 +113,7 @@ def judge(records: Sequence[RankRecord], limit: float, *, apart: float = 0.0) ->
         >>> judge(records, limit=120.0).what
         'rank 1 has waited 631 s for its next batch, in step 5, and rank 0 waits for it'
     """
-    if not any(record.shares for record in records):
+    if not any(record.shares or record.inside for record in records):
         return None
     stopped = [record for record in records if record.state == _STOPPED]
     if stopped:
@@ -119,7 +122,10 @@ def judge(records: Sequence[RankRecord], limit: float, *, apart: float = 0.0) ->
     # a first step may compile for minutes, but not while another rank waits in another step
     compiles = len({(record.of, record.step) for record in records if _in_step(record)}) < 2
     past_first = any(_in_step(record) and not record.first for record in records)
-    allowed = [_allowed(record, limit, compiles=compiles, past_first=past_first) for record in records]
+    uneven = len({record.calls for record in records}) > 1
+    allowed = [
+        _allowed(record, limit, compiles=compiles, past_first=past_first, uneven=uneven) for record in records
+    ]
     late = all(record.age >= seconds for record, seconds in zip(records, allowed, strict=True))
     if late and any(map(_waits, records)):
         return _explain(records)
@@ -134,14 +140,17 @@ def steps_apart(records: Sequence[RankRecord]) -> bool:
     return len({record.of for record in records}) == 1 and max(steps) - min(steps) >= APART
 
 
-def _allowed(record: RankRecord, limit: float, *, compiles: bool, past_first: bool) -> float:
-    """The seconds that a rank may stay where it is."""
+def _allowed(record: RankRecord, limit: float, *, compiles: bool, past_first: bool, uneven: bool) -> float:
+    """The seconds that a rank may stay where it is. `uneven`: ranks have made different numbers of calls."""
     if record.silent and past_first and record.phase not in ("save", "restore"):
         return limit  # its place is old: it has gone through its first step as the others have
-    if not record.sequence or record.phase in _UNLIMITED or record.state == _TRACED:
+    if record.phase in _UNLIMITED or record.state == _TRACED:
         return math.inf
-    if record.first and (compiles or not _in_step(record)):
-        return math.inf
+    before = not record.sequence or record.phase == "init"
+    if before or (record.first and (compiles or not _in_step(record))):
+        return FIRST * limit
+    if uneven and record.inside:  # it waits, or the others do
+        return limit
     if record.phase in ("data", "evaluate") or (record.phase == "outside" and not record.inside):
         return OWN_CODE * limit
     return limit
@@ -149,7 +158,7 @@ def _allowed(record: RankRecord, limit: float, *, compiles: bool, past_first: bo
 
 def _in_step(record: RankRecord) -> bool:
     """Whether it is in a step of a train step, in a phase that has a limit."""
-    return record.phase not in ("data", *_OF_THE_SCRIPT, *_UNLIMITED)
+    return record.phase not in ("data", "init", *_OF_THE_SCRIPT, *_UNLIMITED)
 
 
 def _in_own_code(record: RankRecord) -> bool:
@@ -171,6 +180,9 @@ def _explain(records: Sequence[RankRecord]) -> Finding:
             what=f"{_names(silent)} {_verb(silent, 'does', 'do')} not answer{_waiting(silent, records)}",
             fix="see whether its machine is reachable, and whether its process was stopped (SIGSTOP)",
         )
+    ahead = _ahead(records)
+    if ahead is not None:
+        return ahead
     own_code = [record for record in records if _in_own_code(record)]
     if own_code and len(own_code) < len(records):
         return _explain_own_code(own_code, records)
@@ -186,6 +198,22 @@ def _explain(records: Sequence[RankRecord]) -> Finding:
             fix="see the stack: a loss function that blocks, or a collective that other ranks do not make",
         )
     return _together(records)
+
+
+def _ahead(records: Sequence[RankRecord]) -> Finding | None:
+    """The finding for ranks that have left a call outside of steps, in which others still wait for them."""
+    number = min(record.calls for record in records)
+    behind = [record for record in records if record.calls == number]
+    ahead = [record for record in records if record.calls > number]
+    if not ahead or not all(record.inside and record.phase in _OF_THE_SCRIPT for record in behind):
+        return None
+    return Finding(
+        ranks=_numbers(ahead),
+        what=f"{_names(ahead)} {_verb(ahead, 'has', 'have')} ended call {number}, {behind[0].call()}, and "
+        f"{_names(behind)} still {_verb(behind, 'waits', 'wait')} in it",
+        fix="call the same parts of the model, equally often, on every rank: this rank has gathered fewer "
+        "than the others",
+    )
 
 
 def _stopped(stopped: Sequence[RankRecord], records: Sequence[RankRecord]) -> Finding:

@@ -29,6 +29,7 @@ def ranks(*positions, age=11.0, **views):
 
 
 WAITS = {"phase": "gradients", "inside": True, "calls": 7, "names": ["train_step(state, batch)"]}
+LOOKS = {"phase": "evaluate", "inside": True, "calls": 7, "names": ["train_step.look(state, fn)"]}
 DATA = {"phase": "data", "age": 51.0}
 STOPPED = {"state": "T", "stopped": 11.0}
 
@@ -52,6 +53,12 @@ STOPPED = {"state": "T", "stopped": 11.0}
         ([WAITS, {"phase": "outside", "age": 51.0}], (1,), "rank 1 has been in code of the script for 51 s"),
         ([WAITS, {"sequence": 0, "first": True, "silent": 9.0}], (1,), "rank 1 does not answer"),
         ([WAITS, WAITS | {"silent": 9.0}], (1,), "rank 1 does not answer, and rank 0 waits for it"),
+        ([LOOKS, LOOKS | {"calls": 8}], (1,), "rank 1 has ended call 7, train_step.look(state, fn), and rank 0 still waits in it"),
+        ([LOOKS, LOOKS | {"calls": 8}, LOOKS], (1,), "and ranks 0, 2 still wait in it"),
+        ([LOOKS, WAITS | {"calls": 8, "phase": "forward"}], (1,), "rank 1 has ended call 7"),
+        ([LOOKS | {"age": 51.0}, {"phase": "outside", "calls": 7, "age": 51.0}], (1,), "rank 1 has been in code of the script"),
+        ([WAITS | {"first": True, "age": 301.0}] * 2, (), "all ranks have been in gradients for 301 s"),
+        ([WAITS | {"shares": False, "first": True, "age": 301.0}, {"sequence": 0, "shares": False, "first": True, "age": 301.0}], (1,), "rank 1"),
     ],
 )  # fmt: skip
 def test_the_rank_that_keeps_the_others_waiting(positions, culprits, what):
@@ -70,16 +77,16 @@ def test_the_rank_that_keeps_the_others_waiting(positions, culprits, what):
         [WAITS, DATA | {"age": 49.0}],
         [WAITS, {"phase": "compile", "age": 9e9}],
         [WAITS, {"phase": "save", "age": 9e9}],
-        [WAITS, {"phase": "init", "age": 9e9}],
+        [WAITS, {"phase": "init", "age": 299.0}],
         [WAITS, {"phase": "restore", "age": 9e9}],
-        [WAITS, DATA | {"first": True, "age": 9e9}],
+        [WAITS, DATA | {"first": True, "age": 299.0}],
         [WAITS | {"first": True}, WAITS | {"first": True}],
         [WAITS, DATA | {"sequence": 0}],
         [WAITS, {"phase": "save", "silent": 9.0}],
         [WAITS | {"first": True}, {"sequence": 0, "silent": 9.0}],
         [WAITS, DATA | {"state": "t"}],
         [WAITS, DATA | {"state": "T", "stopped": 9.0}],
-        [WAITS | {"shares": False}, DATA | {"shares": False} | STOPPED],
+        [WAITS | {"shares": False, "inside": False}, DATA | {"shares": False} | STOPPED],
         [{"phase": "outside", "age": 9e9}] * 2,
     ],
 )

@@ -128,7 +128,7 @@ MUTANTS = [
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
-        "a backward that failed goes on", "strategies/fsdp_engine.py", "recover=lambda: _torch.reset_shards(host)", "recover=None",
+        "a backward that failed goes on", "strategies/fsdp_engine.py", "recover=lambda: reset_shards(host)", "recover=None",
         ("tests/robust/test_live_state.py", "-k", "backward_that_raises and fsdp"),
     ),
     Mutant(
@@ -206,7 +206,7 @@ MUTANTS = [
         ("tests/robust/test_given_parameters.py", "-k", "right_or_refused and fsdp-halved"),
     ),
     Mutant(
-        "given parameters that a method ignores", "_torch.py",
+        "given parameters that a method ignores", "strategies/_torch.py",
         "    state._pre_forward = _ShardGuard(slots, refuse, state._pre_forward)\n", "",
         ("tests/robust/test_given_parameters.py", "-k", "right_or_refused and fsdp-in_a_method"),
     ),
