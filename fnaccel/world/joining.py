@@ -126,7 +126,8 @@ def join(
         elif ranks.machines == 1 and is_loopback(address):
             store = _loopback_store(ranks, address, port, limit)
         if store is not None:
-            _wait_for_all(store, ranks, limit, identity)
+            # torchrun may start its ranks again under one number, if a machine comes or goes
+            _wait_for_all(store, ranks, limit, identity, once=not agent)
         before = socket_names()
         if backend == "gloo":
             _lower_debug_level(ranks)
@@ -199,7 +200,7 @@ def _check_open_files(ranks: Ranks, *, keeps_store: bool) -> None:
     The counts were measured with torch 2.13: a rank has four connections to each other rank, one for each
     process group on gloo. The rank that keeps the store has three more from each rank.
     """
-    if sys.platform == "win32":
+    if not Path("/dev/fd").exists():  # Windows
         return
     import resource  # noqa: PLC0415 - Windows has no such module
 
@@ -318,11 +319,12 @@ def _client_store(ranks: Ranks, address: str, port: int, limit: timedelta) -> An
         time.sleep(0.01)
 
 
-def _wait_for_all(store: Any, ranks: Ranks, limit: timedelta, identity: str) -> None:
+def _wait_for_all(store: Any, ranks: Ranks, limit: timedelta, identity: str, *, once: bool) -> None:
     """Wait until every rank has come to the store.
 
     Raises:
-        WorldError: ranks did not join within `limit`, or the store belongs to another job. It is named.
+        WorldError: ranks did not join within `limit`, or the store belongs to another job. It is named. Also
+            if each rank comes `once` to this store, and this rank has come before.
     """
     # a process that came to the port of another job must not count as a rank of that job
     prefix = f"fnaccel/joining/{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
@@ -330,7 +332,7 @@ def _wait_for_all(store: Any, ranks: Ranks, limit: timedelta, identity: str) -> 
     end, pause = time.monotonic() + limit.total_seconds(), 0.001
     try:
         _check_identity(store, ranks, identity)
-        if store.add(f"{prefix}/{ranks.rank}", 1) > 1:
+        if store.add(f"{prefix}/{ranks.rank}", 1) > 1 and once:
             raise _other_job(ranks, f"another process came as rank {ranks.rank}")
         # one wait for all would not say whom it misses if rank 0 gives up first and takes the store along
         while late := [rank for rank in late if not store.check([f"{prefix}/{rank}"])]:

@@ -86,6 +86,7 @@ def test_a_launcher_that_was_never_needed_ends_with_an_error(launcher):
     assert "this machine was in none of its attempts: nothing ran here" in ended.err
 
 
+@pytest.mark.long
 def test_a_launcher_that_came_to_a_job_of_one_machine_is_told(launcher):
     port = free_port()
     script = launcher.write(WORK)
@@ -123,7 +124,7 @@ def outputs(processes):
             process.wait()
 
 
-@pytest.mark.parametrize("differ", ["script", "run"])
+@pytest.mark.parametrize("differ", [pytest.param("script", marks=pytest.mark.long), "run"])
 def test_ranks_of_two_jobs_do_not_meet(launcher, differ):
     """Started by hand or by torchrun. Rank 1 of the second job is there before rank 1 of the first."""
     port = free_port()
@@ -138,6 +139,7 @@ def test_ranks_of_two_jobs_do_not_meet(launcher, differ):
     assert [out for out, _ in outputs([first, third])] == ["sum 2.0\n"] * 2
 
 
+@pytest.mark.long
 def test_a_second_process_of_a_rank_is_named(launcher):
     port, script = free_port(), launcher.write(SUM)
     first, one, two = ranks_of(launcher.folder, port, script, 0, 1, 1, size=3)
