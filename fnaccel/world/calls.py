@@ -128,7 +128,12 @@ def place_of(frame: FrameType | None) -> str:
     """The innermost line on the stack that belongs to neither fnaccel nor an installed library."""
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((_PACKAGE, *_LIBRARIES, "<")):
+        if is_of_script(path):
             return f"{Path(path).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_of_script(path: str) -> bool:
+    """Whether a file of code belongs to neither fnaccel nor an installed library."""
+    return not path.startswith((_PACKAGE, *_LIBRARIES, "<"))

@@ -16,13 +16,15 @@ import traceback
 from pathlib import Path
 from typing import IO
 
+from fnaccel.world.calls import is_of_script
+
 _PACKAGE = str(Path(__file__).parents[1])
 _LAUNCH = str(Path(_PACKAGE) / "launch")
 _WORLD = str(Path(_PACKAGE) / "world")
 _HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _SHOWN = 30
-"""Frames of a thread that are shown."""
+"""Inner frames of a thread that are shown, beside those of the script."""
 
 Frame = tuple[str, int, str]
 
@@ -76,11 +78,17 @@ def shorten(text: str, main: int) -> str:
     shown: list[str] = []
     for thread, frames in sorted(_threads(text), key=lambda entry: entry[0] != main):
         frames = list(itertools.takewhile(lambda frame: not frame[0].startswith(_LAUNCH), frames))
-        frames = [frame for frame in frames if not frame[0].startswith("<frozen")][:_SHOWN]
+        frames = [frame for frame in frames if not frame[0].startswith("<frozen")]
+        frames, outer = frames[:_SHOWN], frames[_SHOWN:]
         if thread != main and not any(_matters(frame[0]) for frame in frames):
             continue
         if thread != main:
             shown.append("  another thread:\n")
+        # the loop of the script, which calls, is far out if the model is deep
+        calling = [frame for frame in outer[::-1] if is_of_script(frame[0])]
+        shown += _format(calling)
+        if len(outer) > len(calling):
+            shown.append(f"  ... {len(outer) - len(calling)} frames\n")
         shown += _format(frames[::-1])
     return "".join(shown).rstrip()
 

@@ -187,6 +187,17 @@ Thread 0x0000000000000001 (most recent call first):
     assert "  ... 2 frames of fnaccel" in lines
 
 
+def test_the_loop_of_the_script_is_shown_above_a_deep_model():
+    library = Path(threading.__file__).parent
+    deep = [f'  File "{library}/module.py", line {number} in call' for number in range(40)]
+    frames = ['  File "model.py", line 9 in forward', *deep, '  File "train.py", line 7 in loop']
+    dump = "\n".join(["Thread 0x0000000000000001 (most recent call first):", *frames])
+    names = [
+        line.rpartition(" ")[2] for line in shorten(dump, 1).splitlines() if "File" in line or "..." in line
+    ]
+    assert names == ["loop", "frames", *["call"] * 29, "forward"]
+
+
 def test_own_stacks_name_this_test():
     text = own_stacks(threading.main_thread().ident or 0)
     assert "in test_own_stacks_name_this_test" in text
