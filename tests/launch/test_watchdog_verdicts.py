@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from pathlib import Path
@@ -196,6 +197,17 @@ def test_the_loop_of_the_script_is_shown_above_a_deep_model():
         line.rpartition(" ")[2] for line in shorten(dump, 1).splitlines() if "File" in line or "..." in line
     ]
     assert names == ["loop", "frames", *["call"] * 29, "forward"]
+
+
+def test_the_place_of_a_call_is_the_line_that_makes_it():
+    log = calls.CallLog()
+
+    def loss():  # of the script too, and inside of the call
+        return log.place()
+
+    place = log.run("train_step(state, batch)", loss)
+    line = inspect.currentframe().f_lineno - 1
+    assert place == f"{Path(__file__).name}:{line}"
 
 
 def test_own_stacks_name_this_test():

@@ -36,6 +36,7 @@ MOST_NAMES, MOST_LINES = 298, 44_600
 
 MORE_LINES = {
     "interrupts of what changes the model for a while": 100,
+    "hang reports name the rank that is ahead, and the loop": 30,
     "ranks compare what they gather before the first update": 300,
     "errors by name: two jobs, full disks, open files, foreign values": 260,
 }
