@@ -328,7 +328,7 @@ def _through_host(host: nn.Module, order: GatherOrder | None) -> Callable[..., A
                 raise
             raise explained from error
         if order is not None and order.open:
-            order.tell("its forward", "ends")
+            order.end_forward()
         return result
 
     return run

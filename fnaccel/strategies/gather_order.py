@@ -10,12 +10,15 @@ from fnaccel.strategies._torch import before_shards_talk
 from fnaccel.texts import first_of
 from fnaccel.world.mesh import Mesh
 
+FORWARDS = 16
+"""The forwards that are compared at most: a model that is not trained has no first backward pass."""
+
 _HOST = "target."
 """What FSDP2 puts before the names of parameters of a single model."""
 
 
 class GatherOrder:
-    """Compares the units of one model between ranks until the first backward passes have ended.
+    """Compares the units of one model between ranks until its first backward passes have ended.
 
     Args:
         built: modules that FSDP2 has sharded.
@@ -27,6 +30,7 @@ class GatherOrder:
 
     def __init__(self, built: Built, mesh: Mesh) -> None:
         self._world = mesh.world
+        self._forwards = 0
         self._order = self._world.same_order()
         self.open = self._order is not None
         self._ends: list[Callable[[], None]] = []
@@ -57,9 +61,16 @@ class GatherOrder:
             )
             self._order.next(f"{does} {unit}{without}")
 
+    def end_forward(self) -> None:
+        """Wait until all ranks have ended a forward."""
+        self.tell("its forward", "ends")
+        self._forwards += 1
+        if self._forwards == FORWARDS:
+            self.close()
+
     def close(self) -> None:
         """Compare nothing any more, once all ranks come here."""
-        self.tell("its backward passes", "ends")
+        self.tell("its passes", "ends")
         self._order, self.open = None, False
         while self._ends:
             self._ends.pop()()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fnaccel as fa
+from fnaccel.strategies.gather_order import FORWARDS
 from fnaccel.world import watcher
 from fnaccel.world.world import current
 from tests.faulty import run_ranks
@@ -171,3 +172,19 @@ def fails_everywhere():
 
 def test_an_error_on_all_ranks_lets_them_go_on(pools):
     assert pools.run(2, fails_everywhere) == [2, 2]
+
+
+def looks_at_many():
+    """Ranks that only look at a model compare no more than its first forwards."""
+    train_step, state = made(Loss(None))
+    order = train_step.engine.hooks.abandon.__self__
+    found = []
+    for number in range(FORWARDS + 1):
+        train_step.look(state, Loss(None), rows(number))
+        found.append(order.open)
+    state, _ = train_step(state, rows(0))
+    return found
+
+
+def test_a_model_that_is_not_trained_is_compared_for_some_forwards(pools):
+    assert pools.run(2, looks_at_many) == [[True] * (FORWARDS - 1) + [False] * 2] * 2
