@@ -93,6 +93,17 @@ def ranks_of(numbers: Iterable[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
+def error_line(error: BaseException | None) -> str:
+    """The class of an error and the first line of its message.
+
+    Example:
+        >>> error_line(ValueError("a bad row"))
+        'ValueError: a bad row'
+    """
+    lines = str(error).splitlines()
+    return type(error).__name__ + (f": {lines[0]}" if lines else "")
+
+
 def first_of(names: Iterable[str]) -> str:
     """The first names of a list, and how many more there are.
 

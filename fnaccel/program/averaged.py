@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.exchange import Exchange
-from fnaccel.state import Lease, donate, refuse_averaged
+from fnaccel.state import Lease, refuse_averaged
 
 
 class Averaged(Exchange):
@@ -34,9 +34,7 @@ class Averaged(Exchange):
         try:
             super().undo()
         except BaseException:
-            if lease.live is not None:
-                donate(lease.live)
-                lease.live = None
+            lease.owner.donate_live()
             raise
         finally:
             lease.averaged = False

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fnaccel.errors import PeerLostError
+from fnaccel.texts import error_line
 
 LONGEST = 0.05
 """Seconds between two looks at the store, if the others take long."""
@@ -72,8 +73,7 @@ class SameOrder:
         """Let the ranks that wait for this one raise PeerLostError: an error ended its pass."""
         if isinstance(error, PeerLostError):  # the other ranks have it, too
             return
-        line = (str(error).splitlines() or [""])[0]
-        what = f"rank {self._rank} raised {type(error).__name__}: {line}"
+        what = f"rank {self._rank} raised {error_line(error)}"
         self._answer(self._take_position(), what, "see the whole error on that rank. The state is live")
 
     def _take_position(self) -> str:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fnaccel import _torch
 from fnaccel.errors import NoWorldError, PeerLostError, WorldError, require
+from fnaccel.texts import error_line
 from fnaccel.world import flags, settings
 from fnaccel.world.calls import CallLog
 from fnaccel.world.connections import drop_inherited
@@ -186,8 +187,7 @@ def _reason(error: BaseException | None) -> str:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return f"ended with exit code {code}"
-    text = str(error).splitlines()
-    return f"ended with {type(error).__name__}" + (f": {text[0]}" if text else "")
+    return f"ended with {error_line(error)}"
 
 
 def current(world: World | None = None) -> World:
