@@ -10,6 +10,9 @@ Steps and transforms
 Strategies
     distribute strategy local ddp fsdp hsdp tensor context deepspeed xla
 
+Parameters and gradients as values
+    params call
+
 Optimizers
     sgd adam adamw schedules warmup_cosine
 
@@ -80,6 +83,8 @@ if TYPE_CHECKING:
     from fnaccel.loop.scanning import scan as scan
     from fnaccel.loop.tracked import tracked as tracked
     from fnaccel.loop.tracking import Tracking as Tracking
+    from fnaccel.models.parameter_values import call as call
+    from fnaccel.models.parameter_values import params as params
     from fnaccel.optim import adam as adam
     from fnaccel.optim import adamw as adamw
     from fnaccel.optim import schedules as schedules
@@ -137,6 +142,7 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.loop.scanning": "scan",
             "fnaccel.loop.tracked": "tracked",
             "fnaccel.loop.tracking": "Tracking",
+            "fnaccel.models.parameter_values": "call params",
             "fnaccel.optim": "adam adamw schedules sgd",
             "fnaccel.optim.schedules": "warmup_cosine",
             "fnaccel.program.train_step": "TrainStep train_step",

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.utils.stateless
 import torch.utils._pytree
 
 # from 2.13 on `all_gather_into_tensor` warns in favour of `all_gather_single`, which 2.9 to 2.11 lack
@@ -30,6 +31,9 @@ fused_adamw_: Any = torch._fused_adamw_  # pyright: ignore[reportAttributeAccess
 assert_on_device: Any = torch._assert_async
 amp_update_scale_: Any = torch._amp_update_scale_
 profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled
+# trees as torch.func takes them, such as the outputs of transformers' models
+flatten: Callable[[Any], tuple[list[Any], Any]] = torch.utils._pytree.tree_flatten
+unflatten: Callable[[list[Any], Any], Any] = torch.utils._pytree.tree_unflatten
 on_cuda_start: Callable[[Callable[[], None]], None] = torch.cuda._lazy_call
 
 
@@ -216,6 +220,17 @@ def replace_parameters(root: torch.nn.Module, make: Callable[[Any], Any]) -> Non
         for name, param in module._parameters.items():
             if param is not None:
                 module._parameters[name] = replacements.setdefault(id(param), make(param))
+
+
+def with_tensors(
+    model: torch.nn.Module, values: dict[str, torch.Tensor], fn: Callable[..., Any], *args: Any
+) -> Any:
+    """`fn(model, *args)` with tensors in the place of parameters and buffers, tied ones under one name.
+
+    `torch.func.functional_call` does so for `model(*args)`, and takes no other function. (2.9 to 2.13)
+    """
+    with torch.nn.utils.stateless._reparametrize_module(model, values, tie_weights=True):
+        return fn(model, *args)
 
 
 def summed_over(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -19,6 +19,7 @@ from fnaccel.engine.combine import Agreement
 from fnaccel.engine.totals import Question
 from fnaccel.errors import ArgumentError, FnaccelError
 from fnaccel.models.parameter import Leaf
+from fnaccel.models.parameter_values import WholeValues
 from fnaccel.optim.description import Bound
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh, MeshAxis
@@ -104,6 +105,7 @@ class Forward:
         nests: whether another micro-batch's forward may run between a forward and its backward.
         backward: differentiates a total.
         capture: how a step can be captured as one graph, or None.
+        whole: makes parameters whole for a loss that takes them as values. None if modules hold them whole.
     """
 
     run: Callable[..., Any]
@@ -113,6 +115,7 @@ class Forward:
     nests: bool = True
     backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
     capture: Capture | None = None
+    whole: WholeValues | None = None
 
 
 @attrs.frozen(kw_only=True)

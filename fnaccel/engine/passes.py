@@ -17,6 +17,7 @@ from fnaccel import _torch
 from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.gradients import Gradients, zeroed
+from fnaccel.engine.lacking import lacking
 from fnaccel.engine.totals import Totals
 from fnaccel.errors import CapabilityError, FnaccelError, LossError
 from fnaccel.step.loss import (
@@ -195,6 +196,9 @@ class Passes:
         enter("gradients")
         if engine.hooks.micro_batch is not None:
             engine.hooks.micro_batch(True)
+        whole = engine.forward.whole
+        if whole is not None and whole.held:
+            whole.reduce()
         if engine.hooks.finish is not None:
             engine.hooks.finish()
         layout, plain = engine.layout, torch.Tensor
@@ -310,4 +314,5 @@ def explained(error: BaseException, engine: Engine) -> FnaccelError | None:
             fix="cast the batch to the parameters' dtype, or let fa.with_precision(step, "
             'fa.transforms.Precision(param="bf16", compute="bf16")) do so',
         )
-    return None if engine.hooks.explain is None else engine.hooks.explain(error)
+    own = None if engine.hooks.explain is None else engine.hooks.explain(error)
+    return own or lacking(error)

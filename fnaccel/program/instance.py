@@ -30,6 +30,7 @@ from fnaccel.models.module_modes import ModuleModes
 from fnaccel.models.moving_buffers import MovingBuffers, buffer_slots
 from fnaccel.models.note import Note
 from fnaccel.models.parameter import Leaf
+from fnaccel.models.parameter_values import Access, register
 from fnaccel.models.synced_norm import connect
 from fnaccel.models.trained_modules import TrainedModules
 from fnaccel.program.compile_meter import Meter
@@ -53,6 +54,9 @@ from fnaccel.world.random_streams import generators_of
 
 if TYPE_CHECKING:
     from fnaccel.program.captured_step import CapturedPasses
+
+_WHOLE_AXES = ("dp_replicate", "dp_shard")
+"""Axes along which ranks compute with the whole model."""
 
 AnyPasses = Callable[[MicroBatches, Totals, Inputs], "Passes | CapturedPasses"]
 
@@ -106,6 +110,8 @@ class Instance:
         self._partial_rows = mesh.partial_rows
         self.rank = mesh.loss_rank
         self.shares = any(degree > 1 for degree in mesh.degrees.values())
+        self.access = _access(engine)
+        register(built, self.access)
         self.position = same_position(mesh)
         self.same_rows = SameRows(mesh) if mesh.batch_size < world.size else None
         self.sharded = is_sharded(engine.layout.parameters.values())
@@ -417,6 +423,21 @@ class Instance:
         self._watched.close()
         self.engine.close()
         release(self._built)
+
+
+def _access(engine: Engine) -> Access:
+    """How a loss takes the model's parameters as values."""
+    mesh = engine.layout.mesh
+    cut = [axis for axis, degree in mesh.degrees.items() if degree > 1 and axis not in _WHOLE_AXES]
+    refusal = ""
+    if engine.runtime.bound is not None:
+        refusal = f"{engine.name} keeps the parameters, so a loss can't take them as values"
+    elif cut:
+        refusal = (
+            f"ranks along {' and '.join(cut)} compute parts of one model, so no rank has it as a function"
+        )
+    trained = frozenset(leaf.name for leaf in engine.layout.leaves)
+    return Access(trained=trained, refusal=refusal, whole=engine.forward.whole)
 
 
 def _with_averages_and_norms(engine: Engine, lowered: Lowered) -> Engine:

@@ -15,6 +15,7 @@ from fnaccel import tree
 from fnaccel.engine.runtime_tensor import Remote
 from fnaccel.engine.stop_request import Notice
 from fnaccel.errors import OwnershipError, UnleasedStateError
+from fnaccel.models.note import Note
 from fnaccel.program.adopted import absorb
 from fnaccel.program.instance import Instance
 from fnaccel.program.model_notes import with_notes
@@ -31,8 +32,11 @@ from fnaccel.state import (
     refuse_averaged,
     scale_of,
 )
+from fnaccel.texts import size_of
 from fnaccel.world.interrupts import SigintHeld
 from fnaccel.world.mesh import Mesh
+
+_HELD = "the loss takes whole parameters (fa.params)"
 
 
 class StateOwner:
@@ -62,7 +66,11 @@ class StateOwner:
     @property
     def plan(self) -> Plan:
         """The plan of the train step, with the notes about its modules once they are built."""
-        return self._plan if self.built is None else with_notes(self._plan, self.built.notes)
+        if self.built is None:
+            return self._plan
+        whole = self.built.engine.forward.whole
+        held = [] if whole is None or not whole.most else [Note(f"{_HELD}: {size_of(whole.most)} a rank")]
+        return with_notes(self._plan, (*self.built.notes, *held))
 
     @property
     def instance(self) -> Instance:

@@ -4,8 +4,9 @@
 # ruff: noqa: SLF001
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +98,40 @@ class _ShardGuard:
                 if value is not split and not hasattr(value, _WHOLE):
                     self._refuse(name)
         return None if self._then is None else self._then(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def without_gathering(root: torch.nn.Module) -> Generator[None]:
+    """In the body no unit of FSDP2 gathers or reduces: its two hooks are out. A user's stay. (2.9 to 2.13)"""
+    hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    methods: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module in root.modules():
+            if not hasattr(module, "_get_fsdp_state"):
+                continue
+            state: Any = module._get_fsdp_state()  # pyright: ignore[reportCallIssue]
+            out = {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
+            for slots in (module._forward_pre_hooks, module._forward_hooks):
+                hooks.append((slots, dict(slots)))
+                for number, hook in hooks[-1][1].items():
+                    if number in out or isinstance(hook, _ShardGuard):
+                        del slots[number]
+            attributes = vars(state)  # what methods that gather call
+            methods.append((attributes, {n: attributes[n] for n in _HOOKS if n in attributes}))
+            attributes["_pre_forward"] = lambda _module, args, kwargs: (args, kwargs)
+            attributes["_post_forward"] = lambda _module, _args, output: output
+        yield
+    finally:
+        for slots, before in hooks:
+            slots.clear()
+            slots.update(before)
+        for attributes, before in methods:
+            for name in _HOOKS:
+                attributes.pop(name, None)
+            attributes.update(before)
+
+
+_HOOKS = ("_pre_forward", "_post_forward")
 
 
 Talks = Callable[[str, Sequence[str]], None]

@@ -39,6 +39,7 @@ from fnaccel.strategies.layout import leaves_of, parameters_shown
 from fnaccel.strategies.partial_gradients import with_sums
 from fnaccel.strategies.same_model import check_alike
 from fnaccel.strategies.shard_dims import shard_dims
+from fnaccel.strategies.whole_leaves import WholeLeaves
 from fnaccel.world.mesh import Mesh, ensure_group
 
 _CAST_SAFE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -62,8 +63,10 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
     order = GatherOrder(built, mesh)
     # by name, not as the set has them: ranks must agree on the order
     averaged = [p for _, p in built.named("parameters") if p in whole and p.requires_grad]
+    leaves = leaves_of(built, mesh)
+    whole_leaves = WholeLeaves(built, leaves, mesh, build.settings.precision.reduce, order)
     hooks = Hooks(
-        settle=_settler(host),
+        settle=_settler(host, whole_leaves),
         recover=lambda: reset_shards(host),
         finish=_averager(averaged, mesh) if averaged else None,
         abandon=order.abandon,
@@ -74,11 +77,11 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
         layout=Layout(
             mesh=mesh,
             model=built.model,
-            leaves=leaves_of(built, mesh),
+            leaves=leaves,
             parameters=parameters_shown(built, mesh),
             buffers=dict(built.named("buffers")),
         ),
-        forward=forward_of(host, order),
+        forward=attrs.evolve(forward_of(host, order), whole=whole_leaves),
         hooks=with_sums(hooks, built, mesh),
     )
     return engine, attrs.evolve(built, empty=options.init == "meta")
@@ -334,7 +337,7 @@ def _through_host(host: nn.Module, order: GatherOrder | None) -> Callable[..., A
     return run
 
 
-_WHOLE_FIX = "use fa.ddp(): it keeps parameters whole"
+_WHOLE_FIX = "fa.params(model) and fa.call(model, params, ...) compute with whole parameters; or use fa.ddp()"
 # parts of torch's messages, what they mean for a user, and a way out
 _EXPLAINED = (
     (
@@ -385,7 +388,7 @@ def _refuse(unit: str, name: str) -> None:
     )
 
 
-def _settler(host: nn.Module) -> Callable[[], None]:
+def _settler(host: nn.Module, leaves: WholeLeaves) -> Callable[[], None]:
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - slow to import
 
     units = [module for module in host.modules() if isinstance(module, FSDPModule)]
@@ -396,6 +399,7 @@ def _settler(host: nn.Module) -> Callable[[], None]:
         for unit in units:
             drop_unsharded_gradients(unit)  # left by a micro-batch before one that failed
             unit.reshard()
+        leaves.drop()
 
     return settle
 

@@ -18,10 +18,12 @@ from fnaccel import _torch
 from fnaccel.errors import CapabilityError, UnknownNameError, nearest
 from fnaccel.models.blocks import Units, find_units
 from fnaccel.models.moving_buffers import MovingBuffers
+from fnaccel.models.parameter_values import gives_parameters
 from fnaccel.step.chain import takes_step
 from fnaccel.step.choices import Kept
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import Capability, Phase, Transform
+from fnaccel.transforms.recomputed import recomputed_with_parameters
 from fnaccel.tree import Tree
 
 _ATTENTION = (
@@ -80,6 +82,8 @@ def _recomputing(forward: Callable[..., Any], save: Kept) -> Callable[..., Any]:
         selective = functools.partial(create_selective_checkpoint_contexts, _kept_operations(save))
 
     def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if gives_parameters() and torch.is_grad_enabled():
+            return recomputed_with_parameters(forward, module, args, kwargs)
         if torch.is_grad_enabled():
             # the second run of a block would append its keys and values a second time
             args = tuple(None if _is_cache(value) else value for value in args)
@@ -129,7 +133,8 @@ def _twice_alike(run: Callable[..., Any], module: nn.Module) -> Callable[..., An
                     "(torch.func.functional_call), and the second run of that block, in backward, would read "
                     "the module's own",
                     where="fa.remat",
-                    fix="leave fa.remat out, or name other blocks: fa.remat(step, units=...)",
+                    fix="fa.call(model, params, ...) in its place; or leave fa.remat out, or name other "
+                    "blocks: fa.remat(step, units=...)",
                 )
         return run(*args, **kwargs)
 

@@ -62,7 +62,7 @@ def test_help_lists_each_name_once_under_its_topic():
     _, *topics = re.split(r"\n\n(?=[A-Z][a-z ]+\n    )", fa.__doc__)
     listed = [name for topic in topics for name in topic.split("\n", 1)[1].split()]
     assert sorted(listed) == fa.__all__
-    assert len(topics) == 8
+    assert len(topics) == 9
     spaces = topics[-1].split()[1:]
     assert spaces == sorted(
         name for name in fa.__all__ if inspect.ismodule(getattr(fa, name)) and name != "schedules"
