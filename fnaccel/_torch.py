@@ -119,6 +119,13 @@ def can_trace_autograd() -> bool:
     return hasattr(config, "trace_autograd_ops")
 
 
+def can_make_leaves() -> bool:
+    """Whether torch.compile can capture `requires_grad_()` of a tensor that the graph made. (2.13; 2.11 can't)"""
+    from torch._dynamo.symbolic_convert import SpeculationLog  # noqa: PLC0415 - slow to import
+
+    return hasattr(SpeculationLog(), "graph_break_on_requires_grad_")
+
+
 # transformers adds the last two
 _LOGGING = ("debug", "info", "warning", "error", "log", "warning_once", "info_once")
 

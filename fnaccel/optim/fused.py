@@ -142,6 +142,7 @@ class BoundFused:
             where = shards[0].device
             scale, off = _at(divisor, where), _at(skip, where)
             count = [_at(updates, where)] if self._counts else []
+            rate = _at(rate, where) if isinstance(rate, torch.Tensor) else rate
             if scale is not None and shards[0].dtype is torch.float64:
                 exact = multiplier.to(where) if isinstance(multiplier, torch.Tensor) else multiplier
                 taken, scale = _torch.foreach_mul(taken, exact), None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, TypedDict, Unpack, get_args
 
 import attrs
 
+from fnaccel import _torch
 from fnaccel.errors import UnknownNameError, as_names, nearest, require
 from fnaccel.models.blocks import Units
 from fnaccel.models.building import Init
@@ -51,7 +52,9 @@ class Fsdp(Axis):
         return []
 
     def obstacle_to_capture(self, spec: Spec) -> str:  # noqa: ARG002
-        """Options that hooks carry out."""
+        """Options that hooks carry out, and torch before it takes gradients of what a graph has gathered."""
+        if not _torch.can_make_leaves():
+            return "this torch can't capture gradients of gathered parameters (2.13 does)"
         lacking = [name for name in ("policy", "offload", "ignore") if getattr(self, name)]
         lacking += [] if self.init == "seeded" else ["init"]
         lacking += [] if isinstance(self.reshard_after_forward, bool) else ["reshard_after_forward"]

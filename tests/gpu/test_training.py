@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -139,12 +141,14 @@ def test_no_step_waits_for_the_device():
         batch = fa.tree.to(batch_of(8), torch.device("cuda"))
         for _ in range(3):
             state, metrics = train_step(state, batch)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(3):
-                state, metrics = train_step(state, batch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(3):
+                    state, metrics = train_step(state, batch)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         assert torch.isfinite(metrics["loss"])
 
 
