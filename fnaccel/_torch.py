@@ -8,6 +8,7 @@ Nothing else lives here: code uses names that are public and the same in torch 2
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import sys
@@ -97,6 +98,21 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
     return getattr(local, "_tensor", local)
 
 
+def dtensor_of(
+    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Size, stride: Sequence[int]
+) -> Any:
+    """A DTensor of this rank's part, which stays the tensor that it is. (2.9 to 2.13)
+
+    `from_local` copies a part to the device of the mesh: of an offloaded part a state would show a copy.
+    """
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
+
+    made = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tuple(stride))
+    if made._local_tensor.device == local.device:
+        return made
+    return DTensor(local, made._spec, requires_grad=False)
+
+
 def compile_counts() -> tuple[int, int, int]:
     """Of this process: graphs captured, hits and misses of the compile cache on disk. (2.11, 2.13)"""
     from torch._dynamo.utils import counters  # noqa: PLC0415 - slow to import
@@ -120,10 +136,29 @@ def can_trace_autograd() -> bool:
 
 
 def can_make_leaves() -> bool:
-    """Whether torch.compile can capture `requires_grad_()` of a tensor that the graph made. (2.13; 2.11 can't)"""
+    """Whether torch.compile can capture `requires_grad_()` of what the graph made. (2.13; 2.11 can't)"""
     from torch._dynamo.symbolic_convert import SpeculationLog  # noqa: PLC0415 - slow to import
 
     return hasattr(SpeculationLog(), "graph_break_on_requires_grad_")
+
+
+@functools.cache
+def mend_foreach_fusion() -> None:
+    """Keep inductor from a wrong fusion on GPUs, which takes one parameter of one element. (2.11 to 2.13)
+
+    It fuses the kernel that makes a number, such as a factor of all gradients, into the part of a list kernel
+    that works on a tensor of one element. The other parts read the number as well, before it is there.
+    """
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Node  # noqa: PLC0415 - slow to import
+
+    found: Any = Node.get_consumer_subnode_for
+
+    def only_reader(self: Any, producer: Any) -> Any:
+        made = {buffer.get_name() for buffer in producer.get_outputs()}
+        readers = [part for part in self.snodes if made & {read.name for read in part.read_writes.reads}]
+        return found(self, producer) if len(readers) == 1 else None
+
+    Node.get_consumer_subnode_for = only_reader
 
 
 # transformers adds the last two

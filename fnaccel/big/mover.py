@@ -14,7 +14,7 @@ from fnaccel.texts import counted
 class Mover:
     """Moves tensors by the names of devices in a map. Tests inject one that only notes the moves.
 
-    Not run on hardware: copies on a stream of an accelerator.
+    Run on one GPU (`tests/gpu`). Not run on hardware: several of them.
 
     Example:
         >>> class Noting(fa.big.Mover):

@@ -108,11 +108,7 @@ def laid_out_as(like: Any, local: torch.Tensor) -> Any:
     """A DTensor with the layout of `like`, of this rank's part. The part itself if `like` is no DTensor."""
     if not hasattr(like, "placements"):
         return local
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
-
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return _torch.dtensor_of(local, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def part_of_whole(whole: torch.Tensor, like: Any) -> Any:

@@ -177,17 +177,13 @@ def _laid_out(leaf: Leaf, local: torch.Tensor) -> Any:
     """A slot, sharded as its parameter is. It has the parameter's rows, and blocks or codes in them."""
     if not leaf.sharded:
         return local
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
-
     spread: Any = leaf.shown
     sizes = [
         spread.device_mesh.size(at) for at, placement in enumerate(spread.placements) if _cuts_rows(placement)
     ]
     shape = torch.Size((spread.shape[0], local.shape[1] * math.prod(sizes), *local.shape[2:]))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, spread.device_mesh, spread.placements, run_check=False, shape=shape, stride=stride
-    )
+    return _torch.dtensor_of(local, spread.device_mesh, spread.placements, shape, stride)
 
 
 class _Torchao:

@@ -72,6 +72,8 @@ class CapturedStep:
         self.group = engine.layout.mesh.group("loss")
         self.replays = settings.mode in ("reduce-overhead", "max-autotune")
         kernels.register()
+        if engine.layout.mesh.world.device.type == "cuda":
+            _torch.mend_foreach_fusion()
         self._graph = StepGraph(engine, capture, loss, tail, updater, params)
         self.add = settings.of_step(self._graph.add, capture.graph_pass)
         self.finish = settings.of_step(self._graph.finish, capture.graph_pass)

@@ -112,7 +112,7 @@ def _owners(built: Built, options: Fsdp) -> dict[int, int]:
 def _cut(
     name: str, hosted: str, param: torch.Tensor, build: Build, cut: Cut | None, dim: int | None
 ) -> Piece:
-    from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415 - slow to import
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - slow to import
 
     mesh = build.spec.mesh
     axis = mesh["shard"]
@@ -131,9 +131,7 @@ def _cut(
     if cut is not None:
         placements[names.index(cut.axis)] = cut.placement
     shape = full.shape if cut is None else cut.shape
-    shown = DTensor.from_local(
-        part, mesh.shown, placements, run_check=False, shape=shape, stride=strides_of(shape, full)
-    )
+    shown = _torch.dtensor_of(part, mesh.shown, placements, shape, strides_of(shape, full))
     shard = nn.Parameter(shown, requires_grad=param.requires_grad)
     local = _torch.local_of(shard).detach()
     copies = copies_of(mesh, shard)

@@ -23,19 +23,18 @@ def shown_over(mesh: Mesh, param: Any, cut: Cut | None = None) -> Any:
     names = param.device_mesh.mesh_dim_names if sharded else ()
     if not (sharded or (cut is not None and cut.dim is not None)) or set(names) == set(axes):
         return param
-    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415 - slow to import
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415 - slow to import
 
     placements: dict[str, Any] = {axis: param.placements[number] for number, axis in enumerate(names)}
     if cut is not None:
         placements[cut.axis] = cut.placement
     shape = param.shape if cut is None else cut.shape
-    return DTensor.from_local(
+    return _torch.dtensor_of(
         _torch.local_of(param).detach(),
         mesh.shown,
         [placements.get(axis, Replicate()) for axis in axes],
-        run_check=False,
-        shape=shape,
-        stride=strides_of(shape, param),
+        shape,
+        strides_of(shape, param),
     )
 
 

@@ -3,6 +3,17 @@
 import pytest
 import torch
 
+OF_TORCH = [
+    "ignore:The CUDA Graph is empty:UserWarning",  # as torch.compile makes its pool of memory
+    "ignore:TypedStorage is deprecated:UserWarning",  # as it chooses kernels
+]
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for text in OF_TORCH:
+            item.add_marker(pytest.mark.filterwarnings(text))
+
 
 @pytest.fixture(autouse=True, scope="session")
 def device():

@@ -94,6 +94,15 @@ def test_compiled(options, strategy):
     near(trained(step, STRATEGIES[strategy]), trained(fa.clip_norm(loss_fn, 0.5), device="cpu"), 1e-4)
 
 
+@pytest.mark.parametrize(
+    "step", [s for name, s in STEPS_OF.items() if name != "remat"], ids=[n for n in STEPS_OF if n != "remat"]
+)
+def test_each_transform_is_captured(step):
+    """A parameter of one element, the last bias, is where inductor fused wrongly."""
+    optimizer = fa.sgd(0.1)
+    near(trained(fa.compile(step), optimizer=optimizer), trained(step, device="cpu", optimizer=optimizer))
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_compiled_low_precision(precision):
     policy = fa.transforms.Precision(compute="fp16", init_scale=256.0) if precision == "fp16" else precision
