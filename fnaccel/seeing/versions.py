@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import platform
+import sys
 
 import torch
 
-import fnaccel
 from fnaccel.world.world import World
 
 
@@ -19,7 +19,7 @@ def environment(world: World) -> dict[str, str]:
     device = world.device
     name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
     return {
-        "fnaccel": fnaccel.__version__,
+        "fnaccel": sys.modules["fnaccel"].__version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
         "torch": torch.__version__,
         "device": f"{device.type}{name}",
