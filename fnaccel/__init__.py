@@ -11,7 +11,7 @@ Strategies
     distribute strategy local ddp fsdp hsdp tensor context deepspeed xla
 
 Parameters and gradients as values
-    params call
+    params call with_gradient per_example row_norms
 
 Optimizers
     sgd adam adamw schedules warmup_cosine
@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from fnaccel.seeing.profile import profile as profile
     from fnaccel.state import TrainState as TrainState
     from fnaccel.state import snapshot as snapshot
+    from fnaccel.step.given_gradient import with_gradient as with_gradient
     from fnaccel.step.loss import Concat as Concat
     from fnaccel.step.loss import Mean as Mean
     from fnaccel.step.loss import Sum as Sum
@@ -121,6 +122,8 @@ if TYPE_CHECKING:
     from fnaccel.transforms import with_ema as with_ema
     from fnaccel.transforms import with_precision as with_precision
     from fnaccel.transforms import with_weight as with_weight
+    from fnaccel.transforms.per_example import per_example as per_example
+    from fnaccel.transforms.per_example import row_norms as row_norms
     from fnaccel.world.simulation import simulate as simulate
     from fnaccel.world.world import World as World
     from fnaccel.world.world import start as start
@@ -148,6 +151,7 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.program.train_step": "TrainStep train_step",
             "fnaccel.seeing.profile": "profile",
             "fnaccel.state": "TrainState snapshot",
+            "fnaccel.step.given_gradient": "with_gradient",
             "fnaccel.step.loss": "Concat Mean Sum",
             "fnaccel.step.step": "Phase Step Transform",
             "fnaccel.strategies": "ddp distribute fsdp hsdp local strategy",
@@ -157,6 +161,7 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.strategies.xla": "xla",
             "fnaccel.transforms": "accumulate chain clip_norm clip_value compile remat skip_nonfinite "
             "with_ema with_precision with_weight",
+            "fnaccel.transforms.per_example": "per_example row_norms",
             "fnaccel.world.simulation": "simulate",
             "fnaccel.world.world": "World start",
         },

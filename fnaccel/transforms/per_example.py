@@ -1,0 +1,170 @@
+"""`per_example`: clip the gradient of each row, and add noise (DP-SGD). `row_norms` reads the norms."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel.collectives.objects import broadcast_objects
+from fnaccel.errors import ArgumentError, require
+from fnaccel.models.parameter import part_of_whole
+from fnaccel.models.parameter_values import params
+from fnaccel.step.given_gradient import with_gradient
+from fnaccel.step.loss import Concat, Mean
+from fnaccel.step.step import Capability, Info, Phase, Step, StepLike, Transform, append, as_step
+from fnaccel.transforms.row_gradients import Rows, check_chunk, rows_of
+from fnaccel.tree import Tree
+from fnaccel.world.random_streams import fold
+from fnaccel.world.world import current
+
+_WHERE = "fa.per_example"
+
+
+@attrs.frozen
+class PerExample:
+    """Each row's gradient has at most the norm `clip`, and the total has the sum of them as its gradient."""
+
+    clip: float
+    chunk: int | None = None
+
+    def __call__(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss of a batch whose gradient is that of clipped rows."""
+
+        def clipped(model: Any, batch: Tree, *given: Any) -> Mean:
+            sums: dict[str, torch.Tensor] = {}
+            total: Any = 0.0
+            weight: Any = 0
+            aux: list[Any] = []
+            for rows in rows_of(loss_fn, model, batch, given, self.chunk, _WHERE):
+                factors = (self.clip / rows.norms).clamp(max=1.0)  # a norm of 0 gives infinity, so 1
+                for name, grad in rows.grads.items():
+                    part = torch.tensordot(factors.to(grad.dtype), grad, 1)
+                    sums[name] = sums[name] + part if name in sums else part
+                total, weight = total + rows.totals.sum(), weight + rows.weight
+                aux.append(rows.aux)
+            return Mean(with_gradient(total, params(model), sums), weight, _joined(aux))
+
+        return clipped
+
+
+def _joined(aux: list[Any]) -> Any:
+    """aux of all chunks: of one chunk as it is."""
+    if len(aux) == 1 or aux[0] is None:
+        return aux[0]
+    raise ArgumentError(
+        "aux of several chunks of rows", where=f"{_WHERE}(chunk=)", fix="leave aux or chunk= out"
+    )
+
+
+class _Noise:
+    """Gaussian noise on the gradient of a step, that of one whole tensor on every layout.
+
+    The seed is that of the first rank, and in no checkpoint: who knows the noise can take it away again.
+    """
+
+    def __init__(self, deviation: float, seed: int | None) -> None:
+        self.deviation = deviation
+        self._seed = seed
+
+    @functools.cached_property
+    def root(self) -> int:
+        """The seed of all noise of this process."""
+        if self._seed is not None:
+            return self._seed
+        return broadcast_objects(int.from_bytes(os.urandom(8), "little") >> 1, world=current(None))
+
+    def __call__(self, grads: dict[str, Any], own: Tree, info: Info) -> tuple[dict[str, Any], Tree]:
+        deviation = self.deviation / info.metrics["weight"]
+        return {
+            name: grad + self._like(grad, fold(self.root, int(info.step), number), deviation)
+            for number, (name, grad) in enumerate(grads.items())
+        }, own
+
+    def _like(self, grad: Any, seed: int, deviation: float | torch.Tensor) -> Any:
+        generator = torch.Generator(grad.device).manual_seed(seed)
+        whole = torch.randn(grad.shape, generator=generator, device=grad.device, dtype=grad.dtype) * deviation
+        return part_of_whole(whole, grad) if hasattr(grad, "placements") else whole
+
+
+def per_example(
+    step: StepLike, *, clip: float, noise: float = 0.0, chunk: int | None = None, seed: int | None = None
+) -> Step:
+    """Clip the gradient of each row of a batch, and add noise to their sum: DP-SGD (Abadi et al. 2016).
+
+    The loss function stays as it is: a row's loss is its total for a batch of that row alone. The gradient of
+    a step is the sum of clipped rows over the global weight, at any split into micro-batches and ranks, plus
+    noise of the deviation `noise * clip / weight` for each element: https://arxiv.org/abs/1607.00133
+
+    This bounds what one row can change. It makes no claim about an epsilon: an accountant, such as Opacus's,
+    needs batches that are drawn by Poisson sampling, and a weight that does not depend on the data, which
+    `fa.with_weight(step, lambda batch: rows)` gives.
+
+    Dropout draws other numbers for each row. `torch.func.vmap` computes all rows at once.
+
+    Args:
+        step: a step or a loss function.
+        clip: the largest norm of a row's gradient, over all trained parameters.
+        noise: the deviation of the noise, as a multiple of `clip`.
+        chunk: how many rows have their gradients in memory at a time. By default all rows of a micro-batch.
+        seed: of the noise. By default secret, drawn by the first rank, and in no checkpoint.
+
+    Raises:
+        ArgumentError: `clip` is not positive, or `noise` is negative.
+        CapabilityError: in a call, if a batch norm is in training mode. Or as `fa.params`.
+        MicroBatchError: in a call, if the tensors of a batch differ in their length.
+
+    Example:
+        >>> step = fa.per_example(loss_fn, clip=1.0, noise=1.1)
+        >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
+        >>> state, metrics = train_step(train_step.init(), batch)
+    """
+    made = as_step(step, _WHERE)
+    positive = isinstance(clip, Real) and clip > 0
+    require(positive, f"rows can't be clipped to {clip}", _WHERE, "clip is positive")
+    least = isinstance(noise, Real) and noise >= 0
+    require(least, f"the noise has the deviation {noise}", _WHERE, "noise is 0 or more")
+    check_chunk(chunk, f"{_WHERE}(chunk=)")
+    made = append(made, Transform("per_example", Phase.FORWARD, apply=PerExample(float(clip), chunk)))
+    if noise:
+        adds = _Noise(float(noise) * float(clip), seed)
+        needs = frozenset({Capability.GRADIENTS})
+        made = append(made, Transform("per_example.noise", Phase.GRADS, apply=adds, needs=needs))
+    return made
+
+
+def row_norms(step: StepLike, *, chunk: int | None = None) -> Callable[..., dict[str, Any]]:
+    """A metric function that reads the norm of each row's gradient. It changes nothing.
+
+    Args:
+        step: a step or a loss function.
+        chunk: how many rows have their gradients in memory at a time.
+
+    Returns:
+        `fn(model, batch)`, for `train_step.look` and `fa.evaluate`: `{"norm": fa.Concat([rows]), "square":
+        fa.Mean}`. The mean square, less the square of the norm of the mean gradient, is the variance.
+
+    Raises:
+        As `fa.per_example`.
+
+    Example:
+        >>> train_step = make(loss_fn)
+        >>> state = train_step.init()
+        >>> found = fa.evaluate(train_step, state, fa.row_norms(loss_fn), fa.shard(loader))
+        >>> found["norm"].shape, found["norm"].topk(3).indices.shape  # the rows with the largest norms
+        (torch.Size([12]), torch.Size([3]))
+    """
+    loss_fn = as_step(step, "fa.row_norms").forward()
+    check_chunk(chunk, "fa.row_norms(chunk=)")
+
+    def norms(model: Any, batch: Tree, *given: Any) -> dict[str, Any]:
+        chunks: list[Rows] = list(rows_of(loss_fn, model, batch, given, chunk, "fa.row_norms"))
+        every = torch.cat([rows.norms for rows in chunks])
+        return {"norm": Concat(every), "square": Mean(every.square().sum(), weight=len(every))}
+
+    return norms

@@ -1,0 +1,167 @@
+"""The gradient of each row of a batch, by `torch.func.vmap` of `torch.func.grad` over a loss of one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fnaccel import _torch
+from fnaccel.errors import ArgumentError, CapabilityError, LossError, MicroBatchError
+from fnaccel.models.parameter_values import params, run_with
+from fnaccel.step.loss import Concat, Mean, Sum, read_loss
+from fnaccel.tree import Tree
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class Rows(NamedTuple):
+    """What the rows of one chunk have.
+
+    Attributes:
+        grads: of each trained parameter, with the rows in front: `[rows, ...]`.
+        norms: of each row's gradient over all parameters, `[rows]`.
+        totals: of each row, `[rows]`.
+        weight: of all rows.
+        aux: of all rows, combined by its types.
+    """
+
+    grads: dict[str, torch.Tensor]
+    norms: torch.Tensor
+    totals: torch.Tensor
+    weight: Any
+    aux: Any
+
+
+def rows_of(
+    loss_fn: Callable[..., Any],
+    model: nn.Module,
+    batch: Tree,
+    given: tuple[Any, ...],
+    chunk: int | None,
+    where: str,
+) -> Iterator[Rows]:
+    """The gradients of the rows of a batch, some rows at a time.
+
+    Args:
+        loss_fn: a loss. A row's own loss is its total for a batch of this row alone.
+        model: its model.
+        batch: tensors with the rows in dim 0.
+        given: further arguments of the loss.
+        chunk: how many rows at a time. None: all.
+        where: the name of the caller, for messages.
+
+    Raises:
+        CapabilityError: a batch norm in training mode, whose rows depend on each other.
+        MicroBatchError: columns of different lengths, or without rows.
+    """
+    if not torch.compiler.is_compiling():
+        _check_norms(model, where)
+    leaves, structure = _torch.flatten(batch)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    columns = [leaves[place] for place in places]
+    rows = _count(columns, where)
+    held = {name: value.detach() for name, value in params(model).items()}
+    kinds: list[Any] = []
+
+    def row(values: Mapping[str, torch.Tensor], *cells: torch.Tensor) -> Any:
+        filled = list(leaves)
+        for place, cell in zip(places, cells, strict=True):
+            filled[place] = cell[None]
+        output = run_with(model, values, loss_fn, _torch.unflatten(filled, structure), *given)
+        total, weight, aux = _parts(output, where)
+        parts, kind = _taken(aux, where)
+        kinds[:] = [kind, weight if isinstance(weight, (int, float)) else None]
+        told = weight if isinstance(weight, torch.Tensor) else torch.zeros((), device=total.device)
+        return total, (total, told, parts)
+
+    mapped = torch.func.vmap(
+        torch.func.grad(row, has_aux=True), (None, *[0] * len(columns)), randomness="different"
+    )
+    step = rows if chunk is None else chunk
+    for start in range(0, rows, max(step, 1)):
+        some = [column[start : start + step] for column in columns]
+        grads, (totals, told, parts) = mapped(held, *some)
+        kind, host = kinds
+        squares = [grad.flatten(1).square().sum(1) for grad in grads.values()]
+        norms = torch.stack([square.to(totals.dtype) for square in squares]).sum(0).sqrt()
+        weight = told.sum() if host is None else host * len(totals)
+        yield Rows(grads, norms, totals, weight, _combined(parts, kind))
+
+
+def _check_norms(model: nn.Module, where: str) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _NORMS) and module.training:
+            raise CapabilityError(
+                f"{name} is a batch norm in training mode, and a row has no gradient of its own behind one",
+                where=where,
+                fix="a norm over each row, such as nn.GroupNorm or nn.LayerNorm; or eval() the norm",
+            )
+
+
+def _count(columns: list[torch.Tensor], where: str) -> int:
+    lengths = {len(column) if column.dim() else 0 for column in columns}
+    if len(lengths) != 1 or lengths == {0}:
+        shapes = ", ".join(str(list(column.shape)) for column in columns) or "none"
+        raise MicroBatchError(
+            f"a batch of rows has tensors of the same length in dim 0, and these have shapes {shapes}",
+            where=where,
+            fix="give tensors, padded to one width, in tuples, lists or dicts",
+        )
+    return lengths.pop()
+
+
+def _parts(output: Tree, where: str) -> tuple[torch.Tensor, Any, Any]:
+    """Total, weight and aux of a row. The weight's value is not read: inside of vmap it has several."""
+    if isinstance(output, Mean):
+        return read_loss(Mean(output.total, 1), where).total, output.weight, output.aux
+    parts = read_loss(output, where)
+    return parts.total, parts.weight, parts.aux
+
+
+def _taken(aux: Tree, where: str) -> tuple[list[torch.Tensor], Any]:
+    """The tensors of a row's aux, and how they are put together again."""
+    leaves, structure = _torch.flatten(aux)
+    tensors: list[torch.Tensor] = []
+    kinds: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Mean):
+            tensors += [torch.as_tensor(leaf.total), torch.as_tensor(leaf.weight)]
+        elif isinstance(leaf, (Sum, Concat)):
+            if not isinstance(leaf.value, (torch.Tensor, int, float)):
+                raise LossError(
+                    f"fa.{type(leaf).__name__} of {type(leaf.value).__name__} in aux of a row",
+                    where=where,
+                    fix="give a tensor: torch.func.vmap maps nothing else",
+                )
+            tensors.append(torch.as_tensor(leaf.value))
+        elif leaf is not None:
+            tensors.append(torch.as_tensor(leaf))
+        kinds.append(Concat(None, leaf.pad) if isinstance(leaf, Concat) else type(leaf))
+    return tensors, (kinds, structure)
+
+
+def _combined(tensors: list[torch.Tensor], kind: Any) -> Any:
+    kinds, structure = kind
+    values = iter(tensors)
+    leaves: list[Any] = []
+    for each in kinds:
+        if each is Mean:
+            leaves.append(Mean(next(values).sum(0), next(values).sum(0)))
+        elif each is Sum:
+            leaves.append(Sum(next(values).sum(0)))
+        elif isinstance(each, Concat):
+            leaves.append(Concat(next(values).flatten(0, 1), each.pad))
+        else:
+            leaves.append(None if each is type(None) else next(values).float().mean(0))
+    return _torch.unflatten(leaves, structure)
+
+
+def check_chunk(chunk: int | None, where: str) -> None:
+    """Raise ArgumentError if it is no number of rows."""
+    if chunk is not None and (type(chunk) is not int or chunk < 1):
+        raise ArgumentError(
+            f"chunk is {chunk!r}", where=where, fix="give a number of rows, or None for all of them"
+        )
