@@ -4,7 +4,7 @@ Write one pure function `loss_fn(model, batch)`; transform it; distribute a mode
 get `train_step(state, batch) -> (state, metrics)`, which runs unchanged on one process or many.
 
 Steps and transforms
-    train_step TrainStep Step Transform Phase Mean Sum Concat
+    train_step TrainStep Step Transform Phase Mean Sum Concat LossInfo
     chain with_precision accumulate with_weight clip_norm clip_value skip_nonfinite with_ema remat compile
 
 Strategies
@@ -28,7 +28,7 @@ Running
 
 Namespaces
     big checkpoint collectives config data errors estimate extend interchange
-    optim seeing state strategies testing track transforms tree
+    optim random seeing state strategies testing track transforms tree
 """
 
 import importlib as _importlib  # an underscore keeps it out of `from fnaccel import *`
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fnaccel import extend as extend
     from fnaccel import interchange as interchange
     from fnaccel import optim as optim
+    from fnaccel import random as random
     from fnaccel import seeing as seeing
     from fnaccel import state as state
     from fnaccel import strategies as strategies
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
     from fnaccel.step.loss import Concat as Concat
     from fnaccel.step.loss import Mean as Mean
     from fnaccel.step.loss import Sum as Sum
+    from fnaccel.step.loss_info import LossInfo as LossInfo
     from fnaccel.step.step import Phase as Phase
     from fnaccel.step.step import Step as Step
     from fnaccel.step.step import Transform as Transform
@@ -143,6 +145,7 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.seeing.profile": "profile",
             "fnaccel.state": "TrainState snapshot",
             "fnaccel.step.loss": "Concat Mean Sum",
+            "fnaccel.step.loss_info": "LossInfo",
             "fnaccel.step.step": "Phase Step Transform",
             "fnaccel.strategies": "ddp distribute fsdp hsdp local strategy",
             "fnaccel.strategies.context": "context",
@@ -154,8 +157,8 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.world.simulation": "simulate",
             "fnaccel.world.world": "World start",
         },
-        namespaces="big checkpoint collectives config data errors estimate extend interchange optim seeing "
-        "state strategies testing track transforms tree",
+        namespaces="big checkpoint collectives config data errors estimate extend interchange optim random "
+        "seeing state strategies testing track transforms tree",
         hints="schedules",
     )
 

@@ -204,7 +204,8 @@ class TrainStep(ModelAccess):
         if lent is None and not instance.probed and self.can_probe():  # a lent model may be cut as well
             probe_first(instance, self.probe, batch)
         with self._keeping(), within_step(0, self._name, shares=instance.shares):
-            check_loss(instance, self._lowered, self._run_of(step.forward()), step.loss_fn, batch, lent)
+            run = self._run_of(self._forward(self._owner.live_state))
+            check_loss(instance, self._lowered, run, step.loss_fn, batch, lent)
 
     def settle(self) -> None:
         """Let transforms act on the last steps, as they would in the next call. `fa.scan` does so at its end.
