@@ -247,6 +247,7 @@ class TrainState:
             >>> state, metrics = train_step(state, batch)
         """
         check_live(self)
+        tree.learn_records(extras)
         if self._lease is None:
             return attrs.evolve(self, extras=extras)
         owner = lease_of(self, "state.with_extras(extras)").owner

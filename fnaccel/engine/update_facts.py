@@ -40,7 +40,7 @@ class UpdateFacts:
         self._dynamic = dynamic
         self._key = random.key(root, step, device=device)
         if traced:
-            tree.learn(extras)
+            tree.learn_records(extras)
             extras = tree.map(self._as_input, extras)
         self._facts: dict[str, Any] = {
             "step": self._as_input(step) if traced else step,

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fnaccel import tree
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
@@ -118,7 +119,7 @@ class TrainStep(ModelAccess):
 
         Args:
             seed: root of initial values and of all later randomness.
-            extras: any pytree of yours to keep in the state.
+            extras: any pytree of yours to keep in the state, dataclasses and attrs classes in it too.
 
         Raises:
             PlanMismatchError: ranks hold different plans. Nothing was built.
@@ -131,6 +132,7 @@ class TrainStep(ModelAccess):
         """
         if seed < 0:  # as torch.manual_seed does, so that states hold no sign
             seed += (1 << 64) - 1
+        tree.learn_records(extras)
         again = self._owner.initialised
         self._compare(self.plan, seed)
         if again:

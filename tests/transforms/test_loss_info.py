@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -126,6 +127,33 @@ def test_a_mask_for_each_row_is_that_of_one_process(pools, ranks, strategy, micr
 def test_compiled(pools, ranks, strategy, micro_batches, scope):
     for result in pools.run(ranks, trained, strategy, micro_batches, scope):
         check(result)
+
+
+@attrs.frozen
+class Schedule:
+    scale: float
+    noisy: bool = False
+
+
+def by_record(model, batch, *, info):
+    total = model(batch[0]).sum() * info.extras["schedule"].scale
+    return fa.Mean(total + info.step if info.extras["schedule"].noisy else total, weight=len(batch[0]))
+
+
+def test_an_object_in_the_extras_is_an_input_too():
+    counter, losses = CompileCounter(), []
+    with fa.start(device="cpu"):
+        train_step = program(fa.compile(by_record, scope="step", backend=counter), optimizer=fa.sgd(0.0))
+        state = train_step.init(extras={"schedule": Schedule(1.0)})
+        for number in range(4):
+            state = state.with_extras({"schedule": Schedule(float(number))})
+            state, metrics = train_step(state, batch_of(4))
+            losses.append(float(metrics["loss"]))
+        assert counter.frame_count == 1
+        torch.testing.assert_close(losses, [number * losses[1] for number in range(4)])
+        assert state.extras["schedule"] == Schedule(3.0)
+        train_step(state.with_extras({"schedule": Schedule(1.0, noisy=True)}), batch_of(4))
+        assert counter.frame_count == 2  # a bool is the program's
 
 
 def test_one_graph_serves_all_steps():
