@@ -24,7 +24,7 @@ State and checkpoints
 
 Running
     start World simulate notebook_launch debug_launch preemption
-    progress print_in_order tracked profile
+    progress print_in_order tracked profile layout
 
 Namespaces
     big checkpoint collectives config data errors estimate extend interchange
@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from fnaccel.optim import schedules as schedules
     from fnaccel.optim import sgd as sgd
     from fnaccel.optim.schedules import warmup_cosine as warmup_cosine
+    from fnaccel.program.parameter_layout import layout as layout
     from fnaccel.program.train_step import TrainStep as TrainStep
     from fnaccel.program.train_step import train_step as train_step
     from fnaccel.seeing.profile import profile as profile
@@ -141,6 +142,7 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.loop.tracking": "Tracking",
             "fnaccel.optim": "adam adamw schedules sgd",
             "fnaccel.optim.schedules": "warmup_cosine",
+            "fnaccel.program.parameter_layout": "layout",
             "fnaccel.program.train_step": "TrainStep train_step",
             "fnaccel.seeing.profile": "profile",
             "fnaccel.state": "TrainState snapshot",

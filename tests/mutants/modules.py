@@ -6,6 +6,8 @@ from tests.mutants.mutant import Mutant
 
 TRAPS = "tests/parity/test_traps.py"
 INFO = "tests/transforms/test_loss_info.py"
+DIMS = "tests/engines/test_shard_dims.py"
+LAYOUT = "tests/robust/test_layout_shown.py"
 MODES = "tests/robust/test_modes.py"
 NORMS = "tests/transforms/test_batch_statistics.py"
 
@@ -147,6 +149,22 @@ MUTANTS = [
     Mutant(
         "extras are replaced under the old lease", "state.py", "return owner.succeed(following(self, extras=extras))",
         "return following(self, extras=extras)", ("tests/checkpoint/test_user_state.py", "-k", "moves_the_lease"),
+    ),
+    Mutant(
+        "dimensions that were asked for are left out of the graph", "strategies/fsdp_captured.py", "mesh.degrees, asked=options.dims)",
+        "mesh.degrees)", (DIMS, "-k", "asked_for and True"),
+    ),
+    Mutant(
+        "the last pattern of dims counts", "strategies/shard_dims.py", "dims.setdefault(name, dim)", "dims[name] = dim",
+        (DIMS, "-k", "asked_for and False"),
+    ),
+    Mutant(
+        "a drawing whose packed matrices are one", "program/parameter_layout.py", 'getattr(placement, "split_factor", 1)',
+        'getattr(placement, "none", 1)', (LAYOUT, "-k", "hold and packed and 2"),
+    ),
+    Mutant(
+        "dimensions of a Conv1D as those of a Linear", "strategies/tensor/record.py", "if style == layer.features[0]:",
+        "if style == 0:", ("tests/axes/test_tensor.py", "-k", "own_weight"),
     ),
     Mutant(
         "a position is taken up in another order", "data/source_facts.py",

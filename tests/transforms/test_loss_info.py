@@ -363,3 +363,15 @@ def test_a_step_that_is_called_by_hand():
     info = fa.LossInfo(fa.random.key(0), extras=EXTRAS, rows=torch.arange(4))
     step = fa.clip_norm(noisy, 1.0)
     assert float(step(Net(), batch_of(4), info=info).total.detach()) > 0
+
+
+def test_estimates_run_it():
+    def loss(model, batch, *, info):
+        x = fa.random.dropout(batch[0], 0.1, key=info.key.fold_in(info.rows))
+        return fa.Mean(F.mse_loss(model(x), batch[1], reduction="sum"), weight=len(x))
+
+    batch = tuple(part.to("meta") for part in batch_of(4))
+    estimate = fa.estimate.training(
+        loss, model=fa.distribute(Net, "local"), optimizer=fa.sgd(0.1), batch=batch, ranks=1
+    )
+    assert estimate.total > 0
