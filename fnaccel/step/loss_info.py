@@ -118,7 +118,7 @@ def takes_info(fn: Callable[..., Any], positional: int = 2) -> bool:
     code = getattr(fn, "__code__", None)
     if code is not None and "info" not in code.co_varnames and not hasattr(fn, "__wrapped__"):
         return False  # without the signature, which takes 20 us
-    if isinstance(fn, functools.partial) and "info" in fn.keywords:
+    if _is_bound(fn):
         return False
     try:
         inner = list(inspect.signature(fn).parameters.values())
@@ -128,6 +128,15 @@ def takes_info(fn: Callable[..., Any], positional: int = 2) -> bool:
     if not any(p.name == "info" and _is_open(p, place, positional) for place, p in enumerate(inner)):
         return False
     return any(p.name == "info" or p.kind is p.VAR_KEYWORD for p in outer)
+
+
+def _is_bound(fn: Any) -> bool:
+    """Whether `info` is given already, by a partial at any depth of wrappers."""
+    while fn is not None:
+        if isinstance(fn, functools.partial) and "info" in fn.keywords:
+            return True
+        fn = getattr(fn, "__wrapped__", None)
+    return False
 
 
 def _is_open(parameter: inspect.Parameter, place: int, positional: int) -> bool:

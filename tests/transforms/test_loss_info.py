@@ -102,6 +102,7 @@ def check(result, steps=3):
         (2, "ddp", 1, {"kind": "stream"}),
         (2, "ddp", 1, {"kind": "groups"}),
         (2, "ddp", 1, {"dispatch": True}),
+        (2, "tensor(2, {'inp': 'colwise_gather'})", 2, {}),
         pytest.param(2, "fsdp", 1, {}, marks=pytest.mark.long),
         pytest.param(3, "ddp", 2, {"kind": "groups"}, marks=pytest.mark.long),
         pytest.param(3, "ddp", 2, {"kind": "stream"}, marks=pytest.mark.long),
@@ -339,6 +340,7 @@ def wraps(fn, takes):
         (functools.partial(only), 2, True),
         (wraps(only, takes=True), 2, True),
         (wraps(only, takes=False), 2, False),
+        (wraps(functools.partial(only, info=1), takes=True), 2, False),
         (lambda model, batch, **keywords: 0, 2, False),
         (len, 2, False),
     ],
@@ -375,3 +377,65 @@ def test_estimates_run_it():
         loss, model=fa.distribute(Net, "local"), optimizer=fa.sgd(0.1), batch=batch, ranks=1
     )
     assert estimate.total > 0
+
+
+def noisy_score(model, batch, *, info):
+    x = fa.random.dropout(batch[0], 0.5, key=info.key.fold_in(info.rows))
+    return fa.Mean(model(x).square().sum(), weight=len(x))
+
+
+def evaluated(strategy, batch_size):
+    train_step = program(strategy=strategy)
+    state = train_step.init(seed=0)
+    loader = DataLoader(rows_of_data(), batch_size=batch_size)
+    score = float(fa.evaluate(train_step, state, noisy_score, fa.shard(loader)))
+    train_step.close()
+    return score
+
+
+def test_an_evaluation_knows_no_rank_and_no_batch_size(pools):
+    (expected,) = pools.run(1, evaluated, "local", 8)
+    for ranks, strategy, size in ((1, "local", 5), (2, "ddp", 8), (2, "fsdp", 7)):
+        assert pools.run(ranks, evaluated, strategy, size) == [pytest.approx(expected, abs=1e-6)] * ranks
+
+
+class Rows(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def by_tokens(model, batch, *, info):
+    scale = fa.random.uniform(info.key.fold_in(info.rows))[:, None, None]  # a number for each sequence
+    return fa.Mean(
+        (model(batch["x"]) * scale).square().sum(), weight=batch["x"].shape[0] * batch["x"].shape[1]
+    )
+
+
+def over_sequences(strategy):
+    x = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(0))
+    train_step = program(by_tokens, strategy=strategy, model=Rows)
+    state = train_step.init(seed=0)
+    for batch in fa.shard(DataLoader([{"x": row} for row in x], batch_size=4)).on(train_step.mesh):
+        looked = train_step.look(
+            state,
+            train_step.as_loss(functools.partial(by_tokens, info=train_step.loss_info(state, batch))),
+            batch.data,
+        )
+        state, metrics = train_step(state, batch)
+    result = float(metrics["loss"]), float(looked.total), whole_params(state)
+    train_step.close()
+    return result
+
+
+def test_ranks_with_parts_of_a_sequence_share_its_rows(pools):
+    ((loss, total, params),) = pools.run(1, over_sequences, "local")
+    found = pools.run(2, over_sequences, "context(2, cut={'x': 1})")
+    assert sum(part for _, part, _ in found) == pytest.approx(total, rel=1e-6)
+    for other, _, values in found:
+        assert other == pytest.approx(loss, rel=1e-6)
+        for name, value in params.items():
+            torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-6)
