@@ -4,7 +4,7 @@ Write one pure function `loss_fn(model, batch)`; transform it; distribute a mode
 get `train_step(state, batch) -> (state, metrics)`, which runs unchanged on one process or many.
 
 Steps and transforms
-    train_step TrainStep Step Transform Phase Mean Sum Concat
+    train_step TrainStep Step Transform Phase Mean Sum Concat LossInfo
     chain with_precision accumulate with_weight clip_norm clip_value skip_nonfinite with_ema remat compile
 
 Strategies
@@ -27,11 +27,11 @@ State and checkpoints
 
 Running
     start World simulate notebook_launch debug_launch preemption
-    progress print_in_order tracked profile
+    progress print_in_order tracked profile layout
 
 Namespaces
     big checkpoint collectives config data errors estimate extend interchange
-    optim seeing state strategies testing track transforms tree
+    optim random seeing state strategies testing track transforms tree
 """
 
 import importlib as _importlib  # an underscore keeps it out of `from fnaccel import *`
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from fnaccel import extend as extend
     from fnaccel import interchange as interchange
     from fnaccel import optim as optim
+    from fnaccel import random as random
     from fnaccel import seeing as seeing
     from fnaccel import state as state
     from fnaccel import strategies as strategies
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
     from fnaccel.optim import schedules as schedules
     from fnaccel.optim import sgd as sgd
     from fnaccel.optim.schedules import warmup_cosine as warmup_cosine
+    from fnaccel.program.parameter_layout import layout as layout
     from fnaccel.program.train_step import TrainStep as TrainStep
     from fnaccel.program.train_step import train_step as train_step
     from fnaccel.seeing.profile import profile as profile
@@ -99,6 +101,7 @@ if TYPE_CHECKING:
     from fnaccel.step.loss import Concat as Concat
     from fnaccel.step.loss import Mean as Mean
     from fnaccel.step.loss import Sum as Sum
+    from fnaccel.step.loss_info import LossInfo as LossInfo
     from fnaccel.step.step import Phase as Phase
     from fnaccel.step.step import Step as Step
     from fnaccel.step.step import Transform as Transform
@@ -148,11 +151,13 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.models.parameter_values": "call params",
             "fnaccel.optim": "adam adamw schedules sgd",
             "fnaccel.optim.schedules": "warmup_cosine",
+            "fnaccel.program.parameter_layout": "layout",
             "fnaccel.program.train_step": "TrainStep train_step",
             "fnaccel.seeing.profile": "profile",
             "fnaccel.state": "TrainState snapshot",
             "fnaccel.step.given_gradient": "with_gradient",
             "fnaccel.step.loss": "Concat Mean Sum",
+            "fnaccel.step.loss_info": "LossInfo",
             "fnaccel.step.step": "Phase Step Transform",
             "fnaccel.strategies": "ddp distribute fsdp hsdp local strategy",
             "fnaccel.strategies.context": "context",
@@ -165,8 +170,8 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.world.simulation": "simulate",
             "fnaccel.world.world": "World start",
         },
-        namespaces="big checkpoint collectives config data errors estimate extend interchange optim seeing "
-        "state strategies testing track transforms tree",
+        namespaces="big checkpoint collectives config data errors estimate extend interchange optim random "
+        "seeing state strategies testing track transforms tree",
         hints="schedules",
     )
 

@@ -450,9 +450,16 @@ def extension_directory(name: str) -> str:
 
 def register_mapping(kind: type[dict[str, Any]]) -> None:
     """Let torch.func and FSDP2 walk a subclass of dict. (2.9 to 2.13)"""
-    torch.utils._pytree.register_pytree_node(
+    register_node(
         kind,
         lambda node: (list(node.values()), list(node.keys())),
-        lambda values, keys: kind(zip(keys, values, strict=True)),  # pyright: ignore[reportArgumentType]
-        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        lambda values, keys: kind(zip(keys, values, strict=True)),
     )
+
+
+def register_node(
+    kind: type[Any], flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[Any, Any], Any]
+) -> None:
+    """Let torch.func and torch.compile walk the instances of a class. (2.9 to 2.13)"""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    torch.utils._pytree.register_pytree_node(kind, flatten, unflatten, serialized_type_name=name)

@@ -235,6 +235,24 @@ class TrainState:
         count = sum(1 for leaf in tree.leaves(self.params) if isinstance(leaf, torch.Tensor))
         return f"TrainState(step={self.step}, updates={self.updates}, {count} parameter tensors, {self.data})"
 
+    def with_extras(self, extras: Tree) -> TrainState:
+        """This state with other extras. If it is live, the result is, and this one is donated as by a step.
+
+        Raises:
+            StaleStateError: it was donated already.
+            AveragedError: its parameters hold their averages.
+
+        Example:
+            >>> state = state.with_extras({"best": 0.5})
+            >>> state, metrics = train_step(state, batch)
+        """
+        check_live(self)
+        tree.learn_records(extras)
+        if self._lease is None:
+            return attrs.evolve(self, extras=extras)
+        owner = lease_of(self, "state.with_extras(extras)").owner
+        return owner.succeed(following(self, extras=extras))
+
     def _repr_html_(self) -> str:
         if is_stale(self):
             return table(repr(self), [])

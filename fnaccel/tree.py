@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -423,6 +424,35 @@ def learn(value: Any) -> bool:
     return found
 
 
+def learn_records(value: Any) -> None:
+    """Let a tree of the user's be walked into attrs classes as well as mappings and dataclasses.
+
+    An object that has a `state_dict()` stays a leaf.
+    """
+    while any(map(learn_record, leaves(value))):
+        pass
+
+
+def learn_record(leaf: Any) -> bool:
+    """Whether a leaf is a dataclass, an attrs object or a mapping. Its class is registered then."""
+    kind = type(leaf)
+    if isinstance(leaf, type) or hasattr(leaf, "state_dict"):
+        return False
+    if attrs.has(kind):
+        names = [field.name for field in attrs.fields(kind)]
+        _register(kind, lambda _: names, getattr, functools.partial(_remade, kind))
+        return True
+    return is_container(leaf)
+
+
+def _remade(kind: type, entries: dict[str, Any]) -> Any:
+    """An object with these attributes. Its `__init__` may convert them, or not take all of them."""
+    made: Any = object.__new__(kind)
+    for name, entry in entries.items():
+        object.__setattr__(made, name, entry)
+    return made
+
+
 def is_container(value: Any) -> bool:
     """Whether a leaf is a container. Its class is registered then."""
     kind = type(value)
@@ -438,8 +468,11 @@ def _learn(value: Any, kind: type) -> bool:
         make = (lambda entries: kind(**entries)) if dataclasses.is_dataclass(value) else kind
         _register(kind, sorted, lambda node, key: node[key], make)
     elif dataclasses.is_dataclass(kind):
-        names = [field.name for field in dataclasses.fields(value)]
-        _register(kind, lambda _: names, getattr, lambda entries: kind(**entries))
+        fields = dataclasses.fields(value)
+        names = [field.name for field in fields]
+        remade = functools.partial(_remade, kind)
+        make = (lambda entries: kind(**entries)) if all(field.init for field in fields) else remade
+        _register(kind, lambda _: names, getattr, make)
     else:
         return False
     return True

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from fnaccel import tree
 from fnaccel.checkpoint.choosing import KEEP
 from fnaccel.checkpoint.format import walk
 from fnaccel.checkpoint.format.boxes import is_sharded, parts_of, whole
@@ -91,7 +90,7 @@ class Filling:
         if isinstance(stored, TrainState):
             return self._states(like, stored)
         if isinstance(stored, Node):
-            children, rebuild = tree.open_node(like) or ({}, tuple)
+            children, rebuild = walk.opened(like) or ({}, tuple)
             return rebuild([self.value(target, stored.entries[name]) for name, target in children.items()])
         if isinstance(like, ReadOnlyDict):
             return ReadOnlyDict(self.value(dict(like), stored, in_place=in_place))

@@ -11,7 +11,6 @@ from typing import Any
 import attrs
 import torch
 
-from fnaccel import tree
 from fnaccel.checkpoint.choosing import KEEP
 from fnaccel.checkpoint.format import walk
 from fnaccel.checkpoint.format.dtypes import name_of
@@ -84,7 +83,7 @@ class _Matcher:
             check_live(like)
             self.state(path, like, stored)
         elif isinstance(stored, Node) and type(like) not in (dict, list, tuple, *NODES.values()):
-            opened = None if walk.is_object(like) else tree.open_node(like)
+            opened = None if walk.is_object(like) else walk.opened(like)
             if opened is None:
                 self.differ(path, like, stored)
             else:
@@ -197,7 +196,7 @@ def comes_back(like: Tree, stored: Tree) -> bool:
     if isinstance(stored, Object):
         return not walk.is_object(like)
     if isinstance(stored, Node):
-        opened = None if walk.is_object(like) else tree.open_node(like)
+        opened = None if walk.is_object(like) else walk.opened(like)
         return opened is None or opened[0].keys() != stored.entries.keys()
     if isinstance(stored, dict):
         return not isinstance(like, dict)

@@ -20,6 +20,8 @@ class Batch:
             number of forwards and masked out of loss, weight and metrics.
         rows: how many rows a full batch has on this rank.
         position: the position in the data after this batch.
+        first: the place of its first row in the global batch. None if `fa.shard` did not make it.
+        together: the rows of the global batch, on all ranks.
         source: facts about the loader, which a checkpoint holds beside the position.
 
     Example:
@@ -32,6 +34,8 @@ class Batch:
     valid: int
     rows: int
     position: Position
+    first: int | None = None
+    together: int = 0
     source: Mapping[str, Any] | None = attrs.field(default=None, eq=False, repr=False)
 
 

@@ -115,7 +115,13 @@ def _portions(batch: Batch, ranks: int) -> list[Batch]:
     """Every rank's part of a global batch. A rank without rows gets rank 0's, none of them valid."""
     parts, sizes = shares(batch.data, batch.valid, ranks)
     return [
-        attrs.evolve(batch, data=data, valid=valid, rows=span(batch.rows, rank=rank, ranks=ranks)[1])
+        attrs.evolve(
+            batch,
+            data=data,
+            valid=valid,
+            rows=span(batch.rows, rank=rank, ranks=ranks)[1],
+            first=span(batch.valid, rank=rank, ranks=ranks)[0],
+        )
         for rank, (data, valid) in enumerate(zip(parts, sizes, strict=True))
     ]
 

@@ -32,12 +32,16 @@ class Turn:
         valid: how many of them count.
         rows: how many a full batch has on this rank.
         after: samples of the epoch that are used after it, on all ranks. Unread in the last turn.
+        first: the place of its first row in the global batch.
+        together: the rows of the global batch, on all ranks.
     """
 
     keys: list[Any]
     valid: int
     rows: int
     after: int
+    first: int
+    together: int
 
 
 @attrs.frozen(kw_only=True)
@@ -55,7 +59,14 @@ class _EvenTurns:
         for j in range(len(self.first)):
             keys = self.mine[j] if j < len(self.mine) else []
             after = self.first.start + (j + 1) * self.first.step
-            yield Turn(keys or self.first[j], len(keys), self.mine.size, after)
+            yield Turn(
+                keys or self.first[j],
+                len(keys),
+                self.mine.size,
+                after,
+                first=self.mine.offset,
+                together=self.first.step,
+            )
 
 
 def open_indexed(source: Indexed | Grouped, reading: Reading, link: Link) -> Iterator[Batch]:
@@ -96,7 +107,13 @@ def _batches(turns: Iterable[Turn], data: Iterator[Any], reading: Reading) -> It
         epoch = reading.epoch
         position = Position(epoch + 1, 0) if following is None else Position(epoch, turn.after)
         yield Batch(
-            data=next(data), valid=turn.valid, rows=turn.rows, position=position, source=reading.source
+            data=next(data),
+            valid=turn.valid,
+            rows=turn.rows,
+            position=position,
+            first=turn.first,
+            together=turn.together,
+            source=reading.source,
         )
         turn = following
 
@@ -151,5 +168,11 @@ def _ragged(source: Grouped, reading: Reading, link: Link) -> Sequence[Turn]:
     for j, filler in enumerate(first):
         keys = list(batches[j]) if j < len(batches) else []
         seen = after[min((j + 1) * each, len(after)) - 1]
-        turns.append(Turn(keys or list(filler), len(keys), len(keys or filler), seen))
+        sizes = [len(group) for group in left[j * each : (j + 1) * each]]
+        first_row = (
+            sum(sizes[: link.rank])
+            if reading.per_rank
+            else order.span(sizes[0], rank=link.rank, ranks=link.ranks)[0]
+        )
+        turns.append(Turn(keys or list(filler), len(keys), len(keys or filler), seen, first_row, sum(sizes)))
     return turns

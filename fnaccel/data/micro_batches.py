@@ -17,10 +17,17 @@ from fnaccel.tree import Tree
 
 @attrs.frozen
 class MicroBatch:
-    """One micro-batch of this rank. `valid` 0 marks a filler."""
+    """One micro-batch of this rank.
+
+    Attributes:
+        data: its rows.
+        valid: how many of them count. 0 marks a filler.
+        first: the place of its first row in the global batch of the update. None if that is not known.
+    """
 
     data: Any
     valid: int
+    first: int | None = None
 
 
 class MicroBatches(list[MicroBatch]):
@@ -51,24 +58,27 @@ def micro_batches(batch: Tree, n: int, device: torch.device) -> MicroBatches:
         raise MicroBatchError(
             "the window holds 0 batches", where="train_step(state, window)", fix="give one batch or more"
         )
-    parts = MicroBatches()
+    parts, before = MicroBatches(), 0
     for member in members:
-        parts += _cut(member, n, device)
+        parts += _cut(member, n, device, before)
+        before += member.together if isinstance(member, Batch) else 0
     if isinstance(members[-1], Batch):
         parts.batch = members[-1]
     return parts
 
 
-def _cut(batch: Tree, n: int, device: torch.device) -> list[MicroBatch]:
+def _cut(batch: Tree, n: int, device: torch.device, before: int) -> list[MicroBatch]:
+    """The micro-batches of one batch of a window, after `before` rows of the other batches."""
     if isinstance(batch, Batch):
         data, valid = batch.data, batch.valid
+        first = None if batch.first is None else before + batch.first
     else:
-        data, valid = batch, 1
+        data, valid, first = batch, 1, None
         if device.type != "cpu":
             tree.learn(data)
             data = tree.to(data, device)
     if n <= 1:
-        return [MicroBatch(data, valid)]
+        return [MicroBatch(data, valid, first)]
     columns = Columns(data, f"accumulate(step, {n})")
     full = batch.rows if isinstance(batch, Batch) else columns.rows
     if full < n:
@@ -79,7 +89,11 @@ def _cut(batch: Tree, n: int, device: torch.device) -> list[MicroBatch]:
         )
     sizes = [size for size in split_sizes(columns.rows, n) if size]
     pairs = zip(columns.cut(sizes), sizes, strict=True)
-    parts = [MicroBatch(part, valid and size) for part, size in pairs]
+    parts: list[MicroBatch] = []
+    for part, size in pairs:
+        parts.append(MicroBatch(part, valid and size, first))
+        first = None if first is None else first + size
     # the remainder of an epoch may have fewer rows than micro-batches: the rest are fillers
     fillers = n - len(parts)
-    return parts + [MicroBatch(columns.cut([1, columns.rows - 1])[0], 0)] * fillers if fillers else parts
+    filler = MicroBatch(columns.cut([1, columns.rows - 1])[0], 0, first) if fillers else None
+    return parts if filler is None else parts + [filler] * fillers

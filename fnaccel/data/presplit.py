@@ -46,7 +46,13 @@ def open_presplit(open_own: Open, reading: Reading, link: Link) -> Iterator[Batc
         upcoming = rounds.next_round()  # one ahead, to know which round is the last
         if used > reading.start:
             position = Position(reading.epoch + 1) if upcoming is None else Position(reading.epoch, used)
-            yield attrs.evolve(batch, valid=counts[link.rank], position=position)
+            yield attrs.evolve(
+                batch,
+                valid=counts[link.rank],
+                position=position,
+                first=sum(counts[: link.rank]),
+                together=sum(counts),
+            )
     if used < reading.start:
         raise _elsewhere(reading, f"the parts of {link.ranks} ranks have {used} samples")
     if used == 0:

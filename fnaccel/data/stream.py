@@ -54,11 +54,21 @@ def open_stream(source: Stream, reading: Reading, link: Link) -> Iterator[Batch]
                 0 if piece is None else piece.rows,
                 source.batch_size or read_piece.rows,
             )
+            first = sum(before.rows for before in lot[: link.rank])
         else:
             whole = lot[0]
             data, valid = part(whole.data, whole.rows, rank=link.rank, ranks=link.ranks)
             rows = span(source.batch_size or whole.rows, rank=link.rank, ranks=link.ranks)[1]
-        yield Batch(data=data, valid=valid, rows=rows, position=position, source=reading.source)
+            first = span(whole.rows, rank=link.rank, ranks=link.ranks)[0]
+        yield Batch(
+            data=data,
+            valid=valid,
+            rows=rows,
+            position=position,
+            first=first,
+            together=sum(each.rows for each in lot),
+            source=reading.source,
+        )
 
 
 def part(data: tree.Tree, rows: int, *, rank: int, ranks: int) -> tuple[tree.Tree, int]:

@@ -19,6 +19,7 @@ from fnaccel.engine.engine import Engine
 from fnaccel.engine.gradients import Gradients, zeroed
 from fnaccel.engine.lacking import lacking
 from fnaccel.engine.totals import Totals
+from fnaccel.engine.update_facts import UpdateFacts
 from fnaccel.errors import CapabilityError, FnaccelError, LossError
 from fnaccel.step.loss import (
     Scalar,
@@ -29,6 +30,8 @@ from fnaccel.step.loss import (
     gradients_changed,
     read_loss,
 )
+from fnaccel.step.loss_info import Informed
+from fnaccel.tree import Tree
 from fnaccel.world.progress_marks import enter
 from fnaccel.world.random_streams import fold
 
@@ -42,12 +45,14 @@ class Loss:
         where: its name, for messages.
         weight_fn: weight from the batch alone, or None.
         sync_each: average over ranks after each micro-batch, not once.
+        informed: the loss function inside of `fn`, if it takes `info`.
     """
 
     fn: Callable[..., Any]
     where: str
     weight_fn: Callable[[Any], Any] | None = None
     sync_each: bool = False
+    informed: Informed | None = None
 
 
 @attrs.frozen
@@ -65,6 +70,7 @@ class Inputs:
         last_weight: the global weight of the step before, with a loss scale.
         given: the models of other train steps, or None.
         hooked: whether hooks in the backward pass are to see gradients of a mean.
+        extras: those of the state.
     """
 
     step: int
@@ -77,11 +83,24 @@ class Inputs:
     last_weight: torch.Tensor | None = None
     given: Any = None
     hooked: bool = False
+    extras: Tree = None
 
     def seed(self, micro_batch: int) -> None:
         """Seed the random streams for one micro-batch."""
         for stream in self.streams:
             stream.manual_seed(fold(self.root, self.step, micro_batch, self.rank))
+
+    def facts(self, device: torch.device, informed: Informed) -> UpdateFacts:
+        """The facts that a loss function with `info` may know."""
+        return UpdateFacts(
+            self.root,
+            self.step,
+            self.updates,
+            self.extras,
+            device,
+            traced=informed.traced,
+            dynamic=informed.dynamic,
+        )
 
 
 class Outcome(NamedTuple):
@@ -125,6 +144,8 @@ class Passes:
         self._inputs = inputs
         self.sync = (lambda _: engine.forward.sync(True)) if loss.sync_each else engine.forward.sync
         self._open = 0  # forwards whose backward has not run
+        informed = loss.informed
+        self._facts = None if informed is None else inputs.facts(engine.layout.mesh.world.device, informed)
         self._up_front = up_front_of(loss, micro_batches, inputs, totals, engine)
         # of one micro-batch the weight is known after its forward, at the cost of a wait for the other ranks
         self._late = inputs.hooked and len(micro_batches) == 1 and loss.weight_fn is None
@@ -140,6 +161,8 @@ class Passes:
             raise out_of_turn(engine.name, index)
         self._open += 1
         self._inputs.seed(index)
+        if self._facts is not None and self._loss.informed is not None:
+            self._loss.informed.info = self._facts.of(micro_batch)
         enter("forward", index)
         counts = micro_batch.valid > 0
         if engine.hooks.micro_batch is not None:

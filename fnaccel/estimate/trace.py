@@ -17,10 +17,11 @@ from torch import nn
 
 from fnaccel import _torch as framework
 from fnaccel.data.micro_batches import micro_batches
+from fnaccel.engine.passes import Inputs
 from fnaccel.estimate._torch import unsharded_gradients, without_chunks
 from fnaccel.estimate.account import GRADIENTS, Account
 from fnaccel.estimate.repeated import TRACED, Repeated, multiply, shorten
-from fnaccel.extend import Build, Built, Forward, Spec
+from fnaccel.extend import Build, Built, Forward, MicroBatch, Spec
 from fnaccel.models import _torch
 from fnaccel.models.blocks import NamedUnits, find_units
 from fnaccel.models.module_modes import ModuleModes
@@ -170,14 +171,14 @@ class _Pass:
             self._communicates = number == len(traced) - 1 or settings.sync_each
             before = account.moment()
             with self._forward.sync(self._communicates):
-                self._run(micro.data, results)
+                self._run(micro, results)
             account.label(unsharded_gradients(self._plan.built.host), GRADIENTS)
             if number == 1 and len(micros) > _TRACED:
                 account.work.repeat(before.work, len(micros) - _TRACED)
         account.phase = "update"
         account.hold(0)
 
-    def _run(self, data: Tree, results: list[Any]) -> None:
+    def _run(self, micro: MicroBatch, results: list[Any]) -> None:
         account, loss = self._account, self._plan.lowered.loss
 
         def forward(model: Any, data: Tree) -> torch.Tensor:
@@ -185,8 +186,12 @@ class _Pass:
             results.append(_torch.tree_map(_plain, (parts.weight, parts.aux)))
             return parts.total
 
+        if loss.informed is not None:  # extras are in a state, and here is none
+            inputs = Inputs(step=0, updates=0, rates=[], root=0, rank=0, streams=())
+            facts = inputs.facts(torch.device("cpu"), loss.informed)
+            loss.informed.info = facts.of(attrs.evolve(micro, valid=0, first=0))
         account.phase = "forward"
-        total = self._forward.run(forward, data)
+        total = self._forward.run(forward, micro.data)
         account.phase = "backward"
         account.hold(0)
         total.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from fnaccel.loop.progress import open_bar, ticking
 from fnaccel.loop.scanning import check_shards
 from fnaccel.program.train_step import TrainStep
 from fnaccel.state import Position, TrainState, check_ema, check_state
+from fnaccel.step.loss_info import takes_info
 from fnaccel.world.every_rank import every_rank
 
 
@@ -35,7 +37,8 @@ def evaluate(
         train_step: whose model is evaluated (in evaluation mode, without gradients).
         state: its live state. Nothing is donated.
         metric_fn: `metric_fn(model, batch) -> pytree` of `fa.Mean`, `fa.Sum`, `fa.Concat` (rows in
-            the order of the samples). A bare scalar is averaged over rows.
+            the order of the samples). A bare scalar is averaged over rows. If it has a parameter `info`, it
+            gets an `fa.LossInfo`, whose rows are places in the whole data set.
         shards: the result of `fa.shard`. Its remainder rule gives way to `"keep"`.
         ema: use the averaged parameters of `with_ema`.
         progress: show a bar on rank 0.
@@ -71,7 +74,7 @@ def evaluate(
         )
     meet("fa.evaluate", train_step.mesh.world)
     scores = Scores(train_step.mesh)
-    scored = train_step.as_loss(metric_fn)
+    scored: Callable[..., Any] = train_step.as_loss(metric_fn)
     every = attrs.evolve(shards, window=None, across_epochs=False)
     # not in the stack: an interrupt between `averaged` and the stack's note of it would leave averages
     averages = train_step.averaged(state) if ema else contextlib.nullcontext()
@@ -81,10 +84,16 @@ def evaluate(
         if progress and train_step.mesh.world.is_main:
             bar = stack.enter_context(open_bar(steps_per_epoch(every, train_step.mesh.batch_size), 0))
             batches = ticking(batches, bar)
-        checked = False
+        checked, before = False, 0
+        informed = takes_info(metric_fn)
         for batch in batches:
             if not checked:
                 train_step.check_totals(state, metric_fn, batch.data)
                 checked = True
-            scores.take(train_step.look(state, scored, batch.data), batch)
+            fn: Callable[..., Any] = scored
+            if informed:
+                placed = attrs.evolve(batch, first=None if batch.first is None else before + batch.first)
+                fn = functools.partial(scored, info=train_step.loss_info(state, placed))
+                before += batch.together
+            scores.take(train_step.look(state, fn, batch.data), batch)
     return scores.finish()

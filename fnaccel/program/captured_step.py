@@ -80,17 +80,24 @@ class CapturedStep:
         averages = capture.average is not None and loss.sync_each
         self.blank = self._blank_shards if averages else capture.blank
 
-    def call(self, program: Callable[..., Any], data: Tree, lent_models: Tree, *args: Any) -> Any:
+    def call(
+        self,
+        program: Callable[..., Any],
+        data: Tree,
+        lent_models: Tree,
+        info: Tree,
+        *args: Any,
+    ) -> Any:
         """Run a compiled program. If it can't be compiled, first check whether the loss itself fails."""
         try:
-            return program(data, lent_models, *args)
+            return program(data, lent_models, info, *args)
         except _torch.compile_errors():
             # shards are gathered by all ranks, and other ranks may not have failed
             if not any(leaf.sharded for leaf in self._capture.leaves):
-                self._try_eagerly(data, lent_models)
+                self._try_eagerly(data, lent_models, info)
             raise
 
-    def agree(self, data: Tree, lent_models: Tree) -> None:
+    def agree(self, data: Tree, lent_models: Tree, info: Tree) -> None:
         """Before the first step, check that ranks report alike, and find the parameters that any rank uses.
 
         Raises:
@@ -99,7 +106,7 @@ class CapturedStep:
         """
         if self.group is None or self._graph.used is not None:
             return
-        aux, weighted, reached = self._eagerly(data, lent_models)
+        aux, weighted, reached = self._eagerly(data, lent_models, info)
         values = AuxValues(partial_rows=self.engine.layout.mesh.partial_rows)
         values.take(detached(aux), valid=False)
         self.engine.agreement.check(structure(values, self.kind(weighted)), self.group)
@@ -117,10 +124,10 @@ class CapturedStep:
     def _blank_shards(self) -> list[torch.Tensor]:
         return [torch.zeros_like(leaf.shard) for leaf in self._capture.leaves]
 
-    def _try_eagerly(self, data: Tree, lent_models: Tree) -> None:
+    def _try_eagerly(self, data: Tree, lent_models: Tree, info: Tree) -> None:
         """Raise the error that the loss function raises without compilation."""
         try:
-            self._eagerly(data, lent_models)
+            self._eagerly(data, lent_models, info)
         except Exception as error:
             raise error from None  # torch's own account of the error is longer and less clear
 
@@ -128,7 +135,7 @@ class CapturedStep:
         """Whether losses are an `fa.Mean`. None if the weight comes from the batch, whatever they are."""
         return weighted if self.loss.weight_fn is None else None
 
-    def _eagerly(self, data: Tree, lent_models: Tree) -> tuple[Any, bool, list[bool]]:
+    def _eagerly(self, data: Tree, lent_models: Tree, info: Tree) -> tuple[Any, bool, list[bool]]:
         """Aux, whether the loss is weighted, and which parameters get a gradient, without compilation.
 
         Leaves nothing behind.
@@ -136,6 +143,8 @@ class CapturedStep:
         layout = self.engine.layout
         with passes_put_back(layout.modules, generators_of(layout.mesh.world.device)):
             params, run = self._capture.open()
+            if self.loss.informed is not None:
+                self.loss.informed.info = info
             parts = read_loss(run(self.loss.fn, data, *lent_models), self.loss.where)
             check_attached(parts.total, self.loss.where)
             if self.loss.weight_fn is None:
@@ -177,9 +186,11 @@ class CapturedPasses:
         self._lent_models = () if inputs.given is None else (_whole_models(inputs.given),)
         if step.replays:
             torch.compiler.cudagraph_mark_step_begin()
-        step.agree(micro_batches[-1].data, self._lent_models)
-        engine = step.engine
+        engine, informed = step.engine, step.loss.informed
         self._device = device = engine.layout.mesh.world.device
+        facts = None if informed is None else inputs.facts(device, informed)
+        self._infos = [None if facts is None else facts.of(part) for part in micro_batches]
+        step.agree(micro_batches[-1].data, self._lent_models, self._infos[-1])
         up_front = up_front_of(step.loss, micro_batches, inputs, totals, engine)
         self._up_front = None if up_front is None else filled(up_front, wide_dtype(engine), device)
         # 0 for a filler or a weight of 0: tensors, since numbers would be compiled in
@@ -206,13 +217,15 @@ class CapturedPasses:
         """Run a micro-batch's program, forward and backward."""
         self._open = False
         step, part = self._step, self._micro_batches[index]
-        data, keep, lent_models = part.data, self._keeps[index], self._lent_models
+        data, keep, lent_models, info = part.data, self._keeps[index], self._lent_models, self._infos[index]
         if index < len(self._micro_batches) - 1:
-            out: Any = step.call(step.add, data, lent_models, keep, self._up_front, self._grads, self._sums)
+            out: Any = step.call(
+                step.add, data, lent_models, info, keep, self._up_front, self._grads, self._sums
+            )
             self._sums = out.sums
             self._reached = list(map(operator.or_, self._reached, out.reached))
         else:
-            out = step.call(step.finish, data, lent_models, keep, self._given())
+            out = step.call(step.finish, data, lent_models, info, keep, self._given())
             if step.replays:  # the next replay of a CUDA graph writes to the same memory
                 metrics, aux, answers, skip = tree.map_tensors(
                     torch.clone, (out.metrics, out.aux, out.answers, out.skip)

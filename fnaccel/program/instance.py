@@ -261,6 +261,7 @@ class Instance:
             last_weight=None if scale is None else scale["weight"],
             given=given,
             hooked=self.gradient_hooks.present,
+            extras=state.extras,
         )
 
     def totals(self, micro_batches: MicroBatches, notice: Notice | None) -> Totals:

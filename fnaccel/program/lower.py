@@ -17,6 +17,7 @@ from fnaccel.errors import ArgumentError, require
 from fnaccel.program.plan import order
 from fnaccel.program.tail import Tail
 from fnaccel.step.callables import title
+from fnaccel.step.loss_info import Informed, takes_info
 from fnaccel.step.settings import Settings
 from fnaccel.step.spec import LossPart
 from fnaccel.step.step import GradientHook, Info, ModuleHook, Phase, Step, StepGradients, Trained, UpdateHook
@@ -113,7 +114,7 @@ class Lowered:
         assert self.part is not None
         datas, around = self.part.cut([part.data for part in micro_batches])
         pairs = zip(datas, micro_batches, strict=True)
-        parts = MicroBatches(MicroBatch(data, whole.valid) for data, whole in pairs)
+        parts = MicroBatches(MicroBatch(data, whole.valid, whole.first) for data, whole in pairs)
         parts.batch, parts.around = micro_batches.batch, around
         return parts
 
@@ -148,8 +149,13 @@ def lower(step: Step, delegated: Container[str] = (), part: LossPart | None = No
     """
     ordered = order(step)
     settings = step.settings
-    fn = step.forward()
-    compiler = settings.compiler
+    compiler, informed = settings.compiler, None
+    if takes_info(step.loss_fn):
+        traced = compiler is not None and compiler.scope != "block"
+        informed = Informed(
+            step.loss_fn, traced=traced, dynamic=compiler is not None and traced and bool(compiler.dims)
+        )
+    fn = step.forward(informed)
     if compiler is not None and compiler.scope == "loss":
         fn = compiler.of_loss(fn)
     weight_fn = settings.weight_fn
@@ -179,6 +185,7 @@ def lower(step: Step, delegated: Container[str] = (), part: LossPart | None = No
             where=title(step.loss_fn),
             weight_fn=weight_fn,
             sync_each=settings.sync_each,
+            informed=informed,
         ),
         settings=settings,
         modules=tuple(modules),

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
+
+from fnaccel.data.batch import Batch
+from fnaccel.data.cut import rows_of
+from fnaccel.data.micro_batches import MicroBatch
+from fnaccel.engine.update_facts import UpdateFacts
 from fnaccel.program.averaged import Averaged
 from fnaccel.program.doubled_row import check_metrics
 from fnaccel.program.look import LOOK, flops_of, look_at
@@ -15,6 +22,7 @@ from fnaccel.program.put_back import put_back
 from fnaccel.program.state_owner import StateOwner
 from fnaccel.program.update_guard import TorchModes, keeping_modes
 from fnaccel.state import TrainState, check_ema, lease_of
+from fnaccel.step.loss_info import LossInfo, takes_info
 from fnaccel.step.spec import Spec
 from fnaccel.tree import Tree
 from fnaccel.world.progress_marks import within
@@ -52,7 +60,7 @@ class ModelAccess:
 
         Args:
             state: the live state.
-            fn: any function of the model, such as sampling.
+            fn: any function of the model, such as sampling. A parameter `info` gets `loss_info(state)`.
             args: its further arguments.
             train: run each module in the mode in which it trains (dropout on).
             whole: gather copies of all parameters first, each in its own dtype, for `fn` to read:
@@ -69,6 +77,8 @@ class ModelAccess:
         instance = self._owner.instance
         lease_of(state, LOOK, averaged=True)
         instance.check_modules()
+        if takes_info(fn, 1 + len(args)):
+            fn = functools.partial(fn, info=self.loss_info(state))
         # without contexts, which would take a fifth of a small forward
         modes, evaluating = TorchModes(self._autocast_on), instance.modes.switch(training=train)
         try:
@@ -96,12 +106,53 @@ class ModelAccess:
             return fn
         checked = part.checked(fn)
 
-        def run(model: object, batch: Tree, *args: Any) -> Any:
+        @functools.wraps(fn)
+        def run(model: object, batch: Tree, *args: Any, **info: Any) -> Any:
             (data,), around = part.cut([batch])
             with around:
-                return checked(model, data, *args)
+                return checked(model, data, *args, **info)
 
         return cast(Callable[P, R], run)
+
+    def loss_info(self, state: TrainState, batch: Tree = None) -> LossInfo:
+        """The `info` that a loss function gets at a state: see `fa.LossInfo`.
+
+        `look` gives a function with `info` one without rows. With rows:
+        `train_step.look(state, functools.partial(fn, info=train_step.loss_info(state, batch)), batch.data)`.
+
+        Args:
+            state: any state that was not donated.
+            batch: of `fa.shard`, for `info.rows`.
+
+        Example:
+            >>> train_step.loss_info(state, next(iter(fa.shard(loader)))).rows
+            tensor([0, 1, 2, 3])
+        """
+        facts = self._facts(state)
+        if not isinstance(batch, Batch):
+            return facts.at(None)
+        return facts.of(MicroBatch(batch.data, batch.valid, batch.first))
+
+    def _facts(self, state: TrainState) -> UpdateFacts:
+        device = self.mesh.world.device
+        return UpdateFacts(state.rng.root, state.step, state.updates, state.extras, device)
+
+    def _told(self, fn: Callable[..., Any], state: TrainState | None) -> Callable[..., Any]:
+        """A loss or metric function for batches of a check: equal rows have the same place, 0."""
+        if state is None or not takes_info(fn):
+            return fn
+        facts = self._facts(state)
+
+        def told(model: object, batch: Tree, *given: Any) -> Any:
+            rows = torch.zeros(rows_of(batch), dtype=torch.int64, device=self.mesh.world.device)
+            return fn(model, batch, *given, info=facts.at(rows))
+
+        return told
+
+    def _forward(self, state: TrainState | None) -> Callable[..., Any]:
+        """The loss function under its FORWARD transforms, for batches of a check."""
+        step = self._spec.step
+        return step.forward(self._told(step.loss_fn, state))
 
     def flops(self, state: TrainState, batch: Tree) -> float:
         """Floating-point operations of one row, forward and backward, of this rank: three times a forward.
@@ -118,7 +169,7 @@ class ModelAccess:
             True
         """
         return 3 * flops_of(
-            lambda row: self.look(state, self.as_loss(self._spec.step.forward()), row), short(batch)
+            lambda row: self.look(state, self.as_loss(self._forward(state)), row), short(batch)
         )
 
     @property
@@ -180,7 +231,7 @@ class ModelAccess:
         instance = self._owner.instance
         lease_of(state, LOOK, averaged=True)
         with self._keeping():
-            check_metrics(instance, self._run_of(fn), fn, batch)
+            check_metrics(instance, self._run_of(self._told(fn, state)), fn, batch)
 
     def can_probe(self) -> bool:
         """Whether `probe` has anything to compare, and half of the free memory holds the whole model."""
@@ -218,7 +269,7 @@ class ModelAccess:
                 put_back([step.loss_fn], modules, device),
             ):
                 return check_forward(
-                    settings.precision(step.forward()),
+                    settings.precision(self._forward(self._owner.live_state)),
                     lambda fn, row: look_at(instance, self.as_loss(fn), row, whole=False),
                     self._spec.model,
                     layout.parameters,

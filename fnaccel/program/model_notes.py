@@ -60,7 +60,9 @@ def _shard_notes(modules: Mapping[str | None, nn.Module], spec: Spec) -> list[No
     degrees, axes = spec.mesh.degrees, spec.strategy.axes
     shards = next((axis for axis in axes if isinstance(axis, Reshards)), None)
     cut = any(degrees.get(axis.mesh_axis, 1) > 1 and isinstance(axis, CutsParameters) for axis in axes)
-    return [] if shards is None or cut else shard_notes(modules, degrees, shards.reshard_after_forward)
+    if shards is None or cut:
+        return []
+    return shard_notes(modules, degrees, shards.reshard_after_forward, shards.dims)
 
 
 def with_notes(plan: Plan, notes: Iterable[Note]) -> Plan:

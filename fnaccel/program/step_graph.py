@@ -112,6 +112,7 @@ class StepGraph:
         self,
         data: Tree,
         lent_models: Tree,
+        info: Tree,
         keep: torch.Tensor,
         up_front: Scalar | None,
         carried: list[torch.Tensor],
@@ -122,26 +123,34 @@ class StepGraph:
         Args:
             data: its batch.
             lent_models: the models of other train steps, in a tuple, or an empty tuple.
+            info: of the micro-batch, in tensors, if the loss function takes it.
             keep: 1, or 0 for a filler or a weight of 0.
             up_front: the factor of totals before backward, or None.
             carried: the gradients so far.
             sums: total and weight so far, float64.
         """
-        total, sums, aux, weighted, params = self._forward(data, lent_models, keep, sums)
+        total, sums, aux, weighted, params = self._forward(data, lent_models, info, keep, sums)
         grads = self._backward(total, params, keep, up_front, average=self._loss.sync_each)
         for total_grad, grad in zip(carried, grads, strict=True):
             if grad is not None:
                 total_grad.add_(grad)
         return Added(sums, tuple(grad is not None for grad in grads), aux, weighted)
 
-    def finish(self, data: Tree, lent_models: Tree, keep: torch.Tensor, given: FinishInputs) -> Finished:
+    def finish(
+        self,
+        data: Tree,
+        lent_models: Tree,
+        info: Tree,
+        keep: torch.Tensor,
+        given: FinishInputs,
+    ) -> Finished:
         """The last micro-batch, and all that follows.
 
         Args:
-            data, lent_models, keep: as for `add`.
+            data, lent_models, info, keep: as for `add`.
             given: the rest.
         """
-        total, sums, aux, weighted, params = self._forward(data, lent_models, keep, given.sums)
+        total, sums, aux, weighted, params = self._forward(data, lent_models, info, keep, given.sums)
         if self._group is not None:
             # begun here and waited for below, so that it runs beside the backward pass
             sums = _torch.begin_all_reduce(sums, self._group)
@@ -172,9 +181,21 @@ class StepGraph:
         if self._group is None and self._held_by is None:
             check_reached(grads, self._loss.where)
 
-    def _forward(self, data: Tree, lent_models: Tree, keep: torch.Tensor, sums: torch.Tensor) -> Any:
+    def _forward(
+        self,
+        data: Tree,
+        lent_models: Tree,
+        info: Tree,
+        keep: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> Any:
         params, run = self._capture.open()
+        informed = self._loss.informed
+        if informed is not None:
+            informed.info = info
         total, weight, aux, weighted = read_loss(run(self._loss.fn, data, *lent_models), self._loss.where)
+        if informed is not None:
+            informed.info = None  # what is left here at the end would be an output of the graph
         check_attached(total, self._loss.where)
         check_aux(aux)
         if self._loss.weight_fn is None:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fnaccel import tree
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
@@ -118,7 +119,7 @@ class TrainStep(ModelAccess):
 
         Args:
             seed: root of initial values and of all later randomness.
-            extras: any pytree of yours to keep in the state.
+            extras: any pytree of yours to keep in the state, dataclasses and attrs classes in it too.
 
         Raises:
             PlanMismatchError: ranks hold different plans. Nothing was built.
@@ -131,6 +132,7 @@ class TrainStep(ModelAccess):
         """
         if seed < 0:  # as torch.manual_seed does, so that states hold no sign
             seed += (1 << 64) - 1
+        tree.learn_records(extras)
         again = self._owner.initialised
         self._compare(self.plan, seed)
         if again:
@@ -204,7 +206,8 @@ class TrainStep(ModelAccess):
         if lent is None and not instance.probed and self.can_probe():  # a lent model may be cut as well
             probe_first(instance, self.probe, batch)
         with self._keeping(), within_step(0, self._name, shares=instance.shares):
-            check_loss(instance, self._lowered, self._run_of(step.forward()), step.loss_fn, batch, lent)
+            run = self._run_of(self._forward(self._owner.live_state))
+            check_loss(instance, self._lowered, run, step.loss_fn, batch, lent)
 
     def settle(self) -> None:
         """Let transforms act on the last steps, as they would in the next call. `fa.scan` does so at its end.

@@ -26,6 +26,7 @@ from fnaccel.errors import (
 )
 from fnaccel.step.callables import plan_text, title
 from fnaccel.step.loss import Scalar
+from fnaccel.step.loss_info import LossInfo
 from fnaccel.step.settings import Configures, Settings
 from fnaccel.tree import Tree
 
@@ -70,7 +71,7 @@ class Capability(enum.StrEnum):
 EVERYTHING = frozenset(Capability)
 
 LossFn = Callable[..., Any]
-"""`loss_fn(model, batch[, given])`. Returns `fa.Mean`, a scalar, or (scalar, aux)."""
+"""`loss_fn(model, batch[, given][, info=])`. Returns `fa.Mean`, a scalar, or (scalar, aux)."""
 
 
 @runtime_checkable
@@ -332,13 +333,14 @@ class Step:
     loss_fn: Callable[..., Any]
     transforms: tuple[Transform, ...] = ()
 
-    def __call__(self, model: object, batch: Tree, *given: Any) -> Any:
+    def __call__(self, model: object, batch: Tree, *given: Any, info: LossInfo | None = None) -> Any:
         """The loss of one batch on a plain module: no gradients are averaged, nothing is updated."""
-        return self.forward()(model, batch, *given)
+        fn = self.loss_fn if info is None else functools.partial(self.loss_fn, info=info)
+        return self.forward(fn)(model, batch, *given)
 
-    def forward(self) -> Callable[..., Any]:
-        """The loss function under its FORWARD transforms, the first written innermost."""
-        fn = self.loss_fn
+    def forward(self, loss_fn: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The loss function (or another) under its FORWARD transforms, the first written innermost."""
+        fn = self.loss_fn if loss_fn is None else loss_fn
         for transform in self.transforms:
             if transform.phase is Phase.FORWARD:
                 fn = transform.apply(fn)

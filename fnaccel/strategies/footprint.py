@@ -23,7 +23,7 @@ from fnaccel.models.unknown_values import without_memory
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.strategies.ddp_buckets import bucket_bytes
 from fnaccel.strategies.shard_dims import shard_dims
-from fnaccel.strategies.strategy import Strategy, strategy
+from fnaccel.strategies.strategy import Pairs, Strategy, strategy
 from fnaccel.texts import size_of
 from fnaccel.world.mesh import LOSS_AXES, SHARD_AXES, resolve
 from fnaccel.world.simulation import check_ranks
@@ -99,6 +99,7 @@ class Reshards(Protocol):
     """The axis of shards."""
 
     reshard_after_forward: bool | int
+    dims: Pairs
 
 
 @runtime_checkable
@@ -241,8 +242,9 @@ def footprint_of(
         if isinstance(axis, Talks) and size > 1:
             talks += axis.traffic(built, size)
     shards = math.prod(degrees.get(axis, 1) for axis in SHARD_AXES) if "dp_shard" in degrees else 1
-    reshard = next((axis.reshard_after_forward for axis in axes.axes if isinstance(axis, Reshards)), True)
-    dims = shard_dims(built, shards, degrees, reshard, cuts) if shards > 1 else {}
+    axis = next((axis for axis in axes.axes if isinstance(axis, Reshards)), None)
+    reshard, asked = (True, Pairs()) if axis is None else (axis.reshard_after_forward, axis.dims)
+    dims = shard_dims(built, shards, degrees, reshard, cuts, asked) if shards > 1 else {}
     placed = tuple(
         _placed(name, param, cuts.get(name), degrees, shards, dims.get(name), units.get(name, ""))
         for name, param in built.named("parameters")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar, TypedDict, Unpack, get_args
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack, get_args
 
 import attrs
 
@@ -14,10 +14,35 @@ from fnaccel.models.building import Init
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import EVERYTHING, Capability
 from fnaccel.strategies.ddp import ddp
-from fnaccel.strategies.strategy import Axis, Strategy, check_degree, maker
+from fnaccel.strategies.strategy import Axis, Pairs, Strategy, check_degree, maker
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+def _as_dims(dims: Any) -> Pairs:
+    """The argument `dims=` as a record keeps it.
+
+    Raises:
+        ArgumentError: no mapping of a pattern to a dimension.
+    """
+    entries: Any = dims.items() if isinstance(dims, Mapping) else dims
+    fits = isinstance(entries, Iterable) and not isinstance(entries, str)
+    fits = fits and all(
+        isinstance(entry, tuple | list)
+        and len(entry) == 2
+        and isinstance(entry[0], str)
+        and type(entry[1]) is int
+        and entry[1] >= 0
+        for entry in entries
+    )
+    require(
+        fits,
+        f"dims={dims!r} does not say along which dimension a parameter is sharded",
+        "fa.fsdp(dims=)",
+        'dims={"*.down.weight": 1}: patterns of parameter names, and a dimension from 0 on',
+    )
+    return Pairs((pattern, dim) for pattern, dim in entries)
 
 
 @attrs.frozen
@@ -37,6 +62,7 @@ class Fsdp(Axis):
     methods: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     forward_prefetch: int = 0
     backward_prefetch: int = 1
+    dims: Pairs = attrs.field(default=Pairs(), converter=_as_dims)
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -76,6 +102,7 @@ def fsdp(
     methods: str | Iterable[str] = (),
     forward_prefetch: int = 0,
     backward_prefetch: int = 1,
+    dims: Mapping[str, int] | Pairs = Pairs(),  # noqa: B008 - an empty tuple
 ) -> Strategy:
     """Shard parameters, gradients and optimizer slots over ranks with FSDP2 (Zhao et al. 2023).
 
@@ -98,9 +125,13 @@ def fsdp(
             `named_modules()`. 0: gathering one unit overlaps with the one before as far as the device allows.
         backward_prefetch: the same in backward. 1 follows the order of the forward that was run. More follow
             the order of `named_modules()`.
+        dims: the dimension along which parameters are sharded, by pattern of their names, of which the first
+            that matches counts: `{"*.down.weight": 1}`. By default dimension 0, unless ranks do not divide it
+            and another one saves memory. Only dimension 0 may be uneven. `fa.layout(state)` shows the result.
 
     Raises:
-        ArgumentError: a degree that can't be.
+        ArgumentError: a degree or `dims` that can't be. At `init`: a pattern that matches no parameter, or a
+            dimension that a parameter lacks or that the ranks do not divide.
         UnknownNameError: no such `init`.
 
     Example, on 2 ranks:
@@ -127,6 +158,12 @@ def fsdp(
         "fa.fsdp",
         "forward_prefetch is 0 or more units, backward_prefetch 1 or more: FSDP2 always gathers one ahead",
     )
+    require(
+        isinstance(reshard_after_forward, bool) or not any(dim for _, dim in _as_dims(dims)),
+        f"reshard_after_forward={reshard_after_forward} with a dimension other than 0",
+        "fa.fsdp(dims=)",
+        "reshard_after_forward=True or False: FSDP2 reshards over fewer ranks along dimension 0 only",
+    )
     chosen = tuple(units) if isinstance(units, list | tuple) else units
     return Strategy(
         (
@@ -141,6 +178,7 @@ def fsdp(
                 methods=methods,
                 forward_prefetch=forward_prefetch,
                 backward_prefetch=backward_prefetch,
+                dims=dims,
             ),
         )
     )
@@ -158,6 +196,7 @@ class FsdpOptions(TypedDict, total=False):
     methods: str | Iterable[str]
     forward_prefetch: int
     backward_prefetch: int
+    dims: Mapping[str, int] | Pairs
 
 
 @maker

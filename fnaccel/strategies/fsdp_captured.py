@@ -81,7 +81,7 @@ def _units(built: Built, build: Build, options: Fsdp) -> list[Unit]:
     """All parameters cut over the ranks and grouped as they are gathered, the root's last."""
     owners = _owners(built, options)
     mesh = build.spec.mesh
-    dims = shard_dims(built, mesh["shard"].size, mesh.degrees)
+    dims = shard_dims(built, mesh["shard"].size, mesh.degrees, asked=options.dims)
     cast = build.settings.precision.compute if build.settings.precision.autocast else None
     safe = {id(p) for m in built.host.modules() if isinstance(m, _CAST) for p in m.parameters(recurse=False)}
     groups: dict[Any, list[Piece]] = {}

@@ -89,7 +89,9 @@ def build_fsdp(build: Build, options: Fsdp) -> tuple[Engine, Built]:
 
 def dims_of(built: Built, mesh: Mesh, options: Fsdp) -> dict[str, int | None]:
     """The dimension along which each parameter is sharded, by canonical name. None: it stays whole."""
-    dims = shard_dims(built, mesh["shard"].size, mesh.degrees, options.reshard_after_forward)
+    dims = shard_dims(
+        built, mesh["shard"].size, mesh.degrees, options.reshard_after_forward, asked=options.dims
+    )
     ignored = _ignored(built, options.ignore)
     return {name: None if param in ignored else dims[name] for name, param in built.named("parameters")}
 

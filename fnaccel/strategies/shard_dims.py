@@ -6,14 +6,17 @@ rows hold nothing of a parameter, and its padding is gathered and stored by the 
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from fnaccel.errors import ArgumentError, nearest
 from fnaccel.models.building import Built, Host
 from fnaccel.models.note import Note
 from fnaccel.models.parameter import Cut
+from fnaccel.strategies.strategy import Pairs
 from fnaccel.texts import first_of
 from fnaccel.world.mesh import SHARD_AXES
 
@@ -29,6 +32,7 @@ def shard_dims(
     degrees: Mapping[str, int],
     reshard: bool | int = True,
     cuts: Mapping[str, Cut] | None = None,
+    asked: Pairs = Pairs(),  # noqa: B008 - an empty tuple
 ) -> dict[str, int | None]:
     """The dimension along which fsdp shards each parameter, by canonical name. None: it stays whole.
 
@@ -43,6 +47,10 @@ def shard_dims(
         degrees: the ranks along each axis of the mesh.
         reshard: `reshard_after_forward` of the axis.
         cuts: how model axes cut parameters. By default, as they have cut these.
+        asked: the dimensions that the user asked for, by pattern: they count before all of this.
+
+    Raises:
+        ArgumentError: see `fsdp`.
     """
     cuts = built.cuts if cuts is None else cuts
     named = dict(built.named("parameters"))
@@ -73,29 +81,70 @@ def shard_dims(
         padding = -shape[0] % shards / shape[0]
         if experts or (padding >= _PADDING and saved[shape] > _SAVED * total):
             dims[name] = dim
+    return dims | _asked_dims(asked, shapes, cuts, shards)
+
+
+def _asked_dims(
+    asked: Pairs, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut], shards: int
+) -> dict[str, int]:
+    """The dimensions that the user asked for, by name.
+
+    Raises:
+        ArgumentError: a pattern matches nothing, or a parameter can't be sharded along its dimension.
+    """
+    where = "fa.fsdp(dims=)"
+    dims: dict[str, int] = {}
+    for pattern, dim in asked:
+        names = fnmatch.filter(shapes, pattern)
+        if not names:
+            raise ArgumentError(
+                f"the pattern {pattern!r} matches no parameter", where=where, fix=nearest(pattern, shapes)
+            )
+        for name in names:
+            problem = _unfit(tuple(shapes[name]), dim, cuts.get(name), shards)
+            if problem and name not in dims:
+                raise ArgumentError(
+                    f"{name} {problem}", where=where, fix="another dimension, or a pattern that leaves it out"
+                )
+            dims.setdefault(name, dim)
     return dims
 
 
+def _unfit(shape: tuple[int, ...], dim: int, cut: Cut | None, shards: int) -> str:
+    """The reason why FSDP2 can't shard a parameter along a dimension, or ""."""
+    if dim >= len(shape) or 0 in shape:
+        return f"has the shape {list(shape)}, without elements along a dimension {dim}"
+    if dim and shape[dim] % shards:
+        return f"has {shape[dim]} elements along dimension {dim}, which {shards} ranks do not divide"
+    if cut is not None and cut.dim == dim and cut.matrices > 1:
+        return f"has {cut.matrices} matrices side by side along dimension {dim}"
+    return ""
+
+
 def shard_notes(
-    modules: Mapping[str | None, nn.Module], degrees: Mapping[str, int], reshard: bool | int
+    modules: Mapping[str | None, nn.Module],
+    degrees: Mapping[str, int],
+    reshard: bool | int,
+    asked: Pairs = Pairs(),  # noqa: B008 - an empty tuple
 ) -> list[Note]:
     """What a plan says of parameters whose rows the ranks do not divide.
 
     Args:
         modules: the modules by key, which no model axis cuts.
         degrees: the ranks along each axis of the mesh.
-        reshard: `reshard_after_forward` of the axis.
+        reshard, asked: `reshard_after_forward` and `dims` of the axis.
     """
     shards = math.prod(degrees.get(axis, 1) for axis in SHARD_AXES)
     if shards == 1:
         return []
     built = Built(model=None, modules=dict(modules), host=Host({}))
     named = dict(built.named("parameters"))
-    dims = shard_dims(built, shards, degrees, reshard)
+    wanted = _asked_dims(asked, {name: tuple(param.shape) for name, param in named.items()}, {}, shards)
+    dims = shard_dims(built, shards, degrees, reshard) | wanted
     padding = {
         name: -param.shape[0] % shards / param.shape[0] for name, param in named.items() if dims[name] == 0
     }
-    moved = [name for name, dim in dims.items() if dim]
+    moved = [name for name, dim in dims.items() if dim and name not in wanted]
     uneven = [name for name, part in padding.items() if part >= _PADDING and named[name].dim() > 1]
     why = f"fsdp: {shards} ranks do not divide the rows of"
     notes = [Note(f"{why} {first_of(moved)}: sharded along another dimension")] if moved else []

@@ -54,6 +54,16 @@ PLAN = {
     "blocks.*.down": "rowwise",
     "head": "colwise_gather",
 }
+DIMS = {
+    "embed.weight": 0,
+    "blocks.*.qkv": "packed_colwise:3",
+    "blocks.*.heads": "/",
+    "blocks.*.project.weight": 1,
+    "blocks.*.up.weight": 0,
+    "blocks.*.down.weight": 1,
+    "head": "colwise_gather",
+}
+"""The same plan: dimensions of weights in the place of styles."""
 SEQUENCE = {
     "blocks.0": "scatter_input",
     "blocks.1": "gather_output",

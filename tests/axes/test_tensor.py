@@ -9,7 +9,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel.testing import count_collectives, oracle_run
-from tests.axes.models import CUT_LOGITS, GPT, LENGTH, PLAN, SEQUENCE, VOCABULARY, loss_fn, rows_of
+from tests.axes.models import CUT_LOGITS, DIMS, GPT, LENGTH, PLAN, SEQUENCE, VOCABULARY, loss_fn, rows_of
 from tests.models import whole_params
 
 STEPS, RATE, CLIP = 3, 0.3, 0.5
@@ -44,6 +44,7 @@ def trained(strategy, *, precision="fp32", remat=None, compiled=False, micro_bat
 
 ROWS = {
     "tensor": (2, one(2), {}),
+    "dimensions": (2, one(2, DIMS), {}),
     "cut logits": (2, one(2, CUT_LOGITS), {}),
     "sequence": (2, one(2, SEQUENCE, sequence=True), {}),
     "the plan of sequences, whole": (2, one(2, SEQUENCE), {}),
@@ -209,3 +210,24 @@ def test_looking_at_a_model(pools):
     assert pools.run(2, generated, one(2)) == [expected] * 2
     assert pools.run(4, generated, fa.fsdp(2) * one(2)) == [expected] * 4
     assert expected[1]["head.weight"] == [VOCABULARY, 16]
+
+
+def test_dimensions_are_those_of_the_layer_s_own_weight(pools):
+    """transformers' Conv1D has its input features first, and an embedding its rows."""
+    from fnaccel.strategies.tensor.record import _styles_of
+    from fnaccel.strategies.tensor.styles import Layer
+
+    class Conv1D(nn.Module):
+        pass
+
+    layers = {"linear": nn.Linear(2, 2), "conv": Conv1D(), "embedding": nn.Embedding(2, 2)}
+    styles = {
+        name: [_styles_of(Layer(name, layer), dim)[0] for dim in (0, 1)] for name, layer in layers.items()
+    }
+    assert styles == {
+        "linear": ["colwise", "rowwise"],
+        "conv": ["rowwise", "colwise"],
+        "embedding": ["vocab", "colwise"],
+    }
+    strategy = one(2, DIMS)
+    assert fa.strategy(str(strategy)) == strategy

@@ -9,7 +9,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
-from tests.axes.models import CUT_LOGITS, GPT, PLAN, SEQUENCE, VOCABULARY, loss_fn, rows_of
+from tests.axes.models import CUT_LOGITS, GPT, PLAN, SEQUENCE, VOCABULARY, WIDTH, loss_fn, rows_of
 from tests.models import whole_params
 
 
@@ -29,6 +29,22 @@ class Tied(GPT):
     def __init__(self):
         super().__init__()
         self.head.weight = self.embed.weight
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+
+class Scaled(GPT):
+    """Blocks with arithmetic of their own."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.scale = nn.Parameter(torch.ones(WIDTH))
+        self.own = Own()
 
 
 def parametrized():
@@ -54,6 +70,22 @@ WRONG = {
     "no style": ({"embed": "columns"}, GPT, "no style is called 'columns'", "colwise"),
     "no plan": ("gtp2", GPT, "no plan is called 'gtp2'", "gpt2"),
     "no plan of its own": ("auto", GPT, "GPT brings no plan", "plan={pattern: style"),
+    "a bare parameter": (PLAN | {"blocks.*.scale": 0}, Scaled, "is no dimension of a layer's weight", '{"*.up.weight": 0'),
+    "a bare parameter with a style": (
+        PLAN | {"blocks.*.scale": "colwise"}, Scaled,
+        "names the parameter blocks.0.scale, and a plan names layers: arithmetic of your own can't be cut", "write an axis",
+    ),
+    "a weight of your own": (
+        PLAN | {"own.weight": 0}, Scaled, "own is a tests.axes.test_tensor_errors.Own, which has no style", "torch.nn.Linear",
+    ),
+    "a weight with a style": (
+        {name: style for name, style in PLAN.items() if "up" not in name} | {"blocks.*.up.weight": "colwise"}, GPT,
+        "names the parameter blocks.0.up.weight", '{"*.up.weight": 0}',
+    ),
+    "a dimension of a layer": (PLAN | {"blocks.*.up": 0}, GPT, "is no dimension of a layer's weight", '{"*.up": "colwise"}'),
+    "a dimension of a bias": (PLAN | {"blocks.*.up.bias": 0}, GPT, "is no dimension", "for a weight"),
+    "a third dimension": (PLAN | {"blocks.*.up.weight": 2}, GPT, "'blocks.*.up.weight': 2 is no dimension", "0 or 1"),
+    "a lone style": ("colwise", GPT, "'colwise' is a style, and a plan says which layers have it", '{"*.up": "colwise", ...}'),
     "a norm": (PLAN | {"norm": "colwise"}, GPT, "norm is a torch.nn.modules.normalization.LayerNorm", "torch.nn.Linear"),
     "columns without rows": (
         {name: style for name, style in PLAN.items() if style != "rowwise"}, GPT,

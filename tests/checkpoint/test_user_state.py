@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, defaultdict, deque, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import attrs
 import numpy as np
 import pytest
 import torch
 
+import fnaccel
 from fnaccel import tree
 from fnaccel.checkpoint import restore, save
-from fnaccel.errors import CheckpointError, NotSerializableError, TreeMismatchError
+from fnaccel.errors import CheckpointError, NotSerializableError, StaleStateError, TreeMismatchError
 from fnaccel.world.world import start
 from tests.checkpoint.training import batch, gathered, make, train, unequal
 
@@ -148,6 +150,85 @@ def test_nodes_of_any_class(tmp_path):
     assert type(found["d"]) is defaultdict
     with pytest.raises(TreeMismatchError, match="pair: a Node in the checkpoint, a dict in like"):
         restore(tmp_path, like={**like, "pair": {"x": 1}})
+
+
+@dataclass
+class Curriculum:
+    level: int
+    seen: list
+    table: torch.Tensor
+    doubled: int = field(init=False, default=0)
+
+
+@attrs.frozen
+class Best:
+    score: float
+    _weights: torch.Tensor = attrs.field(alias="weights")
+    curriculum: Curriculum | None = None
+    rounded: int = attrs.field(
+        init=False, default=attrs.Factory(lambda self: round(self.score), takes_self=True)
+    )
+
+
+class Unknown:
+    pass
+
+
+def records(number):
+    curriculum = Curriculum(number, [number], torch.full((2,), float(number)))
+    curriculum.doubled = 2 * number
+    return {"best": Best(float(number), torch.ones(number), curriculum)}
+
+
+def test_dataclasses_and_attrs_classes_come_back(tmp_path):
+    save(tmp_path, trained(records(3)))
+    for like in (records(3), records(4)):  # sizes of the user's own may differ
+        best = restore(tmp_path, like=trained(like)).extras["best"]
+        assert type(best) is Best
+        assert (best.score, best._weights.tolist(), best.rounded) == (3.0, [1.0] * 3, 3)
+        assert type(best.curriculum) is Curriculum
+        assert (best.curriculum.level, best.curriculum.seen, best.curriculum.doubled) == (3, [3], 6)
+        assert best.curriculum.table.tolist() == [3.0, 3.0]
+    assert (
+        restore(tmp_path, like=trained(None)).extras["best"]["score"] == 3.0
+    )  # without the class its entries
+
+
+def test_an_unknown_class_inside_of_one_is_named(tmp_path):
+    curriculum = Curriculum(0, [Unknown()], torch.ones(1))
+    with pytest.raises(NotSerializableError, match=r"extras/best/curriculum/seen/0 is a .*Unknown"):
+        save(tmp_path, trained({"best": Best(0.0, torch.ones(1), curriculum)}))
+
+
+def test_a_snapshot_copies_what_they_hold():
+    state = trained(records(2))
+    copied = fnaccel.snapshot(state).extras["best"]
+    state.extras["best"].curriculum.table.zero_()
+    assert copied.curriculum.table.tolist() == [2.0, 2.0]
+
+
+def test_with_extras_moves_the_lease(tmp_path):
+    step = make("local()")
+    state = step.init(seed=1, extras={"a": 1})
+    held, params = state, state.params
+    state = state.with_extras(records(5))
+    assert step.live_state is state
+    for use in (
+        lambda: held.extras,
+        lambda: held.params,
+        lambda: held.with_extras(None),
+        lambda: dict(params),
+    ):
+        with pytest.raises(StaleStateError):
+            use()
+    with pytest.raises(StaleStateError):
+        step(held, batch(step.mesh, 0))
+    state, _ = step(state, batch(step.mesh, 0))
+    assert (state.step, state.extras["best"].score) == (1, 5.0)
+    free = fnaccel.snapshot(state).with_extras({"b": 2})  # not live: nothing is donated
+    assert (free.extras, state.extras["best"].score) == ({"b": 2}, 5.0)
+    save(tmp_path, state)
+    assert restore(tmp_path, like=state).extras["best"].score == 5.0
 
 
 def test_keys_that_look_alike_stay_apart(tmp_path):

@@ -189,6 +189,8 @@ def namespace(world, code):
         "world": world, "GPT": GPT, "loss_fn": loss_fn, "dataset": dataset, "loader": loader,
         "make": make, "batch": next(iter(loader)), "batches": list(loader),
     }  # fmt: skip
+    if re.search(r"\binfo\b", code):
+        names["info"] = fa.LossInfo(fa.random.key(0), rows=torch.arange(4))
     if re.search(r"\b(train_step|state)\b", code):
         names["train_step"] = make(loss_fn, strategy="ddp" if world.size > 1 else "local")
         names["state"] = names["train_step"].init(seed=0)

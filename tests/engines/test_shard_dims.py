@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fnaccel as fa
+from fnaccel.errors import ArgumentError
 from fnaccel.testing import assert_close, oracle_run
 from fnaccel.world.world import current
 from tests.estimate.models import LENGTH, VOCABULARY, peak_of, tokens_of
@@ -87,9 +88,10 @@ def trained(strategy, compiled=False, folder=None, optimizer=None, model=Net):
     return losses, params
 
 
-def parts(strategy, model=Net):
+def parts(strategy, model=Net, compiled=False):
     """The elements of each parameter on this rank, and the dimension that is sharded."""
-    train_step, state = begun(strategy, model=model)
+    step = fa.compile(loss_fn, backend="eager") if compiled else loss_fn
+    train_step, state = begun(strategy, step, model=model)
     held = {
         name: (value.to_local().numel(), [p.dim for p in value.placements if not p.is_replicate()])
         for name, value in state.params.items()
@@ -243,3 +245,104 @@ def test_quantized_moments_of_experts(pools, codes):
         for name, value in values.items():
             torch.testing.assert_close(value, params[name], rtol=0, atol=0.02)
             assert (value - params[name]).abs().mean() < 1e-4
+
+
+ASKED = "fsdp(dims={'blocks.*.up': 2, 'blocks.0.down': 1, 'blocks.0.*': 1, 'head.weight': 1})"
+
+
+def narrow():
+    """Experts whose router has a bias-free weight of two dimensions: all of them divide by 2."""
+    return Net(2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compiled"),
+    [
+        (ASKED, False),
+        (ASKED, True),
+        (ASKED.replace("fsdp(", "fsdp(reshard_after_forward=False, "), False),
+    ],
+)
+def test_dimensions_that_were_asked_for(pools, strategy, compiled):
+    batches = [[rank_batch(step, rank) for rank in range(2)] for step in range(STEPS)]
+    oracle = oracle_run(narrow, loss_fn, batches, lr=0.02, optimizer="sgd", momentum=0.9)
+    for losses, params in pools.run(2, trained_on_two, strategy, compiled):
+        assert_close(losses, oracle.losses)
+        assert_close(params, oracle.params)
+    for held, notes in pools.run(2, parts, strategy, narrow, compiled):
+        dims = {name: dim for name, (_, dim) in held.items()}
+        assert (dims["blocks.0.up"], dims["blocks.0.down"]) == ([2], [1]), "the first pattern counts"
+        assert (dims["blocks.0.router.weight"], dims["head.weight"]) == ([1], [1])
+        assert (dims["blocks.1.router.weight"], dims["head.bias"]) == ([0], [0])
+        assert not any("do not divide the rows of blocks" in note for note in notes)
+
+
+def trained_on_two(strategy, compiled=False, folder=None):
+    world = current()
+    step = fa.compile(loss_fn, backend="eager") if compiled else loss_fn
+    train_step, state = begun(strategy, step, None, narrow)
+    losses = []
+    for number in range(STEPS):
+        state, metrics = train_step(state, rank_batch(number, world.rank))
+        losses.append(float(metrics["loss"]))
+    params = {name: fa.tree.whole(value).detach().clone() for name, value in state.params.items()}
+    if folder is not None:
+        fa.save(folder, state)
+    train_step.close()
+    return losses, params
+
+
+def restored_from(strategy, folder):
+    train_step, state = begun(strategy, model=narrow)
+    state = fa.restore(folder, like=state)
+    params = {name: fa.tree.whole(value).detach().clone() for name, value in state.params.items()}
+    moments = {name: fa.tree.whole(slots["momentum_buffer"]).clone() for name, slots in state.opt.items()}
+    train_step.close()
+    return params, moments
+
+
+@pytest.mark.parametrize(("saved", "restored"), [(ASKED, "fsdp"), ("fsdp", ASKED)])
+def test_checkpoints_go_to_other_dimensions(pools, tmp_path, saved, restored):
+    _, expected = pools.run(2, trained_on_two, saved, False, tmp_path)[0]
+    params, moments = pools.run(2, restored_from, restored, tmp_path)[0]
+    assert_close(params, expected, precision="fp64")
+    (_, same) = pools.run(2, restored_from, saved, tmp_path)[0]
+    assert_close(moments, same, precision="fp64")
+
+
+def test_dimensions_beside_tensor_and_in_estimates():
+    plan = {"0": "colwise", "1": "rowwise"}
+    strategy = fa.fsdp(2, dims={"0.weight": 1, "1.weight": 1}) * fa.tensor(2, plan)
+
+    def model():
+        return nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
+
+    with fa.simulate(ranks=4):
+        train_step = fa.train_step(loss_fn, model=fa.distribute(model, strategy), optimizer=fa.sgd(0.1))
+        shown = {row.name: (row.axes, row.part) for row in fa.layout(train_step.init()).rows}
+    assert shown["0.weight"] == ("dim 0 over tp, dim 1 over dp_shard", (6, 4))
+    assert shown["1.weight"] == ("dim 1 over tp, dim 1 over dp_shard", (8, 3))
+    placed = {each.name: each.part for each in fa.strategies.footprint(model, strategy, 4).placed}
+    assert (placed["0.weight"], placed["1.weight"]) == ((6, 4), (8, 3))
+    assert fa.strategy(str(strategy)) == strategy
+
+
+def failing(dims):
+    with pytest.raises(ArgumentError) as caught:
+        begun(fa.fsdp(dims=dims), model=narrow)
+    return str(caught.value)
+
+
+def test_dimensions_that_can_not_be(pools):
+    (message, _) = pools.run(2, failing, {"blocks.0.upp": 1})
+    assert "the pattern 'blocks.0.upp' matches no parameter" in message
+    assert "did you mean 'blocks.0.up'" in message
+    (message, _) = pools.run(2, failing, {"conv.weight": 2})
+    assert "conv.weight has 3 elements along dimension 2, which 2 ranks do not divide" in message
+    (message, _) = pools.run(2, failing, {"head.*": 1})
+    assert "head.bias has the shape [1], without elements along a dimension 1" in message
+    for dims in ("head", {"head.weight": -1}, {"head.weight": "1"}, {"head.weight": True}, {1: 1}, None, 1):
+        with pytest.raises(ArgumentError, match="does not say along which dimension"):
+            fa.fsdp(dims=dims)
+    with pytest.raises(ArgumentError, match="with a dimension other than 0"):
+        fa.fsdp(dims={"head.weight": 1}, reshard_after_forward=2)

@@ -54,7 +54,7 @@ MUTANTS = [
         ("tests/context/test_mistakes.py", "-k", "in_a_step"),
     ),
     Mutant(
-        "evaluation of whole rows on every rank", "loop/evaluating.py", "scored = train_step.as_loss(metric_fn)", "scored = metric_fn",
+        "evaluation of whole rows on every rank", "loop/evaluating.py", "= train_step.as_loss(metric_fn)", "= metric_fn",
         ("tests/context/test_mistakes.py", "-k", "metric"),
     ),
     Mutant(

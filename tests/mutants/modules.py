@@ -5,6 +5,9 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 TRAPS = "tests/parity/test_traps.py"
+INFO = "tests/transforms/test_loss_info.py"
+DIMS = "tests/engines/test_shard_dims.py"
+LAYOUT = "tests/robust/test_layout_shown.py"
 MODES = "tests/robust/test_modes.py"
 NORMS = "tests/transforms/test_batch_statistics.py"
 
@@ -112,6 +115,56 @@ MUTANTS = [
     Mutant(
         "ddp updates by gradients that were not averaged", "strategies/ddp.py", "        wrapped.check_reduced()\n", "        pass\n",
         ("tests/engines/test_engines.py", "-k", "before_the_update"),
+    ),
+    Mutant(
+        "a key that knows the rank", "engine/passes.py", "        return UpdateFacts(\n            self.root,",
+        "        return UpdateFacts(\n            self.root + self.rank,", (INFO, "-k", "a_mask and 2-ddp-1-options2"),
+    ),
+    Mutant(
+        "a key folded with the micro-batch", "engine/update_facts.py", "        return self.at(self._rows(part))\n",
+        "        self._key = self._key.fold_in(1)\n        return self.at(self._rows(part))\n",
+        (INFO, "-k", "a_mask and 1-local-4"),
+    ),
+    Mutant(
+        "rows counted from the rank's own start", "data/indexed.py",
+        "first=self.mine.offset", "first=0",
+        (INFO, "-k", "a_mask and 2-ddp-1-options2"),
+    ),
+    Mutant(
+        "rows counted from the micro-batch's own start", "data/micro_batches.py",
+        "first = None if first is None else first + size", "pass", (INFO, "-k", "a_mask and 1-local-4"),
+    ),
+    Mutant(
+        "numbers of extras are compiled in", "engine/update_facts.py", "extras = tree.map(self._as_input, extras)", "pass",
+        (INFO, "-k", "one_graph"),
+    ),
+    Mutant(
+        "keys are folded in the sequence of the numbers", "random.py", "return Key(_mixed((self.bits ^ _FOLDS) + counter))",
+        "return Key(_mixed(self.bits + counter))", ("tests/test_random.py", "-k", "no_number_of_its_parent"),
+    ),
+    Mutant(
+        "a snapshot shares the tensors of the user's classes", "program/train_step.py", "        tree.learn_records(extras)\n", "",
+        ("tests/checkpoint/test_user_state.py", "-k", "a_snapshot_copies"),
+    ),
+    Mutant(
+        "extras are replaced under the old lease", "state.py", "return owner.succeed(following(self, extras=extras))",
+        "return following(self, extras=extras)", ("tests/checkpoint/test_user_state.py", "-k", "moves_the_lease"),
+    ),
+    Mutant(
+        "dimensions that were asked for are left out of the graph", "strategies/fsdp_captured.py", "mesh.degrees, asked=options.dims)",
+        "mesh.degrees)", (DIMS, "-k", "asked_for and True"),
+    ),
+    Mutant(
+        "the last pattern of dims counts", "strategies/shard_dims.py", "dims.setdefault(name, dim)", "dims[name] = dim",
+        (DIMS, "-k", "asked_for and False"),
+    ),
+    Mutant(
+        "a drawing whose packed matrices are one", "program/parameter_layout.py", 'getattr(placement, "split_factor", 1)',
+        'getattr(placement, "none", 1)', (LAYOUT, "-k", "hold and packed and 2"),
+    ),
+    Mutant(
+        "dimensions of a Conv1D as those of a Linear", "strategies/tensor/record.py", "if style == layer.features[0]:",
+        "if style == 0:", ("tests/axes/test_tensor.py", "-k", "own_weight"),
     ),
     Mutant(
         "a position is taken up in another order", "data/source_facts.py",

@@ -11,12 +11,12 @@ import fnaccel
 
 PACKAGE = Path(fnaccel.__file__).resolve().parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-LOOSE = {"__init__", "__main__", "errors", "tree", "state", "_torch", "_lazy", "texts"}
+LOOSE = {"__init__", "__main__", "errors", "tree", "state", "_torch", "_lazy", "texts", "random"}
 """The modules that may stand in the root."""
 
 ROWS = [
     "errors tree _torch _lazy texts",
-    "world",
+    "world random",
     "step collectives",
     "models track launch",
     "state optim transforms seeing",

@@ -40,6 +40,8 @@ MORE_LINES = {
     "ranks compare what they gather before the first update": 300,
     "parameters as values: fa.params, fa.call, whole leaves under fsdp": 800,
     "errors by name: two jobs, full disks, open files, foreign values": 260,
+    "keys, and what a loss may know": 730,
+    "dimensions by parameter, and a picture of the layout": 420,
 }
 """Lines of what came later, by feature."""
 

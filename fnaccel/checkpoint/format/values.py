@@ -10,7 +10,7 @@
     a tensor                              {"tensor": path}, the path at which it was first met
     a NumPy array                         {"array": path}, in the same way
     TrainState, Position, Seed            {its name: object of its fields}
-    another pytree node                   {"node": object of its entries}
+    another pytree node, a dataclass, an attrs class    {"node": object of its entries}
     an object with a state_dict()         {"state_dict": that}
 
 A path joins keys with "/" (RFC 6901: "~0" and "~1" for "~" and "/"). Nothing is pickled. Reading builds only
@@ -133,7 +133,7 @@ class _Encoder:
                 return {name: self._entries(path, walk.entries_of(value))}
             if walk.is_object(value):
                 return {"state_dict": self.value(path, _state_of(path, value))}
-            opened = tree.open_node(value)
+            opened = walk.opened(value)
             if opened is not None:
                 return {"node": self._entries(path, opened[0])}
         finally:
@@ -142,7 +142,7 @@ class _Encoder:
             path,
             f"is a {type(value).__module__}.{type(value).__qualname__}",
             "keep plain data there (tensors, arrays, numbers, strings, bytes, lists, tuples, dicts), "
-            "or an object with state_dict() and load_state_dict()",
+            "dataclasses, attrs classes, or an object with state_dict() and load_state_dict()",
         )
 
     def _entries(self, path: str, entries: Any) -> dict[str, Any]:

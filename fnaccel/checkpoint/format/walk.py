@@ -71,8 +71,14 @@ def entries_of(value: tree.Tree) -> dict[Any, Any] | None:
         return {name: getattr(value, name) for name in fields_of(value)}
     if isinstance(value, Node):
         return value.entries
-    opened = tree.open_node(value)
-    return None if opened is None else opened[0]
+    node = opened(value)
+    return None if node is None else node[0]
+
+
+def opened(value: tree.Tree) -> Any:
+    """As `tree.open_node`. Dataclasses and attrs classes are nodes, too."""
+    node = tree.open_node(value)
+    return tree.open_node(value) if node is None and tree.learn_record(value) else node
 
 
 def rebuilt(value: tree.Tree, entries: dict[Any, Any]) -> Any:

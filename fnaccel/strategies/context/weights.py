@@ -23,8 +23,8 @@ def weighs_tokens(fn: Callable[..., Any], ranks: int) -> Callable[..., Any]:
     """
 
     @functools.wraps(fn)
-    def checked(model: object, batch: Tree, *args: Any) -> Any:
-        output = fn(model, batch, *args)
+    def checked(model: object, batch: Tree, *args: Any, **info: Any) -> Any:
+        output = fn(model, batch, *args, **info)
         if not torch.compiler.is_compiling():
             for leaf in tree.leaves(output, is_leaf=is_combinable):
                 if isinstance(leaf, Mean):

@@ -125,12 +125,13 @@ class Plan:
     """A plan for one model: (pattern, style) pairs, of which the first that matches counts.
 
     Attributes:
-        pairs: the pairs. A pattern may also name an attribute of a module, whose style is "/".
+        pairs: the pairs. A pattern may also name an attribute of a module, whose style is "/", or the weight
+            of a module, whose style is the dimension that is cut.
         optional: whether a pattern may match nothing.
         heads: numbers of heads by name, which the number of ranks has to divide.
     """
 
-    pairs: tuple[tuple[str, str], ...]
+    pairs: tuple[tuple[str, str | int], ...]
     optional: bool = False
     heads: Mapping[str, int] = attrs.field(factory=dict)
 

@@ -16,7 +16,7 @@ from fnaccel.models.building import mark_cut, share_first_values
 from fnaccel.strategies.strategy import Pairs, check_degree, runtime_in
 from fnaccel.strategies.tensor.plans import READY, Plan, check_ends, plan_for
 from fnaccel.strategies.tensor.region import Region
-from fnaccel.strategies.tensor.styles import ENDS, Layer, cuts_of, divisors, parse, part_of, patch
+from fnaccel.strategies.tensor.styles import ENDS, STYLES, Layer, cuts_of, divisors, parse, part_of, patch
 from fnaccel.strategies.tensor.traffic import traffic_of
 
 
@@ -117,7 +117,7 @@ class Tensor(Axis):
 
 @maker
 def tensor(
-    degree: int = -1, plan: str | Mapping[str, str] | Pairs = "auto", sequence: bool = False
+    degree: int = -1, plan: str | Mapping[str, str | int] | Pairs = "auto", sequence: bool = False
 ) -> Strategy:
     """Cut layers over ranks that read the same rows (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053).
 
@@ -134,6 +134,8 @@ def tensor(
             `"gpt2"`, `"llama"`, `"bert"`, `"t5"`. `"auto"` takes the ready plan for the model's type, or the
             `tp_plan` that the model brings, in these styles or in those of transformers. Styles:
 
+            - a dimension of a weight, as in `fa.fsdp(dims=)`. For a Linear `{"*.up.weight": 0}` is the same
+              as `{"*.up": "colwise"}`, and 1 is `"rowwise"`.
             - `"colwise"`, `"rowwise"`: a Linear, or transformers' Conv1D, is cut along its output or input
               features. The input of column layers is whole, and so is the output of row layers.
             - `"packed_colwise:3"`: as colwise, for 3 matrices side by side, such as query, key, value.
@@ -151,8 +153,8 @@ def tensor(
             2022, https://arxiv.org/abs/2205.05198).
 
     Raises:
-        ArgumentError: no such plan or style. At `init`: a pattern that matches nothing, a size or a number of
-            heads that does not divide, a tied weight that is cut in one place only.
+        ArgumentError: no such plan or style. At `init`: a pattern that matches nothing or a parameter of no
+            layer, a size or a number of heads that does not divide, a tied weight of which one use is cut.
 
     Example, on 2 ranks:
         >>> plan = {"*.up": "colwise", "*.down": "rowwise", "lm_head": "colwise_gather"}
@@ -162,6 +164,12 @@ def tensor(
         (torch.Size([16, 32]), torch.Size([8, 32]))
     """
     check_degree(degree, "fa.tensor")
+    if isinstance(plan, str) and (plan in STYLES or plan.startswith("packed_colwise")):
+        raise ArgumentError(
+            f"{plan!r} is a style, and a plan says which layers have it",
+            where="fa.tensor(plan=)",
+            fix=f'plan={{"*.up": "{plan}", ...}}: a pattern for the layers before it',
+        )
     if isinstance(plan, str) and plan not in (*READY, "auto"):
         raise ArgumentError(
             f"no plan is called {plan!r}", where="fa.tensor(plan=)", fix=nearest(plan, [*READY, "auto"])
@@ -175,10 +183,10 @@ def tensor(
                 where="fa.tensor(plan=)",
                 fix='plan={"*.up": "colwise", "*.down": "rowwise"}; or leave out the axis',
             )
-        for style in styles:
-            parse(style)
+        for pattern, style in _as_pairs(plan):
+            _check_dim(pattern, style) if type(style) is int else parse(style)
         if sequence:
-            check_ends(styles, "the plan")
+            check_ends([style for style in styles if type(style) is not int], "the plan")
     return Strategy((Tensor(degree, plan, bool(sequence)),))
 
 
@@ -193,6 +201,25 @@ def _check_plan(plan: Any) -> None:
             where="fa.tensor(plan=)",
             fix='plan={"*.up": "colwise", "*.down": "rowwise"}, or the name of a ready plan',
         )
+
+
+def _check_dim(pattern: str, dim: int) -> None:
+    if dim not in (0, 1) or not pattern.endswith(".weight"):
+        raise ArgumentError(
+            f"{pattern!r}: {dim} is no dimension of a layer's weight",
+            where="fa.tensor(plan=)",
+            fix='0 or 1 for a weight, {"*.up.weight": 0, "*.down.weight": 1}; or a style for a layer, '
+            '{"*.up": "colwise"}',
+        )
+
+
+def _styles_of(layer: Layer, style: str | int) -> tuple[str, ...]:
+    """The styles of a layer. A dimension of its weight is that of its output features, or of its input."""
+    if isinstance(style, str):
+        return parse(style)
+    if style == layer.features[0]:
+        return ("colwise",)
+    return ("vocab",) if isinstance(layer.module, nn.Embedding) else ("rowwise",)
 
 
 def _layers(built: Built, options: Tensor) -> list[tuple[Layer, tuple[str, ...]]]:
@@ -216,7 +243,8 @@ def _layers(built: Built, options: Tensor) -> list[tuple[Layer, tuple[str, ...]]
         for path, module in root.named_modules():
             style = _first(plan, f"{prefix}{path}", matched)
             if style is not None:
-                chosen.append((Layer(f"{shown}{path}", module), parse(style)))
+                layer = Layer(f"{shown}{path}", module)
+                chosen.append((layer, _styles_of(layer, style)))
             for pattern, each in plan.pairs:
                 owner, _, attribute = pattern.rpartition(".")
                 if each != "/" or not fnmatch.fnmatchcase(f"{prefix}{path}", owner):
@@ -232,6 +260,7 @@ def _layers(built: Built, options: Tensor) -> list[tuple[Layer, tuple[str, ...]]
         lacking = [*lacking, *unmatched] if named else unmatched
         optional = optional and plan.optional
     if (lacking and not optional) or not chosen:
+        _check_bare(lacking[0], built, named=named)
         raise ArgumentError(
             f"the pattern {lacking[0]!r} matches no module",
             where="fa.tensor(plan=)",
@@ -281,12 +310,31 @@ def _paths(built: Built, *, named: bool) -> list[str]:
     ]
 
 
-def _first(plan: Plan, path: str, matched: set[str]) -> str | None:
-    found: str | None = None
+def _check_bare(pattern: str, built: Built, *, named: bool) -> None:
+    """Raise ArgumentError if a pattern that matches no module matches a parameter."""
+    names = [
+        name if named or key is None else f"{key}/{name}"
+        for key, root in built.modules.items()
+        for name, _ in root.named_parameters()
+    ]
+    bare = fnmatch.filter(names, pattern)
+    if bare:
+        raise ArgumentError(
+            f"{pattern!r} names the parameter {bare[0]}, and a plan names layers: arithmetic of your own "
+            "can't be cut",
+            where="fa.tensor(plan=)",
+            fix="put the parameter in a layer (torch.nn.Linear), or write an axis; for the weight of a layer "
+            'give its dimension: {"*.up.weight": 0}',
+        )
+
+
+def _first(plan: Plan, path: str, matched: set[str]) -> str | int | None:
+    found: str | int | None = None
     for pattern, style in plan.pairs:
-        if style != "/" and fnmatch.fnmatchcase(path, pattern):
+        layer = pattern if isinstance(style, str) else pattern.removesuffix(".weight")
+        if style != "/" and fnmatch.fnmatchcase(path, layer):
             matched.add(pattern)
-            found = found or style
+            found = style if found is None else found
     return found
 
 

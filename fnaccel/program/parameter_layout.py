@@ -1,0 +1,322 @@
+"""`fa.layout`: how parameters lie over ranks, as a table, and one of them as blocks of ranks.
+
+It reads the DTensors that states show. No value is read, and no rank is asked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, overload
+
+import attrs
+import torch
+
+from fnaccel import _torch, tree
+from fnaccel.engine.runtime_tensor import Remote
+from fnaccel.errors import ArgumentError, CapabilityError, UnknownNameError, nearest
+from fnaccel.program.train_step import TrainStep
+from fnaccel.state import TrainState
+from fnaccel.step.html_table import table
+from fnaccel.texts import counted, ranks_of, size_of
+from fnaccel.tree import Tree
+
+_WHERE = "fa.layout"
+_MOST_ROWS, _MOST_COLUMNS, _MOST_RANKS = 12, 6, 5
+"""What a drawing shows: blocks along its two dimensions, and ranks of a block."""
+
+Interval = tuple[int, int]
+
+
+@attrs.frozen(kw_only=True)
+class ArrayRow:
+    """A line of the table: one parameter, and this rank's part of it.
+
+    Attributes:
+        name: its canonical name.
+        shape, dtype: of the whole parameter.
+        axes: which dimension lies over which mesh axis, or "whole".
+        part: the shape of this rank's part.
+        size: the bytes of this part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    axes: str
+    part: tuple[int, ...]
+    size: int
+
+    def cells(self) -> tuple[str, ...]:
+        """Its texts, as the table shows them."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (self.name, str(list(self.shape)), dtype, self.axes, str(list(self.part)), size_of(self.size))
+
+
+_HEAD = ("parameter", "shape", "dtype", "axes", "this rank", "bytes")
+
+
+@attrs.frozen
+class LayoutTable:
+    """The layout of parameters on this rank. Print it.
+
+    Attributes:
+        rows: a line for each parameter.
+        title: the number of parameters, and the bytes of this rank and of all.
+
+    Example:
+        >>> print(fa.layout(state))
+        13 parameters, 38 kB: this rank holds 38 kB
+        ...
+    """
+
+    rows: tuple[ArrayRow, ...]
+    title: str
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, *_aligned([_HEAD, *(row.cells() for row in self.rows)])])
+
+    def _repr_html_(self) -> str:
+        return table(self.title, [_HEAD, *(row.cells() for row in self.rows)])
+
+
+@attrs.frozen
+class ArrayBlocks:
+    """The blocks of one parameter, with the ranks that hold each. Print it.
+
+    Attributes:
+        title: name, dtype, shape, and axes.
+        blocks: (interval of each dimension, ranks that hold this block).
+
+    Example:
+        >>> fa.layout(state, "lm_head.weight").blocks
+        ((((0, 16), (0, 32)), (0,)),)
+    """
+
+    title: str
+    blocks: tuple[tuple[tuple[Interval, ...], tuple[int, ...]], ...]
+
+    def __str__(self) -> str:
+        grid = self._grid()
+        names = max(len(row[0]) for row in grid)
+        widths = [max(map(len, column)) for column in zip(*(row[1:] for row in grid), strict=True)]
+        rule = " " * names + " +" + "".join("-" * (width + 2) + "+" for width in widths)
+        lines = [self.title]
+        for number, (name, *cells) in enumerate(grid):
+            edge = "|" if number else " "  # the first row has the intervals of the columns
+            padded = (f" {cell.ljust(width)} {edge}" for cell, width in zip(cells, widths, strict=True))
+            line = f"{name.ljust(names)} {edge}{''.join(padded)}".rstrip()
+            lines += [line, rule] if line else [rule]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return table(self.title, self._grid())
+
+    def _grid(self) -> list[tuple[str, ...]]:
+        """Cells. Blocks go down along the first dimension that is cut, and to the right along the second."""
+        whole = self.blocks[0][0]
+        cut = [dim for dim in range(len(whole)) if len({box[dim] for box, _ in self.blocks}) > 1]
+        if len(cut) > 2:
+            rows = [(", ".join(map(_span, box)), _holders(ranks)) for box, ranks in self.blocks]
+            return [("block", "held by"), *_shortened(rows, _MOST_ROWS, ("...", ""))]
+        down, across = (cut if len(cut) == 2 else (cut[0], None)) if cut else (None, None)
+        if down is not None and down > 0 and across is None:
+            down, across = None, down  # columns lie beside each other
+        holders = {(_at(box, down), _at(box, across)): ranks for box, ranks in self.blocks}
+        rows_at, columns_at = (sorted({key[place] for key in holders}) for place in (0, 1))
+        head = ("", *(_named(interval, across) for interval in columns_at))
+        grid = [
+            (_named(row, down), *(_holders(holders.get((row, column), ())) for column in columns_at))
+            for row in rows_at
+        ]
+        wide = [head, *_shortened(grid, _MOST_ROWS, ("...",) + ("",) * len(columns_at))]
+        if len(columns_at) <= _MOST_COLUMNS:
+            return wide
+        kept = _MOST_COLUMNS
+        return [(*row[:kept], "...", row[-1]) for row in wide]
+
+
+def _holders(ranks: Sequence[int]) -> str:
+    """Ranks by number, the first ones and the last if there are many. Nothing for none."""
+    if not ranks:
+        return ""
+    if len(ranks) <= _MOST_RANKS:
+        return ranks_of(ranks)
+    return f"{ranks_of(ranks[: _MOST_RANKS - 1])}, ... {ranks[-1]}"
+
+
+_ALL = (0, -1)
+
+
+def _at(box: Sequence[Interval], dim: int | None) -> Interval:
+    return _ALL if dim is None else box[dim]
+
+
+def _named(interval: Interval, dim: int | None) -> str:
+    return "" if dim is None else f"dim {dim} {_span(interval)}"
+
+
+def _span(interval: Interval) -> str:
+    return f"{interval[0]}:{interval[1]}"
+
+
+def _shortened(rows: list[tuple[str, ...]], most: int, gap: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The first rows and the last one, if there are too many."""
+    return rows if len(rows) <= most else [*rows[: most - 2], gap, rows[-1]]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+@overload
+def layout(state: TrainState | TrainStep | Tree) -> LayoutTable: ...
+@overload
+def layout(state: TrainState | TrainStep | Tree, name: str) -> ArrayBlocks: ...
+def layout(state: TrainState | TrainStep | Tree, name: str | None = None) -> LayoutTable | ArrayBlocks:
+    """How the parameters of a state lie over the ranks. Print the result. A notebook shows it as a table.
+
+    No value is read, and other ranks need not call it. `fa.simulate` shows the layout on any number of ranks.
+
+    Args:
+        state: a state, a train step that has one, or any pytree of tensors, such as `state.opt`.
+        name: of one parameter, to draw its blocks with the ranks that hold them.
+
+    Returns:
+        A table with a line for each parameter: its shape and dtype, the axes of the mesh over which its
+        dimensions lie, this rank's part and its bytes. Or the blocks of one parameter.
+
+    Raises:
+        StaleStateError: the state was donated.
+        UnknownNameError: there is no such parameter. Names the nearest.
+        ArgumentError: a tree without tensors, or a train step without a state.
+        CapabilityError: the blocks of a value that a runtime such as DeepSpeed keeps in its own way.
+
+    Example:
+        >>> with fa.simulate(ranks=4):
+        ...     train_step = make(loss_fn, strategy="hsdp(2, 2)")
+        ...     state = train_step.init()
+        ...     print(fa.layout(state, "lm_head.weight"))
+        lm_head.weight: float32 [16, 32], dim 0 over dp_shard
+                   +------------+
+        dim 0 0:8  | ranks 0, 2 |
+                   +------------+
+        dim 0 8:16 | ranks 1, 3 |
+                   +------------+
+    """
+    named = _tensors_of(state)
+    if name is None:
+        rows = tuple(_row(path, value) for path, value in named.items())
+        own, whole = sum(row.size for row in rows), sum(_bytes(row.shape, row.dtype) for row in rows)
+        title = f"{counted(len(rows), 'parameter')}, {size_of(whole)}: this rank holds {size_of(own)}"
+        return LayoutTable(rows, title)
+    if name not in named:
+        raise UnknownNameError(
+            f"there is no parameter {name!r}", where=f"{_WHERE}(state, name)", fix=nearest(name, named)
+        )
+    value = named[name]
+    if isinstance(value, Remote):
+        raise CapabilityError(
+            f"a runtime keeps {name} in its own way, which has no blocks",
+            where=f"{_WHERE}(state, name)",
+            fix="fa.layout(state) shows its shape",
+        )
+    row = _row(name, value)
+    dtype = str(row.dtype).removeprefix("torch.")
+    return ArrayBlocks(f"{name}: {dtype} {list(row.shape)}, {row.axes}", _blocks(value))
+
+
+def _tensors_of(state: TrainState | TrainStep | Tree) -> dict[str, Any]:
+    if isinstance(state, TrainStep):
+        live = state.live_state
+        if live is None:
+            raise ArgumentError(
+                "this train step has no live state", where=_WHERE, fix="state = train_step.init(seed=0) first"
+            )
+        state = live
+    values = state.params if isinstance(state, TrainState) else state
+    leaves = dict(tree.items(values))
+    # in the order of the model, as the dict has it. A tree is walked by sorted key, with block 10 before 2
+    order = [name for name in values if name in leaves] if isinstance(values, dict) else []
+    named = {name: leaves[name] for name in [*order, *leaves] if isinstance(leaves[name], torch.Tensor)}
+    if not named:
+        raise ArgumentError(
+            f"{type(state).__name__} holds no tensors",
+            where=_WHERE,
+            fix="give a state: fa.layout(train_step.init()). Under fa.simulate it needs no other ranks",
+        )
+    return named
+
+
+def _row(name: str, value: Any) -> ArrayRow:
+    local = value if isinstance(value, Remote) else _torch.local_of(value)
+    return ArrayRow(
+        name=name,
+        shape=tuple(value.shape),
+        dtype=value.dtype,
+        axes=_axes(value),
+        part=tuple(local.shape),
+        size=_bytes(local.shape, value.dtype),
+    )
+
+
+def _bytes(shape: Iterable[int], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _axes(value: Any) -> str:
+    if isinstance(value, Remote):
+        return "kept by the runtime"
+    if value.device.type == "xla":  # one process has all of it, and annotations place it on devices
+        return "placed by XLA"
+    names = value.device_mesh.mesh_dim_names if hasattr(value, "placements") else ()
+    cuts = [
+        f"dim {placement.dim} over {name}"
+        + (f" ({_matrices(placement)} matrices)" if _matrices(placement) > 1 else "")
+        for placement, name in zip(getattr(value, "placements", ()), names, strict=True)
+        if not placement.is_replicate()
+    ]
+    return ", ".join(cuts) or "whole"
+
+
+def _matrices(placement: Any) -> int:
+    """How many matrices are packed in the dimension, each of which is cut."""
+    return int(getattr(placement, "split_factor", 1))
+
+
+def _blocks(value: Any) -> tuple[tuple[tuple[Interval, ...], tuple[int, ...]], ...]:
+    """The blocks of a tensor in order, and the ranks that hold each. Ranks without elements hold none."""
+    whole = tuple((0, size) for size in value.shape)
+    if not hasattr(value, "placements"):
+        world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        return ((whole, tuple(range(world))),)
+    holders: dict[tuple[Interval, ...], list[int]] = {}
+    ranks = value.device_mesh.mesh
+    for coordinate in itertools.product(*map(range, ranks.shape)):
+        for box in _boxes(value, coordinate):
+            if all(start < stop for start, stop in box):
+                holders.setdefault(box, []).append(int(ranks[coordinate]))
+    return tuple((box, tuple(sorted(holders[box]))) for box in sorted(holders))
+
+
+def _boxes(value: Any, coordinate: Sequence[int]) -> list[tuple[Interval, ...]]:
+    """The blocks at one place of the mesh: one, or one of each packed matrix."""
+    intervals: list[list[Interval]] = [[(0, size)] for size in value.shape]
+    for placement, place, size in zip(value.placements, coordinate, value.device_mesh.shape, strict=True):
+        if placement.is_replicate():
+            continue
+        parts: list[Interval] = []
+        for start, stop in intervals[placement.dim]:
+            matrices = _matrices(placement)
+            length = (stop - start) // matrices
+            for number in range(matrices):
+                first = start + number * length
+                chunk = -(-length // size)
+                low, high = (min(first + at * chunk, first + length) for at in (place, place + 1))
+                parts.append((low, high))
+        intervals[placement.dim] = parts
+    return list(itertools.product(*intervals))
