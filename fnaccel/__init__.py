@@ -11,7 +11,7 @@ Strategies
     distribute strategy local ddp fsdp hsdp tensor context deepspeed xla
 
 Parameters and gradients as values
-    params call with_gradient per_example row_norms
+    params call value_and_grad perturb with_gradient per_example row_norms
 
 Optimizers
     sgd adam adamw schedules warmup_cosine
@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from fnaccel.program.parameter_layout import layout as layout
     from fnaccel.program.train_step import TrainStep as TrainStep
     from fnaccel.program.train_step import train_step as train_step
+    from fnaccel.program.train_step import value_and_grad as value_and_grad
     from fnaccel.seeing.profile import profile as profile
     from fnaccel.state import TrainState as TrainState
     from fnaccel.state import snapshot as snapshot
@@ -127,6 +128,7 @@ if TYPE_CHECKING:
     from fnaccel.transforms import with_weight as with_weight
     from fnaccel.transforms.per_example import per_example as per_example
     from fnaccel.transforms.per_example import row_norms as row_norms
+    from fnaccel.transforms.perturbation import perturb as perturb
     from fnaccel.world.simulation import simulate as simulate
     from fnaccel.world.world import World as World
     from fnaccel.world.world import start as start
@@ -152,7 +154,7 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.optim": "adam adamw schedules sgd",
             "fnaccel.optim.schedules": "warmup_cosine",
             "fnaccel.program.parameter_layout": "layout",
-            "fnaccel.program.train_step": "TrainStep train_step",
+            "fnaccel.program.train_step": "TrainStep train_step value_and_grad",
             "fnaccel.seeing.profile": "profile",
             "fnaccel.state": "TrainState snapshot",
             "fnaccel.step.given_gradient": "with_gradient",
@@ -167,6 +169,7 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.transforms": "accumulate chain clip_norm clip_value compile remat skip_nonfinite "
             "with_ema with_precision with_weight",
             "fnaccel.transforms.per_example": "per_example row_norms",
+            "fnaccel.transforms.perturbation": "perturb",
             "fnaccel.world.simulation": "simulate",
             "fnaccel.world.world": "World start",
         },

@@ -129,6 +129,7 @@ class Instance:
         self.params = self._show(engine.layout.parameters)
         self.captured = self._trains and capture is not None and lowered.settings.compiler is not None
         self.passes = self._passes(inside)
+        self._inside = inside
         self._buffer_slots = [
             (module, attribute, full)
             for key, root in built.modules.items()
@@ -160,6 +161,11 @@ class Instance:
         saved = ["" if name in transient else name for name in names]
         return SharedBuffers(self.moving_buffers, saved, group)
 
+    @functools.cached_property
+    def gradient_passes(self) -> AnyPasses:
+        """`passes` with gradients as outcome: another program, if that of the step does the update too."""
+        return self._passes(False) if self.captured and self._inside else self.passes
+
     def _passes(self, inside: bool) -> AnyPasses:
         """What runs the passes of an update: calls, or compiled programs with the update if `inside`."""
         engine, lowered = self.engine, self.lowered
@@ -178,13 +184,18 @@ class Instance:
 
     def _show(self, flat: dict[str, Any]) -> dict[str, Any]:
         """Names as the state shows them: by model first if there are several."""
+        named = self.by_model(flat)
+        return ReadOnlyDict({k: ReadOnlyDict(v) for k, v in named.items()} if self._nested else named)
+
+    def by_model(self, flat: dict[str, Any]) -> dict[str, Any]:
+        """A dict for each model if there are several, by canonical names."""
         if not self._nested:
-            return ReadOnlyDict(flat)
+            return flat
         models: dict[str, dict[str, Any]] = {str(key): {} for key in self._built.modules}
         for name, value in flat.items():
             key, _, local_name = name.partition("/")
             models[key][local_name] = value
-        return ReadOnlyDict({key: ReadOnlyDict(named) for key, named in models.items()})
+        return models
 
     def _show_averages(self) -> dict[str, Any]:
         pairs = zip(self.engine.layout.leaves, self.engine.averages, strict=True)

@@ -14,7 +14,7 @@ import torch
 from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.engine.exchange import Exchange
 from fnaccel.engine.gradients import Gradients, differences, part_like
-from fnaccel.engine.passes import Inputs
+from fnaccel.engine.passes import Inputs, Outcome
 from fnaccel.engine.user_draws import pausing
 from fnaccel.errors import CapabilityError, TreeMismatchError
 from fnaccel.program.instance import Instance
@@ -55,7 +55,11 @@ class SecondGradient:
                 where=_WHERE,
                 fix='fa.Transform(..., needs="second gradient") says so in the plan; or local, ddp or fsdp',
             )
-        problems = differences(params, {leaf.name: leaf for leaf in leaves}, "parameters")
+        trained = {leaf.name: leaf for leaf in leaves}
+        if isinstance(params, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's
+            frozen = engine.layout.parameters.keys() - trained
+            params = {name: value for name, value in params.items() if name not in frozen}
+        problems = differences(params, trained, "parameters")
         if problems:
             raise TreeMismatchError(
                 f"the parameters differ from those that are trained: {'; '.join(problems)}",
@@ -68,11 +72,9 @@ class SecondGradient:
         held = [leaf.param.grad for leaf in leaves]
         engine.clear()
         try:
-            with (
-                Exchange([(leaf.shard, value) for leaf, value in zip(leaves, values, strict=True)]),
-                self._aside(),
-            ):
-                second = self._differentiate()
+            with Exchange([(leaf.shard, value) for leaf, value in zip(leaves, values, strict=True)]):
+                second = differentiate(self._instance, self._micro_batches, self._inputs).gradients
+            assert second is not None  # the passes of gradients leave the update out
             second.shards = [None if grad is None else grad.clone() for grad in second.shards]
             return second.by_name()
         finally:
@@ -81,25 +83,19 @@ class SecondGradient:
                 if shard is not None and value is not None:
                     shard.copy_(value)
 
-    @contextlib.contextmanager
-    def _aside(self) -> Any:
-        """At the end of the body nothing of the passes in it is left but gradients."""
-        instance, given = self._instance, self._inputs.given
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(pausing())
-            stack.enter_context(passes_put_back(instance.engine.layout.modules, self._inputs.streams))
-            stack.enter_context(torch.enable_grad())
-            if given is not None:
-                stack.enter_context(given.frozen())
-            if instance.meter is not None:
-                stack.enter_context(instance.meter.watch(self._micro_batches))
-            yield
 
-    def _differentiate(self) -> Gradients:
-        instance, micro_batches, inputs = self._instance, self._micro_batches, self._inputs
+def differentiate(instance: Instance, micro_batches: MicroBatches, inputs: Inputs) -> Outcome:
+    """Run the passes of an update aside: nothing is left of them but metrics and gradients."""
+    given = inputs.given
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pausing())
+        stack.enter_context(passes_put_back(instance.engine.layout.modules, inputs.streams))
+        stack.enter_context(torch.enable_grad())
+        if given is not None:
+            stack.enter_context(given.frozen())
+        if instance.meter is not None:
+            stack.enter_context(instance.meter.watch(micro_batches))
         totals = instance.totals(micro_batches, None)
-        passes = instance.passes(micro_batches, totals, inputs)
+        passes = instance.gradient_passes(micro_batches, totals, inputs)
         instance.engine.forward.drive(len(micro_batches), passes.forward, passes.backward, passes.sync)
-        found = passes.outcome().gradients
-        assert found is not None  # a hook of the user's is not part of the program
-        return found
+        return passes.outcome()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from fnaccel import tree
 from fnaccel.collectives import gather_objects
 from fnaccel.engine.engine import Engine
 from fnaccel.engine.stop_request import Notice
+from fnaccel.errors import ArgumentError
 from fnaccel.models.building import check_factories
 from fnaccel.optim.several import OptimizerLike
 from fnaccel.program.assemble import assemble
 from fnaccel.program.compile_meter import Compilation
 from fnaccel.program.doubled_row import check_loss
+from fnaccel.program.gradient import GRADIENT, gradient
 from fnaccel.program.launcher_flags import choose
 from fnaccel.program.lent_models import LentModels
 from fnaccel.program.lower import Lowered
@@ -44,6 +46,7 @@ class TrainStep(ModelAccess):
 
     Attributes:
         mesh: the mesh of ranks. `train_step.mesh["batch"]` is an argument for `over=`.
+        gradient: what `fa.value_and_grad(train_step)` returns.
 
     Example:
         >>> state, metrics = train_step(state, batch)
@@ -58,7 +61,9 @@ class TrainStep(ModelAccess):
         super().__init__(spec, lowered, StateOwner(plan, mesh, self._name))
         # the CALL transforms around the update
         self._call, self._layers = lowered.around(functools.partial(update, self._owner, self._check_first))
+        self.gradient: ValueAndGrad = functools.partial(gradient, self._owner, self._check_first)
         if mesh.world.calls is not None:
+            self.gradient = mesh.world.calls.wrap(GRADIENT, self.gradient)
             self._call = mesh.world.calls.wrap("train_step(state, batch)", self._call)
 
     def __repr__(self) -> str:
@@ -271,3 +276,49 @@ def train_step(
     result = TrainStep(made.spec, made.lowered(loss_part(made.spec)), made.plan, made.delegation)
     result.close_with(joined)
     return result
+
+
+class ValueAndGrad(Protocol):
+    """`fn(state, batch, *, given=None) -> (metrics, grads)`."""
+
+    def __call__(
+        self, state: TrainState, batch: Tree, *, given: Mapping[str, TrainState] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Metrics and gradients at a live state."""
+        ...
+
+
+def value_and_grad(train_step: TrainStep) -> ValueAndGrad:
+    """The gradient of a step as a value: `metrics, grads = fa.value_and_grad(train_step)(state, batch)`.
+
+    It is the gradient that the next update would have: of all micro-batches and ranks, divided by the global
+    weight, without the loss scale, before transforms of gradients such as `fa.clip_norm`. The state stays
+    live, and nothing moves: buffers, random streams and the loss scale are as before, so the next step is the
+    same to the bit as one without this call. Every rank calls it.
+
+    Args:
+        train_step: a train step with an optimizer.
+
+    Returns:
+        `fn(state, batch, *, given=None)`, with the arguments of the train step. It returns the metrics
+        `loss`, `weight` and those of aux, and the gradients, laid out as the trained part of `state.params`:
+        by name, DTensors if sharded, zeros for a parameter that the loss does not reach.
+
+    Raises:
+        As a call of the train step, and CapabilityError in a call under a runtime (deepspeed, xla).
+
+    Example:
+        >>> train_step = make(loss_fn)
+        >>> state = train_step.init()
+        >>> metrics, grads = fa.value_and_grad(train_step)(state, batch)
+        >>> sorted(metrics), grads.keys() == state.params.keys()
+        (['loss', 'weight'], True)
+    """
+    if not isinstance(train_step, TrainStep):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's
+        raise ArgumentError(
+            f"fa.value_and_grad takes a train step, not {type(train_step).__name__}",
+            where="fa.value_and_grad(train_step)",
+            fix="train_step = fa.train_step(loss_fn, model=..., optimizer=...) first. Inside of a loss: "
+            "torch.func.grad of fa.call",
+        )
+    return train_step.gradient

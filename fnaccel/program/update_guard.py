@@ -93,7 +93,7 @@ class UpdateGuard:
             else:
                 self._put_back(error)
         finally:
-            leave_step(self._state.step + (error is None))
+            leave_step(self._state.step + (error is None and self._committed))
             self._sigint.__exit__()
 
     def _put_back(self, error: BaseException) -> None:

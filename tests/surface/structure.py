@@ -11,7 +11,7 @@ import fnaccel
 
 PACKAGE = Path(fnaccel.__file__).resolve().parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-LOOSE = {"__init__", "__main__", "errors", "tree", "state", "_torch", "_lazy", "texts", "random"}
+LOOSE = {"__init__", "__main__", "errors", "state", "_torch", "_lazy", "texts", "random"}
 """The modules that may stand in the root."""
 
 ROWS = [

@@ -1,0 +1,168 @@
+"""Arithmetic on trees of tensors, in any layout. Norms and products are of whole tensors.
+
+Operations work on the parts that this rank holds. DTensor's own take up to 18 times as long for many small
+tensors, with a collective for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fnaccel import _torch
+from fnaccel.errors import ArgumentError
+from fnaccel.tree.trees import Tree, map  # noqa: A004 - the name in every pytree library
+
+Factor = float | torch.Tensor
+
+
+def norm(tree: Tree) -> torch.Tensor:
+    """The Euclidean norm of all tensors of a tree together.
+
+    Every rank calls it if tensors are sharded. One all-reduce of a number for each axis of their mesh.
+
+    Args:
+        tree: real or complex tensors, DTensors among them. Other leaves raise.
+
+    Returns:
+        A 0-d tensor, equal on all ranks, in fp32 at least.
+
+    Raises:
+        ArgumentError: a leaf is no tensor.
+
+    Example:
+        >>> float(fa.tree.norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}))
+        5.0
+    """
+    return _summed([tree], lambda x: x.abs().square().sum(), "fa.tree.norm").sqrt()
+
+
+def dot(first: Tree, second: Tree) -> torch.Tensor:
+    """The inner product of two trees of one structure and one layout, a 0-d tensor.
+
+    Every rank calls it if tensors are sharded. The first one's complex numbers are conjugated, as by
+    `torch.vdot`.
+
+    Raises:
+        ArgumentError: a leaf is no tensor, or two tensors have different layouts.
+        ValueError: the structures differ.
+
+    Example:
+        >>> float(fa.tree.dot({"a": torch.ones(3)}, {"a": torch.arange(3.0)}))
+        3.0
+    """
+    return _summed([first, second], lambda x, y: (x.conj() * y).sum(), "fa.tree.dot")
+
+
+def scale(tree: Tree, factor: Factor) -> Tree:
+    """A tree with each tensor multiplied by a number or a 0-d tensor.
+
+    Example:
+        >>> fa.tree.scale({"a": torch.ones(2)}, 3.0)
+        {'a': tensor([3., 3.])}
+    """
+    return map(lambda x: _of_parts(lambda part: part * factor, "fa.tree.scale", x), tree)
+
+
+def axpy(factor: Factor, first: Tree, second: Tree) -> Tree:
+    """`factor * first + second`, for two trees of one structure and one layout.
+
+    Raises:
+        ArgumentError: a leaf is no tensor, or two tensors have different layouts.
+        ValueError: the structures differ.
+
+    Example:
+        >>> fa.tree.axpy(-0.1, {"a": torch.ones(2)}, {"a": torch.ones(2)})
+        {'a': tensor([0.9000, 0.9000])}
+    """
+    return map(lambda x, y: _of_parts(lambda a, b: a * factor + b, "fa.tree.axpy", x, y), first, second)
+
+
+def lerp(first: Tree, second: Tree, weight: Factor) -> Tree:
+    """`first + weight * (second - first)`, for two trees of one structure and one layout.
+
+    Raises:
+        ArgumentError: a leaf is no tensor, or two tensors have different layouts.
+        ValueError: the structures differ.
+
+    Example:
+        >>> fa.tree.lerp({"a": torch.zeros(2)}, {"a": torch.ones(2)}, 0.25)
+        {'a': tensor([0.2500, 0.2500])}
+    """
+
+    def between(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.lerp(a, b, weight.to(a.dtype) if isinstance(weight, torch.Tensor) else weight)
+
+    return map(lambda x, y: _of_parts(between, "fa.tree.lerp", x, y), first, second)
+
+
+def _of_parts(fn: Callable[..., torch.Tensor], where: str, *tensors: Any) -> Any:
+    """`fn` of this rank's parts, laid out as the first tensor is."""
+    _check(tensors, where)
+    first = tensors[0]
+    made = fn(*(_torch.local_of(x) for x in tensors))
+    if not hasattr(first, "placements"):
+        return made
+    return _torch.dtensor_of(made, first.device_mesh, first.placements, first.shape, first.stride())
+
+
+def _check(tensors: Sequence[Any], where: str) -> None:
+    for x in tensors:
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError(
+                f"a leaf is {type(x).__name__}, not a tensor",
+                where=where,
+                fix="give tensors alone: fa.tree.select(tree, pattern)",
+            )
+    layouts = [getattr(x, "placements", None) for x in tensors]
+    if any(each != layouts[0] for each in layouts) or any(p.is_partial() for p in layouts[0] or ()):
+        raise ArgumentError(
+            f"two tensors have the layouts {layouts[0]} and {layouts[-1]}",
+            where=where,
+            fix="bring them into one: fa.tree.map(fa.tree.whole, tree), or value.redistribute(...)",
+        )
+
+
+def _summed(trees: list[Tree], fn: Callable[..., torch.Tensor], where: str) -> torch.Tensor:
+    """The sum of `fn` over all leaves, each part of a tensor counted once."""
+    flat: list[tuple[Any, ...]] = []
+    map(lambda *tensors: flat.append(tensors), *trees)
+    plain: list[torch.Tensor] = []
+    over: dict[Any, list[torch.Tensor]] = {}
+    for tensors in flat:
+        _check(tensors, where)
+        value = fn(*(_wide(_torch.local_of(x)) for x in tensors))
+        mesh, copies = getattr(tensors[0], "device_mesh", None), 1
+        if mesh is None:
+            plain.append(value)
+            continue
+        for dim, placement in enumerate(tensors[0].placements):
+            copies *= 1 if placement.is_shard() else mesh.size(dim)
+        over.setdefault(mesh, []).append(value / copies)
+    total = _sum(plain)
+    for mesh, values in over.items():
+        part = _sum(values)
+        part = part if mesh.device_type == part.device.type else part.to(mesh.device_type)
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                dist.all_reduce(part, group=mesh.get_group(dim))
+        total = total + part.to(total.device) if plain else part
+        plain = [total]
+    return total
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    """A number with a small dtype in fp32: a sum of many in bf16 would stop growing."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _sum(values: list[torch.Tensor]) -> torch.Tensor:
+    if not values:
+        return torch.zeros(())
+    kinds = {(value.dtype, value.device) for value in values}
+    if len(kinds) > 1:
+        values = [value.double().to(values[0].device) for value in values]
+    return torch.stack(values).sum()
