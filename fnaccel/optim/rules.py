@@ -26,6 +26,9 @@ Slots = Mapping[str, Tensors]
 """The state of a part: for each name a tensor for each parameter."""
 
 
+_NARROW = (torch.bfloat16, torch.float16)
+
+
 class UpdateInfo(NamedTuple):
     """What a part knows of an update.
 
@@ -125,7 +128,7 @@ class ScaleByAdam(Part):
         mean = ops.lerp_(slots["exp_avg"], grads, 1 - beta1)
         square = ops.addcmul_(ops.mul_(slots["exp_avg_sq"], beta2), grads, grads, 1 - beta2)
         root = ops.root_(ops.div(square, _unbiased(beta2, info.updates)))
-        moved = ops.div_(ops.copy_(grads, mean), _unbiased(beta1, info.updates))
+        moved = ops.div(mean, _unbiased(beta1, info.updates))
         return ops.div_(moved, ops.add_(root, self.eps)), {"exp_avg": mean, "exp_avg_sq": square}
 
 
@@ -318,19 +321,21 @@ def write_update(
     """One update by parts, written to the parameters and slots. 16-bit tensors are computed in fp32.
 
     Args:
-        ops, parts, grads, slots, params, info: as for `run_parts`.
+        ops, parts, slots, params, info: as for `run_parts`.
+        grads: the same, in fp32 at least.
         skip: 0-d tensor, 1 if nothing may change. None if the update is not left out.
         separate: whether `ops` may not write to the tensors themselves, since the update may be left out.
     """
 
     def begun(values: Tensors) -> list[torch.Tensor]:
-        wide_values = [wide(value) for value in values]
-        pairs = zip(values, wide_values, strict=True)
+        pairs = [(value, wide(value)) for value in values]
         return [w.clone() if separate and w is value else w for value, w in pairs]
 
-    before = [{name: begun(values) for name, values in own.items()} for own in slots]
-    wide_grads = [None if grad is None else wide(grad) for grad in grads]
-    moved, after = run_parts(ops, parts, wide_grads, before, begun(params), info)
+    first, before = params, slots
+    if separate or any(param.dtype in _NARROW for param in params):
+        first = begun(params)
+        before = [{name: begun(values) for name, values in own.items()} for own in slots]
+    moved, after = run_parts(ops, parts, grads, before, first, info)
     _put(params, moved, skip)
     for own, new in zip(slots, after, strict=True):
         for name, values in own.items():
@@ -338,6 +343,8 @@ def write_update(
 
 
 def _put(targets: Tensors, values: Tensors, skip: torch.Tensor | None) -> None:
+    if values is targets:
+        return
     for target, value in zip(targets, values, strict=True):
         if value is not target:
             # not a product: a skipped value may be NaN
@@ -346,4 +353,4 @@ def _put(targets: Tensors, values: Tensors, skip: torch.Tensor | None) -> None:
 
 def wide(value: torch.Tensor) -> torch.Tensor:
     """In fp32 at least, as torch's fused kernels compute."""
-    return value.float() if value.dtype == torch.bfloat16 or value.dtype == torch.float16 else value
+    return value.float() if value.dtype in _NARROW else value

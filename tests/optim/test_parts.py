@@ -313,6 +313,24 @@ def test_a_skip_that_only_the_device_knows(world):
             assert all(same) == bool(skip)
 
 
+def test_members_of_groups_and_late_starts(world):
+    """A norm is one of the member's parameters, and updates count from a member's own start."""
+    lamb = parts.chain(*LAMB[:1], *LAMB[2:], lr=0.05)
+    groups = fa.optim.optimizer_groups(
+        [("out*", fa.optim.starting_at(2, lamb)), ("*", parts.chain(*BOTH, lr=0.02))]
+    )
+    state, _ = trained(groups, steps=2)
+    before = whole_params(state)
+    first = program(optimizer=fa.sgd(0.0), model=lambda: Net().double()).init(seed=0)
+    assert torch.equal(before["out.weight"], whole_params(first)["out.weight"])
+    assert not torch.equal(before["inp.weight"], whole_params(first)["inp.weight"])
+    state, metrics = trained(groups, steps=3)
+    assert metrics["lr/optim.chain.0"] == 0.05
+    assert float(state.opt["out.weight"]["exp_avg"].abs().sum()) > 0
+    moved = whole_params(state)["out.weight"] - before["out.weight"]
+    assert float(moved.norm()) == pytest.approx(0.05 * float(before["out.weight"].norm()))
+
+
 def test_slots_of_a_second_part_have_names_of_their_own(world):
     chain = parts.chain(
         parts.trace(0.9), parts.scale_by_adam(), parts.masked(parts.trace(0.5), "out*"), lr=0.1
