@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
 from fnaccel import _torch
-from fnaccel.errors import CapabilityError
+from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim import kernels
 from fnaccel.optim.description import Bound, Group, Optimizer
@@ -93,6 +93,7 @@ class BoundChain:
     def _make_slots(self, each: PlacedPart, leaves: Sequence[Leaf]) -> Slots:
         """The slots of one part, shown beside those of the parts before."""
         own = each.part.init([leaf.shard for leaf in leaves])
+        _check_slots(each.part, own, leaves)
         for name, values in own.items():
             shown, number = name, 0
             # of the whole chain: a name is that of one part for all parameters
@@ -157,6 +158,21 @@ def _real(value: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
+def _check_slots(part: Part, own: object, leaves: Sequence[Leaf]) -> None:
+    """Raise ArgumentError if the slots of a part are no lists of tensors as its parameters."""
+    problem = "" if isinstance(own, Mapping) else f"made {type(own).__name__} in the place of a dict of lists"
+    for name, values in own.items() if isinstance(own, Mapping) else ():
+        shapes = [getattr(value, "shape", None) for value in values]
+        if shapes != [leaf.shard.shape for leaf in leaves]:
+            problem = f"made a slot {name!r} that is no list with a tensor for each parameter, in its shape"
+    if problem:
+        raise ArgumentError(
+            f"{part_name(part)} {problem}",
+            where=f"{type(part).__name__}.init(params)",
+            fix='{"last": [torch.zeros_like(param) for param in params]}',
+        )
+
+
 def _check_rows(part: Part, leaves: Sequence[Leaf]) -> None:
     """Raise CapabilityError for a complex parameter, whose last dimension would be two numbers."""
     for leaf in leaves:
@@ -172,16 +188,23 @@ def _cut_rows(leaf: Leaf) -> CutRows | None:
     """How the rows of a parameter lie over ranks. None if this rank holds whole rows, or all of it.
 
     Raises:
-        CapabilityError: rows are cut, and packed matrices too.
+        CapabilityError: columns are cut, and rows too, in several packed matrices.
     """
     shown = leaf.shown
-    dims = [placement.dim for placement in getattr(shown, "placements", ()) if not placement.is_replicate()]
+    cuts = [placement for placement in getattr(shown, "placements", ()) if not placement.is_replicate()]
+    dims = [placement.dim for placement in cuts]
     if not dims:
         return None
     if shown.ndim < 2:
         return CutRows(0, 1, shown.numel())
     if not any(dims):
         return None
+    if any(placement.dim == 0 and hasattr(placement, "split_factor") for placement in cuts):
+        raise CapabilityError(
+            f"{leaf.name!r} holds several matrices, of which rows and columns are cut",
+            where=_WHERE,
+            fix="fa.optim.masked(part, mask) without it, for adaptive_clip and centralize",
+        )
     start = _torch.local_offset(shown)[0] if 0 in dims else 0
     return CutRows(start, shown.shape[0], shown.numel() // shown.shape[0])
 

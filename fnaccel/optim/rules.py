@@ -85,10 +85,9 @@ class Part:
         return params, slots
 
     def __repr__(self) -> str:
-        fields = attrs.fields(type(self))
-        return (
-            f"{part_name(self)}({', '.join(f'{f.name}={plan_text(getattr(self, f.name))}' for f in fields)})"
-        )
+        names = [field.name for field in attrs.fields(type(self))] if attrs.has(type(self)) else []
+        options = ", ".join(f"{name}={plan_text(getattr(self, name))}" for name in names)
+        return f"{part_name(self)}({options})"
 
 
 def part_name(part: Part) -> str:

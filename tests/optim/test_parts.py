@@ -11,7 +11,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
-from fnaccel.optim import chain_kernel
+from fnaccel.optim import chain_kernel, kernels
 from fnaccel.optim.fused import BoundFused
 from fnaccel.optim.operations import FAST, PURE
 from fnaccel.testing import assert_close, count_collectives
@@ -482,6 +482,47 @@ def test_members_of_the_other_chain_are_refused_by_name():
 def test_mistakes_are_named(make, text):
     with pytest.raises(errors.ArgumentError, match=text):
         make()
+
+
+class Odd(fa.extend.Part):
+    """A part whose first slots are given."""
+
+    def __init__(self, slots, traceable=True):
+        self.slots = slots
+        self.traceable = traceable
+
+    def init(self, params):
+        return self.slots if self.slots is not None else {"seen": [torch.zeros_like(p) for p in params]}
+
+    def update(self, ops, grads, slots, params, info):
+        if not self.traceable:
+            float(grads[0].sum())  # a read on the host, which a graph would not take
+        return grads, {"seen": ops.add_(slots["seen"], 1.0)}
+
+
+@pytest.mark.parametrize("slots", [[], {"seen": []}, {"seen": [torch.ones(3)]}, {"seen": [1.0] * 8}])
+def test_first_slots_that_are_no_lists_of_tensors(slots, world):
+    with pytest.raises(errors.ArgumentError, match=r"odd made .*[\s\S]*Odd\.init\(params\)"):
+        program(optimizer=parts.chain(Odd(slots), lr=0.1)).init()
+
+
+def test_a_part_that_is_not_captured(world):
+    optimizer = parts.chain(Odd(None, traceable=False), lr=0.1)
+    assert not optimizer.traceable
+    wanted, _ = trained(fa.sgd(0.1))
+    found, _ = trained(optimizer, captured(loss_fn))
+    assert far(whole_params(found).values(), whole_params(wanted).values()) < 1e-6
+    assert float(found.opt["out.bias"]["seen"]) == 4
+
+
+def test_a_graph_says_when_parameters_begin_to_change(world):
+    """So a state lives through any failure before that, and is dead after one later."""
+    train_step = program(captured(loss_fn), optimizer=parts.chain(parts.trust_ratio(), lr=0.1))
+    state = train_step.init()
+    before = kernels.begun()
+    for number in range(2):
+        state, _ = train_step(state, batch_of(4, number))
+    assert kernels.begun() == before + 2
 
 
 @pytest.mark.parametrize("part", [parts.trust_ratio(), parts.add_decayed_weights(0.1)], ids=["rule", "fused"])
