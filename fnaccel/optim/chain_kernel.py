@@ -206,7 +206,7 @@ def _cut_rows(leaf: Leaf) -> CutRows | None:
             fix="fa.optim.masked(part, mask) without it, for adaptive_clip and centralize",
         )
     start = _torch.local_offset(shown)[0] if 0 in dims else 0
-    return CutRows(start, shown.shape[0], shown.numel() // shown.shape[0])
+    return CutRows(start, shown.shape[0], shown.numel() // max(shown.shape[0], 1))
 
 
 def unmasked(part: Part) -> Part:

@@ -77,7 +77,7 @@ _SGD = (
 )
 
 
-_BEGIN = "begin_(Tensor(a!)[] tensors) -> ()"
+_BEGIN, _PUT = "begin_(Tensor(a!)[] tensors) -> ()", "put_(Tensor(a!) target, Tensor value) -> ()"
 
 
 class _Begun:
@@ -95,9 +95,11 @@ def begun() -> int:
 def register() -> Any:
     """Make the operations known to torch.compile: when a step is first compiled."""
     library = torch.library.Library("fnaccel", "DEF")
-    library.define(_BEGIN, tags=_torch.EXACT_STRIDES)
-    library.impl("begin_", _begin, "CompositeExplicitAutograd")
-    torch.library.register_fake("fnaccel::begin_", lambda _: None, lib=library)
+    for schema, body in ((_BEGIN, _begin), (_PUT, _put)):
+        name = schema.partition("(")[0]
+        library.define(schema, tags=_torch.EXACT_STRIDES)
+        library.impl(name, body, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fnaccel::{name}", lambda *_: None, lib=library)
     for name, (schema, kind, fused) in {
         "adam_": (_ADAM, AdamUpdate, _fused_adam),
         "adamw_": (_ADAM, AdamUpdate, _fused_adamw),
@@ -111,6 +113,10 @@ def register() -> Any:
 
 def _begin(_: Tensors) -> None:
     _Begun.updates += 1
+
+
+def _put(target: torch.Tensor, value: torch.Tensor) -> None:
+    target.copy_(value)
 
 
 def begin(tensors: Tensors) -> None:

@@ -347,7 +347,12 @@ def _put(targets: Tensors, values: Tensors, skip: torch.Tensor | None) -> None:
     for target, value in zip(targets, values, strict=True):
         if value is not target:
             # not a product: a skipped value may be NaN
-            target.copy_(value if skip is None else torch.where(skip > 0, wide(target), value))
+            value = value if skip is None else torch.where(skip > 0, wide(target), value)
+            if target.ndim == 0 and torch.compiler.is_compiling():
+                # torch 2.13 takes a 0-d float64 input of a graph for a number, and drops what is copied to it
+                torch.ops.fnaccel.put_(target, value)
+            else:
+                target.copy_(value)
 
 
 def wide(value: torch.Tensor) -> torch.Tensor:

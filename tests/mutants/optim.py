@@ -20,7 +20,7 @@ MUTANTS = [
     ),
     Mutant(
         "a left out update moves the slots of parts in a graph", RULES,
-        "target.copy_(value if skip is None else", "target.copy_(value if True else",
+        "value = value if skip is None else", "value = value if True else",
         (PARTS, "-k", "a_skipped_update and captured"),
     ),
     Mutant(
@@ -30,6 +30,10 @@ MUTANTS = [
     Mutant(
         "a part hands its slot on", RULES, "else ops.copy_(grads, buffer)", "else buffer",
         (PARTS, "-k", "in_place_is and trace"),
+    ),
+    Mutant(
+        "numbers in a graph keep their first slots", RULES, "if target.ndim == 0 and torch", "if False and torch",
+        (PARTS, "-k", "odd_shapes and True and Scalars"),
     ),
     Mutant(
         "norms by shard", OPERATIONS, "        squares = _torch.summed_over(squares, self.over.group)\n", "",

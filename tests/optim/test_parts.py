@@ -18,6 +18,7 @@ from fnaccel.testing import assert_close, count_collectives
 from tests.models import Net, batch_of, loss_fn, program, whole, whole_params
 from tests.optim import chains
 from tests.optim.chains import CHAINS, LAMB, SETS, SHAPES, Hand, parts, run, unfused
+from tests.parity import traps
 
 RECORD = json.loads((Path(__file__).parent / "optax_record.json").read_text())
 
@@ -408,6 +409,42 @@ def test_equals_one_process(pools, strategy, ranks, how):
         for name, value in wanted.items():
             assert far([params[name]], [value]) < (1e-6 if how and "captured" in how else 1e-9), name
             assert all(far([found[name][slot]], [slots[name][slot]]) < 1e-6 for slot in slots[name])
+
+
+def on_odd_parameters(make, strategy, compiled=False):
+    step = captured(traps.squares) if compiled else traps.squares
+    optimizer = parts.chain(*WHOLE, lr=0.05)
+    train_step = program(step, strategy=strategy, optimizer=optimizer, model=lambda: make().double())
+    state = train_step.init(seed=0)
+    for number in range(4):
+        share = 12 // train_step.mesh.batch_size
+        place = slice(share * train_step.mesh.batch_rank, share * (train_step.mesh.batch_rank + 1))
+        state, _ = train_step(state, tuple(part[place].double() for part in batch_of(12, number)))
+    return whole_params(state)
+
+
+@pytest.mark.parametrize("make", [traps.Scalars, traps.Experts])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "compiled"), [("local", 1, True), ("ddp", 2, False), ("fsdp", 2, False)]
+)
+def test_parameters_of_odd_shapes(pools, make, strategy, ranks, compiled):
+    """Without dimensions, without elements, and cut along another dimension than the first."""
+    wanted = pools.run(1, on_odd_parameters, make, "local")[0]
+    for params in pools.run(ranks, on_odd_parameters, make, strategy, compiled):
+        assert all(torch.allclose(params[name], value, atol=1e-6) for name, value in wanted.items())
+
+
+class Dense(traps.Gaps):
+    """The same parameter in memory of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(self.weight.detach().clone())
+
+
+def test_a_parameter_with_gaps(pools):
+    wanted, found = (pools.run(1, on_odd_parameters, make, "local")[0] for make in (Dense, traps.Gaps))
+    assert all(torch.allclose(found[name], value) for name, value in wanted.items())
 
 
 def counted(chain):
