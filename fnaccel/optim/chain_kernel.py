@@ -92,7 +92,7 @@ class BoundChain:
 
     def _make_slots(self, each: PlacedPart, leaves: Sequence[Leaf]) -> Slots:
         """The slots of one part, shown beside those of the parts before."""
-        own = each.part.init([leaf.shard for leaf in leaves])
+        own = each.part.init([leaf.shard.detach() for leaf in leaves])  # in a graph it requires grad
         _check_slots(each.part, own, leaves)
         for name, values in own.items():
             shown, number = name, 0

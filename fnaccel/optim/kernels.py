@@ -77,7 +77,7 @@ _SGD = (
 )
 
 
-_BEGIN, _PUT = "begin_(Tensor(a!)[] tensors) -> ()", "put_(Tensor(a!) target, Tensor value) -> ()"
+_BEGIN, _PUT = "begin_(Tensor(a!)[] tensors) -> ()", "put_(Tensor(a!)[] targets, Tensor[] values) -> ()"
 
 
 class _Begun:
@@ -115,8 +115,9 @@ def _begin(_: Tensors) -> None:
     _Begun.updates += 1
 
 
-def _put(target: torch.Tensor, value: torch.Tensor) -> None:
-    target.copy_(value)
+def _put(targets: Tensors, values: Tensors) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
 
 
 def begin(tensors: Tensors) -> None:

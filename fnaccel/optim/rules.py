@@ -335,13 +335,25 @@ def write_update(
         first = begun(params)
         before = [{name: begun(values) for name, values in own.items()} for own in slots]
     moved, after = run_parts(ops, parts, grads, before, first, info)
-    _put(params, moved, skip)
+    numbers: list[tuple[torch.Tensor, torch.Tensor]] = []
+    _put(params, moved, skip, numbers)
     for own, new in zip(slots, after, strict=True):
         for name, values in own.items():
-            _put(values, new[name], skip)
+            _put(values, new[name], skip, numbers)
+    if numbers:
+        # torch 2.13 takes a 0-d float64 input of a graph for a number, and drops what is copied to it. By one
+        # operation, since inductor computed a value that reads a number after it was written to
+        targets, written = zip(*numbers, strict=True)
+        torch.ops.fnaccel.put_(list(targets), list(written))
 
 
-def _put(targets: Tensors, values: Tensors, skip: torch.Tensor | None) -> None:
+def _put(
+    targets: Tensors,
+    values: Tensors,
+    skip: torch.Tensor | None,
+    numbers: list[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Write values to targets. In a graph those without dimensions are added to `numbers`."""
     if values is targets:
         return
     for target, value in zip(targets, values, strict=True):
@@ -349,8 +361,7 @@ def _put(targets: Tensors, values: Tensors, skip: torch.Tensor | None) -> None:
             # not a product: a skipped value may be NaN
             value = value if skip is None else torch.where(skip > 0, wide(target), value)
             if target.ndim == 0 and torch.compiler.is_compiling():
-                # torch 2.13 takes a 0-d float64 input of a graph for a number, and drops what is copied to it
-                torch.ops.fnaccel.put_(target, value)
+                numbers.append((target, value))
             else:
                 target.copy_(value)
 
