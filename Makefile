@@ -131,6 +131,7 @@ bench: .venv/.bench .venv-jax/.jax  ## side-by-side benchmarks, then every table
 	$(BIN)/python benchmarks/axes.py
 	$(BIN)/python benchmarks/seeing.py
 	$(BIN)/python benchmarks/starting.py
+	$(BIN)/python benchmarks/optimizer_parts.py
 	$(BIN)/python benchmarks/offload.py
 	$(BIN)/python benchmarks/load.py
 	$(BIN)/python benchmarks/pages.py

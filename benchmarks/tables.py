@@ -326,4 +326,5 @@ BLOCKS: dict[str, Callable[[Measured], str]] = {
     "load": _full("load", ""),
     "seeing": _full("seeing", ""),
     "starting": _full("starting", ""),
+    "optimizer_parts": _full("optimizer_parts", ""),
 }

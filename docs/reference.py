@@ -27,6 +27,7 @@ GROUPS = {
         "chain", "with_precision", "transforms.Precision", "transforms.Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite", "transforms.on_spike", "transforms.sync_batch_norm",
         "with_ema", "remat", "transforms.attention", "compile",
     ],
+    "Parameters and gradients as values": ["params", "call", "value_and_grad", "perturb", "with_gradient", "per_example", "row_norms"],
     "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategies.footprint", "strategies.Footprint", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "tensor", "context", "deepspeed", "xla", "world.mesh.Mesh", "layout", "program.parameter_layout.LayoutTable", "program.parameter_layout.ArrayBlocks"],
     "Estimates": [
         "estimate.training", "estimate.TrainingEstimate", "estimate.Peak", "estimate.choices", "estimate.Choice", "estimate.cheapest", "estimate.inference", "estimate.InferenceEstimate",
@@ -37,6 +38,9 @@ GROUPS = {
         "schedules.warmup_constant", "schedules.warmup_linear", "schedules.warmup_stable_decay", "warmup_cosine", "schedules.inverse_sqrt", "schedules.one_cycle", "schedules.piecewise", "schedules.joined",
         "schedules.from_torch_scheduler",
     ],
+    "Optimizers from parts": [
+        "optim.chain", "optim.add_decayed_weights", "optim.scale_by_adam", "optim.scale_by_rms", "optim.trace", "optim.scale_by_lion", "optim.trust_ratio", "optim.clip_norm", "optim.adaptive_clip", "optim.centralize", "optim.lookahead", "optim.masked",
+    ],
     "Data": ["shard", "set_seed", "data.Shards", "data.Batch", "data.Window", "data.Rows", "data.register_batch", "data.rows_of", "data.cut"],
     "State and checkpoints": [
         "TrainState", "state.Position", "state.Seed", "snapshot", "save", "save_async", "checkpoint.Saving", "restore", "resume_or_init", "checkpoint.latest", "checkpoint.checkpoints", "checkpoint.hooks", "checkpoint.Hooks",
@@ -45,6 +49,7 @@ GROUPS = {
     "Pytrees": [
         "tree", "tree.map", "tree.map_with_path", "tree.map_tensors", "tree.leaves", "tree.paths", "tree.items", "tree.select", "tree.flatten", "tree.unflatten",
         "tree.structure", "tree.partition", "tree.combine", "tree.cast", "tree.to", "tree.allclose", "tree.whole", "tree.register",
+        "tree.norm", "tree.dot", "tree.scale", "tree.axpy", "tree.lerp",
     ],
     "Collectives": [
         "gather", "collectives.gather_objects", "reduce", "broadcast", "collectives.broadcast_objects", "pad_across_processes",
@@ -63,7 +68,7 @@ GROUPS = {
     ],
     "Time, memory, reports": ["seeing.write_report", "seeing.ReportTracker", "profile", "seeing.Profile", "seeing.summarize", "seeing.Summary", "seeing.Throughput"],
     "Extending": [
-        "extend", "extend.Bound", "extend.Build", "extend.Built", "extend.Capture", "extend.Cut", "extend.Delegation", "extend.EVERYTHING", "extend.Engine", "extend.Forward", "extend.GradientHook", "extend.Gradients", "extend.Group", "extend.Grouped", "extend.Hooks", "extend.Indexed", "extend.Kernel", "extend.Layout", "extend.Leaf", "extend.LossPart", "extend.Member", "extend.Mesh", "extend.MeshAxis", "extend.MicroBatch", "extend.MicroBatches", "extend.Question", "extend.Runtime", "extend.Settings", "extend.Spec", "extend.Stream", "extend.Traffic", "extend.UpdateHook", "extend.Updated", "extend.classify", "extend.construct", "extend.delegator", "extend.finisher", "extend.group_leaves", "extend.in_turn", "extend.maker", "extend.nearest", "extend.place", "extend.reader", "extend.require", "extend.whole_engine",
+        "extend", "extend.Bound", "extend.Build", "extend.Built", "extend.Capture", "extend.Cut", "extend.Delegation", "extend.EVERYTHING", "extend.Engine", "extend.Forward", "extend.GradientHook", "extend.Gradients", "extend.Group", "extend.Grouped", "extend.Hooks", "extend.Indexed", "extend.Kernel", "extend.Layout", "extend.Leaf", "extend.LossPart", "extend.Member", "extend.Mesh", "extend.MeshAxis", "extend.MicroBatch", "extend.MicroBatches", "extend.Operations", "extend.Part", "extend.Question", "extend.Runtime", "extend.Settings", "extend.Spec", "extend.Stream", "extend.Traffic", "extend.UpdateHook", "extend.UpdateInfo", "extend.Updated", "extend.classify", "extend.construct", "extend.delegator", "extend.finisher", "extend.group_leaves", "extend.in_turn", "extend.maker", "extend.nearest", "extend.place", "extend.reader", "extend.require", "extend.whole_engine",
     ],
     "Tests of training code": [
         "testing.RankPool", "testing.RankPools", "testing.oracle_run", "testing.assert_close", "testing.differences", "testing.tolerance", "testing.count_collectives",

@@ -78,6 +78,14 @@ foreach_mul_: Any = torch._foreach_mul_
 foreach_div: Any = torch._foreach_div
 foreach_mul: Any = torch._foreach_mul
 foreach_lerp_: Any = torch._foreach_lerp_
+foreach_lerp: Any = torch._foreach_lerp
+foreach_add: Any = torch._foreach_add
+foreach_add_: Any = torch._foreach_add_
+foreach_addcmul_: Any = torch._foreach_addcmul_
+foreach_copy_: Any = torch._foreach_copy_
+foreach_div_: Any = torch._foreach_div_
+foreach_sign_: Any = torch._foreach_sign_
+foreach_sqrt_: Any = torch._foreach_sqrt_
 foreach_clamp_min_: Any = torch._foreach_clamp_min_
 foreach_clamp_max_: Any = torch._foreach_clamp_max_
 

@@ -190,7 +190,7 @@ def test_objects_move_themselves_and_modules_stay():
 
 
 def test_an_object_that_holds_tensors_is_named_once(monkeypatch):
-    monkeypatch.setattr(tree, "_told", set())
+    monkeypatch.setattr("fnaccel.tree.trees._told", set())
     with pytest.warns(UserWarning, match=r"Opaque holds tensors \(table\) and is no container"):
         tree.cast([Opaque(), Opaque()], torch.float16)
     tree.to(Opaque(), "meta")

@@ -15,6 +15,7 @@ from fnaccel.optim import kernels
 from fnaccel.optim.description import Bound, Optimizer, group_leaves, takes_tensors
 from fnaccel.optim.several import OptimizerGroups, assign, optimizers_of
 from fnaccel.step.loss import Scalar
+from fnaccel.world.mesh import MeshAxis
 
 Optimizers = dict[str | None, Optimizer | OptimizerGroups]
 
@@ -97,7 +98,9 @@ class Updater:
         *,
         on_device: bool,
         bound: Bound | None = None,
+        over: MeshAxis | None = None,
     ) -> None:
+        self._over = over
         self.slots: dict[str, dict[str, Any]] = {}
         self._parts: list[_Part] = []
         self._on_device = on_device
@@ -117,7 +120,7 @@ class Updater:
     def _add(self, rate: str, optimizer: Optimizer, leaves: Sequence[Leaf], indices: list[int]) -> None:
         """Bind an optimizer to its parameters."""
         members = [leaves[i] for i in indices]
-        groups = group_leaves(optimizer, members) if members else []
+        groups = group_leaves(optimizer, members, self._over) if members else []
         binding = self._runtime_optimizer or optimizer.kernel.bind(groups)
         if not (hasattr(binding, "slots") and callable(getattr(binding, "apply", None))):
             raise ArgumentError(

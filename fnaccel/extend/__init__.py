@@ -13,7 +13,7 @@ An engine
     Question MicroBatch MicroBatches in_turn Delegation delegator
 
 An optimizer
-    Optimizer Kernel Bound Group Member group_leaves
+    Optimizer Kernel Bound Group Member group_leaves Part Operations UpdateInfo
 
 A tracker, a reader of loaders
     Tracker Media Artifacts PerRank register reader classify Stream Indexed Grouped
@@ -59,6 +59,9 @@ if TYPE_CHECKING:
     from fnaccel.optim.description import Member as Member
     from fnaccel.optim.description import Optimizer as Optimizer
     from fnaccel.optim.description import group_leaves as group_leaves
+    from fnaccel.optim.operations import Operations as Operations
+    from fnaccel.optim.rules import Part as Part
+    from fnaccel.optim.rules import UpdateInfo as UpdateInfo
     from fnaccel.step.settings import Settings as Settings
     from fnaccel.step.spec import LossPart as LossPart
     from fnaccel.step.spec import Spec as Spec
@@ -100,6 +103,8 @@ else:
             "fnaccel.models.building": "Built construct",
             "fnaccel.models.parameter": "Cut Leaf",
             "fnaccel.optim.description": "Bound Group Kernel Member Optimizer group_leaves",
+            "fnaccel.optim.operations": "Operations",
+            "fnaccel.optim.rules": "Part UpdateInfo",
             "fnaccel.step.settings": "Settings",
             "fnaccel.step.spec": "LossPart Spec",
             "fnaccel.step.step": "EVERYTHING Capability GradientHook Info Phase Transform UpdateHook",

@@ -16,14 +16,29 @@ from fnaccel.optim.several import optimizer_groups as optimizer_groups
 from fnaccel.optim.several import starting_at as starting_at
 
 if TYPE_CHECKING:
+    from fnaccel.optim.chain_kernel import chain as chain
     from fnaccel.optim.deepspeed import deepspeed_lr as deepspeed_lr
     from fnaccel.optim.deepspeed import from_deepspeed as from_deepspeed
+    from fnaccel.optim.parts import adaptive_clip as adaptive_clip
+    from fnaccel.optim.parts import add_decayed_weights as add_decayed_weights
+    from fnaccel.optim.parts import centralize as centralize
+    from fnaccel.optim.parts import clip_norm as clip_norm
+    from fnaccel.optim.parts import lookahead as lookahead
+    from fnaccel.optim.parts import masked as masked
+    from fnaccel.optim.parts import scale_by_adam as scale_by_adam
+    from fnaccel.optim.parts import scale_by_lion as scale_by_lion
+    from fnaccel.optim.parts import scale_by_rms as scale_by_rms
+    from fnaccel.optim.parts import trace as trace
+    from fnaccel.optim.parts import trust_ratio as trust_ratio
     from fnaccel.optim.quantized import adamw8bit as adamw8bit
 else:  # a copy of fnaccel may lack them
     __getattr__, __dir__, __all__ = _lazy.attach(
         __name__,
         {
+            "fnaccel.optim.chain_kernel": "chain",
             "fnaccel.optim.deepspeed": "deepspeed_lr from_deepspeed",
+            "fnaccel.optim.parts": "adaptive_clip add_decayed_weights centralize clip_norm lookahead masked "
+            "scale_by_adam scale_by_lion scale_by_rms trace trust_ratio",
             "fnaccel.optim.quantized": "adamw8bit",
         },
         namespaces="schedules",

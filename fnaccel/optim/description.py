@@ -21,6 +21,7 @@ from fnaccel.optim.selection import Groups, Select, choose, pairs_of, refuse_unm
 from fnaccel.step.callables import plan_text
 from fnaccel.step.loss import Scalar
 from fnaccel.step.spec import Spec
+from fnaccel.world.mesh import MeshAxis
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,12 +39,17 @@ class Member:
 
 @attrs.frozen
 class Group:
-    """Parameters that share options, the schedule of their rate (None: the optimizer's), its first value."""
+    """Parameters that share options, the schedule of their rate (None: the optimizer's), its first value.
+
+    `over` are the ranks that together hold the parameters, over which the norm of a whole tensor is added up.
+    None if each rank holds all.
+    """
 
     members: tuple[Member, ...]
     options: dict[str, Any]
     lr: Schedule | None
     first_rate: float
+    over: MeshAxis | None = None
 
 
 class Bound(Protocol):
@@ -117,6 +123,19 @@ class Optimizer:
         """Whether its update can be captured in a graph."""
         return getattr(self.kernel, "traceable", False) and not self.starts
 
+    @property
+    def parts(self) -> tuple[Any, ...] | None:
+        """The parts of `fa.optim.chain` that compute the same, without the options of groups.
+
+        None if there are none, as for `fa.optim.from_torch`.
+
+        Example:
+            >>> fa.sgd(0.1, momentum=0.9).parts
+            (trace(decay=0.9, nesterov=False),)
+        """
+        parts = getattr(self.kernel, "parts", None)
+        return None if parts is None else parts(dict(self.options))
+
     def plan_notes(self, spec: Spec) -> list[str]:
         """Notes for the plan: the values that each step reads on the host."""
         notes: list[str] = []
@@ -133,8 +152,11 @@ class Optimizer:
     def describe(self) -> str:
         """One line for the plan."""
         rate = self.lr.value if isinstance(self.lr, constant) else plan_text(self.lr)
-        parts = [f"lr={rate}", *(f"{name}={plan_text(value)}" for name, value in self.options)]
-        parts += [f"{selector_name(select)}: {plan_text(dict(options))}" for select, options in self.groups]
+        chain: tuple[Any, ...] = getattr(self.kernel, "chain", ())
+        parts = [*map(plan_text, chain), f"lr={rate}"]
+        if not chain:
+            parts += [f"{name}={plan_text(value)}" for name, value in self.options]
+            parts += [f"{selector_name(select)}: {plan_text(dict(o))}" for select, o in self.groups]
         parts += [f"starts at update {self.starts}"] if self.starts else []
         return f"{self.name}({', '.join(parts)})"
 
@@ -190,8 +212,13 @@ def options_of(
     return tuple(defaults.items()), tuple(checked)
 
 
-def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf]) -> list[Group]:
+def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf], over: MeshAxis | None = None) -> list[Group]:
     """Sort leaves into groups by the first selection that takes them, then by dtype, device and gaps.
+
+    Args:
+        optimizer: the description, with its selections.
+        leaves: the parameters.
+        over: the ranks that together hold them, `Layout.held_by`.
 
     Raises:
         ArgumentError: a selection takes no parameter, or a schedule gives no rate.
@@ -212,7 +239,7 @@ def group_leaves(optimizer: Optimizer, leaves: Iterable[Leaf]) -> list[Group]:
         extra.pop("optional", None)
         lr = extra.pop("lr", None)
         first = _first_rate(lr or optimizer.lr, optimizer.name)
-        groups.append(Group(tuple(members), {**dict(optimizer.options), **extra}, lr, first))
+        groups.append(Group(tuple(members), {**dict(optimizer.options), **extra}, lr, first, over))
     return groups
 
 

@@ -20,6 +20,7 @@ from fnaccel.errors import CapabilityError, require
 from fnaccel.models.parameter import memory_of
 from fnaccel.optim import kernels
 from fnaccel.optim.description import Group, Optimizer, options_of, refuse_unknown
+from fnaccel.optim.rules import Part, adam_parts, adamw_parts, sgd_parts
 from fnaccel.optim.schedules import Rate
 from fnaccel.optim.selection import Groups
 from fnaccel.step.loss import Scalar
@@ -33,6 +34,11 @@ _PLAIN: dict[str, Callable[..., None]] = {
     "adam": kernels.plain_adam_,
     "adamw": kernels.plain_adamw_,
 }
+_PARTS: dict[str, Callable[..., tuple[Part, ...]]] = {
+    "sgd": sgd_parts,
+    "adam": adam_parts,
+    "adamw": adamw_parts,
+}
 # on "meta" slots are counted, and never updated
 _DEVICES = frozenset({"cpu", "cuda", "xpu", "mps", "xla", "meta"})
 
@@ -43,6 +49,10 @@ class FusedKernel:
 
     traceable: ClassVar[bool] = True
     name: str
+
+    def parts(self, options: dict[str, Any]) -> tuple[Part, ...]:
+        """The parts of `fa.optim.chain` that compute the same."""
+        return _PARTS[self.name](**options)
 
     def bind(self, groups: Sequence[Group]) -> BoundFused:
         """Make zeroed slots beside each parameter shard."""

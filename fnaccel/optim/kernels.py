@@ -5,20 +5,30 @@ calls the same kernel. It takes gradients that are scaled by then: with a scale 
 them, and in a graph two of them may be one tensor.
 
 The kernels walk over memory, so they would write into the gaps of a parameter that is not dense, and XLA has
-none: `plain_*` do their arithmetic. On XLA all that changes between steps is a tensor, so that the graph
-stays the same.
+none: `plain_*` do their arithmetic by the rules of `rules.py`. On XLA all that changes between steps is a
+tensor, so that the graph stays the same.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fnaccel import _torch
+from fnaccel.optim.operations import PURE
+from fnaccel.optim.rules import (
+    Part,
+    UpdateInfo,
+    adam_parts,
+    adamw_parts,
+    placed,
+    sgd_parts,
+    wide,
+    write_update,
+)
 from fnaccel.step.loss import Scalar
 
 Tensors = Sequence[torch.Tensor]
@@ -67,6 +77,9 @@ _SGD = (
 )
 
 
+_BEGIN, _PUT = "begin_(Tensor(a!)[] tensors) -> ()", "put_(Tensor(a!)[] targets, Tensor[] values) -> ()"
+
+
 class _Begun:
     """How many updates compiled code has begun: after a failure, whether parameters may have changed."""
 
@@ -82,6 +95,11 @@ def begun() -> int:
 def register() -> Any:
     """Make the operations known to torch.compile: when a step is first compiled."""
     library = torch.library.Library("fnaccel", "DEF")
+    for schema, body in ((_BEGIN, _begin), (_PUT, _put)):
+        name = schema.partition("(")[0]
+        library.define(schema, tags=_torch.EXACT_STRIDES)
+        library.impl(name, body, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fnaccel::{name}", lambda *_: None, lib=library)
     for name, (schema, kind, fused) in {
         "adam_": (_ADAM, AdamUpdate, _fused_adam),
         "adamw_": (_ADAM, AdamUpdate, _fused_adamw),
@@ -91,6 +109,20 @@ def register() -> Any:
         library.impl(name, functools.partial(_in_graph, kind, fused), "CompositeExplicitAutograd")
         torch.library.register_fake(f"fnaccel::{name}", lambda *_: None, lib=library)
     return library
+
+
+def _begin(_: Tensors) -> None:
+    _Begun.updates += 1
+
+
+def _put(targets: Tensors, values: Tensors) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
+
+
+def begin(tensors: Tensors) -> None:
+    """Note in a graph that these tensors begin to change. For updates that no operation here carries out."""
+    torch.ops.fnaccel.begin_(tensors)
 
 
 def _in_graph(kind: Callable[..., Any], fused: Callable[[Any], None], *args: Any) -> None:
@@ -138,47 +170,31 @@ def _fused_sgd(update: SgdUpdate) -> None:
 
 
 def plain_adam_(update: AdamUpdate, *, decoupled: bool = False) -> None:
-    """Adam in plain operations. `decoupled`: AdamW, whose weight decay is apart from the gradient."""
-    beta1, beta2, weight_decay = update.beta1, update.beta2, update.weight_decay
-    lr = _on_device(update.lr, update.params[0].device)
+    """Adam by its rule. `decoupled`: AdamW, whose weight decay is apart from the gradient."""
+    betas = (update.beta1, update.beta2)
+    parts = (adamw_parts if decoupled else adam_parts)(
+        betas=betas, eps=update.eps, weight_decay=update.weight_decay
+    )
     updates = update.updates.to(torch.promote_types(update.params[0].dtype, update.updates.dtype))
-    step_size = lr / _unbiased(beta1, updates)
-    bias_correction2 = _unbiased(beta2, updates) ** 0.5
-    for tensors in zip(update.params, update.grads, update.exp_avgs, update.exp_avg_sqs, strict=True):
-        param, grad, exp_avg, exp_avg_sq = tensors
-        value, grad = _wide(param), _scaled(grad, update.scale)
-        if weight_decay and not decoupled:
-            grad = grad + weight_decay * value
-        if weight_decay and decoupled:
-            value = value * (1.0 - lr * weight_decay)
-        mean = torch.lerp(_wide(exp_avg), grad, 1.0 - beta1)
-        square = beta2 * _wide(exp_avg_sq) + (1.0 - beta2) * grad * grad
-        denom = square.sqrt() / bias_correction2 + update.eps
-        _put(param, value - step_size * mean / denom, update.skip)
-        _put(exp_avg, mean, update.skip)
-        _put(exp_avg_sq, square, update.skip)
+    _by_rule(update, parts, {"exp_avg": update.exp_avgs, "exp_avg_sq": update.exp_avg_sqs}, updates)
 
 
 def plain_sgd_(update: SgdUpdate) -> None:
-    """SGD in plain operations."""
-    lr = _on_device(update.lr, update.params[0].device)
-    for index, (param, grad) in enumerate(zip(update.params, update.grads, strict=True)):
-        value, step = _wide(param), _scaled(grad, update.scale)
-        if update.weight_decay:
-            step = step + update.weight_decay * value
-        if update.momentum:
-            buffer = update.momentum * _wide(update.momentum_buffers[index]) + step
-            _put(update.momentum_buffers[index], buffer, update.skip)
-            step = step + update.momentum * buffer if update.nesterov else buffer
-        _put(param, value - lr * step, update.skip)
+    """SGD by its rule."""
+    parts = sgd_parts(momentum=update.momentum, nesterov=update.nesterov, weight_decay=update.weight_decay)
+    _by_rule(update, parts, {"momentum_buffer": update.momentum_buffers}, 1.0)
 
 
-def _unbiased(beta: float, updates: torch.Tensor) -> Any:
-    """`1 - beta**updates`: as a difference it would lose half of fp32's digits when beta is near 1."""
-    return -torch.expm1(updates * math.log(beta)) if beta else 1.0
+def _by_rule(
+    update: AdamUpdate | SgdUpdate, parts: Sequence[Part], slots: Mapping[str, Tensors], updates: Scalar
+) -> None:
+    grads = [_scaled(grad, update.scale) for grad in update.grads]
+    own = [{name: list(slots[name]) for name in part.init([])} for part in parts]
+    info = UpdateInfo(updates, on_device(update.lr, update.params[0].device))
+    write_update(PURE, [placed(part) for part in parts], grads, own, update.params, info, update.skip)
 
 
-def _on_device(rate: Scalar, device: torch.device) -> Scalar:
+def on_device(rate: Scalar, device: torch.device) -> Scalar:
     """A rate on the device. On XLA as an input of the graph: a number would be part of it."""
     if isinstance(rate, torch.Tensor):
         return rate.to(device)
@@ -194,18 +210,8 @@ def as_input(value: float, device: torch.device) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.float32).to(device).reshape(())
 
 
-def _wide(value: torch.Tensor) -> torch.Tensor:
-    """In fp32 at least, as the kernels compute."""
-    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-
-
 def _scaled(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    return _wide(grad) if scale is None else _wide(grad) / scale
-
-
-def _put(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
-    # not a product: a skipped value may be NaN
-    target.copy_(value if skip is None else torch.where(skip > 0, _wide(target), value))
+    return wide(grad) if scale is None else wide(grad) / scale
 
 
 def _dispatched(

@@ -124,7 +124,12 @@ class Instance:
         updated = capture.leaves if capture is not None and inside else leaves
         bound = engine.runtime.bound
         self.updater = Updater(
-            updated, optimizers, world.device, on_device=lowered.settings.skips, bound=bound
+            updated,
+            optimizers,
+            world.device,
+            on_device=lowered.settings.skips,
+            bound=bound,
+            over=engine.layout.held_by,
         )
         self.params = self._show(engine.layout.parameters)
         self.captured = self._trains and capture is not None and lowered.settings.compiler is not None

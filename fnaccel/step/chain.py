@@ -78,7 +78,9 @@ def chain(*transforms: Callable[[Any], Step]) -> Chain:
             continue
         problem = _problem(member)
         if problem:
-            raise ArgumentError(problem, where=_WHERE, fix="fa.chain(fa.accumulate(4), fa.clip_norm(1.0))")
+            is_part = getattr(type(member), "is_optimizer_part", False)
+            fix = "fa.optim.chain(..., lr=)" if is_part else "fa.chain(fa.accumulate(4), fa.clip_norm(1.0))"
+            raise ArgumentError(problem, where=_WHERE, fix=fix)
         members.append(member)
     return Chain(tuple(members))
 
@@ -87,6 +89,8 @@ def _problem(member: Any) -> str:
     """Why something can't be a member of a chain. Empty if it can."""
     if isinstance(member, Step):
         return "fa.chain got a step, and takes transforms: call the chain with the step"
+    if getattr(type(member), "is_optimizer_part", False):
+        return f"fa.chain got {member!r}, which is a part of an optimizer, and no transform of a step"
     if not callable(member):
         return f"fa.chain got {member!r}, which can't be applied to a step"
     if getattr(member, "is_transform", False) and not isinstance(member, Transform):

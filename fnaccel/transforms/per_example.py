@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -15,9 +16,10 @@ from fnaccel.collectives.objects import broadcast_objects
 from fnaccel.errors import ArgumentError, require
 from fnaccel.models.parameter import part_of_whole
 from fnaccel.models.parameter_values import params
+from fnaccel.step.chain import Chain, chain, takes_step
 from fnaccel.step.given_gradient import with_gradient
 from fnaccel.step.loss import Concat, Mean
-from fnaccel.step.step import Capability, Info, Phase, Step, StepLike, Transform, append, as_step
+from fnaccel.step.step import Capability, Info, Phase, StepLike, Transform, as_step
 from fnaccel.transforms.row_gradients import Rows, check_chunk, rows_of
 from fnaccel.tree import Tree
 from fnaccel.world.random_streams import fold
@@ -62,24 +64,29 @@ def _joined(aux: list[Any]) -> Any:
     )
 
 
-class _Noise:
+@dataclass(frozen=True)  # no attrs record, which would be part of a captured step
+class Noise:
     """Gaussian noise on the gradient of a step, that of one whole tensor on every layout.
 
     The seed is that of the first rank, and in no checkpoint: who knows the noise can take it away again.
     """
 
-    def __init__(self, deviation: float, seed: int | None) -> None:
-        self.deviation = deviation
-        self._seed = seed
+    deviation: float
+    seed: int | None
+
+    def describe(self) -> str:
+        """The text in the plan."""
+        return f"deviation={self.deviation:g} / weight"
 
     @functools.cached_property
     def root(self) -> int:
         """The seed of all noise of this process."""
-        if self._seed is not None:
-            return self._seed
+        if self.seed is not None:
+            return self.seed
         return broadcast_objects(int.from_bytes(os.urandom(8), "little") >> 1, world=current(None))
 
     def __call__(self, grads: dict[str, Any], own: Tree, info: Info) -> tuple[dict[str, Any], Tree]:
+        """The gradients with noise."""
         deviation = self.deviation / info.metrics["weight"]
         return {
             name: grad + self._like(grad, fold(self.root, int(info.step), number), deviation)
@@ -92,9 +99,10 @@ class _Noise:
         return part_of_whole(whole, grad) if hasattr(grad, "placements") else whole
 
 
+@takes_step
 def per_example(
-    step: StepLike, *, clip: float, noise: float = 0.0, chunk: int | None = None, seed: int | None = None
-) -> Step:
+    *, clip: float, noise: float = 0.0, chunk: int | None = None, seed: int | None = None
+) -> Transform | Chain:
     """Clip the gradient of each row of a batch, and add noise to their sum: DP-SGD (Abadi et al. 2016).
 
     The loss function stays as it is: a row's loss is its total for a batch of that row alone. The gradient of
@@ -108,7 +116,7 @@ def per_example(
     Dropout draws other numbers for each row. `torch.func.vmap` computes all rows at once.
 
     Args:
-        step: a step or a loss function.
+        step: a step or a loss function; or none, for `fa.chain`.
         clip: the largest norm of a row's gradient, over all trained parameters.
         noise: the deviation of the noise, as a multiple of `clip`.
         chunk: how many rows have their gradients in memory at a time. By default all rows of a micro-batch.
@@ -124,25 +132,24 @@ def per_example(
         >>> train_step = fa.train_step(step, model=fa.distribute(GPT, "local"), optimizer=fa.sgd(0.1))
         >>> state, metrics = train_step(train_step.init(), batch)
     """
-    made = as_step(step, _WHERE)
     positive = isinstance(clip, Real) and clip > 0
     require(positive, f"rows can't be clipped to {clip}", _WHERE, "clip is positive")
     least = isinstance(noise, Real) and noise >= 0
     require(least, f"the noise has the deviation {noise}", _WHERE, "noise is 0 or more")
     check_chunk(chunk, f"{_WHERE}(chunk=)")
-    made = append(made, Transform("per_example", Phase.FORWARD, apply=PerExample(float(clip), chunk)))
-    if noise:
-        adds = _Noise(float(noise) * float(clip), seed)
-        needs = frozenset({Capability.GRADIENTS})
-        made = append(made, Transform("per_example.noise", Phase.GRADS, apply=adds, needs=needs))
-    return made
+    clips = Transform("per_example", Phase.FORWARD, apply=PerExample(float(clip), chunk))
+    if not noise:
+        return clips
+    adds = Noise(float(noise) * float(clip), seed)
+    needs = frozenset({Capability.GRADIENTS})
+    return chain(clips, Transform("per_example.noise", Phase.GRADS, apply=adds, needs=needs))
 
 
-def row_norms(step: StepLike, *, chunk: int | None = None) -> Callable[..., dict[str, Any]]:
+def row_norms(loss_fn: StepLike, *, chunk: int | None = None) -> Callable[..., dict[str, Any]]:
     """A metric function that reads the norm of each row's gradient. It changes nothing.
 
     Args:
-        step: a step or a loss function.
+        loss_fn: a loss function or a step.
         chunk: how many rows have their gradients in memory at a time.
 
     Returns:
@@ -159,11 +166,11 @@ def row_norms(step: StepLike, *, chunk: int | None = None) -> Callable[..., dict
         >>> found["norm"].shape, found["norm"].topk(3).indices.shape  # the rows with the largest norms
         (torch.Size([12]), torch.Size([3]))
     """
-    loss_fn = as_step(step, "fa.row_norms").forward()
+    forward = as_step(loss_fn, "fa.row_norms").forward()
     check_chunk(chunk, "fa.row_norms(chunk=)")
 
     def norms(model: Any, batch: Tree, *given: Any) -> dict[str, Any]:
-        chunks: list[Rows] = list(rows_of(loss_fn, model, batch, given, chunk, "fa.row_norms"))
+        chunks: list[Rows] = list(rows_of(forward, model, batch, given, chunk, "fa.row_norms"))
         every = torch.cat([rows.norms for rows in chunks])
         return {"norm": Concat(every), "square": Mean(every.square().sum(), weight=len(every))}
 

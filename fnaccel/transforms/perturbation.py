@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
-
-import attrs
 
 from fnaccel import tree
 from fnaccel.errors import TreeMismatchError, require
+from fnaccel.step.callables import title
 from fnaccel.step.chain import takes_step
 from fnaccel.step.step import Capability, Info, Phase, Transform
 from fnaccel.texts import unmatched
 from fnaccel.tree import Tree
 
 
-@attrs.frozen
-class _Perturb:
+@dataclass(frozen=True)  # no attrs record, which would be part of a captured step
+class Perturb:
     """The function of a user that moves the parameters."""
 
     fn: Callable[[dict[str, Any], Info], dict[str, Any]]
 
+    def describe(self) -> str:
+        """The text in the plan."""
+        return title(self.fn)
+
     def __call__(self, grads: dict[str, Any], own: Tree, info: Info) -> tuple[dict[str, Any], Tree]:
+        """The gradients at the moved parameters."""
         moves = self.fn(dict(grads), info)
         problems = unmatched(grads, moves)
         if problems:
@@ -69,4 +74,4 @@ def perturb(fn: Callable[[dict[str, Any], Info], dict[str, Any]]) -> Transform:
         callable(fn), f"fn is {type(fn).__name__}", "fa.perturb", "give a function fn(grads, info) -> moves"
     )
     needs = frozenset({Capability.GRADIENTS, Capability.SECOND_GRADIENT})
-    return Transform("perturb", Phase.GRADS, apply=_Perturb(fn), needs=needs)
+    return Transform("perturb", Phase.GRADS, apply=Perturb(fn), needs=needs)

@@ -17,6 +17,7 @@ from tests.docs.names import ROOT
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 HAND, FUSED = "PyTorch by hand", "PyTorch by hand, fused AdamW"
+PLAIN, KERNEL = "foreach by hand", "foreach by hand, as a kernel of fnaccel"
 COMPILED = "by hand, torch.compile(model), fused AdamW"
 SCOPES = ("fnaccel, scope loss", "fnaccel, scope block", "fnaccel, eager")
 CALLS = ("Accelerate", "Lightning Fabric", "torch.distributed, a call per leaf")
@@ -38,6 +39,12 @@ ROWS = {
     "starting": {
         "import fnaccel, with the names of a training script": ("import torch", "import accelerate"),
         "launch an empty script, 2 ranks": ("torchrun", "torchrun --standalone"),
+    },
+    "optimizer_parts": {
+        **{f"step with LAMB, {rows} x 64 tokens, small GPT": (KERNEL, PLAIN) for rows in (2, 8)},
+        **{f"step with AdamW from parts, {rows} x 64 tokens, small GPT": ("fa.adamw",) for rows in (2, 8)},
+        "update by LAMB, 41 tensors, 187,000 values": (PLAIN,),
+        "update by AdamW's rule, 41 tensors, 187,000 values": ("the fused kernel",),
     },
     "compiled": {
         "2 ranks, accumulate 4, compiled, small GPT": ("DDP by hand, compiled", "DDP by hand, eager", "fnaccel, scope loss", "fnaccel, eager"),

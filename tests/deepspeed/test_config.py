@@ -306,6 +306,12 @@ def test_several_optimizers():
         )
 
 
+@pytest.mark.parametrize("parts", [(fa.optim.trust_ratio(),), fa.adamw(0.1).parts], ids=["rule", "fused"])
+def test_an_optimizer_from_parts(parts):
+    with pytest.raises(CapabilityError, match=r"optim\.chain\(.*lr=0\.1\) is made of parts"):
+        made(fa.deepspeed(2), optimizer=fa.optim.chain(*parts, lr=0.1))
+
+
 def test_the_strategy_as_text(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(FILE))

@@ -181,6 +181,47 @@ def test_a_kernel_leaves_a_skipped_update_out():
         assert fa.tree.allclose(fa.snapshot(state).opt, before.opt, rtol=0, atol=0)
 
 
+def optimistic_by_hand(ranks):
+    """Parameters after a loop in plain PyTorch over the rows of all ranks."""
+    torch.manual_seed(0)
+    net = Net()
+    last = [torch.zeros_like(param) for param in net.parameters()]
+    for parts in zip(*map(batches, range(ranks)), strict=True):
+        x, y = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        loss = loss_fn(net, (x, y))
+        grads = torch.autograd.grad(loss.total / loss.weight, tuple(net.parameters()))
+        ahead = [2 * grad - old for grad, old in zip(grads, last, strict=True)]
+        norm = torch.cat([each.flatten() for each in ahead]).norm()
+        with torch.no_grad():
+            for param, each in zip(net.parameters(), ahead, strict=True):
+                param -= 0.1 * each * min(1.0, float(1.0 / norm))
+        last = grads
+    return {name: param.detach() for name, param in net.named_parameters()}
+
+
+def trained_by_a_part(strategy, step=loss_fn):
+    train_step = program(step, strategy=strategy, optimizer=page.optimistic(0.1))
+    state = train_step.init(seed=0)
+    for batch in batches(train_step.mesh.batch_rank):
+        state, _ = train_step(state, batch)
+    return whole_params(state), sorted(state.opt["out.bias"])
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("local", 1), ("ddp", 2), ("fsdp", 2)])
+def test_a_part_of_an_optimizer_is_the_loop_by_hand(pools, strategy, ranks):
+    wanted = optimistic_by_hand(ranks)
+    for params, slots in pools.run(ranks, trained_by_a_part, strategy):
+        assert slots == ["last"]
+        for name, value in wanted.items():
+            assert torch.allclose(params[name], value, atol=1e-6), name
+
+
+def test_a_part_of_an_optimizer_in_a_captured_step():
+    with fa.start(device="cpu"):
+        params, _ = trained_by_a_part("local", fa.compile(loss_fn, scope="step", backend="aot_eager"))
+    assert fa.tree.allclose(params, optimistic_by_hand(1))
+
+
 def test_the_plan_shows_what_a_runtime_and_an_axis_say():
     with fa.start(device="cpu"):
         plan = str(made("extending_page:clipper()").plan)

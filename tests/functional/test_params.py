@@ -53,7 +53,7 @@ def rows():
             yield pytest.param(way, name, marks=[pytest.mark.long] if long else [])
 
 
-@pytest.mark.parametrize(("way", "name"), rows())
+@pytest.mark.parametrize(("way", "name"), list(rows()))
 def test_equals_a_raw_loop(pools, way, name):
     ranks, strategy, change = WAYS[way]
     expected = raw(name)

@@ -18,6 +18,7 @@ from tests.mutants import (
     estimate,
     launching,
     modules,
+    optim,
     quantize,
     seeing,
     tensor,
@@ -442,6 +443,7 @@ MUTANTS = [
     *big.MUTANTS,
     *quantize.MUTANTS,
     *modules.MUTANTS,
+    *optim.MUTANTS,
     *estimate.MUTANTS,
 ]  # fmt: skip
 

@@ -69,6 +69,12 @@ def _only(optimizers: Iterable[Optimizer | OptimizerGroups]) -> Optimizer:
             where="fa.train_step(optimizer=)",
             fix="train the first part with frozen=, or choose fa.fsdp()",
         )
+    if hasattr(first.kernel, "chain"):
+        raise CapabilityError(
+            f"DeepSpeed takes an optimizer of torch, and {first.describe()} is made of parts",
+            where="fa.train_step(optimizer=)",
+            fix="fa.sgd, fa.adam, fa.adamw, fa.optim.from_torch(...); or fa.fsdp()",
+        )
     return first
 
 

@@ -1,0 +1,296 @@
+"""`chain`: an optimizer from parts, over this rank's part of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fnaccel import _torch
+from fnaccel.errors import ArgumentError, CapabilityError
+from fnaccel.models.parameter import Leaf
+from fnaccel.optim import kernels
+from fnaccel.optim.description import Bound, Group, Optimizer
+from fnaccel.optim.fused import FusedKernel
+from fnaccel.optim.operations import CutRows, Fast, Pure
+from fnaccel.optim.parts import check_part
+from fnaccel.optim.rules import (
+    AddDecayedWeights,
+    Masked,
+    Part,
+    PlacedPart,
+    ScaleByAdam,
+    Slots,
+    Trace,
+    UpdateInfo,
+    part_name,
+    placed,
+    wide,
+    write_update,
+)
+from fnaccel.optim.schedules import Rate
+from fnaccel.step.loss import Scalar
+
+_WHERE = "fa.optim.chain"
+
+
+@attrs.frozen
+class ChainKernel:
+    """An optimizer from parts. Parts that are those of a fused kernel are carried out by it."""
+
+    chain: tuple[Part, ...]
+
+    @property
+    def traceable(self) -> bool:
+        """Whether all rules can be captured in a graph."""
+        return all(unmasked(part).traceable for part in self.chain)
+
+    def parts(self, options: dict[str, Any]) -> tuple[Part, ...]:  # noqa: ARG002 - they are in the parts
+        """The parts."""
+        return self.chain
+
+    def bind(self, groups: Sequence[Group]) -> Bound:
+        """Make the slots of each part for its parameters.
+
+        Raises:
+            ArgumentError: a mask selects no parameter.
+            CapabilityError: a part goes by rows, and a parameter is complex.
+        """
+        fused = fused_of(self.chain)
+        if fused is None:
+            return BoundChain(self.chain, groups)
+        kernel, options, _ = fused
+        return kernel.bind([attrs.evolve(group, options={**options, **group.options}) for group in groups])
+
+
+class BoundChain:
+    """Parts over the shards of real parameters."""
+
+    reads_host = False
+
+    def __init__(self, chain: Sequence[Part], groups: Sequence[Group]) -> None:
+        # groups differ by dtype, device and layout in memory only, and a norm is one of all
+        members = sorted((member for group in groups for member in group.members), key=lambda m: m.index)
+        leaves = [member.leaf for member in members]
+        over = groups[0].over if groups else None
+        copies = () if over is None else tuple(leaf.copies for leaf in leaves)
+        by_rows = over is not None and any(unmasked(part).by_rows for part in chain)
+        rows = tuple(_cut_rows(leaf) if by_rows else None for leaf in leaves)
+        self._fast, self._pure = Fast(over, copies, rows), Pure(over, copies, rows)
+        self._shards = [_real(leaf.shard) for leaf in leaves]
+        self._wide = any(shard.dtype is torch.float64 for shard in self._shards)
+        self._parts = [placed(part, leaves) for part in chain]
+        self._slots: list[Slots] = []
+        self.slots: dict[str, dict[str, Any]] = {leaf.name: {} for leaf in leaves}
+        for each in self._parts:
+            chosen = [leaves[i] for i in (range(len(leaves)) if each.places is None else each.places)]
+            if each.part.by_rows:
+                _check_rows(each.part, chosen)
+            self._slots.append(self._make_slots(each, chosen))
+
+    def _make_slots(self, each: PlacedPart, leaves: Sequence[Leaf]) -> Slots:
+        """The slots of one part, shown beside those of the parts before."""
+        own = each.part.init([leaf.shard.detach() for leaf in leaves])  # in a graph it requires grad
+        _check_slots(each.part, own, leaves)
+        for name, values in own.items():
+            shown, number = name, 0
+            # of the whole chain: a name is that of one part for all parameters
+            while any(shown in slots for slots in self.slots.values()):
+                number += 1
+                shown = f"{name}.{number}"
+            for leaf, value in zip(leaves, values, strict=True):
+                self.slots[leaf.name][shown] = leaf.like(value)
+        return {name: [_real(value) for value in values] for name, values in own.items()}
+
+    def apply(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        rates: Sequence[Any],
+        multiplier: Scalar | None,
+        skip: torch.Tensor | None,
+        updates: torch.Tensor,
+    ) -> None:
+        """One update in place: see `Bound.apply`."""
+        if not self._shards:
+            return
+        device = self._shards[0].device
+        traced = torch.compiler.is_compiling()
+        pure = traced or device.type == "xla"
+        if skip is not None and skip.device.type == "cpu" and not pure:
+            if bool(skip):
+                return
+            skip = None
+        if traced:
+            kernels.begin([*self._shards, *(v for own in self._slots for vs in own.values() for v in vs)])
+        ops: Any = self._pure if pure else self._fast
+        taken = [None if grad is None else _real(wide(grad)) for grad in grads]
+        if multiplier is not None:
+            taken = _times(ops, taken, _at(multiplier, device))
+        info = UpdateInfo(self._number(updates, device, pure=pure), kernels.on_device(rates[0], device))
+        skip = _at(skip, device)
+        separate = skip is not None and not pure
+        write_update(ops, self._parts, taken, self._slots, self._shards, info, skip, separate=separate)
+
+    def _number(self, updates: torch.Tensor, device: torch.device, *, pure: bool) -> Scalar:
+        """The number of the update: on the host if it is known there, so that corrections are numbers."""
+        if not pure and updates.device.type == "cpu":
+            return float(updates)
+        updates = _at(updates, device)
+        return updates.double() if self._wide else updates
+
+
+def _times(ops: Any, grads: Sequence[torch.Tensor | None], factor: Scalar) -> list[torch.Tensor | None]:
+    """Gradients times the factor that they still lack."""
+    present = [grad for grad in grads if grad is not None]
+    scaled = iter(ops.mul_(present, factor) if present else ())
+    return [None if grad is None else next(scaled) for grad in grads]
+
+
+def _at(value: Any, device: torch.device) -> Any:
+    """A tensor on a device. A number as it is."""
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _real(value: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as a real one of the same memory, with a last dimension of two."""
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def _check_slots(part: Part, own: object, leaves: Sequence[Leaf]) -> None:
+    """Raise ArgumentError if the slots of a part are no lists of tensors as its parameters."""
+    problem = "" if isinstance(own, Mapping) else f"made {type(own).__name__} in the place of a dict of lists"
+    for name, values in own.items() if isinstance(own, Mapping) else ():
+        shapes = [getattr(value, "shape", None) for value in values]
+        if shapes != [leaf.shard.shape for leaf in leaves]:
+            problem = f"made a slot {name!r} that is no list with a tensor for each parameter, in its shape"
+    if problem:
+        raise ArgumentError(
+            f"{part_name(part)} {problem}",
+            where=f"{type(part).__name__}.init(params)",
+            fix='{"last": [torch.zeros_like(param) for param in params]}',
+        )
+
+
+def _check_rows(part: Part, leaves: Sequence[Leaf]) -> None:
+    """Raise CapabilityError for a complex parameter, whose last dimension would be two numbers."""
+    for leaf in leaves:
+        if leaf.shard.is_complex():
+            raise CapabilityError(
+                f"{part_name(part)} goes by rows of real numbers, and {leaf.name!r} is complex",
+                where=_WHERE,
+                fix=f"fa.optim.masked({part_name(part)}(...), mask) without it",
+            )
+
+
+def _cut_rows(leaf: Leaf) -> CutRows | None:
+    """How the rows of a parameter lie over ranks. None if this rank holds whole rows, or all of it.
+
+    Raises:
+        CapabilityError: columns are cut, and rows too, in several packed matrices.
+    """
+    shown = leaf.shown
+    cuts = [placement for placement in getattr(shown, "placements", ()) if not placement.is_replicate()]
+    dims = [placement.dim for placement in cuts]
+    if not dims:
+        return None
+    if shown.ndim < 2:
+        return CutRows(0, 1, shown.numel())
+    if not any(dims):
+        return None
+    if any(placement.dim == 0 and hasattr(placement, "split_factor") for placement in cuts):
+        raise CapabilityError(
+            f"{leaf.name!r} holds several matrices, of which rows and columns are cut",
+            where=_WHERE,
+            fix="fa.optim.masked(part, mask) without it, for adaptive_clip and centralize",
+        )
+    start = _torch.local_offset(shown)[0] if 0 in dims else 0
+    return CutRows(start, shown.shape[0], shown.numel() // max(shown.shape[0], 1))
+
+
+def unmasked(part: Part) -> Part:
+    """A part without its masks."""
+    while isinstance(part, Masked):
+        part = part.part
+    return part
+
+
+def fused_of(chain: Sequence[Part]) -> tuple[FusedKernel, dict[str, Any], Any] | None:
+    """The fused kernel that carries out these parts, its options, and the mask of its weight decay.
+
+    None if there is none. Without decay for all, the option of the mask's parameters is in a group.
+    """
+    decays = [part for part in chain if type(unmasked(part)) is AddDecayedWeights]
+    others = [part for part in chain if type(part) in (ScaleByAdam, Trace)]
+    if len(decays) > 1 or len(others) > 1 or len(decays) + len(others) != len(chain):
+        return None
+    mask, decay = None, 0.0
+    if decays:
+        part: Any = decays[0]
+        if isinstance(part, Masked):
+            if isinstance(part.part, Masked):
+                return None
+            mask, part = part.mask, part.part
+        decay = part.decay
+    options: dict[str, Any] = {"weight_decay": 0.0 if mask is not None else decay}
+    first = bool(decays) and chain[0] is decays[0]
+    rule: Any = others[0] if others else None
+    if isinstance(rule, ScaleByAdam):
+        name = "adam" if first else "adamw"
+        options |= {"betas": rule.betas, "eps": rule.eps}
+    elif rule is None or first or not decays:
+        name = "sgd"
+        momentum, nesterov = (0.0, False) if rule is None else (rule.decay, rule.nesterov)
+        if rule is not None and not momentum:
+            return None
+        options |= {"momentum": momentum, "nesterov": nesterov}
+    else:  # the decay would be outside of the momentum
+        return None
+    return FusedKernel(name), options, None if mask is None else (mask, decay)
+
+
+def chain(*parts: Part, lr: Rate) -> Optimizer:
+    """An optimizer from parts. Each changes what the part before made of the gradient.
+
+    The move of a parameter is minus the rate times the result of the last part, so no part has a sign or a
+    rate. Parts see this rank's part of each parameter, and their norms are those of whole tensors. So an
+    optimizer is the same on every strategy but `fa.deepspeed`, which raises. An update that is left out
+    changes no slot.
+
+    Parts that are those of `fa.sgd`, `fa.adam` or `fa.adamw` are carried out by the same fused kernel. Slots
+    have torch's names, so both restore each other's checkpoints. A second slot of one name gets `.1`.
+
+    Args:
+        parts: `fa.optim.scale_by_adam()` and the like, or records of your own (`fa.extend.Part`). None: SGD.
+        lr: a number, or a schedule `updates -> rate`.
+
+    Returns:
+        A description, as `fa.adamw` returns.
+
+    Raises:
+        ArgumentError: something that is no part, such as a transform of a step. At `init`: a mask that
+            selects no parameter.
+        CapabilityError: at `init`, a part that can't run on the layout of a parameter.
+
+    Source: https://optax.readthedocs.io/en/latest/api/combining_optimizers.html
+
+    Example:
+        >>> optimizer = fa.optim.chain(
+        ...     fa.optim.clip_norm(1.0),
+        ...     fa.optim.scale_by_adam(eps=1e-6),
+        ...     fa.optim.add_decayed_weights(0.01, mask="*weight"),
+        ...     fa.optim.trust_ratio(),
+        ...     lr=fa.warmup_cosine(3e-4, warmup=10, total=100),
+        ... )
+        >>> fa.adamw(3e-4).parts
+        (scale_by_adam(betas=(0.9, 0.999), eps=1e-08), add_decayed_weights(decay=0.01))
+    """
+    for part in parts:
+        check_part(part, _WHERE)
+    fused = fused_of(parts)
+    groups: Any = ()
+    if fused is not None and fused[2] is not None:
+        mask, decay = fused[2]
+        groups = ((mask, (("weight_decay", decay),)),)
+    return Optimizer(name="optim.chain", lr=lr, options=(), groups=groups, kernel=ChainKernel(parts))

@@ -1,0 +1,61 @@
+"""Deliberate bugs of optimizers from parts. Each would train otherwise without an error."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PARTS = "tests/optim/test_parts.py"
+RULES = "optim/rules.py"
+CHAIN = "optim/chain_kernel.py"
+OPERATIONS = "optim/operations.py"
+
+MUTANTS = [
+    Mutant(
+        "a rule that differs from its kernel", RULES, "ops.div(mean, _unbiased(beta1, info.updates))", "ops.div(mean, 1.0)",
+        (PARTS, "-k", "the_rule_is and adamw"),
+    ),
+    Mutant(
+        "a left out update moves the slots of parts", CHAIN, "            if bool(skip):\n                return\n", "",
+        (PARTS, "-k", "a_skipped_update and eager"),
+    ),
+    Mutant(
+        "a left out update moves the slots of parts in a graph", RULES,
+        "value = value if skip is None else", "value = value if True else",
+        (PARTS, "-k", "a_skipped_update and captured"),
+    ),
+    Mutant(
+        "a part reads a list that was written to", "optim/parts.py", 'mixed = ops.sign_(ops.lerp(slots["exp_avg"]',
+        'mixed = ops.sign_(ops.lerp_(slots["exp_avg"]', (PARTS, "-k", "in_place_is and lion"),
+    ),
+    Mutant(
+        "a part hands its slot on", RULES, "else ops.copy_(grads, buffer)", "else buffer",
+        (PARTS, "-k", "in_place_is and trace"),
+    ),
+    Mutant(
+        "numbers in a graph keep their first slots", RULES, "if target.ndim == 0 and torch", "if False and torch",
+        (PARTS, "-k", "odd_shapes and True and Scalars"),
+    ),
+    Mutant(
+        "norms by shard", OPERATIONS, "        squares = _torch.summed_over(squares, self.over.group)\n", "",
+        (PARTS, "-k", "one_process and fsdp and 2-None"),
+    ),
+    Mutant(
+        "rows by shard", OPERATIONS, "        if not cut or self.over is None", "        if True or self.over is None",
+        (PARTS, "-k", "one_process and fsdp and 2-None"),
+    ),
+    Mutant(
+        "copies of a part count twice in its norm", OPERATIONS, "        if any(copies > 1 for copies in self.copies):", "        if False:",
+        (PARTS, "-k", "one_process and tensor"),
+    ),
+    Mutant(
+        "slow weights begin before weights were adopted", "optim/parts.py", "info.updates == 1, params)", "False, params)",
+        (PARTS, "-k", "adopted"),
+    ),
+    Mutant(
+        "a masked decay decays all", CHAIN, "0.0 if mask is not None else decay", "decay", (PARTS, "-k", "a_mask_of_the_decay"),
+    ),
+    Mutant(
+        "a chain's slots take each other's names", CHAIN, "            while any(shown in slots", "            while False and any(shown in slots",
+        (PARTS, "-k", "names_of_their_own"),
+    ),
+]  # fmt: skip
