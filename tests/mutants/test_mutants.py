@@ -16,6 +16,7 @@ from tests.mutants import (
     big,
     context,
     estimate,
+    functional,
     launching,
     modules,
     optim,
@@ -145,7 +146,7 @@ MUTANTS = [
         (COMPILED, "-k", "local-step-ragged"),
     ),
     Mutant(
-        "captured shards not averaged over ranks", "strategies/fsdp_captured.py", "outgoing / self._ranks", "outgoing",
+        "captured shards not averaged over ranks", "strategies/whole_leaves.py", "outgoing / self._ranks", "outgoing",
         (COMPILED, "-k", "fsdp-step-plain"),
     ),
     Mutant(
@@ -421,7 +422,7 @@ MUTANTS = [
         ("tests/engines/test_shard_dims.py", "-k", "experts_leave"),
     ),
     Mutant(
-        "captured gradients in the order of other rows", "strategies/fsdp_captured.py", "return value.movedim(self.dim, 0) if self.dim else value", "return value",
+        "captured gradients in the order of other rows", "strategies/whole_leaves.py", "return value.movedim(self.dim, 0) if self.dim else value", "return value",
         ("tests/engines/test_shard_dims.py", "-k", "raw_loop and True-Net and fsdp-"),
     ),
     Mutant(
@@ -444,6 +445,7 @@ MUTANTS = [
     *quantize.MUTANTS,
     *modules.MUTANTS,
     *optim.MUTANTS,
+    *functional.MUTANTS,
     *estimate.MUTANTS,
 ]  # fmt: skip
 

@@ -1,0 +1,77 @@
+"""Deliberate bugs of parameters and gradients as values. Each would train otherwise without an error."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PARAMS = "tests/functional/test_params.py"
+ROWS = "tests/functional/test_per_example.py"
+GRADIENT = "tests/functional/test_gradient.py"
+WHOLE = "strategies/whole_leaves.py"
+
+MUTANTS = [
+    Mutant(
+        "whole leaves kept over an update", WHOLE, "        self.drop()\n        grads", "        grads",
+        (PARAMS, "-k", "raw_loop and fsdp-halved"),
+    ),
+    Mutant(
+        "the gradient of a gathered parameter without the factor of ranks", WHOLE, "outgoing / self._ranks", "outgoing",
+        (PARAMS, "-k", "raw_loop and fsdp-halved"),
+    ),
+    Mutant(
+        "gradients of whole leaves in the place of those of hooks", WHOLE,
+        "_torch.local_of(leaf.param.grad).add_(part)", "_torch.local_of(leaf.param.grad).copy_(part)",
+        (PARAMS, "-k", "raw_loop and fsdp-both"),
+    ),
+    Mutant(
+        "parameters of a look go stale", "strategies/fsdp_engine.py", "        leaves.drop()\n", "        pass\n",
+        (PARAMS, "-k", "in_a_look"),
+    ),
+    Mutant(
+        "a block runs again with its own parameters", "transforms/recomputed.py",
+        "result = run_given(module, params, _of_keywords", "result = run_given(module, {}, _of_keywords",
+        (PARAMS, "-k", "raw_loop and local-remat-halved"),
+    ),
+    Mutant(
+        "the second run of a block draws other numbers", "transforms/recomputed.py",
+        "_restore(streams, first) if again else first.extend(now)", "first.extend(now)",
+        (PARAMS, "-k", "dropout_of_a_block"),
+    ),
+    Mutant(
+        "noise by rank", "transforms/per_example.py", "manual_seed(seed)", "manual_seed(seed + current(None).rank)",
+        (ROWS, "-k", "whole_tensor"),
+    ),
+    Mutant(
+        "noise of a shard as if it were whole", "transforms/per_example.py",
+        'return part_of_whole(whole, grad) if hasattr(grad, "placements") else whole',
+        'return part_of_whole(whole.flip(0), grad) if hasattr(grad, "placements") else whole',
+        (ROWS, "-k", "whole_tensor"),
+    ),
+    Mutant(
+        "rows clipped one parameter at a time", "transforms/row_gradients.py",
+        "torch.stack([square.to(totals.dtype) for square in squares]).sum(0).sqrt()",
+        "torch.stack([square.to(totals.dtype) for square in squares]).amax(0).sqrt()",
+        (ROWS, "-k", "loop_over_rows and local-squares"),
+    ),
+    Mutant(
+        "rows clipped by the norm of all of them", "transforms/per_example.py", "(self.clip / rows.norms)",
+        "(self.clip / rows.norms.norm().expand_as(rows.norms))", (ROWS, "-k", "loop_over_rows and local-squares"),
+    ),
+    Mutant(
+        "a gradient that moves buffers", "program/second_gradient.py",
+        "        stack.enter_context(passes_put_back(instance.engine.layout.modules, inputs.streams))\n", "",
+        (GRADIENT, "-k", "buffers_dropout"),
+    ),
+    Mutant(
+        "a second gradient at the first parameters", "transforms/perturbation.py", "info.gradients_at(params | moved)",
+        "info.gradients_at(params)", (GRADIENT, "-k", "sharpness and local"),
+    ),
+    Mutant(
+        "a norm by shard", "tree/arithmetic.py", "                dist.all_reduce(part, group=mesh.get_group(dim))\n",
+        "                pass\n", (GRADIENT, "-k", "arithmetic_on"),
+    ),
+    Mutant(
+        "copies counted twice in a norm", "tree/arithmetic.py", "append(value / copies)", "append(value)",
+        (GRADIENT, "-k", "arithmetic_on"),
+    ),
+]  # fmt: skip
