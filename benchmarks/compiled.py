@@ -1,6 +1,6 @@
 """What a compiled train step costs in fnaccel, beside torch.compile by hand and by Accelerate.
 
-    OMP_NUM_THREADS=1 python benchmarks/compiled.py [--only ddp,fsdp,step,layers,gpu] [--quick]
+    OMP_NUM_THREADS=1 python benchmarks/compiled.py [--only ddp,fsdp,step,layers] [--quick]
 
 Contestants run in the same processes, in turns, on the same model, data and seed; they must reach the same
 losses first. The time to the first loss is taken in processes of their own.
@@ -21,21 +21,20 @@ import first_step
 import one_process
 import torch
 import two_ranks
-from environment import is_installed, present
+from environment import present
 from interleave import Samples, race_steps, slopes
 from models import gpt_of_its_own, tokens
 from options import Options, begin
-from report import NotRun, Row, compare, publish
+from report import Row, compare, publish
 
 import fnaccel as fa
 from fnaccel.testing import RankPool
 
-PARTS = ("ddp", "fsdp", "step", "layers", "gpu")
+PARTS = ("ddp", "fsdp", "step", "layers")
 ROWS = (1, 2, 8)
 LAYERS = (2, 4, 8)
 SWEPT_ROWS = 2
 PEER = "Accelerate + torch.compile(model)"
-ON_GPU = "compiled step, small GPT, one GPU (CUDA graphs)"
 Loops = dict[str, Iterator[torch.Tensor]]
 
 
@@ -146,38 +145,10 @@ def rank_rows(pool: RankPool, options: Options, kind: str, what: str) -> list[Ro
     return compare(what, samples, unit="ms")
 
 
-def gpu_rows(options: Options, device: str = "cuda") -> list[Row] | list[NotRun]:
-    """CUDA graphs on one GPU. Without a GPU the row says so."""
-    if device == "cuda" and not torch.cuda.is_available():
-        return [NotRun(ON_GPU, PEER, 0.5, "no GPU")]
-    if is_installed("Accelerate"):
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState._reset_state(reset_partial_state=True)  # its CPU of the rows before would stay
-    data, graphs = tokens(), "reduce-overhead"
-
-    def accelerate(*, mode: str | None = None, fused: bool = False) -> Iterator[torch.Tensor]:
-        return one_process.with_accelerate(
-            gpt_of_its_own(), data, fused=fused, batch=8, mode=mode, cpu=device == "cpu",
-            dynamo_backend="inductor",
-        )  # fmt: skip
-
-    with fa.start(device=device):
-        loops: Loops = {
-            "fnaccel": one_process.ours(gpt_of_its_own(), data, batch=8, scope="step", mode=graphs),
-            PEER: accelerate(),
-            f"{PEER}, fused AdamW": accelerate(fused=True),
-            f"{PEER}, fused AdamW, CUDA graphs": accelerate(fused=True, mode=graphs),
-            "fnaccel, eager": one_process.ours(gpt_of_its_own(), data, batch=8),
-        }
-        samples = race_steps(present(loops), check=5, blocks=options.pick(31, 5, 1), calls=20)
-    return compare(ON_GPU, samples, {PEER: 0.5}, "ms")
-
-
 def main() -> None:
     """Run the parts asked for."""
     options = begin("compiled", __doc__, PARTS, ("Accelerate",))
-    table: list[Row | NotRun] = []
+    table: list[Row] = []
     # forked before anything here starts a thread or a peer's singleton
     with RankPool(2, timeout=900) as pool:
         if "ddp" in options.parts:
@@ -191,8 +162,6 @@ def main() -> None:
             table += step_rows(options)
         if "layers" in options.parts:
             table += layers_rows(options)
-    if "gpu" in options.parts:
-        table += gpu_rows(options)
     publish(options, table)
 
 

@@ -47,6 +47,7 @@ def environment(versions: Mapping[str, str] | None = None) -> dict[str, Any]:
         "commit": commit(),
         "cpu": processor(),
         "cores": os.cpu_count(),
+        **({"accelerator": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
         "threads_per_process": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
         "versions": {"python": platform.python_version(), **installed, **(versions or {})},

@@ -147,8 +147,9 @@ def _place(environment: Mapping[str, Any]) -> str:
     versions = ", ".join(
         f"{name} {version}" for name, version in environment["versions"].items() if name in NAMED
     )
+    device = f"{environment['accelerator']}, " if "accelerator" in environment else ""
     return (
-        f"{environment['date']}, commit {environment['commit']}: {environment['cpu']}, "
+        f"{environment['date']}, commit {environment['commit']}: {device}{environment['cpu']}, "
         f"{environment['cores']} cores, {environment['threads_per_process']} thread a process, {versions}."
     )
 
@@ -317,6 +318,7 @@ BLOCKS: dict[str, Callable[[Measured], str]] = {
     "growth": growth,
     "step_overhead": _full("step_overhead", r"^(?!step of \d+ |slope)"),
     "compiled": _full("compiled", r"^(?!\d+ layers|slope)"),
+    "gpu": _full("gpu", ""),
     "first_loss": _full("compiled", "first loss"),
     "jax_step": jax_step,
     "collectives": _full("collectives", r"^(?!.*leaves of \[8, 4\]$|.*slope)"),
