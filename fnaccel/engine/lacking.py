@@ -39,6 +39,11 @@ _KNOWN = (
         for text in ("calling .item() on a Tensor", "data-dependent control flow")
     ),
     (
+        ("must implement the jvp function",),
+        "a forward derivative through fa.remat, or through a function of autograd without one",
+        "leave fa.remat out of this step, or take vector-Jacobian products: torch.func.vjp",
+    ),
+    (
         ("override the setup_context staticmethod",),
         "a function of autograd in the model can't be used inside of torch.func: one of your own, or that "
         "of a full backward hook",

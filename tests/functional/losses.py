@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, jvp, vmap
 
 import fnaccel as fa
 from tests.models import Net, batch_of, program, whole_params
@@ -38,6 +38,13 @@ def curved(call, params, model, x, y):
     return sum((g * p.detach()).sum() for g, p in zip(grads, params.values(), strict=True))
 
 
+def pushed(call, params, model, x, y):
+    """A Gauss-Newton product: a forward derivative inside of the loss."""
+    held = {name: value.detach() for name, value in params.items()}
+    _, moved = jvp(lambda p: call(p, x), (held,), ({name: value.cos() for name, value in held.items()},))
+    return (2 * moved * call(params, x)).sum()
+
+
 def both(call, params, model, x, y):
     """The model through its own forward, and as a function."""
     return errors(model(x), y) + halved(call, params, model, x, y)
@@ -48,7 +55,7 @@ def some(call, params, model, x, y):
     return errors(call({"out.weight": 0.5 * params["out.weight"]}, x), y)
 
 
-LOSSES: dict[str, Any] = {fn.__name__: fn for fn in (halved, adapted, curved, both, some)}
+LOSSES: dict[str, Any] = {fn.__name__: fn for fn in (halved, adapted, curved, pushed, both, some)}
 
 
 def loss_of(name):
