@@ -79,6 +79,15 @@ class LossInfo:
             )
         return self._rows
 
+    def of_rows(self, rows: torch.Tensor | None) -> LossInfo:
+        """The same for other rows."""
+        return LossInfo(self.key, step=self.step, updates=self.updates, extras=self.extras, rows=rows)
+
+    @property
+    def places(self) -> torch.Tensor | None:
+        """`rows`, or None if they are not known."""
+        return self._rows
+
     def __repr__(self) -> str:
         rows = "not known" if self._rows is None else f"{len(self._rows)} places"
         return f"LossInfo(step={self.step}, updates={self.updates}, rows={rows})"

@@ -19,6 +19,7 @@ from fnaccel.models.parameter_values import params
 from fnaccel.step.chain import Chain, chain, takes_step
 from fnaccel.step.given_gradient import with_gradient
 from fnaccel.step.loss import Concat, Mean
+from fnaccel.step.loss_info import Informed, takes_info
 from fnaccel.step.step import Capability, Info, Phase, StepLike, Transform, as_step
 from fnaccel.transforms.row_gradients import Rows, check_chunk, rows_of
 from fnaccel.tree import Tree
@@ -166,7 +167,9 @@ def row_norms(loss_fn: StepLike, *, chunk: int | None = None) -> Callable[..., d
         >>> found["norm"].shape, found["norm"].topk(3).indices.shape  # the rows with the largest norms
         (torch.Size([12]), torch.Size([3]))
     """
-    forward = as_step(loss_fn, "fa.row_norms").forward()
+    plain = as_step(loss_fn, "fa.row_norms").forward()
+    informed = Informed(plain) if takes_info(plain) else None
+    forward = plain if informed is None else informed
     check_chunk(chunk, "fa.row_norms(chunk=)")
 
     def norms(model: Any, batch: Tree, *given: Any) -> dict[str, Any]:
@@ -174,4 +177,11 @@ def row_norms(loss_fn: StepLike, *, chunk: int | None = None) -> Callable[..., d
         every = torch.cat([rows.norms for rows in chunks])
         return {"norm": Concat(every), "square": Mean(every.square().sum(), weight=len(every))}
 
-    return norms
+    if informed is None:
+        return norms
+
+    def with_info(model: Any, batch: Tree, *given: Any, info: Any) -> dict[str, Any]:
+        informed.info = info
+        return norms(model, batch, *given)
+
+    return with_info

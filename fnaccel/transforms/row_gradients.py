@@ -12,6 +12,7 @@ from fnaccel import _torch
 from fnaccel.errors import ArgumentError, CapabilityError, LossError, MicroBatchError
 from fnaccel.models.parameter_values import params, run_with
 from fnaccel.step.loss import Concat, Mean, Sum, read_loss
+from fnaccel.step.loss_info import Informed
 from fnaccel.tree import Tree
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -63,13 +64,19 @@ def rows_of(
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     columns = [leaves[place] for place in places]
     rows = _count(columns, where)
+    informed = loss_fn if isinstance(loss_fn, Informed) else None
+    info = None if informed is None else informed.info
+    if info is not None and info.places is not None:  # a row's own place
+        columns.append(info.places)
     held = {name: value.detach() for name, value in params(model).items()}
     kinds: list[Any] = []
 
     def row(values: Mapping[str, torch.Tensor], *cells: torch.Tensor) -> Any:
         filled = list(leaves)
-        for place, cell in zip(places, cells, strict=True):
+        for place, cell in zip(places, cells[: len(places)], strict=True):
             filled[place] = cell[None]
+        if informed is not None and info is not None:
+            informed.info = info.of_rows(cells[-1][None] if len(cells) > len(places) else None)
         output = run_with(model, values, loss_fn, _torch.unflatten(filled, structure), *given)
         total, weight, aux = _parts(output, where)
         parts, kind = _taken(aux, where)

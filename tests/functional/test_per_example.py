@@ -223,6 +223,66 @@ def test_a_given_gradient(pools, ranks, strategy):
     assert pools.run(ranks, evolved, strategy) == [True] * ranks
 
 
+def keyed(model, batch, *, info):
+    """A mask for each row, by its place in the global batch."""
+    x, y = batch
+    x = fa.random.dropout(x, 0.4, key=info.key.fold_in(info.rows))
+    return fa.Mean((model(x) - y).square().sum(), weight=len(y))
+
+
+def by_key(strategy, change=None):
+    step = fa.per_example(keyed, clip=CLIP)
+    train_step = program(step if change is None else change(step), strategy=strategy, optimizer=fa.sgd(0.1))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch_of(16)), batch_size=8)
+    losses, state = [], train_step.init(seed=0)
+    for state, metrics in fa.scan(train_step, state, fa.shard(loader)):
+        losses.append(float(metrics["loss"]))
+    return losses, whole_params(state)
+
+
+def test_a_row_has_its_own_key(pools):
+    torch.manual_seed(0)
+    model = Net()
+    losses = []
+    for step in range(2):
+        x, y = (value[8 * step : 8 * step + 8] for value in batch_of(16))
+        sums, total = [torch.zeros_like(p) for p in model.parameters()], 0.0
+        for i in range(8):
+            key = fa.random.key(0, step).fold_in(torch.tensor([i]))
+            seen = fa.random.dropout(x[i : i + 1], 0.4, key=key)
+            loss = (model(seen) - y[i : i + 1]).square().sum()
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            norm = torch.stack([g.norm() for g in grads]).norm()
+            for out, g in zip(sums, grads, strict=True):
+                out += g * (CLIP / norm).clamp(max=1) / 8
+            total += float(loss.detach()) / 8
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), sums, strict=True):
+                p -= 0.1 * g
+        losses.append(total)
+    expected = losses, {n: p.detach() for n, p in model.named_parameters()}
+    ways = (
+        (1, fa.local(), None),
+        (1, fa.local(), accumulated),
+        (1, fa.local(), captured),
+        (2, fa.fsdp(), None),
+    )
+    for ranks, strategy, change in ways:
+        for found in pools.run(ranks, by_key, strategy, change):
+            assert equals(found, expected)
+
+
+def test_norms_of_a_loss_with_info():
+    with fa.start(device="cpu"):
+        train_step = program(keyed)
+        state = train_step.init(seed=0)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch_of(16)), batch_size=8)
+        first = fa.evaluate(train_step, state, fa.row_norms(keyed), fa.shard(loader))["norm"]
+        second = fa.evaluate(train_step, state, fa.row_norms(keyed, chunk=3), fa.shard(loader))["norm"]
+        assert first.shape == (16,)
+        assert torch.allclose(first, second)
+
+
 def test_bad_input():
     weight = torch.ones(3, requires_grad=True)
     with pytest.raises(errors.UnknownNameError, match="gradient of 'wieght'"):
