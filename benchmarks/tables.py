@@ -329,4 +329,5 @@ BLOCKS: dict[str, Callable[[Measured], str]] = {
     "seeing": _full("seeing", ""),
     "starting": _full("starting", ""),
     "optimizer_parts": _full("optimizer_parts", ""),
+    "gradients": _full("gradients", ""),
 }

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.utils.stateless
+import torch.overrides
 import torch.utils._pytree
 
 # from 2.13 on `all_gather_into_tensor` warns in favour of `all_gather_single`, which 2.9 to 2.11 lack
@@ -270,6 +271,12 @@ def replace_parameters(root: torch.nn.Module, make: Callable[[Any], Any]) -> Non
         for name, param in module._parameters.items():
             if param is not None:
                 module._parameters[name] = replacements.setdefault(id(param), make(param))
+
+
+def without_function_mode(kind: type[Any]) -> contextlib.AbstractContextManager[Any]:
+    """In the body the innermost TorchFunctionMode is out, if it is of this class. (2.9 to 2.13)"""
+    inner = isinstance(torch.overrides._get_current_function_mode(), kind)
+    return torch.overrides._pop_mode_temporarily() if inner else contextlib.nullcontext()
 
 
 def with_tensors(

@@ -86,7 +86,8 @@ def pausing() -> Generator[None]:
     """In the body random tensors are drawn as they are outside of a user's hook."""
     before, WholeDraws.paused = WholeDraws.paused, True
     try:
-        yield
+        with _torch.without_function_mode(WholeDraws):  # which would take part in each operation
+            yield
     finally:
         WholeDraws.paused = before
 
@@ -101,7 +102,7 @@ def _drawn(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, 
 
 @contextlib.contextmanager
 def drawing(
-    root: int | None, step: int, generators: Sequence[torch.Generator], ranks: int
+    root: int | None, step: int, generators: Sequence[torch.Generator], ranks: int, *, sharded: bool = True
 ) -> Generator[None]:
     """In the body user functions draw numbers that are equal on all ranks. The generators end as they were.
 
@@ -110,13 +111,15 @@ def drawing(
         step: calls of the train step before this one.
         generators: the default generators of the host and of the device.
         ranks: how many ranks there are.
+        sharded: whether the functions see DTensors.
     """
     states = [generator.get_state() for generator in generators]
     try:
         if root is not None:
             for generator in generators:
                 generator.manual_seed(fold(root, step, _HOOKS))
-        with WholeDraws(seeded=root is not None, ranks=ranks):
+        alone = ranks == 1 and not sharded  # every tensor is whole
+        with contextlib.nullcontext() if alone else WholeDraws(seeded=root is not None, ranks=ranks):
             yield
     finally:
         if root is not None:

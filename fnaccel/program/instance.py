@@ -298,7 +298,7 @@ class Instance:
             return contextlib.nullcontext()
         world = self.engine.layout.mesh.world
         seed = None if self.spec.rng == "stream" else root
-        return drawing(seed, step, generators_of(world.device), world.size)
+        return drawing(seed, step, generators_of(world.device), world.size, sharded=self.sharded)
 
     def complete(
         self,
