@@ -26,7 +26,8 @@ def together(
         over: a group of all ranks to meet in, for a thread beside the one that trains.
 
     Raises:
-        CheckpointError: it failed on another rank, or the file system refused.
+        CheckpointError: it failed on another rank, or the file system refused, or another rank does another
+            part of the work.
         FnaccelError: the error of `fn` on this rank.
     """
     failed: Exception | None = None
@@ -49,17 +50,26 @@ def together(
             fix="see the error above, which is the cause",
         )
         failed.__cause__ = error
-    answers: list[tuple[str | None, Any]] = gather_objects((_line(failed), result), over=over, world=world)
+    part = getattr(getattr(fn, "func", fn), "__qualname__", "")
+    answers: list[tuple[str, str | None, Any]] = gather_objects(
+        (part, _line(failed), result), over=over, world=world
+    )
     if failed is not None:
         raise failed
-    for rank, (problem, _) in enumerate(answers):
+    if any(other != part for other, *_ in answers):
+        raise CheckpointError(
+            "ranks are in different parts of a save or restore: an earlier call was cut off on some of them",
+            where=where,
+            fix="end the job and start it again: fa.resume_or_init goes on from the last complete checkpoint",
+        )
+    for rank, (_, problem, _) in enumerate(answers):
         if problem is not None:
             report = CheckpointError(
                 f"rank {rank} failed: {problem}", where=where, fix="see the full message on that rank"
             )
             report.follows = True
             raise report
-    return [outcome for _, outcome in answers]
+    return [outcome for *_, outcome in answers]
 
 
 def _line(error: Exception | None) -> str | None:

@@ -22,7 +22,7 @@ from fnaccel.world.mesh import Mesh
 class Scores(Accumulation):
     """The results of a metric function: added up over batches, then over ranks."""
 
-    __slots__ = ("_memory", "_mesh")
+    __slots__ = ("_memory", "_mesh", "_seen")
     name = "the result of the metric function"
     per = "batches"
     where = "fa.evaluate"
@@ -31,10 +31,12 @@ class Scores(Accumulation):
         super().__init__(partial_rows=mesh.partial_rows)
         self._mesh = mesh
         self._memory: set[int] = set()
+        self._seen = 0
 
     def take(self, metrics: Tree, batch: Batch) -> None:
         """Add one batch. A filler counts for nothing."""
         self._memory = memory_of(batch.data)
+        self._seen += 1
         self.add(metrics, batch.valid)
 
     def rows(self, leaf: Concat) -> Rows:
@@ -66,7 +68,9 @@ class Scores(Accumulation):
             sums = packed(self.values, world.device)
             if group is not None:
                 # gloo aborts the process if an all-reduce meets one of another size, such as that of a step
-                agree(scope(group, world, "evaluate"), Call("evaluate", f"{len(sums)} sums: {self.kinds}"))
+                # ranks whose data sets differ have read other batches
+                text = f"{len(sums)} sums of {self._seen} batches: {self.kinds}"
+                agree(scope(group, world, "evaluate"), Call("evaluate", text))
                 dist.all_reduce(sums, group=group)
             self.put(unpacked(sums, self.shapes))
         # rows in the order of the samples: batch by batch, and within a batch rank by rank

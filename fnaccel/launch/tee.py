@@ -112,6 +112,7 @@ def finish(copiers: Sequence[Copier]) -> None:
 
 def _become_copier(file: int, streams: dict[int, int]) -> None:
     """Copy until all writers have closed their ends. Signals to end are for the ranks."""
+    told = False
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
@@ -123,11 +124,21 @@ def _become_copier(file: int, streams: dict[int, int]) -> None:
                     data = os.read(key.fd, 65_536)
                     if not data:
                         selector.unregister(key.fd)
-                    for sink in (file, streams[key.fd]):
-                        with contextlib.suppress(OSError):  # a reader that is gone, a full disk
-                            _write(sink, data)
+                    with contextlib.suppress(OSError):  # a reader that is gone
+                        _write(streams[key.fd], data)
+                    try:
+                        _write(file, data)
+                    except OSError as error:  # a full disk
+                        if not told:
+                            _say(f"fnaccel launch --tee: output is missing in a log: {error.strerror}")
+                        told = True
     finally:
         os._exit(0)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):
+        _write(2, f"{line}\n".encode())
 
 
 def _write(sink: int, data: bytes) -> None:

@@ -29,6 +29,7 @@ from fnaccel.step.callables import title
 from fnaccel.step.loss import Mean, read_loss
 from fnaccel.tree import Tree
 from fnaccel.world.mesh import Mesh
+from fnaccel.world.progress_marks import NOW, enter
 
 _TOLERANCE = 1e-5
 _LOSS, _OF_WEIGHT_FN = "the loss", "the loss under fa.with_weight"
@@ -152,6 +153,7 @@ def _outcome(
     def look() -> Any:
         return instance.engine.look(run, rows, *(() if lent is None else (lent.models,)))
 
+    enter(NOW.phase)  # each call has the whole limit of the phase
     layout = instance.engine.layout
     others = () if lent is None else (m for engine in lent.engines for m in engine.layout.modules)
     instance.moving_buffers.begin()

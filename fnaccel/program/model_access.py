@@ -230,7 +230,7 @@ class ModelAccess:
         """
         instance = self._owner.instance
         lease_of(state, LOOK, averaged=True)
-        with self._keeping():
+        with self._keeping(), within("evaluate"):
             check_metrics(instance, self._run_of(self._told(fn, state)), fn, batch)
 
     def can_probe(self) -> bool:

@@ -222,13 +222,19 @@ def build_ddp(build: Build, options: Ddp) -> tuple[Engine, Built]:
     torn: list[bool] = []
     finds = options.unused_parameters or options.static_graph
     trained = [(name, param) for name, param in built.named("parameters") if param.requires_grad]
+
+    def looks() -> bool:
+        return engine.unfinished == {"look"}
+
     engine = whole_engine(
         "ddp",
         built,
         build,
         run=_guarded(wrapped, torn),
         hooks=Hooks(
-            recover=lambda: torn.append(True),
+            # in a look no rank waits for another, and one that failed prepared nothing
+            abandon=lambda error: None if looks() else mesh.world.abandon(error),
+            recover=lambda: None if looks() else torn.append(True),
             finish=None if finds else functools.partial(_check_reduced, wrapped, trained),
         ),
         sync=_syncer(wrapped, options.static_graph),
