@@ -13,6 +13,7 @@ import torch
 
 import fnaccel as fa
 from fnaccel.checkpoint import checkpoints, latest, restore, save
+from fnaccel.checkpoint.all_ranks import together
 from fnaccel.checkpoint.disk import durable
 from fnaccel.errors import (
     ArgumentError,
@@ -222,3 +223,22 @@ def test_the_state_of_a_transform_that_differs_between_ranks_raises(pools, tmp_p
         assert "state.transforms differs between ranks (on rank 1 of the mesh axis 'loss' from" in said[0]
         assert "not from a rank's own loss" in said[0]
     assert [one.name for one in tmp_path.iterdir()] == ["step-0000000001"]
+
+
+def out_of_step():
+    """One rank was cut off in a save, and both save again: their exchanges do not fit."""
+    here = world.current()
+
+    def first():
+        return "first"
+
+    def second():
+        return "second"
+
+    with pytest.raises(CheckpointError, match="ranks are in different parts of a save or restore"):
+        together(here, "fa.save", first if here.rank else second)
+    return together(here, "fa.save", first)
+
+
+def test_ranks_in_different_parts_of_a_save_say_so(pools):
+    assert pools.run(2, out_of_step) == [["first", "first"]] * 2

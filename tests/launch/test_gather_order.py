@@ -188,3 +188,70 @@ def looks_at_many():
 
 def test_a_model_that_is_not_trained_is_compared_for_some_forwards(pools):
     assert pools.run(2, looks_at_many) == [[True] * (FORWARDS - 1) + [False] * 2] * 2
+
+
+def fails_under_ddp(call, folder):
+    """The last rank raises in its first or second step, or in the first call of a metric function."""
+    with fa.start(device="cpu", watchdog=0):
+        loss = Loss(None)
+        train_step, state = made(loss, "ddp")
+        if call != "first step":
+            state, _ = train_step(state, rows(0))
+        loss.fault = "raises first"
+        if call == "metric":
+            data = torch.utils.data.DataLoader(torch.ones(24, 8), batch_size=4)
+            fa.evaluate(train_step, state, loss, fa.shard(data))
+        train_step(state, rows(1))
+        Path(folder, f"went on {current().rank}").touch()
+
+
+@pytest.mark.parametrize("call", ["first step", "second step", "metric"])
+def test_replicas_say_the_error_of_the_rank_that_failed(tmp_path, monkeypatch, call):
+    monkeypatch.setattr(watcher, "INTERVAL", 0.2)
+    monkeypatch.setattr(watcher, "PATIENCE", 0.5)
+    *others, failed = run_ranks(fails_under_ddp, call, str(tmp_path), folder=tmp_path)
+    assert failed.error == "ValueError", failed
+    assert "a bad row" in failed.what
+    for outcome in others:
+        assert outcome.error == "PeerLostError", outcome
+        assert "ValueError" in outcome.what, outcome
+    assert not list(tmp_path.glob("went on*"))
+
+
+def catches_under_ddp(folder):
+    """A rank that catches its error lets no other wait, and makes no call before they know."""
+    with fa.start(device="cpu", watchdog=0):
+        loss = Loss(None)
+        train_step, state = made(loss, "ddp")
+        state, _ = train_step(state, rows(0))
+        loss.fault = "raises first"
+        try:
+            train_step(state, rows(1))
+        except ValueError:
+            loss.fault = None
+            Path(folder, "caught").touch()
+            time.sleep(1.0)
+
+
+def test_an_error_that_is_caught_leaves_no_replica_waiting(tmp_path, monkeypatch):
+    monkeypatch.setattr(watcher, "INTERVAL", 0.2)
+    monkeypatch.setattr(watcher, "PATIENCE", 0.5)
+    *others, _ = run_ranks(catches_under_ddp, str(tmp_path), folder=tmp_path)
+    assert (tmp_path / "caught").exists()
+    for outcome in others:
+        assert outcome.error == "PeerLostError", outcome
+        assert "which raised ValueError in it: a bad row" in outcome.what, outcome
+
+
+def scored():
+    """Data sets of other lengths on two ranks: no score of both."""
+    train_step, state = made(Loss(None), "ddp")
+    count = 10 if current().rank == 0 else 21
+    data = torch.utils.data.DataLoader(torch.ones(count, 8), batch_size=4)
+    with pytest.raises(fa.errors.RankMismatchError, match=r"of 3 batches.*of 6 batches"):
+        fa.evaluate(train_step, state, Loss(None), fa.shard(data))
+    return True
+
+
+def test_metrics_of_different_data_are_refused(pools):
+    assert pools.run(2, scored) == [True] * 2

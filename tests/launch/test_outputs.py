@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
+from fnaccel.launch import tee
 from fnaccel.launch.affinity import nodes
 from fnaccel.launch.numa import choose_node, gpu_nodes
 
@@ -215,3 +217,15 @@ def test_a_launcher_that_begins_with_blocked_signals(launcher, blocked):
         preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, blocked), capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == "False\n" * 2
+
+
+def test_a_log_on_a_full_disk_is_said_once(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(tee, "output_file", lambda *_: "/dev/full")
+    (copier,) = tee.start_copiers(str(tmp_path), [0])
+    for _ in range(3):
+        os.write(copier.out, b"a line\n")
+        time.sleep(0.05)
+    tee.finish([copier])
+    shown = capfd.readouterr()
+    assert shown.out == "a line\n" * 3
+    assert shown.err == "fnaccel launch --tee: output is missing in a log: No space left on device\n"
