@@ -327,4 +327,5 @@ BLOCKS: dict[str, Callable[[Measured], str]] = {
     "seeing": _full("seeing", ""),
     "starting": _full("starting", ""),
     "optimizer_parts": _full("optimizer_parts", ""),
+    "pure": _full("pure", ""),
 }

@@ -120,7 +120,7 @@ def summed(model, batch):
 
 def keyed(model, batch, *, info):
     x, y = batch
-    x = fa.random.dropout(x, 0.5, key=info.key.fold_in(info.step))
+    x = fa.random.dropout(x, 0.5, key=info.key.fold_in(torch.arange(len(x))))
     scale = 1.0 if info.extras is None else info.extras["scale"]
     return fa.Mean(scale * (model(x) - y).square().sum(), weight=len(y))
 
@@ -250,6 +250,16 @@ def test_nothing_is_written():
     copies = fa.tree.map(torch.clone, values)
     update(values, BATCHES[0])
     assert all(torch.equal(a, b) for a, b in zip(*map(fa.tree.leaves, (values, copies)), strict=True))
+
+
+def test_buffers_go_in_as_clones():
+    update = fa.pure(program(model=Normed))
+    values = update.init()
+    copies = fa.tree.map(torch.clone, values["buffers"])
+    after, _ = update(values, BATCHES[0])
+    update.loss(values, BATCHES[0])
+    assert all(torch.equal(value, copies[name]) for name, value in values["buffers"].items())
+    assert not torch.equal(after["buffers"]["norm.running_mean"], copies["norm.running_mean"])
 
 
 EPS = 1e-6

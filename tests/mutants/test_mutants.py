@@ -16,6 +16,7 @@ from tests.mutants import (
     big,
     context,
     estimate,
+    functional,
     launching,
     modules,
     optim,
@@ -443,6 +444,7 @@ MUTANTS = [
     *big.MUTANTS,
     *quantize.MUTANTS,
     *modules.MUTANTS,
+    *functional.MUTANTS,
     *optim.MUTANTS,
     *estimate.MUTANTS,
 ]  # fmt: skip
