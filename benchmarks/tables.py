@@ -330,4 +330,5 @@ BLOCKS: dict[str, Callable[[Measured], str]] = {
     "starting": _full("starting", ""),
     "optimizer_parts": _full("optimizer_parts", ""),
     "gradients": _full("gradients", ""),
+    "pure": _full("pure", ""),
 }

@@ -12,6 +12,7 @@ Strategies
 
 Parameters and gradients as values
     params call value_and_grad perturb with_gradient per_example row_norms
+    pure recomputed
 
 Optimizers
     sgd adam adamw schedules warmup_cosine
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
     from fnaccel.optim import sgd as sgd
     from fnaccel.optim.schedules import warmup_cosine as warmup_cosine
     from fnaccel.program.parameter_layout import layout as layout
+    from fnaccel.program.pure import pure as pure
     from fnaccel.program.train_step import TrainStep as TrainStep
     from fnaccel.program.train_step import train_step as train_step
     from fnaccel.program.train_step import value_and_grad as value_and_grad
@@ -129,6 +131,7 @@ if TYPE_CHECKING:
     from fnaccel.transforms.per_example import per_example as per_example
     from fnaccel.transforms.per_example import row_norms as row_norms
     from fnaccel.transforms.perturbation import perturb as perturb
+    from fnaccel.transforms.recomputed import recomputed as recomputed
     from fnaccel.world.simulation import simulate as simulate
     from fnaccel.world.world import World as World
     from fnaccel.world.world import start as start
@@ -154,6 +157,7 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.optim": "adam adamw schedules sgd",
             "fnaccel.optim.schedules": "warmup_cosine",
             "fnaccel.program.parameter_layout": "layout",
+            "fnaccel.program.pure": "pure",
             "fnaccel.program.train_step": "TrainStep train_step value_and_grad",
             "fnaccel.seeing.profile": "profile",
             "fnaccel.state": "TrainState snapshot",
@@ -170,6 +174,7 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "with_ema with_precision with_weight",
             "fnaccel.transforms.per_example": "per_example row_norms",
             "fnaccel.transforms.perturbation": "perturb",
+            "fnaccel.transforms.recomputed": "recomputed",
             "fnaccel.world.simulation": "simulate",
             "fnaccel.world.world": "World start",
         },

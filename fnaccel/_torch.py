@@ -34,6 +34,8 @@ assert_on_device: Any = torch._assert_async
 amp_update_scale_: Any = torch._amp_update_scale_
 profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled
 # trees as torch.func takes them, such as the outputs of transformers' models
+# whether a function of torch.func differentiates or maps a tensor
+is_mapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 flatten: Callable[[Any], tuple[list[Any], Any]] = torch.utils._pytree.tree_flatten
 unflatten: Callable[[list[Any], Any], Any] = torch.utils._pytree.tree_unflatten
 on_cuda_start: Callable[[Callable[[], None]], None] = torch.cuda._lazy_call
@@ -478,3 +480,10 @@ def register_node(
     """Let torch.func and torch.compile walk the instances of a class. (2.9 to 2.13)"""
     name = f"{kind.__module__}.{kind.__qualname__}"
     torch.utils._pytree.register_pytree_node(kind, flatten, unflatten, serialized_type_name=name)
+
+
+def outside_of_func() -> Any:
+    """A context in which no function of torch.func is open: modules can't be built inside of one. (2.13)"""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # noqa: PLC0415 - slow to import
+
+    return temporarily_clear_interpreter_stack()

@@ -111,11 +111,13 @@ _NO_NUMBERS = (torch.bool, torch.complex64, torch.complex128, torch.complex32)
 _torch.register_node(Key, lambda key: ([key.bits], None), lambda bits, _: Key(*bits))
 
 
-def key(seed: int, *numbers: int, device: torch.device | str | None = None) -> Key:
+def key(
+    seed: int | torch.Tensor, *numbers: int | torch.Tensor, device: torch.device | str | None = None
+) -> Key:
     """The key of a seed. `key(seed, 3, 1)` is `key(seed).fold_in(3).fold_in(1)`, computed on the host.
 
     Args:
-        seed: any whole number of 64 bits.
+        seed: any whole number of 64 bits. A 0-d int64 tensor makes the key on its device.
         numbers: folded in, one after the other.
         device: of the key, and of all numbers drawn from it. The CPU by default.
 
@@ -126,6 +128,11 @@ def key(seed: int, *numbers: int, device: torch.device | str | None = None) -> K
         >>> fa.random.normal(fa.random.key(7), (2, 3)).shape
         torch.Size([2, 3])
     """
+    if isinstance(seed, torch.Tensor):
+        made = Key(_mixed(seed + _STEP))
+        for number in numbers:
+            made = made.fold_in(number)
+        return made
     for number in (seed, *numbers):
         if type(number) is not int:
             raise ArgumentError(
@@ -135,7 +142,7 @@ def key(seed: int, *numbers: int, device: torch.device | str | None = None) -> K
             )
     bits = _mixed_on_host(seed + _STEP)
     for number in numbers:
-        bits = _mixed_on_host((bits ^ _FOLDS) + (number + 1) * _STEP)
+        bits = _mixed_on_host((bits ^ _FOLDS) + (int(number) + 1) * _STEP)
     return Key(torch.full((), _signed(bits), dtype=torch.int64, device=device))
 
 

@@ -382,3 +382,83 @@ def detached(aux: Tree) -> Any:
     if type(aux) in (list, tuple):
         return type(aux)([detached(value) for value in aux])
     return plain(aux)
+
+
+class _Place:
+    """The place of a tensor in a list. A plain class, since compiled code makes it."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def pick(value: Tree, tensors: list[torch.Tensor]) -> Any:
+    """Move the tensors of aux to a list: functions of torch.func return tensors only. `unpick` undoes it."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if isinstance(value, Mean):
+        return Mean(pick(value.total, tensors), pick(value.weight, tensors), pick(value.aux, tensors))
+    if isinstance(value, Sum):
+        return Sum(pick(value.value, tensors))
+    if isinstance(value, Concat):
+        return Concat(pick(value.value, tensors), value.pad)
+    if isinstance(value, dict):
+        return {key: pick(inner, tensors) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([pick(inner, tensors) for inner in value])
+    return value
+
+
+def unpick(value: Tree, tensors: Sequence[torch.Tensor]) -> Any:
+    """Aux whose tensors were moved to a list."""
+    if isinstance(value, _Place):
+        return tensors[value.index]
+    if isinstance(value, Mean):
+        return Mean(unpick(value.total, tensors), unpick(value.weight, tensors), unpick(value.aux, tensors))
+    if isinstance(value, Sum):
+        return Sum(unpick(value.value, tensors))
+    if isinstance(value, Concat):
+        return Concat(unpick(value.value, tensors), value.pad)
+    if isinstance(value, dict):
+        return {key: unpick(inner, tensors) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([unpick(inner, tensors) for inner in value])
+    return value
+
+
+def combined(values: Sequence[Any]) -> Any:
+    """Aux of several micro-batches as the metrics that they make, with its graph. torch.compile can trace it.
+
+    `AuxValues` does the same without graphs, and over ranks.
+    """
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: combined([value[key] for value in values]) for key in first}
+    if type(first) in (list, tuple):
+        return type(first)([combined([value[place] for value in values]) for place in range(len(first))])
+    if isinstance(first, Mean):
+        weights = [value.weight for value in values]
+        return ratio(_added([value.total for value in values]), _added(weights))
+    if isinstance(first, Sum):
+        return _added([value.value for value in values])
+    if isinstance(first, Concat):
+        rows = [value.value for value in values]
+        return torch.cat(rows) if isinstance(rows[0], torch.Tensor) else [row for own in rows for row in own]
+    return ratio(_added(list(values)), len(values))
+
+
+def _added(values: list[Any]) -> Any:
+    return sum(values[1:], start=values[0])
+
+
+def ratio(total: Any, weight: Scalar) -> torch.Tensor:
+    """A total over its weight, 0 where the weight is 0, without a read on the host. Both may have dimensions.
+
+    Its derivative is that of 0 there: the division is by 1.
+    """
+    if not isinstance(weight, torch.Tensor):
+        value = total / weight if weight else total * 0.0
+        return value if isinstance(value, torch.Tensor) else torch.full((), value)
+    counts = weight != 0
+    value = total / torch.where(counts, weight, torch.ones_like(weight))
+    return torch.where(counts, value, torch.zeros_like(value))

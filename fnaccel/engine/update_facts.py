@@ -27,8 +27,8 @@ class UpdateFacts:
 
     def __init__(
         self,
-        root: int,
-        step: int,
+        root: int | torch.Tensor,
+        step: int | torch.Tensor,
         updates: Scalar,
         extras: Tree,
         device: torch.device,

@@ -80,6 +80,11 @@ class TrainStep(ModelAccess):
         return self._owner.plan
 
     @property
+    def spec(self) -> Spec:
+        """The description that it was made of."""
+        return self._spec
+
+    @property
     def engine(self) -> Engine:
         """The engine that runs it.
 

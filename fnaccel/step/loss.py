@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fnaccel import _torch
 from fnaccel.errors import LossError
 from fnaccel.tree import Tree
 
@@ -297,8 +298,11 @@ def check_divided(parts: LossParts, where: str) -> None:
 
 
 def readable(value: torch.Tensor) -> bool:
-    """Whether the host can read a tensor at no cost: it is on the CPU, and no graph is being captured."""
-    return value.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether the host can read a tensor at no cost.
+
+    It is on the CPU, no graph is being captured, and no function of torch.func differentiates or maps it.
+    """
+    return value.device.type == "cpu" and not torch.compiler.is_compiling() and not _torch.is_mapped(value)
 
 
 def is_zero(weight: Scalar) -> bool:

@@ -127,6 +127,26 @@ class StepGradients(Protocol):
         ...
 
 
+class PureGradients(Protocol):
+    """The gradients of a pure update, of which each change makes new tensors."""
+
+    def norm(self) -> torch.Tensor:
+        """The Euclidean norm over all parameters, a 0-d tensor."""
+        ...
+
+    def scale_by(self, factor: Any) -> None:
+        """Multiply the whole gradient."""
+        ...
+
+    def clamp(self, most: Any) -> None:
+        """Clamp each element to at most `most` in size."""
+        ...
+
+    def skip_where_nonfinite(self) -> None:
+        """Leave the update out if the norm is NaN or infinite."""
+        ...
+
+
 class TrainedLeaf(Protocol):
     """A trainable parameter."""
 

@@ -15,6 +15,7 @@ from fnaccel.step.step import (
     Capability,
     Info,
     Phase,
+    PureGradients,
     StepGradients,
     Transform,
 )
@@ -43,6 +44,12 @@ class ClipNorm:
         grads.scale_by(factor.clamp_max_(1.0))
         return state
 
+    def purely(self, grads: PureGradients, info: Info) -> None:
+        """The same as a function, whose derivative by `max_norm` exists."""
+        norm = grads.norm()
+        info.record("grad_norm", norm)
+        grads.scale_by((self.max_norm / (norm + 1e-6)).clamp(max=1.0))
+
 
 @attrs.frozen
 class ClipValue:
@@ -59,6 +66,10 @@ class ClipValue:
             _torch.foreach_clamp_min_(shards, -self.max_value)
         grads.changed()
         return state
+
+    def purely(self, grads: PureGradients, info: Info) -> None:  # noqa: ARG002
+        """The same as a function."""
+        grads.clamp(self.max_value)
 
 
 @takes_step

@@ -13,6 +13,7 @@ from fnaccel.step.step import (
     Capability,
     Info,
     Phase,
+    PureGradients,
     StepGradients,
     Transform,
 )
@@ -33,6 +34,10 @@ class SkipNonfinite:
         """Mark the update as skipped if the gradient norm is not finite."""
         grads.skip_where_nonfinite()
         return state
+
+    def purely(self, grads: PureGradients, info: Info) -> None:  # noqa: ARG002
+        """The same as a function."""
+        grads.skip_where_nonfinite()
 
 
 @takes_step

@@ -52,6 +52,10 @@ ROWS = {
         "a loss through fa.call, small GPT": ("a plain step",),
         "a step with fa.perturb, small GPT": ("a plain step",),
     },
+    "pure": {
+        "one of 2 updates in one graph, MLP": ("a loop of train steps, eager", "pure updates, eager"),
+        **{f"gradient through 4 updates of Adam, 2 at a time run again: {what}": ("everything kept",) for what in ("peak", "time")},
+    },
     "compiled": {
         "2 ranks, accumulate 4, compiled, small GPT": ("DDP by hand, compiled", "DDP by hand, eager", "fnaccel, scope loss", "fnaccel, eager"),
         "2 ranks FSDP2 (ZeRO-3), accumulate 4, compiled, small GPT": ("FSDP2 by hand, compiled blocks", "FSDP2 by hand, eager", "fnaccel, scope block", "fnaccel, eager"),

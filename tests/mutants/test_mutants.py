@@ -20,6 +20,7 @@ from tests.mutants import (
     launching,
     modules,
     optim,
+    pure,
     quantize,
     seeing,
     tensor,
@@ -444,8 +445,9 @@ MUTANTS = [
     *big.MUTANTS,
     *quantize.MUTANTS,
     *modules.MUTANTS,
-    *optim.MUTANTS,
     *functional.MUTANTS,
+    *optim.MUTANTS,
+    *pure.MUTANTS,
     *estimate.MUTANTS,
 ]  # fmt: skip
 
