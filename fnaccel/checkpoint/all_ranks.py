@@ -56,12 +56,6 @@ def together(
     )
     if failed is not None:
         raise failed
-    if any(other != part for other, *_ in answers):
-        raise CheckpointError(
-            "ranks are in different parts of a save or restore: an earlier call was cut off on some of them",
-            where=where,
-            fix="end the job and start it again: fa.resume_or_init goes on from the last complete checkpoint",
-        )
     for rank, (_, problem, _) in enumerate(answers):
         if problem is not None:
             report = CheckpointError(
@@ -69,6 +63,12 @@ def together(
             )
             report.follows = True
             raise report
+    if any(other != part for other, *_ in answers):
+        raise CheckpointError(
+            "ranks are in different parts of a save or restore: an earlier call was cut off on some of them",
+            where=where,
+            fix="end the job and start it again: fa.resume_or_init goes on from the last complete checkpoint",
+        )
     return [outcome for *_, outcome in answers]
 
 

@@ -91,6 +91,8 @@ def rows_of(
     for start in range(0, rows, max(step, 1)):
         some = [column[start : start + step] for column in columns]
         grads, (totals, told, parts) = mapped(held, *some)
+        if informed is not None:  # what stands there is a row inside of vmap
+            informed.info = info
         kind, host = kinds
         squares = [grad.flatten(1).square().sum(1) for grad in grads.values()]
         norms = torch.stack([square.to(totals.dtype) for square in squares]).sum(0).sqrt()

@@ -70,7 +70,7 @@ def waits(outcome, rank, *parts):
             0,
             "raises in the loss",
             "ValueError",
-            f"ended with ValueError: boom in the loss, in call 6, {STEP}",
+            "which raised ValueError in it: boom in the loss",
         ),
         (1, "sys.exit(0)", "SystemExit", "ended with exit code 0, after call 5"),
     ],

@@ -127,7 +127,8 @@ class Interrupter:
             self.lines += 1
             if self.at is not None and 0 <= self.lines - self.at < max(self.signals, 1):
                 self.place = self.place or f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                if not self.signals:
+                held = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+                if not self.signals and not held:  # a Ctrl-C would wait there
                     raise KeyboardInterrupt
                 signal.raise_signal(signal.SIGINT)
         return self._line
