@@ -29,7 +29,7 @@ MUTANTS = [
     ),
     Mutant(
         "a block runs again with its own parameters", "transforms/recomputed.py",
-        "result = run_given(module, params, _of_keywords", "result = run_given(module, {}, _of_keywords",
+        "return run_given(module, params, _of_keywords", "return run_given(module, {}, _of_keywords",
         (PARAMS, "-k", "raw_loop and local-remat-halved"),
     ),
     Mutant(

@@ -39,7 +39,7 @@ MORE_LINES = {
     "hang reports name the rank that is ahead, and the loop": 30,
     "ranks compare what they gather before the first update": 300,
     "parameters as values: fa.params, fa.call, whole leaves under fsdp": 800,
-    "errors of one rank under ddp, parts of a save, GPUs": 60,
+    "errors of one rank under ddp, parts of a save, GPUs": 80,
     "gradients as values: of a step, of rows, at moved parameters, arithmetic on trees": 950,
     "errors by name: two jobs, full disks, open files, foreign values": 260,
     "keys, and what a loss may know": 730,
