@@ -412,8 +412,8 @@ def held_after_closing(stage: int) -> list[int]:
         gc.collect()
         alive = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
         # graphs of other tests keep tensors of vmap, which have no storage
-    alive = [one for one in alive if not torch._C._functorch.is_functorch_wrapped_tensor(one)]
-    sizes = [one.untyped_storage().nbytes() for one in alive if not isinstance(one, Remote)]
+        alive = [one for one in alive if not torch._C._functorch.is_functorch_wrapped_tensor(one)]
+        sizes = [one.untyped_storage().nbytes() for one in alive if not isinstance(one, Remote)]
         found.append(
             sum(size for size in sizes if isinstance(size, int))
         )  # tensors without values have symbols
