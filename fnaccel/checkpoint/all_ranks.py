@@ -56,14 +56,16 @@ def together(
     )
     if failed is not None:
         raise failed
-    for rank, (_, problem, _) in enumerate(answers):
+    apart = False
+    for rank, (other, problem, _) in enumerate(answers):
+        apart = apart or other != part
         if problem is not None:
             report = CheckpointError(
                 f"rank {rank} failed: {problem}", where=where, fix="see the full message on that rank"
             )
             report.follows = True
             raise report
-    if any(other != part for other, *_ in answers):
+    if apart:
         raise CheckpointError(
             "ranks are in different parts of a save or restore: an earlier call was cut off on some of them",
             where=where,
