@@ -59,23 +59,15 @@ class Access:
     refusal: str = ""
     whole: WholeValues | None = None
     canonical: dict[str, str] = attrs.field(factory=dict)
-    _given: int = 0
 
     @property
     def gathers(self) -> bool:
         """Whether the modules hold parts at this moment, and nothing was put in their place."""
-        return self.whole is not None and not self._given
+        return self.whole is not None and self not in _giving
 
-    @contextlib.contextmanager
-    def giving(self) -> Any:
-        """In the body the modules hold values that were put in the place of their own."""
-        self._given += 1
-        try:
-            with contextlib.nullcontext() if self.whole is None else self.whole.ungathered():
-                yield
-        finally:
-            self._given -= 1
 
+_giving: list[Access | None] = []
+"""The train steps whose modules hold given values at this moment. None for a module of no train step."""
 
 # modules to the access of their train step, which the train step holds, and to what stands before their names
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Access], str]] = weakref.WeakKeyDictionary()
@@ -209,15 +201,13 @@ def run_with(model: nn.Module, params: Mapping[str, torch.Tensor], fn: Callable[
 def run_given(model: nn.Module, values: dict[str, torch.Tensor], fn: Callable[..., Any], *args: Any) -> Any:
     """`run_with`, if all parameters of which ranks hold parts are named."""
     access, _ = _access_of(model, "fa.call(model, params, ...)")
-    _giving.append(model)
+    whole = None if access is None else access.whole
+    _giving.append(access)
     try:
-        with contextlib.nullcontext() if access is None else access.giving():
+        with contextlib.nullcontext() if whole is None else whole.ungathered():
             return _torch.with_tensors(model, values, fn, *args)
     finally:
         _giving.pop()
-
-
-_giving: list[nn.Module] = []
 
 
 def gives_parameters() -> bool:

@@ -13,7 +13,7 @@ from fnaccel.errors import ArgumentError, CapabilityError
 from fnaccel.models.parameter import Leaf
 from fnaccel.optim import kernels
 from fnaccel.optim.description import Bound, Group, Optimizer
-from fnaccel.optim.fused import FusedKernel
+from fnaccel.optim.fused import FusedKernel, real_view
 from fnaccel.optim.operations import CutRows, Fast, Pure
 from fnaccel.optim.parts import check_part
 from fnaccel.optim.rules import (
@@ -25,6 +25,7 @@ from fnaccel.optim.rules import (
     Slots,
     Trace,
     UpdateInfo,
+    free_name,
     part_name,
     placed,
     wide,
@@ -79,7 +80,7 @@ class BoundChain:
         by_rows = over is not None and any(unmasked(part).by_rows for part in chain)
         rows = tuple(_cut_rows(leaf) if by_rows else None for leaf in leaves)
         self._fast, self._pure = Fast(over, copies, rows), Pure(over, copies, rows)
-        self._shards = [_real(leaf.shard) for leaf in leaves]
+        self._shards = [real_view(leaf.shard) for leaf in leaves]
         self._wide = any(shard.dtype is torch.float64 for shard in self._shards)
         self._parts = [placed(part, leaves) for part in chain]
         self._slots: list[Slots] = []
@@ -95,14 +96,11 @@ class BoundChain:
         own = each.part.init([leaf.shard.detach() for leaf in leaves])  # in a graph it requires grad
         _check_slots(each.part, own, leaves)
         for name, values in own.items():
-            shown, number = name, 0
             # of the whole chain: a name is that of one part for all parameters
-            while any(shown in slots for slots in self.slots.values()):
-                number += 1
-                shown = f"{name}.{number}"
+            shown = free_name(name, {taken for slots in self.slots.values() for taken in slots})
             for leaf, value in zip(leaves, values, strict=True):
                 self.slots[leaf.name][shown] = leaf.like(value)
-        return {name: [_real(value) for value in values] for name, values in own.items()}
+        return {name: [real_view(value) for value in values] for name, values in own.items()}
 
     def apply(
         self,
@@ -125,7 +123,7 @@ class BoundChain:
         if traced:
             kernels.begin([*self._shards, *(v for own in self._slots for vs in own.values() for v in vs)])
         ops: Any = self._pure if pure else self._fast
-        taken = [None if grad is None else _real(wide(grad)) for grad in grads]
+        taken = [None if grad is None else real_view(wide(grad)) for grad in grads]
         if multiplier is not None:
             taken = _times(ops, taken, _at(multiplier, device))
         info = UpdateInfo(self._number(updates, device, pure=pure), kernels.on_device(rates[0], device))
@@ -151,11 +149,6 @@ def _times(ops: Any, grads: Sequence[torch.Tensor | None], factor: Scalar) -> li
 def _at(value: Any, device: torch.device) -> Any:
     """A tensor on a device. A number as it is."""
     return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _real(value: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as a real one of the same memory, with a last dimension of two."""
-    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def _check_slots(part: Part, own: object, leaves: Sequence[Leaf]) -> None:

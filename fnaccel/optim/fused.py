@@ -72,7 +72,7 @@ class _Work:
         self.indices = [m.index for m in members]
         self.whole = self.indices == list(range(total))
         self.complex = any(m.leaf.shard.is_complex() for m in members)
-        self.shards = [_real(m.leaf.shard) for m in members]
+        self.shards = [real_view(m.leaf.shard) for m in members]
         # the members of a group are alike: see `group_leaves`
         dense = all(memory_of(shard) == "dense" for shard in self.shards)
         self.run = _FUSED[name] if dense else _PLAIN[name]
@@ -92,7 +92,7 @@ class _Work:
                 zeros = torch.zeros_like(member.leaf.shard)
                 moments[kind] = member.leaf.like(zeros)
                 if zeros.numel():
-                    self.moments[place].append(_real(zeros))
+                    self.moments[place].append(real_view(zeros))
 
 
 class BoundFused:
@@ -147,7 +147,7 @@ class BoundFused:
                 shards = [shards[i] for i in chosen]
                 moments = [[moment[i] for i in chosen] if moment else moment for moment in moments]
             if work.complex:
-                taken = [_real(grad) for grad in taken]
+                taken = [real_view(grad) for grad in taken]
             # the multiplier and skip are on the device, and offloaded parameters are not
             where = shards[0].device
             scale, off = _at(divisor, where), _at(skip, where)
@@ -161,7 +161,7 @@ class BoundFused:
             work.run(work.kind(shards, taken, *moments, *count, rate, *work.numbers, scale, off))
 
 
-def _real(value: Any) -> Any:
+def real_view(value: Any) -> Any:
     """A complex tensor as a real one of the same memory. Any other as it is."""
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 

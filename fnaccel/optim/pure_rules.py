@@ -22,6 +22,7 @@ from fnaccel.optim.rules import (
     PlacedPart,
     Trace,
     UpdateInfo,
+    free_name,
     part_name,
     placed,
     run_parts,
@@ -68,7 +69,7 @@ class _Rule:
         taken: set[str] = set()
         for each in self.parts:
             own = each.part.init([leaves[i].shard.detach() for i in self.places(each)])
-            self.shown.append({name: _free(name, taken) for name in own})
+            self.shown.append({name: free_name(name, taken) for name in own})
             taken.update(self.shown[-1].values())
             numbers = {_option_of(each.part, field): field for field in _numbers_of(each.part)}
             self.fields.append({name: field for name, field in numbers.items() if name not in fixed})
@@ -76,15 +77,6 @@ class _Rule:
     def places(self, each: PlacedPart) -> list[int]:
         """The parameters of a part, by their place among those of the rule."""
         return list(range(len(self.names)) if each.places is None else each.places)
-
-
-def _free(name: str, taken: set[str]) -> str:
-    """The name under which a state shows a slot: a second one of this name gets `.1`, as in a live state."""
-    shown, number = name, 0
-    while shown in taken:
-        number += 1
-        shown = f"{name}.{number}"
-    return shown
 
 
 def _numbers_of(part: Any) -> list[str]:

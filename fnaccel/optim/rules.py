@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import attrs
@@ -88,6 +88,15 @@ class Part:
         names = [field.name for field in attrs.fields(type(self))] if attrs.has(type(self)) else []
         options = ", ".join(f"{name}={plan_text(getattr(self, name))}" for name in names)
         return f"{part_name(self)}({options})"
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """The name under which a state shows a slot: a second one of this name gets `.1`."""
+    shown, number = name, 0
+    while shown in taken:
+        number += 1
+        shown = f"{name}.{number}"
+    return shown
 
 
 def part_name(part: Part) -> str:

@@ -76,6 +76,7 @@ class Instance:
         moved: whether a step reached its end.
         probed, cut_fails, checked: what the checks before the first update found.
         source: facts about the loader of the newest batch.
+        buffer_slots: the module, attribute and canonical name of each buffer.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Instance:
         self.captured = self._trains and capture is not None and lowered.settings.compiler is not None
         self.passes = self._passes(inside)
         self._inside = inside
-        self._buffer_slots = [
+        self.buffer_slots = [
             (module, attribute, full)
             for key, root in built.modules.items()
             for name, module, attribute in buffer_slots(root)
@@ -152,7 +153,7 @@ class Instance:
             built.modules, captured=self.captured, arrived=arrived, speaks=world.is_main
         )
         self._watched = TrainedModules(built.modules, leaves if bound is None else (), trains=self._trains)
-        slots = [slot for slot in self._buffer_slots if not isinstance(slot[0], ConstantBuffers)]
+        slots = [slot for slot in self.buffer_slots if not isinstance(slot[0], ConstantBuffers)]
         self.moving_buffers = MovingBuffers([(module, name) for module, name, _ in slots])
         self.shared_buffers = self._shared([name for *_, name in slots])
 
@@ -378,7 +379,7 @@ class Instance:
         """What states show at this moment: a module may have replaced the tensor of a buffer."""
         flat = self.engine.layout.buffers
         changed = False
-        for module, attribute, name in self._buffer_slots:
+        for module, attribute, name in self.buffer_slots:
             value = _torch.buffers_of(module)[attribute]
             if value is not None and value is not flat[name]:
                 flat[name] = value

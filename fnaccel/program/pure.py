@@ -26,7 +26,6 @@ from fnaccel.errors import (
     UnknownNameError,
     nearest,
 )
-from fnaccel.models.moving_buffers import buffer_slots
 from fnaccel.optim.pure_rules import PureOptimizers, with_number
 from fnaccel.optim.rules import wide
 from fnaccel.program.assemble import assemble
@@ -83,14 +82,7 @@ class PureUpdate:
         self._nested = isinstance(layout.model, dict)
         self._trained = [leaf.name for leaf in layout.leaves]
         self._params, self._buffers = list(layout.parameters), list(layout.buffers)
-        roots = layout.model if isinstance(layout.model, dict) else {None: layout.model}
-        slots = [
-            (full, module, slot)
-            for key, root in roots.items()
-            for name, module, slot in buffer_slots(root)
-            if (full := name if key is None else f"{key}/{name}") in layout.buffers
-        ]
-        self._loss = PureLoss(layout.model, lowered.loss, slots)
+        self._loss = PureLoss(layout.model, lowered.loss, self._instance.buffer_slots)
         self._optimizers = PureOptimizers(spec.optimizers, layout.leaves)
         self._hook_options = {
             option: (name, field)
@@ -291,10 +283,10 @@ class PureUpdate:
         if skip is not None:
             metrics["skipped"] = skip.to(loss.dtype)
         after: Values = {
-            "params": self._by_model(params),
-            "buffers": self._by_model(sums.buffers),
-            "opt": self._by_model(slots),
-            "ema": self._by_model(ema) if ema else {},
+            "params": self._instance.by_model(params),
+            "buffers": self._instance.by_model(sums.buffers),
+            "opt": self._instance.by_model(slots),
+            "ema": self._instance.by_model(ema) if ema else {},
             "transforms": owns,
             "updates": unless(skip, updates, updates + 1),
             "step": values["step"] + 1,
@@ -314,9 +306,6 @@ class PureUpdate:
         if not self._nested:
             return dict(named)
         return {f"{key}/{name}": value for key, own in named.items() for name, value in own.items()}
-
-    def _by_model(self, flat: dict[str, Any]) -> dict[str, Any]:
-        return self._instance.by_model(flat) if self._nested else flat
 
     def _check(self, values: Values, lr: Any, options: Mapping[str, Any]) -> None:
         """Raise for a name that this update does not know. In compiled code tracing itself does."""

@@ -45,10 +45,10 @@ class PureLoss:
     Args:
         model: as the loss sees it.
         loss: the loss function under its FORWARD transforms.
-        slots: (name, module, attribute) of each buffer.
+        slots: (module, attribute, name) of each buffer.
     """
 
-    def __init__(self, model: Any, loss: Loss, slots: Sequence[tuple[str, torch.nn.Module, str]]) -> None:
+    def __init__(self, model: Any, loss: Loss, slots: Sequence[tuple[torch.nn.Module, str, str]]) -> None:
         self._host = Host(model)
         self._loss = loss
         self._slots = list(slots)
@@ -130,7 +130,7 @@ class PureLoss:
     def _called(self, host: Callable[..., Any], data: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         """The loss, and the buffers that the modules hold after it."""
         out = host(self._loss.fn, data)
-        return out, {name: _torch.buffers_of(module)[slot] for name, module, slot in self._slots}  # pyright: ignore[reportReturnType]
+        return out, {name: _torch.buffers_of(module)[slot] for module, slot, name in self._slots}  # pyright: ignore[reportReturnType]
 
     def _path(self, name: str) -> str:
         """The name of a tensor below the host: `g/out.weight` of several models is `target.g.out.weight`."""

@@ -115,6 +115,18 @@ def trained(name, strategy, change=None, steps=2, make=Net, ragged=True, optimiz
     return losses, whole_params(state), str(train_step.plan)
 
 
+def accumulated(step):
+    return fa.accumulate(step, 4)
+
+
+def recomputed(step):
+    return fa.remat(step)
+
+
+def captured(step):
+    return fa.compile(step, backend="aot_eager")
+
+
 def equals(found, expected, rtol=1e-5):
     return all(
         abs(a - b) < 1e-6 * max(1, abs(b)) for a, b in zip(found[0], expected[0], strict=True)

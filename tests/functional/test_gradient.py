@@ -9,7 +9,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
-from tests.functional.losses import equals, part_of
+from tests.functional.losses import accumulated, equals, part_of
 from tests.models import Net, batch_of, loss_fn, program, whole_params
 
 
@@ -48,10 +48,6 @@ def differentiated(strategy, change=None, make=Net, looks=1):
             ) < 1e-6 * abs(float(seen["loss"]))
     buffers = {name: value.clone() for name, value in state.buffers.items()}
     return metrics and float(metrics["loss"]), grads and whole(grads), whole_params(state), buffers
-
-
-def accumulated(step):
-    return fa.accumulate(step, 4)
 
 
 def scaled(step):

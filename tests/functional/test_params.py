@@ -9,24 +9,22 @@ import torch
 import fnaccel as fa
 from fnaccel import errors
 from fnaccel.testing import count_collectives
-from tests.functional.losses import LOSSES, equals, loss_of, part_of, raw, trained
+from tests.functional.losses import (
+    LOSSES,
+    accumulated,
+    captured,
+    equals,
+    loss_of,
+    part_of,
+    raw,
+    recomputed,
+    trained,
+)
 from tests.models import Block, Net, batch_of, program, whole_params
-
-
-def accumulated(step):
-    return fa.accumulate(step, 4)
 
 
 def each(step):
     return fa.accumulate(step, 4, sync="each")
-
-
-def recomputed(step):
-    return fa.remat(step)
-
-
-def captured(step):
-    return fa.compile(step, backend="aot_eager")
 
 
 WAYS = {

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fnaccel as fa
 from fnaccel import errors
-from tests.functional.losses import equals, part_of
+from tests.functional.losses import accumulated, captured, equals, part_of, recomputed
 from tests.models import Net, batch_of, program, whole_params
 
 CLIP = 0.5
@@ -84,18 +84,6 @@ def trained(name, strategy, change=None, steps=2, chunk=None, **options):
         state, metrics = train_step(state, batch)
         losses.append(float(metrics["loss"]))
     return losses, whole_params(state), {k: v for k, v in metrics.items() if k in ("mae", "rows", "each")}
-
-
-def accumulated(step):
-    return fa.accumulate(step, 4)
-
-
-def recomputed(step):
-    return fa.remat(step)
-
-
-def captured(step):
-    return fa.compile(step, backend="aot_eager")
 
 
 WAYS = {

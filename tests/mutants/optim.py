@@ -55,7 +55,7 @@ MUTANTS = [
         "a masked decay decays all", CHAIN, "0.0 if mask is not None else decay", "decay", (PARTS, "-k", "a_mask_of_the_decay"),
     ),
     Mutant(
-        "a chain's slots take each other's names", CHAIN, "            while any(shown in slots", "            while False and any(shown in slots",
+        "a chain's slots take each other's names", RULES, "    while shown in taken:\n", "    while False:\n",
         (PARTS, "-k", "names_of_their_own"),
     ),
 ]  # fmt: skip
