@@ -133,10 +133,16 @@ def compile_counts() -> tuple[int, int, int]:
     return int(graphs), int(counts["fxgraph_cache_hit"]), int(counts["fxgraph_cache_miss"])
 
 
-def on_compilation(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Call `begin` and `end` around each compilation from now on. (2.11, 2.13)"""
-    torch._dynamo.callback.on_compile_start(begin)
-    torch._dynamo.callback.on_compile_end(end)
+def on_compilation(begin: Callable[[Any], None], end: Callable[[Any], None]) -> list[Any]:
+    """Call `begin` and `end` around each compilation, until `torch.compiler.reset()`. (2.11, 2.13)
+
+    Returns torch's list of functions that are called, which a reset empties.
+    """
+    handler = torch._dynamo.callback.callback_handler
+    if begin not in handler.start_callbacks:
+        handler.register_start_callback(begin)
+        handler.register_end_callback(end)
+    return handler.start_callbacks
 
 
 def can_trace_autograd() -> bool:

@@ -75,7 +75,8 @@ class Meter:
         datas = [part.data for part in micro_batches]
         for pattern, dims in self._settings.dims:
             self._mark(datas, pattern, dims)
-        mark_compilations()
+        if not self._called:  # a step of a process that had not imported dynamo
+            mark_compilations()
         before, start = _torch.compile_counts(), time.perf_counter()
         try:
             with _torch.compiling(self._settings.limit):

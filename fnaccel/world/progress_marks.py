@@ -7,12 +7,11 @@ if nobody listens.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fnaccel import _torch
 
@@ -85,16 +84,31 @@ def enter(phase: str, micro_batch: int = 0) -> None:
 
 def enter_step(step: int, of: str, *, first: bool, shares: bool) -> None:
     """Begin a step. Its phases are entered one by one."""
-    if "torch._dynamo.callback" in sys.modules:  # slow to import, and often not needed
+    if _begin_compilation not in _told and "torch._dynamo.callback" in sys.modules:  # slow to import
         mark_compilations()
     NOW.step, NOW.of, NOW.first, NOW.shares = step, of, first, shares
 
 
-@functools.cache
+_compiling = ExitStack()
+_told: list[Callable[[Any], None]] = []
+"""The functions that torch calls as a compilation begins."""
+
+
 def mark_compilations() -> None:
-    """From now on the phase is `compile` while torch compiles, whichever phase it does so in."""
-    stack = ExitStack()
-    _torch.on_compilation(lambda _: stack.enter_context(within("compile")), lambda _: stack.close())
+    """From now on the phase is `compile` while torch compiles, whichever phase it does so in.
+
+    `torch.compiler.reset()` ends that, so each step looks.
+    """
+    global _told
+    _told = _torch.on_compilation(_begin_compilation, _end_compilation)
+
+
+def _begin_compilation(_: object) -> None:
+    _compiling.enter_context(within("compile"))
+
+
+def _end_compilation(_: object) -> None:
+    _compiling.close()
 
 
 @contextmanager

@@ -61,6 +61,17 @@ def test_a_captured_step_is_one_phase_beside_its_compilations():
     assert "compile" in phases
 
 
+def test_a_reset_of_the_compiler_does_not_end_the_marks_of_compilations():
+    train_step = program(fa.compile(loss_fn, backend="aot_eager"))
+    train_step(train_step.init(), batch_of(4))
+    torch.compiler.reset()
+    assert "compile" in _phases(lambda: train_step(train_step.live_state, batch_of(4)))
+    torch.compiler.reset()
+    compiled = torch.compile(torch.sin, backend="aot_eager")
+    train_step = program(lambda model, batch: loss_fn(model, (compiled(batch[0]), batch[1])))
+    assert "compile" in _phases(lambda: train_step(train_step.init(), batch_of(4)))
+
+
 def test_saving_and_looking_are_phases(tmp_path):
     train_step = program()
     state = train_step.init()
