@@ -27,7 +27,7 @@ GROUPS = {
         "chain", "with_precision", "transforms.Precision", "transforms.Float8", "transforms.float8_layers", "transforms.cast_layers", "accumulate", "with_weight", "clip_norm", "clip_value", "skip_nonfinite", "transforms.on_spike", "transforms.sync_batch_norm",
         "with_ema", "remat", "transforms.attention", "compile",
     ],
-    "Parameters and gradients as values": ["params", "call", "value_and_grad", "perturb", "with_gradient", "per_example", "row_norms", "pure", "program.pure.PureUpdate", "recomputed"],
+    "Parameters and gradients as values": ["params", "call", "value_and_grad", "perturb", "with_gradient", "per_example", "row_norms", "epsilon", "pure", "program.pure.PureUpdate", "recomputed"],
     "Strategies": ["distribute", "strategies.Distributed", "strategies.Strategy", "strategies.footprint", "strategies.Footprint", "strategy", "local", "ddp", "strategies.powersgd", "strategies.comm_hook", "fsdp", "hsdp", "tensor", "context", "deepspeed", "xla", "world.mesh.Mesh", "layout", "program.parameter_layout.LayoutTable", "program.parameter_layout.ArrayBlocks"],
     "Estimates": [
         "estimate.training", "estimate.TrainingEstimate", "estimate.Peak", "estimate.choices", "estimate.Choice", "estimate.cheapest", "estimate.inference", "estimate.InferenceEstimate",

@@ -11,7 +11,7 @@ Strategies
     distribute strategy local ddp fsdp hsdp tensor context deepspeed xla
 
 Parameters and gradients as values
-    params call value_and_grad perturb with_gradient per_example row_norms
+    params call value_and_grad perturb with_gradient per_example row_norms epsilon
     pure recomputed
 
 Optimizers
@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from fnaccel.loop.measured import Watch as Watch
     from fnaccel.loop.preemption import preemption as preemption
     from fnaccel.loop.printing import print_in_order as print_in_order
+    from fnaccel.loop.privacy import epsilon as epsilon
     from fnaccel.loop.progress import progress as progress
     from fnaccel.loop.scanning import scan as scan
     from fnaccel.loop.tracked import tracked as tracked
@@ -148,6 +149,7 @@ else:  # an unknown name is an error of a type checker, which does not see this 
             "fnaccel.loop.evaluating": "evaluate",
             "fnaccel.loop.measured": "Watch",
             "fnaccel.loop.preemption": "preemption",
+            "fnaccel.loop.privacy": "epsilon",
             "fnaccel.loop.printing": "print_in_order",
             "fnaccel.loop.progress": "progress",
             "fnaccel.loop.scanning": "scan",

@@ -15,6 +15,7 @@ from fnaccel.data.buffer_guard import BufferGuard
 from fnaccel.data.reader_ranks import Link
 from fnaccel.data.seeding import replayed
 from fnaccel.errors import LoaderError
+from fnaccel.step.choices import Sampling
 from fnaccel.tree import Tree
 
 
@@ -27,6 +28,7 @@ class Reading:
         remainder: the treatment of a global batch that is not full.
         per_rank: whether a batch of the loader is one rank's.
         shuffle: overrides the loader's sampler. None leaves it.
+        sampling: `"poisson"` for batches that are drawn.
         seed: the root seed of order and workers.
         kept: the persistent workers between epochs.
         guard: gives batches memory of their own while they wait.
@@ -40,6 +42,7 @@ class Reading:
     remainder: order.Remainder
     per_rank: bool
     shuffle: bool | None
+    sampling: Sampling | None
     seed: int
     kept: dict[str, Any]
     guard: BufferGuard

@@ -69,13 +69,42 @@ class _EvenTurns:
             )
 
 
+@attrs.frozen(kw_only=True)
+class _DrawnTurns:
+    """Turns over batches in which each sample is with one probability, drawn anew for each batch.
+
+    A position counts samples as if each batch had its expected size. A batch may have no row: then all ranks
+    read the first sample, and it does not count.
+    """
+
+    n: int
+    expected: int
+    numbers: range
+    reading: Reading
+    rank: int
+    ranks: int
+
+    def __iter__(self) -> Iterator[Turn]:
+        full = order.span(self.expected, rank=self.rank, ranks=self.ranks)[1]
+        for number in self.numbers:
+            keys = order.drawn(self.n, self.expected / self.n, self.reading.seed, self.reading.epoch, number)
+            first, size = order.span(len(keys), rank=self.rank, ranks=self.ranks)
+            filler = keys[: order.span(len(keys), rank=0, ranks=self.ranks)[1]] or [0]
+            mine = keys[first : first + size]
+            yield Turn(mine or filler, size, full, (number + 1) * self.expected, first, len(keys))
+
+
 def open_indexed(source: Indexed | Grouped, reading: Reading, link: Link) -> Iterator[Batch]:
     """This rank's batches from the epoch's position to its end.
 
     Raises:
         LoaderError: the epoch has no batch, or ends before the position.
     """
-    turns = _even(source, reading, link) if isinstance(source, Indexed) else _ragged(source, reading, link)
+    turns: Iterable[Turn]
+    if isinstance(source, Grouped):
+        turns = _ragged(source, reading, link)
+    else:
+        turns = (_even if reading.sampling is None else _drawn)(source, reading, link)
     data = read(
         source.loader,
         _Keys(turns),
@@ -138,6 +167,17 @@ def _even(source: Indexed, reading: Reading, link: Link) -> _EvenTurns:
     first = of(0)
     check_any(len(first), reading, f"{n} samples, and a global batch has {first.step}")
     return _EvenTurns(mine=of(link.rank), first=first)
+
+
+def _drawn(source: Indexed, reading: Reading, link: Link) -> _DrawnTurns:
+    n = len(source.loader.dataset)
+    check_start(n, reading)
+    expected = source.batch_size * (link.ranks if reading.per_rank else 1)
+    count = order.draws(n, expected, reading.remainder)
+    numbers = range(-(-reading.start // expected), count)
+    return _DrawnTurns(
+        n=n, expected=expected, numbers=numbers, reading=reading, rank=link.rank, ranks=link.ranks
+    )
 
 
 def _groups(source: Grouped, reading: Reading) -> list[list[Any]]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from fnaccel.data import loaders, order, windows
 from fnaccel.data.loaders import Indexed, Source, Stream
-from fnaccel.step.choices import Remainder
+from fnaccel.step.choices import Remainder, Sampling
 
 
 class HasDegrees(Protocol):
@@ -44,6 +44,11 @@ class Counted(Protocol):
     @property
     def presplit(self) -> bool:
         """Whether each rank has a part of the data of its own."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """`"poisson"` for batches that are drawn."""
         ...
 
     @property
@@ -89,6 +94,9 @@ def batches_per_epoch(shards: Counted, ranks: int, *, start: int = 0) -> int | N
         n = len(source.loader.dataset)
     if n is None:
         return None
+    if shards.sampling is not None:
+        expected = source.batch_size * (ranks if shards.per_rank else 1)
+        return max(0, order.draws(n, expected, shards.remainder) - -(-start // expected))
     left = order.batches(
         n,
         source.batch_size,

@@ -6,13 +6,14 @@ without a message, and any rank can compute another rank's rows. Reading is in `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias, get_args, overload
 
 import attrs
 import torch
 
-from fnaccel.errors import ArgumentError, UnknownNameError, nearest
+from fnaccel.errors import ArgumentError, LoaderError, UnknownNameError, nearest
 from fnaccel.step.choices import Remainder
 from fnaccel.world.random_streams import fold
 
@@ -20,6 +21,7 @@ ORDER_VERSION = "randperm-splitmix64/1"
 """The algorithm of `permutation`. It changes whenever the order of one (seed, epoch) would."""
 
 _ORDER = 0x6F72646572  # "order": seeds of the order are no other part's seeds
+_DRAWS = 0x6472617773  # "draws"
 
 REMAINDERS: tuple[Remainder, ...] = get_args(Remainder)
 
@@ -77,6 +79,46 @@ def permutation(n: int, seed: int, epoch: int) -> list[int]:
     """
     generator = torch.Generator().manual_seed(fold(seed, _ORDER, epoch))
     return torch.randperm(n, generator=generator).tolist()
+
+
+def draws(n: int, expected: int, remainder: Remainder) -> int:
+    """How many batches of Poisson sampling an epoch has: as many as it would have of `expected` rows each.
+
+    Raises:
+        LoaderError: more rows are expected in a batch than there are.
+    """
+    if expected > n:
+        raise LoaderError(
+            f"a batch with {expected} of {n} samples can't be drawn",
+            where='fa.shard(loader, sampling="poisson")',
+            fix="a smaller batch_size. It is the expected number of rows of a batch, on all ranks together",
+        )
+    return n // expected if remainder == "drop" else -(-n // expected)
+
+
+def drawn(n: int, rate: float, seed: int, epoch: int, number: int) -> list[int]:
+    """The samples of batch `number` of an epoch by Poisson sampling: each is in it with probability `rate`.
+
+    A pure function of its arguments. Gaps between samples have a geometric distribution, so the time does not
+    depend on `n`.
+
+    Example:
+        >>> drawn(3, 1.0, seed=0, epoch=0, number=0)
+        [0, 1, 2]
+    """
+    if rate >= 1:
+        return list(range(n))
+    generator = torch.Generator().manual_seed(fold(seed, _DRAWS, epoch, number))
+    often = math.ceil(n * rate + 8 * math.sqrt(n * rate)) + 8  # nearly always enough
+    found: list[int] = []
+    last = -1
+    while last < n:
+        uniform = torch.rand(often, generator=generator, dtype=torch.float64)
+        gaps = (torch.log1p(-uniform) / math.log1p(-rate)).floor().clamp(max=float(n)).long() + 1
+        places = (last + gaps.cumsum(0)).tolist()
+        found += places
+        last = places[-1]
+    return [place for place in found if place < n]
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import torch
@@ -29,9 +29,9 @@ from fnaccel.data.reader_ranks import Link
 from fnaccel.data.same_data import check_same_data
 from fnaccel.data.source_facts import check_unchanged, facts_of
 from fnaccel.data.stream import open_stream
-from fnaccel.errors import ArgumentError, LoaderError
+from fnaccel.errors import ArgumentError, LoaderError, UnknownNameError, nearest
 from fnaccel.state import Position
-from fnaccel.step.choices import Remainder
+from fnaccel.step.choices import Remainder, Sampling
 from fnaccel.world import world as worlds
 from fnaccel.world.mesh import Mesh, batch_ranks
 from fnaccel.world.progress_marks import waiting
@@ -56,6 +56,7 @@ class Shards:
         dispatch: whether rank 0 reads for all.
         presplit: whether each rank's loader holds that rank's part of the data only.
         shuffle: overrides the loader's sampler. None leaves it.
+        sampling: `"poisson"` for batches in which each row is with one probability.
         prefetch: how many batches are copied to the device ahead of the one in use.
         device_placement: whether tensors are moved to the device at all.
         accept_changes: whether a position is taken up though the data has changed since it was saved.
@@ -78,6 +79,7 @@ class Shards:
     dispatch: bool = False
     presplit: bool = False
     shuffle: bool | None = None
+    sampling: Sampling | None = None
     prefetch: int = 1
     device_placement: bool = True
     accept_changes: bool = False
@@ -208,6 +210,7 @@ def shard(
     dispatch: bool = False,
     presplit: bool = False,
     shuffle: bool | None = None,
+    sampling: Sampling | None = None,
     prefetch: int = 1,
     device_placement: bool = True,
     accept_changes: bool = False,
@@ -242,6 +245,9 @@ def shard(
             begins a part again until the longest has ended. A position can be taken up on the same number
             of ranks only, and is reached by reading.
         shuffle: True or False overrides the sampler of a map-style loader.
+        sampling: `"poisson"` draws each batch anew: a row is in it with the probability `batch_size / rows`,
+            whatever else is. `fa.epsilon` counts on that. Batches differ in size, and an epoch has as many as
+            if they did not. `fa.evaluate` still reads each row once. Keep `seed` secret then.
         prefetch: how many batches are read, and their copies to an accelerator begun, ahead of the one in
             use. 0 for none. The CPU copies nothing.
         device_placement: False leaves tensors where the loader made them.
@@ -249,10 +255,11 @@ def shard(
             samples or their order has changed since then: some samples come twice then, or not at all.
 
     Raises:
-        UnknownNameError: no such remainder.
-        ArgumentError: a window below 1, a prefetch below 0, or two of dispatch, per_rank and presplit.
-        LoaderError: not iterable, empty, split between ranks already (see presplit), can't be shuffled, or
-            has a place of its own.
+        UnknownNameError: no such remainder or sampling.
+        ArgumentError: a window below 1, a prefetch below 0, two of dispatch, per_rank and presplit, or an
+            option that sampling has no use for.
+        LoaderError: not iterable, empty, split between ranks already (see presplit), can't be shuffled or
+            sampled, or has a place of its own.
 
     Example:
         >>> shards = fa.shard(DataLoader(dataset, batch_size=4, shuffle=True), seed=1)
@@ -300,6 +307,9 @@ def shard(
             where=where,
             fix="leave shuffle out, and shuffle when the batches are made",
         )
+    if sampling is not None:
+        others = {"window": window, "shuffle": shuffle, "presplit": presplit or None, "remainder": remainder}
+        _check_sampling(sampling, source, others)
     return Shards(
         loader=loader,
         window=window,
@@ -310,10 +320,35 @@ def shard(
         dispatch=dispatch,
         presplit=presplit,
         shuffle=shuffle,
+        sampling=sampling,
         prefetch=int(prefetch),
         device_placement=device_placement,
         accept_changes=accept_changes,
     )
+
+
+def _check_sampling(sampling: str, source: Source, others: dict[str, Any]) -> None:
+    """Raise if batches can't be drawn, or another option would make them depend on each other."""
+    where = f"fa.shard(loader, sampling={sampling!r})"
+    if sampling not in get_args(Sampling):
+        raise UnknownNameError(
+            f"there is no sampling {sampling!r}", where=where, fix=nearest(str(sampling), get_args(Sampling))
+        )
+    if not isinstance(source, Indexed) or loaders.order_of(source.sampler) is None:
+        raise LoaderError(
+            "only rows of a map-style data set can be drawn, from a loader with a batch size",
+            where=where,
+            fix="DataLoader(dataset, batch_size=n), without sampler= and batch_sampler=",
+        )
+    if others["remainder"] != "wrap":
+        del others["remainder"]
+    for name, value in others.items():
+        if value is not None:
+            raise ArgumentError(
+                f"{name}={value!r} is about rows that are read in turn, and here each batch is drawn anew",
+                where=where,
+                fix=f"leave {name} out",
+            )
 
 
 def _check_all_differ(world: World) -> None:
@@ -385,6 +420,7 @@ def open_epoch(
         remainder=remainder or shards.remainder,
         per_rank=shards.per_rank,
         shuffle=shards.shuffle,
+        sampling=shards.sampling,
         seed=shards.seed,
         kept=shards._kept,  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         guard=guard,

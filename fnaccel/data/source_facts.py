@@ -34,7 +34,9 @@ def facts_of(source: Source, reading: Reading) -> dict[str, Any]:
     if stock is not None:
         samples, shuffled = stock
         facts |= {"samples": samples, "shuffled": shuffled if reading.shuffle is None else reading.shuffle}
-        if facts["shuffled"]:
+        if reading.sampling is not None:  # without the seed, which tells whose rows were in which batch
+            facts["shuffled"] = reading.sampling
+        elif facts["shuffled"]:
             facts["seed"] = reading.seed
     if not isinstance(source, Grouped) and source.batch_size is not None:
         facts["batch_size"] = source.batch_size

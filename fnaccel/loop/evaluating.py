@@ -75,7 +75,7 @@ def evaluate(
     meet("fa.evaluate", train_step.mesh.world)
     scores = Scores(train_step.mesh)
     scored: Callable[..., Any] = train_step.as_loss(metric_fn)
-    every = attrs.evolve(shards, window=None, across_epochs=False)
+    every = attrs.evolve(shards, window=None, across_epochs=False, sampling=None)
     # not in the stack: an interrupt between `averaged` and the stack's note of it would leave averages
     averages = train_step.averaged(state) if ema else contextlib.nullcontext()
     with averages, contextlib.ExitStack() as stack:

@@ -19,5 +19,8 @@ Kept = Literal["nothing", "attention", "matmuls"]
 Action = Literal["warn", "skip", "stop"]
 """The answer of `fa.transforms.on_spike` to a spike."""
 
+Sampling = Literal["poisson"]
+"""The ways of `fa.shard` to draw rows with a probability, instead of each row once an epoch."""
+
 Remainder = Literal["wrap", "drop", "keep"]
 """The use of rows that fill no whole global batch: repeat from the start, leave out, or use."""

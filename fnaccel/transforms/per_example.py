@@ -21,7 +21,7 @@ from fnaccel.step.given_gradient import with_gradient
 from fnaccel.step.loss import Concat, Mean
 from fnaccel.step.loss_info import Informed, takes_info
 from fnaccel.step.step import Capability, Info, Phase, StepLike, Transform, as_step
-from fnaccel.transforms.row_gradients import Rows, check_chunk, rows_of
+from fnaccel.transforms.row_gradients import Rows, check_rows, rows_of
 from fnaccel.tree import Tree
 from fnaccel.world.random_streams import fold
 from fnaccel.world.world import current
@@ -70,14 +70,21 @@ class Noise:
     """Gaussian noise on the gradient of a step, that of one whole tensor on every layout.
 
     The seed is that of the first rank, and in no checkpoint: who knows the noise can take it away again.
+
+    Attributes:
+        multiplier, clip: the noise on the sum of rows has their product as its deviation.
+        seed: of the noise, or None for a secret one.
+        rows: divides the sum. None: the weight does.
     """
 
-    deviation: float
+    multiplier: float
+    clip: float
     seed: int | None
+    rows: int | None = None
 
     def describe(self) -> str:
         """The text in the plan."""
-        return f"deviation={self.deviation:g} / weight"
+        return f"deviation={self.multiplier * self.clip:g} / {'weight' if self.rows is None else self.rows}"
 
     @functools.cached_property
     def root(self) -> int:
@@ -88,7 +95,12 @@ class Noise:
 
     def __call__(self, grads: dict[str, Any], own: Tree, info: Info) -> tuple[dict[str, Any], Tree]:
         """The gradients with noise."""
-        deviation = self.deviation / info.metrics["weight"]
+        weight = info.metrics["weight"]
+        if self.rows is not None:
+            grads = {name: grad * (weight / self.rows) for name, grad in grads.items()}
+        if not self.multiplier:
+            return grads, own
+        deviation = self.multiplier * self.clip / (weight if self.rows is None else self.rows)
         return {
             name: grad + self._like(grad, fold(self.root, int(info.step), number), deviation)
             for number, (name, grad) in enumerate(grads.items())
@@ -102,7 +114,12 @@ class Noise:
 
 @takes_step
 def per_example(
-    *, clip: float, noise: float = 0.0, chunk: int | None = None, seed: int | None = None
+    *,
+    clip: float,
+    noise: float = 0.0,
+    rows: int | None = None,
+    chunk: int | None = None,
+    seed: int | None = None,
 ) -> Transform | Chain:
     """Clip the gradient of each row of a batch, and add noise to their sum: DP-SGD (Abadi et al. 2016).
 
@@ -110,9 +127,8 @@ def per_example(
     a step is the sum of clipped rows over the global weight, at any split into micro-batches and ranks, plus
     noise of the deviation `noise * clip / weight` for each element: https://arxiv.org/abs/1607.00133
 
-    This bounds what one row can change. It makes no claim about an epsilon: an accountant, such as Opacus's,
-    needs batches that are drawn by Poisson sampling, and a weight that does not depend on the data, which
-    `fa.with_weight(step, lambda batch: rows)` gives.
+    This bounds what one row can change. `fa.epsilon` says how much that tells about a row, if batches come
+    from `fa.shard(loader, sampling="poisson")` and the sum is divided by a fixed number: `rows`.
 
     Dropout draws other numbers for each row. `torch.func.vmap` computes all rows at once.
 
@@ -120,11 +136,12 @@ def per_example(
         step: a step or a loss function; or none, for `fa.chain`.
         clip: the largest norm of a row's gradient, over all trained parameters.
         noise: the deviation of the noise, as a multiple of `clip`.
+        rows: divide the sum by this number in place of the weight: the expected rows of a global batch.
         chunk: how many rows have their gradients in memory at a time. By default all rows of a micro-batch.
         seed: of the noise. By default secret, drawn by the first rank, and in no checkpoint.
 
     Raises:
-        ArgumentError: `clip` is not positive, or `noise` is negative.
+        ArgumentError: `clip` or `rows` is not positive, or `noise` is negative.
         CapabilityError: in a call, if a batch norm is in training mode. Or as `fa.params`.
         MicroBatchError: in a call, if the tensors of a batch differ in their length.
 
@@ -137,11 +154,12 @@ def per_example(
     require(positive, f"rows can't be clipped to {clip}", _WHERE, "clip is positive")
     least = isinstance(noise, Real) and noise >= 0
     require(least, f"the noise has the deviation {noise}", _WHERE, "noise is 0 or more")
-    check_chunk(chunk, f"{_WHERE}(chunk=)")
+    check_rows(rows, f"{_WHERE}(rows=)")
+    check_rows(chunk, f"{_WHERE}(chunk=)")
     clips = Transform("per_example", Phase.FORWARD, apply=PerExample(float(clip), chunk))
-    if not noise:
+    if not noise and rows is None:
         return clips
-    adds = Noise(float(noise) * float(clip), seed)
+    adds = Noise(float(noise), float(clip), seed, rows)
     needs = frozenset({Capability.GRADIENTS})
     return chain(clips, Transform("per_example.noise", Phase.GRADS, apply=adds, needs=needs))
 
@@ -170,7 +188,7 @@ def row_norms(loss_fn: StepLike, *, chunk: int | None = None) -> Callable[..., d
     plain = as_step(loss_fn, "fa.row_norms").forward()
     informed = Informed(plain) if takes_info(plain) else None
     forward = plain if informed is None else informed
-    check_chunk(chunk, "fa.row_norms(chunk=)")
+    check_rows(chunk, "fa.row_norms(chunk=)")
 
     def norms(model: Any, batch: Tree, *given: Any) -> dict[str, Any]:
         chunks: list[Rows] = list(rows_of(forward, model, batch, given, chunk, "fa.row_norms"))

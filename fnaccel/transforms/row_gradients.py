@@ -87,9 +87,8 @@ def rows_of(
     mapped = torch.func.vmap(
         torch.func.grad(row, has_aux=True), (None, *[0] * len(columns)), randomness="different"
     )
-    step = rows if chunk is None else chunk
-    for start in range(0, rows, max(step, 1)):
-        some = [column[start : start + step] for column in columns]
+    for start in range(0, rows, chunk) if chunk else [0]:
+        some = [column[start : start + chunk] for column in columns] if chunk else columns
         grads, (totals, told, parts) = mapped(held, *some)
         if informed is not None:  # what stands there is a row inside of vmap
             informed.info = info
@@ -111,15 +110,16 @@ def _check_norms(model: nn.Module, where: str) -> None:
 
 
 def _count(columns: list[torch.Tensor], where: str) -> int:
-    lengths = {len(column) if column.dim() else 0 for column in columns}
-    if len(lengths) != 1 or lengths == {0}:
+    # compared one by one: a set of symbolic lengths makes a program for each number of rows
+    rows = columns[0].shape[0] if columns and columns[0].dim() else 0
+    if rows == 0 or any(column.dim() == 0 or column.shape[0] != rows for column in columns):
         shapes = ", ".join(str(list(column.shape)) for column in columns) or "none"
         raise MicroBatchError(
             f"a batch of rows has tensors of the same length in dim 0, and these have shapes {shapes}",
             where=where,
             fix="give tensors, padded to one width, in tuples, lists or dicts",
         )
-    return lengths.pop()
+    return rows
 
 
 def _parts(output: Tree, where: str) -> tuple[torch.Tensor, Any, Any]:
@@ -168,9 +168,9 @@ def _combined(tensors: list[torch.Tensor], kind: Any) -> Any:
     return _torch.unflatten(leaves, structure)
 
 
-def check_chunk(chunk: int | None, where: str) -> None:
-    """Raise ArgumentError if it is no number of rows."""
-    if chunk is not None and (type(chunk) is not int or chunk < 1):
+def check_rows(rows: int | None, where: str) -> None:
+    """Raise ArgumentError if an option is no number of rows."""
+    if rows is not None and (type(rows) is not int or rows < 1):
         raise ArgumentError(
-            f"chunk is {chunk!r}", where=where, fix="give a number of rows, or None for all of them"
+            f"{rows!r} is no number of rows", where=where, fix="give 1 or more, or leave it out"
         )

@@ -283,7 +283,7 @@ def test_bad_input():
         fa.per_example(squares, clip=0)
     with pytest.raises(errors.ArgumentError, match="deviation -1"):
         fa.per_example(squares, clip=1, noise=-1)
-    with pytest.raises(errors.ArgumentError, match="chunk is 0"):
+    with pytest.raises(errors.ArgumentError, match="0 is no number of rows"):
         fa.per_example(squares, clip=1, chunk=0)
 
 

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 PARAMS = "tests/functional/test_params.py"
 ROWS = "tests/functional/test_per_example.py"
+PRIVACY = "tests/functional/test_privacy.py"
 GRADIENT = "tests/functional/test_gradient.py"
 WHOLE = "strategies/whole_leaves.py"
 
@@ -40,6 +41,18 @@ MUTANTS = [
     Mutant(
         "noise by rank", "transforms/per_example.py", "manual_seed(seed)", "manual_seed(seed + current(None).rank)",
         (ROWS, "-k", "whole_tensor"),
+    ),
+    Mutant(
+        "the sum of rows divided by the weight", "transforms/per_example.py",
+        "grad * (weight / self.rows)", "grad", (PRIVACY, "-k", "expected_rows and local"),
+    ),
+    Mutant(
+        "rows drawn at the rate of one rank", "data/indexed.py", "self.expected / self.n",
+        "self.expected / self.n / self.ranks", (PRIVACY, "-k", "expected_rows and ddp"),
+    ),
+    Mutant(
+        "epsilon of noise that is not a multiple of the clip", "loop/privacy.py", "(noise.multiplier, rate, steps)",
+        "(noise.multiplier * noise.clip, rate, steps)", (PRIVACY, "-k", "that_of_opacus"),
     ),
     Mutant(
         "noise of a shard as if it were whole", "transforms/per_example.py",

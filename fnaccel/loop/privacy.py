@@ -1,0 +1,172 @@
+"""`epsilon`: how much a training by `fa.per_example` says about one row. Opacus does the arithmetic."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import warnings
+from typing import Any, Literal, get_args
+
+from fnaccel.data.loaders import Indexed, classify
+from fnaccel.data.order import draws
+from fnaccel.data.shard import Shards
+from fnaccel.errors import (
+    ArgumentError,
+    MissingBackendError,
+    UnknownNameError,
+    install_line,
+    nearest,
+    require,
+)
+from fnaccel.program.train_step import TrainStep
+from fnaccel.state import TrainState
+from fnaccel.step.step import Phase, Step
+from fnaccel.transforms.per_example import Noise, PerExample
+
+Accountant = Literal["prv", "rdp"]
+
+_WHERE = "fa.epsilon"
+
+_SAFE = frozenset({
+    "accumulate", "attention", "cast_layers", "clip_norm", "clip_value", "compile", "remat", "skip_nonfinite",
+    "with_ema", "with_precision", "with_weight",
+})  # fmt: skip
+"""Transforms that read nothing of a batch beside the loss of rows, or only the gradient with noise."""
+
+
+def epsilon(
+    train_step: TrainStep, state: TrainState, shards: Shards, *, delta: float, accountant: Accountant = "prv"
+) -> float:
+    """The epsilon of (epsilon, delta) differential privacy, of a state that was trained on these shards.
+
+    It is the claim that the parameters could nearly as well come from data that has one row more or less. It
+    does not cover metrics, which are computed without noise, a choice between runs, or readers who know the
+    seeds of noise and sampling. Opacus has the accountants.
+
+    Args:
+        train_step: made of `fa.per_example(step, clip=, noise=, rows=)`.
+        state: after the training. All of its steps were made by `train_step` on `shards`.
+        shards: made by `fa.shard(loader, sampling="poisson")`.
+        delta: the probability with which the claim may fail: well below 1 over the rows of the data.
+        accountant: `"prv"` (Gopi et al. 2021, https://arxiv.org/abs/2106.02848) or `"rdp"`
+            (Mironov 2017, https://arxiv.org/abs/1702.07476), whose numbers are larger.
+
+    Returns:
+        Epsilon, 0.0 before the first step.
+
+    Raises:
+        ArgumentError: the claim would be false: batches are not drawn, the sum is divided by another number,
+            there is no noise, a transform may read rows beside it, or steps were made on other data.
+        MissingBackendError: Opacus is not installed.
+        UnknownNameError: no such accountant.
+
+    Example:
+        >>> loader = DataLoader(dataset * 100, batch_size=60)
+        >>> shards = fa.shard(loader, sampling="poisson", seed=20_261_126)  # keep yours secret
+        >>> train_step = make(fa.per_example(loss_fn, clip=1.0, noise=1.1, rows=60))
+        >>> for state, metrics in fa.scan(train_step, train_step.init(), shards, steps=2):
+        ...     pass
+        >>> print(f"{fa.epsilon(train_step, state, shards, delta=1e-5):.2f}")
+        0.92
+    """
+    if accountant not in get_args(Accountant):
+        raise UnknownNameError(
+            f"there is no accountant {accountant!r}",
+            where=_WHERE,
+            fix=nearest(str(accountant), get_args(Accountant)),
+        )
+    require(0 < delta < 1, f"delta={delta}", _WHERE, "a probability, such as 1e-5")
+    noise = _noise_of(train_step)
+    samples, expected = _drawn_of(shards, train_step.mesh.batch_size)
+    if noise.rows != expected:
+        raise ArgumentError(
+            f"{expected} rows are expected in a batch, and the divisor is {noise.rows or 'the weight'}",
+            where=_WHERE,
+            fix=f"fa.per_example(step, clip=, noise=, rows={expected})",
+        )
+    steps = state.data.epoch * draws(samples, expected, shards.remainder) + state.data.samples // expected
+    if steps != state.step:
+        raise ArgumentError(
+            f"the state has made {state.step} steps, and stands after {steps} batches of these shards",
+            where=_WHERE,
+            fix="train on these shards only: fa.scan(train_step, state, shards) from train_step.init() on",
+        )
+    if steps == 0:
+        return 0.0
+    rate = expected / samples
+    _check_never_empty(steps, samples, rate, delta)
+    counted = _accountants().create_accountant(accountant)
+    counted.history = [(noise.multiplier, rate, steps)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of numpy, where a bound at some order overflows
+        return float(counted.get_epsilon(delta=delta))
+
+
+def _noise_of(train_step: TrainStep) -> Noise:
+    """The noise of a step that reads batches through clipped rows only."""
+    spec, found = train_step.spec, None
+    assert isinstance(spec.step, Step)
+    for transform in spec.step.transforms:
+        if isinstance(transform.apply, Noise):
+            found = transform.apply
+        elif isinstance(transform.apply, PerExample):
+            continue
+        elif transform.name not in _SAFE or (transform.phase is Phase.GRADS and found is None):
+            raise ArgumentError(
+                f"{transform.name} stands beside the noise, and may read rows without it",
+                where=_WHERE,
+                fix="write it around fa.per_example(...), if it is fa.clip_norm or the like, or leave it out",
+            )
+    if found is None or not found.multiplier:
+        raise ArgumentError(
+            "the step has no noise, so it hides nothing",
+            where=_WHERE,
+            fix="fa.per_example(step, clip=1.0, noise=1.1, rows=256)",
+        )
+    if spec.step.settings.precision.scaled:
+        raise ArgumentError(
+            "fp16 leaves an update out if gradients without noise overflow",
+            where=_WHERE,
+            fix='fa.with_precision(step, "bf16")',
+        )
+    if train_step.engine.layout.whole_from(1) != 1:
+        raise ArgumentError(
+            f"{spec.strategy} makes updates of each rank's rows, and the noise is that of one update of all",
+            where=_WHERE,
+            fix="fa.ddp() or fa.fsdp()",
+        )
+    return found
+
+
+def _drawn_of(shards: Shards, ranks: int) -> tuple[int, int]:
+    """(rows of the data, expected rows of a global batch)."""
+    source = classify(shards.loader)
+    if shards.sampling is None or not isinstance(source, Indexed):
+        raise ArgumentError(
+            "batches of a loader that reads each row once an epoch are no independent draws",
+            where=_WHERE,
+            fix='fa.shard(loader, sampling="poisson")',
+        )
+    return len(source.loader.dataset), source.batch_size * (ranks if shards.per_rank else 1)
+
+
+def _check_never_empty(steps: int, samples: int, rate: float, delta: float) -> None:
+    """Raise unless batches have rows: one without makes no update, which tells that nobody was in it."""
+    empty = math.exp(samples * math.log1p(-rate)) if rate < 1 else 0.0
+    if steps * empty > delta / 1000:
+        raise ArgumentError(
+            f"a batch has no row with the probability {empty:.1e}, and then no update, which can be seen",
+            where=_WHERE,
+            fix="a larger batch: 32 rows expected, or more",
+        )
+
+
+def _accountants() -> Any:
+    try:
+        return importlib.import_module("opacus.accountants")
+    except ImportError as error:
+        raise MissingBackendError(
+            "the accountants are those of Opacus, which is not installed",
+            where=_WHERE,
+            fix=install_line("privacy"),
+        ) from error
