@@ -124,6 +124,20 @@ def dtensor_of(
     return DTensor(local, made._spec, requires_grad=False)
 
 
+def dtensor_like(local: torch.Tensor, like: Any) -> Any:
+    """A DTensor of this rank's part, laid out as another one, whose description it shares. (2.9 to 2.13)
+
+    It takes a tenth of the time of `from_local`, which autograd and torch.compile need.
+    """
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
+
+    spec, old = like._spec, like._local_tensor
+    same = local.dtype == old.dtype and local.device == old.device and not local.requires_grad
+    if same and not torch.compiler.is_compiling():
+        return DTensor(local, spec, requires_grad=False)
+    return dtensor_of(local, like.device_mesh, like.placements, like.shape, like.stride())
+
+
 def compile_counts() -> tuple[int, int, int]:
     """Of this process: graphs captured, hits and misses of the compile cache on disk. (2.11, 2.13)"""
     from torch._dynamo.utils import counters  # noqa: PLC0415 - slow to import

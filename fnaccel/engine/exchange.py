@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fnaccel import _torch
 from fnaccel.world.interrupts import Swapped
 
 
@@ -18,21 +19,32 @@ class Exchange(Swapped):
 
     Args:
         pairs: tensors of equal shape.
+        copies: keep the values of the first tensors in copies, all at once, and leave the second ones as they
+            are. It is quicker for many small tensors.
     """
 
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, copies: bool = False) -> None:
         self._pairs = pairs
+        self._copies = copies
         self._kept: list[torch.Tensor | None] = []
 
     @torch.no_grad()
     def change(self) -> None:
         """Exchange the values of each pair."""
+        if self._copies:
+            firsts = [first for first, _ in self._pairs]
+            self._kept = [first.clone() for first in firsts]
+            _torch.foreach_copy_(firsts, [second for _, second in self._pairs])
+            return
         for first, second in self._pairs:
             self._kept.append(_exchange(first, second))
 
     @torch.no_grad()
     def undo(self) -> None:
         """Exchange them again."""
+        if self._copies and self._kept:
+            _torch.foreach_copy_([first for first, _ in self._pairs], self._kept)
+            self._kept = []
         while self._kept:
             first, second = self._pairs[len(self._kept) - 1]
             value = self._kept[-1]

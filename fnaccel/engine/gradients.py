@@ -134,11 +134,12 @@ class Gradients:
                 where=f"transform {transform} (GRADS)",
                 fix="return one gradient for each name given, shaped as it came",
             )
-        for index, leaf in enumerate(self._leaves):
-            if leaf.name in leaves:
-                # strides of the parameter: fused kernels pair elements by their place in memory
-                shard = torch.empty_like(leaf.shard)
-                self.shards[index] = shard.copy_(part_like(named[leaf.name], leaf).detach())
+        # strides of the parameters: fused kernels pair elements by their place in memory
+        made = {name: torch.empty_like(leaf.shard) for name, leaf in leaves.items()}
+        _torch.foreach_copy_(
+            list(made.values()), [part_like(named[name], leaf).detach() for name, leaf in leaves.items()]
+        )
+        self.shards = [made.get(leaf.name) for leaf in self._leaves]
         self.changed()
 
 

@@ -108,7 +108,7 @@ def laid_out_as(like: Any, local: torch.Tensor) -> Any:
     """A DTensor with the layout of `like`, of this rank's part. The part itself if `like` is no DTensor."""
     if not hasattr(like, "placements"):
         return local
-    return _torch.dtensor_of(local, like.device_mesh, like.placements, like.shape, like.stride())
+    return _torch.dtensor_like(local, like)
 
 
 def part_of_whole(whole: torch.Tensor, like: Any) -> Any:

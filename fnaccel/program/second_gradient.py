@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fnaccel import _torch
 from fnaccel.data.micro_batches import MicroBatches
 from fnaccel.engine.exchange import Exchange
 from fnaccel.engine.gradients import Gradients, differences, part_like
@@ -68,20 +69,21 @@ class SecondGradient:
             )
         values = [part_like(params[leaf.name], leaf).detach().clone() for leaf in leaves]
         # a strategy may use the memory of its gradients again, and the hook holds them
-        kept = [None if grad is None else grad.clone() for grad in first.shards]
+        ours = [grad for grad in first.shards if grad is not None]
+        kept = [grad.clone() for grad in ours]
         held = [leaf.param.grad for leaf in leaves]
         engine.clear()
         try:
-            with Exchange([(leaf.shard, value) for leaf, value in zip(leaves, values, strict=True)]):
+            pairs = [(leaf.shard, value) for leaf, value in zip(leaves, values, strict=True)]
+            with Exchange(pairs, copies=True):
                 second = differentiate(self._instance, self._micro_batches, self._inputs).gradients
             assert second is not None  # the passes of gradients leave the update out
             second.shards = [None if grad is None else grad.clone() for grad in second.shards]
             return second.by_name()
         finally:
-            for leaf, grad, shard, value in zip(leaves, held, first.shards, kept, strict=True):
+            for leaf, grad in zip(leaves, held, strict=True):
                 leaf.param.grad = grad
-                if shard is not None and value is not None:
-                    shard.copy_(value)
+            _torch.foreach_copy_(ours, kept)
 
 
 def differentiate(instance: Instance, micro_batches: MicroBatches, inputs: Inputs) -> Outcome:

@@ -158,8 +158,14 @@ class TrainStep(ModelAccess):
             warn_of(instance.notes)
         state = instance.first_state(seed, extras)
         with SigintHeld():  # modules that are claimed and not owned would be locked for good
-            instance.claim(self, self._owner.close)
-            return self._owner.own(instance, state)
+            try:
+                instance.claim(self, self._owner.close)
+                return self._owner.own(instance, state)
+            except BaseException:  # a second SIGINT, which is not held
+                if self._owner.live_state is None:
+                    self._owner.built = instance
+                    self._owner.forget()
+                raise
 
     def _compare(self, plan: Plan, seed: int) -> None:
         """Raise PlanMismatchError if ranks hold different plans."""

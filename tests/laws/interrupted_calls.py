@@ -245,8 +245,9 @@ def interrupt(
 
 
 def interrupt_call(call: str, of: str, first: int, stride: int, signals: int = 0) -> list[Outcome]:
-    """`interrupt` at every `stride`-th line of a call, from `first` on."""
+    """`interrupt` at every `stride`-th line of a call, from `first` on, or from that many before its end."""
     expected = reference(call, of)
     whole, lines = interrupt(call, of, None, expected)
     assert not whole.wrong, whole
+    first = first if first > 0 else lines + first
     return [interrupt(call, of, at, expected, signals)[0] for at in range(first, lines + 1, stride)]

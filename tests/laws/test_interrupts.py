@@ -53,3 +53,10 @@ def test_law_15_holds_for_calls_that_change_the_model_for_a_while(pools, call, s
     (outcomes,) = pools.run(1, interrupt_call, call, kind, 2, stride, signals)
     assert len(outcomes) > 5
     assert not [outcome for outcome in outcomes if outcome.wrong]
+
+
+@pytest.mark.parametrize("kind", ["local", "fsdp"])
+def test_law_15_holds_where_init_takes_the_modules(pools, kind):
+    (outcomes,) = pools.run(1, interrupt_call, "init of a built module", kind, -30, 1, 2)
+    assert len(outcomes) == 31
+    assert not [outcome for outcome in outcomes if outcome.wrong]
