@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 PARAMS = "tests/functional/test_params.py"
 ROWS = "tests/functional/test_per_example.py"
 GRADIENT = "tests/functional/test_gradient.py"
+PROGRAMS = "tests/functional/test_programs.py"
 WHOLE = "strategies/whole_leaves.py"
 
 MUTANTS = [
@@ -64,7 +65,7 @@ MUTANTS = [
     ),
     Mutant(
         "a second gradient at the first parameters", "transforms/perturbation.py", "info.gradients_at(params | moved)",
-        "info.gradients_at(params)", (GRADIENT, "-k", "sharpness and local"),
+        "info.gradients_at(params)", (PROGRAMS, "-k", "sharpness-local and not captured"),
     ),
     Mutant(
         "a norm by shard", "tree/arithmetic.py", "                dist.all_reduce(part, group=mesh.get_group(dim))\n",
