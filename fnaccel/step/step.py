@@ -270,7 +270,8 @@ class Transform:
             CALL     `apply(call) -> call`, around `call(state, batch) -> (state, metrics)`.
         init: `init(params) -> own`, the transform's own state, a pytree of tensors and numbers. All ranks
             hold the same, or DTensors.
-        needs: capabilities that the strategy must have: one, or several.
+        needs: capabilities that the strategy must have: one, or several. A function of the phase GRADS needs
+            `"gradients"` in any case.
         repeatable: whether a step may hold several. Later ones are called `name.1`, `name.2`, and so on.
 
     Raises:
@@ -310,6 +311,8 @@ class Transform:
             "fa.Transform",
             "act on the loss (FORWARD) or on the gradients (GRADS)",
         )
+        if self.phase is Phase.GRADS and not isinstance(self.apply, GradientHook):
+            object.__setattr__(self, "needs", self.needs | {Capability.GRADIENTS})
 
     def __call__(self, step: StepLike) -> Step:
         """Append this record to a step or to a plain loss function."""

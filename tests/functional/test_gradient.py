@@ -9,7 +9,7 @@ from torch import nn
 
 import fnaccel as fa
 from fnaccel import errors
-from tests.functional.losses import accumulated, equals, part_of
+from tests.functional.losses import accumulated, part_of
 from tests.models import Net, batch_of, loss_fn, program, whole_params
 
 
@@ -121,85 +121,8 @@ def test_fp16_is_unscaled():
         assert float(state.scale["scale"]) == 1024.0
 
 
-def products(strategy, change=None):
-    """The product of the Hessian with the parameters: the gradient of a loss that has a gradient inside."""
-
-    def loss(model, batch):
-        x, y = batch
-        params = fa.params(model)
-        grads = torch.autograd.grad(
-            (fa.call(model, params, x) - y).square().sum(), list(params.values()), create_graph=True
-        )
-        return fa.Mean(
-            sum((g * p.detach()).sum() for g, p in zip(grads, params.values(), strict=True)), weight=len(y)
-        )
-
-    train_step = program(loss if change is None else change(loss), strategy=strategy)
-    state = train_step.init(seed=0)
-    mesh = train_step.mesh["loss"]
-    _, found = fa.value_and_grad(train_step)(state, part_of(batch_of(12), mesh.rank, mesh.size))
-    return whole(found), float(fa.tree.dot(found, dict(state.params)).detach())
-
-
-@pytest.mark.filterwarnings("ignore:Grad strides")
-def test_a_product_of_the_hessian(pools):
-    (expected,) = pools.run(1, products, fa.local())
-    for strategy, change in ((fa.fsdp(), None), (fa.fsdp(), accumulated)):
-        for found in pools.run(2, products, strategy, change):
-            assert fa.tree.allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
-            assert found[1] == pytest.approx(expected[1], rel=1e-5)
-
-
 def ascend(grads, info):
     return fa.tree.scale(grads, 0.05 / fa.tree.norm(grads))
-
-
-def sharpened(strategy, change=None, make=Net):
-    step = fa.perturb(loss_fn, ascend)
-    train_step = program(
-        step if change is None else change(step), strategy=strategy, optimizer=fa.sgd(0.1), model=make
-    )
-    state = train_step.init(seed=0)
-    losses = []
-    for number in range(3):
-        mesh = train_step.mesh["loss"]
-        state, metrics = train_step(state, part_of(batch_of(12, seed=number), mesh.rank, mesh.size))
-        losses.append(float(metrics["loss"]))
-    return losses, whole_params(state)
-
-
-def sharpened_by_hand():
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for number in range(3):
-        x, y = batch_of(12, seed=number)
-        loss = (model(x) - y).square().sum() / 12
-        grads = torch.autograd.grad(loss, list(model.parameters()))
-        norm = torch.stack([g.norm() for g in grads]).norm()
-        before = [p.detach().clone() for p in model.parameters()]
-        with torch.no_grad():
-            for p, g in zip(model.parameters(), grads, strict=True):
-                p += 0.05 / norm * g
-        optimizer.zero_grad()
-        ((model(x) - y).square().sum() / 12).backward()
-        with torch.no_grad():
-            for p, kept in zip(model.parameters(), before, strict=True):
-                p.copy_(kept)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "clipped"])
-def test_sharpness_aware_minimisation(pools, way):
-    ranks, strategy, _ = WAYS[way]
-    changes = {"accumulated": accumulated, "fsdp-accumulated": accumulated, "captured": fa.compile(backend="aot_eager"),
-               "fsdp-captured": fa.compile(backend="aot_eager")}  # fmt: skip
-    expected = sharpened_by_hand()
-    for found in pools.run(ranks, sharpened, strategy, changes.get(way)):
-        assert equals(found, expected)
 
 
 def frozen_and_several():

@@ -8,6 +8,7 @@ PARAMS = "tests/functional/test_params.py"
 ROWS = "tests/functional/test_per_example.py"
 PRIVACY = "tests/functional/test_privacy.py"
 GRADIENT = "tests/functional/test_gradient.py"
+PROGRAMS = "tests/functional/test_programs.py"
 WHOLE = "strategies/whole_leaves.py"
 
 MUTANTS = [
@@ -77,7 +78,7 @@ MUTANTS = [
     ),
     Mutant(
         "a second gradient at the first parameters", "transforms/perturbation.py", "info.gradients_at(params | moved)",
-        "info.gradients_at(params)", (GRADIENT, "-k", "sharpness and local"),
+        "info.gradients_at(params)", (PROGRAMS, "-k", "sharpness-local and not captured"),
     ),
     Mutant(
         "a norm by shard", "tree/arithmetic.py", "                dist.all_reduce(part, group=mesh.get_group(dim))\n",

@@ -340,6 +340,15 @@ class TestOwnTransforms:
         with pytest.raises(errors.UnknownNameError, match=r"'gradientz'[\s\S]*did you mean 'gradients'"):
             fa.Transform("mine", fa.Phase.GRADS, apply=lambda grads: grads, needs=needs)
 
+    def test_a_function_of_gradients_needs_them(self):
+        """DeepSpeed keeps the gradients, so the function would change none."""
+        halved = fa.Transform("half", fa.Phase.GRADS, apply=lambda grads, own, info: (grads, own))
+        with (
+            fa.simulate(ranks=2),
+            pytest.raises(errors.CapabilityError, match=r"half needs gradients, which deepspeed\(stage=1\)"),
+        ):
+            program(halved(loss_fn), strategy="deepspeed_zero1")
+
     def test_a_call_transform_that_returns_no_function_is_named(self):
         silent = fa.Transform("silent", fa.Phase.CALL, apply=lambda call: None)
         with pytest.raises(errors.ArgumentError, match="'silent' returned NoneType, not a function"):
