@@ -459,25 +459,6 @@ def local_offset(value: Any) -> tuple[int, ...]:
     return tuple(int(start) for start in offset)
 
 
-def mend_batched_powersgd() -> None:
-    """Let torch's batched PowerSGD run: it hands one matrix to a function that takes a batch. (2.13)
-
-    Once per process. A function that takes matrices already is left alone.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # noqa: PLC0415 - slow to import
-
-    batched: Any = powerSGD_hook._orthogonalize
-    if getattr(batched, "takes_matrices", False):
-        return
-
-    def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
-        # in place, so a view of one matrix as a batch of one is enough
-        batched(matrices.unsqueeze(0) if matrices.dim() == 2 else matrices, epsilon)
-
-    orthogonalize.takes_matrices = True  # pyright: ignore[reportFunctionMemberAccess]
-    powerSGD_hook._orthogonalize = orthogonalize  # pyright: ignore[reportPrivateUsage]
-
-
 def extension_directory(name: str) -> str:
     """The folder where `torch.utils.cpp_extension.load` builds an extension. It is made. (2.9 to 2.13)"""
     from torch.utils import cpp_extension  # noqa: PLC0415 - slow to import

@@ -1,4 +1,4 @@
-"""The private names of FSDP2, with the versions each was checked on."""
+"""The private names of FSDP2 and of DDP's hooks, with the versions each was checked on."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # ruff: noqa: SLF001
@@ -183,3 +183,22 @@ def shard_groups_of(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)  # one until 2.12
     group = getattr(state, "_fsdp_param_group", None)
     return list(groups) if groups is not None else [group] if group is not None else []
+
+
+def mend_batched_powersgd() -> None:
+    """Let torch's batched PowerSGD run: it hands one matrix to a function that takes a batch. (2.13)
+
+    Once per process. A function that takes matrices already is left alone.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # noqa: PLC0415 - slow to import
+
+    batched: Any = powerSGD_hook._orthogonalize
+    if getattr(batched, "takes_matrices", False):
+        return
+
+    def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
+        # in place, so a view of one matrix as a batch of one is enough
+        batched(matrices.unsqueeze(0) if matrices.dim() == 2 else matrices, epsilon)
+
+    orthogonalize.takes_matrices = True  # pyright: ignore[reportFunctionMemberAccess]
+    powerSGD_hook._orthogonalize = orthogonalize  # pyright: ignore[reportPrivateUsage]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-from fnaccel import _torch
 from fnaccel.errors import UnknownNameError, nearest, require
 from fnaccel.step.callables import name_of
+from fnaccel.strategies._torch import mend_batched_powersgd
 
 HOOKS = (
     "fp16",
@@ -190,7 +190,7 @@ def register(hook: Hook, wrapped: DistributedDataParallel) -> None:
     wrapper, _, name = hook.name.rpartition("+")
     inner: Any = powerSGD_hook.powerSGD_hook
     if name == "batched_powersgd":
-        _torch.mend_batched_powersgd()
+        mend_batched_powersgd()
         inner = powerSGD_hook.batched_powerSGD_hook
     if wrapper == "fp16":
         inner = default_hooks.fp16_compress_wrapper(inner)

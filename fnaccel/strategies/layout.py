@@ -16,13 +16,14 @@ from fnaccel.world.mesh import Mesh
 def shown_over(mesh: Mesh, param: Any, cut: Cut | None = None) -> Any:
     """A parameter as states show it: over all axes of the mesh, with copies along those that do not cut it.
 
-    So exactly one rank writes each of its pieces to a checkpoint. The tensor of this rank is the same one.
+    So exactly one rank writes each of its pieces to a checkpoint. Its memory is that of the parameter, and it
+    requires no gradient, so arithmetic on states makes no graph.
     """
     sharded = hasattr(param, "placements")
     axes = mesh.shown.mesh_dim_names if mesh.shown is not None else ()
     names = param.device_mesh.mesh_dim_names if sharded else ()
     if not (sharded or (cut is not None and cut.dim is not None)) or set(names) == set(axes):
-        return param
+        return param.detach()
     from torch.distributed.tensor import Replicate  # noqa: PLC0415 - slow to import
 
     placements: dict[str, Any] = {axis: param.placements[number] for number, axis in enumerate(names)}

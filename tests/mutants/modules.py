@@ -91,7 +91,7 @@ MUTANTS = [
         "self._inputs.seed(self._open)", ("tests/engines/test_order_of_passes.py", "-k", "same_bits and local-1"),
     ),
     Mutant(
-        "a second gradient in the memory of the first", "program/second_gradient.py", "shard.copy_(value)", "pass",
+        "a second gradient in the memory of the first", "program/second_gradient.py", "_torch.foreach_copy_(ours, kept)", "pass",
         ("tests/transforms/test_second_gradient.py", "-k", "no_trace and ddp"),
     ),
     Mutant(

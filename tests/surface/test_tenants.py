@@ -40,7 +40,7 @@ MORE_LINES = {
     "ranks compare what they gather before the first update": 300,
     "parameters as values: fa.params, fa.call, whole leaves under fsdp": 800,
     "errors of one rank under ddp, parts of a save, GPUs": 80,
-    "gradients as values: of a step, of rows, at moved parameters, arithmetic on trees": 950,
+    "gradients as values: of a step, of rows, at moved parameters, arithmetic on trees": 1_040,
     "errors by name: two jobs, full disks, open files, foreign values": 260,
     "keys, and what a loss may know": 730,
     "dimensions by parameter, and a picture of the layout": 420,

@@ -121,9 +121,8 @@ def arithmetic(strategy, transform, folder):
             state, metrics = train_step(state, rows_of(train_step, 2 * task + number))
             read.append(float(metrics["loss"]))
         start, end = before.params, state.params
-        with torch.no_grad():
-            read.append(float(fa.tree.norm(fa.tree.axpy(-1.0, start, end))))
-            between = fa.tree.lerp(start, end, 0.25)
+        read.append(float(fa.tree.norm(fa.tree.axpy(-1.0, start, end))))
+        between = fa.tree.lerp(start, end, 0.25)
         state = train_step.adopt(attrs.evolve(state, params=between))
     return read, whole_params(state)
 
