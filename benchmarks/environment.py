@@ -15,9 +15,16 @@ from typing import Any, TypeVar
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PEERS = {"Accelerate": "accelerate", "Lightning Fabric": "lightning_fabric", "Opacus": "opacus"}
+PEERS = {
+    "Accelerate": "accelerate",
+    "Lightning Fabric": "lightning_fabric",
+    "Opacus": "opacus",
+    "TorchOpt": "torchopt",
+}
 """The libraries that a benchmark leaves out if they are not installed, with the modules to import."""
-_PACKAGES = ("fnaccel", "torch", "accelerate", "lightning-fabric", "transformers", "optree", "opacus")
+_PACKAGES = (
+    "fnaccel", "torch", "accelerate", "lightning-fabric", "transformers", "optree", "opacus", "torchopt",
+)  # fmt: skip
 _MEASURED = ("fnaccel", "benchmarks/*.py")
 _T = TypeVar("_T")
 

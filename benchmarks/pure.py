@@ -1,11 +1,12 @@
 """A pure update (`fa.pure`): k updates in one graph, gradients through training, and their memory.
 
-    OMP_NUM_THREADS=1 python benchmarks/pure.py [--only updates,memory] [--quick]
+    OMP_NUM_THREADS=1 python benchmarks/pure.py [--only updates,memory,hypergradient] [--quick]
 
 `updates` are AdamW's of an MLP (64-64-64-10) on 32 rows: 32 of them in one graph, against the loop of train
 steps with the fused kernel, and JAX's `lax.scan` where `.venv-jax` has it. `memory` is the gradient by the
 learning rate of a loss after 24 updates of Adam on 128 rows: everything kept, or four updates at a time run
-again.
+again. `hypergradient` is the gradient of a loss after five updates of Adam, by the initial parameters, beside
+TorchOpt's MetaAdam (`pip install --no-deps torchopt graphviz`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.nn.functional as F
-from environment import ROOT
+from environment import ROOT, present
 from interleave import Samples, race
 from options import Options, begin
 from report import Row, compare, publish
@@ -28,11 +29,12 @@ from torch import nn
 
 import fnaccel as fa
 
-PARTS = ("updates", "memory")
+PARTS = ("updates", "memory", "hypergradient")
 PYTHON = ROOT / ".venv-jax" / "bin" / "python"
 RATE, ROWS, SEED = 1e-3, 32, 0
 LOOP, EAGER, SCAN = "a loop of train steps, eager", "pure updates, eager", "jax.lax.scan and optax"
 KEPT = "everything kept"
+TORCHOPT = "TorchOpt"
 
 
 def mlp() -> nn.Module:
@@ -152,9 +154,54 @@ def memory(options: Options) -> list[Row]:
     ]
 
 
+def hypergradient(options: Options) -> list[Row]:
+    """Seconds of a gradient through five updates of Adam."""
+    *data, last = batches(6, ROWS)
+    update = fa.pure(program(fa.adam(1e-2)))
+    first = update.init(SEED)
+    start = {name: value.detach().clone() for name, value in first["params"].items()}
+
+    def final(params: Any) -> torch.Tensor:
+        values = {**first, "params": params}
+        for batch in data:
+            values, _ = update(values, batch)
+        return update.loss(values, last)
+
+    def backward() -> list[torch.Tensor]:
+        params = {name: value.clone().requires_grad_() for name, value in start.items()}
+        return list(torch.autograd.grad(final(params), [*params.values()]))
+
+    def torchopt() -> list[torch.Tensor]:
+        from torchopt import MetaAdam  # pyright: ignore[reportMissingImports]
+
+        model = mlp()
+        model.load_state_dict(start)
+        leaves, optimizer = [*model.parameters()], MetaAdam(model, lr=1e-2)
+        for x, y in data:
+            optimizer.step(F.cross_entropy(model(x), y))
+        return list(torch.autograd.grad(F.cross_entropy(model(last[0]), last[1]), leaves))
+
+    graph = torch.compile(
+        torch.func.grad(final), fullgraph=True, backend=options.pick("inductor", "inductor", "eager")
+    )
+    table: list[Row] = []
+    for how, mine, goal in (
+        ("eager", backward, 1.25),
+        ("compiled", lambda: [*graph(start).values()], 0.3),
+    ):
+        calls = present({"fnaccel": mine, TORCHOPT: torchopt})
+        found = [torch.cat([grad.flatten() for grad in call()]) for call in calls.values()]
+        worst = max(float((each - found[0]).norm() / each.norm()) for each in found)
+        if worst > 1e-3:
+            raise SystemExit(f"{how} and TorchOpt differ by {worst:g}")
+        samples = race(calls, blocks=options.pick(15, 5, 1), calls=options.pick(5, 5, 1))
+        table += compare(f"gradient through 5 updates of Adam, {how}", samples, {TORCHOPT: goal}, unit="ms")
+    return table
+
+
 def main() -> None:
     """Run the parts asked for, on one core."""
-    options = begin("pure", str(__doc__), PARTS)
+    options = begin("pure", str(__doc__), PARTS, (TORCHOPT,))
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     table: list[Row] = []
     with fa.start(device="cpu"):
@@ -162,6 +209,8 @@ def main() -> None:
             table += updates(options)
         if "memory" in options.parts:
             table += memory(options)
+        if "hypergradient" in options.parts:
+            table += hypergradient(options)
     publish(options, table)
 
 

@@ -34,7 +34,8 @@ assert_on_device: Any = torch._assert_async
 amp_update_scale_: Any = torch._amp_update_scale_
 profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled
 # trees as torch.func takes them, such as the outputs of transformers' models
-# whether a function of torch.func differentiates or maps a tensor
+# whether a function of torch.func runs, None if not; and whether it differentiates or maps a tensor
+transform_now: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 is_mapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 flatten: Callable[[Any], tuple[list[Any], Any]] = torch.utils._pytree.tree_flatten
 unflatten: Callable[[list[Any], Any], Any] = torch.utils._pytree.tree_unflatten

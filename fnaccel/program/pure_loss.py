@@ -95,9 +95,7 @@ class PureLoss:
                 return part, (tensors, now)
 
             if differentiate:
-                taken: Any = torch.func.grad_and_value(run, has_aux=True)(dict(trained))
-                own_grads, (part, (tensors, buffers)) = taken
-                listed = [own_grads[name] for name in trained]
+                listed, part, (tensors, buffers) = _differentiated(run, dict(trained))
                 grads = [a + b for a, b in zip(grads, listed, strict=True)] if grads else listed
             else:
                 part, (tensors, buffers) = run(trained)
@@ -138,6 +136,24 @@ class PureLoss:
             key, _, own = name.partition("/")
             return f"target.{key}.{own}"
         return f"target.{name}"
+
+
+def _differentiated(
+    run: Callable[..., tuple[torch.Tensor, Any]], trained: dict[str, torch.Tensor]
+) -> tuple[list[torch.Tensor], torch.Tensor, Any]:
+    """Gradients in the order of the parameters, the total, and the rest of what `run` returns."""
+    values = list(trained.values())
+    in_graph = torch.is_grad_enabled() and all(value.requires_grad for value in values)
+    if in_graph and not torch.compiler.is_compiling() and _torch.transform_now() is None:
+        # the parameters belong to a graph of autograd already: torch.func would wrap each tensor once more
+        part, rest = run(trained)
+        if not part.requires_grad:  # of no parameter
+            return [torch.zeros_like(value) for value in values], part, rest
+        grads = torch.autograd.grad(part, values, create_graph=True, materialize_grads=True)
+        return list(grads), part, rest
+    taken: Any = torch.func.grad_and_value(run, has_aux=True)(trained)
+    by_name, (part, rest) = taken
+    return [by_name[name] for name in trained], part, rest
 
 
 def cut_in_graph(batch: Any, count: int) -> list[Any]:
