@@ -127,7 +127,7 @@ class Gradients:
             TreeMismatchError: other names or shapes than it was given. Nothing was taken.
         """
         leaves = {leaf.name: leaf for leaf, g in zip(self._leaves, self.shards, strict=True) if g is not None}
-        problems = differences(named, leaves, "gradients")
+        problems = differences(named, {name: leaf.shown for name, leaf in leaves.items()}, "gradients")
         if problems:
             raise TreeMismatchError(
                 f"transform {transform!r} returned {'; '.join(problems)}",
@@ -159,31 +159,28 @@ def with_copies(state: Tree, *shown: Tree) -> Tree:
     return tree.map(copied, state)
 
 
-def differences(named: Tree, leaves: Mapping[str, Any], what: str) -> list[str]:
-    """How tensors by name differ from parameters in kind: empty if they do not.
+def differences(named: Tree, like: Mapping[str, Any], what: str) -> list[str]:
+    """How tensors by name differ from others in kind: empty if they do not.
 
     Args:
         named: the tensors.
-        leaves: the parameters by name, which all have to be there.
+        like: the others by name, which all have to be there.
         what: the name of the tensors, for messages.
     """
     if not isinstance(named, Mapping):
         return [f"{type(named).__name__} instead of a dict of {what}"]
-    return unmatched(leaves, named) + [
-        f"{name} {problem}"
-        for name, leaf in leaves.items()
-        if name in named and (problem := _unlike(named[name], leaf))
-    ]
+    texts = {name: _unlike(named[name], other) for name, other in like.items() if name in named}
+    return unmatched(like, named) + [f"{name} {text}" for name, text in texts.items() if text]
 
 
-def _unlike(value: Tree, leaf: Leaf) -> str:
+def _unlike(value: Tree, other: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"is {type(value).__name__}, not a tensor"
-    if value.shape != leaf.shown.shape:
-        return f"has shape {list(value.shape)}, not {list(leaf.shown.shape)}"
-    if hasattr(value, "placements") != hasattr(leaf.shown, "placements"):
+    if value.shape != other.shape:
+        return f"has shape {list(value.shape)}, not {list(other.shape)}"
+    if hasattr(value, "placements") != hasattr(other, "placements"):
         kinds = "a plain tensor", "a DTensor"
-        return "is {}, not {}".format(*(kinds if hasattr(leaf.shown, "placements") else kinds[::-1]))
+        return "is {}, not {}".format(*(kinds if hasattr(other, "placements") else kinds[::-1]))
     return ""
 
 

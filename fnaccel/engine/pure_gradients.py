@@ -5,13 +5,13 @@ Beside `Gradients`, which changes shards in place: here each change makes new te
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from fnaccel.engine.gradients import differences
 from fnaccel.errors import TreeMismatchError
-from fnaccel.texts import unmatched
 
 
 # a plain class: compiled code makes it
@@ -69,17 +69,7 @@ class PureGradients:
         Raises:
             TreeMismatchError: other names or shapes than it was given.
         """
-        problems = (
-            unmatched(self._names, named)
-            if isinstance(named, Mapping)
-            else [f"{type(named).__name__} instead of a dict of gradients"]
-        )
-        if not problems:
-            problems = [
-                f"{name} has shape {list(named[name].shape)}, not {list(value.shape)}"
-                for name, value in zip(self._names, self.values, strict=True)
-                if named[name].shape != value.shape
-            ]
+        problems = differences(named, self.by_name(), "gradients")
         if problems:
             raise TreeMismatchError(
                 f"transform {transform!r} returned {'; '.join(problems)}",

@@ -56,7 +56,7 @@ class SecondGradient:
                 where=_WHERE,
                 fix='fa.Transform(..., needs="second gradient") says so in the plan; or local, ddp or fsdp',
             )
-        trained = {leaf.name: leaf for leaf in leaves}
+        trained = {leaf.name: leaf.shown for leaf in leaves}
         if isinstance(params, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - the user's
             frozen = engine.layout.parameters.keys() - trained
             params = {name: value for name, value in params.items() if name not in frozen}
