@@ -186,7 +186,7 @@ def _unlike(value: Tree, other: Any) -> str:
 
 def part_like(value: Any, leaf: Leaf) -> torch.Tensor:
     """This rank's part of a tensor, in the layout of a parameter. Ranks communicate if its own is another."""
-    layout = getattr(leaf.shown, "placements", None)
+    layout = getattr(leaf.shown, "placements", None) if leaf.sharded else None
     # the mean of a sharded gradient over a sharded dimension is a sum that is still to be made
     if layout is not None and value.placements != layout:
         value = value.redistribute(leaf.shown.device_mesh, layout)

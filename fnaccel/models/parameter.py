@@ -69,7 +69,7 @@ class Leaf:
     @property
     def sharded(self) -> bool:
         """Whether ranks hold different parts."""
-        return hasattr(self.shown, "placements")
+        return type(self.shown) is not torch.Tensor and hasattr(self.shown, "placements")
 
     @property
     def shown_otherwise(self) -> bool:
@@ -106,7 +106,8 @@ def memory_of(tensor: torch.Tensor) -> Literal["dense", "gaps", "shared"]:
 
 def laid_out_as(like: Any, local: torch.Tensor) -> Any:
     """A DTensor with the layout of `like`, of this rank's part. The part itself if `like` is no DTensor."""
-    if not hasattr(like, "placements"):
+    # the type first: an attribute that is missing costs 0.3 us
+    if type(like) is torch.Tensor or not hasattr(like, "placements"):
         return local
     return _torch.dtensor_like(local, like)
 
