@@ -19,6 +19,7 @@ from fnaccel.tree import Tree
 _WHERE = "the loss function's aux"
 Shape = tuple[int, ...]
 RESERVED = frozenset({"loss", "weight", "lr", "grad_norm", "skipped", "loss_scale", "recompilations"})
+REPORTED = RESERVED - {"grad_norm"}  # which clipping records
 """Metrics that a step reports by itself."""
 
 
@@ -88,6 +89,15 @@ def _check_leaf(value: Tree) -> None:
         parts_of(value, 1, _WHERE)
     elif isinstance(value, Concat):
         rows_of_concat(value, _WHERE)
+
+
+def recorded_twice(name: str) -> LossError:
+    """The error of a hook that would replace a metric of the step."""
+    return LossError(
+        f"a hook records {name!r}, which the step itself reports",
+        where=f"info.record({name!r}, value)",
+        fix="give it another name",
+    )
 
 
 def _taken(names: list[str]) -> LossError:

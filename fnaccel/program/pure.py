@@ -16,7 +16,7 @@ import torch
 from fnaccel import _torch, tree
 from fnaccel.data.batch import Batch, Window
 from fnaccel.data.micro_batches import micro_batches
-from fnaccel.engine.combine import ratio
+from fnaccel.engine.combine import REPORTED, ratio, recorded_twice
 from fnaccel.engine.pure_gradients import PureGradients
 from fnaccel.engine.update_facts import UpdateFacts
 from fnaccel.errors import (
@@ -238,6 +238,8 @@ class PureUpdate:
         own = {name: value for name, value in options.items() if name in self._optimizers.options}
 
         def record(name: str, value: Tree) -> None:
+            if name in REPORTED:
+                raise recorded_twice(name)
             metrics[name] = value
 
         def info(skip: torch.Tensor | None) -> Info:

@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from fnaccel import _torch, tree
-from fnaccel.engine.combine import check_aux, detached, divide
+from fnaccel.engine.combine import REPORTED, check_aux, detached, divide, recorded_twice
 from fnaccel.engine.gradients import added, laid_out
 from fnaccel.engine.passes import Loss, multiplier_of
 from fnaccel.engine.updater import Updater
@@ -245,6 +245,8 @@ class StepGraph:
         engine = self._traced
 
         def record(name: str, value: Tree) -> None:
+            if name in REPORTED:
+                raise recorded_twice(name)
             metrics[name] = tree.whole(value)
 
         with torch.no_grad():

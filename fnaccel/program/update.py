@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fnaccel import tree
+from fnaccel.engine.combine import REPORTED, recorded_twice
 from fnaccel.program.lent_models import LentModels, lend
 from fnaccel.program.second_gradient import SecondGradient
 from fnaccel.program.state_owner import StateOwner
@@ -118,6 +119,8 @@ def update(
 
 def _record(metrics: dict[str, Any], name: str, value: Tree) -> None:
     """Put a hook's value into the metrics. Ranks hold parts of sharded values."""
+    if name in REPORTED:
+        raise recorded_twice(name)
     metrics[name] = value if type(value) in _WHOLE else tree.map(tree.whole, value)
 
 
