@@ -45,7 +45,8 @@ def epsilon(
 
     Args:
         train_step: made of `fa.per_example(step, clip=, noise=, rows=)`.
-        state: after the training. All of its steps were made by `train_step` on `shards`.
+        state: after the training. All of its steps were made on `shards`: their number is checked, not their
+            batches.
         shards: made by `fa.shard(loader, sampling="poisson")`.
         delta: the probability with which the claim may fail: well below 1 over the rows of the data.
         accountant: `"prv"` (Gopi et al. 2021, https://arxiv.org/abs/2106.02848) or `"rdp"`
@@ -91,6 +92,12 @@ def epsilon(
             where=_WHERE,
             fix="train on these shards only: fa.scan(train_step, state, shards) from train_step.init() on",
         )
+    if not noise.made_all(state.transforms["per_example.noise"], int(state.updates)):
+        raise ArgumentError(
+            "not all updates of the state were made with the noise of this step",
+            where=_WHERE,
+            fix="train from train_step.init() on, and restore checkpoints of such runs only",
+        )
     if steps == 0:
         return 0.0
     rate = expected / samples
@@ -99,7 +106,7 @@ def epsilon(
     counted.history = [(noise.multiplier, rate, steps)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of numpy, where a bound at some order overflows
-        return float(counted.get_epsilon(delta=delta))
+        return max(0.0, float(counted.get_epsilon(delta=delta)))
 
 
 def _noise_of(train_step: TrainStep) -> Noise:

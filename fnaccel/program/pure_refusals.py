@@ -10,6 +10,7 @@ from fnaccel.optim.several import optimizers_of
 from fnaccel.program.lower import Lowered, UserGradients, UserUpdate
 from fnaccel.step.spec import Spec
 from fnaccel.step.step import Capability
+from fnaccel.transforms.per_example import PerExample
 
 _WHERE = "fa.pure(train_step)"
 
@@ -51,6 +52,11 @@ def _problem(spec: Spec, lowered: Lowered) -> tuple[str, str]:
             "leave it out, or write it around your own loop",
         )
     for transform in spec.step.transforms:
+        if isinstance(transform.apply, PerExample):
+            return (
+                "gradients of rows are given to a total, and have no derivative of their own",
+                "leave fa.per_example out: torch.func.vmap of torch.func.grad in the loss has derivatives",
+            )
         if Capability.SECOND_GRADIENT in transform.needs:
             return (
                 f"{transform.name} takes a second gradient of the same micro-batches",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fnaccel.errors import ArgumentError, TreeMismatchError, UnknownNameError, nearest
+from fnaccel.errors import ArgumentError, CapabilityError, TreeMismatchError, UnknownNameError, nearest
 
 _WHERE = "fa.with_gradient(total, params, grads)"
 
@@ -27,6 +27,44 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, out: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, None, *((out * grad).to(grad.dtype) for grad in ctx.saved_tensors), *[None] * ctx.count
+
+
+class _GivenOnce(_Given):
+    """The same outside of compiled code. If the gradient is differentiated again, it raises."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
+        ctx.count = inputs[1]
+        ctx.save_for_backward(*inputs[2:])
+
+    @staticmethod
+    def backward(ctx: Any, out: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        params, given = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        grads = [(out * grad).to(grad.dtype) for grad in given]
+        if torch.is_grad_enabled():  # a graph of the gradient is made
+            ended: Any = _Ended.apply
+            grads = [ended(grad, param) for grad, param in zip(grads, params, strict=True)]
+        return None, None, *grads, *[None] * ctx.count
+
+
+class _Ended(torch.autograd.Function):
+    """A gradient as it is. It was given, so differentiating it by the parameter raises."""
+
+    @staticmethod
+    def forward(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:  # noqa: ARG004  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, out: torch.Tensor) -> Any:  # noqa: ARG004  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise CapabilityError(
+            "a gradient that was given has no derivative",
+            where=_WHERE,
+            fix="compute the total from fa.params(model), whose gradients have derivatives",
+        )
 
 
 def with_gradient(
@@ -49,6 +87,7 @@ def with_gradient(
         UnknownNameError: a gradient of a name that is no parameter.
         TreeMismatchError: a gradient has another shape than its parameter.
         ArgumentError: the total is no scalar tensor.
+        CapabilityError: later, if the gradient is differentiated again.
 
     Example:
         >>> def loss_fn(model, batch):  # an evolution strategy: two evaluations, no backward
@@ -87,5 +126,5 @@ def with_gradient(
                 fix="give each gradient the shape of its parameter",
             )
     given = [grads[n].detach() if n in grads else torch.zeros_like(p) for n, p in params.items()]
-    apply: Any = _Given.apply
+    apply: Any = (_Given if torch.compiler.is_compiling() else _GivenOnce).apply
     return apply(total.detach(), len(given), *params.values(), *given)

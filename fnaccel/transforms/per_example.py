@@ -46,8 +46,12 @@ class PerExample:
             aux: list[Any] = []
             for rows in rows_of(loss_fn, model, batch, given, self.chunk, _WHERE):
                 factors = (self.clip / rows.norms).clamp(max=1.0)  # a norm of 0 gives infinity, so 1
+                finite = rows.norms.isfinite()
+                factors = torch.where(finite, factors, 0.0)
                 for name, grad in rows.grads.items():
-                    part = torch.tensordot(factors.to(grad.dtype), grad, 1)
+                    # 0 times infinity would be NaN, and show that the row is there
+                    bounded = torch.where(finite.view(-1, *[1] * (grad.dim() - 1)), grad, 0.0)
+                    part = torch.tensordot(factors.to(grad.dtype), bounded, 1)
                     sums[name] = sums[name] + part if name in sums else part
                 total, weight = total + rows.totals.sum(), weight + rows.weight
                 aux.append(rows.aux)
@@ -95,6 +99,7 @@ class Noise:
 
     def __call__(self, grads: dict[str, Any], own: Tree, info: Info) -> tuple[dict[str, Any], Tree]:
         """The gradients with noise."""
+        own = {**own, "updates": own["updates"] + 1}
         weight = info.metrics["weight"]
         if self.rows is not None:
             grads = {name: grad * (weight / self.rows) for name, grad in grads.items()}
@@ -105,6 +110,22 @@ class Noise:
             name: grad + self._like(grad, fold(self.root, int(info.step), number), deviation)
             for number, (name, grad) in enumerate(grads.items())
         }, own
+
+    def begin(self, params: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """How many updates had this noise: a state that others have trained has more of them."""
+        device = next(iter(params.values())).device
+        kinds = {"multiplier": self.multiplier, "clip": self.clip, "rows": float(self.rows or 0)}
+        begun = {
+            name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in kinds.items()
+        }
+        return {**begun, "updates": torch.zeros((), dtype=torch.int64, device=device)}
+
+    def made_all(self, own: Tree, updates: int) -> bool:
+        """Whether that many updates, all of a state, had this noise."""
+        kinds = (self.multiplier, self.clip, float(self.rows or 0))
+        return int(own["updates"]) == updates and kinds == tuple(
+            float(own[name]) for name in ("multiplier", "clip", "rows")
+        )
 
     def _like(self, grad: Any, seed: int, deviation: float | torch.Tensor) -> Any:
         generator = torch.Generator(grad.device).manual_seed(seed)
@@ -130,7 +151,8 @@ def per_example(
     This bounds what one row can change. `fa.epsilon` says how much that tells about a row, if batches come
     from `fa.shard(loader, sampling="poisson")` and the sum is divided by a fixed number: `rows`.
 
-    Dropout draws other numbers for each row. `torch.func.vmap` computes all rows at once.
+    A row whose gradient is not finite counts as one of zeros. Dropout draws other numbers for each row.
+    `torch.func.vmap` computes all rows at once.
 
     Args:
         step: a step or a loss function; or none, for `fa.chain`.
@@ -161,7 +183,7 @@ def per_example(
         return clips
     adds = Noise(float(noise), float(clip), seed, rows)
     needs = frozenset({Capability.GRADIENTS})
-    return chain(clips, Transform("per_example.noise", Phase.GRADS, apply=adds, needs=needs))
+    return chain(clips, Transform("per_example.noise", Phase.GRADS, apply=adds, init=adds.begin, needs=needs))
 
 
 def row_norms(loss_fn: StepLike, *, chunk: int | None = None) -> Callable[..., dict[str, Any]]:

@@ -113,6 +113,12 @@ def _count(columns: list[torch.Tensor], where: str) -> int:
     # compared one by one: a set of symbolic lengths makes a program for each number of rows
     rows = columns[0].shape[0] if columns and columns[0].dim() else 0
     if rows == 0 or any(column.dim() == 0 or column.shape[0] != rows for column in columns):
+        if columns and all(column.dim() and column.shape[0] == 0 for column in columns):
+            raise MicroBatchError(
+                "a batch without rows has no gradients of rows",
+                where=where,
+                fix="fa.shard(loader) gives a rank without rows some that do not count",
+            )
         shapes = ", ".join(str(list(column.shape)) for column in columns) or "none"
         raise MicroBatchError(
             f"a batch of rows has tensors of the same length in dim 0, and these have shapes {shapes}",

@@ -47,7 +47,7 @@ def dot(first: Tree, second: Tree) -> torch.Tensor:
     `torch.vdot`.
 
     Raises:
-        ArgumentError: a leaf is no tensor, or two tensors have different layouts.
+        ArgumentError: a leaf is no tensor, or two tensors have different shapes or layouts.
         ValueError: the structures differ.
 
     Example:
@@ -80,7 +80,7 @@ def axpy(factor: Factor, first: Tree, second: Tree) -> Tree:
     """
 
     def added(xs: list[torch.Tensor], ys: list[torch.Tensor]) -> list[torch.Tensor]:
-        if not _in_lists([*xs, *ys]):
+        if not _in_lists([*xs, *ys], factor):
             return [x * factor + y for x, y in zip(xs, ys, strict=True)]
         if isinstance(factor, torch.Tensor):
             return _torch.foreach_add(_scaled(xs, factor), ys)
@@ -129,13 +129,22 @@ def _mapped(where: str, fn: Callable[..., Parts], *trees: Tree) -> Tree:
     return map(laid_out, *trees)
 
 
-def _in_lists(parts: Parts) -> bool:
-    """Whether list kernels take these: `torch.func.vmap` has none, and integers would not turn to floats."""
-    return not any(_torch.is_mapped(x) or not x.is_floating_point() for x in parts)
+def _in_lists(parts: Parts, factor: Factor = 1.0) -> bool:
+    """Whether list kernels take these: torch.func has none, and integers would not turn to floats.
+
+    A factor that is differentiated has none either, and compiled code fuses operations by itself.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    graph = torch.is_grad_enabled()
+    tensors = [*parts, factor] if isinstance(factor, torch.Tensor) else parts
+    return not any(
+        _torch.is_mapped(x) or not x.is_floating_point() or (graph and x.requires_grad) for x in tensors
+    )
 
 
 def _scaled(xs: Parts, factor: Factor) -> Parts:
-    return _torch.foreach_mul(xs, factor) if _in_lists(xs) else [x * factor for x in xs]
+    return _torch.foreach_mul(xs, factor) if _in_lists(xs, factor) else [x * factor for x in xs]
 
 
 def _squares(xs: Parts) -> Parts:
@@ -150,8 +159,9 @@ def _products(xs: Parts, ys: Parts) -> Parts:
 
 
 def _check(tensors: Sequence[Any], where: str) -> None:
-    if {type(x) for x in tensors} == {torch.Tensor}:  # an attribute that is missing costs 0.3 us
-        return
+    first, last = tensors[0], tensors[-1]
+    if type(first) is type(last) is torch.Tensor and first.shape == last.shape:
+        return  # an attribute that is missing costs 0.3 us
     for x in tensors:
         if not isinstance(x, torch.Tensor):
             raise ArgumentError(
@@ -159,6 +169,12 @@ def _check(tensors: Sequence[Any], where: str) -> None:
                 where=where,
                 fix="give tensors alone: fa.tree.select(tree, pattern)",
             )
+    if first.shape != last.shape:
+        raise ArgumentError(
+            f"two tensors have the shapes {list(first.shape)} and {list(last.shape)}",
+            where=where,
+            fix="give trees with tensors of the same shapes",
+        )
     layouts = [getattr(x, "placements", None) for x in tensors]
     if any(each != layouts[0] for each in layouts) or any(p.is_partial() for p in layouts[0] or ()):
         raise ArgumentError(

@@ -217,3 +217,25 @@ def test_deepspeed_keeps_gradients_to_itself():
         object.__setattr__(engine, "runtime", Runtime(bound=Bound()))
         with pytest.raises(errors.CapabilityError, match="keeps gradients to itself"):
             fa.value_and_grad(train_step)(state, batch_of(4))
+
+
+def test_arithmetic_is_differentiated_and_mapped():
+    tree = {"a": torch.tensor([3.0, 4.0]), "b": torch.ones(2, 2)}
+    factor = torch.tensor(0.3)
+
+    def size(factor):
+        return fa.tree.norm(fa.tree.axpy(factor, tree, fa.tree.scale(tree, factor)))
+
+    expected = 2 * float(fa.tree.norm(tree))
+    leaf = factor.clone().requires_grad_()
+    assert torch.autograd.grad(size(leaf), leaf)[0].item() == pytest.approx(expected)
+    assert torch.func.grad(size)(factor).item() == pytest.approx(expected)
+    assert torch.func.vmap(size)(torch.stack([factor, 2 * factor])).tolist() == pytest.approx(
+        [expected * 0.3, expected * 0.6]
+    )
+
+
+def test_arithmetic_of_two_shapes():
+    for fn in (fa.tree.dot, lambda x, y: fa.tree.axpy(1.0, x, y), lambda x, y: fa.tree.lerp(x, y, 0.5)):
+        with pytest.raises(fa.errors.ArgumentError, match=r"the shapes \[2\] and \[1\]"):
+            fn({"x": torch.ones(2)}, {"x": torch.ones(1)})

@@ -306,3 +306,37 @@ def test_a_batch_norm_and_ragged_columns_are_refused():
         train_step = program(fa.per_example(lambda m, b: squares(m, b[:2]), clip=1.0))
         with pytest.raises(errors.MicroBatchError, match=r"\[4, 3\], \[4, 1\], \[\]"):
             train_step(train_step.init(), (*batch_of(4), torch.tensor(1.0)))
+
+
+def estimated(model, batch):
+    x, y = batch
+    params = fa.params(model)
+    grads = {name: torch.ones_like(value) for name, value in params.items()}
+    return fa.Mean(fa.with_gradient((model(x) - y).square().sum(), params, grads), weight=len(y))
+
+
+def test_a_given_gradient_has_no_derivative():
+    batch = batch_of(4)
+    with fa.start():
+        update = fa.pure(program(estimated))
+        first = update.init(seed=0)
+
+        def final(rate):
+            values = first
+            for _ in range(2):
+                values, _ = update(values, batch, lr=rate)
+            return update.loss(values, batch)
+
+        assert torch.isfinite(final(0.1))
+        rate = torch.tensor(0.1, requires_grad=True)
+        with pytest.raises(fa.errors.CapabilityError, match="was given has no derivative"):
+            final(rate).backward()
+        with pytest.raises(fa.errors.CapabilityError, match="was given has no derivative"):
+            torch.func.grad(final)(rate.detach())
+        with pytest.raises(fa.errors.CapabilityError, match="have no derivative of their own"):
+            fa.pure(program(fa.per_example(squares, clip=1.0)))
+
+
+def test_a_batch_without_rows():
+    with fa.start(), pytest.raises(fa.errors.MicroBatchError, match="without rows"):
+        fa.per_example(squares, clip=1.0)(Net(), batch_of(0))

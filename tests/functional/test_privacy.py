@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import attrs
 import pytest
 import torch
 from opacus.accountants import PRVAccountant, RDPAccountant
@@ -201,3 +202,52 @@ def test_steps_on_other_data_and_bad_arguments(monkeypatch):
     monkeypatch.setitem(sys.modules, "opacus.accountants", None)
     with pytest.raises(MissingBackendError, match="privacy"):
         fa.epsilon(train_step, state, drawn(), delta=1e-5)
+
+
+def other_noise():
+    """Half of the run with little noise, the other half with more."""
+    _, state = trained(private(noise=0.3), drawn(), steps=4)
+    later = program(private())
+    later.init(seed=0)
+    return later, later.adopt(fa.snapshot(state))
+
+
+def without_noise():
+    _, state = trained(squares, drawn(), steps=4)
+    later = program(private())
+    first = later.init(seed=0)
+    params = {
+        "params": dict(fa.snapshot(state).params),
+        "step": state.step,
+        "updates": state.updates,
+        "data": state.data,
+    }
+    return later, later.adopt(attrs.evolve(fa.snapshot(first), **params))
+
+
+@pytest.mark.parametrize("before", [other_noise, without_noise])
+def test_updates_that_others_made(before):
+    train_step, state = before()
+    for state, _ in fa.scan(train_step, state, drawn(), steps=8):
+        pass
+    assert state.step == 8
+    with pytest.raises(ArgumentError, match="not all updates"):
+        fa.epsilon(train_step, state, drawn(), delta=1e-5)
+
+
+# dynamo's own, as it traces an autograd function (torch 2.13)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("change", [None, fa.skip_nonfinite(), compiled], ids=["plain", "skip", "compiled"])
+def test_a_row_that_is_not_finite_is_one_of_zeros(bad, change):
+    x, y = batch_of(16)
+    x[3, 1] = bad
+    others = [row for row in range(16) if row != 3]
+    found = []
+    for batch in ((x, y), (x[others], y[others])):
+        step = private(noise=0.0)
+        train_step = program(step if change is None else change(step))
+        state, metrics = train_step(train_step.init(seed=0), batch)
+        assert not float(metrics.get("skipped", 0.0))
+        found.append(whole_params(state))
+    assert all(torch.allclose(found[0][name], found[1][name], atol=1e-7) for name in found[0])
