@@ -111,15 +111,6 @@ class Noise:
             for number, (name, grad) in enumerate(grads.items())
         }, own
 
-    def begin(self, params: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """How many updates had this noise: a state that others have trained has more of them."""
-        device = next(iter(params.values())).device
-        kinds = {"multiplier": self.multiplier, "clip": self.clip, "rows": float(self.rows or 0)}
-        begun = {
-            name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in kinds.items()
-        }
-        return {**begun, "updates": torch.zeros((), dtype=torch.int64, device=device)}
-
     def made_all(self, own: Tree, updates: int) -> bool:
         """Whether that many updates, all of a state, had this noise."""
         kinds = (self.multiplier, self.clip, float(self.rows or 0))
@@ -131,6 +122,26 @@ class Noise:
         generator = torch.Generator(grad.device).manual_seed(seed)
         whole = torch.randn(grad.shape, generator=generator, device=grad.device, dtype=grad.dtype) * deviation
         return part_of_whole(whole, grad) if hasattr(grad, "placements") else whole
+
+
+@dataclass(frozen=True)  # compared by its fields, as a bound method is not
+class Begun:
+    """The state of noise before the first update: how many updates had it, and which noise it is."""
+
+    noise: Noise
+
+    def __call__(self, params: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """A state that others have trained has made more updates than these."""
+        device = next(iter(params.values())).device
+        kinds = {
+            "multiplier": self.noise.multiplier,
+            "clip": self.noise.clip,
+            "rows": float(self.noise.rows or 0),
+        }
+        begun = {
+            name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in kinds.items()
+        }
+        return {**begun, "updates": torch.zeros((), dtype=torch.int64, device=device)}
 
 
 @takes_step
@@ -183,7 +194,9 @@ def per_example(
         return clips
     adds = Noise(float(noise), float(clip), seed, rows)
     needs = frozenset({Capability.GRADIENTS})
-    return chain(clips, Transform("per_example.noise", Phase.GRADS, apply=adds, init=adds.begin, needs=needs))
+    return chain(
+        clips, Transform("per_example.noise", Phase.GRADS, apply=adds, init=Begun(adds), needs=needs)
+    )
 
 
 def row_norms(loss_fn: StepLike, *, chunk: int | None = None) -> Callable[..., dict[str, Any]]:

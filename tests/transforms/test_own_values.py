@@ -9,7 +9,7 @@ import fnaccel as fa
 from fnaccel import errors
 from tests.models import Net, batch_of, loss_fn
 
-NAMES = ("norm", "sum", "peak", "weight")
+NAMES = ("norm", "sum", "peak", "weight_norm")
 
 
 def recorded(strategy, compiled):
@@ -23,7 +23,7 @@ def recorded(strategy, compiled):
         return grads, own if compiled else {"norm": grad.norm()}
 
     def on_update(params, own, info):
-        info.record("weight", params["inp.weight"].norm())
+        info.record("weight_norm", params["inp.weight"].norm())
         return own
 
     first = None if compiled else lambda params: {"norm": torch.zeros(())}
