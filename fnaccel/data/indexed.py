@@ -173,8 +173,7 @@ def _drawn(source: Indexed, reading: Reading, link: Link) -> _DrawnTurns:
     n = len(source.loader.dataset)
     check_start(n, reading)
     expected = source.batch_size * (link.ranks if reading.per_rank else 1)
-    count = order.draws(n, expected, reading.remainder)
-    numbers = range(-(-reading.start // expected), count)
+    numbers = order.draws(n, expected, reading.remainder, start=reading.start)
     return _DrawnTurns(
         n=n, expected=expected, numbers=numbers, reading=reading, rank=link.rank, ranks=link.ranks
     )

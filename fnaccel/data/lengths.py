@@ -96,7 +96,7 @@ def batches_per_epoch(shards: Counted, ranks: int, *, start: int = 0) -> int | N
         return None
     if shards.sampling is not None:
         expected = source.batch_size * (ranks if shards.per_rank else 1)
-        return max(0, order.draws(n, expected, shards.remainder) - -(-start // expected))
+        return len(order.draws(n, expected, shards.remainder, start=start))
     left = order.batches(
         n,
         source.batch_size,

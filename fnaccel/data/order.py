@@ -81,8 +81,14 @@ def permutation(n: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(n, generator=generator).tolist()
 
 
-def draws(n: int, expected: int, remainder: Remainder) -> int:
-    """How many batches of Poisson sampling an epoch has: as many as it would have of `expected` rows each.
+def draws(n: int, expected: int, remainder: Remainder, *, start: int = 0) -> range:
+    """The numbers of the batches of Poisson sampling in an epoch: as many as of `expected` rows each.
+
+    Args:
+        n: how many samples an epoch has.
+        expected: rows of a global batch, on average.
+        remainder: `"drop"` leaves out what fills no whole batch.
+        start: samples of the epoch that were used before, `expected` for each batch.
 
     Raises:
         LoaderError: more rows are expected in a batch than there are.
@@ -93,7 +99,7 @@ def draws(n: int, expected: int, remainder: Remainder) -> int:
             where='fa.shard(loader, sampling="poisson")',
             fix="a smaller batch_size. It is the expected number of rows of a batch, on all ranks together",
         )
-    return n // expected if remainder == "drop" else -(-n // expected)
+    return range(-(-start // expected), n // expected if remainder == "drop" else -(-n // expected))
 
 
 def drawn(n: int, rate: float, seed: int, epoch: int, number: int) -> list[int]:

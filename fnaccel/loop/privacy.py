@@ -85,7 +85,9 @@ def epsilon(
             where=_WHERE,
             fix=f"fa.per_example(step, clip=, noise=, rows={expected})",
         )
-    steps = state.data.epoch * draws(samples, expected, shards.remainder) + state.data.samples // expected
+    steps = (
+        state.data.epoch * len(draws(samples, expected, shards.remainder)) + state.data.samples // expected
+    )
     if steps != state.step:
         raise ArgumentError(
             f"the state has made {state.step} steps, and stands after {steps} batches of these shards",

@@ -113,10 +113,12 @@ class Noise:
 
     def made_all(self, own: Tree, updates: int) -> bool:
         """Whether that many updates, all of a state, had this noise."""
-        kinds = (self.multiplier, self.clip, float(self.rows or 0))
-        return int(own["updates"]) == updates and kinds == tuple(
-            float(own[name]) for name in ("multiplier", "clip", "rows")
-        )
+        same = all(float(own[name]) == value for name, value in self.numbers().items())
+        return same and int(own["updates"]) == updates
+
+    def numbers(self) -> dict[str, float]:
+        """Which noise it is, as a state keeps it."""
+        return {"multiplier": self.multiplier, "clip": self.clip, "rows": float(self.rows or 0)}
 
     def _like(self, grad: Any, seed: int, deviation: float | torch.Tensor) -> Any:
         generator = torch.Generator(grad.device).manual_seed(seed)
@@ -133,14 +135,8 @@ class Begun:
     def __call__(self, params: dict[str, Any]) -> dict[str, torch.Tensor]:
         """A state that others have trained has made more updates than these."""
         device = next(iter(params.values())).device
-        kinds = {
-            "multiplier": self.noise.multiplier,
-            "clip": self.noise.clip,
-            "rows": float(self.noise.rows or 0),
-        }
-        begun = {
-            name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in kinds.items()
-        }
+        kinds = self.noise.numbers().items()
+        begun = {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in kinds}
         return {**begun, "updates": torch.zeros((), dtype=torch.int64, device=device)}
 
 

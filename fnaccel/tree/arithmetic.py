@@ -113,11 +113,7 @@ Parts = list[torch.Tensor]
 
 def _mapped(where: str, fn: Callable[..., Parts], *trees: Tree) -> Tree:
     """A tree of what `fn` makes of the lists of this rank's parts, laid out as the first tree is."""
-    rows: list[tuple[Any, ...]] = []
-    map(lambda *tensors: rows.append(tensors), *trees)
-    for tensors in rows:
-        _check(tensors, where)
-    columns = [[_torch.local_of(x) for x in column] for column in zip(*rows, strict=True)]
+    _, columns = _columns(where, *trees)
     made = iter(fn(*columns) if columns else ())
 
     def laid_out(first: Any, *_: Any) -> Any:
@@ -127,6 +123,15 @@ def _mapped(where: str, fn: Callable[..., Parts], *trees: Tree) -> Tree:
         return _torch.dtensor_like(part, first)
 
     return map(laid_out, *trees)
+
+
+def _columns(where: str, *trees: Tree) -> tuple[list[tuple[Any, ...]], list[Parts]]:
+    """The tensors of all trees leaf by leaf, and this rank's parts of each tree."""
+    rows: list[tuple[Any, ...]] = []
+    map(lambda *tensors: rows.append(tensors), *trees)
+    for tensors in rows:
+        _check(tensors, where)
+    return rows, [[_torch.local_of(x) for x in column] for column in zip(*rows, strict=True)]
 
 
 def _in_lists(parts: Parts, factor: Factor = 1.0) -> bool:
@@ -186,11 +191,8 @@ def _check(tensors: Sequence[Any], where: str) -> None:
 
 def _summed(trees: list[Tree], fn: Callable[..., Parts], where: str) -> torch.Tensor:
     """The sum of `fn` over all leaves, each part of a tensor counted once."""
-    rows: list[tuple[Any, ...]] = []
-    map(lambda *tensors: rows.append(tensors), *trees)
-    for tensors in rows:
-        _check(tensors, where)
-    columns = [[_wide(_torch.local_of(x)) for x in column] for column in zip(*rows, strict=True)]
+    rows, columns = _columns(where, *trees)
+    columns = [[_wide(x) for x in column] for column in columns]
     plain: list[torch.Tensor] = []
     over: dict[Any, list[torch.Tensor]] = {}
     for (first, *_), value in zip(rows, fn(*columns) if columns else (), strict=True):
